@@ -1,0 +1,32 @@
+"""Autocast for the CPU."""
+
+from collections.abc import Sequence
+
+import torch
+from typing_extensions import override
+
+from polycast import Availability, Backend, hookimpl
+
+from .policies import POLICIES
+
+
+class CpuBackend(Backend):
+    """The CPU, with torch's own op table; bfloat16 by default."""
+
+    device_type = "cpu"
+    default_dtype = torch.bfloat16
+    policies = POLICIES
+
+    @override
+    def supported_dtypes(self) -> Sequence[torch.dtype]:
+        return (torch.bfloat16, torch.float16)
+
+    @override
+    def availability(self) -> Availability:
+        return Availability(True)
+
+
+@hookimpl
+def polycast_backend() -> Backend:
+    """Return the backend of ``cpu``."""
+    return CpuBackend()

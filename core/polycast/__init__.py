@@ -1,0 +1,72 @@
+"""Autocast for PyTorch as a plugin system."""
+
+from .autograd import custom_bwd, custom_fwd
+from .backend import Availability, Backend
+from .capture import Snapshot, capture
+from .engine import install, uninstall
+from .errors import (
+    AutocastDisabledWarning,
+    BackendBrokenError,
+    BackendConflictError,
+    BackendNotFoundError,
+    InvalidBackendError,
+)
+from .hookspecs import hookimpl
+from .policy import CastPolicy, policy_table
+from .region import autocast, autocast_decorator
+from .registry import (
+    BackendStatus,
+    backends,
+    get_backend,
+    is_autocast_available,
+    register_backend,
+    unregister_backend,
+)
+from .standard import STANDARD_POLICIES, STANDARD_REMEDIES
+from .switches import (
+    autocast_nesting,
+    clear_autocast_cache,
+    get_autocast_dtype,
+    is_autocast_cache_enabled,
+    is_autocast_enabled,
+    set_autocast_cache_enabled,
+    set_autocast_dtype,
+    set_autocast_enabled,
+)
+
+__all__ = [
+    "STANDARD_POLICIES",
+    "STANDARD_REMEDIES",
+    "AutocastDisabledWarning",
+    "Availability",
+    "Backend",
+    "BackendBrokenError",
+    "BackendConflictError",
+    "BackendNotFoundError",
+    "BackendStatus",
+    "CastPolicy",
+    "InvalidBackendError",
+    "Snapshot",
+    "autocast",
+    "autocast_decorator",
+    "autocast_nesting",
+    "backends",
+    "capture",
+    "clear_autocast_cache",
+    "custom_bwd",
+    "custom_fwd",
+    "get_autocast_dtype",
+    "get_backend",
+    "hookimpl",
+    "install",
+    "is_autocast_available",
+    "is_autocast_cache_enabled",
+    "is_autocast_enabled",
+    "policy_table",
+    "register_backend",
+    "set_autocast_cache_enabled",
+    "set_autocast_dtype",
+    "set_autocast_enabled",
+    "uninstall",
+    "unregister_backend",
+]

@@ -1,0 +1,61 @@
+"""The environment variables that switch polycast, parsed strictly: a value that is not legal is a ValueError."""
+
+import os
+import re
+from collections.abc import Mapping
+
+_BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
+ENGINES = ("auto", "reference")
+
+
+def canonical_name(distribution: str) -> str:
+    """Return a distribution's name in the normal form of the packaging specifications (``My_Pkg`` -> ``my-pkg``)."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def discovery() -> bool:
+    """``POLYCAST_DISCOVERY``: whether third-party plugins are looked for; on unless it says otherwise."""
+    text = os.environ.get("POLYCAST_DISCOVERY", "1")
+    try:
+        return _BOOLEANS[text.lower()]
+    except KeyError:
+        raise _illegal("POLYCAST_DISCOVERY", text, "one of " + ", ".join(_BOOLEANS)) from None
+
+
+def blocked() -> frozenset[str]:
+    """``POLYCAST_BLOCK``: the device types whose backends are not to be used."""
+    return frozenset(_items("POLYCAST_BLOCK", "device types separated by commas, such as 'cuda,xpu'"))
+
+
+def providers() -> Mapping[str, str]:
+    """``POLYCAST_PROVIDER``: for a device type, the canonical name of the distribution that supplies its backend."""
+    expected = "device=distribution pairs separated by commas, such as 'xpu=polycast,npu=acme-npu'"
+    chosen: dict[str, str] = {}
+    for item in _items("POLYCAST_PROVIDER", expected):
+        device_type, equals, distribution = (part.strip() for part in item.partition("="))
+        if not (device_type and equals and distribution) or device_type in chosen:
+            raise _illegal("POLYCAST_PROVIDER", os.environ["POLYCAST_PROVIDER"], expected + ", each device once")
+        chosen[device_type] = canonical_name(distribution)
+    return chosen
+
+
+def engine() -> str:
+    """``POLYCAST_ENGINE``: which engine runs at the Autocast keys."""
+    text = os.environ.get("POLYCAST_ENGINE", "auto")
+    if text.lower() not in ENGINES:
+        raise _illegal("POLYCAST_ENGINE", text, "one of " + ", ".join(ENGINES))
+    return text.lower()
+
+
+def _items(variable: str, expected: str) -> list[str]:
+    text = os.environ.get(variable, "")
+    if not text.strip():
+        return []
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        raise _illegal(variable, text, expected)
+    return items
+
+
+def _illegal(variable: str, text: str, expected: str) -> ValueError:
+    return ValueError(f"{variable}={text!r} is not legal: expected {expected}. Correct or unset the variable.")

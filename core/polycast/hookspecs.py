@@ -1,0 +1,16 @@
+"""The hook that a backend's plugin implements, and the pluggy markers for it."""
+
+import pluggy
+
+from .backend import Backend
+
+PROJECT = "polycast"
+ENTRY_POINT_GROUP = "polycast.backends"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def polycast_backend() -> Backend:  # type: ignore[empty-body]
+    """Return the backend; called once in a process, when the device is first used."""

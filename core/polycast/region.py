@@ -1,0 +1,140 @@
+"""The autocast region: a context manager and a decorator that holds settings, and no state."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from typing_extensions import Self
+
+from . import state
+from .decorate import decorate
+from .engine import kernels_of
+from .errors import AutocastDisabledWarning
+from .policy import find_op, table_problems
+from .registry import check_availability, registry
+from .state import Overlay, Settings
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class autocast:
+    """A region in which ops run in mixed precision; a context manager, and a decorator of functions.
+
+    In place of ``torch.autocast``: the arguments mean what they mean there. An instance holds settings only, so that
+    one can be nested in itself, shared by threads and reused. As a decorator it is in force while the body of the
+    function runs: between the steps of a generator or a coroutine it is not.
+
+    Args:
+        device_type: the device whose ops to autocast, as torch spells it: ``"cpu"``, ``"cuda"``, ``"xpu"``, ...
+        dtype: the fast dtype. None: this thread's current one, which at first is the backend's default.
+        enabled: False for a region in which autocast is off.
+        cache_enabled: whether to keep the casts of weights until the thread leaves its outermost region. None: as it
+            is on this thread, at first True.
+        policy: policies for single ops, by their dispatcher names, that are in force in this region and those inside
+            it, over the backend's own.
+
+    Attributes:
+        device: the device type.
+        fast_dtype: the fast dtype.
+
+    Raises:
+        ValueError: `device_type` is not a str; `policy` names what is not an op, or a policy that its op cannot have.
+        TypeError: `dtype` is not a torch.dtype.
+        RuntimeError: torch does not know the device string; or no backend serves it (see
+            :func:`polycast.get_backend`).
+
+    Warns:
+        AutocastDisabledWarning: the device cannot be used now, or its backend does not support the dtype. The region
+            runs with autocast disabled.
+
+    Example:
+        >>> import torch, polycast
+        >>> x, w = torch.randn(4, 4), torch.randn(4, 4)
+        >>> with polycast.autocast("cpu"):
+        ...     print((x @ w).dtype, torch.exp(x).dtype)
+        torch.bfloat16 torch.float32
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        policy: Overlay | None = None,
+    ) -> None:
+        self._backend = backend = registry.find(device_type)
+        if not isinstance(dtype, (torch.dtype, type(None))):
+            raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")
+        self.device = backend.device_type
+        self.fast_dtype = state.current_dtype(self.device, backend.default_dtype) if dtype is None else dtype
+        if enabled:
+            refusal = self._refusal()
+            if refusal is not None:
+                warnings.warn(refusal, AutocastDisabledWarning, stacklevel=2)
+                enabled = False
+        overlay = None if policy is None else _checked(policy)
+        self._settings = Settings(self.device, bool(enabled), self.fast_dtype, cache_enabled, overlay)
+
+    def _refusal(self) -> str | None:
+        """Say why the region cannot run enabled, or nothing if it can."""
+        answer = check_availability(self._backend)
+        if not answer:
+            return f"{self.device} is not available: {answer.reason}. Disabling autocast."
+        if self.fast_dtype is not self._backend.default_dtype:
+            answer = self._backend.dtype_availability(self.fast_dtype)
+            if not answer:
+                return (
+                    f"In {self.device.upper()} autocast, but the target dtype is not supported. Disabling autocast.\n"
+                    f"{self.fast_dtype} was asked for: {answer.reason}."
+                )
+        return None
+
+    def _put_kernels_in_place(self) -> None:
+        if self._settings.enabled or self._settings.overlay:
+            kernels_of(self._backend, self._settings.overlay or ())
+
+    def __enter__(self) -> Self:
+        self._put_kernels_in_place()
+        state.enter(self, self._settings)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        state.leave(self)
+
+    def __call__(self, func: _F) -> _F:
+        """Return `func` wrapped so that its body runs in the region."""
+        if not callable(func):
+            raise TypeError(
+                f"autocast()(func) requires a callable, but got {type(func).__name__}. To run a block in the region, "
+                f"write: with polycast.autocast({self.device!r}): ..."
+            )
+        return decorate(func, lambda: self, self._steps)
+
+    def _steps(self) -> list[Settings]:
+        self._put_kernels_in_place()
+        return [self._settings]
+
+    def __repr__(self) -> str:
+        settings = self._settings
+        return f"autocast({self.device!r}, dtype={settings.dtype}, enabled={settings.enabled})"
+
+
+def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
+    """Return `func` wrapped so that its body runs in a region: what decorating with the instance does.
+
+    Raises:
+        TypeError: `func` is not callable.
+    """
+    return autocast_instance(func)
+
+
+def _checked(policy: Overlay) -> Overlay:
+    problems = table_problems(policy)
+    if not problems:
+        problems = [f"this torch ({torch.__version__}) has no op {name!r}" for name in policy if find_op(name) is None]
+    if problems:
+        raise ValueError("policy: " + "; ".join(problems))
+    return dict(policy)

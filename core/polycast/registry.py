@@ -1,0 +1,380 @@
+"""Which backend serves which device type: discovery through entry points, loading, status and conflicts.
+
+Plugins are other people's code. One may be missing, of another version, broken at import, in conflict with another or
+switched off; none of that may disturb the other devices, and each is told apart in what the user reads. pluggy checks
+the hook, but its own entry-point loader imports every plugin and stops at the first broken one, so the walk is ours:
+metadata is read once, at the first look-up, and a plugin is imported when its device is first used.
+"""
+
+import importlib.metadata
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
+
+import pluggy
+import torch
+
+from . import env, hookspecs
+from .backend import Availability, Backend, validate
+from .errors import BackendBrokenError, BackendConflictError, BackendNotFoundError, InvalidBackendError
+
+BUILT_IN = "polycast"
+
+State: TypeAlias = Literal["ready", "unavailable", "broken", "blocked", "conflict"]
+
+
+@dataclass(frozen=True)
+class BackendStatus:
+    """What is known of the backend of one device type.
+
+    Attributes:
+        device_type: the device type.
+        state: ``ready``; ``unavailable``: loaded, but the device cannot be used now; ``broken``: its plugin cannot be
+            loaded; ``blocked``: by POLYCAST_BLOCK; ``conflict``: several distributions supply it.
+        reason: why it is not ready; empty where it is.
+        default_dtype: the backend's default fast dtype; None where no backend is loaded.
+        distribution: the distribution that supplies it; empty for a backend registered by hand and for a conflict.
+        version: that distribution's version.
+        replaces: the distributions that also supply this device type and are passed over.
+    """
+
+    device_type: str
+    state: State
+    reason: str = ""
+    default_dtype: torch.dtype | None = None
+    distribution: str = ""
+    version: str = ""
+    replaces: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """An entry point that offers a backend; nothing of it is imported yet."""
+
+    distribution: str
+    version: str
+    entry_point: importlib.metadata.EntryPoint
+
+    @property
+    def built_in(self) -> bool:
+        return env.canonical_name(self.distribution) == BUILT_IN
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version} ({self.entry_point.value})"
+
+
+@dataclass
+class _Slot:
+    """One device type: who offers its backend, and what came of loading it."""
+
+    device_type: str
+    blocked: bool = False
+    provider: str | None = None
+    candidates: list[_Candidate] = field(default_factory=list)
+    by_hand: Backend | None = None
+    loaded: Backend | None = None
+    failure: BaseException | None = None
+    loading: bool = False
+    # Reentrant, so that a plugin that asks for its own device while it is imported is told so and does not hang; one
+    # for each slot, so that a slow or stuck plugin holds up nobody else.
+    lock: Any = field(default_factory=threading.RLock)
+
+    def backend(self) -> Backend:
+        """Return the backend, loading it if this is the first use."""
+        ready = self.by_hand or self.loaded
+        if ready is not None:
+            return ready
+        if self.blocked:
+            raise BackendNotFoundError(
+                f"The backend for {self.device_type!r} is blocked by POLYCAST_BLOCK. Take it out of that variable "
+                "to use it."
+            )
+        with self.lock:
+            if self.loaded is None:
+                self._load(self.choice())
+            assert self.loaded is not None
+            return self.loaded
+
+    def choice(self) -> _Candidate:
+        """Return the candidate that is to serve the device: the named provider, a third party, the built-in."""
+        if self.provider is not None:
+            matching = [c for c in self.candidates if env.canonical_name(c.distribution) == self.provider]
+            if not matching:
+                raise ValueError(
+                    f"POLYCAST_PROVIDER names {self.provider!r} for {self.device_type!r}, but what is installed for it "
+                    f"is: {', '.join(map(str, self.candidates))}. Correct the variable or install that distribution."
+                )
+        else:
+            matching = [c for c in self.candidates if not c.built_in] or self.candidates
+        if len(matching) > 1:
+            raise BackendConflictError(
+                f"{len(matching)} distributions supply the backend for {self.device_type!r}: "
+                f"{', '.join(map(str, matching))}. Uninstall all but one, or choose one, such as "
+                f"POLYCAST_PROVIDER={self.device_type}={matching[0].distribution}."
+            )
+        return matching[0]
+
+    def _load(self, candidate: _Candidate) -> None:
+        if self.loading:
+            raise BackendBrokenError(
+                f"The backend for {self.device_type!r} was asked for while its plugin {candidate} is being imported. "
+                "A plugin must not use its own device at import."
+            )
+        if self.failure is None:
+            self.loading = True
+            try:
+                self.loaded = _load_plugin(candidate, self.device_type)
+                return
+            except KeyboardInterrupt:
+                raise
+            except (
+                BaseException
+            ) as cause:  # a plugin may raise anything at import, SystemExit too: it breaks only itself
+                self.failure = cause
+            finally:
+                self.loading = False
+        raise BackendBrokenError(
+            f"The backend for {self.device_type!r} is broken: {candidate} could not be loaded: "
+            f"{type(self.failure).__name__}: {self.failure}. Repair or uninstall {candidate.distribution}, or set "
+            f"POLYCAST_BLOCK={self.device_type}."
+        ) from self.failure
+
+    def status(self) -> BackendStatus:
+        """Return what ``backends()`` says of the device; loads the backend, raises nothing that a plugin raised."""
+        try:
+            backend = self.backend()
+        except BackendConflictError as conflict:
+            return BackendStatus(self.device_type, "conflict", str(conflict))
+        except BackendNotFoundError as refusal:
+            return BackendStatus(self.device_type, "blocked", str(refusal))
+        except BackendBrokenError as failure:
+            return self._described("broken", str(failure), None)
+        answer = check_availability(backend)
+        return self._described("ready" if answer else "unavailable", answer.reason, backend.default_dtype)
+
+    def _described(self, state: State, reason: str, dtype: torch.dtype | None) -> BackendStatus:
+        chosen = None if self.by_hand is not None else self.choice()
+        return BackendStatus(
+            self.device_type,
+            state,
+            reason,
+            dtype,
+            chosen.distribution if chosen else "",
+            chosen.version if chosen else "",
+            tuple(str(candidate) for candidate in self.candidates if candidate is not chosen),
+        )
+
+
+def _load_plugin(candidate: _Candidate, device_type: str) -> Backend:
+    """Import a plugin and call its hook, in a plugin manager of its own: a rejected one leaves nothing behind."""
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    manager.register(candidate.entry_point.load(), name=candidate.distribution)
+    manager.check_pending()
+    answers: list[Any] = manager.hook.polycast_backend()
+    if len(answers) != 1:
+        raise InvalidBackendError(
+            f"{candidate.entry_point.value} must implement the hook polycast_backend (marked with @polycast.hookimpl) "
+            f"and return a Backend from it; got {len(answers)} answers"
+        )
+    return validate(answers[0], device_type)
+
+
+def check_availability(backend: Backend) -> Availability:
+    """Return the answer of a backend's availability check; an exception is an answer too."""
+    try:
+        answer = backend.availability()
+    except Exception as cause:
+        return Availability(False, str(cause) or type(cause).__name__)
+    if not isinstance(answer, Availability):
+        return Availability(False, f"availability() returned {answer!r}, expected a polycast.Availability")
+    return answer
+
+
+class Registry:
+    """The backends of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._discovered: dict[str, _Slot] | None = None
+        self.on_change: list[Callable[[str], None]] = []
+        """Called with the device type whose backend has just been registered or unregistered by hand."""
+
+    def _slots(self) -> dict[str, _Slot]:
+        slots = self._discovered
+        if slots is None:
+            with self._lock:
+                if self._discovered is None:
+                    self._discovered = _discover()
+                slots = self._discovered
+        return slots
+
+    def parse_device_type(self, device_type: object) -> str:
+        """Return the device type that a device string such as ``"cuda"`` or ``"cuda:1"`` means.
+
+        Raises:
+            ValueError: not a str.
+            RuntimeError: not a device string that torch knows.
+        """
+        if not isinstance(device_type, str):
+            raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
+        try:
+            return torch.device(device_type).type
+        except RuntimeError:
+            pass
+        # The device of an out-of-tree backend has a name once its plugin, or the package under it, is imported.
+        slot = self._slots().get(device_type.partition(":")[0])
+        if slot is not None:
+            slot.backend()
+            return slot.device_type
+        raise RuntimeError(f"Invalid device string: {device_type!r}")
+
+    def find(self, device_type: object) -> Backend:
+        """Return the backend of a device; see :func:`get_backend`."""
+        name = self.parse_device_type(device_type)
+        slot = self._slots().get(name)
+        if slot is None or not (slot.candidates or slot.by_hand):
+            raise BackendNotFoundError(
+                f"No polycast backend is installed for {name!r}. Backends are installed for: "
+                f"{', '.join(sorted(self._known())) or 'no device'}. Install a distribution that supplies one in the "
+                f"entry-point group {hookspecs.ENTRY_POINT_GROUP!r}, or pass yours to polycast.register_backend()."
+            )
+        return slot.backend()
+
+    def _known(self) -> dict[str, _Slot]:
+        return {name: slot for name, slot in self._slots().items() if slot.candidates or slot.by_hand}
+
+    def statuses(self) -> Mapping[str, BackendStatus]:
+        """See :func:`backends`."""
+        return MappingProxyType({name: slot.status() for name, slot in sorted(self._known().items())})
+
+    def register(self, backend: Backend) -> None:
+        """See :func:`register_backend`."""
+        validate(backend)
+        slots = self._slots()
+        with self._lock:
+            slot = slots.setdefault(backend.device_type, _Slot(backend.device_type))
+            if slot.by_hand is not None:
+                raise ValueError(
+                    f"A backend for {backend.device_type!r} is already registered by hand: {slot.by_hand!r}. "
+                    f"Call polycast.unregister_backend({backend.device_type!r}) first."
+                )
+            slot.by_hand = backend
+        self._announce(slot.device_type)
+
+    def unregister(self, device_type: object) -> None:
+        """See :func:`unregister_backend`."""
+        name = self.parse_device_type(device_type)
+        slots = self._slots()
+        with self._lock:
+            slot = slots.get(name)
+            if slot is None or slot.by_hand is None:
+                raise BackendNotFoundError(
+                    f"No backend for {name!r} is registered by hand. One found through an entry point is switched off "
+                    f"with POLYCAST_BLOCK={name}."
+                )
+            slot.by_hand = None
+        self._announce(name)
+
+    def _announce(self, device_type: str) -> None:
+        for callback in self.on_change:
+            callback(device_type)
+
+
+def _discover() -> dict[str, _Slot]:
+    """Read the metadata of what is installed; imports nothing of it."""
+    third_party, blocked, providers = env.discovery(), env.blocked(), env.providers()
+    slots: dict[str, _Slot] = {}
+    for entry_point in importlib.metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP):
+        distribution = entry_point.dist
+        assert distribution is not None  # entry_points() always sets it
+        candidate = _Candidate(distribution.name, distribution.version, entry_point)
+        if candidate.built_in or third_party:
+            name = entry_point.name
+            slot = slots.setdefault(name, _Slot(name, blocked=name in blocked, provider=providers.get(name)))
+            slot.candidates.append(candidate)
+    return slots
+
+
+registry = Registry()
+
+
+def backends() -> Mapping[str, BackendStatus]:
+    """Return the status of every device type that a backend is installed or registered for.
+
+    Imports every plugin that is not blocked. The mapping is a read-only snapshot.
+
+    Raises:
+        ValueError: a POLYCAST_ variable has a value that is not legal.
+
+    Example:
+        >>> import polycast
+        >>> polycast.backends()["cpu"].state
+        'ready'
+    """
+    return registry.statuses()
+
+
+def get_backend(device_type: str) -> Backend:
+    """Return the backend of a device type, also where the device cannot be used now.
+
+    Args:
+        device_type: a device string that torch knows, such as ``"cuda"``.
+
+    Raises:
+        ValueError: `device_type` is not a str, or a POLYCAST_ variable has a value that is not legal.
+        RuntimeError: torch does not know the device string.
+        BackendNotFoundError: no backend is installed for it, or it is blocked.
+        BackendBrokenError: its plugin cannot be loaded; the cause is chained.
+        BackendConflictError: several distributions supply it.
+    """
+    return registry.find(device_type)
+
+
+def register_backend(backend: Backend) -> None:
+    """Register a backend by hand; it wins over whatever entry points supply for its device type.
+
+    Args:
+        backend: an instance of a subclass of :class:`polycast.Backend`.
+
+    Raises:
+        InvalidBackendError: it does not keep the contract (a ValueError); nothing is registered.
+        ValueError: a backend for its device type is already registered by hand.
+    """
+    registry.register(backend)
+
+
+def unregister_backend(device_type: str) -> None:
+    """Take back what ``register_backend`` did; what entry points supply for the device type is in force again.
+
+    Raises:
+        BackendNotFoundError: no backend for `device_type` is registered by hand.
+    """
+    registry.unregister(device_type)
+
+
+def is_autocast_available(device_type: str) -> bool:
+    """Say whether ``autocast(device_type)`` can run enabled here and now.
+
+    That is: a backend is installed for it and is not broken, blocked or in conflict; torch has an Autocast key for it;
+    and the backend's own check says that the device can be used.
+
+    Args:
+        device_type: a device string that torch knows, such as ``"xpu"``.
+
+    Raises:
+        ValueError: `device_type` is not a str, or a POLYCAST_ variable has a value that is not legal.
+        RuntimeError: torch does not know the device string.
+
+    Example:
+        >>> import polycast
+        >>> polycast.is_autocast_available("cpu")
+        True
+    """
+    try:
+        backend = registry.find(device_type)
+    except (BackendNotFoundError, BackendBrokenError, BackendConflictError):
+        return False
+    return check_availability(backend).available
