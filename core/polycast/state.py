@@ -187,11 +187,21 @@ def choose_dtype(device_type: str, dtype: torch.dtype) -> None:
 
 
 def current_dtype(device_type: str, default: torch.dtype) -> torch.dtype:
-    """Return this thread's fast dtype for a device: what was set, in a region or by hand, and `default` until then."""
-    dtype = torch.get_autocast_dtype(device_type)
-    if dtype is default or device_type in _thread.innermost or device_type in _thread.dtype_chosen:
-        return dtype
-    return default if dtype is _initial_dtype(device_type) else dtype
+    """Return this thread's fast dtype for a device.
+
+    A thread begins with torch's dtype for the device. The first look from outside a region sets it to `default`, the
+    backend's, unless another was set; from then on the dispatcher's state is what counts, here as everywhere.
+    """
+    if (
+        device_type not in _thread.dtype_chosen
+        and device_type not in _thread.innermost
+        and not torch.is_autocast_enabled(device_type)
+    ):
+        _thread.dtype_chosen.add(device_type)
+        dtype = torch.get_autocast_dtype(device_type)
+        if dtype is not default and dtype is _initial_dtype(device_type):
+            torch.set_autocast_dtype(device_type, default)
+    return torch.get_autocast_dtype(device_type)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
-from torch.library import Library
+from torch.library import Library, fallthrough_kernel
 
 from .. import state
 from ..backend import Backend
@@ -26,7 +26,7 @@ class Kernels:
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.key: str = "Autocast" + torch._C._dispatch_key_for_device(backend.device_type)
+        self.key = "Autocast" + torch._C._dispatch_key_for_device(backend.device_type)
         self.ops: frozenset[str] = frozenset()
         """The ops that have a kernel here, by their names in the dispatcher."""
         self.added: frozenset[str] = frozenset()
@@ -34,11 +34,18 @@ class Kernels:
         self._libraries: dict[str, Library] = {}
         self._lock = threading.Lock()
         try:
+            self._let_other_ops_through()
             for name, policy in backend.policies.items():
                 self.add(name, policy)
         except BaseException:
             self.remove()
             raise
+
+    def _let_other_ops_through(self) -> None:
+        """Have ops that are not in the table pass by the key: torch does so only for the devices it has tables for."""
+        if not torch._C._dispatch_has_backend_fallback(_dispatch_key(self.key)):
+            library = self._libraries["_"] = Library("_", "IMPL")  # type: ignore[no-untyped-call]
+            library.fallback(fallthrough_kernel, self.key)  # type: ignore[no-untyped-call]
 
     def add(self, name: str, policy: CastPolicy) -> None:
         """Put a kernel for one op in place, unless there is one or the running torch lacks the op."""
@@ -68,6 +75,12 @@ class Kernels:
         self.ops = self.added = frozenset()
 
 
+def _dispatch_key(name: str) -> torch._C.DispatchKey:
+    key = torch._C._parse_dispatch_key(name)  # the enumeration lacks some of the keys that there are
+    assert key is not None
+    return key
+
+
 class _Kernel:
     """What runs for one op at one device's Autocast key."""
 
@@ -77,7 +90,7 @@ class _Kernel:
         self.policy = policy
         self.backend = backend
         self.device_type = backend.device_type
-        self.key_set = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        self.key_set = torch._C.DispatchKeySet(_dispatch_key(key))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         frame = state.innermost(self.device_type)

@@ -1,0 +1,85 @@
+"""What every test stands on: an engine, a clean thread afterwards, and devices that need no hardware."""
+
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import polycast
+import pytest
+import torch
+from polycast import registry
+from torch._subclasses import FakeTensorMode
+
+DEVICES = torch._C._autocast_supported_devices()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind():
+    """After each test: this thread is in no region, autocast is off everywhere, torch has its own kernels."""
+    yield
+    left = [name for name in DEVICES if polycast.autocast_nesting(name) or torch.is_autocast_enabled(name)]
+    by_hand = [name for name, slot in registry.registry._slots().items() if slot.by_hand is not None]
+    for name in by_hand:
+        polycast.unregister_backend(name)
+    polycast.uninstall()
+    assert left == []
+    assert torch.is_autocast_cache_enabled()
+
+
+@pytest.fixture(params=["reference"])
+def engine(request, monkeypatch):
+    """Run a test once on each engine."""
+    polycast.uninstall()
+    monkeypatch.setenv("POLYCAST_ENGINE", request.param)
+    return request.param
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Run a test under FakeTensorMode, where tensors of any device can be made, without the device."""
+    for name in DEVICES:  # FakeTensorMode asks each device's module for these
+        if not hasattr(torch, name):
+            module = SimpleNamespace(is_initialized=lambda: False, is_available=lambda: False)
+            monkeypatch.setattr(torch, name, module, raising=False)
+    with FakeTensorMode() as mode:
+        yield mode
+
+
+@pytest.fixture
+def in_thread():
+    """Return a function that calls another in a fresh thread, and returns or raises what that does."""
+
+    def call(function):
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(function).result()
+
+    return call
+
+
+class HandMade(polycast.Backend):
+    """A backend of the tests, registered by hand: always available, float16 by default."""
+
+    default_dtype = torch.float16
+    policies = polycast.STANDARD_POLICIES
+    remedies = polycast.STANDARD_REMEDIES
+
+    def __init__(self, device_type, **attributes):
+        self.device_type = device_type
+        vars(self).update(attributes)
+
+    def supported_dtypes(self):
+        return (torch.float16, torch.bfloat16)
+
+    def availability(self):
+        return polycast.Availability(True)
+
+
+@pytest.fixture
+def hand_made():
+    """Return a function that registers a backend for a device and returns it."""
+
+    def register(device_type, **attributes):
+        backend = HandMade(device_type, **attributes)
+        polycast.register_backend(backend)
+        return backend
+
+    return register

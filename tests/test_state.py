@@ -1,0 +1,243 @@
+"""Random programs of regions, torch's regions and switches, on several threads, against a small model of the state."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import polycast
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+DEVICES = ("cpu", "hpu")
+DTYPES = (torch.bfloat16, torch.float16)
+REGIONS = [
+    dict(device_type=device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+    for device_type in DEVICES
+    for dtype, enabled, cache_enabled in [
+        (torch.bfloat16, True, None),
+        (torch.float16, True, False),
+        (torch.float16, False, True),
+    ]
+]
+
+steps = st.one_of(
+    st.tuples(st.just("enter"), st.integers(0, len(REGIONS) - 1)),
+    st.tuples(st.just("exit"), st.integers(0, len(REGIONS) - 1)),
+    st.tuples(st.just("raise"), st.integers(0, len(REGIONS) - 1)),
+    st.tuples(st.just("torch_enter"), st.integers(0, len(REGIONS) - 1)),
+    st.tuples(st.just("torch_exit"), st.none()),
+    st.tuples(st.just("set_enabled"), st.tuples(st.sampled_from(DEVICES), st.booleans())),
+    st.tuples(st.just("set_dtype"), st.tuples(st.sampled_from(DEVICES), st.sampled_from(DTYPES))),
+    st.tuples(st.just("set_cache"), st.booleans()),
+)
+programs = st.lists(st.tuples(st.integers(0, 2), steps), max_size=40)
+
+
+class Model:
+    """One thread's state. A device has values v0 ... vn, where vk holds while k of its regions are entered.
+
+    Leaving the k-th region forgets the value that held before it, so that leaving in any order comes to the same.
+    """
+
+    def __init__(self, initial):
+        self.values = {device_type: [initial[device_type]] for device_type in DEVICES}
+        self.owners = {device_type: [] for device_type in DEVICES}
+        self.caches = [initial["cache"]]
+        self.order = []
+        self.torch_regions = []
+
+    def observe(self):
+        seen = {name: (*self.values[name][-1], len(self.owners[name])) for name in DEVICES}
+        return {**seen, "cache": self.caches[-1]}
+
+    def enter(self, number):
+        region = REGIONS[number]
+        name = region["device_type"]
+        self.values[name].append((region["enabled"], region["dtype"]))
+        self.owners[name].append(number)
+        self.caches.append(self.caches[-1] if region["cache_enabled"] is None else region["cache_enabled"])
+        self.order.append(number)
+
+    def exit(self, number):
+        name = REGIONS[number]["device_type"]
+        if number not in self.owners[name]:
+            return RuntimeError
+        position = len(self.owners[name]) - 1 - self.owners[name][::-1].index(number)
+        del self.owners[name][position]
+        place = len(self.order) - 1 - self.order[::-1].index(number)
+        del self.order[place]
+        if position == len(self.owners[name]):
+            self.values[name].pop()
+        else:
+            del self.values[name][position]
+        if place == len(self.order):
+            self.caches.pop()
+        else:
+            del self.caches[place]
+        return None
+
+    def torch_enter(self, number):
+        region = REGIONS[number]
+        name = region["device_type"]
+        self.torch_regions.append((name, self.values[name][-1], self.caches[-1]))
+        self.values[name][-1] = (region["enabled"], region["dtype"])
+        if region["cache_enabled"] is not None:
+            self.caches[-1] = region["cache_enabled"]
+
+    def torch_exit(self):
+        name, before, cache = self.torch_regions.pop()
+        self.values[name][-1] = before
+        self.caches[-1] = cache
+
+    def set_enabled(self, name, enabled):
+        self.values[name][-1] = (enabled, self.values[name][-1][1])
+
+    def set_dtype(self, name, dtype):
+        self.values[name][-1] = (self.values[name][-1][0], dtype)
+
+    def set_cache(self, enabled):
+        self.caches[-1] = enabled
+
+
+class Real:
+    """The same steps on polycast and torch."""
+
+    def __init__(self, regions):
+        self.regions = regions
+        self.torch_regions = []
+
+    @staticmethod
+    def observe():
+        seen = {
+            name: (
+                polycast.is_autocast_enabled(name),
+                polycast.get_autocast_dtype(name),
+                polycast.autocast_nesting(name),
+            )
+            for name in DEVICES
+        }
+        assert all(seen[name][0] is torch.is_autocast_enabled(name) for name in DEVICES)
+        return {**seen, "cache": polycast.is_autocast_cache_enabled()}
+
+    def enter(self, number):
+        self.regions[number].__enter__()
+
+    def exit(self, number):
+        try:
+            self.regions[number].__exit__(None, None, None)
+        except RuntimeError:
+            return RuntimeError
+        return None
+
+    def do_raise(self, number):
+        with pytest.raises(ZeroDivisionError), self.regions[number]:
+            raise ZeroDivisionError
+
+    def torch_enter(self, number):
+        region = torch.autocast(**REGIONS[number])
+        region.__enter__()
+        self.torch_regions.append(region)
+
+    def torch_exit(self):
+        self.torch_regions.pop().__exit__(None, None, None)
+
+    set_enabled = staticmethod(polycast.set_autocast_enabled)
+    set_dtype = staticmethod(polycast.set_autocast_dtype)
+    set_cache = staticmethod(polycast.set_autocast_cache_enabled)
+
+
+def run_step(model, real, step):
+    kind, argument = step
+    if kind == "raise":
+        real.do_raise(argument)
+    elif kind == "torch_exit":
+        if model.torch_regions:
+            model.torch_exit()
+            real.torch_exit()
+    elif kind in ("set_enabled", "set_dtype"):
+        getattr(model, kind)(*argument)
+        getattr(real, kind)(*argument)
+    else:
+        assert getattr(model, kind)(argument) == getattr(real, kind)(argument)
+    assert real.observe() == model.observe()
+
+
+@pytest.fixture
+def regions_of_hpu(hand_made):
+    """Return one instance of each region, shared by all threads."""
+    hand_made("hpu")
+    return [polycast.autocast(**region) for region in REGIONS]
+
+
+def start():
+    initial = {name: (torch.is_autocast_enabled(name), polycast.get_autocast_dtype(name)) for name in DEVICES}
+    return {**initial, "cache": torch.is_autocast_cache_enabled()}
+
+
+@given(program=programs)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_state_of_every_thread_is_the_models_after_every_step(program, engine, regions_of_hpu):
+    with ThreadPoolExecutor(1) as a, ThreadPoolExecutor(1) as b, ThreadPoolExecutor(1) as c:
+        threads = [a, b, c]
+        models = [Model(thread.submit(start).result()) for thread in threads]
+        reals = [Real(regions_of_hpu) for _ in threads]
+        for number, step in program:
+            threads[number].submit(run_step, models[number], reals[number], step).result()
+
+
+orders = st.lists(st.integers(0, len(REGIONS) - 1), max_size=12).flatmap(
+    lambda entered: st.tuples(st.just(entered), st.permutations(entered))
+)
+
+
+@given(orders=orders, inside=st.lists(st.tuples(st.sampled_from(DEVICES), st.booleans(), st.sampled_from(DTYPES))))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_leaving_in_any_order_restores_everything(orders, inside, engine, regions_of_hpu, in_thread):
+    def run():
+        entered, left = orders
+        before = Real.observe()
+        for number in entered:
+            regions_of_hpu[number].__enter__()
+        for device_type, enabled, dtype in inside:
+            if polycast.autocast_nesting(device_type):
+                polycast.set_autocast_enabled(device_type, enabled)
+                polycast.set_autocast_dtype(device_type, dtype)
+        for number in left:
+            regions_of_hpu[number].__exit__(None, None, None)
+        assert Real.observe() == before
+
+    in_thread(run)
+
+
+def test_sixteen_threads_enter_thousands_of_regions_and_leave_no_trace(engine, hand_made):
+    hand_made("hpu")
+    shared = polycast.autocast("cpu")
+
+    def work(number):
+        before = start()
+        for turn in range(2000):
+            with shared, polycast.autocast("cpu", enabled=bool((number + turn) % 2)), shared:
+                assert polycast.autocast_nesting("cpu") == 3
+        return before == start() and polycast.autocast_nesting("cpu") == 0
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(work, range(16)))
+
+
+def test_the_default_dtype_is_the_backends_where_torch_starts_with_another(hand_made, in_thread):
+    hand_made("hpu", default_dtype=torch.float16)
+    assert torch.get_autocast_dtype("hpu") is torch.bfloat16
+    assert in_thread(lambda: polycast.get_autocast_dtype("hpu")) is torch.float16
+    assert in_thread(lambda: polycast.autocast("hpu").fast_dtype) is torch.float16
+
+
+def test_a_dtype_that_was_set_is_kept_though_torch_starts_with_it(hand_made, in_thread):
+    hand_made("hpu", default_dtype=torch.float16)
+
+    def run():
+        with polycast.autocast("hpu", dtype=torch.bfloat16):
+            inner = polycast.autocast("hpu").fast_dtype
+        polycast.set_autocast_dtype("hpu", torch.bfloat16)
+        return inner, polycast.autocast("hpu").fast_dtype
+
+    assert in_thread(run) == (torch.bfloat16, torch.bfloat16)
