@@ -117,6 +117,9 @@ class autocast:
         self._put_kernels_in_place()
         return [self._settings]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self._settings)
+
     def __repr__(self) -> str:
         settings = self._settings
         return f"autocast({self.device!r}, dtype={settings.dtype}, enabled={settings.enabled})"
@@ -129,6 +132,14 @@ def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
         TypeError: `func` is not callable.
     """
     return autocast_instance(func)
+
+
+def _restored(cls: type[autocast], settings: Settings) -> autocast:
+    """Return a copied or unpickled region, with the backend of this process."""
+    region = object.__new__(cls)
+    region._backend = registry.find(settings.device_type)
+    region.device, region.fast_dtype, region._settings = settings.device_type, settings.dtype, settings
+    return region
 
 
 def _checked(policy: Overlay) -> Overlay:

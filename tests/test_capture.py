@@ -1,0 +1,71 @@
+"""Snapshots: a thread's regions on another thread."""
+
+import polycast
+import pytest
+import torch
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+
+def observe():
+    return {
+        name: (polycast.is_autocast_enabled(name), torch.get_autocast_dtype(name), polycast.autocast_nesting(name))
+        for name in ("cpu", "hpu")
+    } | {"cache": polycast.is_autocast_cache_enabled()}
+
+
+def test_another_thread_gets_device_dtype_policy_and_cache_setting(hand_made, in_thread):
+    hand_made("hpu")
+    x = torch.ones(2, 2)
+    with (
+        polycast.autocast("cpu", torch.float16, cache_enabled=False, policy={"aten::mm": polycast.CastPolicy.FP32}),
+        polycast.autocast("hpu", torch.bfloat16),
+    ):
+        snapshot = polycast.capture()
+
+    def work():
+        before = observe()
+        with snapshot.apply():
+            inside = observe()
+            dtypes = torch.mm(x, x).dtype, torch.bmm(x[None], x[None]).dtype
+        assert observe() == before
+        return inside, dtypes
+
+    inside, dtypes = in_thread(work)
+    assert inside == {"cpu": (True, torch.float16, 1), "hpu": (True, torch.bfloat16, 1), "cache": False}
+    assert dtypes == (torch.float32, torch.float16)
+
+
+def test_what_torch_enabled_is_captured_too(in_thread):
+    with torch.autocast("cpu", torch.float16):
+        snapshot = polycast.capture()
+    assert in_thread(snapshot.wrap(lambda: torch.get_autocast_dtype("cpu"))) is torch.float16
+
+
+def test_an_empty_snapshot_disables_what_is_enabled_here():
+    snapshot = polycast.capture()
+    with polycast.autocast("cpu"):
+        with snapshot.apply():
+            assert not polycast.is_autocast_enabled("cpu")
+        assert polycast.is_autocast_enabled("cpu")
+
+
+def test_a_disabled_region_is_captured_as_disabled(in_thread):
+    with polycast.autocast("cpu", enabled=False):
+        snapshot = polycast.capture()
+
+    def work():
+        with polycast.autocast("cpu"), snapshot.apply():
+            return polycast.is_autocast_enabled("cpu")
+
+    assert in_thread(work) is False
+
+
+def test_one_snapshot_is_applied_within_itself_and_after_an_exception():
+    with polycast.autocast("cpu"):
+        snapshot = polycast.capture()
+    with snapshot.apply(), snapshot.apply():
+        assert polycast.autocast_nesting("cpu") == 2
+    with pytest.raises(ZeroDivisionError), snapshot.apply():
+        raise ZeroDivisionError
+    assert polycast.autocast_nesting("cpu") == 0

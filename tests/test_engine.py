@@ -1,0 +1,213 @@
+"""The kernels: every policy on every kind of device, and putting them in place and taking them away."""
+
+import polycast
+import pytest
+import torch
+from polycast import CastPolicy
+from polycast.engine import kernels_of, torch_ops
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+FAKE_DEVICES = ("cuda", "xpu", "privateuseone", "hpu")
+REDUCED = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(params=["cpu", *FAKE_DEVICES])
+def device(request, hand_made):
+    """A device type with the standard table: real on the CPU, on fake tensors elsewhere."""
+    if request.param != "cpu":
+        request.getfixturevalue("fake")
+    hand_made(request.param)
+    polycast.install(request.param)
+    return request.param
+
+
+@pytest.fixture(params=REDUCED, ids=str)
+def fast(request, device):
+    """Autocast is on, with this dtype."""
+    with polycast.autocast(device, request.param):
+        yield request.param
+
+
+def tensor(device, dtype=torch.float32, shape=(4, 4)):
+    return torch.ones(shape, device=device, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *REDUCED], ids=str)
+def test_lower_precision_fp_casts_every_eligible_input(device, fast, dtype):
+    assert torch.mm(tensor(device, dtype), tensor(device)).dtype is fast
+    bias = tensor(device, shape=(4,))
+    assert torch.nn.functional.linear(tensor(device, dtype), tensor(device), bias).dtype is fast
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *REDUCED], ids=str)
+def test_fp32_casts_every_eligible_input_to_float32(device, fast, dtype):
+    assert torch.exp(tensor(device, dtype)).dtype is torch.float32
+    assert torch.nn.functional.mse_loss(tensor(device, dtype), tensor(device)).dtype is torch.float32
+
+
+def test_fp32_set_opt_dtype_gives_float32_unless_the_caller_chose(device, fast):
+    x = tensor(device, fast)
+    assert torch.softmax(x, 0).dtype is torch.float32
+    assert torch.softmax(x, 0, dtype=torch.float16).dtype is torch.float16
+    assert torch.sum(x, dim=0, keepdim=True).dtype is torch.float32
+    assert torch.cumsum(x, 0).dtype is torch.float32
+    assert torch.prod(tensor(device, torch.int32), 0).dtype is torch.int64
+    assert torch.sum(tensor(device, torch.float64)).dtype is torch.float64
+
+
+def test_fp32_append_dtype_calls_the_overload_with_a_dtype(device, fast):
+    x = tensor(device, fast)
+    assert torch.ops.aten.norm.Scalar(x).dtype is torch.float32
+    assert torch.ops.aten.norm.Scalar(x, 1).dtype is torch.float32
+    assert torch.ops.aten.norm.ScalarOpt_dim(x, 2, [0], True).shape == (1, 4)
+    assert torch.ops.aten.norm.ScalarOpt_dim(x, None, [0]).dtype is torch.float32
+    assert torch.ops.aten.norm.Scalar(tensor(device, torch.float64)).dtype is torch.float64
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        ((torch.float16, torch.float32), torch.float32),
+        ((torch.float16, torch.bfloat16), torch.float32),
+        ((torch.float16, torch.float16), torch.float16),
+        ((torch.bfloat16, torch.bfloat16), torch.bfloat16),
+        ((torch.float32, torch.float32), torch.float32),
+        ((torch.float64, torch.float64), torch.float64),
+    ],
+)
+def test_promote_takes_float32_for_different_dtypes_and_leaves_equal_ones(device, fast, dtypes, expected):
+    a, b = (tensor(device, dtype, (4,)) for dtype in dtypes)
+    assert torch.dot(a, b).dtype is expected
+    assert torch.addcmul(a, b, b).dtype is expected
+
+
+def test_promotion_reads_the_tensors_in_lists(engine):
+    with polycast.autocast("cpu"):
+        assert torch.cat([tensor("cpu", torch.float16), tensor("cpu", torch.bfloat16)]).dtype is torch.float32
+        assert torch.stack([tensor("cpu", torch.float16), tensor("cpu", torch.float16)]).dtype is torch.float16
+
+
+def test_a_banned_op_raises_and_says_what_to_use(device, fast):
+    with pytest.raises(
+        RuntimeError, match=r"^aten::binary_cross_entropy is unsafe to autocast.*binary_cross_entropy_with_logits"
+    ):
+        torch.nn.functional.binary_cross_entropy(tensor(device), tensor(device))
+
+
+def test_a_banned_op_without_a_remedy_says_what_helps_always(hand_made):
+    hand_made("cpu", policies={"aten::mm": CastPolicy.BANNED}, remedies={})
+    with polycast.autocast("cpu"), pytest.raises(RuntimeError, match="in a region with enabled=False, on float32"):
+        torch.mm(tensor("cpu"), tensor("cpu"))
+
+
+def test_float64_integers_and_other_devices_are_left_alone(device, fast):
+    assert torch.mm(tensor(device, torch.float64), tensor(device, torch.float64)).dtype is torch.float64
+    assert torch.mm(tensor(device, torch.int64), tensor(device, torch.int64)).dtype is torch.int64
+    assert torch.mm(tensor("meta"), tensor("meta")).dtype is torch.float32
+
+
+def test_in_place_and_out_variants_are_not_cast(device, fast):
+    x = tensor(device)
+    assert torch.mm(x, x, out=tensor(device)).dtype is torch.float32
+    assert tensor(device).addmm_(x, x).dtype is torch.float32
+    assert torch.exp(tensor(device, fast), out=tensor(device, fast)).dtype is fast
+
+
+def test_ops_outside_the_table_pass_by(device, fast):
+    assert torch.relu(tensor(device)).dtype is torch.float32
+    assert (tensor(device, fast) + tensor(device, fast)).dtype is fast
+
+
+def test_a_disabled_region_casts_nothing(device, fast):
+    with polycast.autocast(device, enabled=False):
+        assert torch.mm(tensor(device), tensor(device)).dtype is torch.float32
+
+
+def test_only_the_regions_device_is_cast(hand_made, fake):
+    hand_made("cuda")
+    polycast.install("xpu")
+    with polycast.autocast("cuda"):
+        assert torch.mm(tensor("cuda"), tensor("cuda")).dtype is torch.float16
+        assert torch.mm(tensor("xpu"), tensor("xpu")).dtype is torch.float32
+
+
+def test_an_overlay_holds_in_its_region_and_those_inside():
+    x = tensor("cpu")
+    with polycast.autocast("cpu", policy={"aten::mm": CastPolicy.FP32, "aten::relu": CastPolicy.LOWER_PRECISION_FP}):
+        assert (torch.mm(x, x).dtype, torch.relu(x).dtype) == (torch.float32, torch.bfloat16)
+        with polycast.autocast("cpu", policy={"aten::relu": CastPolicy.PASSTHROUGH}):
+            assert (torch.mm(x, x).dtype, torch.relu(x).dtype) == (torch.float32, torch.float32)
+        assert torch.relu(x).dtype is torch.bfloat16
+    with polycast.autocast("cpu"):
+        assert (torch.mm(x, x).dtype, torch.relu(x).dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_an_overlay_can_ban_and_set_a_dtype():
+    x = tensor("cpu", torch.bfloat16)
+    policy = {"aten::mm": CastPolicy.BANNED, "aten::softmax.int": CastPolicy.FP32_SET_OPT_DTYPE}
+    with polycast.autocast("cpu", policy=policy):
+        assert torch.softmax(x, 0).dtype is torch.float32
+        with pytest.raises(RuntimeError, match="^aten::mm is unsafe to autocast on cpu"):
+            torch.mm(x, x)
+
+
+def test_autograd_sees_the_casts():
+    x, w = tensor("cpu").requires_grad_(), tensor("cpu").requires_grad_()
+    with polycast.autocast("cpu"):
+        y = torch.mm(x, w)
+    y.sum().backward()
+    assert (x.grad.dtype, w.grad.dtype) == (torch.float32, torch.float32)
+    assert torch.equal(w.grad, torch.full((4, 4), 4.0))
+
+
+@pytest.fixture
+def probe():
+    """An op of another namespace, which records whether autocast is on for the CPU and for hpu where it runs."""
+    seen = []
+    library = torch.library.Library("polycast_tests", "DEF")
+    library.define("probe(Tensor x) -> Tensor")
+    library.impl("probe", lambda x: seen.append([*map(torch.is_autocast_enabled, ("cpu", "hpu"))]) or x.clone(), "CPU")
+    yield seen
+    library._destroy()
+
+
+def test_an_op_of_another_namespace_is_cast_with_autocast_off_for_its_device_only(hand_made, probe):
+    hand_made("cpu", policies={"polycast_tests::probe": CastPolicy.LOWER_PRECISION_FP})
+    hand_made("hpu")
+    with polycast.autocast("cpu"), polycast.autocast("hpu"):
+        assert torch.ops.polycast_tests.probe(tensor("cpu")).dtype is torch.bfloat16
+    polycast.uninstall()
+    assert probe == [[False, True]]
+
+
+def test_install_and_uninstall_give_torch_its_own_kernels_back():
+    mixed = [tensor("cpu", torch.float16), tensor("cpu", torch.bfloat16)]
+    before = {device: torch_ops(device) for device in ("cpu", "cuda", "xpu")}
+    for _ in range(5):
+        for device in before:
+            polycast.install(device)
+        with torch.autocast("cpu"):
+            assert torch.cat(mixed).dtype is torch.float32
+        polycast.uninstall("cpu")
+        polycast.uninstall()
+        with torch.autocast("cpu"), pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
+            torch.cat(mixed)
+        assert {device: torch_ops(device) for device in before} == before
+
+
+def test_an_op_that_this_torch_lacks_is_skipped(hand_made):
+    backend = hand_made("hpu", policies={"aten::of_another_version": CastPolicy.FP32, "aten::mm": CastPolicy.FP32})
+    assert kernels_of(backend).ops == {"aten::mm"}
+
+
+def test_uninstalling_an_unknown_device_is_refused():
+    with pytest.raises(RuntimeError, match="^Invalid device string: 'nonsense'$"):
+        polycast.uninstall("nonsense")
+
+
+def test_the_region_puts_back_what_was_uninstalled():
+    polycast.uninstall("cpu")
+    with polycast.autocast("cpu"):
+        assert kernels_of(polycast.get_backend("cpu")).ops
+        assert torch.mm(tensor("cpu"), tensor("cpu")).dtype is torch.bfloat16

@@ -1,0 +1,247 @@
+"""The casts of weights that a region keeps."""
+
+import gc
+import weakref
+
+import polycast
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts that are made inside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+def profile_casts(function):
+    """Return how many casts a function makes, without a mode in force."""
+    with torch.profiler.profile() as profile:
+        function()
+    return sum(event.count for event in profile.key_averages() if event.key == "aten::_to_copy")
+
+
+X = torch.ones(4, 4, dtype=torch.bfloat16)
+
+
+def parameter(value=1.0, **options):
+    return torch.nn.Parameter(torch.full((4, 4), value), **options)
+
+
+@pytest.fixture(params=["trainable", "frozen", "leaf"])
+def weight(request):
+    if request.param == "leaf":
+        return torch.ones(4, 4, requires_grad=True)
+    return parameter(requires_grad=request.param == "trainable")
+
+
+def test_a_weight_is_cast_once_in_a_region(weight):
+    def run():
+        with polycast.autocast("cpu"):
+            torch.mm(X, weight)
+            with polycast.autocast("cpu"):
+                torch.mm(X, weight)
+            torch.mm(X, weight)
+
+    assert profile_casts(run) == 1
+    assert profile_casts(run) == 1
+
+
+def test_without_the_cache_a_weight_is_cast_at_every_use(weight):
+    def run():
+        with polycast.autocast("cpu", cache_enabled=False):
+            torch.mm(X, weight)
+            torch.mm(X, weight)
+
+    assert profile_casts(run) == 2
+
+
+def test_an_input_that_is_no_weight_is_cast_at_every_use():
+    plain = torch.ones(4, 4)
+    computed = parameter() * 2
+
+    def run():
+        with polycast.autocast("cpu"):
+            for _ in range(2):
+                torch.mm(X, plain)
+                torch.mm(X, computed)
+
+    assert profile_casts(run) == 4
+
+
+@pytest.mark.parametrize("update", ["in_place", "data", "set_data"])
+def test_an_update_inside_the_region_is_seen(weight, update):
+    with polycast.autocast("cpu"), torch.no_grad():
+        before = torch.mm(X, weight)
+        if update == "in_place":
+            weight.mul_(2)
+        elif update == "data":
+            weight.data = torch.full((4, 4), 2.0)
+        else:
+            torch.Tensor.set_(weight, torch.full((4, 4), 2.0))
+        assert torch.equal(torch.mm(X, weight), 2 * before)
+
+
+def test_casts_to_two_dtypes_live_side_by_side():
+    weight = parameter()
+
+    def run():
+        with polycast.autocast("cpu", torch.bfloat16):
+            assert torch.mm(X, weight).dtype is torch.bfloat16
+            with polycast.autocast("cpu", torch.float16):
+                assert torch.mm(X.half(), weight).dtype is torch.float16
+            assert torch.mm(X, weight).dtype is torch.bfloat16
+
+    half = profile_casts(lambda: X.half())
+    assert profile_casts(run) == 2 + half
+
+
+@pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
+def test_a_cast_made_without_grad_does_not_cost_the_gradient(first):
+    weight = parameter()
+    with polycast.autocast("cpu"):
+        with first():
+            torch.mm(X, weight)
+        torch.mm(X, weight).sum().backward()
+    assert torch.equal(weight.grad, torch.full((4, 4), 4.0))
+
+
+def test_a_cast_made_in_inference_mode_serves_no_grad_mode_of_a_trained_input():
+    frozen = parameter(requires_grad=False)
+    x = X.clone().requires_grad_()
+    with polycast.autocast("cpu"):
+        with torch.inference_mode():
+            torch.mm(x, frozen)
+        torch.mm(x, frozen).sum().backward()
+    assert x.grad is not None
+
+
+def test_a_weight_made_in_inference_mode_is_cast():
+    with torch.inference_mode(), polycast.autocast("cpu"):
+        assert torch.mm(X, parameter()).dtype is torch.bfloat16
+
+
+def test_gradients_are_those_of_torch_autocast():
+    def gradient(region):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(4, 4))
+        x = torch.randn(4, 4)
+        with region:
+            (torch.mm(torch.mm(x, weight), weight).float() ** 2).sum().backward()
+        return weight.grad
+
+    polycast.uninstall()
+    expected = gradient(torch.autocast("cpu"))
+    assert torch.equal(gradient(polycast.autocast("cpu")), expected)
+
+
+def test_leaving_another_threads_region_keeps_this_threads_casts(in_thread):
+    weight = parameter()
+
+    def other():
+        with polycast.autocast("cpu"):
+            torch.mm(X, weight)
+
+    def run():
+        with polycast.autocast("cpu"):
+            torch.mm(X, weight)
+            in_thread(other)
+            torch.mm(X, weight)
+
+    assert profile_casts(run) - profile_casts(lambda: in_thread(other)) == 1
+
+
+def test_clearing_the_cache_casts_again():
+    weight = parameter()
+
+    def run():
+        with polycast.autocast("cpu"):
+            torch.mm(X, weight)
+            polycast.clear_autocast_cache()
+            torch.mm(X, weight)
+
+    assert profile_casts(run) == 2
+
+
+def test_a_dispatch_mode_sees_every_cast():
+    weight = parameter()
+    with polycast.autocast("cpu"), Casts() as casts:
+        torch.mm(X, weight)
+        torch.mm(X, weight)
+    assert casts.count == 2
+
+
+def test_a_cast_made_before_a_mode_is_not_used_in_it():
+    weight = parameter()
+    with polycast.autocast("cpu"):
+        torch.mm(X, weight)
+        with Casts() as casts:
+            torch.mm(X, weight)
+    assert casts.count == 1
+
+
+def test_the_subclass_of_a_weight_sees_its_casts():
+    seen = []
+
+    class Tagged(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            plain = torch.utils._pytree.tree_map_only(cls, lambda t: t.plain, args)
+            return func(*plain, **(kwargs or {}))
+
+        @staticmethod
+        def __new__(cls, plain):
+            self = torch.Tensor._make_wrapper_subclass(cls, plain.shape, dtype=plain.dtype)
+            self.plain = plain
+            return self
+
+    weight = Tagged(torch.ones(4, 4)).requires_grad_()
+    with polycast.autocast("cpu"):
+        torch.mm(X, weight)
+        torch.mm(X, weight)
+    assert seen.count(torch.ops.aten._to_copy.default) == 2
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_nothing_is_kept_under_functorch_or_while_tracing():
+    weight = parameter()
+    with polycast.autocast("cpu"):
+        torch.func.grad(lambda w: torch.mm(X, w).float().sum())(weight.detach())
+        torch.func.vmap(lambda x: torch.mm(x, weight))(X[None])
+        torch.jit.trace(lambda x, w: torch.mm(x, w), (X, weight.detach()), check_trace=False)
+        assert profile_casts(lambda: torch.mm(X, weight)) == 1
+
+
+def test_nothing_is_kept_while_a_graph_is_captured(hand_made):
+    hand_made("cpu", is_capturing=lambda: True)
+    weight = parameter()
+
+    def run():
+        with polycast.autocast("cpu"):
+            torch.mm(X, weight)
+            torch.mm(X, weight)
+
+    assert profile_casts(run) == 2
+
+
+def test_casts_die_with_the_region_and_no_grad_casts_hold_no_weight():
+    weight = parameter()
+    dead = weakref.ref(weight)
+    with polycast.autocast("cpu"):
+        with torch.no_grad():
+            torch.mm(X, weight)
+        del weight
+        gc.collect()
+        assert dead() is None
+        assert len(polycast.state.region_cache()) == 1
+    assert len(polycast.state.region_cache()) == 0
