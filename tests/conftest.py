@@ -3,11 +3,12 @@
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import polycast
 import pytest
 import torch
-from polycast import registry
 from torch._subclasses import FakeTensorMode
+
+import polycast
+from polycast import registry
 
 DEVICES = torch._C._autocast_supported_devices()
 

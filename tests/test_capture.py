@@ -1,8 +1,9 @@
 """Snapshots: a thread's regions on another thread."""
 
-import polycast
 import pytest
 import torch
+
+import polycast
 
 pytestmark = pytest.mark.usefixtures("engine")
 

@@ -4,9 +4,10 @@ import asyncio
 import functools
 import inspect
 
-import polycast
 import pytest
 import torch
+
+import polycast
 
 pytestmark = pytest.mark.usefixtures("engine")
 

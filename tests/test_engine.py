@@ -1,8 +1,9 @@
 """The kernels: every policy on every kind of device, and putting them in place and taking them away."""
 
-import polycast
 import pytest
 import torch
+
+import polycast
 from polycast import CastPolicy
 from polycast.engine import kernels_of, torch_ops
 

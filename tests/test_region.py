@@ -4,9 +4,10 @@ import copy
 import pickle
 import warnings
 
-import polycast
 import pytest
 import torch
+
+import polycast
 
 
 def test_a_region_enables_autocast_with_the_backends_default_dtype(engine):
@@ -96,9 +97,10 @@ def test_a_device_that_cannot_be_used_disables_the_region_with_a_warning(hand_ma
 def test_the_warning_is_a_user_warning_that_a_filter_can_make_an_error(hand_made):
     hand_made("hpu", availability=lambda: polycast.Availability(False, "the cable is out"))
     assert issubclass(polycast.AutocastDisabledWarning, UserWarning)
-    with warnings.catch_warnings(), pytest.raises(polycast.AutocastDisabledWarning):
+    with warnings.catch_warnings():
         warnings.simplefilter("error", polycast.AutocastDisabledWarning)
-        polycast.autocast("hpu")
+        with pytest.raises(polycast.AutocastDisabledWarning):
+            polycast.autocast("hpu")
 
 
 def test_a_disabled_region_asks_nothing_of_the_device(hand_made):
@@ -153,8 +155,16 @@ def test_settings_can_be_copied_and_pickled(engine):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: polycast.set_autocast_dtype("cpu", torch.int32), ValueError, "must be floating point, got torch.int32"),
-        (lambda: polycast.set_autocast_dtype("cpu", torch.float64), ValueError, "cpu supports torch.bfloat16, torch.fl"),
+        (
+            lambda: polycast.set_autocast_dtype("cpu", torch.int32),
+            ValueError,
+            "must be floating point, got torch.int32",
+        ),
+        (
+            lambda: polycast.set_autocast_dtype("cpu", torch.float64),
+            ValueError,
+            "cpu supports torch.bfloat16, torch.fl",
+        ),
         (lambda: polycast.set_autocast_dtype("cpu", "half"), TypeError, "must be a torch.dtype, got 'half'"),
         (lambda: polycast.set_autocast_enabled("cpu", 1), TypeError, "enabled must be a bool, got 1"),
         (lambda: polycast.set_autocast_cache_enabled(None), TypeError, "enabled must be a bool, got None"),

@@ -2,16 +2,17 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-import polycast
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import polycast
+
 DEVICES = ("cpu", "hpu")
 DTYPES = (torch.bfloat16, torch.float16)
 REGIONS = [
-    dict(device_type=device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+    {"device_type": device_type, "dtype": dtype, "enabled": enabled, "cache_enabled": cache_enabled}
     for device_type in DEVICES
     for dtype, enabled, cache_enabled in [
         (torch.bfloat16, True, None),

@@ -3,10 +3,11 @@
 import gc
 import weakref
 
-import polycast
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import polycast
 
 pytestmark = pytest.mark.usefixtures("engine")
 

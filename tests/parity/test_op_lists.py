@@ -1,0 +1,107 @@
+"""Every op in torch's own lists, under torch.autocast and polycast: the same dtypes, on the CPU the same bits."""
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+import polycast
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+# Where torch raises and polycast does not: the op, and why.
+MIXED = "promotes float16 with bfloat16 to float32, where torch raises 'Unexpected floating ScalarType'"
+POLYCAST_ONLY = dict.fromkeys(
+    ("cat", "stack", "bilinear", "dot", "vdot", "grid_sampler", "index_put", "scatter_add"), MIXED
+)
+
+MODULES = {"nn": torch._C._nn, "banned": torch._C._nn, "linalg": torch._C._linalg}
+
+
+def op_lists(device_type):
+    """Return torch's lists as (list, op, arguments, keyword arguments), with tensors made in the mode of the caller."""
+    lists = pytest.importorskip(
+        "torch.testing._internal.autocast_test_lists", reason="torch's lists need the package expecttest"
+    )
+    made = (lists.AutocastCPUTestLists if device_type == "cpu" else lists.AutocastTestLists)(device_type)
+    return [
+        (list_name, entry[0], arguments, next((item for item in entry if isinstance(item, dict)), {}))
+        for list_name, entries in vars(made).items()
+        if isinstance(entries, list)
+        for entry in entries
+        for arguments in [item for item in entry[1:] if isinstance(item, tuple)]
+    ]
+
+
+def call(case):
+    """Call an op as a function and as a method, whichever there are; an exception is a result too."""
+    list_name, op, arguments, keywords = case
+    module = MODULES.get(list_name.partition("_")[0], torch)
+    torch.manual_seed(0)
+    try:
+        results = [getattr(module, op)(*arguments, **keywords)] if hasattr(module, op) else []
+        if isinstance(arguments[0], torch.Tensor) and hasattr(torch.Tensor, op):
+            results.append(getattr(arguments[0], op)(*arguments[1:], **keywords))
+    except Exception as error:
+        return error
+    assert results, f"nothing was called for {op}"
+    return tree_leaves(results)
+
+
+def compare(case, theirs, ours, *, bits):
+    list_name, op, *_ = case
+    if list_name == "banned":
+        assert isinstance(theirs, RuntimeError)
+        assert isinstance(ours, RuntimeError)
+    elif isinstance(theirs, Exception):
+        if str(theirs).startswith("Unexpected floating ScalarType"):
+            assert op in POLYCAST_ONLY
+            assert not isinstance(ours, Exception) or "not linked with support" in str(ours)
+        else:
+            assert repr(ours) == repr(theirs)
+    else:
+        assert not isinstance(ours, Exception), ours
+        for their, our in zip(theirs, ours, strict=True):
+            assert type(our) is type(their)
+            if isinstance(their, torch.Tensor):
+                assert our.dtype is their.dtype
+                assert not bits or torch.equal(our.nan_to_num(), their.nan_to_num())
+            else:
+                assert our == their
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the lists call what torch has deprecated
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cpu_ops_give_the_same_bits(dtype, engine):
+    cases = op_lists("cpu")
+    with torch.autocast("cpu", dtype):
+        theirs = [call(case) for case in cases]
+    with polycast.autocast("cpu", dtype):
+        ours = [call(case) for case in cases]
+    assert len(cases) > 60
+    for case, their, our in zip(cases, theirs, ours, strict=True):
+        compare(case, their, our, bits=True)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the lists call what torch has deprecated
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("device_type", ["cuda", "xpu"])
+def test_accelerator_ops_give_the_same_dtypes_on_fake_tensors(device_type, dtype, engine):
+    def run(cases):
+        before = torch.get_autocast_dtype(device_type)
+        torch.set_autocast_enabled(device_type, True)
+        torch.set_autocast_dtype(device_type, dtype)
+        try:
+            return [call(case) for case in cases]
+        finally:
+            torch.set_autocast_enabled(device_type, False)
+            torch.set_autocast_dtype(device_type, before)
+
+    with FakeTensorMode():
+        cases = op_lists(device_type)
+        theirs = run(cases)
+        polycast.install(device_type)
+        ours = run(cases)
+    assert len(cases) > 110
+    for case, their, our in zip(cases, theirs, ours, strict=True):
+        compare(case, their, our, bits=False)

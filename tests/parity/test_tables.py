@@ -1,0 +1,46 @@
+"""The tables are torch's: the ops at each device's Autocast key, as the running torch has them."""
+
+import pytest
+import torch
+
+import polycast
+from polycast.engine import torch_ops
+from polycast.policy import find_op
+
+# Ops that torch treats and the table leaves to torch's own kernels, each under its reason.
+LEFT_TO_TORCH = {
+    "named tensors, which torch took out in 2.13": (
+        "aten::cumprod.dimname",
+        "aten::cumsum.dimname",
+        "aten::index_copy.dimname",
+        "aten::log_softmax.Dimname",
+        "aten::norm.names_ScalarOpt_dim",
+        "aten::prod.dim_Dimname",
+        "aten::softmax.Dimname",
+        "aten::sum.dim_DimnameList",
+    ),
+    "flattens the cast weights into the buffer that cuDNN reads": ("aten::_cudnn_rnn",),
+}
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda", "xpu"])
+def test_the_table_names_exactly_the_ops_that_torch_treats(device_type):
+    left = {name for names in LEFT_TO_TORCH.values() for name in names}
+    table = {name for name in polycast.get_backend(device_type).policies if find_op(name) is not None}
+    assert table == torch_ops(device_type) - left
+
+
+@pytest.mark.parametrize(("device_type", "count"), [("cpu", 127), ("cuda", 119), ("xpu", 117)])
+def test_the_table_has_as_many_ops_as_torch_2_13(device_type, count):
+    if not torch.__version__.startswith("2.13."):
+        pytest.skip(f"counts are those of torch 2.13, this is {torch.__version__}")
+    assert len(polycast.get_backend(device_type).policies) == count
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda", "xpu"])
+def test_all_of_the_table_is_installed_and_none_of_it_is_new_to_torch(device_type, engine):
+    from polycast.engine import kernels_of
+
+    kernels = kernels_of(polycast.get_backend(device_type))
+    assert kernels.ops == set(polycast.get_backend(device_type).policies)
+    assert kernels.added == frozenset()

@@ -1,0 +1,201 @@
+"""custom_fwd and custom_bwd, in both styles of torch.autograd.Function."""
+
+import pytest
+import torch
+from torch.autograd import Function
+
+import polycast
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+seen = {}
+
+
+def note(name, x):
+    seen[name] = (polycast.is_autocast_enabled("cpu"), x.dtype, torch.mm(x, x).dtype)
+
+
+def with_ctx(cast_inputs=None):
+    class Square(Function):
+        @staticmethod
+        @polycast.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
+        def forward(ctx, x):
+            note("forward", x)
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        @polycast.custom_bwd(device_type="cpu")
+        def backward(ctx, grad):
+            note("backward", grad)
+            return 2 * grad * ctx.saved_tensors[0]
+
+    return Square
+
+
+def with_setup_context(cast_inputs=None):
+    class Square(Function):
+        @staticmethod
+        @polycast.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
+        def forward(x):
+            note("forward", x)
+            return x * x
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        @polycast.custom_bwd(device_type="cpu")
+        def backward(ctx, grad):
+            note("backward", grad)
+            return 2 * grad * ctx.saved_tensors[0]
+
+    return Square
+
+
+styles = pytest.mark.parametrize("style", [with_ctx, with_setup_context])
+
+
+def apply(function, region, dtype=torch.float32):
+    seen.clear()
+    x = torch.ones(2, 2, dtype=dtype, requires_grad=True)
+    with region:
+        out = function.apply(x)
+    out.sum().backward()
+    assert torch.equal(x.grad, torch.full((2, 2), 2.0, dtype=dtype))
+    return out
+
+
+@styles
+def test_backward_runs_in_the_autocast_state_of_forward(style):
+    function = style()
+    for dtype in (torch.bfloat16, torch.float16):
+        apply(function, polycast.autocast("cpu", dtype))
+        assert seen == {"forward": (True, torch.float32, dtype), "backward": (True, torch.float32, dtype)}
+    apply(function, polycast.autocast("cpu", enabled=False))
+    off = (False, torch.float32, torch.float32)
+    assert seen == {"forward": off, "backward": off}
+
+
+@styles
+def test_backward_runs_in_that_state_though_called_in_another_region(style):
+    x = torch.ones(2, 2, requires_grad=True)
+    out = style().apply(x)
+    with polycast.autocast("cpu"):
+        out.sum().backward()
+        assert seen["backward"][0] is False
+        assert polycast.is_autocast_enabled("cpu")
+
+
+@styles
+def test_cast_inputs_casts_and_runs_both_with_autocast_off(style):
+    out = apply(style(torch.float32), polycast.autocast("cpu"), torch.bfloat16)
+    off = (False, torch.float32, torch.float32)
+    assert out.dtype is torch.float32
+    assert seen == {"forward": off, "backward": off}
+
+
+@styles
+def test_cast_inputs_has_no_effect_outside_a_region(style):
+    apply(style(torch.float16), polycast.autocast("cpu", enabled=False))
+    assert seen["forward"] == (False, torch.float32, torch.float32)
+
+
+@styles
+def test_a_region_of_torch_counts_too(style):
+    apply(style(), torch.autocast("cpu", torch.float16))
+    assert seen["backward"] == (True, torch.float32, torch.float16)
+
+
+def test_a_subclass_with_its_own_setup_context_records_too():
+    class Child(with_setup_context()):
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+    for _ in range(2):
+        apply(Child, polycast.autocast("cpu"))
+        assert seen["backward"][0] is True
+
+
+def test_the_style_with_setup_context_works_under_functorch():
+    function = with_setup_context()
+    with polycast.autocast("cpu"):
+        gradient = torch.func.grad(lambda x: function.apply(x).sum())(torch.ones(2, 2))
+    assert torch.equal(gradient, torch.full((2, 2), 2.0))
+    assert seen["backward"][0] is True
+
+
+def test_containers_are_cast_through():
+    from collections import namedtuple
+
+    Pair = namedtuple("Pair", "first second")
+    got = {}
+
+    class Collect(Function):
+        @staticmethod
+        @polycast.custom_fwd(device_type="cpu", cast_inputs=torch.float16)
+        def forward(ctx, *args):
+            got["args"] = args
+            return args[0] * 1
+
+        @staticmethod
+        @polycast.custom_bwd(device_type="cpu")
+        def backward(ctx, grad):
+            return grad, None, None, None, None, None
+
+    x, double, integer = torch.ones(2), torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64)
+    untouched = object()
+    with polycast.autocast("cpu"):
+        Collect.apply(x, [x, (double, "text")], {"key": x}, Pair(x, integer), iter([x]), untouched)
+    first, listed, mapping, pair, iterator, same = got["args"]
+    assert first.dtype is torch.float16
+    assert [listed[0].dtype, listed[1]] == [torch.float16, (double, "text")]
+    assert mapping["key"].dtype is torch.float16
+    assert type(pair) is Pair
+    assert (pair.first.dtype, pair.second.dtype) == (torch.float16, torch.int64)
+    assert [item.dtype for item in iterator] == [torch.float16]
+    assert same is untouched
+
+
+def test_custom_bwd_without_custom_fwd_says_what_is_missing():
+    class Half(Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        @polycast.custom_bwd(device_type="cpu")
+        def backward(ctx, grad):
+            return grad
+
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"Half.backward is decorated.*Decorate forward with polycast.custom_fwd\."):
+        Half.apply(x).sum().backward()
+
+
+def test_either_half_may_be_torchs():
+    class Mixed(Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu")
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        @polycast.custom_bwd(device_type="cpu")
+        def backward(ctx, grad):
+            note("backward", grad)
+            return grad
+
+    x = torch.ones(2, 2, requires_grad=True)
+    with polycast.autocast("cpu", torch.float16):
+        out = Mixed.apply(x)
+    out.sum().backward()
+    assert seen["backward"] == (True, torch.float32, torch.float16)
+
+
+@pytest.mark.parametrize("decorator", [polycast.custom_fwd, polycast.custom_bwd])
+def test_a_device_type_that_is_not_a_string_is_refused(decorator):
+    with pytest.raises(ValueError, match="Expected `device_type` of type `str`, got: `<class 'torch.device'>`"):
+        decorator(device_type=torch.device("cpu"))
