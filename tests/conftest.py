@@ -13,6 +13,10 @@ from polycast import registry
 DEVICES = torch._C._autocast_supported_devices()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--installed", action="store_true", help="fail where polycast is imported from the source tree")
+
+
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind():
     """After each test: this thread is in no region, autocast is off everywhere, torch has its own kernels."""

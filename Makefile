@@ -1,0 +1,45 @@
+# Set-up, tests, checks and the demo. Each target makes what it needs in $(VENV), and is safe to run twice.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+
+# Folders too: one is newer than the stamp when a file in it was removed.
+SOURCES := pyproject.toml MANIFEST.in README.md $(wildcard LICENSE) $(shell find core backends \
+	\( -name __pycache__ -o -name '*.egg-info' \) -prune -o -print)
+
+.PHONY: test check demo clean FORCE
+
+# The tests run on the installed wheel, not on the source tree.
+test: $(VENV)/polycast.stamp
+	$(VENV)/bin/python -m pytest --installed tests
+
+check: $(VENV)/polycast.stamp
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+demo: $(VENV)/polycast.stamp
+	$(VENV)/bin/polycast demo
+
+clean:
+	rm -rf $(VENV) build dist core/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+
+# torch first: what is installed satisfies polycast's requirement, and nothing takes another build of it.
+# The stamp holds the requirement, so that it is newer only when TORCH is another.
+$(VENV)/torch.stamp: FORCE
+	@test "$$(cat $@ 2>/dev/null)" = "$(TORCH)" || { \
+		set -ex; \
+		$(PYTHON) -m venv $(VENV); \
+		$(VENV)/bin/python -m pip install "$(TORCH)"; \
+		echo "$(TORCH)" > $@; \
+	}
+
+# The wheel is built from the sdist, so that both are whole and nothing left in build/ gets in.
+$(VENV)/polycast.stamp: $(VENV)/torch.stamp $(SOURCES)
+	rm -rf build dist
+	$(VENV)/bin/python -m pip install --quiet build 'setuptools>=77'
+	$(VENV)/bin/python -m build --no-isolation
+	$(VENV)/bin/python -m pip uninstall --quiet --yes polycast
+	$(VENV)/bin/python -m pip install "$$(echo dist/*.whl)[dev]"
+	touch $@

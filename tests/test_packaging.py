@@ -1,0 +1,114 @@
+"""The distribution: its metadata, what its wheel and sdist hold, and which copy of it the tests run on."""
+
+import importlib.metadata
+import importlib.resources
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+
+import polycast
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ["polycast", "polycast_cpu", "polycast_cuda", "polycast_xpu"]
+DISTRIBUTION = importlib.metadata.distribution("polycast")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Build the sdist, and the wheel from it, of a copy of the checkout; return the folder that they are in."""
+    folder = tmp_path_factory.mktemp("built")
+    unwanted = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.egg-info")
+    copy = shutil.copytree(ROOT, folder / "checkout", ignore=unwanted)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(copy)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder)
+    assert done.returncode == 0, done.stdout
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    (path,) = built.glob("*.whl")
+    with zipfile.ZipFile(path) as archive:
+        yield archive
+
+
+def test_the_tests_run_on_the_installed_distribution(pytestconfig):
+    if not pytestconfig.getoption("installed"):
+        pytest.skip("any copy of polycast will do without --installed")
+    imported = Path(polycast.__file__).resolve()
+    assert not imported.is_relative_to(ROOT / "core")
+    assert imported == Path(DISTRIBUTION.locate_file("polycast/__init__.py")).resolve()
+
+
+def test_the_built_in_backends_enter_by_the_entry_points_of_any_plugin():
+    found = importlib.metadata.entry_points(group="polycast.backends")
+    assert {(point.name, point.value) for point in found if point.dist.name == "polycast"} == {
+        ("cpu", "polycast_cpu"),
+        ("cuda", "polycast_cuda"),
+        ("xpu", "polycast_xpu"),
+    }
+
+
+def test_the_command_is_installed():
+    (command,) = importlib.metadata.entry_points(group="console_scripts", name="polycast")
+    assert command.value == "polycast.cli:main"
+    assert callable(command.load())
+
+
+def test_the_requirements_of_each_extra():
+    requirements = {}
+    for line in DISTRIBUTION.requires:
+        requirement, _, marker = line.partition("; extra == ")
+        requirements.setdefault(marker.strip("\"'"), []).append(requirement)
+    assert set(requirements) == {"", "demo", "test", "dev"}
+    assert set(requirements[""]) == {
+        "torch>=2.11",
+        "pluggy>=1.5",
+        "typing-extensions>=4.10",
+        "rich>=13",
+        "typer>=0.15",
+    }
+    assert requirements["demo"] == ["scikit-learn>=1.4"]
+    assert "polycast[demo]" in requirements["test"]
+    assert "polycast[test]" in requirements["dev"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_package_says_that_it_is_typed(package):
+    assert (importlib.resources.files(package) / "py.typed").is_file()
+
+
+def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
+    names = set(wheel.namelist())
+    sources = {
+        path.relative_to(root).as_posix()
+        for root in (ROOT / "core", ROOT / "backends")
+        for package in PACKAGES
+        for path in (root / package).rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    assert {name for name in names if ".dist-info/" not in name} == sources
+    assert {name.partition("/")[0] for name in sources} == set(PACKAGES)
+
+
+def test_the_wheel_carries_the_licence(wheel):
+    metadata = message_from_bytes(wheel.read(f"polycast-{DISTRIBUTION.version}.dist-info/METADATA"))
+    assert metadata["License-Expression"] == "MIT"
+    assert metadata.get_all("License-File") == ["LICENSE"]
+    licence = wheel.read(f"polycast-{DISTRIBUTION.version}.dist-info/licenses/LICENSE").decode()
+    assert licence.startswith("MIT License\n")
+
+
+def test_the_sdist_holds_what_is_needed_to_build_and_test(built):
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"} <= names
+    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")} <= names
+    assert not {name for name in names if name.endswith(".pyc") or name.startswith(".venv")}
