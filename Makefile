@@ -12,7 +12,7 @@ SOURCES := pyproject.toml MANIFEST.in README.md $(wildcard LICENSE) $(shell find
 
 # The tests run on the installed wheel, not on the source tree.
 test: $(VENV)/polycast.stamp
-	$(VENV)/bin/python -m pytest --installed tests
+	$(VENV)/bin/pytest --installed tests
 
 check: $(VENV)/polycast.stamp
 	$(VENV)/bin/ruff format --check .
@@ -23,7 +23,7 @@ demo: $(VENV)/polycast.stamp
 	$(VENV)/bin/polycast demo
 
 clean:
-	rm -rf $(VENV) build dist core/*.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # torch first: what is installed satisfies polycast's requirement, and nothing takes another build of it.
 # The stamp holds the requirement, so that it is newer only when TORCH is another.
@@ -35,11 +35,13 @@ $(VENV)/torch.stamp: FORCE
 		echo "$(TORCH)" > $@; \
 	}
 
-# The wheel is built from the sdist, so that both are whole and nothing left in build/ gets in.
+# The wheel is built from the sdist, so that both are whole and nothing left in build/ gets in. The metadata that
+# building leaves here would be found before that of the installed wheel by whatever runs in this folder.
 $(VENV)/polycast.stamp: $(VENV)/torch.stamp $(SOURCES)
-	rm -rf build dist
+	rm -rf dist
 	$(VENV)/bin/python -m pip install --quiet build 'setuptools>=77'
 	$(VENV)/bin/python -m build --no-isolation
+	rm -rf build *.egg-info
 	$(VENV)/bin/python -m pip uninstall --quiet --yes polycast
 	$(VENV)/bin/python -m pip install "$$(echo dist/*.whl)[dev]"
 	touch $@

@@ -1,0 +1,128 @@
+"""What the documentation says: its examples run, print what they say they print, and name what there is."""
+
+import contextlib
+import doctest
+import importlib
+import io
+import pkgutil
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import polycast
+from polycast import env
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README = PAGES[0].read_text(encoding="utf-8")
+
+
+class Block(NamedTuple):
+    """A block of Python in a page; `line` is that of its first line."""
+
+    page: Path
+    line: int
+    code: str
+
+    def __str__(self):
+        return f"{self.page.name}:{self.line}"
+
+    def output(self, names):
+        """Run the block with `names`; return the lines that it printed, and the name of what it raised at the end."""
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            try:
+                exec(compile("\n" * (self.line - 1) + self.code, self.page, "exec"), names)
+            except Exception as error:
+                if type(error).__name__ not in self.code:
+                    raise
+                print(type(error).__name__)
+        return out.getvalue().splitlines()
+
+    def comments(self):
+        """Return the comments at the ends of its lines."""
+        return re.findall(r"\S  # (.+)$", self.code, re.MULTILINE)
+
+
+def blocks(language):
+    return [
+        Block(page, text.count("\n", 0, match.start(1)) + 1, match[1])
+        for page in PAGES
+        for text in [page.read_text(encoding="utf-8")]
+        for match in re.finditer(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    ]
+
+
+def on_both(block):
+    """Say whether a block is one that compares the two libraries: it uses `amp` and leaves open which that is."""
+    return "amp." in block.code.replace("torch.amp.", "")
+
+
+def examples():
+    for package in ("polycast", "polycast_cpu", "polycast_cuda", "polycast_xpu"):
+        path = importlib.import_module(package).__path__
+        for name in [package, *(info.name for info in pkgutil.walk_packages(path, package + "."))]:
+            if not name.endswith("__main__"):
+                found = doctest.DocTestFinder().find(importlib.import_module(name), name)
+                yield from (example for example in found if example.examples)
+
+
+@pytest.mark.parametrize("block", [block for block in blocks("python") if not on_both(block)], ids=str)
+def test_an_example_prints_what_it_says(block, in_thread):
+    assert in_thread(lambda: block.output({})) == block.comments()
+
+
+@pytest.mark.parametrize("library", ["torch", "polycast"])
+@pytest.mark.parametrize("block", [block for block in blocks("python") if on_both(block)], ids=str)
+def test_a_comparison_prints_what_it_says_of_each_library(block, library, in_thread):
+    said = [dict(re.findall(r"(\w+): (.+?)(?:, (?=polycast: )|$)", comment)) for comment in block.comments()]
+    if "xpu" in block.code and torch.xpu.is_available():
+        pytest.skip("there is an XPU here")
+    polycast.uninstall()  # torch is to run its own kernels
+    names = {"torch": torch, "amp": {"torch": torch.amp, "polycast": polycast}[library]}
+    assert in_thread(lambda: block.output(names)) == [by[library] for by in said if library in by]
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=str)
+def test_an_example_of_toml_can_be_read(block):
+    if sys.version_info < (3, 11):
+        pytest.skip("tomllib is new in Python 3.11")
+    import tomllib
+
+    assert tomllib.loads(block.code)
+
+
+@pytest.mark.parametrize("example", list(examples()), ids=lambda example: example.name)
+def test_the_example_in_a_docstring_prints_what_it_says(example):
+    report = io.StringIO()
+    doctest.DocTestRunner().run(example, out=report.write)
+    assert report.getvalue() == ""
+
+
+def test_the_readme_names_everything_that_is_public():
+    assert [name for name in polycast.__all__ if f"`{name}`" not in README] == []
+
+
+def test_the_readme_names_every_environment_variable():
+    variables = set(re.findall(r"POLYCAST_[A-Z]+", Path(env.__file__).read_text(encoding="utf-8")))
+    assert {name for name in variables if f"| `{name}` |" not in README} == set()
+
+
+def anchors(page):
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_links_of_a_page_lead_somewhere(page):
+    broken = []
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        name, _, anchor = target.partition("#")
+        other = page.parent / name if name else page
+        if not other.exists() or (anchor and anchor not in anchors(other)):
+            broken.append(target)
+    assert broken == []
