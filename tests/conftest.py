@@ -30,7 +30,7 @@ def _leaves_nothing_behind():
     assert torch.is_autocast_cache_enabled()
 
 
-@pytest.fixture(params=["reference"])
+@pytest.fixture(params=["native", "reference"])
 def engine(request, monkeypatch):
     """Run a test once on each engine."""
     polycast.uninstall()

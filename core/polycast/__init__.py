@@ -10,6 +10,7 @@ from .errors import (
     BackendConflictError,
     BackendNotFoundError,
     InvalidBackendError,
+    StaleWeightError,
 )
 from .hookspecs import hookimpl
 from .policy import CastPolicy, policy_table
@@ -33,6 +34,7 @@ from .switches import (
     set_autocast_dtype,
     set_autocast_enabled,
 )
+from .weights import WeightCache, WeightCacheStats
 
 __all__ = [
     "STANDARD_POLICIES",
@@ -47,6 +49,9 @@ __all__ = [
     "CastPolicy",
     "InvalidBackendError",
     "Snapshot",
+    "StaleWeightError",
+    "WeightCache",
+    "WeightCacheStats",
     "autocast",
     "autocast_decorator",
     "autocast_nesting",

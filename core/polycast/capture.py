@@ -67,6 +67,7 @@ def _active(enabled: bool = False) -> Iterator[Settings]:
                 torch.get_autocast_dtype(device_type),
                 torch.is_autocast_cache_enabled() if enabled else None,
                 frame.overlay if enabled and frame is not None else None,
+                frame.cache if enabled and frame is not None else None,
             )
 
 

@@ -5,12 +5,16 @@ region's device that is not float64.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from typing import cast as cast_type
 
 import torch
 
 from . import state
 from .weights import caching_is_safe, is_weight
+
+if TYPE_CHECKING:
+    from .weights import PythonStore
 
 
 def is_eligible(value: object, device_type: str) -> bool:
@@ -46,20 +50,23 @@ def op_caster(device_type: str, dtype: torch.dtype, capturing: Callable[[], bool
 
     Weights are cast through the cache of this thread's regions, where it is on and may keep a cast now.
     """
-    keep = (
-        state.innermost(device_type) is not None
+    frame = state.innermost(device_type)
+    store = None
+    if (
+        frame is not None
         and dtype is not torch.float32
         and torch.is_autocast_cache_enabled()
         and caching_is_safe()
         and not capturing()
-    )
+    ):
+        store = cast_type("PythonStore", state.store_of(frame))
 
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if value.dtype is dtype or not is_eligible(value, device_type):
                 return value
-            if keep and is_weight(value):
-                return state.region_cache().cast(value, dtype)
+            if store is not None and is_weight(value):
+                return store.cast(value, dtype)
             return value.to(dtype)
         if isinstance(value, (list, tuple)):
             return [cast(item) for item in value]

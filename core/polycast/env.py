@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 
 _BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
-ENGINES = ("auto", "reference")
+ENGINES = ("auto", "native", "reference")
 
 
 def canonical_name(distribution: str) -> str:

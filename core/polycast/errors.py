@@ -17,5 +17,9 @@ class InvalidBackendError(ValueError):
     """An object offered as a backend does not keep the contract of :class:`polycast.Backend`."""
 
 
+class StaleWeightError(RuntimeError):
+    """A WeightCache with ``verify=True`` found that a weight was changed behind its back."""
+
+
 class AutocastDisabledWarning(UserWarning):
     """A region was asked for that the device or its backend cannot give; it runs with autocast disabled."""

@@ -1,7 +1,7 @@
 """The autocast region: a context manager and a decorator that holds settings, and no state."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -11,9 +11,10 @@ from . import state
 from .decorate import decorate
 from .engine import kernels_of
 from .errors import AutocastDisabledWarning
-from .policy import find_op, table_problems
+from .policy import CastPolicy, find_op, table_problems
 from .registry import check_availability, registry
 from .state import Overlay, Settings
+from .weights import WeightCache
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -31,6 +32,8 @@ class autocast:
         enabled: False for a region in which autocast is off.
         cache_enabled: whether to keep the casts of weights until the thread leaves its outermost region. None: as it
             is on this thread, at first True.
+        cache: where casts of weights are kept, also after the region. None: where the enclosing region keeps them; in
+            the outermost one, in a cache of the thread's own, which is dropped with it.
         policy: policies for single ops, by their dispatcher names, that are in force in this region and those inside
             it, over the backend's own.
 
@@ -63,7 +66,8 @@ class autocast:
         enabled: bool = True,
         cache_enabled: bool | None = None,
         *,
-        policy: Overlay | None = None,
+        cache: WeightCache | None = None,
+        policy: Mapping[str, CastPolicy] | None = None,
     ) -> None:
         self._backend = backend = registry.find(device_type)
         if not isinstance(dtype, (torch.dtype, type(None))):
@@ -75,8 +79,13 @@ class autocast:
             if refusal is not None:
                 warnings.warn(refusal, AutocastDisabledWarning, stacklevel=2)
                 enabled = False
+        if cache is not None:
+            if not isinstance(cache, WeightCache):
+                raise TypeError(f"cache must be a polycast.WeightCache or None, got {cache!r}")
+            if cache_enabled is False:
+                raise ValueError("cache= asks to keep casts and cache_enabled=False not to: leave out one of the two")
         overlay = None if policy is None else _checked(policy)
-        self._settings = Settings(self.device, bool(enabled), self.fast_dtype, cache_enabled, overlay)
+        self._settings = Settings(self.device, bool(enabled), self.fast_dtype, cache_enabled, overlay, cache)
 
     def _refusal(self) -> str | None:
         """Say why the region cannot run enabled, or nothing if it can."""
@@ -142,10 +151,10 @@ def _restored(cls: type[autocast], settings: Settings) -> autocast:
     return region
 
 
-def _checked(policy: Overlay) -> Overlay:
+def _checked(policy: Mapping[str, CastPolicy]) -> Overlay:
     problems = table_problems(policy)
     if not problems:
         problems = [f"this torch ({torch.__version__}) has no op {name!r}" for name in policy if find_op(name) is None]
     if problems:
         raise ValueError("policy: " + "; ".join(problems))
-    return dict(policy)
+    return Overlay(policy)

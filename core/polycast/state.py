@@ -4,80 +4,143 @@ The truth for ``enabled`` and ``dtype`` is the dispatcher's thread-local state, 
 so torch.autocast and polycast see one state. What is added here are frames: for each region that the thread is in, what
 was there before it. Frames are a list for the thread, and a chain for each device in it, so that entering, leaving and
 looking up the innermost region of a device cost the same at any depth.
+
+Frames belong to no engine. What an engine's kernels need to know of a region, they are given as it is entered and left.
 """
 
 import functools
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .backend import Backend
 from .policy import CastPolicy
-from .weights import RegionCache
-
-Overlay: TypeAlias = Mapping[str, CastPolicy]
+from .weights import CastStore, WeightCache
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What a region sets. `cache_enabled` and `overlay` of None leave what is there."""
+class Engine(Protocol):
+    """What the state machine asks of an engine."""
+
+    name: str
+
+    def exchange(
+        self,
+        device_type: str,
+        enabled: bool,
+        dtype: torch.dtype,
+        cache_enabled: bool | None,
+        step: int,
+        active: bool,
+        overlay: Any,
+        store: Any,
+        /,
+    ) -> tuple[bool, torch.dtype, bool]:
+        """Write a device's state on this thread, and return what it was: enabled, dtype and whether casts are kept.
+
+        `step` is 1 where a region is entered and -1 where one is left, `active` says whether the thread is then in a
+        region for the device, and `overlay` and `store` are what :meth:`overlay` and :meth:`new_store` returned for it.
+        """
+
+    def overlay(self, policies: Mapping[str, CastPolicy]) -> Any:
+        """Return the engine's form of the policies that a region lays over the table."""
+
+    def new_store(self, own: bool, max_bytes: int | None = None, verify: bool = False) -> CastStore:
+        """Return a store of casts, a thread's own or a user's."""
+
+    def kernels(self, backend: Backend) -> Any:
+        """Put a backend's kernels in place."""
+
+
+class Overlay(dict[str, CastPolicy]):
+    """The policies that a region lays over the backend's table, and the forms that engines have made of them."""
+
+    def __init__(self, policies: Mapping[str, CastPolicy]) -> None:
+        super().__init__(policies)
+        self._forms: dict[str, Any] = {}
+
+    def form(self, engine: Engine) -> Any:
+        """Return an engine's form of this."""
+        if engine.name not in self._forms:
+            self._forms[engine.name] = engine.overlay(self)
+        return self._forms[engine.name]
+
+
+class Settings(NamedTuple):
+    """What a region sets. None leaves what is there."""
 
     device_type: str
     enabled: bool
     dtype: torch.dtype
     cache_enabled: bool | None = None
     overlay: Overlay | None = None
+    cache: WeightCache | None = None
 
 
-@dataclass(slots=True, eq=False)
 class Frame:
     """One region that the thread is in: who entered it, what was there before, and the region of the device below."""
 
-    owner: object
-    device_type: str
-    enabled_before: bool
-    dtype_before: torch.dtype
-    cache_enabled_before: bool
-    overlay: Overlay | None
-    below: "Frame | None"
-    depth: int
+    __slots__ = (
+        "below",
+        "cache",
+        "cache_enabled_before",
+        "depth",
+        "device_type",
+        "dtype_before",
+        "enabled_before",
+        "overlay",
+        "owner",
+    )
+
+    def __init__(self, owner: object, settings: Settings, below: "Frame | None") -> None:
+        self.owner = owner
+        self.device_type = settings.device_type
+        self.below = below
+        self.overlay = settings.overlay
+        self.cache = settings.cache
+        self.depth = 1
+        if below is not None:
+            self.depth += below.depth
+            if self.cache is None:
+                self.cache = below.cache
+            if self.overlay is None:
+                self.overlay = below.overlay
+            elif below.overlay is not None:
+                self.overlay = Overlay({**below.overlay, **self.overlay})
+        self.enabled_before: bool
+        self.dtype_before: torch.dtype
+        self.cache_enabled_before: bool
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.innermost: dict[str, Frame] = {}
-        self.cache = RegionCache()
+        self.stores: dict[str, CastStore] = {}
         self.dtype_chosen: set[str] = set()
 
 
 _thread = _Thread()
+_engine: Engine
+
+
+def use(engine: Engine) -> None:
+    """Have regions be entered and left through an engine, from now on."""
+    global _engine
+    _engine = engine
 
 
 def enter(owner: object, settings: Settings) -> Frame:
     """Enter a region on this thread; `owner` is what :func:`leave` will be called with."""
-    device_type = settings.device_type
-    below = _thread.innermost.get(device_type)
-    inherited = below.overlay if below is not None else None
-    frame = Frame(
-        owner,
-        device_type,
-        torch.is_autocast_enabled(device_type),
-        torch.get_autocast_dtype(device_type),
-        torch.is_autocast_cache_enabled(),
-        inherited if settings.overlay is None else {**(inherited or {}), **settings.overlay},
-        below,
-        1 if below is None else below.depth + 1,
+    device_type, enabled, dtype, cache_enabled, _, _ = settings
+    thread = _thread
+    frame = Frame(owner, settings, thread.innermost.get(device_type))
+    frame.enabled_before, frame.dtype_before, frame.cache_enabled_before = _engine.exchange(
+        device_type, enabled, dtype, cache_enabled, 1, True, _laid(frame), store_of(frame)
     )
-    _thread.frames.append(frame)
-    _thread.innermost[device_type] = frame
-    torch.autocast_increment_nesting()
-    torch.set_autocast_enabled(device_type, settings.enabled)
-    torch.set_autocast_dtype(device_type, settings.dtype)
-    if settings.cache_enabled is not None:
-        torch.set_autocast_cache_enabled(settings.cache_enabled)
+    thread.frames.append(frame)
+    thread.innermost[device_type] = frame
     return frame
 
 
@@ -98,39 +161,51 @@ def leave(owner: object) -> None:
 
 def _unlink(frame: Frame) -> None:
     """Take a frame out; what it would have restored passes to the frame above it, or is restored if there is none."""
-    above = _frames_from(frame)[1:]
-    del _thread.frames[len(_thread.frames) - len(above) - 1]
-    if above:
-        above[0].cache_enabled_before = frame.cache_enabled_before
+    thread = _thread
+    if thread.frames[-1] is frame:
+        thread.frames.pop()
+        enabled, dtype = frame.enabled_before, frame.dtype_before
+        cache_enabled: bool | None = frame.cache_enabled_before
+        innermost = frame.below
     else:
-        torch.set_autocast_cache_enabled(frame.cache_enabled_before)
+        enabled, dtype, cache_enabled, innermost = _pass_on(frame)
+    device_type = frame.device_type
+    if innermost is None:
+        del thread.innermost[device_type]
+        _engine.exchange(device_type, enabled, dtype, cache_enabled, -1, False, None, None)
+    else:
+        thread.innermost[device_type] = innermost
+        _engine.exchange(device_type, enabled, dtype, cache_enabled, -1, True, _laid(innermost), store_of(innermost))
+    if not thread.frames:
+        for store in thread.stores.values():
+            store.end_region()
+
+
+def _pass_on(frame: Frame) -> tuple[bool, torch.dtype, bool | None, Frame | None]:
+    """Take out a frame that others are above; return what is then in force for its device, and the innermost frame."""
+    thread = _thread
+    above = frames_from(frame)[1:]
+    del thread.frames[len(thread.frames) - len(above) - 1]
+    above[0].cache_enabled_before = frame.cache_enabled_before
     same_device = [other for other in above if other.device_type == frame.device_type]
-    if same_device:
-        same_device[0].enabled_before = frame.enabled_before
-        same_device[0].dtype_before = frame.dtype_before
-        same_device[0].below = frame.below
-        for other in same_device:
-            other.depth -= 1
-    else:
-        torch.set_autocast_enabled(frame.device_type, frame.enabled_before)
-        torch.set_autocast_dtype(frame.device_type, frame.dtype_before)
-        if frame.below is None:
-            del _thread.innermost[frame.device_type]
-        else:
-            _thread.innermost[frame.device_type] = frame.below
-    if torch.autocast_decrement_nesting() == 0:
-        torch.clear_autocast_cache()
-    if not _thread.frames:
-        _thread.cache.clear()
+    if not same_device:
+        return frame.enabled_before, frame.dtype_before, None, frame.below
+    same_device[0].enabled_before = frame.enabled_before
+    same_device[0].dtype_before = frame.dtype_before
+    same_device[0].below = frame.below
+    for other in same_device:
+        other.depth -= 1
+    enabled = torch.is_autocast_enabled(frame.device_type)
+    return enabled, torch.get_autocast_dtype(frame.device_type), None, same_device[-1]
 
 
-def _frames_from(frame: Frame) -> list[Frame]:
-    """Return `frame` and those entered after it, in their order."""
+def frames_from(frame: Frame) -> list[Frame]:
+    """Return a frame of this thread and those entered after it, in their order."""
     frames = _thread.frames
-    for position in range(len(frames) - 1, -1, -1):
-        if frames[position] is frame:
-            return frames[position:]
-    raise AssertionError("the frame is not on this thread")
+    position = len(frames) - 1
+    while frames[position] is not frame:
+        position -= 1
+    return frames[position:]
 
 
 class Suspendable:
@@ -152,13 +227,14 @@ class Suspendable:
         if self._base is None:
             return
         self._aside = []
-        for frame in reversed(_frames_from(self._base)):
+        for frame in reversed(frames_from(self._base)):
             reached = Settings(
                 frame.device_type,
                 torch.is_autocast_enabled(frame.device_type),
                 torch.get_autocast_dtype(frame.device_type),
                 torch.is_autocast_cache_enabled(),
                 frame.overlay,
+                frame.cache,
             )
             self._aside.insert(0, (frame.owner, reached))
             _unlink(frame)
@@ -169,9 +245,25 @@ def innermost(device_type: str) -> Frame | None:
     return _thread.innermost.get(device_type)
 
 
-def region_cache() -> RegionCache:
-    """Return the cache of this thread's regions."""
-    return _thread.cache
+def store_of(frame: Frame) -> CastStore:
+    """Return where a region keeps casts: in the cache it was given, or in this thread's own."""
+    if frame.cache is not None:
+        return frame.cache.store(_engine)
+    stores = _thread.stores
+    store = stores.get(_engine.name)
+    if store is None:
+        store = stores[_engine.name] = _engine.new_store(True)
+    return store
+
+
+def _laid(frame: Frame) -> Any:
+    return None if frame.overlay is None else frame.overlay.form(_engine)
+
+
+def clear_own_casts() -> None:
+    """Drop the casts that this thread's own regions keep, and the memory kept for the next ones."""
+    for store in _thread.stores.values():
+        store.clear()
 
 
 def nesting(device_type: str) -> int:

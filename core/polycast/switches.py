@@ -96,8 +96,8 @@ def set_autocast_cache_enabled(enabled: bool) -> None:
 
 
 def clear_autocast_cache() -> None:
-    """Drop the casts that this thread's regions keep, and torch's own."""
-    state.region_cache().clear()
+    """Drop the casts that this thread's regions keep, the memory kept for their next ones, and torch's own casts."""
+    state.clear_own_casts()
     torch.clear_autocast_cache()
 
 

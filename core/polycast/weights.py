@@ -1,57 +1,250 @@
-"""The casts of weights that a thread's regions keep, so that a weight used twice in a region is cast once.
+"""The casts of weights that are kept, so that a weight that is used again is not cast again.
 
-torch's own cache is one for the process, keyed by the tensor alone. An entry here belongs to one thread, and holds
-while the weight is alive and is what it was: the same version, the same memory. Casts to several dtypes live side by
-side. All is dropped when the thread leaves its outermost region.
+torch's own cache is one for the process, keyed by the tensor alone. A store here belongs to one thread, or to a user
+who shares it (WeightCache). An entry holds while the weight is alive and is what it was: the same version, the same
+memory. Casts to several dtypes live side by side, and a cast that was made without history serves grad mode too, on the
+same memory with history.
+
+:class:`PythonStore` is the reference engine's. native.cpp has one with the same semantics.
 """
 
+import threading
 import weakref
+from collections import OrderedDict
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
+from torch.autograd import forward_ad
+
+from .errors import StaleWeightError
+
+if TYPE_CHECKING:
+    from .state import Engine
 
 
-@dataclass(slots=True, frozen=True)
-class _Entry:
-    weight: "weakref.ref[torch.Tensor]"
-    version: int
-    data_ptr: int
-    cast: torch.Tensor
+@dataclass(frozen=True)
+class WeightCacheStats:
+    """What a WeightCache holds and has done.
 
-    def serves(self, weight: torch.Tensor) -> bool:
-        """Say whether the cast is still that of `weight`, and can be used in the grad mode of now."""
-        if (
-            self.weight() is not weight
-            or self.version != weight._version
-            or self.data_ptr != weight.data_ptr()
-            or (self.cast.is_inference() and not torch.is_inference_mode_enabled())
-        ):
-            return False
-        # A cast made under no_grad has no way back to the weight: where a gradient is wanted it is made anew.
-        return self.cast.requires_grad or not (weight.requires_grad and torch.is_grad_enabled())
+    Attributes:
+        entries: casts that are kept.
+        bytes: their memory.
+        hits: how often a kept cast served.
+        misses: how often a cast was made.
+        evictions: how many casts were dropped to keep within max_bytes.
+    """
+
+    entries: int
+    bytes: int
+    hits: int
+    misses: int
+    evictions: int
 
 
-class RegionCache:
-    """Casts of weights by weight and dtype."""
-
-    def __init__(self) -> None:
-        self._entries: dict[tuple[int, torch.dtype], _Entry] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def cast(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return `weight` in `dtype`: a kept cast if it still holds, else a new one, which is kept."""
-        key = (id(weight), dtype)
-        entry = self._entries.get(key)
-        if entry is None or not entry.serves(weight):
-            entry = _Entry(weakref.ref(weight), weight._version, weight.data_ptr(), weight.to(dtype))
-            self._entries[key] = entry
-        return entry.cast
+class CastStore(Protocol):
+    """A store of casts, of either engine."""
 
     def clear(self) -> None:
         """Drop every cast."""
-        self._entries.clear()
+
+    def end_region(self) -> None:
+        """Take note that the thread whose own store this is has left its outermost region."""
+
+    def statistics(self) -> tuple[int, int, int, int, int]:
+        """Return entries, bytes, hits, misses and evictions."""
+
+
+class WeightCache:
+    """Casts of weights that outlive regions: inference with float32 weights at the speed of a bfloat16 model.
+
+    Give one to any regions, on any threads. It keeps a cast until the weight changes or dies, :meth:`clear` is called,
+    or the cache itself dies. Casts made under ``torch.no_grad`` and ``torch.inference_mode`` serve grad mode too.
+
+    In-place updates (an optimizer's step, ``load_state_dict``) and a new ``weight.data = ...`` are seen. A write
+    through ``.data`` (``weight.data.add_(1)``) is not: torch does not count it in the weight's version. Call
+    :meth:`clear` after one.
+
+    Args:
+        max_bytes: the memory that casts may take; those least recently used are dropped first. None: no bound.
+        verify: at every hit compare the cast with the weight, to find writes that were not seen. Slow.
+
+    Raises:
+        TypeError: `max_bytes` is not an int, or `verify` not a bool.
+        ValueError: `max_bytes` is negative.
+
+    Example:
+        >>> import torch, polycast
+        >>> model, cache = torch.nn.Linear(8, 8), polycast.WeightCache()
+        >>> for _ in range(3):
+        ...     with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+        ...         y = model(torch.ones(1, 8))
+        >>> cache.stats().misses, cache.stats().hits
+        (2, 4)
+    """
+
+    def __init__(self, max_bytes: int | None = None, verify: bool = False) -> None:
+        if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int)):
+            raise TypeError(f"max_bytes must be an int or None, got {max_bytes!r}")
+        if max_bytes is not None and max_bytes < 0:
+            raise ValueError(f"max_bytes must not be negative, got {max_bytes}; None means no bound")
+        if not isinstance(verify, bool):
+            raise TypeError(f"verify must be a bool, got {verify!r}")
+        self.max_bytes = max_bytes
+        self.verify = verify
+        self._stores: dict[str, CastStore] = {}
+
+    def store(self, engine: "Engine") -> CastStore:
+        """Return the store that an engine keeps for this cache."""
+        found = self._stores.get(engine.name)
+        if found is None:
+            found = self._stores.setdefault(engine.name, engine.new_store(False, self.max_bytes, self.verify))
+        return found
+
+    def clear(self) -> None:
+        """Drop every cast, and give the memory back."""
+        for store in self._stores.values():
+            store.clear()
+
+    def stats(self) -> WeightCacheStats:
+        """Return what the cache holds and has done so far."""
+        totals = [sum(column) for column in zip(*(s.statistics() for s in self._stores.values()), strict=True)]
+        return WeightCacheStats(*totals) if totals else WeightCacheStats(0, 0, 0, 0, 0)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a WeightCache cannot be copied or pickled: it holds casts of the weights of this process. Make a new one "
+            "where you need it."
+        )
+
+
+@dataclass(slots=True)
+class _Entry:
+    version: int
+    data_ptr: int
+    cast: torch.Tensor
+    linked: torch.Tensor | None = None
+
+
+class PythonStore:
+    """The reference engine's store of casts."""
+
+    def __init__(self, own: bool, max_bytes: int | None = None, verify: bool = False) -> None:
+        self._own = own
+        self._max_bytes = max_bytes
+        self._verify = verify
+        # Reentrant: a weight may die, and its entries with it, in the middle of any line below.
+        self._lock = threading.RLock()
+        self._entries: OrderedDict[tuple[int, torch.dtype], _Entry] = OrderedDict()
+        self._weights: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._bytes = self._hits = self._misses = self._evictions = 0
+
+    def cast(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return `weight` in `dtype`: a kept cast if it still holds, else a new one, which is kept."""
+        link = weight.requires_grad and torch.is_grad_enabled()
+        key = (id(weight), dtype)
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None and (entry.version, entry.data_ptr) == (weight._version, weight.data_ptr()):
+                self._hits += 1
+                self._entries.move_to_end(key)
+                if self._verify:
+                    _check_contents(weight, entry.cast)
+            else:
+                entry = self._insert(key, weight)
+            if not link:
+                return entry.cast
+            linked = entry.linked
+            if linked is None:
+                linked = _link(weight, entry.cast)
+                if self._own:  # a user's store must not hold it, for it holds the weight
+                    entry.linked = linked
+            return linked
+
+    def _insert(self, key: tuple[int, torch.dtype], weight: torch.Tensor) -> _Entry:
+        version, data_ptr = weight._version, weight.data_ptr()
+        with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be saved for a backward
+            cast = weight.detach().to(key[1])
+        entry = _Entry(version, data_ptr, cast)
+        self._misses += 1
+        self._erase(key)
+        if self._max_bytes is not None and cast.nbytes > self._max_bytes:
+            return entry
+        if key[0] not in self._weights:
+            self._weights[key[0]] = weakref.ref(weight, self._forgetting(key[0]))
+        self._entries[key] = entry
+        self._bytes += cast.nbytes
+        while self._max_bytes is not None and self._bytes > self._max_bytes:
+            self._erase(next(iter(self._entries)))
+            self._evictions += 1
+        return entry
+
+    def _forgetting(self, identity: int) -> Any:
+        this = weakref.ref(self)
+
+        def forget(_: object) -> None:
+            store = this()
+            if store is not None:
+                with store._lock:
+                    for key in [key for key in store._entries if key[0] == identity]:
+                        store._erase(key)
+                    store._weights.pop(identity, None)
+
+        return forget
+
+    def _erase(self, key: tuple[int, torch.dtype]) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._bytes -= entry.cast.nbytes
+
+    def clear(self) -> None:
+        """Drop every cast."""
+        with self._lock:
+            self._entries.clear()
+            self._weights.clear()
+            self._bytes = 0
+
+    def end_region(self) -> None:
+        """Drop every cast: the next region makes its own."""
+        self.clear()
+
+    def statistics(self) -> tuple[int, int, int, int, int]:
+        """Return entries, bytes, hits, misses and evictions."""
+        with self._lock:
+            return len(self._entries), self._bytes, self._hits, self._misses, self._evictions
+
+
+class _Linked(torch.autograd.Function):
+    """A cast that was made without history, with the history that ``weight.to(dtype)`` would have."""
+
+    @staticmethod
+    def forward(weight: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
+        return cast.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.to(ctx.dtype), None
+
+
+def _link(weight: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
+    linked: torch.Tensor = _Linked.apply(weight, cast)  # type: ignore[no-untyped-call]
+    return linked
+
+
+def _check_contents(weight: torch.Tensor, cast: torch.Tensor) -> None:
+    with torch.no_grad():
+        if not torch.equal(weight.detach().to(cast.dtype), cast):
+            raise StaleWeightError(STALE)
+
+
+STALE = (
+    "A weight was changed in a way that its version counter does not show (a write through .data), so the cast that "
+    "the WeightCache kept is stale. Call clear() on the cache after such a write."
+)
 
 
 def is_weight(tensor: torch.Tensor) -> bool:
@@ -78,4 +271,5 @@ def caching_is_safe() -> bool:
         or torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
     )

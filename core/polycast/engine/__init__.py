@@ -1,18 +1,56 @@
-"""What runs at the dispatcher's Autocast keys: put a backend's kernels in place, and give torch its own back."""
+"""What runs at the dispatcher's Autocast keys: choose an engine, put a backend's kernels in place, take them away."""
 
 import threading
+import warnings
 from collections.abc import Iterable
 
 import torch
 
-from .. import env
+from .. import env, state
 from ..backend import Backend
 from ..policy import CastPolicy
 from ..registry import registry
-from .reference import Kernels
+from . import build
+from .kernels import Kernels, autocast_key
+from .reference import ReferenceEngine
 
+_reference = ReferenceEngine()
+_engine: state.Engine | None = None
 _installed: dict[str, Kernels] = {}
 _lock = threading.RLock()
+
+state.use(_reference)
+
+
+def choose() -> state.Engine:
+    """Return the engine, choosing it if none is: as POLYCAST_ENGINE says, and the native one where it can be had.
+
+    Raises:
+        ValueError: POLYCAST_ENGINE has a value that is not legal.
+        RuntimeError: POLYCAST_ENGINE is ``native``, and that engine cannot be built.
+    """
+    global _engine
+    with _lock:
+        if _engine is None:
+            _engine = _choose(env.engine())
+            state.use(_engine)
+        return _engine
+
+
+def _choose(wanted: str) -> state.Engine:
+    if wanted == "reference":
+        return _reference
+    try:
+        return build.load()
+    except build.BuildError as error:
+        if wanted == "native":
+            raise RuntimeError(f"POLYCAST_ENGINE=native, but the native engine cannot be built: {error}") from error
+        warnings.warn(
+            f"polycast runs on its reference engine, which is slower: the native engine cannot be built: {error} "
+            "Set POLYCAST_ENGINE=reference to be content with it.",
+            stacklevel=2,
+        )
+        return _reference
 
 
 def install(device_type: str) -> None:
@@ -53,6 +91,9 @@ def uninstall(device_type: str | None = None) -> None:
             kernels = _installed.pop(name, None)
             if kernels is not None:
                 kernels.remove()
+        if not _installed:
+            global _engine
+            _engine = None  # the next choice reads POLYCAST_ENGINE again
 
 
 def kernels_of(backend: Backend, also: Iterable[str] = ()) -> Kernels:
@@ -62,10 +103,10 @@ def kernels_of(backend: Backend, also: Iterable[str] = ()) -> Kernels:
         with _lock:
             kernels = _installed.get(backend.device_type)
             if kernels is None or kernels.backend is not backend:
-                env.engine()
+                engine = choose()
                 if kernels is not None:
                     kernels.remove()
-                kernels = _installed[backend.device_type] = Kernels(backend)
+                kernels = _installed[backend.device_type] = engine.kernels(backend)
     for name in also:
         if name not in kernels.ops:
             kernels.add(name, CastPolicy.PASSTHROUGH)
@@ -74,7 +115,7 @@ def kernels_of(backend: Backend, also: Iterable[str] = ()) -> Kernels:
 
 def torch_ops(device_type: str) -> frozenset[str]:
     """Return the ops that the running torch itself treats at a device's Autocast key, by their dispatcher names."""
-    key = "Autocast" + torch._C._dispatch_key_for_device(device_type)
+    key = autocast_key(device_type)
     kernels = _installed.get(device_type)
     return frozenset(
         name

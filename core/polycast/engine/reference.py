@@ -4,81 +4,96 @@ One kernel for each op of the backend's table, registered with torch.library. A 
 the op's policy says, and calls the op again, so that autograd and everything below see the inputs that were cast.
 """
 
-import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch.library import Library, fallthrough_kernel
+from typing_extensions import override
 
 from .. import state
 from ..backend import Backend
 from ..casting import is_eligible, op_caster, promotion
-from ..policy import CastPolicy, find_op, optional_dtype, overload_with_dtype
+from ..policy import CastPolicy, optional_dtype, overload_with_dtype
+from ..weights import PythonStore
+from .kernels import Kernels, dispatch_key, refusal
 
 _Args: TypeAlias = tuple[Any, ...]
 _Kwargs: TypeAlias = dict[str, Any]
 
 
-class Kernels:
-    """The kernels of one backend, in place from construction until :meth:`remove`."""
+class ReferenceEngine:
+    """The engine that needs no compiler."""
 
+    name = "reference"
+
+    def exchange(
+        self,
+        device_type: str,
+        enabled: bool,
+        dtype: torch.dtype,
+        cache_enabled: bool | None,
+        step: int,
+        *_: object,
+    ) -> tuple[bool, torch.dtype, bool]:
+        """See :class:`polycast.state.Engine`; the kernels look up the overlay and the store in the frames."""
+        before = (
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+            torch.is_autocast_cache_enabled(),
+        )
+        torch.set_autocast_enabled(device_type, enabled)
+        torch.set_autocast_dtype(device_type, dtype)
+        if cache_enabled is not None:
+            torch.set_autocast_cache_enabled(cache_enabled)
+        if step > 0:
+            torch.autocast_increment_nesting()
+        elif torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        return before
+
+    def overlay(self, policies: Mapping[str, CastPolicy]) -> Mapping[str, CastPolicy]:
+        """Return the policies as they are."""
+        return policies
+
+    def new_store(self, own: bool, max_bytes: int | None = None, verify: bool = False) -> PythonStore:
+        """Return a store in Python."""
+        return PythonStore(own, max_bytes, verify)
+
+    def kernels(self, backend: Backend) -> Kernels:
+        """Put a backend's kernels in place."""
+        return _PythonKernels(backend)
+
+
+class _PythonKernels(Kernels):
     def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self.key = "Autocast" + torch._C._dispatch_key_for_device(backend.device_type)
-        self.ops: frozenset[str] = frozenset()
-        """The ops that have a kernel here, by their names in the dispatcher."""
-        self.added: frozenset[str] = frozenset()
-        """Those of them that torch itself has none for."""
         self._libraries: dict[str, Library] = {}
-        self._lock = threading.Lock()
-        try:
-            self._let_other_ops_through()
-            for name, policy in backend.policies.items():
-                self.add(name, policy)
-        except BaseException:
-            self.remove()
-            raise
+        super().__init__(backend)
 
+    def _library(self, namespace: str) -> Library:
+        if namespace not in self._libraries:
+            self._libraries[namespace] = Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+        return self._libraries[namespace]
+
+    @override
+    def _register(self, name: str, op: torch._ops.OpOverload, policy: CastPolicy) -> None:
+        namespace, _, name_in_it = name.partition("::")
+        kernel = _Kernel(op, name, policy, self.backend, self.key)
+        with warnings.catch_warnings():
+            # torch warns, once in a process, that a kernel is overridden: that is what is meant here.
+            warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+            self._library(namespace).impl(name_in_it, kernel, self.key)  # type: ignore[no-untyped-call]
+
+    @override
     def _let_other_ops_through(self) -> None:
-        """Have ops that are not in the table pass by the key: torch does so only for the devices it has tables for."""
-        if not torch._C._dispatch_has_backend_fallback(_dispatch_key(self.key)):
-            library = self._libraries["_"] = Library("_", "IMPL")  # type: ignore[no-untyped-call]
-            library.fallback(fallthrough_kernel, self.key)  # type: ignore[no-untyped-call]
+        self._library("_").fallback(fallthrough_kernel, self.key)  # type: ignore[no-untyped-call]
 
-    def add(self, name: str, policy: CastPolicy) -> None:
-        """Put a kernel for one op in place, unless there is one or the running torch lacks the op."""
-        with self._lock:
-            op = find_op(name) if name not in self.ops else None
-            if op is None:
-                return
-            had_one = torch._C._dispatch_has_kernel_for_dispatch_key(name, self.key)
-            kernel = _Kernel(op, name, policy, self.backend, self.key)
-            namespace = name.partition("::")[0]
-            library = self._libraries.get(namespace)
-            if library is None:
-                library = self._libraries[namespace] = Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
-            with warnings.catch_warnings():
-                # torch warns, once in a process, that a kernel is overridden: that is what is meant here.
-                warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
-                library.impl(name.partition("::")[2], kernel, self.key)  # type: ignore[no-untyped-call]
-            self.ops |= {name}
-            if not had_one:
-                self.added |= {name}
-
-    def remove(self) -> None:
-        """Give the dispatcher back the kernels that were there before."""
+    @override
+    def _unregister(self) -> None:
         for library in self._libraries.values():
             library._destroy()  # type: ignore[no-untyped-call]
         self._libraries = {}
-        self.ops = self.added = frozenset()
-
-
-def _dispatch_key(name: str) -> torch._C.DispatchKey:
-    key = torch._C._parse_dispatch_key(name)  # the enumeration lacks some of the keys that there are
-    assert key is not None
-    return key
 
 
 class _Kernel:
@@ -90,7 +105,7 @@ class _Kernel:
         self.policy = policy
         self.backend = backend
         self.device_type = backend.device_type
-        self.key_set = torch._C.DispatchKeySet(_dispatch_key(key))
+        self.key_set = torch._C.DispatchKeySet(dispatch_key(key))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         frame = state.innermost(self.device_type)
@@ -149,8 +164,7 @@ def _promote(kernel: _Kernel, args: _Args, kwargs: _Kwargs) -> Any:
 
 
 def _banned(kernel: _Kernel, args: _Args, kwargs: _Kwargs) -> Any:
-    remedy = kernel.backend.remedies.get(kernel.name, "Call it in a region with enabled=False, on float32 inputs.")
-    raise RuntimeError(f"{kernel.name} is unsafe to autocast on {kernel.device_type}. {remedy}")
+    raise RuntimeError(refusal(kernel.backend, kernel.name))
 
 
 def _passthrough(kernel: _Kernel, args: _Args, kwargs: _Kwargs) -> Any:

@@ -1,0 +1,721 @@
+// The native engine: the semantics of reference.py at the speed of torch's own kernels.
+//
+// One boxed kernel for each op at a device's Autocast key. What a kernel needs to know of the region that the thread is
+// in (its overlay and its store of casts) is in a thread-local table, which state.py writes at each entry and exit
+// through exchange(). The truth for enabled and dtype stays in torch's own thread-local state.
+//
+// Locks. A Store has a mutex, which is never held while the GIL is taken, a tensor is cast or a tensor is destroyed:
+// each of these may wait for the GIL, and a weakref's callback comes with the GIL and waits for the mutex.
+
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/utils/python_strings.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace {
+
+using at::ScalarType;
+using at::Tensor;
+using c10::DeviceType;
+using c10::DispatchKey;
+using c10::TensorImpl;
+
+// The order is that of polycast.CastPolicy, which bind() checks.
+enum class Policy : int8_t { kLowerPrecisionFp, kFp32, kFp32SetOptDtype, kFp32AppendDtype, kPromote, kBanned, kPassthrough };
+
+constexpr std::array<const char*, 7> kPolicyNames = {
+    "LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "FP32_APPEND_DTYPE", "PROMOTE", "BANNED", "PASSTHROUGH"};
+
+// Set by bind(); they live as long as the process.
+PyObject* stale_weight_error = nullptr;
+std::string stale_weight_message;
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The casts of weights that are kept.
+
+struct Key {
+  TensorImpl* weight;
+  ScalarType dtype;
+  bool operator==(const Key& other) const { return weight == other.weight && dtype == other.dtype; }
+};
+
+struct KeyHash {
+  size_t operator()(const Key& key) const {
+    return std::hash<void*>()(key.weight) * 31 + static_cast<size_t>(key.dtype);
+  }
+};
+
+struct Entry {
+  c10::weak_intrusive_ptr<TensorImpl> weight;  // so that the address, which is the key, is not given to another tensor
+  uint32_t version;
+  const void* data;
+  uint64_t region;             // the region of a thread's own store that made the cast; 0 in a user's
+  std::optional<c10::Stream> stream;  // the memory may be written again on the stream that it was made on
+  Tensor cast;                 // without history
+  Tensor linked;               // the same memory with history, in a thread's own store until the region ends
+  c10::weak_intrusive_ptr<TensorImpl> linked_weak;  // and in a user's, where holding it would keep the weight alive
+  std::list<Key>::iterator age;
+};
+
+struct Statistics {
+  size_t entries, bytes;
+  uint64_t hits, misses, evictions;
+};
+
+std::optional<c10::Stream> current_stream(const Tensor& tensor) {
+  const auto device = tensor.device();
+  if (device.is_cpu() || !c10::impl::hasDeviceGuardImpl(device.type())) {
+    return std::nullopt;
+  }
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+// Return a node for the backward of a cast. What holds a node is not the same type in all versions of torch.
+template <class NodePtr, class Node = torch::autograd::generated::ToCopyBackward0>
+auto new_node() {
+  if constexpr (std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>) {
+    return std::shared_ptr<Node>(new Node(), [](auto* node) { deleteNode(node); });
+  } else {
+    return c10::make_intrusive<Node>();
+  }
+}
+
+// A store of casts. A thread's own keeps what a region made until the region ends, and after it the memory, to write the
+// next region's casts into. A user's (WeightCache) keeps casts until the weight changes or dies, or room is needed.
+class Store : public std::enable_shared_from_this<Store> {
+ public:
+  Store(bool own, std::optional<size_t> max_bytes, bool verify) : own_(own), max_bytes_(max_bytes), verify_(verify) {}
+
+  ~Store() {
+    if (Py_IsInitialized()) {
+      py::gil_scoped_acquire gil;
+      for (auto& watched : watchers_) {
+        Py_DECREF(watched.second);
+      }
+    }
+  }
+
+  Tensor cast(const Tensor& weight, ScalarType dtype) {
+    const Key key{weight.unsafeGetTensorImpl(), dtype};
+    const bool link = weight.requires_grad() && at::GradMode::is_enabled();
+    const uint32_t version = weight._version();
+    const void* const data = weight.const_data_ptr();
+    Tensor kept, reusable;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto found = entries_.find(key);
+      if (found != entries_.end()) {
+        Entry& entry = found->second;
+        if (entry.version == version && entry.data == data && (!own_ || entry.region == region_)) {
+          ++hits_;
+          ages_.splice(ages_.end(), ages_, entry.age);
+          if (link) {
+            if (entry.linked.defined()) {
+              return entry.linked;
+            }
+            if (auto alive = entry.linked_weak.lock(); alive.defined() && !verify_) {
+              return Tensor(std::move(alive));
+            }
+          }
+          kept = entry.cast;
+        } else if (own_ && entry.stream == current_stream(entry.cast)) {
+          reusable = entry.cast;
+        }
+      }
+    }
+    if (kept.defined()) {
+      if (verify_) {
+        verify(weight, kept);
+      }
+      return link ? remember_link(key, with_history(kept, weight)) : kept;
+    }
+    kept = make(weight, dtype, reusable, link);
+    Tensor linked = link ? with_history(kept, weight) : Tensor();
+    insert(key, weight, version, data, kept, linked);
+    return link ? linked : kept;
+  }
+
+  void clear() {
+    std::unordered_map<Key, Entry, KeyHash> dying;  // before the lock, so that it is destroyed after it is let go
+    std::lock_guard<std::mutex> lock(mutex_);
+    dying.swap(entries_);
+    ages_.clear();
+    graph_entries_.clear();
+    bytes_ = 0;
+  }
+
+  // The region ends: its casts are not to be used again. Those with history go, for the graph has what it needs of them;
+  // of the others the memory is kept.
+  void end_region() {
+    std::vector<Entry> dying;  // before the lock, so that it is destroyed after it is let go
+    std::lock_guard<std::mutex> lock(mutex_);
+    ++region_;
+    for (const Key& key : graph_entries_) {
+      erase(key, dying);
+    }
+    graph_entries_.clear();
+  }
+
+  Statistics statistics() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return {entries_.size(), bytes_, hits_, misses_, evictions_};
+  }
+
+ private:
+  // Called with the mutex held; what dies is moved out, for the caller to destroy after unlocking.
+  void erase(const Key& key, std::vector<Entry>& dying) {
+    auto found = entries_.find(key);
+    if (found != entries_.end()) {
+      bytes_ -= found->second.cast.nbytes();
+      ages_.erase(found->second.age);
+      dying.push_back(std::move(found->second));
+      entries_.erase(found);
+    }
+  }
+
+  static Tensor make(const Tensor& weight, ScalarType dtype, Tensor& reusable, bool link) {
+    std::optional<c10::InferenceMode> normal_tensors;  // one made in inference mode could not be saved for a backward
+    if (c10::InferenceMode::is_enabled()) {
+      normal_tensors.emplace(false);
+    }
+    at::NoGradGuard no_grad;
+    const Tensor source = weight.detach();
+    // The entry and `reusable` are two; whoever else holds the tensor or its memory still counts on what is in it.
+    if (!link && reusable.defined() && reusable.use_count() == 2 && reusable.storage().use_count() == 1 &&
+        reusable.sizes() == source.sizes() && reusable.device() == source.device()) {
+      reusable.copy_(source);
+      return reusable;
+    }
+    reusable.reset();
+    return source.to(dtype);
+  }
+
+  // Return a tensor on the memory of `cast` with the history that weight.to(dtype) would have.
+  static Tensor with_history(const Tensor& cast, const Tensor& weight) {
+    Tensor linked(cast.variable_data());
+    const auto node = new_node<decltype(torch::autograd::Edge::function)>();
+    node->set_next_edges(torch::autograd::collect_next_edges(weight));
+    node->self_options = weight.options();
+    torch::autograd::set_history(linked, node);
+    return linked;
+  }
+
+  Tensor remember_link(const Key& key, Tensor linked) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = entries_.find(key);
+    if (found != entries_.end() && !found->second.linked.defined()) {
+      set_link(key, found->second, linked);
+    }
+    return linked;
+  }
+
+  void set_link(const Key& key, Entry& entry, const Tensor& linked) {
+    if (own_) {
+      entry.linked = linked;
+      graph_entries_.push_back(key);
+    } else {
+      entry.linked_weak = c10::weak_intrusive_ptr<TensorImpl>(linked.getIntrusivePtr());
+    }
+  }
+
+  void insert(const Key& key, const Tensor& weight, uint32_t version, const void* data, Tensor cast, Tensor linked) {
+    std::vector<Entry> dying;
+    bool watched = false;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      ++misses_;
+      erase(key, dying);
+      const size_t bytes = cast.nbytes();
+      if (!max_bytes_ || bytes <= *max_bytes_) {
+        auto stream = current_stream(cast);
+        Entry entry{
+            c10::weak_intrusive_ptr<TensorImpl>(weight.getIntrusivePtr()),
+            version,
+            data,
+            region_,
+            stream,
+            std::move(cast),
+            Tensor(),
+            c10::weak_intrusive_ptr<TensorImpl>(c10::intrusive_ptr<TensorImpl, c10::UndefinedTensorImpl>()),
+            ages_.insert(ages_.end(), key)};
+        if (linked.defined()) {
+          set_link(key, entry, linked);
+        }
+        entries_.emplace(key, std::move(entry));
+        bytes_ += bytes;
+        while (max_bytes_ && bytes_ > *max_bytes_) {
+          erase(Key(ages_.front()), dying);
+          ++evictions_;
+        }
+      }
+      watched = watchers_.count(key.weight) != 0;
+    }
+    if (!watched) {
+      watch(weight);
+    }
+  }
+
+  // Have the entries of a weight erased when it dies.
+  void watch(const Tensor& weight) {
+    py::gil_scoped_acquire gil;
+    py::object object = py::reinterpret_steal<py::object>(THPVariable_Wrap(weight));
+    TensorImpl* const impl = weight.unsafeGetTensorImpl();
+    py::cpp_function forget([store = weak_from_this(), impl](const py::handle&) {
+      if (auto alive = store.lock()) {
+        alive->forget(impl);
+      }
+    });
+    PyObject* const reference = PyWeakref_NewRef(object.ptr(), forget.ptr());
+    if (reference == nullptr) {
+      throw py::error_already_set();
+    }
+    bool added = false;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      added = watchers_.emplace(impl, reference).second;
+    }
+    if (!added) {
+      Py_DECREF(reference);
+    }
+  }
+
+  // Called with the GIL held, when the weight has died.
+  void forget(TensorImpl* weight) {
+    std::vector<Entry> dying;
+    PyObject* reference = nullptr;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      for (auto dtype : {ScalarType::BFloat16, ScalarType::Half}) {
+        erase(Key{weight, dtype}, dying);
+      }
+      auto found = watchers_.find(weight);
+      if (found != watchers_.end()) {
+        reference = found->second;
+        watchers_.erase(found);
+      }
+    }
+    Py_XDECREF(reference);
+  }
+
+  static void verify(const Tensor& weight, const Tensor& kept) {
+    at::NoGradGuard no_grad;
+    if (at::equal(weight.detach().to(kept.scalar_type()), kept)) {
+      return;
+    }
+    py::gil_scoped_acquire gil;
+    PyErr_SetString(stale_weight_error, stale_weight_message.c_str());
+    python_error error;
+    error.persist();
+    throw python_error(std::move(error));
+  }
+
+  const bool own_;
+  const std::optional<size_t> max_bytes_;
+  const bool verify_;
+  std::mutex mutex_;
+  std::unordered_map<Key, Entry, KeyHash> entries_;
+  std::list<Key> ages_;  // least recently used first
+  std::vector<Key> graph_entries_;
+  std::unordered_map<TensorImpl*, PyObject*> watchers_;
+  uint64_t region_ = 0, hits_ = 0, misses_ = 0, evictions_ = 0;
+  size_t bytes_ = 0;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What the kernels know of the regions that a thread is in.
+
+// The policies that a region lays over the table, by the number that an op has in this process.
+struct Overlay {
+  std::unordered_map<int64_t, Policy> policies;
+};
+
+struct DeviceRegion {
+  bool active = false;
+  std::shared_ptr<const Overlay> overlay;
+  std::shared_ptr<Store> store;
+};
+
+thread_local std::array<DeviceRegion, c10::COMPILE_TIME_MAX_DEVICE_TYPES> regions;
+
+// The device type that a string names. Called with the GIL held.
+DeviceType device_of(PyObject* name) {
+  static auto* const known = new std::unordered_map<std::string, DeviceType>();
+  std::string text = THPUtils_unpackString(name);
+  const auto found = known->find(text);
+  if (found != known->end()) {
+    return found->second;
+  }
+  const auto type = c10::Device(text).type();
+  known->emplace(std::move(text), type);
+  return type;
+}
+
+// exchange(device_type, enabled, dtype, cache_enabled, step, active, overlay, store) -> (enabled, dtype, cache_enabled)
+//
+// Write a device's state on this thread in one step, and return what it was. `step` is added to torch's count of nested
+// regions; torch's cache is cleared where that comes to 0, as torch does.
+PyObject* exchange(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_INTERNAL_ASSERT(count == 8);
+  const auto device = device_of(args[0]);
+  PyObject* const dtype_before =
+      reinterpret_cast<PyObject*>(torch::getTHPDtype(at::autocast::get_autocast_dtype(device)));
+  PyObject* const before = PyTuple_Pack(
+      3,
+      at::autocast::is_autocast_enabled(device) ? Py_True : Py_False,
+      dtype_before,
+      at::autocast::is_autocast_cache_enabled() ? Py_True : Py_False);
+  if (before == nullptr) {
+    return nullptr;
+  }
+  at::autocast::set_autocast_enabled(device, args[1] == Py_True);
+  at::autocast::set_autocast_dtype(device, reinterpret_cast<THPDtype*>(args[2])->scalar_type);
+  if (args[3] != Py_None) {
+    at::autocast::set_autocast_cache_enabled(args[3] == Py_True);
+  }
+  if (PyLong_AsLong(args[4]) > 0) {
+    at::autocast::increment_nesting();
+  } else if (at::autocast::decrement_nesting() == 0) {
+    at::autocast::clear_cache();
+  }
+  DeviceRegion& region = regions[static_cast<size_t>(device)];
+  region.active = args[5] == Py_True;
+  region.overlay = args[6] == Py_None ? nullptr : py::cast<std::shared_ptr<Overlay>>(py::handle(args[6]));
+  region.store = args[7] == Py_None ? nullptr : py::cast<std::shared_ptr<Store>>(py::handle(args[7]));
+  return before;
+  END_HANDLE_TH_ERRORS
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Casting.
+
+bool is_eligible(const Tensor& tensor, DeviceType device) {
+  return tensor.defined() && tensor.is_floating_point() && tensor.scalar_type() != at::kDouble &&
+      tensor.device().type() == device;
+}
+
+// A weight is a float32 leaf that requires grad, or a Parameter that does not. Subclasses other than Parameter are not.
+bool is_weight(const Tensor& tensor) {
+  if (tensor.scalar_type() != at::kFloat || !tensor.is_leaf() || tensor.layout() != at::kStrided ||
+      tensor.is_inference() || tensor.key_set().has(DispatchKey::Python)) {
+    return false;
+  }
+  // The tensor is held, so its object is alive, and the type of an object can be read without the GIL.
+  PyObject* const object = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
+  PyTypeObject* const type = object == nullptr ? nullptr : Py_TYPE(object);
+  const bool parameter = type == reinterpret_cast<PyTypeObject*>(ParameterClass);
+  const bool plain = type == nullptr || type == reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  return (parameter || (plain && tensor.requires_grad())) && !tensor.is_view();
+}
+
+// Not while something records, transforms or watches the ops.
+bool caching_is_safe() {
+  return !c10::impl::TorchDispatchModeTLS::any_modes_set() && !torch::jit::tracer::isTracing() &&
+      !c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode);
+}
+
+Tensor cast(const Tensor& tensor, ScalarType dtype, DeviceType device, const py::object& is_capturing) {
+  if (tensor.scalar_type() == dtype || !is_eligible(tensor, device)) {
+    return tensor;
+  }
+  const DeviceRegion& region = regions[static_cast<size_t>(device)];
+  if (!region.active) {
+    return at::autocast::cached_cast(dtype, tensor, device);  // a region of torch's has torch's cache
+  }
+  if (region.store != nullptr && dtype != at::kFloat && is_weight(tensor) && at::autocast::is_autocast_cache_enabled() &&
+      caching_is_safe() && !tensor._fw_grad(0).defined()) {
+    bool capturing = false;
+    if (is_capturing) {
+      py::gil_scoped_acquire gil;
+      capturing = is_capturing().cast<bool>();
+    }
+    if (!capturing) {
+      return region.store->cast(tensor, dtype);
+    }
+  }
+  return tensor.to(dtype);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The kernels.
+
+struct Op {
+  int64_t number;
+  std::string name;
+  Policy policy;
+  std::string refusal;  // what a BANNED op says
+};
+
+class Kernel final : public c10::OperatorKernel {
+ public:
+  Kernel(Op op, const c10::OperatorHandle& handle, DeviceType device, DispatchKey key, py::object is_capturing)
+      : op_(std::move(op)), device_(device), key_(key), is_capturing_(std::move(is_capturing)) {
+    const auto& arguments = handle.schema().arguments();
+    arity_ = arguments.size();
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      const std::string type = arguments[i].real_type()->str();
+      if (type.find("Tensor") != std::string::npos) {
+        tensors_.push_back(i);
+      } else if (type == "ScalarType?") {
+        optional_dtype_ = i;
+      }
+    }
+    for (const auto& other : c10::Dispatcher::singleton().getAllOpNames()) {
+      if (other.name == handle.schema().name()) {
+        auto candidate = c10::Dispatcher::singleton().findSchema(other);
+        if (candidate && appends_dtype(arguments, *candidate)) {
+          with_dtype_ = candidate;
+        }
+      }
+    }
+  }
+
+  ~Kernel() override {
+    if (is_capturing_) {
+      py::gil_scoped_acquire gil;
+      is_capturing_ = py::object();
+    }
+  }
+
+  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
+    switch (policy()) {
+      case Policy::kLowerPrecisionFp:
+        cast_all(stack, at::autocast::get_autocast_dtype(device_));
+        break;
+      case Policy::kFp32:
+        cast_all(stack, at::kFloat);
+        break;
+      case Policy::kFp32SetOptDtype:
+        if (first_is_eligible(stack)) {
+          c10::IValue& dtype = argument(stack, *optional_dtype_);
+          if (dtype.isNone()) {
+            dtype = c10::IValue(static_cast<int64_t>(at::kFloat));
+          }
+        }
+        break;
+      case Policy::kFp32AppendDtype: {
+        const auto dtype = first_is_eligible(stack) ? at::kFloat : argument(stack, 0).toTensor().scalar_type();
+        stack->emplace_back(static_cast<int64_t>(dtype));
+        with_dtype_->callBoxed(stack);
+        return;
+      }
+      case Policy::kPromote:
+        if (mixed(stack)) {
+          cast_all(stack, at::kFloat);
+        }
+        break;
+      case Policy::kBanned:
+        TORCH_CHECK(false, op_.refusal);
+      case Policy::kPassthrough:
+        break;
+    }
+    handle.callBoxed(stack);
+  }
+
+ private:
+  static bool appends_dtype(const std::vector<c10::Argument>& arguments, const c10::OperatorHandle& candidate) {
+    const auto& others = candidate.schema().arguments();
+    if (others.size() != arguments.size() + 1 || others.back().real_type()->str() != "ScalarType" ||
+        candidate.schema().is_mutable()) {
+      return false;
+    }
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      if (others[i].name() != arguments[i].name()) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  Policy policy() const {
+    const auto& overlay = regions[static_cast<size_t>(device_)].overlay;
+    if (C10_UNLIKELY(overlay != nullptr)) {
+      const auto found = overlay->policies.find(op_.number);
+      if (found != overlay->policies.end()) {
+        return found->second;
+      }
+    }
+    return op_.policy;
+  }
+
+  c10::IValue& argument(torch::jit::Stack* stack, size_t position) const {
+    return (*stack)[stack->size() - arity_ + position];
+  }
+
+  bool first_is_eligible(torch::jit::Stack* stack) const {
+    const c10::IValue& first = argument(stack, 0);
+    return first.isTensor() && is_eligible(first.toTensor(), device_);
+  }
+
+  void cast_all(torch::jit::Stack* stack, ScalarType dtype) const {
+    for (const size_t position : tensors_) {
+      c10::IValue& value = argument(stack, position);
+      if (value.isTensor()) {
+        const Tensor& tensor = value.toTensor();
+        if (tensor.defined() && tensor.scalar_type() != dtype && is_eligible(tensor, device_)) {
+          value = cast(tensor, dtype, device_, is_capturing_);
+        }
+      } else if (value.isTensorList()) {
+        c10::List<Tensor> casts;
+        for (const Tensor& tensor : value.toTensorVector()) {
+          casts.push_back(cast(tensor, dtype, device_, is_capturing_));
+        }
+        value = std::move(casts);
+      } else if (value.isOptionalTensorList()) {
+        c10::List<std::optional<Tensor>> casts;
+        for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector()) {
+          casts.push_back(tensor ? std::optional<Tensor>(cast(*tensor, dtype, device_, is_capturing_)) : tensor);
+        }
+        value = std::move(casts);
+      }
+    }
+  }
+
+  // Whether the eligible inputs have different dtypes.
+  bool mixed(torch::jit::Stack* stack) const {
+    std::optional<ScalarType> seen;
+    bool different = false;
+    const auto look = [&](const Tensor& tensor) {
+      if (is_eligible(tensor, device_)) {
+        different = different || (seen && *seen != tensor.scalar_type());
+        seen = tensor.scalar_type();
+      }
+    };
+    for (const size_t position : tensors_) {
+      const c10::IValue& value = argument(stack, position);
+      if (value.isTensor()) {
+        look(value.toTensor());
+      } else if (value.isTensorList()) {
+        for (const Tensor& tensor : value.toTensorVector()) {
+          look(tensor);
+        }
+      } else if (value.isOptionalTensorList()) {
+        for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector()) {
+          if (tensor) {
+            look(*tensor);
+          }
+        }
+      }
+    }
+    return different;
+  }
+
+  const Op op_;
+  const DeviceType device_;
+  const DispatchKey key_;
+  py::object is_capturing_;  // empty where the backend never captures
+  size_t arity_ = 0;
+  std::vector<size_t> tensors_;
+  std::optional<size_t> optional_dtype_;
+  std::optional<c10::OperatorHandle> with_dtype_;
+};
+
+// torch warns, once in a process, that a kernel is overridden: that is what is meant here.
+struct NoWarnings : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+// The kernels at one device's key; they are gone, and those before them back, when this is.
+class Library {
+ public:
+  Library(std::string space, const std::string& device_type, const std::string& key)
+      : device_(c10::Device(device_type).type()),
+        key_(c10::parseDispatchKey(key)),
+        library_(std::in_place, torch::Library::IMPL, std::move(space), std::optional(key_), __FILE__, __LINE__) {}
+
+  void impl(const std::string& name, int64_t number, int policy, std::string refusal, py::object is_capturing) {
+    if (is_capturing.is_none()) {
+      is_capturing = py::object();
+    }
+    const auto dot = name.find('.');
+    const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
+        name.substr(0, dot).c_str(), dot == std::string::npos ? "" : name.substr(dot + 1).c_str());
+    Op op{number, name, static_cast<Policy>(policy), std::move(refusal)};
+    NoWarnings no_warnings;
+    const c10::WarningUtils::WarningHandlerGuard guard(&no_warnings);
+    library_->impl(
+        name.c_str(),
+        torch::CppFunction::makeFromBoxedFunctor(
+            std::make_unique<Kernel>(std::move(op), handle, device_, key_, std::move(is_capturing))));
+  }
+
+  void fallthrough() { library_->fallback(torch::CppFunction::makeFallthrough()); }
+
+  void remove() { library_.reset(); }
+
+ private:
+  const DeviceType device_;
+  const DispatchKey key_;
+  std::optional<torch::Library> library_;
+};
+
+PyMethodDef functions[] = {
+    {"exchange",
+     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&exchange)),
+     METH_FASTCALL,
+     "Write a device's state on this thread, and return what it was."},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  py::class_<Overlay, std::shared_ptr<Overlay>>(module, "Overlay")
+      .def(py::init([](const std::unordered_map<int64_t, int>& policies) {
+        auto overlay = std::make_shared<Overlay>();
+        for (const auto& [number, policy] : policies) {
+          overlay->policies.emplace(number, static_cast<Policy>(policy));
+        }
+        return overlay;
+      }));
+  py::class_<Store, std::shared_ptr<Store>>(module, "Store")
+      .def(
+          py::init<bool, std::optional<size_t>, bool>(),
+          py::arg("own"),
+          py::arg("max_bytes") = py::none(),
+          py::arg("verify") = false)
+      .def("clear", &Store::clear, py::call_guard<py::gil_scoped_release>())
+      .def("end_region", &Store::end_region, py::call_guard<py::gil_scoped_release>())
+      .def("statistics", [](Store& store) {
+        const Statistics now = store.statistics();
+        return py::make_tuple(now.entries, now.bytes, now.hits, now.misses, now.evictions);
+      });
+  py::class_<Library>(module, "Library")
+      .def(py::init<std::string, const std::string&, const std::string&>())
+      .def("impl", &Library::impl)
+      .def("fallthrough", &Library::fallthrough)
+      .def("remove", &Library::remove);
+  module.def("bind", [](py::object error, std::string message, const std::vector<std::string>& policies) {
+    TORCH_CHECK(std::equal(policies.begin(), policies.end(), kPolicyNames.begin(), kPolicyNames.end()));
+    stale_weight_error = error.release().ptr();
+    stale_weight_message = std::move(message);
+  });
+  if (PyModule_AddFunctions(module.ptr(), functions) != 0) {
+    throw py::error_already_set();
+  }
+}
