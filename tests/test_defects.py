@@ -37,7 +37,7 @@ def casts(function):
     """Return how many tensors a function casts."""
     with torch.profiler.profile(acc_events=True) as profile:
         function()
-    return sum(event.count for event in profile.key_averages() if event.key == "aten::_to_copy")
+    return sum(event.count for event in profile.key_averages() if event.key == "aten::copy_")
 
 
 @defect("autocast stays on after the last exit")

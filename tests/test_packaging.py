@@ -69,6 +69,7 @@ def test_the_requirements_of_each_extra():
     assert set(requirements) == {"", "demo", "test", "dev"}
     assert set(requirements[""]) == {
         "torch>=2.11",
+        "filelock>=3.12",
         "pluggy>=1.5",
         "typing-extensions>=4.10",
         "rich>=13",
