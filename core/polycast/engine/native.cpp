@@ -13,6 +13,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
@@ -82,6 +83,8 @@ struct Entry {
   std::list<Key>::iterator age;
 };
 
+using Entries = ska::flat_hash_map<Key, std::unique_ptr<Entry>, KeyHash>;
+
 struct Statistics {
   size_t entries, bytes;
   uint64_t hits, misses, evictions;
@@ -130,10 +133,12 @@ class Store : public std::enable_shared_from_this<Store> {
       std::lock_guard<std::mutex> lock(mutex_);
       auto found = entries_.find(key);
       if (found != entries_.end()) {
-        Entry& entry = found->second;
+        Entry& entry = *found->second;
         if (entry.version == version && entry.data == data && (!own_ || entry.region == region_)) {
           ++hits_;
-          ages_.splice(ages_.end(), ages_, entry.age);
+          if (max_bytes_) {
+            ages_.splice(ages_.end(), ages_, entry.age);
+          }
           if (link) {
             if (entry.linked.defined()) {
               return entry.linked;
@@ -161,7 +166,7 @@ class Store : public std::enable_shared_from_this<Store> {
   }
 
   void clear() {
-    std::unordered_map<Key, Entry, KeyHash> dying;  // before the lock, so that it is destroyed after it is let go
+    Entries dying;  // before the lock, so that it is destroyed after it is let go
     std::lock_guard<std::mutex> lock(mutex_);
     dying.swap(entries_);
     ages_.clear();
@@ -172,7 +177,7 @@ class Store : public std::enable_shared_from_this<Store> {
   // The region ends: its casts are not to be used again. Those with history go, for the graph has what it needs of them;
   // of the others the memory is kept.
   void end_region() {
-    std::vector<Entry> dying;  // before the lock, so that it is destroyed after it is let go
+    std::vector<std::unique_ptr<Entry>> dying;  // before the lock, so that it is destroyed after it is let go
     std::lock_guard<std::mutex> lock(mutex_);
     ++region_;
     for (const Key& key : graph_entries_) {
@@ -188,11 +193,11 @@ class Store : public std::enable_shared_from_this<Store> {
 
  private:
   // Called with the mutex held; what dies is moved out, for the caller to destroy after unlocking.
-  void erase(const Key& key, std::vector<Entry>& dying) {
+  void erase(const Key& key, std::vector<std::unique_ptr<Entry>>& dying) {
     auto found = entries_.find(key);
     if (found != entries_.end()) {
-      bytes_ -= found->second.cast.nbytes();
-      ages_.erase(found->second.age);
+      bytes_ -= found->second->cast.nbytes();
+      ages_.erase(found->second->age);
       dying.push_back(std::move(found->second));
       entries_.erase(found);
     }
@@ -228,8 +233,8 @@ class Store : public std::enable_shared_from_this<Store> {
   Tensor remember_link(const Key& key, Tensor linked) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = entries_.find(key);
-    if (found != entries_.end() && !found->second.linked.defined()) {
-      set_link(key, found->second, linked);
+    if (found != entries_.end() && !found->second->linked.defined()) {
+      set_link(key, *found->second, linked);
     }
     return linked;
   }
@@ -244,7 +249,7 @@ class Store : public std::enable_shared_from_this<Store> {
   }
 
   void insert(const Key& key, const Tensor& weight, uint32_t version, const void* data, Tensor cast, Tensor linked) {
-    std::vector<Entry> dying;
+    std::vector<std::unique_ptr<Entry>> dying;
     bool watched = false;
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -253,7 +258,7 @@ class Store : public std::enable_shared_from_this<Store> {
       const size_t bytes = cast.nbytes();
       if (!max_bytes_ || bytes <= *max_bytes_) {
         auto stream = current_stream(cast);
-        Entry entry{
+        auto entry = std::make_unique<Entry>(Entry{
             c10::weak_intrusive_ptr<TensorImpl>(weight.getIntrusivePtr()),
             version,
             data,
@@ -262,9 +267,9 @@ class Store : public std::enable_shared_from_this<Store> {
             std::move(cast),
             Tensor(),
             c10::weak_intrusive_ptr<TensorImpl>(c10::intrusive_ptr<TensorImpl, c10::UndefinedTensorImpl>()),
-            ages_.insert(ages_.end(), key)};
+            ages_.insert(ages_.end(), key)});
         if (linked.defined()) {
-          set_link(key, entry, linked);
+          set_link(key, *entry, linked);
         }
         entries_.emplace(key, std::move(entry));
         bytes_ += bytes;
@@ -306,7 +311,7 @@ class Store : public std::enable_shared_from_this<Store> {
 
   // Called with the GIL held, when the weight has died.
   void forget(TensorImpl* weight) {
-    std::vector<Entry> dying;
+    std::vector<std::unique_ptr<Entry>> dying;
     PyObject* reference = nullptr;
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -338,7 +343,7 @@ class Store : public std::enable_shared_from_this<Store> {
   const std::optional<size_t> max_bytes_;
   const bool verify_;
   std::mutex mutex_;
-  std::unordered_map<Key, Entry, KeyHash> entries_;
+  Entries entries_;
   std::list<Key> ages_;  // least recently used first
   std::vector<Key> graph_entries_;
   std::unordered_map<TensorImpl*, PyObject*> watchers_;
@@ -439,16 +444,14 @@ bool caching_is_safe() {
       !c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode);
 }
 
+// Cast an eligible tensor of another dtype.
 Tensor cast(const Tensor& tensor, ScalarType dtype, DeviceType device, const py::object& is_capturing) {
-  if (tensor.scalar_type() == dtype || !is_eligible(tensor, device)) {
-    return tensor;
-  }
   const DeviceRegion& region = regions[static_cast<size_t>(device)];
   if (!region.active) {
     return at::autocast::cached_cast(dtype, tensor, device);  // a region of torch's has torch's cache
   }
-  if (region.store != nullptr && dtype != at::kFloat && is_weight(tensor) && at::autocast::is_autocast_cache_enabled() &&
-      caching_is_safe() && !tensor._fw_grad(0).defined()) {
+  if (dtype != at::kFloat && is_weight(tensor) && at::autocast::is_autocast_cache_enabled() && caching_is_safe() &&
+      !tensor._fw_grad(0).defined()) {
     bool capturing = false;
     if (is_capturing) {
       py::gil_scoped_acquire gil;
@@ -573,24 +576,29 @@ class Kernel final : public c10::OperatorKernel {
     return first.isTensor() && is_eligible(first.toTensor(), device_);
   }
 
+  bool to_be_cast(const Tensor& tensor, ScalarType dtype) const {
+    return tensor.defined() && tensor.scalar_type() != dtype && is_eligible(tensor, device_);
+  }
+
   void cast_all(torch::jit::Stack* stack, ScalarType dtype) const {
     for (const size_t position : tensors_) {
       c10::IValue& value = argument(stack, position);
       if (value.isTensor()) {
         const Tensor& tensor = value.toTensor();
-        if (tensor.defined() && tensor.scalar_type() != dtype && is_eligible(tensor, device_)) {
+        if (to_be_cast(tensor, dtype)) {
           value = cast(tensor, dtype, device_, is_capturing_);
         }
       } else if (value.isTensorList()) {
         c10::List<Tensor> casts;
         for (const Tensor& tensor : value.toTensorVector()) {
-          casts.push_back(cast(tensor, dtype, device_, is_capturing_));
+          casts.push_back(to_be_cast(tensor, dtype) ? cast(tensor, dtype, device_, is_capturing_) : tensor);
         }
         value = std::move(casts);
       } else if (value.isOptionalTensorList()) {
         c10::List<std::optional<Tensor>> casts;
         for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector()) {
-          casts.push_back(tensor ? std::optional<Tensor>(cast(*tensor, dtype, device_, is_capturing_)) : tensor);
+          const bool change = tensor && to_be_cast(*tensor, dtype);
+          casts.push_back(change ? std::optional<Tensor>(cast(*tensor, dtype, device_, is_capturing_)) : tensor);
         }
         value = std::move(casts);
       }
@@ -685,7 +693,7 @@ PyMethodDef functions[] = {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  py::class_<Overlay, std::shared_ptr<Overlay>>(module, "Overlay")
+  py::class_<Overlay, std::shared_ptr<Overlay>>(module, "Overlay", py::module_local())
       .def(py::init([](const std::unordered_map<int64_t, int>& policies) {
         auto overlay = std::make_shared<Overlay>();
         for (const auto& [number, policy] : policies) {
@@ -693,7 +701,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         }
         return overlay;
       }));
-  py::class_<Store, std::shared_ptr<Store>>(module, "Store")
+  py::class_<Store, std::shared_ptr<Store>>(module, "Store", py::module_local())
       .def(
           py::init<bool, std::optional<size_t>, bool>(),
           py::arg("own"),
@@ -705,7 +713,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         const Statistics now = store.statistics();
         return py::make_tuple(now.entries, now.bytes, now.hits, now.misses, now.evictions);
       });
-  py::class_<Library>(module, "Library")
+  py::class_<Library>(module, "Library", py::module_local())
       .def(py::init<std::string, const std::string&, const std::string&>())
       .def("impl", &Library::impl)
       .def("fallthrough", &Library::fallthrough)

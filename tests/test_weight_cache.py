@@ -1,0 +1,295 @@
+"""WeightCache: casts that outlive regions, and stay right."""
+
+import copy
+import gc
+import pickle
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import polycast
+import pytest
+import torch
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+X = torch.ones(4, 4, dtype=torch.bfloat16)
+BYTES = 4 * 4 * 2
+
+
+def parameter(value=1.0, **options):
+    return nn.Parameter(torch.full((4, 4), value), **options)
+
+
+def use(cache, weight, dtype=torch.bfloat16):
+    with polycast.autocast("cpu", dtype, cache=cache):
+        return torch.mm(X.to(dtype), weight)
+
+
+def counts(cache):
+    stats = cache.stats()
+    return stats.hits, stats.misses
+
+
+@pytest.fixture
+def cache():
+    return polycast.WeightCache()
+
+
+@pytest.mark.parametrize("weight", [parameter(), parameter(requires_grad=False)], ids=["trainable", "frozen"])
+def test_a_cast_outlives_the_region(cache, weight):
+    for _ in range(3):
+        use(cache, weight)
+    assert cache.stats() == polycast.WeightCacheStats(entries=1, bytes=BYTES, hits=2, misses=1, evictions=0)
+
+
+def test_regions_inside_keep_casts_where_the_enclosing_one_does(cache):
+    weight = parameter()
+    with polycast.autocast("cpu", cache=cache):
+        with polycast.autocast("cpu"):
+            torch.mm(X, weight)
+        with polycast.autocast("cpu", cache_enabled=False):
+            torch.mm(X, weight)
+        torch.mm(X, weight)
+    assert counts(cache) == (1, 1)
+
+
+def test_two_dtypes_live_side_by_side(cache):
+    weight = parameter()
+    for dtype in (torch.bfloat16, torch.float16) * 2:
+        assert use(cache, weight, dtype).dtype is dtype
+    assert counts(cache) == (2, 2)
+
+
+MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}
+
+
+@pytest.mark.parametrize("first", MODES)
+@pytest.mark.parametrize("second", MODES)
+@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
+def test_a_cast_made_in_one_grad_mode_serves_the_others(cache, first, second, trainable):
+    weight = parameter(requires_grad=trainable)
+    for mode in (first, second, "grad"):
+        x = torch.ones(4, 4, dtype=torch.bfloat16, requires_grad=True)
+        with MODES[mode](), polycast.autocast("cpu", cache=cache):
+            out = torch.mm(x, weight)
+    out.float().sum().backward()
+    assert torch.equal(x.grad, torch.full((4, 4), 4.0, dtype=torch.bfloat16))
+    assert not trainable or torch.equal(weight.grad, torch.full((4, 4), 4.0))
+    assert counts(cache) == (2, 1)
+
+
+def test_double_backward_goes_through_a_kept_cast(cache):
+    weight = parameter(2.0)
+    with torch.no_grad():
+        use(cache, weight)
+    with polycast.autocast("cpu", cache=cache):
+        out = torch.mm(X, weight).float()
+    (gradient,) = torch.autograd.grad((out**3).sum(), weight, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.sum(), weight)
+    expected = torch.nn.Parameter(weight.detach().clone())
+    wanted = torch.mm(X.float(), expected)
+    (first_wanted,) = torch.autograd.grad((wanted**3).sum(), expected, create_graph=True)
+    (second_wanted,) = torch.autograd.grad(first_wanted.sum(), expected)
+    assert torch.allclose(gradient, first_wanted, rtol=0.02)
+    assert torch.allclose(second, second_wanted, rtol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own use of it
+def test_forward_mode_differentiation_takes_a_plain_cast(cache):
+    import torch.autograd.forward_ad as forward_ad
+
+    weight = torch.ones(4, 4, requires_grad=True)
+    use(cache, weight)
+    with forward_ad.dual_level(), polycast.autocast("cpu", cache=cache):
+        dual = forward_ad.make_dual(weight, torch.full((4, 4), 2.0))
+        tangent = forward_ad.unpack_dual(torch.mm(X, dual)).tangent
+    assert torch.equal(tangent, torch.full((4, 4), 8.0, dtype=torch.bfloat16))
+
+
+def training_step(model, optimizer, region):
+    with region:
+        loss = model(torch.ones(2, 4)).float().pow(2).mean()
+    (loss / 2).backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_training_with_a_cache_gives_the_losses_of_training_without(cache, optimizer):
+    def losses(**options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        steps = optimizer(model.parameters(), lr=0.1)
+        region = polycast.autocast("cpu", **options)
+        return [training_step(model, steps if turn % 2 else None, region) for turn in range(10)]
+
+    assert losses(cache=cache) == losses(cache_enabled=False)
+    assert cache.stats().hits > 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.add_(1),
+        lambda weight: weight.copy_(torch.full((4, 4), 2.0)),
+        lambda weight: setattr(weight, "data", torch.full((4, 4), 2.0)),
+        lambda weight: weight.set_(torch.full((4, 4), 2.0)),
+    ],
+    ids=["in_place", "copy_", "new_data", "set_"],
+)
+def test_a_change_of_the_weight_is_seen(cache, change):
+    weight = parameter(1.0)
+    with torch.no_grad():
+        before = use(cache, weight)
+        change(weight)
+        assert torch.equal(use(cache, weight), 2 * before)
+
+
+def test_load_state_dict_and_to_are_seen(cache):
+    model = nn.Linear(4, 4, bias=False)
+    with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+        model(X)
+        model.load_state_dict({"weight": torch.full((4, 4), 3.0)})
+        assert torch.equal(model(X), torch.full((4, 4), 12.0, dtype=torch.bfloat16))
+        model.to(torch.float64).to(torch.float32).weight.data.mul_(2)
+        assert torch.equal(model(X), torch.full((4, 4), 24.0, dtype=torch.bfloat16))
+
+
+def test_a_write_through_data_is_not_seen_until_the_cache_is_cleared(cache):
+    weight = parameter(1.0)
+    with torch.no_grad():
+        before = use(cache, weight)
+        weight.data.mul_(2)
+        assert torch.equal(use(cache, weight), before)
+        cache.clear()
+        assert torch.equal(use(cache, weight), 2 * before)
+
+
+def test_verify_finds_a_write_through_data():
+    cache = polycast.WeightCache(verify=True)
+    weight = parameter(1.0)
+    use(cache, weight)
+    use(cache, weight)
+    weight.data.mul_(2)
+    with pytest.raises(polycast.StaleWeightError, match=r"a write through \.data.*Call clear\(\) on the cache"):
+        use(cache, weight)
+    cache.clear()
+    assert torch.equal(use(cache, weight), torch.full((4, 4), 8.0, dtype=torch.bfloat16))
+
+
+def test_entries_die_with_weights_and_keep_none_alive(cache):
+    weight = parameter()
+    out = use(cache, weight)
+    dead = weakref.ref(weight)
+    del weight, out
+    gc.collect()
+    assert dead() is None
+    assert (cache.stats().entries, cache.stats().bytes) == (0, 0)
+
+
+def test_weights_keep_no_cache_alive():
+    cache, weight = polycast.WeightCache(), parameter()
+    use(cache, weight)
+    dead = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert dead() is None
+    del weight
+
+
+def test_clear_gives_everything_back(cache):
+    weights = [parameter() for _ in range(3)]
+    for weight in weights:
+        use(cache, weight)
+    assert cache.stats().entries == 3
+    cache.clear()
+    assert (cache.stats().entries, cache.stats().bytes) == (0, 0)
+    use(cache, weights[0])
+    del weights
+    gc.collect()
+
+
+def test_the_least_recently_used_go_first_at_max_bytes():
+    cache = polycast.WeightCache(max_bytes=2 * BYTES)
+    first, second, third = (parameter() for _ in range(3))
+    for weight in (first, second, first, third, first):
+        use(cache, weight)
+    assert cache.stats() == polycast.WeightCacheStats(entries=2, bytes=2 * BYTES, hits=2, misses=3, evictions=1)
+    use(cache, second)
+    assert counts(cache) == (2, 4)
+
+
+def test_a_cast_larger_than_max_bytes_is_not_kept():
+    cache = polycast.WeightCache(max_bytes=BYTES - 1)
+    weight = parameter()
+    for _ in range(2):
+        assert torch.equal(use(cache, weight), torch.full((4, 4), 4.0, dtype=torch.bfloat16))
+    assert cache.stats() == polycast.WeightCacheStats(entries=0, bytes=0, hits=0, misses=2, evictions=0)
+
+
+def test_threads_share_a_cache_while_weights_change_and_die():
+    cache = polycast.WeightCache(max_bytes=6 * BYTES)
+    weights = [parameter(1.0) for _ in range(8)]
+
+    def read(number):
+        with torch.no_grad():
+            for turn in range(300):
+                out = use(cache, weights[(number + turn) % 8]).float()
+                assert torch.all(out == out[0, 0])  # never half of one value and half of another
+                use(cache, parameter())
+        return True
+
+    def write():
+        with torch.no_grad():
+            for turn in range(300):
+                position = turn % 8
+                weights[position] = parameter(1.0 + turn % 3)
+                cache.stats()
+                if turn % 50 == 0:
+                    cache.clear()
+        return True
+
+    with ThreadPoolExecutor(5) as pool:
+        futures = [pool.submit(read, number) for number in range(4)] + [pool.submit(write)]
+        assert all(future.result() for future in futures)
+    for weight in weights:
+        assert torch.equal(use(cache, weight), torch.mm(X, weight.detach().bfloat16()))
+
+
+def test_a_snapshot_takes_the_cache_along(cache, in_thread):
+    weight = parameter()
+    with polycast.autocast("cpu", cache=cache):
+        torch.mm(X, weight)
+        snapshot = polycast.capture()
+    in_thread(snapshot.wrap(lambda: torch.mm(X, weight)))
+    assert counts(cache) == (1, 1)
+
+
+@pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_cache_belongs_to_its_process(cache, duplicate):
+    with pytest.raises(TypeError, match="cannot be copied or pickled: it holds casts of the weights of this process"):
+        duplicate(cache)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"max_bytes": -1}, ValueError, "max_bytes must not be negative, got -1; None means no bound"),
+        ({"max_bytes": 1.5}, TypeError, "max_bytes must be an int or None, got 1.5"),
+        ({"max_bytes": True}, TypeError, "max_bytes must be an int or None, got True"),
+        ({"verify": 1}, TypeError, "verify must be a bool, got 1"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, error, message):
+    with pytest.raises(error, match=f"^{message}$"):
+        polycast.WeightCache(**arguments)
+
+
+def test_a_region_refuses_what_is_no_cache_and_a_cache_that_is_switched_off(cache):
+    with pytest.raises(TypeError, match=r"^cache must be a polycast.WeightCache or None, got \{\}$"):
+        polycast.autocast("cpu", cache={})
+    with pytest.raises(ValueError, match="^cache= asks to keep casts and cache_enabled=False not to"):
+        polycast.autocast("cpu", cache=cache, cache_enabled=False)
