@@ -488,14 +488,6 @@ class Kernel final : public c10::OperatorKernel {
         optional_dtype_ = i;
       }
     }
-    for (const auto& other : c10::Dispatcher::singleton().getAllOpNames()) {
-      if (other.name == handle.schema().name()) {
-        auto candidate = c10::Dispatcher::singleton().findSchema(other);
-        if (candidate && appends_dtype(arguments, *candidate)) {
-          with_dtype_ = candidate;
-        }
-      }
-    }
   }
 
   ~Kernel() override {
@@ -525,7 +517,7 @@ class Kernel final : public c10::OperatorKernel {
       case Policy::kFp32AppendDtype: {
         const auto dtype = first_is_eligible(stack) ? at::kFloat : argument(stack, 0).toTensor().scalar_type();
         stack->emplace_back(static_cast<int64_t>(dtype));
-        with_dtype_->callBoxed(stack);
+        with_dtype(handle).callBoxed(stack);
         return;
       }
       case Policy::kPromote:
@@ -554,6 +546,21 @@ class Kernel final : public c10::OperatorKernel {
       }
     }
     return true;
+  }
+
+  // The overload that takes a dtype more, looked for when it is first called for: the search goes over all ops.
+  const c10::OperatorHandle& with_dtype(const c10::OperatorHandle& handle) {
+    std::call_once(searched_, [&] {
+      for (const auto& other : c10::Dispatcher::singleton().getAllOpNames()) {
+        if (other.name == handle.schema().name()) {
+          auto candidate = c10::Dispatcher::singleton().findSchema(other);
+          if (candidate && appends_dtype(handle.schema().arguments(), *candidate)) {
+            with_dtype_ = candidate;
+          }
+        }
+      }
+    });
+    return *with_dtype_;
   }
 
   Policy policy() const {
@@ -641,6 +648,7 @@ class Kernel final : public c10::OperatorKernel {
   size_t arity_ = 0;
   std::vector<size_t> tensors_;
   std::optional<size_t> optional_dtype_;
+  std::once_flag searched_;
   std::optional<c10::OperatorHandle> with_dtype_;
 };
 
