@@ -153,12 +153,9 @@ def test_without_a_compiler_any_build_for_this_torch_serves(compiler, home, monk
 
 def test_without_a_compiler_and_a_build_the_reference_engine_runs_with_one_warning(home, monkeypatch, wanted):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.warns(
-        UserWarning, match=r"runs on its reference engine.*no C\+\+ compiler is found\. Install"
-    ) as caught:
+    with pytest.warns(UserWarning, match=r"runs on its reference engine.*no C\+\+ compiler is found\. Install"):
         assert wanted("auto").name == "reference"
-        assert engine.choose().name == "reference"
-    assert len(caught) == 1
+    assert engine.choose().name == "reference"  # and no second warning, which would be an error
 
 
 def test_a_failing_build_names_its_log(compiler, home, wanted):

@@ -6,10 +6,11 @@ import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
-import polycast
 import pytest
 import torch
 from torch import nn
+
+import polycast
 
 pytestmark = pytest.mark.usefixtures("engine")
 
