@@ -1,0 +1,42 @@
+"""The ``polycast`` command: what is installed, which op runs in which precision, and a demonstration.
+
+Nothing else in polycast imports this package, so that ``import polycast`` does not load rich and typer.
+"""
+
+import importlib.metadata
+from typing import Annotated
+
+import typer
+
+from . import demo, devices, ops
+
+app = typer.Typer(
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Autocast for PyTorch as a plugin system.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command("devices")(devices.show)
+app.command("ops")(ops.show)
+app.command("demo")(demo.run)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"polycast {importlib.metadata.version('polycast')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="polycast")

@@ -1,0 +1,113 @@
+"""``polycast demo``: the main job on real data, on every device that can be used now, with a check of the result."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Annotated
+
+import torch
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ...engine import uninstall
+from ...registry import backends
+from ..terminal import console, engine_name, library_errors
+from .checks import MIN_ACCURACY, Result, problems
+from .digits import Digits, load_digits
+from .report import print_result
+from .timing import ROUNDS, time_inference
+from .training import MODES, batches, train
+
+
+def measure(
+    device_type: str, dtype: torch.dtype, digits: Digits, epochs: int, advance: Callable[[str], object]
+) -> Result:
+    """Train in each mode on one device and time inference.
+
+    Args:
+        device_type: a device that can be used now.
+        dtype: the fast dtype.
+        digits: the data, on the host.
+        epochs: how often to go through the training images.
+        advance: called after each step with what is being done; :func:`steps` says how often.
+    """
+    here = digits.to(device_type)
+    try:
+        runs = {
+            mode.name: train(mode, device_type, dtype, here, epochs, partial(advance, f"{device_type}: {mode.name}"))
+            for mode in MODES
+        }
+        timings = tuple(
+            time_inference(device_type, dtype, here, images, partial(advance, f"{device_type}: inference"))
+            for images in (1, len(digits.test_images))
+        )
+    finally:
+        uninstall(device_type)
+    return Result(device_type, dtype, runs, timings)
+
+
+def steps(digits: Digits, epochs: int) -> int:
+    """Return how many steps :func:`measure` takes."""
+    return len(MODES) * epochs * batches(digits) + 2 * ROUNDS
+
+
+def run(
+    epochs: Annotated[int, typer.Option(min=1, help="How often to go through the training images.")] = 4,
+) -> None:
+    """Train a small network on handwritten digits, with and without autocast, on each device there is.
+
+    Exits with status 1 where a run is not accurate, or where torch's autocast and polycast's do not agree.
+    """
+    with library_errors():
+        statuses, engine = backends(), engine_name()
+    try:
+        digits = load_digits()
+    except ImportError as error:
+        typer.echo(f'polycast: the demo needs scikit-learn: pip install "polycast[demo]" ({error})', err=True)
+        raise typer.Exit(1) from error
+    ready = {name: status.default_dtype for name, status in statuses.items() if status.state == "ready"}
+    out = console()
+    out.print(
+        f"{len(digits.images):,} handwritten digits to learn from, {len(digits.test_images):,} to test on; "
+        f"epochs: {epochs}.\ntorch {torch.__version__}, engine: {engine}."
+    )
+    for name, status in statuses.items():
+        if name not in ready:
+            out.print(f"Not on {name}: {status.reason}", soft_wrap=True)
+    if not ready:
+        typer.echo("polycast: no device can be used now; see polycast devices", err=True)
+        raise typer.Exit(1)
+    started = time.perf_counter()
+    with _progress(len(ready) * steps(digits, epochs)) as advance:
+        results = [measure(name, dtype, digits, epochs, advance) for name, dtype in ready.items() if dtype is not None]
+    for result in results:
+        out.print()
+        print_result(result, out)
+    _conclude(results, time.perf_counter() - started)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], object]]:
+    """Show a progress bar on stderr, if that is a terminal; give what advances it by a step."""
+    screen = console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda doing: bar.update(task, advance=1, description=doing)
+
+
+def _conclude(results: list[Result], seconds: float) -> None:
+    found = [problem for result in results for problem in problems(result)]
+    for problem in found:
+        typer.echo(f"polycast: {problem}", err=True)
+    if found:
+        raise typer.Exit(1)
+    for result in results:
+        difference = result.loss_difference()
+        apart = f"{difference:.1e} of their size apart" if difference else "equal to the last bit"
+        typer.echo(
+            f"OK on {result.device_type}: every run is at least {MIN_ACCURACY:.0%} right, and the final losses of the "
+            f"two autocasts are {apart}."
+        )
+    typer.echo(f"Done in {seconds:.0f} s.")

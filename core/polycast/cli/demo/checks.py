@@ -1,0 +1,61 @@
+"""What the demo demands of its own result."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..terminal import short
+from .timing import Timing
+from .training import POLYCAST, TORCH, Run
+
+MIN_ACCURACY = 0.95
+
+LOSS_TOLERANCE = 1e-4
+"""How far the final losses of the two autocasts may be apart, as a part of the larger.
+
+With deterministic algorithms and the same rules they are equal to the last bit. One op of the network in another
+precision sets them 1e-3 to 3e-2 apart on the cpu, and 4e-4 after no more than ten steps.
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the demo found on one device: a run for each mode, by the mode's name, and timings."""
+
+    device_type: str
+    dtype: torch.dtype
+    runs: dict[str, Run]
+    timings: tuple[Timing, ...]
+
+    def loss_difference(self) -> float:
+        """Return how far the final losses of the two autocasts are apart, as a part of the larger."""
+        ours, theirs = self.runs[POLYCAST.name].loss, self.runs[TORCH.name].loss
+        return 0.0 if ours == theirs else abs(ours - theirs) / max(abs(ours), abs(theirs))
+
+
+def problems(result: Result) -> list[str]:
+    """Say what is wrong with a result: a sentence for each problem, none where all is as it should be."""
+    return [f"{result.device_type}: {problem}" for problem in _problems(result)]
+
+
+def _problems(result: Result) -> Iterator[str]:
+    for run in result.runs.values():
+        # Written so that what is not a number fails.
+        if not run.accuracy >= MIN_ACCURACY:
+            yield (
+                f"{run.mode} gets {run.accuracy:.2%} of the test images right, at least {MIN_ACCURACY:.0%} was expected"
+            )
+    ours, theirs = result.runs[POLYCAST.name], result.runs[TORCH.name]
+    difference = result.loss_difference()
+    if not difference <= LOSS_TOLERANCE:
+        yield (
+            f"the final losses of torch.autocast ({theirs.loss:.8f}) and polycast.autocast ({ours.loss:.8f}) differ by "
+            f"{difference:.1e} of the larger, at most {LOSS_TOLERANCE:.0e} was expected"
+        )
+    for run in (theirs, ours):
+        if short(result.dtype) not in run.dtypes.values():
+            yield f"no layer puts out {short(result.dtype)} under {run.mode}: it was not in force"
+    for layer, dtype in theirs.dtypes.items():
+        if ours.dtypes[layer] != dtype:
+            yield f"{layer} puts out {dtype} under torch.autocast, but {ours.dtypes[layer]} under polycast.autocast"

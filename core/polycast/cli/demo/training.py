@@ -1,0 +1,159 @@
+"""Train the demo's network in one of three modes, and measure what came of it."""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...engine import install, uninstall
+from ...region import autocast
+from ..terminal import short
+from .digits import SEED, Digits, network
+
+BATCH = 64
+LEARNING_RATE = 2e-3
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to run the network.
+
+    Attributes:
+        name: what the user reads.
+        use_kernels: puts the kernels in place, for a device type: polycast's would serve torch.autocast too.
+        region: makes the region, from a device type and a fast dtype.
+    """
+
+    name: str
+    use_kernels: Callable[[str], None]
+    region: Callable[[str, torch.dtype], AbstractContextManager[Any]]
+
+
+FLOAT32 = Mode("float32", uninstall, lambda device_type, dtype: nullcontext())
+TORCH = Mode("torch.autocast", uninstall, torch.autocast)
+POLYCAST = Mode("polycast.autocast", install, autocast)
+MODES = (FLOAT32, TORCH, POLYCAST)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of training in one mode on one device.
+
+    Attributes:
+        mode: the name of the mode.
+        accuracy: the part of the test images that the network gets right.
+        loss: the mean loss over the batches of the last epoch.
+        seconds: how long training took.
+        dtypes: the dtype of what each layer puts out, by the layer's name.
+    """
+
+    mode: str
+    accuracy: float
+    loss: float
+    seconds: float
+    dtypes: Mapping[str, str]
+
+
+def train(
+    mode: Mode, device_type: str, dtype: torch.dtype, digits: Digits, epochs: int, advance: Callable[[], object]
+) -> Run:
+    """Train a new network, with the same start and the same batches at each call.
+
+    Args:
+        mode: how to run it.
+        device_type: where to run it.
+        dtype: the fast dtype of the modes that have one.
+        digits: the data, on the device.
+        epochs: how often to go through the training images.
+        advance: called after each batch.
+    """
+    mode.use_kernels(device_type)
+    trainer = _Trainer(mode, device_type, dtype)
+    order = torch.Generator().manual_seed(SEED)
+    with _deterministic():
+        # What is done once in a process (code generation, memory pools) is done before the clock runs.
+        _Trainer(mode, device_type, dtype).step(digits.images[:BATCH], digits.labels[:BATCH]).item()
+        start = time.perf_counter()
+        for _ in range(epochs):
+            losses = []
+            for batch in torch.split(torch.randperm(len(digits.images), generator=order), BATCH):
+                losses.append(trainer.step(digits.images[batch], digits.labels[batch]) * len(batch))
+                advance()
+        loss = torch.stack(losses).sum().item() / len(digits.images)
+        seconds = time.perf_counter() - start
+    right = int((trainer.predict(digits.test_images) == digits.test_labels.cpu()).sum())
+    return Run(mode.name, right / len(digits.test_images), loss, seconds, trainer.output_dtypes(digits))
+
+
+def batches(digits: Digits) -> int:
+    """Return how many batches an epoch has."""
+    return -(-len(digits.images) // BATCH)
+
+
+class _Trainer:
+    def __init__(self, mode: Mode, device_type: str, dtype: torch.dtype) -> None:
+        self._mode = mode
+        self._device_type = device_type
+        self._dtype = dtype
+        self._network = network(device_type)
+        self._criterion = nn.CrossEntropyLoss()
+        self._optimizer = torch.optim.Adam(self._network.parameters(), lr=LEARNING_RATE)
+        # The gradients of float16 underflow unless they are scaled.
+        scaled = mode is not FLOAT32 and dtype is torch.float16
+        self._scaler = torch.amp.GradScaler(device_type, enabled=scaled)
+
+    def _region(self) -> AbstractContextManager[Any]:
+        return self._mode.region(self._device_type, self._dtype)
+
+    def step(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Learn from one batch and return its loss, as a tensor on the device."""
+        with self._region():
+            loss: torch.Tensor = self._criterion(self._network(images), labels)
+        self._optimizer.zero_grad()
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        return loss.detach()
+
+    def predict(self, images: torch.Tensor) -> torch.Tensor:
+        """Return the labels that the network gives to images, on the host."""
+        with torch.inference_mode(), self._region():
+            labels: torch.Tensor = self._network(images).argmax(1)
+        return labels.cpu()
+
+    def output_dtypes(self, digits: Digits) -> dict[str, str]:
+        """Return the dtype of what each layer puts out, the loss among them, as forward hooks see it."""
+        found: dict[str, str] = {}
+
+        def hook(name: str) -> Callable[..., None]:
+            return lambda layer, inputs, output: found.update({name: short(output.dtype)})
+
+        layers = {**dict(self._network.named_children()), "loss": self._criterion}
+        handles = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
+        with torch.inference_mode(), self._region():
+            self._criterion(self._network(digits.test_images), digits.test_labels)
+        for handle in handles:
+            handle.remove()
+        return found
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Have torch use deterministic algorithms, where the device has them.
+
+    Two runs can be compared then: without, sums that are added up in another order each time set them as far apart as
+    an op in the wrong precision does.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*[Dd]eterministic", UserWarning)
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -1,0 +1,107 @@
+"""``polycast devices``: what is known of the backend of each device."""
+
+import traceback
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from ..errors import BackendBrokenError
+from ..registry import BackendStatus, backends, get_backend
+from .terminal import console, engine_name, library_errors, print_json, short, table
+
+_STYLES = {"ready": "green", "unavailable": "yellow", "broken": "red", "conflict": "red", "blocked": "dim"}
+
+
+@dataclass(frozen=True)
+class Device:
+    """A backend's status, and what its plugin says of its dtypes; `failure` is what the plugin raised instead."""
+
+    status: BackendStatus
+    supported_dtypes: tuple[str, ...] | None = None
+    failure: BaseException | None = None
+
+    def notes(self) -> list[str]:
+        """Return what there is to say in words: why it is not ready, what it stands in for."""
+        notes = [self.status.reason] if self.status.reason else []
+        if self.failure is not None and self.status.state != "broken":
+            notes.append(f"supported_dtypes() raised {type(self.failure).__name__}: {self.failure}")
+        if self.status.replaces:
+            notes.append(f"in place of {', '.join(self.status.replaces)}")
+        return notes
+
+    def as_json(self) -> dict[str, object]:
+        """Return the device for programs; what is not known is None."""
+        status = self.status
+        return {
+            "device_type": status.device_type,
+            "state": status.state,
+            "reason": status.reason,
+            "default_dtype": short(status.default_dtype) if status.default_dtype is not None else None,
+            "supported_dtypes": list(self.supported_dtypes) if self.supported_dtypes is not None else None,
+            "distribution": status.distribution,
+            "version": status.version,
+            "replaces": list(status.replaces),
+        }
+
+
+def known_devices() -> list[Device]:
+    """Return every device that a backend is known for.
+
+    Raises:
+        ValueError: a POLYCAST_ variable has a value that is not legal.
+    """
+    return [_ask(status) for status in backends().values()]
+
+
+def _ask(status: BackendStatus) -> Device:
+    if status.state in ("blocked", "conflict"):
+        return Device(status)
+    try:
+        return Device(status, tuple(map(short, get_backend(status.device_type).supported_dtypes())))
+    except BackendBrokenError as error:
+        return Device(status, failure=error.__cause__ or error)
+    except Exception as error:  # a plugin may raise anything; the others are listed all the same
+        return Device(status, failure=error)
+
+
+def show(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: a list of objects, one for a device.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of a broken plugin.")] = False,
+) -> None:
+    """List the backend of every device: its state, its dtypes and where it comes from."""
+    with library_errors():
+        devices = known_devices()
+        engine = None if as_json else engine_name()
+    if engine is None:
+        print_json([device.as_json() for device in devices])
+    else:
+        _print(devices, engine)
+    broken = [device for device in devices if device.failure is not None]
+    if verbose:
+        for device in broken:
+            typer.echo(f"The plugin of {device.status.device_type!r} raised:", err=as_json)
+            typer.echo("".join(traceback.format_exception(device.failure)), err=as_json)
+    elif broken and not as_json:
+        typer.echo("polycast devices --verbose shows the traceback of what is broken.")
+
+
+def _print(devices: list[Device], engine: str) -> None:
+    rows = table("device", "state", "default", "supported", "distribution")
+    for device in devices:
+        status = device.status
+        rows.add_row(
+            status.device_type,
+            Text(status.state, _STYLES[status.state]),
+            short(status.default_dtype) if status.default_dtype is not None else "-",
+            ", ".join(device.supported_dtypes) if device.supported_dtypes is not None else "-",
+            f"{status.distribution} {status.version}".strip() or "-",
+        )
+    out = console()
+    out.print(rows)
+    out.print()
+    for device in devices:
+        for note in device.notes():
+            out.print(f"{device.status.device_type}: {note}", soft_wrap=True)
+    out.print(f"Engine: {engine}")

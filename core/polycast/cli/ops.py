@@ -1,0 +1,120 @@
+"""``polycast ops``: the policy table of a device, and where it differs from what the running torch does."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+import typer
+
+from ..backend import Backend
+from ..engine import torch_ops
+from ..policy import CastPolicy, find_op
+from ..registry import get_backend
+from .terminal import console, library_errors, print_json, table
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Where a backend's table and the running torch's differ: op names, sorted.
+
+    Attributes:
+        only_in_torch: torch has a kernel at the device's Autocast key, the table has no policy.
+        only_in_table: the table has a policy, torch has none for the op.
+        skipped: the table has a policy, this torch has no such op.
+    """
+
+    only_in_torch: tuple[str, ...]
+    only_in_table: tuple[str, ...]
+    skipped: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.only_in_torch or self.only_in_table or self.skipped)
+
+
+def drift_of(backend: Backend) -> Drift:
+    """Compare a backend's table with the running torch's."""
+    in_torch = torch_ops(backend.device_type)
+    in_table = sorted(backend.policies.keys() - in_torch)
+    return Drift(
+        tuple(sorted(in_torch - backend.policies.keys())),
+        tuple(name for name in in_table if find_op(name) is not None),
+        tuple(name for name in in_table if find_op(name) is None),
+    )
+
+
+def show(
+    device: Annotated[str, typer.Argument(help="A device such as cpu or cuda; it need not be present.")],
+    policy: Annotated[
+        CastPolicy | None, typer.Option(case_sensitive=False, help="Show the ops of this policy only.")
+    ] = None,
+    drift: Annotated[bool, typer.Option("--drift", help="Show where the table and the running torch differ.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show which policy each op has on a device."""
+    if drift and policy is not None:
+        raise typer.BadParameter("--policy and --drift do not go together: drift is about every op of the table.")
+    with library_errors():
+        backend = get_backend(device)
+    if drift:
+        _show_drift(backend, as_json)
+        return
+    order = list(CastPolicy)
+    ops = sorted(
+        ((name, its) for name, its in backend.policies.items() if policy in (None, its)),
+        key=lambda op: (order.index(op[1]), op[0]),
+    )
+    if as_json:
+        print_json([{"op": name, "policy": its.value} for name, its in ops])
+    else:
+        _print(backend.device_type, ops)
+
+
+def _print(device_type: str, ops: Sequence[tuple[str, CastPolicy]]) -> None:
+    out = console()
+    rows = table("op", "policy")
+    for position, (name, policy) in enumerate(ops):
+        last_of_policy = position + 1 == len(ops) or ops[position + 1][1] is not policy
+        rows.add_row(name, policy.value, end_section=last_of_policy)
+    if ops:
+        out.print(rows)
+        out.print()
+    policies = [policy for _, policy in ops]
+    counts = [f"{policies.count(policy)} {policy.value}" for policy in dict.fromkeys(policies)]
+    out.print(f"{device_type}: {len(ops)} ops" + (f" ({', '.join(counts)})" if counts else ""))
+
+
+def _show_drift(backend: Backend, as_json: bool) -> None:
+    found = drift_of(backend)
+    if as_json:
+        print_json(
+            {
+                "device_type": backend.device_type,
+                "torch": torch.__version__,
+                "only_in_torch": found.only_in_torch,
+                "only_in_table": found.only_in_table,
+                "skipped": found.skipped,
+            }
+        )
+        return
+    out = console()
+    if not found:
+        count = len(backend.policies)
+        out.print(
+            f"{backend.device_type}: no drift. The table and torch {torch.__version__} have the same {count} ops."
+        )
+        return
+    rows = table("op", "policy", "difference")
+    for name in found.only_in_torch:
+        rows.add_row(name, "-", "only torch treats it: torch's own kernel serves it")
+    for name in found.only_in_table:
+        rows.add_row(name, backend.policies[name].value, "only the table has it: torch leaves the op alone")
+    for name in found.skipped:
+        rows.add_row(name, backend.policies[name].value, "this torch has no such op: skipped")
+    out.print(rows)
+    out.print()
+    out.print(
+        f"{backend.device_type}: the table differs from torch {torch.__version__}: {len(found.only_in_torch)} ops only "
+        f"in torch, {len(found.only_in_table)} only in the table, {len(found.skipped)} skipped.",
+        soft_wrap=True,
+    )

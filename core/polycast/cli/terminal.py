@@ -1,0 +1,61 @@
+"""What the commands share: how they write, and what becomes of an error that the library raises at its user."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from .. import env
+from ..engine import choose
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return a console that prints text as it is: what plugins and devices say is no markup."""
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+
+
+def table(*columns: str, numbers: tuple[str, ...] = (), title: str | None = None) -> Table:
+    """Return an empty table; the columns in `numbers` are aligned right."""
+    new = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", show_edge=False)
+    for column in columns:
+        new.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    return new
+
+
+def print_json(value: object) -> None:
+    """Print a value for programs."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def short(dtype: torch.dtype) -> str:
+    """Return a dtype's name without the module: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def engine_name() -> str:
+    """Return the name of the engine that runs at the Autocast keys; a native one that is not built yet is built now.
+
+    Raises:
+        ValueError: POLYCAST_ENGINE has a value that is not legal.
+        RuntimeError: POLYCAST_ENGINE is ``native``, and that engine cannot be built.
+    """
+    return choose().name
+
+
+@contextmanager
+def library_errors() -> Iterator[None]:
+    """Say on stderr what the library raises at what the user asked for or has set, and exit with status 2.
+
+    A wrong variable is told by every command, also by one that it would not matter to.
+    """
+    try:
+        env.engine()
+        yield
+    except (ValueError, RuntimeError) as error:
+        typer.echo(f"polycast: {error}", err=True)
+        raise typer.Exit(2) from error
