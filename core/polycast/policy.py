@@ -130,14 +130,14 @@ def optional_dtype(op: torch._ops.OpOverload) -> int | None:
 
 @functools.cache
 def overload_with_dtype(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """Return the overload with the same arguments and one ``ScalarType`` more at the end, or None."""
+    """Return the overload with the same arguments and a ``ScalarType dtype`` more at the end, or None."""
     names = [argument.name for argument in op._schema.arguments]
     packet = op.overloadpacket
     for overload in packet.overloads():
         candidate: torch._ops.OpOverload = getattr(packet, overload)
         arguments = candidate._schema.arguments
         if (
-            [argument.name for argument in arguments[:-1]] == names
+            [argument.name for argument in arguments] == [*names, "dtype"]
             and str(arguments[-1].real_type) == "ScalarType"
             and not candidate._schema.is_mutable
         ):

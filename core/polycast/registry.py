@@ -135,9 +135,10 @@ class _Slot:
                 self.failure = cause
             finally:
                 self.loading = False
+        reason = str(self.failure).rstrip(".")
         raise BackendBrokenError(
             f"The backend for {self.device_type!r} is broken: {candidate} could not be loaded: "
-            f"{type(self.failure).__name__}: {self.failure}. Repair or uninstall {candidate.distribution}, or set "
+            f"{type(self.failure).__name__}: {reason}. Repair or uninstall {candidate.distribution}, or set "
             f"POLYCAST_BLOCK={self.device_type}."
         ) from self.failure
 
@@ -220,26 +221,27 @@ class Registry:
         """
         if not isinstance(device_type, str):
             raise ValueError(f"Expected `device_type` of type `str`, got: `{type(device_type)}`")
-        try:
-            return torch.device(device_type).type
-        except RuntimeError:
-            pass
-        # The device of an out-of-tree backend has a name once its plugin, or the package under it, is imported.
-        slot = self._slots().get(device_type.partition(":")[0])
-        if slot is not None:
-            slot.backend()
-            return slot.device_type
-        raise RuntimeError(f"Invalid device string: {device_type!r}")
+        name = _torch_device_type(device_type)
+        if name is None:
+            # The device of an out-of-tree backend has a name once its plugin, or the package under it, is imported.
+            slot = self._slots().get(device_type.partition(":")[0])
+            if slot is not None:
+                slot.backend()
+                name = _torch_device_type(device_type)
+        if name is None:
+            raise RuntimeError(f"Invalid device string: {device_type!r}")
+        return name
 
     def find(self, device_type: object) -> Backend:
         """Return the backend of a device; see :func:`get_backend`."""
         name = self.parse_device_type(device_type)
         slot = self._slots().get(name)
         if slot is None or not (slot.candidates or slot.by_hand):
+            off = "" if env.discovery() else " Third parties' are not looked for, because POLYCAST_DISCOVERY is off."
             raise BackendNotFoundError(
                 f"No polycast backend is installed for {name!r}. Backends are installed for: "
                 f"{', '.join(sorted(self._known())) or 'no device'}. Install a distribution that supplies one in the "
-                f"entry-point group {hookspecs.ENTRY_POINT_GROUP!r}, or pass yours to polycast.register_backend()."
+                f"entry-point group {hookspecs.ENTRY_POINT_GROUP!r}, or pass yours to polycast.register_backend().{off}"
             )
         return slot.backend()
 
@@ -283,19 +285,35 @@ class Registry:
             callback(device_type)
 
 
+def _torch_device_type(device: str) -> str | None:
+    try:
+        return torch.device(device).type
+    except RuntimeError:
+        return None
+
+
 def _discover() -> dict[str, _Slot]:
     """Read the metadata of what is installed; imports nothing of it."""
     third_party, blocked, providers = env.discovery(), env.blocked(), env.providers()
+    found = importlib.metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP)
+    candidates = [_Candidate(*_name_and_version(entry_point), entry_point) for entry_point in found]
     slots: dict[str, _Slot] = {}
-    for entry_point in importlib.metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP):
-        distribution = entry_point.dist
-        assert distribution is not None  # entry_points() always sets it
-        candidate = _Candidate(distribution.name, distribution.version, entry_point)
+    for candidate in sorted(candidates, key=str):  # a folder lists its distributions in any order
         if candidate.built_in or third_party:
-            name = entry_point.name
+            name = candidate.entry_point.name
             slot = slots.setdefault(name, _Slot(name, blocked=name in blocked, provider=providers.get(name)))
             slot.candidates.append(candidate)
     return slots
+
+
+def _name_and_version(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]:
+    distribution = entry_point.dist
+    assert distribution is not None  # entry_points() always sets it
+    try:
+        name, version = distribution.name, distribution.version
+    except Exception:  # what is left of a half-removed one has no metadata; what that raises differs between Pythons
+        name = version = ""
+    return name or "(nameless)", version or "(no version)"
 
 
 registry = Registry()

@@ -1,0 +1,112 @@
+"""Plugins as distributions in a folder of their own, and processes that have the folder on their path."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+BACKEND = """
+import torch
+
+import polycast
+
+
+class AcmeBackend(polycast.Backend):
+    device_type = {device_type!r}
+    default_dtype = torch.bfloat16
+    policies = {{"aten::mm": polycast.CastPolicy.LOWER_PRECISION_FP}}
+
+    def supported_dtypes(self):
+        return (torch.bfloat16, torch.float16)
+
+    def availability(self):
+        return polycast.Availability(True)
+
+
+@polycast.hookimpl
+def polycast_backend():
+    return AcmeBackend()
+
+
+{amendment}
+"""
+
+
+def environment():
+    """Return the environment without the variables that switch polycast, with the engine that needs no compiler."""
+    others = {name: value for name, value in os.environ.items() if not name.startswith("POLYCAST_")}
+    return {**others, "POLYCAST_ENGINE": "reference"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Where the distributions of a test are installed."""
+    path = tmp_path / "site"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def distribution(folder):
+    """Return a function that installs a distribution: its files by path, and its backends' entry points."""
+
+    def install(name, entry_points, files, version="1.0"):
+        record = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        files = {
+            **files,
+            record / "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+            record / "entry_points.txt": "[polycast.backends]\n"
+            + "".join(f"{device_type} = {value}\n" for device_type, value in entry_points.items()),
+        }
+        for path, text in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+        written = [(folder / path).relative_to(folder).as_posix() for path in (*files, record / "RECORD")]
+        (record / "RECORD").write_text("".join(f"{path},,\n" for path in written))
+        return record
+
+    return install
+
+
+@pytest.fixture
+def plugin(distribution):
+    """Return a function that installs a distribution with one backend, of which an amendment changes something."""
+
+    def install(name, device_type, amendment="", *, version="1.0"):
+        module = name.replace("-", "_")
+        source = BACKEND.format(device_type=device_type, amendment=textwrap.dedent(amendment))
+        distribution(name, {device_type: module}, {f"{module}.py": source}, version)
+
+    return install
+
+
+@pytest.fixture(scope="session")
+def launcher():
+    """The process that is forked for each script."""
+    if not hasattr(os, "fork"):
+        pytest.skip("this system cannot fork a process")
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("launcher.py"))]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def run(launcher, folder):
+    """Return a function that runs a script in a process that has the plugins on its path; returns its `answer`."""
+
+    def run(script, **environment):
+        request = {"script": textwrap.dedent(script), "folders": [str(folder)], "environment": environment}
+        launcher.stdin.write(json.dumps(request) + "\n")
+        launcher.stdin.flush()
+        reply = json.loads(launcher.stdout.readline())
+        assert "error" not in reply, reply["error"]
+        return reply["answer"]
+
+    return run

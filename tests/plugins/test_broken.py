@@ -1,0 +1,183 @@
+"""Plugins that cannot be loaded: the error says which and why, and every other device works."""
+
+import pytest
+
+NO_HOOK = (
+    "acme_hpu must implement the hook polycast_backend (marked with @polycast.hookimpl) and return a Backend from it; "
+    "got {} answers"
+)
+AT_IMPORT = {
+    "an exception": ("raise ValueError('no firmware')", "ValueError", "no firmware"),
+    "SystemExit": ("sys.exit(3)", "SystemExit", "3"),
+    "an exception of its own": ("class Stop(BaseException): ...\nraise Stop('here')", "Stop", "here"),
+    "a missing module": ("import acme_driver", "ModuleNotFoundError", "No module named 'acme_driver'"),
+    "a missing library": ("raise ImportError('libacme.so: cannot open')", "ImportError", "libacme.so: cannot open"),
+}
+IN_THE_HOOK = {
+    "no hook": ("del polycast_backend", "InvalidBackendError", NO_HOOK.format(0)),
+    "no marker": ("def polycast_backend(): return AcmeBackend()", "InvalidBackendError", NO_HOOK.format(0)),
+    "returns None": ("polycast_backend = polycast.hookimpl(lambda: None)", "InvalidBackendError", NO_HOOK.format(0)),
+    "two hooks": (
+        "second = polycast.hookimpl(specname='polycast_backend')(lambda: AcmeBackend())",
+        "InvalidBackendError",
+        NO_HOOK.format(2),
+    ),
+    "returns a class": (
+        "polycast_backend = polycast.hookimpl(lambda: AcmeBackend)",
+        "InvalidBackendError",
+        "expected an instance of polycast.Backend, got the class AcmeBackend",
+    ),
+    "returns a list": (
+        "polycast_backend = polycast.hookimpl(lambda: [None])",
+        "InvalidBackendError",
+        "expected an instance of polycast.Backend, got list: [None]",
+    ),
+    "returns two backends": (
+        "AcmeBackend.__repr__ = lambda self: 'acme'\n"
+        "polycast_backend = polycast.hookimpl(lambda: (AcmeBackend(), AcmeBackend()))",
+        "InvalidBackendError",
+        "expected an instance of polycast.Backend, got tuple: (acme, acme)",
+    ),
+    "raises": ("@polycast.hookimpl\ndef polycast_backend(): raise OSError('no driver')", "OSError", "no driver"),
+    "exits": ("@polycast.hookimpl\ndef polycast_backend(): sys.exit('no licence')", "SystemExit", "no licence"),
+    "an unknown argument": (
+        "@polycast.hookimpl\ndef polycast_backend(device): ...",
+        "PluginValidationError",
+        "Plugin 'acme-hpu' for hook 'polycast_backend'\nhookimpl definition: polycast_backend(device)\n"
+        "Argument(s) {'device'} are declared in the hookimpl but can not be found in the hookspec",
+    ),
+    "a misspelled name": (
+        "polycast_bakend = polycast_backend\ndel polycast_backend",
+        "PluginValidationError",
+        "unknown hook 'polycast_bakend' in plugin <module 'acme_hpu' from '{folder}/acme_hpu.py'>",
+    ),
+    "uses its own device": (
+        "polycast.install('hpu')",
+        "BackendBrokenError",
+        "The backend for 'hpu' was asked for while its plugin acme-hpu 1.0 (acme_hpu) is being imported. "
+        "A plugin must not use its own device at import.",
+    ),
+}
+CASES = {**AT_IMPORT, **IN_THE_HOOK}
+
+
+def broken(cause, text, *, device="hpu", plugin="acme-hpu 1.0 (acme_hpu)"):
+    """Return what using a broken plugin raises, and its cause."""
+    return [
+        "BackendBrokenError",
+        f"The backend for {device!r} is broken: {plugin} could not be loaded: {cause}: {text.rstrip('.')}. "
+        f"Repair or uninstall {plugin.partition(' ')[0]}, or set POLYCAST_BLOCK={device}.",
+        cause,
+        text,
+    ]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_using_a_broken_plugin_raises_from_the_cause_and_names_the_distribution(run, plugin, folder, case):
+    source, cause, text = CASES[case]
+    plugin("acme-hpu", "hpu", f"import sys\n{source}")
+    assert run("answer = error_of(polycast.get_backend, 'hpu')") == broken(cause, text.replace("{folder}", str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("value", "cause", "text"),
+    [
+        ("acme_absent", "ModuleNotFoundError", "No module named 'acme_absent'"),
+        ("acme_hpu:plugin", "AttributeError", "module 'acme_hpu' has no attribute 'plugin'"),
+    ],
+)
+def test_an_entry_point_that_points_nowhere_is_broken(run, distribution, value, cause, text):
+    distribution("acme-hpu", {"hpu": value}, {"acme_hpu.py": ""})
+    expected = broken(cause, text, plugin=f"acme-hpu 1.0 ({value})")
+    assert run("answer = error_of(polycast.get_backend, 'hpu')") == expected
+
+
+@pytest.mark.parametrize("case", ["SystemExit", "no hook", "two hooks", "uses its own device"])
+def test_a_broken_plugin_leaves_nothing_behind_and_every_other_device_working(run, plugin, case):
+    source, *_ = CASES[case]
+    plugin("acme-hpu", "hpu", f"import sys\n{source}")
+    plugin("acme-ipu", "ipu")
+    answer = run("""
+        uses = (polycast.autocast, polycast.install, lambda device: polycast.set_autocast_enabled(device, True))
+        answer = {
+            "available": [polycast.is_autocast_available(device) for device in ("hpu", "ipu", "cpu")],
+            "errors": {error_of(use, "hpu")[0] for use in uses} == {"BackendBrokenError"},
+            "states": [polycast.backends()[device].state for device in ("hpu", "ipu", "cpu")],
+            "enabled": torch.is_autocast_enabled("hpu"),
+        }
+        polycast.install("ipu")
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        answer["kernels"] = [has_kernel("aten::mm", key) for key in ("AutocastHPU", "AutocastIPU")]
+        x = torch.ones(2, 2)
+        with polycast.autocast("cpu"):
+            answer["dtype"] = torch.mm(x, x).dtype
+    """)
+    assert answer == {
+        "available": [False, True, True],
+        "errors": True,
+        "states": ["broken", "ready", "ready"],
+        "enabled": False,
+        "kernels": [False, True],
+        "dtype": "torch.bfloat16",
+    }
+
+
+def test_the_status_of_a_broken_plugin_tells_the_distribution_and_the_reason(run, plugin):
+    plugin("acme-hpu", "hpu", "raise ValueError('no firmware')", version="0.3")
+    assert run("answer = polycast.backends()['hpu']") == {
+        "device_type": "hpu",
+        "state": "broken",
+        "reason": broken("ValueError", "no firmware", plugin="acme-hpu 0.3 (acme_hpu)")[1],
+        "default_dtype": None,
+        "distribution": "acme-hpu",
+        "version": "0.3",
+        "replaces": [],
+    }
+
+
+def test_a_broken_plugin_is_imported_once_and_raises_at_each_use(run, plugin):
+    plugin(
+        "acme-hpu", "hpu", "import sys\nsys.imports = getattr(sys, 'imports', 0) + 1\nraise ValueError('no firmware')"
+    )
+    answer = run("answer = [*(error_of(polycast.get_backend, 'hpu') for _ in range(3)), sys.imports]")
+    assert answer == [*[broken("ValueError", "no firmware")] * 3, 1]
+
+
+def test_an_interrupt_during_the_import_reaches_the_user_and_the_next_use_tries_again(run, plugin):
+    interrupt = (
+        "import sys\nif not hasattr(sys, 'interrupted'):\n    sys.interrupted = True\n    raise KeyboardInterrupt"
+    )
+    plugin("acme-hpu", "hpu", interrupt)
+    answer = run("answer = [error_of(polycast.get_backend, 'hpu'), polycast.is_autocast_available('hpu')]")
+    assert answer == [["KeyboardInterrupt", ""], True]
+
+
+def test_a_plugin_may_use_other_devices_at_import(run, plugin):
+    plugin("acme-hpu", "hpu", "with polycast.autocast('cpu'): torch.mm(torch.ones(1, 1), torch.ones(1, 1))")
+    assert run("answer = polycast.is_autocast_available('hpu')") is True
+
+
+def test_a_backend_registered_by_hand_stands_in_for_a_broken_one(run, plugin):
+    plugin("acme-hpu", "hpu", "raise ValueError('no firmware')")
+    answer = run("""
+        from polycast_cpu import CpuBackend
+        backend = CpuBackend()
+        backend.device_type = "hpu"
+        polycast.register_backend(backend)
+        status = polycast.backends()["hpu"]
+        answer = [status.state, status.distribution, status.replaces]
+    """)
+    assert answer == ["ready", "", ["acme-hpu 1.0 (acme_hpu)"]]
+
+
+@pytest.mark.parametrize("metadata", [None, "Metadata-Version: 2.1\n"], ids=["absent", "nameless"])
+def test_a_distribution_without_metadata_breaks_only_its_own_device(run, distribution, metadata):
+    record = distribution("acme-hpu", {"hpu": "acme_absent"}, {})
+    if metadata is None:
+        (record / "METADATA").unlink()
+    else:
+        (record / "METADATA").write_text(metadata)
+    answer = run("answer = [polycast.is_autocast_available('cpu'), error_of(polycast.get_backend, 'hpu')]")
+    nameless = "(nameless) (no version) (acme_absent)"
+    error = broken("ModuleNotFoundError", "No module named 'acme_absent'", plugin=nameless)
+    assert answer == [True, error]

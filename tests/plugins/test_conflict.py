@@ -1,0 +1,90 @@
+"""Several distributions for one device: a third party before the built-in, a conflict of two, and the switch."""
+
+import importlib.metadata
+
+import pytest
+
+BUILT_IN = f"polycast {importlib.metadata.version('polycast')} (polycast_cpu)"
+ONE, TWO = "acme-one 1.0 (acme_one)", "acme-two 2.0 (acme_two)"
+CONFLICT = (
+    f"2 distributions supply the backend for 'cpu': {ONE}, {TWO}. "
+    "Uninstall all but one, or choose one, such as POLYCAST_PROVIDER=cpu=acme-one."
+)
+
+
+@pytest.fixture
+def two(plugin):
+    """Install two third parties' backends for the CPU."""
+    plugin("acme-two", "cpu", version="2.0")
+    plugin("acme-one", "cpu")
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("use", ["get_backend", "autocast", "install", "get_autocast_dtype"])
+def test_using_the_device_raises_names_both_and_the_switch_that_settles_it(run, use):
+    assert run(f"answer = error_of(polycast.{use}, 'cpu')") == ["BackendConflictError", CONFLICT]
+
+
+@pytest.mark.usefixtures("two")
+def test_a_conflict_is_a_state_imports_neither_and_leaves_other_devices_working(run):
+    answer = run("""
+        available = [polycast.is_autocast_available("cpu"), polycast.get_backend("xpu").device_type]
+        answer = [available, polycast.backends()["cpu"], {"acme_one", "acme_two", "polycast_cpu"} & set(sys.modules)]
+    """)
+    assert answer[0] == [False, "xpu"]
+    assert answer[1] == {
+        "device_type": "cpu",
+        "state": "conflict",
+        "reason": CONFLICT,
+        "default_dtype": None,
+        "distribution": "",
+        "version": "",
+        "replaces": [],
+    }
+    assert answer[2] == "set()"
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize(
+    ("provider", "chosen", "replaces"),
+    [
+        ("acme-one", "acme-one", [TWO, BUILT_IN]),
+        (" Acme_TWO ", "acme-two", [ONE, BUILT_IN]),
+        ("polycast", "polycast", [ONE, TWO]),
+    ],
+)
+def test_the_provider_settles_a_conflict(run, provider, chosen, replaces):
+    answer = run("answer = polycast.backends()['cpu']", POLYCAST_PROVIDER=f"xpu=polycast, cpu={provider}")
+    assert (answer["state"], answer["distribution"], answer["replaces"]) == ("ready", chosen, replaces)
+
+
+@pytest.mark.usefixtures("two")
+def test_a_backend_registered_by_hand_settles_a_conflict(run):
+    answer = run("""
+        from polycast_cpu import CpuBackend
+        polycast.register_backend(CpuBackend())
+        answer = polycast.backends()["cpu"]
+    """)
+    assert (answer["state"], answer["distribution"], answer["replaces"]) == ("ready", "", [ONE, TWO, BUILT_IN])
+
+
+def test_the_provider_prefers_the_built_in_to_a_third_party(run, plugin):
+    plugin("acme-one", "cpu")
+    answer = run("answer = polycast.backends()['cpu']", POLYCAST_PROVIDER="cpu=polycast")
+    assert (answer["state"], answer["distribution"], answer["replaces"]) == ("ready", "polycast", [ONE])
+
+
+def test_a_provider_that_is_not_installed_is_refused_where_its_device_is_used(run, plugin):
+    plugin("acme-one", "cpu")
+    answer = run(
+        """
+        uses = [polycast.get_backend, polycast.autocast, polycast.is_autocast_available, lambda _: polycast.backends()]
+        answer = [*(error_of(use, "cpu") for use in uses), polycast.get_backend("xpu").device_type]
+        """,
+        POLYCAST_PROVIDER="cpu=Acme_Three",
+    )
+    refusal = (
+        f"POLYCAST_PROVIDER names 'acme-three' for 'cpu', but what is installed for it is: {ONE}, {BUILT_IN}. "
+        "Correct the variable or install that distribution."
+    )
+    assert answer == [*[["ValueError", refusal]] * 4, "xpu"]

@@ -1,0 +1,217 @@
+"""Plugins that are sound: found through their metadata, imported when their device is first used, and used."""
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+NPU = """
+torch.utils.rename_privateuse1_backend("npu")
+
+
+class NpuTensor(torch.Tensor):
+    @staticmethod
+    def __new__(cls, raw):
+        tensor = torch.Tensor._make_wrapper_subclass(cls, raw.shape, dtype=raw.dtype, device="npu")
+        tensor.raw = raw
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+        return cls(op(*(getattr(value, "raw", value) for value in args), **(kwargs or {})))
+"""
+
+USE_CPU = """
+x = torch.full((2, 2), 1.001)
+with polycast.autocast("cpu"):
+    product = torch.mm(x, x)
+answer = [product.dtype, torch.equal(product, x.bfloat16() @ x.bfloat16()), vars(polycast.backends()["cpu"])]
+"""
+
+
+def ready(device_type, distribution, version="1.0", replaces=()):
+    return {
+        "device_type": device_type,
+        "state": "ready",
+        "reason": "",
+        "default_dtype": "torch.bfloat16",
+        "distribution": distribution,
+        "version": version,
+        "replaces": list(replaces),
+    }
+
+
+def test_ops_of_a_third_partys_device_run_in_its_fast_dtype(run, plugin, engine):
+    plugin("acme-npu", "npu", NPU)
+    answer = run(
+        """
+        with polycast.autocast("npu"):
+            from acme_npu import NpuTensor
+            raw = torch.full((2, 2), 1.001)
+            inside = torch.mm(NpuTensor(raw), NpuTensor(raw))
+        outside = torch.mm(NpuTensor(raw), NpuTensor(raw))
+        answer = [inside.device.type, torch.equal(inside.raw, raw.bfloat16() @ raw.bfloat16()), outside.dtype]
+        """,
+        POLYCAST_ENGINE=engine,
+    )
+    assert answer == ["npu", True, "torch.float32"]
+
+
+@pytest.mark.parametrize("index", ["0", "1"])
+def test_an_out_of_tree_device_has_an_index_before_its_plugin_is_imported(run, plugin, index):
+    plugin("acme-npu", "npu", NPU)
+    assert run(f"answer = polycast.get_backend('npu:{index}').device_type") == "npu"
+
+
+@pytest.mark.parametrize("device", ["npu:x", "npu:", "npu:-1"])
+def test_a_bad_index_of_an_out_of_tree_device_is_refused_at_the_first_use_too(run, plugin, device):
+    plugin("acme-npu", "npu", NPU)
+    refusal = ["RuntimeError", f"Invalid device string: '{device}'"]
+    assert run(f"answer = [error_of(polycast.get_backend, '{device}') for _ in range(2)]") == [refusal, refusal]
+
+
+def test_a_third_party_replaces_a_built_in_and_the_status_says_so(run, plugin):
+    plugin("acme-cpu", "cpu", version="2.5")
+    built_in = f"polycast {importlib.metadata.version('polycast')} (polycast_cpu)"
+    assert run(USE_CPU) == ["torch.bfloat16", True, ready("cpu", "acme-cpu", "2.5", [built_in])]
+
+
+def test_a_replaced_built_in_is_not_imported(run, plugin):
+    plugin("acme-cpu", "cpu")
+    assert run("polycast.install('cpu'); answer = 'polycast_cpu' in sys.modules") is False
+
+
+def test_a_backend_registered_by_hand_takes_the_plugins_kernels_away(run, plugin):
+    plugin("acme-hpu", "hpu")
+    answer = run("""
+        from polycast_cpu import CpuBackend
+        def has_kernel():
+            return torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm", "AutocastHPU")
+        polycast.install("hpu")
+        answer = [has_kernel()]
+        backend = CpuBackend()
+        backend.device_type = "hpu"
+        polycast.register_backend(backend)
+        answer += [has_kernel(), polycast.get_backend("hpu") is backend]
+    """)
+    assert answer == [True, False, True]
+
+
+def test_entry_points_may_name_instances_one_for_each_device_of_a_distribution(run, distribution):
+    source = """
+import polycast
+from polycast_cpu import CpuBackend
+class Plugin:
+    def __init__(self, device_type):
+        self.backend = CpuBackend()
+        self.backend.device_type = device_type
+    @polycast.hookimpl
+    def polycast_backend(self):
+        return self.backend
+hpu, ipu = Plugin("hpu"), Plugin("ipu")
+"""
+    distribution("acme", {"hpu": "acme.plugin:hpu", "ipu": "acme.plugin:ipu"}, {"acme/plugin.py": source})
+    statuses = run("answer = dict(polycast.backends())")
+    assert (statuses["hpu"], statuses["ipu"]) == (ready("hpu", "acme"), ready("ipu", "acme"))
+
+
+def test_a_plugin_is_imported_when_its_device_is_first_used(run, plugin):
+    plugin("acme-hpu", "hpu")
+    plugin("acme-ipu", "ipu")
+    answer = run("""
+        plugins = ("acme_hpu", "acme_ipu", "polycast_cpu", "polycast_cuda", "polycast_xpu")
+        answer = []
+        for look in ("mps", "hpu", "cpu"):
+            polycast.is_autocast_available(look)
+            answer.append([name for name in plugins if name in sys.modules])
+    """)
+    assert answer == [[], ["acme_hpu"], ["acme_hpu", "polycast_cpu"]]
+
+
+def test_discovery_of_1000_entry_points_imports_and_loads_nothing(run, distribution):
+    for maker in range(50):
+        distribution(f"acme-{maker}", {f"device{maker}x{model}": "acme_absent" for model in range(20)}, {})
+    modules, loads, listing = run("""
+        import importlib.metadata
+        loads = []
+        importlib.metadata.EntryPoint.load = lambda entry_point: loads.append(entry_point)
+        importlib.metadata.entry_points(group="polycast.backends")
+        before = set(sys.modules)
+        listing = error_of(polycast.get_backend, "mps")[1]
+        answer = [sorted(set(sys.modules) - before), loads, listing]
+    """)
+    assert (modules, loads) == ([], [])
+    assert len(re.findall(r"device\d+x\d+", listing)) == 1000
+
+
+def test_eight_threads_at_the_first_look_up_read_the_metadata_and_load_the_plugin_once(run, plugin):
+    plugin(
+        "acme-hpu",
+        "hpu",
+        """
+        import time
+        made = []
+        def slowly(self):
+            time.sleep(0.05)
+            made.append(self)
+        AcmeBackend.__init__ = slowly
+        """,
+    )
+    answer = run("""
+        import importlib.metadata, threading
+        from concurrent.futures import ThreadPoolExecutor
+        reads, read = [], importlib.metadata.entry_points
+        importlib.metadata.entry_points = lambda **group: reads.append(group) or read(**group)
+        barrier = threading.Barrier(8)
+        def look_up(_):
+            barrier.wait()
+            return polycast.get_backend("hpu")
+        with ThreadPoolExecutor(8) as threads:
+            found = set(threads.map(look_up, range(8)))
+        answer = [len(found), len(sys.modules["acme_hpu"].made), len(reads)]
+    """)
+    assert answer == [1, 1, 1]
+
+
+def test_a_wheel_built_and_installed_by_pip_is_found_and_used(plugin, folder, tmp_path):
+    pytest.importorskip("pip", reason="pip is not installed here")
+    plugin("acme-cpu", "cpu")
+    project, site = tmp_path / "project", tmp_path / "installed"
+    project.mkdir()
+    (folder / "acme_cpu.py").rename(project / "acme_cpu.py")
+    (project / "pyproject.toml").write_text("""
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "acme_cpu"
+version = "3.1"
+[project.entry-points."polycast.backends"]
+cpu = "acme_cpu"
+[tool.setuptools]
+py-modules = ["acme_cpu"]
+""")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    offline = ["--no-index", "--no-deps"]
+    subprocess.run(
+        [*pip, "wheel", "--no-build-isolation", *offline, "--wheel-dir", tmp_path, project],
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([*pip, "install", *offline, "--target", site, wheel], check=True, capture_output=True)
+    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    script = f"import json, torch, polycast\n{USE_CPU}\nprint(json.dumps(answer, default=str))"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": path, "POLYCAST_ENGINE": "reference"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    built_in = f"polycast {importlib.metadata.version('polycast')} (polycast_cpu)"
+    assert json.loads(done.stdout) == ["torch.bfloat16", True, ready("cpu", "acme_cpu", "3.1", [built_in])]

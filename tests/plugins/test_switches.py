@@ -1,0 +1,109 @@
+"""The environment variables that switch plugins off, and what a value that is not legal comes to."""
+
+import pytest
+
+BLOCKED = "The backend for {!r} is blocked by POLYCAST_BLOCK. Take it out of that variable to use it."
+BAD_VALUES = [
+    ("POLYCAST_DISCOVERY", "no", "one of 0, 1, false, true"),
+    ("POLYCAST_BLOCK", "cuda,,xpu", "device types separated by commas, such as 'cuda,xpu'"),
+    (
+        "POLYCAST_PROVIDER",
+        "cpu",
+        "device=distribution pairs separated by commas, such as 'xpu=polycast,npu=acme-npu', each device once",
+    ),
+]
+
+
+def test_a_blocked_device_has_no_backend_and_its_plugin_is_not_imported(run, plugin):
+    plugin("acme-hpu", "hpu")
+    answer = run(
+        """
+        answer = [
+            error_of(polycast.get_backend, "hpu"),
+            error_of(polycast.autocast, "cpu"),
+            [polycast.is_autocast_available(device) for device in ("hpu", "cpu")],
+            polycast.get_backend("cuda").device_type,
+            "acme_hpu" in sys.modules or "polycast_cpu" in sys.modules,
+        ]
+        """,
+        POLYCAST_BLOCK="cpu, hpu",
+    )
+    refusals = [["BackendNotFoundError", BLOCKED.format(device)] for device in ("hpu", "cpu")]
+    assert answer == [*refusals, [False, False], "cuda", False]
+
+
+def test_the_status_of_a_blocked_device_says_so(run, plugin):
+    plugin("acme-hpu", "hpu", "raise ValueError('no firmware')")
+    status = run("answer = polycast.backends()['hpu']", POLYCAST_BLOCK="hpu")
+    assert (status["state"], status["reason"]) == ("blocked", BLOCKED.format("hpu"))
+
+
+def test_a_blocked_device_that_torch_does_not_know_yet_is_told_apart_from_an_unknown_one(run, plugin):
+    plugin("acme-npu", "npu")
+    answer = run("answer = [error_of(polycast.autocast, name) for name in ('npu', 'nqu')]", POLYCAST_BLOCK="npu")
+    assert answer == [
+        ["BackendNotFoundError", BLOCKED.format("npu")],
+        ["RuntimeError", "Invalid device string: 'nqu'"],
+    ]
+
+
+def test_a_backend_registered_by_hand_is_not_blocked(run):
+    answer = run(
+        """
+        from polycast_cpu import CpuBackend
+        polycast.register_backend(CpuBackend())
+        answer = polycast.is_autocast_available("cpu")
+        """,
+        POLYCAST_BLOCK="cpu",
+    )
+    assert answer is True
+
+
+@pytest.mark.parametrize("off", ["0", "FALSE"])
+def test_without_discovery_there_are_only_the_built_ins(run, plugin, off):
+    plugin("acme-cpu", "cpu")
+    plugin("acme-hpu", "hpu")
+    answer = run(
+        """
+        statuses = polycast.backends()
+        answer = [list(statuses), statuses["cpu"].distribution, error_of(polycast.get_backend, "hpu")]
+        """,
+        POLYCAST_DISCOVERY=off,
+    )
+    missing = (
+        "No polycast backend is installed for 'hpu'. Backends are installed for: cpu, cuda, xpu. Install a "
+        "distribution that supplies one in the entry-point group 'polycast.backends', or pass yours to "
+        "polycast.register_backend(). Third parties' are not looked for, because POLYCAST_DISCOVERY is off."
+    )
+    assert answer == [["cpu", "cuda", "xpu"], "polycast", ["BackendNotFoundError", missing]]
+
+
+@pytest.mark.parametrize(("variable", "value", "expected"), BAD_VALUES)
+def test_a_value_that_is_not_legal_is_refused_at_each_look_up_until_it_is_corrected(run, variable, value, expected):
+    answer = run(
+        f"""
+        import os
+        uses = [polycast.get_backend, polycast.autocast, polycast.is_autocast_available, lambda _: polycast.backends()]
+        answer = [error_of(use, "cpu") for use in uses]
+        del os.environ[{variable!r}]
+        answer.append(polycast.is_autocast_available("cpu"))
+        """,
+        **{variable: value},
+    )
+    refusal = f"{variable}={value!r} is not legal: expected {expected}. Correct or unset the variable."
+    assert answer == [*[["ValueError", refusal]] * 4, True]
+
+
+def test_an_engine_that_there_is_not_is_refused_before_any_kernel_is_in_place(run, plugin):
+    plugin("acme-hpu", "hpu")
+    answer = run(
+        """
+        from polycast import env
+        error = error_of(polycast.install, "hpu")
+        expected = f"POLYCAST_ENGINE='fast' is not legal: expected one of {', '.join(env.ENGINES)}."
+        kernel = torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm", "AutocastHPU")
+        answer = [error[0], error[1].startswith(expected), kernel]
+        """,
+        POLYCAST_ENGINE="fast",
+    )
+    assert answer == ["ValueError", True, False]

@@ -1,0 +1,149 @@
+"""cpu, cuda and xpu: their dtypes, and the reason that each gives where its device cannot be used."""
+
+import re
+
+import pytest
+import torch
+
+import polycast
+from polycast import Availability
+
+ACCELERATORS = ("cuda", "xpu")
+DEFAULTS = {"cpu": torch.bfloat16, "cuda": torch.float16, "xpu": torch.float16}
+DTYPES = {
+    "cpu": (torch.bfloat16, torch.float16),
+    "cuda": (torch.float16, torch.bfloat16),
+    "xpu": (torch.float16, torch.bfloat16),
+}
+
+
+@pytest.fixture(params=ACCELERATORS)
+def accelerator(request):
+    return request.param
+
+
+@pytest.fixture
+def absent(monkeypatch, accelerator):
+    """The accelerator, of which none is there."""
+    monkeypatch.setattr(getattr(torch, accelerator), "is_available", lambda: False)
+    return accelerator
+
+
+@pytest.fixture
+def without_bfloat16(monkeypatch, accelerator):
+    """The accelerator, of which there is one that has no bfloat16."""
+    monkeypatch.setattr(getattr(torch, accelerator), "is_available", lambda: True)
+    monkeypatch.setattr(getattr(torch, accelerator), "is_bf16_supported", lambda: False)
+    return accelerator
+
+
+def built_with(monkeypatch, *, cuda=None, hip=None, xpu=False):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.xpu, "_is_compiled", lambda: xpu)
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_the_default_dtype_is_torchs(name, in_thread):
+    assert polycast.get_backend(name).default_dtype is DEFAULTS[name]
+    assert in_thread(lambda: torch.get_autocast_dtype(name)) is DEFAULTS[name]
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_the_supported_dtypes_begin_with_the_default(name, monkeypatch):
+    if name != "cpu":
+        monkeypatch.setattr(getattr(torch, name), "is_available", lambda: False)
+    assert tuple(polycast.get_backend(name).supported_dtypes()) == DTYPES[name]
+
+
+def test_the_cpu_is_always_available():
+    assert polycast.get_backend("cpu").availability() == Availability(True)
+    assert polycast.backends()["cpu"].state == "ready"
+
+
+def test_an_accelerator_that_is_there_is_available(monkeypatch, accelerator):
+    monkeypatch.setattr(getattr(torch, accelerator), "is_available", lambda: True)
+    assert polycast.get_backend(accelerator).availability() == Availability(True)
+    assert polycast.is_autocast_available(accelerator) is True
+
+
+def test_a_torch_that_was_built_without_the_accelerator_is_the_reason(monkeypatch, absent):
+    built_with(monkeypatch)
+    reason = f"torch {torch.__version__} was built without {absent.upper()}"
+    assert polycast.get_backend(absent).availability() == Availability(False, reason)
+    assert polycast.is_autocast_available(absent) is False
+
+
+@pytest.mark.parametrize(
+    ("name", "build"), [("cuda", {"cuda": "13.0"}), ("cuda", {"hip": "7.0"}), ("xpu", {"xpu": True})]
+)
+def test_a_device_that_is_not_visible_is_the_reason(monkeypatch, name, build):
+    monkeypatch.setattr(getattr(torch, name), "is_available", lambda: False)
+    built_with(monkeypatch, **build)
+    assert polycast.get_backend(name).availability() == Availability(False, f"no {name.upper()} device is visible")
+
+
+def test_the_status_tells_the_reason(monkeypatch, absent):
+    built_with(monkeypatch)
+    status = polycast.backends()[absent]
+    reason = f"torch {torch.__version__} was built without {absent.upper()}"
+    assert (status.state, status.reason, status.default_dtype) == ("unavailable", reason, DEFAULTS[absent])
+
+
+def test_a_region_on_an_absent_accelerator_warns_and_is_disabled(monkeypatch, absent):
+    built_with(monkeypatch)
+    text = f"{absent} is not available: torch {torch.__version__} was built without {absent.upper()}."
+    with pytest.warns(polycast.AutocastDisabledWarning, match=f"^{re.escape(text)} Disabling autocast\\.$"):
+        region = polycast.autocast(absent)
+    with region:
+        assert polycast.is_autocast_enabled(absent) is False
+
+
+def test_a_gpu_without_bfloat16_supports_float16_alone(without_bfloat16):
+    backend = polycast.get_backend(without_bfloat16)
+    assert tuple(backend.supported_dtypes()) == (torch.float16,)
+    assert backend.dtype_availability(torch.float16) == Availability(True)
+
+
+def test_bfloat16_on_a_gpu_without_it_warns_and_disables_the_region(without_bfloat16):
+    name = without_bfloat16
+    text = (
+        f"In {name.upper()} autocast, but the target dtype is not supported. Disabling autocast.\n"
+        f"torch.bfloat16 was asked for: this GPU has no bfloat16; {name} supports torch.float16."
+    )
+    with pytest.warns(polycast.AutocastDisabledWarning, match=f"^{re.escape(text)}$"):
+        polycast.autocast(name, torch.bfloat16)
+
+
+def test_a_gpu_with_bfloat16_can_have_it(monkeypatch, accelerator):
+    monkeypatch.setattr(getattr(torch, accelerator), "is_available", lambda: True)
+    monkeypatch.setattr(getattr(torch, accelerator), "is_bf16_supported", lambda: True)
+    assert polycast.get_backend(accelerator).dtype_availability(torch.bfloat16) == Availability(True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8], ids=str)
+@pytest.mark.parametrize("name", DTYPES)
+def test_another_dtype_is_unavailable_and_the_reason_lists_the_supported_ones(name, dtype, monkeypatch):
+    if name != "cpu":
+        monkeypatch.setattr(getattr(torch, name), "is_available", lambda: False)
+    supported = ", ".join(map(str, DTYPES[name]))
+    assert polycast.get_backend(name).dtype_availability(dtype) == Availability(False, f"{name} supports {supported}")
+
+
+@pytest.mark.parametrize(("initialized", "capturing"), [(False, True), (True, False), (True, True)])
+def test_cuda_records_a_graph_only_once_it_is_initialized(monkeypatch, initialized, capturing):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    assert polycast.get_backend("cuda").is_capturing() is (initialized and capturing)
+
+
+@pytest.mark.parametrize("name", ["cpu", "xpu"])
+def test_the_others_record_no_graph(name):
+    assert polycast.get_backend(name).is_capturing() is False
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_what_an_accelerator_bans_has_a_remedy(name):
+    backend = polycast.get_backend(name)
+    banned = {op for op, policy in backend.policies.items() if policy is polycast.CastPolicy.BANNED}
+    assert set(backend.remedies) == banned == {"aten::binary_cross_entropy"}

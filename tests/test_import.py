@@ -1,0 +1,74 @@
+"""``import polycast`` in a fresh interpreter changes nothing: no plugin, no kernel, no state; it reads no metadata."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import importlib.metadata, json, os, sys, torch
+
+DEVICES = torch._C._autocast_supported_devices()
+KEYS = ["Autocast" + torch._C._dispatch_key_for_device(name) for name in DEVICES]
+OPS = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
+
+
+def of_torch():
+    dumps = [line for op in OPS for line in torch._C._dispatch_dump(op).splitlines() if line.startswith("Autocast")]
+    return {
+        "kernels": [torch._C._dispatch_get_registrations_for_dispatch_key(key) for key in KEYS] + dumps,
+        "fallbacks": [torch._C._dispatch_has_backend_fallback(torch._C._parse_dispatch_key(key)) for key in KEYS],
+        "enabled": [torch.is_autocast_enabled(name) for name in DEVICES],
+        "dtypes": [str(torch.get_autocast_dtype(name)) for name in DEVICES],
+        "nesting": [torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()],
+        "objects": [id(torch.autocast), id(torch.amp.autocast), id(torch.amp.custom_fwd)],
+    }
+
+
+before, modules, reads = of_torch(), set(sys.modules), []
+read = importlib.metadata.entry_points
+importlib.metadata.entry_points = lambda **group: reads.append(group) or read(**group)
+os.environ.update(ILLEGAL)
+import polycast
+for variable in ILLEGAL:
+    del os.environ[variable]
+answer = {"modules": sorted(set(sys.modules) - modules), "before": before, "after": of_torch(), "reads": len(reads)}
+os.environ["POLYCAST_ENGINE"] = "reference"
+polycast.install("cpu")
+print(json.dumps({**answer, "used": of_torch(), "reads in use": len(reads)}))
+"""
+
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("POLYCAST_")}
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """What a fresh interpreter saw of torch before and after it imported polycast, and once it used it."""
+    illegal = {f"POLYCAST_{name}": "," for name in ("BLOCK", "DISCOVERY", "ENGINE", "PROVIDER")}
+    script = f"ILLEGAL = {illegal!r}\n{SCRIPT}"
+    done = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_it_imports_no_plugin_and_nothing_of_the_command_line(seen):
+    packages = {name.partition(".")[0] for name in seen["modules"]}
+    assert "polycast" in packages
+    assert packages.isdisjoint({"polycast_cpu", "polycast_cuda", "polycast_xpu", "rich", "typer", "sklearn"})
+    assert not any(name.startswith("polycast.cli") for name in seen["modules"])
+
+
+def test_it_reads_no_metadata_and_no_variable(seen):
+    assert (seen["reads"], seen["reads in use"]) == (0, 1)
+
+
+@pytest.mark.parametrize("of", ["kernels", "fallbacks", "enabled", "dtypes", "nesting", "objects"])
+def test_it_changes_nothing_of_torch(seen, of):
+    assert seen["after"][of] == seen["before"][of]
+
+
+def test_a_change_of_kernels_would_be_seen(seen):
+    assert seen["used"]["kernels"] != seen["before"]["kernels"]
