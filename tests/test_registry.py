@@ -209,7 +209,8 @@ def test_the_next_region_runs_on_the_backend_that_is_in_force_then(hand_made):
             return torch.mm(x, x).dtype, torch.exp(x.half()).dtype
 
     of_the_built_in = dtypes()
-    hand_made("cpu", policies={"aten::mm": CastPolicy.FP32, "aten::exp": CastPolicy.PASSTHROUGH})
+    policies = {"aten::mm": CastPolicy.FP32, "aten::exp": CastPolicy.PASSTHROUGH}
+    hand_made("cpu", default_dtype=torch.bfloat16, policies=policies)
     assert dtypes() == (torch.float32, torch.float16)
     polycast.unregister_backend("cpu")
     assert dtypes() == of_the_built_in == (torch.bfloat16, torch.float16)
