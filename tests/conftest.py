@@ -8,7 +8,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import polycast
-from polycast import registry
+from polycast import engine, registry
 
 DEVICES = torch._C._autocast_supported_devices()
 
@@ -30,12 +30,13 @@ def _leaves_nothing_behind():
     assert torch.is_autocast_cache_enabled()
 
 
-@pytest.fixture(params=["native", "reference"])
-def engine(request, monkeypatch):
+@pytest.fixture(name="engine", params=["native", "reference"])
+def _engine(request, monkeypatch):
     """Run a test once on each engine."""
-    polycast.uninstall()
+    engine.forget_choice()
     monkeypatch.setenv("POLYCAST_ENGINE", request.param)
-    return request.param
+    yield request.param
+    engine.forget_choice()
 
 
 @pytest.fixture

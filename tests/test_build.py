@@ -73,12 +73,12 @@ def wanted(monkeypatch):
     """Return a function that sets POLYCAST_ENGINE and chooses anew."""
 
     def choose(name):
-        polycast.uninstall()
+        engine.forget_choice()
         monkeypatch.setenv("POLYCAST_ENGINE", name)
         return engine.choose()
 
     yield choose
-    polycast.uninstall()
+    engine.forget_choice()
 
 
 def test_the_engine_is_built_once_with_a_line_that_says_so(compiler, home, capfd):
@@ -199,11 +199,12 @@ def test_the_engine_is_native_where_it_can_be_had(wanted):
 
 
 def test_an_unknown_engine_is_refused_and_installs_nothing(monkeypatch):
+    engine.forget_choice()
     monkeypatch.setenv("POLYCAST_ENGINE", "turbo")
     with pytest.raises(ValueError, match=r"^POLYCAST_ENGINE='turbo' is not legal: expected one of auto, native, refer"):
         polycast.install("cpu")
     monkeypatch.delenv("POLYCAST_ENGINE")
-    assert not engine._installed
+    assert not engine.installed
 
 
 @pytest.mark.parametrize("name", ["native", "reference"])

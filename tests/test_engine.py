@@ -176,7 +176,7 @@ def probe():
 def test_an_op_of_another_namespace_is_cast_with_autocast_off_for_its_device_only(hand_made, probe):
     hand_made("cpu", policies={"polycast_tests::probe": CastPolicy.LOWER_PRECISION_FP})
     hand_made("hpu")
-    with polycast.autocast("cpu"), polycast.autocast("hpu"):
+    with polycast.autocast("cpu", torch.bfloat16), polycast.autocast("hpu"):
         assert torch.ops.polycast_tests.probe(tensor("cpu")).dtype is torch.bfloat16
     polycast.uninstall()
     assert probe == [[False, True]]

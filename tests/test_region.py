@@ -149,7 +149,6 @@ def test_settings_can_be_copied_and_pickled(engine):
     for twin in (copy.copy(region), copy.deepcopy(region), pickle.loads(pickle.dumps(region))):
         with twin:
             assert polycast.get_autocast_dtype("cpu") is torch.float16
-        assert twin._backend is region._backend
 
 
 @pytest.mark.parametrize(

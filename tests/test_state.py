@@ -46,10 +46,17 @@ class Model:
         self.caches = [initial["cache"]]
         self.order = []
         self.torch_regions = []
+        self.chosen = set()
 
     def observe(self):
-        seen = {name: (*self.values[name][-1], len(self.owners[name])) for name in DEVICES}
+        seen = {name: (self.values[name][-1][0], self.dtype(name), len(self.owners[name])) for name in DEVICES}
         return {**seen, "cache": self.caches[-1]}
+
+    def dtype(self, name):
+        """Torch's first dtype for hpu is not the backend's default, and counts only where it was set."""
+        enabled, dtype = self.values[name][-1]
+        unset = name == "hpu" and dtype is torch.bfloat16 and not (enabled or self.owners[name] or name in self.chosen)
+        return torch.float16 if unset else dtype
 
     def enter(self, number):
         region = REGIONS[number]
@@ -91,9 +98,12 @@ class Model:
         self.caches[-1] = cache
 
     def set_enabled(self, name, enabled):
-        self.values[name][-1] = (enabled, self.values[name][-1][1])
+        dtype = self.dtype(name) if enabled else self.values[name][-1][1]
+        self.values[name][-1] = (enabled, dtype)
 
     def set_dtype(self, name, dtype):
+        if not self.owners[name]:
+            self.chosen.add(name)
         self.values[name][-1] = (self.values[name][-1][0], dtype)
 
     def set_cache(self, enabled):
@@ -171,7 +181,7 @@ def regions_of_hpu(hand_made):
 
 
 def start():
-    initial = {name: (torch.is_autocast_enabled(name), polycast.get_autocast_dtype(name)) for name in DEVICES}
+    initial = {name: (torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in DEVICES}
     return {**initial, "cache": torch.is_autocast_cache_enabled()}
 
 

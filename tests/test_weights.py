@@ -228,7 +228,7 @@ def test_nothing_is_kept_while_a_graph_is_captured(hand_made):
     weight = parameter()
 
     def run():
-        with polycast.autocast("cpu"):
+        with polycast.autocast("cpu", torch.bfloat16):
             torch.mm(X, weight)
             torch.mm(X, weight)
 

@@ -9,6 +9,8 @@ from polycast import Availability, Backend, hookimpl
 
 from .policies import POLICIES
 
+_ALWAYS = Availability(True)
+
 
 class CpuBackend(Backend):
     """The CPU, with torch's own op table; bfloat16 by default."""
@@ -23,7 +25,7 @@ class CpuBackend(Backend):
 
     @override
     def availability(self) -> Availability:
-        return Availability(True)
+        return _ALWAYS
 
 
 @hookimpl

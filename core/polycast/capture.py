@@ -59,15 +59,16 @@ class Snapshot:
 
 def _active(enabled: bool = False) -> Iterator[Settings]:
     for device_type in torch._C._autocast_supported_devices():
-        frame = state.innermost(device_type)
-        if frame is not None or torch.is_autocast_enabled(device_type):
+        region = state.machine.innermost(device_type)
+        overlay, cache = region if enabled and region is not None else (None, None)
+        if region is not None or torch.is_autocast_enabled(device_type):
             yield Settings(
                 device_type,
                 enabled and torch.is_autocast_enabled(device_type),
                 torch.get_autocast_dtype(device_type),
                 torch.is_autocast_cache_enabled() if enabled else None,
-                frame.overlay if enabled and frame is not None else None,
-                frame.cache if enabled and frame is not None else None,
+                overlay,
+                cache,
             )
 
 

@@ -5,16 +5,11 @@ region's device that is not float64.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
-from typing import cast as cast_type
+from typing import Any
 
 import torch
 
-from . import state
-from .weights import caching_is_safe, is_weight
-
-if TYPE_CHECKING:
-    from .weights import PythonStore
+from .weights import PythonStore, caching_is_safe, is_weight
 
 
 def is_eligible(value: object, device_type: str) -> bool:
@@ -45,27 +40,18 @@ def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def op_caster(device_type: str, dtype: torch.dtype, capturing: Callable[[], bool]) -> Callable[[Any], Any]:
+def op_caster(device_type: str, dtype: torch.dtype, store: PythonStore | None) -> Callable[[Any], Any]:
     """Return a function that casts one argument of an op: a tensor, a list of tensors, or anything else, unchanged.
 
-    Weights are cast through the cache of this thread's regions, where it is on and may keep a cast now.
+    Weights are cast through `store`, where there is one and a cast may be kept now.
     """
-    frame = state.innermost(device_type)
-    store = None
-    if (
-        frame is not None
-        and dtype is not torch.float32
-        and torch.is_autocast_cache_enabled()
-        and caching_is_safe()
-        and not capturing()
-    ):
-        store = cast_type("PythonStore", state.store_of(frame))
+    keep = store is not None and torch.is_autocast_cache_enabled() and caching_is_safe()
 
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if value.dtype is dtype or not is_eligible(value, device_type):
                 return value
-            if store is not None and is_weight(value):
+            if keep and store is not None and is_weight(value):
                 return store.cast(value, dtype)
             return value.to(dtype)
         if isinstance(value, (list, tuple)):

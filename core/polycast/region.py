@@ -1,5 +1,6 @@
 """The autocast region: a context manager and a decorator that holds settings, and no state."""
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -8,11 +9,12 @@ import torch
 from typing_extensions import Self
 
 from . import state
+from .backend import Backend
 from .decorate import decorate
-from .engine import kernels_of
+from .engine import installed, kernels_of
 from .errors import AutocastDisabledWarning
 from .policy import CastPolicy, find_op, table_problems
-from .registry import check_availability, registry
+from .registry import check_availability, check_dtype, registry
 from .state import Overlay, Settings
 from .weights import WeightCache
 
@@ -69,45 +71,30 @@ class autocast:
         cache: WeightCache | None = None,
         policy: Mapping[str, CastPolicy] | None = None,
     ) -> None:
-        self._backend = backend = registry.find(device_type)
-        if not isinstance(dtype, (torch.dtype, type(None))):
+        backend = registry.find(device_type)
+        if dtype is None:
+            dtype = state.current_dtype(backend.device_type, backend.default_dtype)
+        elif not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")
-        self.device = backend.device_type
-        self.fast_dtype = state.current_dtype(self.device, backend.default_dtype) if dtype is None else dtype
-        if enabled:
-            refusal = self._refusal()
+        if enabled and not (dtype is backend.default_dtype and check_availability(backend).available):
+            refusal = _refusal(backend, dtype)
             if refusal is not None:
                 warnings.warn(refusal, AutocastDisabledWarning, stacklevel=2)
                 enabled = False
-        if cache is not None:
-            if not isinstance(cache, WeightCache):
-                raise TypeError(f"cache must be a polycast.WeightCache or None, got {cache!r}")
-            if cache_enabled is False:
-                raise ValueError("cache= asks to keep casts and cache_enabled=False not to: leave out one of the two")
-        overlay = None if policy is None else _checked(policy)
-        self._settings = Settings(self.device, bool(enabled), self.fast_dtype, cache_enabled, overlay, cache)
-
-    def _refusal(self) -> str | None:
-        """Say why the region cannot run enabled, or nothing if it can."""
-        answer = check_availability(self._backend)
-        if not answer:
-            return f"{self.device} is not available: {answer.reason}. Disabling autocast."
-        if self.fast_dtype is not self._backend.default_dtype:
-            answer = self._backend.dtype_availability(self.fast_dtype)
-            if not answer:
-                return (
-                    f"In {self.device.upper()} autocast, but the target dtype is not supported. Disabling autocast.\n"
-                    f"{self.fast_dtype} was asked for: {answer.reason}."
-                )
-        return None
-
-    def _put_kernels_in_place(self) -> None:
-        if self._settings.enabled or self._settings.overlay:
-            kernels_of(self._backend, self._settings.overlay or ())
+        self.device = backend.device_type
+        self.fast_dtype = dtype
+        if cache is None and policy is None:
+            self._settings = _plain_settings(self.device, bool(enabled), dtype, cache_enabled)
+        else:
+            _check_cache(cache, cache_enabled)
+            overlay = None if policy is None else _checked(policy)
+            self._settings = Settings(self.device, bool(enabled), dtype, cache_enabled, overlay, cache)
 
     def __enter__(self) -> Self:
-        self._put_kernels_in_place()
-        state.enter(self, self._settings)
+        settings = self._settings
+        if self.device not in installed or settings.overlay is not None:
+            put_kernels_in_place(settings)
+        state.enter(self, settings)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -123,7 +110,7 @@ class autocast:
         return decorate(func, lambda: self, self._steps)
 
     def _steps(self) -> list[Settings]:
-        self._put_kernels_in_place()
+        put_kernels_in_place(self._settings)
         return [self._settings]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -144,11 +131,43 @@ def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
 
 
 def _restored(cls: type[autocast], settings: Settings) -> autocast:
-    """Return a copied or unpickled region, with the backend of this process."""
+    """Return a copied or unpickled region, where this process has a backend for it."""
     region = object.__new__(cls)
-    region._backend = registry.find(settings.device_type)
+    registry.find(settings.device_type)
     region.device, region.fast_dtype, region._settings = settings.device_type, settings.dtype, settings
     return region
+
+
+def put_kernels_in_place(settings: Settings) -> None:
+    """Have the backend's kernels ready for a region, and one for each op of its overlay."""
+    if settings.enabled or settings.overlay:
+        kernels_of(registry.find(settings.device_type), settings.overlay or ())
+
+
+def _refusal(backend: Backend, dtype: torch.dtype) -> str | None:
+    """Say why a region cannot run enabled, or nothing if it can."""
+    answer = check_availability(backend)
+    if not answer.available:
+        return f"{backend.device_type} is not available: {answer.reason}. Disabling autocast."
+    if dtype is not backend.default_dtype:
+        answer = check_dtype(backend, dtype)
+        if not answer.available:
+            return (
+                f"In {backend.device_type.upper()} autocast, but the target dtype is not supported. "
+                f"Disabling autocast.\n{dtype} was asked for: {answer.reason}."
+            )
+    return None
+
+
+# A program has few regions and enters them often, and a look-up is cheaper than a new tuple.
+_plain_settings = functools.lru_cache(maxsize=256)(Settings)
+
+
+def _check_cache(cache: WeightCache | None, cache_enabled: bool | None) -> None:
+    if not isinstance(cache, (WeightCache, type(None))):
+        raise TypeError(f"cache must be a polycast.WeightCache or None, got {cache!r}")
+    if cache is not None and cache_enabled is False:
+        raise ValueError("cache= asks to keep casts and cache_enabled=False not to: leave out one of the two")
 
 
 def _checked(policy: Mapping[str, CastPolicy]) -> Overlay:

@@ -188,10 +188,25 @@ def check_availability(backend: Backend) -> Availability:
     try:
         answer = backend.availability()
     except Exception as cause:
-        return Availability(False, str(cause) or type(cause).__name__)
-    if not isinstance(answer, Availability):
-        return Availability(False, f"availability() returned {answer!r}, expected a polycast.Availability")
-    return answer
+        return _failed(cause)
+    return answer if type(answer) is Availability else _wrong("availability", answer)
+
+
+def check_dtype(backend: Backend, dtype: torch.dtype) -> Availability:
+    """Return what a backend says of a fast dtype; an exception is an answer too."""
+    try:
+        answer = backend.dtype_availability(dtype)
+    except Exception as cause:
+        return _failed(cause)
+    return answer if type(answer) is Availability else _wrong("dtype_availability", answer)
+
+
+def _failed(cause: Exception) -> Availability:
+    return Availability(False, str(cause) or type(cause).__name__)
+
+
+def _wrong(check: str, answer: object) -> Availability:
+    return Availability(False, f"{check}() returned {answer!r}, expected a polycast.Availability")
 
 
 class Registry:
@@ -234,6 +249,10 @@ class Registry:
 
     def find(self, device_type: object) -> Backend:
         """Return the backend of a device; see :func:`get_backend`."""
+        if isinstance(device_type, str) and self._discovered is not None:
+            known = self._discovered.get(device_type)
+            if known is not None and (ready := known.by_hand or known.loaded) is not None:
+                return ready  # without asking torch what the device string means
         name = self.parse_device_type(device_type)
         slot = self._slots().get(name)
         if slot is None or not (slot.candidates or slot.by_hand):

@@ -5,7 +5,8 @@ so torch.autocast and polycast see one state. What is added here are frames: for
 was there before it. Frames are a list for the thread, and a chain for each device in it, so that entering, leaving and
 looking up the innermost region of a device cost the same at any depth.
 
-Frames belong to no engine. What an engine's kernels need to know of a region, they are given as it is entered and left.
+Entering and leaving is on the path of every region, so each engine has the machine in its own language:
+:class:`PythonStateMachine` is the reference engine's, native.cpp has the other.
 """
 
 import functools
@@ -15,42 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .backend import Backend
 from .policy import CastPolicy
-from .weights import CastStore, WeightCache
-
-
-class Engine(Protocol):
-    """What the state machine asks of an engine."""
-
-    name: str
-
-    def exchange(
-        self,
-        device_type: str,
-        enabled: bool,
-        dtype: torch.dtype,
-        cache_enabled: bool | None,
-        step: int,
-        active: bool,
-        overlay: Any,
-        store: Any,
-        /,
-    ) -> tuple[bool, torch.dtype, bool]:
-        """Write a device's state on this thread, and return what it was: enabled, dtype and whether casts are kept.
-
-        `step` is 1 where a region is entered and -1 where one is left, `active` says whether the thread is then in a
-        region for the device, and `overlay` and `store` are what :meth:`overlay` and :meth:`new_store` returned for it.
-        """
-
-    def overlay(self, policies: Mapping[str, CastPolicy]) -> Any:
-        """Return the engine's form of the policies that a region lays over the table."""
-
-    def new_store(self, own: bool, max_bytes: int | None = None, verify: bool = False) -> CastStore:
-        """Return a store of casts, a thread's own or a user's."""
-
-    def kernels(self, backend: Backend) -> Any:
-        """Put a backend's kernels in place."""
+from .weights import PythonStore, WeightCache
 
 
 class Overlay(dict[str, CastPolicy]):
@@ -58,13 +25,7 @@ class Overlay(dict[str, CastPolicy]):
 
     def __init__(self, policies: Mapping[str, CastPolicy]) -> None:
         super().__init__(policies)
-        self._forms: dict[str, Any] = {}
-
-    def form(self, engine: Engine) -> Any:
-        """Return an engine's form of this."""
-        if engine.name not in self._forms:
-            self._forms[engine.name] = engine.overlay(self)
-        return self._forms[engine.name]
+        self.forms: dict[str, Any] = {}
 
 
 class Settings(NamedTuple):
@@ -78,70 +39,45 @@ class Settings(NamedTuple):
     cache: WeightCache | None = None
 
 
-class Frame:
-    """One region that the thread is in: who entered it, what was there before, and the region of the device below."""
+class StateMachine(Protocol):
+    """The regions of every thread."""
 
-    __slots__ = (
-        "below",
-        "cache",
-        "cache_enabled_before",
-        "depth",
-        "device_type",
-        "dtype_before",
-        "enabled_before",
-        "overlay",
-        "owner",
-    )
+    def enter(self, owner: object, settings: Settings, /) -> None:
+        """Enter a region on this thread; `owner` is what :meth:`leave` will be called with."""
 
-    def __init__(self, owner: object, settings: Settings, below: "Frame | None") -> None:
-        self.owner = owner
-        self.device_type = settings.device_type
-        self.below = below
-        self.overlay = settings.overlay
-        self.cache = settings.cache
-        self.depth = 1
-        if below is not None:
-            self.depth += below.depth
-            if self.cache is None:
-                self.cache = below.cache
-            if self.overlay is None:
-                self.overlay = below.overlay
-            elif below.overlay is not None:
-                self.overlay = Overlay({**below.overlay, **self.overlay})
-        self.enabled_before: bool
-        self.dtype_before: torch.dtype
-        self.cache_enabled_before: bool
+    def leave(self, owner: object, /) -> bool:
+        """Leave the innermost region that `owner` entered on this thread; say whether there was one."""
+
+    def last(self) -> tuple[object, str, Overlay | None, WeightCache | None] | None:
+        """Return owner, device type, overlay and cache of the region that this thread entered last, if it is in one."""
+
+    def innermost(self, device_type: str, /) -> tuple[Overlay | None, WeightCache | None] | None:
+        """Return overlay and cache of the innermost region for a device, if this thread is in one."""
+
+    def nesting(self, device_type: str, /) -> int:
+        """Return how many regions for a device this thread is in."""
+
+    def clear_own_casts(self) -> None:
+        """Drop the casts that this thread's own regions keep, and the memory kept for the next ones."""
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.frames: list[Frame] = []
-        self.innermost: dict[str, Frame] = {}
-        self.stores: dict[str, CastStore] = {}
-        self.dtype_chosen: set[str] = set()
+machine: StateMachine
+"""The machine of the engine that is in use; set by the package engine."""
 
 
-_thread = _Thread()
-_engine: Engine
+def use(chosen: StateMachine) -> None:
+    """Have regions entered and left through a machine, from now on."""
+    global machine
+    machine = chosen
 
 
-def use(engine: Engine) -> None:
-    """Have regions be entered and left through an engine, from now on."""
-    global _engine
-    _engine = engine
-
-
-def enter(owner: object, settings: Settings) -> Frame:
-    """Enter a region on this thread; `owner` is what :func:`leave` will be called with."""
-    device_type, enabled, dtype, cache_enabled, _, _ = settings
-    thread = _thread
-    frame = Frame(owner, settings, thread.innermost.get(device_type))
-    frame.enabled_before, frame.dtype_before, frame.cache_enabled_before = _engine.exchange(
-        device_type, enabled, dtype, cache_enabled, 1, True, _laid(frame), store_of(frame)
-    )
-    thread.frames.append(frame)
-    thread.innermost[device_type] = frame
-    return frame
+def enter(owner: object, settings: Settings) -> None:
+    """Enter a region on this thread, with its overlay laid over that of the enclosing one."""
+    if settings.overlay is not None:
+        region = machine.innermost(settings.device_type)
+        if region is not None and region[0] is not None:
+            settings = settings._replace(overlay=Overlay({**region[0], **settings.overlay}))
+    machine.enter(owner, settings)
 
 
 def leave(owner: object) -> None:
@@ -150,62 +86,11 @@ def leave(owner: object) -> None:
     Raises:
         RuntimeError: it entered none on this thread; nothing changes.
     """
-    for frame in reversed(_thread.frames):
-        if frame.owner is owner:
-            return _unlink(frame)
-    raise RuntimeError(
-        f"{owner!r} cannot be left on thread {threading.current_thread().name!r}, which has not entered it. "
-        "A region is left on the thread that entered it; polycast.capture() takes regions to another thread."
-    )
-
-
-def _unlink(frame: Frame) -> None:
-    """Take a frame out; what it would have restored passes to the frame above it, or is restored if there is none."""
-    thread = _thread
-    if thread.frames[-1] is frame:
-        thread.frames.pop()
-        enabled, dtype = frame.enabled_before, frame.dtype_before
-        cache_enabled: bool | None = frame.cache_enabled_before
-        innermost = frame.below
-    else:
-        enabled, dtype, cache_enabled, innermost = _pass_on(frame)
-    device_type = frame.device_type
-    if innermost is None:
-        del thread.innermost[device_type]
-        _engine.exchange(device_type, enabled, dtype, cache_enabled, -1, False, None, None)
-    else:
-        thread.innermost[device_type] = innermost
-        _engine.exchange(device_type, enabled, dtype, cache_enabled, -1, True, _laid(innermost), store_of(innermost))
-    if not thread.frames:
-        for store in thread.stores.values():
-            store.end_region()
-
-
-def _pass_on(frame: Frame) -> tuple[bool, torch.dtype, bool | None, Frame | None]:
-    """Take out a frame that others are above; return what is then in force for its device, and the innermost frame."""
-    thread = _thread
-    above = frames_from(frame)[1:]
-    del thread.frames[len(thread.frames) - len(above) - 1]
-    above[0].cache_enabled_before = frame.cache_enabled_before
-    same_device = [other for other in above if other.device_type == frame.device_type]
-    if not same_device:
-        return frame.enabled_before, frame.dtype_before, None, frame.below
-    same_device[0].enabled_before = frame.enabled_before
-    same_device[0].dtype_before = frame.dtype_before
-    same_device[0].below = frame.below
-    for other in same_device:
-        other.depth -= 1
-    enabled = torch.is_autocast_enabled(frame.device_type)
-    return enabled, torch.get_autocast_dtype(frame.device_type), None, same_device[-1]
-
-
-def frames_from(frame: Frame) -> list[Frame]:
-    """Return a frame of this thread and those entered after it, in their order."""
-    frames = _thread.frames
-    position = len(frames) - 1
-    while frames[position] is not frame:
-        position -= 1
-    return frames[position:]
+    if not machine.leave(owner):
+        raise RuntimeError(
+            f"{owner!r} cannot be left on thread {threading.current_thread().name!r}, which has not entered it. "
+            "A region is left on the thread that entered it; polycast.capture() takes regions to another thread."
+        )
 
 
 class Suspendable:
@@ -216,84 +101,61 @@ class Suspendable:
     """
 
     def __init__(self, *regions: Settings) -> None:
+        self._own = len(regions)
         self._aside: list[tuple[object, Settings]] = [(self, settings) for settings in regions]
-        self._base: Frame | None = None
 
     def __enter__(self) -> None:
-        frames = [enter(owner, settings) for owner, settings in self._aside]
-        self._base = frames[0] if frames else None
+        for owner, settings in self._aside:
+            enter(owner, settings)
 
     def __exit__(self, *_: object) -> None:
-        if self._base is None:
-            return
         self._aside = []
-        for frame in reversed(frames_from(self._base)):
+        left = 0
+        while left < self._own:
+            last = machine.last()
+            assert last is not None  # a region of ours is still to come
+            owner, device_type, overlay, cache = last
+            dtype = torch.get_autocast_dtype(device_type)
+            cache_enabled = torch.is_autocast_cache_enabled()
             reached = Settings(
-                frame.device_type,
-                torch.is_autocast_enabled(frame.device_type),
-                torch.get_autocast_dtype(frame.device_type),
-                torch.is_autocast_cache_enabled(),
-                frame.overlay,
-                frame.cache,
+                device_type, torch.is_autocast_enabled(device_type), dtype, cache_enabled, overlay, cache
             )
-            self._aside.insert(0, (frame.owner, reached))
-            _unlink(frame)
-
-
-def innermost(device_type: str) -> Frame | None:
-    """Return the frame of the innermost region that this thread is in for a device."""
-    return _thread.innermost.get(device_type)
-
-
-def store_of(frame: Frame) -> CastStore:
-    """Return where a region keeps casts: in the cache it was given, or in this thread's own."""
-    if frame.cache is not None:
-        return frame.cache.store(_engine)
-    stores = _thread.stores
-    store = stores.get(_engine.name)
-    if store is None:
-        store = stores[_engine.name] = _engine.new_store(True)
-    return store
-
-
-def _laid(frame: Frame) -> Any:
-    return None if frame.overlay is None else frame.overlay.form(_engine)
-
-
-def clear_own_casts() -> None:
-    """Drop the casts that this thread's own regions keep, and the memory kept for the next ones."""
-    for store in _thread.stores.values():
-        store.clear()
-
-
-def nesting(device_type: str) -> int:
-    """Return how many regions for a device this thread is in."""
-    frame = _thread.innermost.get(device_type)
-    return 0 if frame is None else frame.depth
-
-
-def choose_dtype(device_type: str, dtype: torch.dtype) -> None:
-    """Set this thread's fast dtype for a device."""
-    _thread.dtype_chosen.add(device_type)
-    torch.set_autocast_dtype(device_type, dtype)
+            self._aside.insert(0, (owner, reached))
+            machine.leave(owner)
+            left += owner is self
 
 
 def current_dtype(device_type: str, default: torch.dtype) -> torch.dtype:
-    """Return this thread's fast dtype for a device.
+    """Return this thread's fast dtype for a device: what was set, in a region or by hand, and `default` until then.
 
-    A thread begins with torch's dtype for the device. The first look from outside a region sets it to `default`, the
-    backend's, unless another was set; from then on the dispatcher's state is what counts, here as everywhere.
+    A thread begins with torch's dtype for the device, which need not be the backend's default. It counts as set where
+    autocast is on, for then it is what the kernels obey.
     """
+    dtype = torch.get_autocast_dtype(device_type)
     if (
-        device_type not in _thread.dtype_chosen
-        and device_type not in _thread.innermost
+        dtype is not default
+        and dtype is _initial_dtype(device_type)
+        and device_type not in _chosen.devices
+        and machine.innermost(device_type) is None
         and not torch.is_autocast_enabled(device_type)
     ):
-        _thread.dtype_chosen.add(device_type)
-        dtype = torch.get_autocast_dtype(device_type)
-        if dtype is not default and dtype is _initial_dtype(device_type):
-            torch.set_autocast_dtype(device_type, default)
-    return torch.get_autocast_dtype(device_type)
+        return default
+    return dtype
+
+
+def choose_dtype(device_type: str, dtype: torch.dtype) -> None:
+    """Set this thread's fast dtype for a device; in a region, until it is left."""
+    if machine.innermost(device_type) is None:
+        _chosen.devices.add(device_type)
+    torch.set_autocast_dtype(device_type, dtype)
+
+
+class _Chosen(threading.local):
+    def __init__(self) -> None:
+        self.devices: set[str] = set()
+
+
+_chosen = _Chosen()
 
 
 @functools.cache
@@ -304,3 +166,110 @@ def _initial_dtype(device_type: str) -> torch.dtype:
     fresh.start()
     fresh.join()
     return found[0]
+
+
+class Frame:
+    """One region that a thread is in: who entered it, what was there before, and the region of the device below."""
+
+    def __init__(self, owner: object, settings: Settings, below: "Frame | None") -> None:
+        self.owner = owner
+        self.device_type = settings.device_type
+        self.enabled_before = torch.is_autocast_enabled(settings.device_type)
+        self.dtype_before = torch.get_autocast_dtype(settings.device_type)
+        self.cache_enabled_before = torch.is_autocast_cache_enabled()
+        self.overlay = settings.overlay
+        self.cache = settings.cache
+        self.below = below
+        self.depth = 1
+        if below is not None:
+            self.depth += below.depth
+            self.overlay = below.overlay if self.overlay is None else self.overlay
+            self.cache = below.cache if self.cache is None else self.cache
+
+
+class _Regions(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.innermost: dict[str, Frame] = {}
+        self.store = PythonStore(own=True)
+
+
+class PythonStateMachine:
+    """The state machine in Python."""
+
+    def __init__(self) -> None:
+        self._regions = _Regions()
+
+    def enter(self, owner: object, settings: Settings) -> None:
+        """See :class:`StateMachine`, as for the other methods."""
+        regions = self._regions
+        device_type = settings.device_type
+        frame = Frame(owner, settings, regions.innermost.get(device_type))
+        regions.frames.append(frame)
+        regions.innermost[device_type] = frame
+        torch.set_autocast_enabled(device_type, settings.enabled)
+        torch.set_autocast_dtype(device_type, settings.dtype)
+        if settings.cache_enabled is not None:
+            torch.set_autocast_cache_enabled(settings.cache_enabled)
+        torch.autocast_increment_nesting()
+
+    def leave(self, owner: object) -> bool:
+        """Take a frame out; what it would have restored passes to the frame above it, or is restored if none is."""
+        regions = self._regions
+        position = len(regions.frames) - 1
+        while position >= 0 and regions.frames[position].owner is not owner:
+            position -= 1
+        if position < 0:
+            return False
+        frame = regions.frames.pop(position)
+        above = regions.frames[position:]
+        if above:
+            above[0].cache_enabled_before = frame.cache_enabled_before
+        else:
+            torch.set_autocast_cache_enabled(frame.cache_enabled_before)
+        self._leave_device(frame, [other for other in above if other.device_type == frame.device_type])
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        if not regions.frames:
+            regions.store.clear()
+        return True
+
+    def _leave_device(self, frame: Frame, above: list[Frame]) -> None:
+        if above:
+            above[0].enabled_before = frame.enabled_before
+            above[0].dtype_before = frame.dtype_before
+            above[0].below = frame.below
+            for other in above:
+                other.depth -= 1
+            return
+        torch.set_autocast_enabled(frame.device_type, frame.enabled_before)
+        torch.set_autocast_dtype(frame.device_type, frame.dtype_before)
+        if frame.below is None:
+            del self._regions.innermost[frame.device_type]
+        else:
+            self._regions.innermost[frame.device_type] = frame.below
+
+    def last(self) -> tuple[object, str, Overlay | None, WeightCache | None] | None:
+        """Return what was entered last."""
+        if not self._regions.frames:
+            return None
+        frame = self._regions.frames[-1]
+        return frame.owner, frame.device_type, frame.overlay, frame.cache
+
+    def innermost(self, device_type: str) -> tuple[Overlay | None, WeightCache | None] | None:
+        """Return what the innermost region for a device has."""
+        frame = self._regions.innermost.get(device_type)
+        return None if frame is None else (frame.overlay, frame.cache)
+
+    def nesting(self, device_type: str) -> int:
+        """Count the regions for a device."""
+        frame = self._regions.innermost.get(device_type)
+        return 0 if frame is None else frame.depth
+
+    def clear_own_casts(self) -> None:
+        """Drop this thread's own casts."""
+        self._regions.store.clear()
+
+    def own_store(self) -> PythonStore:
+        """Return where this thread's regions keep casts that were given no cache."""
+        return self._regions.store

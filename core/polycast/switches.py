@@ -5,7 +5,7 @@ import torch
 from . import state
 from .engine import kernels_of
 from .errors import BackendNotFoundError
-from .registry import registry
+from .registry import check_dtype, registry
 
 
 def _device_type(device_type: str) -> str:
@@ -73,7 +73,7 @@ def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
         raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
     if not dtype.is_floating_point:
         raise ValueError(f"the fast dtype must be floating point, got {dtype}")
-    answer = registry.find(name).dtype_availability(dtype)
+    answer = check_dtype(registry.find(name), dtype)
     if not answer:
         raise ValueError(f"{dtype} cannot be the fast dtype: {answer.reason}")
     state.choose_dtype(name, dtype)
@@ -97,7 +97,7 @@ def set_autocast_cache_enabled(enabled: bool) -> None:
 
 def clear_autocast_cache() -> None:
     """Drop the casts that this thread's regions keep, the memory kept for their next ones, and torch's own casts."""
-    state.clear_own_casts()
+    state.machine.clear_own_casts()
     torch.clear_autocast_cache()
 
 
@@ -107,4 +107,4 @@ def autocast_nesting(device_type: str) -> int:
     Raises:
         ValueError, RuntimeError: `device_type` is not a device string that torch knows.
     """
-    return state.nesting(registry.parse_device_type(device_type))
+    return state.machine.nesting(registry.parse_device_type(device_type))

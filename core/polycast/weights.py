@@ -11,16 +11,14 @@ same memory with history.
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch.autograd import forward_ad
 
 from .errors import StaleWeightError
-
-if TYPE_CHECKING:
-    from .state import Engine
 
 
 @dataclass(frozen=True)
@@ -48,11 +46,11 @@ class CastStore(Protocol):
     def clear(self) -> None:
         """Drop every cast."""
 
-    def end_region(self) -> None:
-        """Take note that the thread whose own store this is has left its outermost region."""
-
     def statistics(self) -> tuple[int, int, int, int, int]:
         """Return entries, bytes, hits, misses and evictions."""
+
+
+_Store = TypeVar("_Store", bound=CastStore)
 
 
 class WeightCache:
@@ -94,12 +92,12 @@ class WeightCache:
         self.verify = verify
         self._stores: dict[str, CastStore] = {}
 
-    def store(self, engine: "Engine") -> CastStore:
-        """Return the store that an engine keeps for this cache."""
-        found = self._stores.get(engine.name)
+    def store(self, engine: str, make: Callable[[int | None, bool], _Store]) -> _Store:
+        """Return the store that an engine keeps for this cache, made with `make` at its first use."""
+        found = self._stores.get(engine)
         if found is None:
-            found = self._stores.setdefault(engine.name, engine.new_store(False, self.max_bytes, self.verify))
-        return found
+            found = self._stores.setdefault(engine, make(self.max_bytes, self.verify))
+        return cast("_Store", found)
 
     def clear(self) -> None:
         """Drop every cast, and give the memory back."""
@@ -129,7 +127,7 @@ class _Entry:
 class PythonStore:
     """The reference engine's store of casts."""
 
-    def __init__(self, own: bool, max_bytes: int | None = None, verify: bool = False) -> None:
+    def __init__(self, max_bytes: int | None = None, verify: bool = False, own: bool = False) -> None:
         self._own = own
         self._max_bytes = max_bytes
         self._verify = verify
@@ -203,10 +201,6 @@ class PythonStore:
             self._entries.clear()
             self._weights.clear()
             self._bytes = 0
-
-    def end_region(self) -> None:
-        """Drop every cast: the next region makes its own."""
-        self.clear()
 
     def statistics(self) -> tuple[int, int, int, int, int]:
         """Return entries, bytes, hits, misses and evictions."""

@@ -3,6 +3,7 @@
 import threading
 import warnings
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
@@ -14,15 +15,48 @@ from . import build
 from .kernels import Kernels, autocast_key
 from .reference import ReferenceEngine
 
+
+class Engine(state.StateMachine, Protocol):
+    """What runs regions and kernels."""
+
+    name: str
+
+    def kernels(self, backend: Backend, /) -> Kernels:
+        """Put a backend's kernels in place."""
+
+
+class _Unchosen:
+    """Stands where the engine's state machine will, until the first region makes a choice necessary."""
+
+    def enter(self, owner: object, settings: state.Settings) -> None:
+        choose().enter(owner, settings)
+
+    def leave(self, owner: object) -> bool:
+        return choose().leave(owner)
+
+    def last(self) -> None:
+        return None
+
+    def innermost(self, device_type: str) -> None:
+        return None
+
+    def nesting(self, device_type: str) -> int:
+        return 0
+
+    def clear_own_casts(self) -> None:
+        pass
+
+
 _reference = ReferenceEngine()
-_engine: state.Engine | None = None
-_installed: dict[str, Kernels] = {}
+_engine: Engine | None = None
+installed: dict[str, Kernels] = {}
+"""By device type, the kernels that are in place."""
 _lock = threading.RLock()
 
-state.use(_reference)
+state.use(_Unchosen())
 
 
-def choose() -> state.Engine:
+def choose() -> Engine:
     """Return the engine, choosing it if none is: as POLYCAST_ENGINE says, and the native one where it can be had.
 
     Raises:
@@ -37,7 +71,16 @@ def choose() -> state.Engine:
         return _engine
 
 
-def _choose(wanted: str) -> state.Engine:
+def forget_choice() -> None:
+    """Have the next region choose anew; no region may be open."""
+    global _engine
+    uninstall()
+    with _lock:
+        _engine = None
+        state.use(_Unchosen())
+
+
+def _choose(wanted: str) -> Engine:
     if wanted == "reference":
         return _reference
     try:
@@ -86,27 +129,23 @@ def uninstall(device_type: str | None = None) -> None:
         ValueError, RuntimeError: `device_type` is not a device string that torch knows.
     """
     with _lock:
-        names = list(_installed) if device_type is None else [registry.parse_device_type(device_type)]
+        names = list(installed) if device_type is None else [registry.parse_device_type(device_type)]
         for name in names:
-            kernels = _installed.pop(name, None)
+            kernels = installed.pop(name, None)
             if kernels is not None:
                 kernels.remove()
-        if not _installed:
-            global _engine
-            _engine = None  # the next choice reads POLYCAST_ENGINE again
 
 
 def kernels_of(backend: Backend, also: Iterable[str] = ()) -> Kernels:
     """Return a backend's kernels, putting in place what is not there yet: those of its table and of the ops `also`."""
-    kernels = _installed.get(backend.device_type)
+    kernels = installed.get(backend.device_type)
     if kernels is None or kernels.backend is not backend:
         with _lock:
-            kernels = _installed.get(backend.device_type)
+            kernels = installed.get(backend.device_type)
             if kernels is None or kernels.backend is not backend:
                 engine = choose()
-                if kernels is not None:
-                    kernels.remove()
-                kernels = _installed[backend.device_type] = engine.kernels(backend)
+                uninstall(backend.device_type)
+                kernels = installed[backend.device_type] = engine.kernels(backend)
     for name in also:
         if name not in kernels.ops:
             kernels.add(name, CastPolicy.PASSTHROUGH)
@@ -116,7 +155,7 @@ def kernels_of(backend: Backend, also: Iterable[str] = ()) -> Kernels:
 def torch_ops(device_type: str) -> frozenset[str]:
     """Return the ops that the running torch itself treats at a device's Autocast key, by their dispatcher names."""
     key = autocast_key(device_type)
-    kernels = _installed.get(device_type)
+    kernels = installed.get(device_type)
     return frozenset(
         name
         for name in torch._C._dispatch_get_all_op_names()

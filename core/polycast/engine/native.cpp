@@ -1,8 +1,8 @@
 // The native engine: the semantics of reference.py at the speed of torch's own kernels.
 //
-// One boxed kernel for each op at a device's Autocast key. What a kernel needs to know of the region that the thread is
-// in (its overlay and its store of casts) is in a thread-local table, which state.py writes at each entry and exit
-// through exchange(). The truth for enabled and dtype stays in torch's own thread-local state.
+// One boxed kernel for each op at a device's Autocast key; the state machine of state.py, where a kernel finds the overlay
+// and the store of casts of the region that the thread is in; and the stores. The truth for enabled and dtype stays in
+// torch's own thread-local state.
 //
 // Locks. A Store has a mutex, which is never held while the GIL is taken, a tensor is cast or a tensor is destroyed:
 // each of these may wait for the GIL, and a weakref's callback comes with the GIL and waits for the mutex.
@@ -54,6 +54,8 @@ constexpr std::array<const char*, 7> kPolicyNames = {
 
 // Set by bind(); they live as long as the process.
 PyObject* stale_weight_error = nullptr;
+PyObject* form_of = nullptr;   // this engine's Overlay for one of state.py
+PyObject* store_of = nullptr;  // this engine's Store for a WeightCache
 std::string stale_weight_message;
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -114,12 +116,12 @@ class Store : public std::enable_shared_from_this<Store> {
  public:
   Store(bool own, std::optional<size_t> max_bytes, bool verify) : own_(own), max_bytes_(max_bytes), verify_(verify) {}
 
+  // A thread's own store dies as the thread does, where the GIL must not be waited for: what the GIL is needed for is
+  // left to the next that has it.
   ~Store() {
-    if (Py_IsInitialized()) {
-      py::gil_scoped_acquire gil;
-      for (auto& watched : watchers_) {
-        Py_DECREF(watched.second);
-      }
+    std::lock_guard<std::mutex> lock(orphans_mutex());
+    for (const auto& watched : watchers_) {
+      orphans().push_back(watched.second);
     }
   }
 
@@ -285,9 +287,32 @@ class Store : public std::enable_shared_from_this<Store> {
     }
   }
 
+  // References that stores left when they died. Both live as long as the process.
+  static std::vector<PyObject*>& orphans() {
+    static auto* const references = new std::vector<PyObject*>();
+    return *references;
+  }
+
+  static std::mutex& orphans_mutex() {
+    static auto* const mutex = new std::mutex();
+    return *mutex;
+  }
+
+  static void bury_orphans() {
+    std::vector<PyObject*> found;
+    {
+      std::lock_guard<std::mutex> lock(orphans_mutex());
+      found.swap(orphans());
+    }
+    for (PyObject* reference : found) {
+      Py_DECREF(reference);
+    }
+  }
+
   // Have the entries of a weight erased when it dies.
   void watch(const Tensor& weight) {
     py::gil_scoped_acquire gil;
+    bury_orphans();
     py::object object = py::reinterpret_steal<py::object>(THPVariable_Wrap(weight));
     TensorImpl* const impl = weight.unsafeGetTensorImpl();
     py::cpp_function forget([store = weak_from_this(), impl](const py::handle&) {
@@ -359,13 +384,54 @@ struct Overlay {
   std::unordered_map<int64_t, Policy> policies;
 };
 
-struct DeviceRegion {
-  bool active = false;
-  std::shared_ptr<const Overlay> overlay;
+// A region that the thread is in; see Frame in state.py.
+struct Frame {
+  py::object owner, overlay, cache;
+  std::shared_ptr<const Overlay> laid;
   std::shared_ptr<Store> store;
+  DeviceType device;
+  bool enabled_before, cache_enabled_before;
+  ScalarType dtype_before;
+  int below;  // the position of the frame of the same device under this one, or -1
+  int depth;
 };
 
-thread_local std::array<DeviceRegion, c10::COMPILE_TIME_MAX_DEVICE_TYPES> regions;
+struct DeviceRegion {
+  int innermost = -1;
+  const Overlay* overlay = nullptr;  // both are held by the innermost frame
+  Store* store = nullptr;
+};
+
+// What a thread is in. Frames are Python's as much as ours, and are touched with the GIL only; the rest without it too.
+struct ThreadRegions {
+  std::vector<Frame> frames;
+  std::array<DeviceRegion, c10::COMPILE_TIME_MAX_DEVICE_TYPES> devices;
+  std::shared_ptr<Store> own;
+
+  ~ThreadRegions() {
+    for (Frame& frame : frames) {  // a thread that ends inside a region: its references are left to the process
+      frame.owner.release();
+      frame.overlay.release();
+      frame.cache.release();
+    }
+  }
+
+  DeviceRegion& of(DeviceType device) { return devices[static_cast<size_t>(device)]; }
+
+  void set_innermost(DeviceType device, int position) {
+    const Frame* frame = position < 0 ? nullptr : &frames[position];
+    of(device) = {position, frame ? frame->laid.get() : nullptr, frame ? frame->store.get() : nullptr};
+  }
+
+  std::shared_ptr<Store> own_store() {
+    if (own == nullptr) {
+      own = std::make_shared<Store>(true, std::nullopt, false);
+    }
+    return own;
+  }
+};
+
+thread_local ThreadRegions regions;
 
 // The device type that a string names. Called with the GIL held.
 DeviceType device_of(PyObject* name) {
@@ -380,40 +446,149 @@ DeviceType device_of(PyObject* name) {
   return type;
 }
 
-// exchange(device_type, enabled, dtype, cache_enabled, step, active, overlay, store) -> (enabled, dtype, cache_enabled)
-//
-// Write a device's state on this thread in one step, and return what it was. `step` is added to torch's count of nested
-// regions; torch's cache is cleared where that comes to 0, as torch does.
-PyObject* exchange(PyObject*, PyObject* const* args, Py_ssize_t count) {
+// enter(owner, settings); see StateMachine in state.py.
+PyObject* enter(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_INTERNAL_ASSERT(count == 8);
-  const auto device = device_of(args[0]);
-  PyObject* const dtype_before =
-      reinterpret_cast<PyObject*>(torch::getTHPDtype(at::autocast::get_autocast_dtype(device)));
-  PyObject* const before = PyTuple_Pack(
-      3,
-      at::autocast::is_autocast_enabled(device) ? Py_True : Py_False,
-      dtype_before,
-      at::autocast::is_autocast_cache_enabled() ? Py_True : Py_False);
-  if (before == nullptr) {
-    return nullptr;
+  TORCH_INTERNAL_ASSERT(count == 2 && PyTuple_Check(args[1]) && PyTuple_GET_SIZE(args[1]) == 6);
+  PyObject* const* const settings = &PyTuple_GET_ITEM(args[1], 0);
+  const auto device = device_of(settings[0]);
+  const auto dtype = reinterpret_cast<THPDtype*>(settings[2])->scalar_type;
+  Frame frame;
+  frame.owner = py::reinterpret_borrow<py::object>(args[0]);
+  frame.overlay = py::reinterpret_borrow<py::object>(settings[4]);
+  frame.cache = py::reinterpret_borrow<py::object>(settings[5]);
+  if (!frame.overlay.is_none()) {
+    frame.laid = py::cast<std::shared_ptr<Overlay>>(py::handle(form_of)(frame.overlay));
   }
-  at::autocast::set_autocast_enabled(device, args[1] == Py_True);
-  at::autocast::set_autocast_dtype(device, reinterpret_cast<THPDtype*>(args[2])->scalar_type);
-  if (args[3] != Py_None) {
-    at::autocast::set_autocast_cache_enabled(args[3] == Py_True);
+  if (!frame.cache.is_none()) {
+    frame.store = py::cast<std::shared_ptr<Store>>(py::handle(store_of)(frame.cache));
   }
-  if (PyLong_AsLong(args[4]) > 0) {
-    at::autocast::increment_nesting();
-  } else if (at::autocast::decrement_nesting() == 0) {
+  frame.device = device;
+  frame.below = regions.of(device).innermost;
+  frame.depth = 1;
+  if (frame.below >= 0) {
+    const Frame& below = regions.frames[frame.below];
+    frame.depth += below.depth;
+    if (frame.laid == nullptr) {
+      frame.laid = below.laid;
+      frame.overlay = below.overlay;
+    }
+    if (frame.store == nullptr) {
+      frame.store = below.store;
+      frame.cache = below.cache;
+    }
+  } else if (frame.store == nullptr) {
+    frame.store = regions.own_store();
+  }
+  frame.enabled_before = at::autocast::is_autocast_enabled(device);
+  frame.dtype_before = at::autocast::get_autocast_dtype(device);
+  frame.cache_enabled_before = at::autocast::is_autocast_cache_enabled();
+  regions.frames.push_back(std::move(frame));
+  regions.set_innermost(device, static_cast<int>(regions.frames.size()) - 1);
+  at::autocast::set_autocast_enabled(device, settings[1] == Py_True);
+  at::autocast::set_autocast_dtype(device, dtype);
+  if (settings[3] != Py_None) {
+    at::autocast::set_autocast_cache_enabled(settings[3] == Py_True);
+  }
+  at::autocast::increment_nesting();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Take a frame out that others are above: what it would have restored passes to the next above it.
+void pass_on(int position) {
+  auto& frames = regions.frames;
+  const Frame frame = std::move(frames[position]);
+  frames.erase(frames.begin() + position);
+  frames[position].cache_enabled_before = frame.cache_enabled_before;
+  bool passed = false;
+  for (size_t i = position; i < frames.size(); ++i) {
+    Frame& other = frames[i];
+    if (other.device == frame.device) {
+      --other.depth;
+      if (!passed) {
+        passed = true;
+        other.enabled_before = frame.enabled_before;
+        other.dtype_before = frame.dtype_before;
+        other.below = frame.below;
+        continue;
+      }
+    }
+    if (other.below > position) {
+      --other.below;
+    }
+  }
+  for (size_t i = 0; i < regions.devices.size(); ++i) {
+    const int innermost = regions.devices[i].innermost;
+    if (innermost > position) {
+      regions.devices[i].innermost = innermost - 1;
+    }
+  }
+  if (!passed) {
+    at::autocast::set_autocast_enabled(frame.device, frame.enabled_before);
+    at::autocast::set_autocast_dtype(frame.device, frame.dtype_before);
+    regions.set_innermost(frame.device, frame.below);
+  }
+}
+
+// leave(owner) -> bool: whether `owner` had entered a region on this thread, the innermost of which is left.
+PyObject* leave(PyObject*, PyObject* owner) {
+  HANDLE_TH_ERRORS
+  auto& frames = regions.frames;
+  int position = static_cast<int>(frames.size()) - 1;
+  while (position >= 0 && frames[position].owner.ptr() != owner) {
+    --position;
+  }
+  if (position < 0) {
+    Py_RETURN_FALSE;
+  }
+  if (position == static_cast<int>(frames.size()) - 1) {
+    const Frame frame = std::move(frames.back());
+    frames.pop_back();
+    at::autocast::set_autocast_enabled(frame.device, frame.enabled_before);
+    at::autocast::set_autocast_dtype(frame.device, frame.dtype_before);
+    at::autocast::set_autocast_cache_enabled(frame.cache_enabled_before);
+    regions.set_innermost(frame.device, frame.below);
+  } else {
+    pass_on(position);
+  }
+  if (at::autocast::decrement_nesting() == 0) {
     at::autocast::clear_cache();
   }
-  DeviceRegion& region = regions[static_cast<size_t>(device)];
-  region.active = args[5] == Py_True;
-  region.overlay = args[6] == Py_None ? nullptr : py::cast<std::shared_ptr<Overlay>>(py::handle(args[6]));
-  region.store = args[7] == Py_None ? nullptr : py::cast<std::shared_ptr<Store>>(py::handle(args[7]));
-  return before;
+  if (frames.empty() && regions.own != nullptr) {
+    regions.own->end_region();
+  }
+  Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
+}
+
+// (owner, device_type, overlay, cache) of the region that was entered last, or None.
+py::object last() {
+  if (regions.frames.empty()) {
+    return py::none();
+  }
+  const Frame& frame = regions.frames.back();
+  return py::make_tuple(frame.owner, c10::DeviceTypeName(frame.device, true), frame.overlay, frame.cache);
+}
+
+// (overlay, cache) of the innermost region for a device, or None.
+py::object innermost(const py::object& device_type) {
+  const int position = regions.of(device_of(device_type.ptr())).innermost;
+  if (position < 0) {
+    return py::none();
+  }
+  return py::make_tuple(regions.frames[position].overlay, regions.frames[position].cache);
+}
+
+int nesting(const py::object& device_type) {
+  const int position = regions.of(device_of(device_type.ptr())).innermost;
+  return position < 0 ? 0 : regions.frames[position].depth;
+}
+
+void clear_own_casts() {
+  if (regions.own != nullptr) {
+    regions.own->clear();
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -446,8 +621,8 @@ bool caching_is_safe() {
 
 // Cast an eligible tensor of another dtype.
 Tensor cast(const Tensor& tensor, ScalarType dtype, DeviceType device, const py::object& is_capturing) {
-  const DeviceRegion& region = regions[static_cast<size_t>(device)];
-  if (!region.active) {
+  Store* const store = regions.of(device).store;
+  if (store == nullptr) {
     return at::autocast::cached_cast(dtype, tensor, device);  // a region of torch's has torch's cache
   }
   if (dtype != at::kFloat && is_weight(tensor) && at::autocast::is_autocast_cache_enabled() && caching_is_safe() &&
@@ -458,7 +633,7 @@ Tensor cast(const Tensor& tensor, ScalarType dtype, DeviceType device, const py:
       capturing = is_capturing().cast<bool>();
     }
     if (!capturing) {
-      return region.store->cast(tensor, dtype);
+      return store->cast(tensor, dtype);
     }
   }
   return tensor.to(dtype);
@@ -564,7 +739,7 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   Policy policy() const {
-    const auto& overlay = regions[static_cast<size_t>(device_)].overlay;
+    const Overlay* const overlay = regions.of(device_).overlay;
     if (C10_UNLIKELY(overlay != nullptr)) {
       const auto found = overlay->policies.find(op_.number);
       if (found != overlay->policies.end()) {
@@ -692,10 +867,11 @@ class Library {
 };
 
 PyMethodDef functions[] = {
-    {"exchange",
-     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&exchange)),
+    {"enter",
+     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&enter)),
      METH_FASTCALL,
-     "Write a device's state on this thread, and return what it was."},
+     "Enter a region on this thread."},
+    {"leave", &leave, METH_O, "Leave the innermost region that an owner entered on this thread."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
@@ -711,12 +887,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       }));
   py::class_<Store, std::shared_ptr<Store>>(module, "Store", py::module_local())
       .def(
-          py::init<bool, std::optional<size_t>, bool>(),
-          py::arg("own"),
-          py::arg("max_bytes") = py::none(),
-          py::arg("verify") = false)
+          py::init([](std::optional<size_t> max_bytes, bool verify) {
+            return std::make_shared<Store>(false, max_bytes, verify);
+          }))
       .def("clear", &Store::clear, py::call_guard<py::gil_scoped_release>())
-      .def("end_region", &Store::end_region, py::call_guard<py::gil_scoped_release>())
       .def("statistics", [](Store& store) {
         const Statistics now = store.statistics();
         return py::make_tuple(now.entries, now.bytes, now.hits, now.misses, now.evictions);
@@ -726,11 +900,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("impl", &Library::impl)
       .def("fallthrough", &Library::fallthrough)
       .def("remove", &Library::remove);
-  module.def("bind", [](py::object error, std::string message, const std::vector<std::string>& policies) {
-    TORCH_CHECK(std::equal(policies.begin(), policies.end(), kPolicyNames.begin(), kPolicyNames.end()));
-    stale_weight_error = error.release().ptr();
-    stale_weight_message = std::move(message);
-  });
+  module.def("last", &last);
+  module.def("innermost", &innermost);
+  module.def("nesting", &nesting);
+  module.def("clear_own_casts", &clear_own_casts, py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "bind",
+      [](const std::vector<std::string>& policies, py::object form, py::object store, py::object error, std::string text) {
+        TORCH_CHECK(std::equal(policies.begin(), policies.end(), kPolicyNames.begin(), kPolicyNames.end()));
+        form_of = form.release().ptr();
+        store_of = store.release().ptr();
+        stale_weight_error = error.release().ptr();
+        stale_weight_message = std::move(text);
+      });
   if (PyModule_AddFunctions(module.ptr(), functions) != 0) {
     throw py::error_already_set();
   }

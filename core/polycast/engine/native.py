@@ -1,6 +1,6 @@
 """The native engine: reference.py's semantics in C++ kernels, at the speed of torch's own."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +10,8 @@ from typing_extensions import override
 from ..backend import Backend
 from ..errors import StaleWeightError
 from ..policy import CastPolicy
-from ..weights import STALE, CastStore
+from ..state import Overlay, Settings
+from ..weights import STALE, WeightCache
 from .kernels import Kernels, refusal
 
 # The numbers that native.cpp's enumeration Policy gives them.
@@ -23,24 +24,31 @@ class NativeEngine:
     name = "native"
 
     def __init__(self, extension: ModuleType) -> None:
-        extension.bind(StaleWeightError, STALE, [policy.name for policy in CastPolicy])
+        policies = [policy.name for policy in CastPolicy]
+        extension.bind(policies, self._form_of, self._store_of, StaleWeightError, STALE)
         self._extension = extension
         self._numbers: dict[str, int] = {}
-        self.exchange = extension.exchange
-        """See :class:`polycast.state.Engine`."""
+        # See StateMachine in state.py.
+        self.enter: Callable[[object, Settings], None] = extension.enter
+        self.leave: Callable[[object], bool] = extension.leave
+        self.last = extension.last
+        self.innermost = extension.innermost
+        self.nesting = extension.nesting
+        self.clear_own_casts = extension.clear_own_casts
 
     def number(self, name: str) -> int:
         """Return the number by which kernels and overlays know an op."""
         return self._numbers.setdefault(name, len(self._numbers))
 
-    def overlay(self, policies: Mapping[str, CastPolicy]) -> Any:
-        """Return the policies by the numbers of their ops."""
-        return self._extension.Overlay({self.number(name): _POLICIES[policy] for name, policy in policies.items()})
+    def _store_of(self, cache: WeightCache) -> Any:
+        return cache.store(self.name, self._extension.Store)
 
-    def new_store(self, own: bool, max_bytes: int | None = None, verify: bool = False) -> CastStore:
-        """Return a store in C++."""
-        store: CastStore = self._extension.Store(own, max_bytes, verify)
-        return store
+    def _form_of(self, overlay: Overlay) -> Any:
+        form = overlay.forms.get(self.name)
+        if form is None:
+            policies = {self.number(name): _POLICIES[policy] for name, policy in overlay.items()}
+            form = overlay.forms[self.name] = self._extension.Overlay(policies)
+        return form
 
     def kernels(self, backend: Backend) -> Kernels:
         """Put a backend's kernels in place."""

@@ -5,17 +5,17 @@ the op's policy says, and calls the op again, so that autograd and everything be
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch.library import Library, fallthrough_kernel
 from typing_extensions import override
 
-from .. import state
 from ..backend import Backend
 from ..casting import is_eligible, op_caster, promotion
 from ..policy import CastPolicy, optional_dtype, overload_with_dtype
+from ..state import PythonStateMachine
 from ..weights import PythonStore
 from .kernels import Kernels, dispatch_key, refusal
 
@@ -23,51 +23,32 @@ _Args: TypeAlias = tuple[Any, ...]
 _Kwargs: TypeAlias = dict[str, Any]
 
 
-class ReferenceEngine:
+class ReferenceEngine(PythonStateMachine):
     """The engine that needs no compiler."""
 
     name = "reference"
 
-    def exchange(
-        self,
-        device_type: str,
-        enabled: bool,
-        dtype: torch.dtype,
-        cache_enabled: bool | None,
-        step: int,
-        *_: object,
-    ) -> tuple[bool, torch.dtype, bool]:
-        """See :class:`polycast.state.Engine`; the kernels look up the overlay and the store in the frames."""
-        before = (
-            torch.is_autocast_enabled(device_type),
-            torch.get_autocast_dtype(device_type),
-            torch.is_autocast_cache_enabled(),
-        )
-        torch.set_autocast_enabled(device_type, enabled)
-        torch.set_autocast_dtype(device_type, dtype)
-        if cache_enabled is not None:
-            torch.set_autocast_cache_enabled(cache_enabled)
-        if step > 0:
-            torch.autocast_increment_nesting()
-        elif torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        return before
-
-    def overlay(self, policies: Mapping[str, CastPolicy]) -> Mapping[str, CastPolicy]:
-        """Return the policies as they are."""
-        return policies
-
-    def new_store(self, own: bool, max_bytes: int | None = None, verify: bool = False) -> PythonStore:
-        """Return a store in Python."""
-        return PythonStore(own, max_bytes, verify)
-
     def kernels(self, backend: Backend) -> Kernels:
         """Put a backend's kernels in place."""
-        return _PythonKernels(backend)
+        return _PythonKernels(backend, self)
+
+    def policy(self, name: str, device_type: str, default: CastPolicy) -> CastPolicy:
+        """Return the policy of an op in this thread's region."""
+        region = self.innermost(device_type)
+        overlay = None if region is None else region[0]
+        return default if overlay is None else overlay.get(name, default)
+
+    def store(self, device_type: str) -> PythonStore | None:
+        """Return where this thread's region keeps casts; None where it is in none."""
+        region = self.innermost(device_type)
+        if region is None:
+            return None
+        return self.own_store() if region[1] is None else region[1].store("reference", PythonStore)
 
 
 class _PythonKernels(Kernels):
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, engine: ReferenceEngine) -> None:
+        self._engine = engine
         self._libraries: dict[str, Library] = {}
         super().__init__(backend)
 
@@ -79,7 +60,7 @@ class _PythonKernels(Kernels):
     @override
     def _register(self, name: str, op: torch._ops.OpOverload, policy: CastPolicy) -> None:
         namespace, _, name_in_it = name.partition("::")
-        kernel = _Kernel(op, name, policy, self.backend, self.key)
+        kernel = _Kernel(op, name, policy, self.backend, self.key, self._engine)
         with warnings.catch_warnings():
             # torch warns, once in a process, that a kernel is overridden: that is what is meant here.
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
@@ -99,24 +80,33 @@ class _PythonKernels(Kernels):
 class _Kernel:
     """What runs for one op at one device's Autocast key."""
 
-    def __init__(self, op: torch._ops.OpOverload, name: str, policy: CastPolicy, backend: Backend, key: str) -> None:
+    def __init__(
+        self,
+        op: torch._ops.OpOverload,
+        name: str,
+        policy: CastPolicy,
+        backend: Backend,
+        key: str,
+        engine: ReferenceEngine,
+    ) -> None:
         self.op = op
         self.name = name
         self.policy = policy
         self.backend = backend
+        self.engine = engine
         self.device_type = backend.device_type
         self.key_set = torch._C.DispatchKeySet(dispatch_key(key))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        frame = state.innermost(self.device_type)
-        policy = self.policy
-        if frame is not None and frame.overlay:
-            policy = frame.overlay.get(self.name, policy)
+        policy = self.engine.policy(self.name, self.device_type, self.policy)
         with torch._C._ExcludeDispatchKeyGuard(self.key_set):
             return _RULES[policy](self, args, kwargs)
 
     def cast_to(self, dtype: torch.dtype, args: _Args, kwargs: _Kwargs) -> Any:
-        cast = op_caster(self.device_type, dtype, self.backend.is_capturing)
+        store = self.engine.store(self.device_type)
+        if dtype is torch.float32 or self.backend.is_capturing():
+            store = None
+        cast = op_caster(self.device_type, dtype, store)
         return self.op(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
 
     def first_is_eligible(self, args: _Args, kwargs: _Kwargs) -> bool:
