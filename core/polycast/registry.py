@@ -307,7 +307,7 @@ class Registry:
 def _torch_device_type(device: str) -> str | None:
     try:
         return torch.device(device).type
-    except RuntimeError:
+    except (RuntimeError, IndexError):  # the latter for "cpu:"
         return None
 
 
