@@ -600,23 +600,29 @@ bool is_eligible(const Tensor& tensor, DeviceType device) {
 }
 
 // A weight is a float32 leaf that requires grad, or a Parameter that does not. Subclasses other than Parameter are not.
+// One with a tangent of forward-mode differentiation is left alone: a kept cast would be without it.
 bool is_weight(const Tensor& tensor) {
-  if (tensor.scalar_type() != at::kFloat || !tensor.is_leaf() || tensor.layout() != at::kStrided ||
-      tensor.is_inference() || tensor.key_set().has(DispatchKey::Python)) {
+  const TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+  if (tensor.scalar_type() != at::kFloat || tensor.layout() != at::kStrided || tensor.is_inference() ||
+      impl->key_set().has(DispatchKey::Python)) {
     return false;
   }
   // The tensor is held, so its object is alive, and the type of an object can be read without the GIL.
-  PyObject* const object = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
-  PyTypeObject* const type = object == nullptr ? nullptr : Py_TYPE(object);
-  const bool parameter = type == reinterpret_cast<PyTypeObject*>(ParameterClass);
-  const bool plain = type == nullptr || type == reinterpret_cast<PyTypeObject*>(THPVariableClass);
-  return (parameter || (plain && tensor.requires_grad())) && !tensor.is_view();
+  const PyObject* const object = impl->pyobj_slot()->load_pyobj();
+  const auto* const type = object == nullptr ? THPVariableClass : reinterpret_cast<const PyObject*>(Py_TYPE(object));
+  const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta == nullptr) {
+    return type == ParameterClass;
+  }
+  return (type == ParameterClass || (type == THPVariableClass && meta->requires_grad_)) && meta->grad_fn_ == nullptr &&
+      !meta->is_view_ && meta->fw_grad_ == nullptr;
 }
 
 // Not while something records, transforms or watches the ops.
 bool caching_is_safe() {
-  return !c10::impl::TorchDispatchModeTLS::any_modes_set() && !torch::jit::tracer::isTracing() &&
-      !c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode);
+  static constexpr c10::DispatchKeySet kWatchers{
+      DispatchKey::Python, DispatchKey::Tracer, DispatchKey::FuncTorchDynamicLayerFrontMode};
+  return !c10::impl::tls_local_dispatch_key_set().included_.has_any(kWatchers);
 }
 
 // Cast an eligible tensor of another dtype.
@@ -625,8 +631,7 @@ Tensor cast(const Tensor& tensor, ScalarType dtype, DeviceType device, const py:
   if (store == nullptr) {
     return at::autocast::cached_cast(dtype, tensor, device);  // a region of torch's has torch's cache
   }
-  if (dtype != at::kFloat && is_weight(tensor) && at::autocast::is_autocast_cache_enabled() && caching_is_safe() &&
-      !tensor._fw_grad(0).defined()) {
+  if (dtype != at::kFloat && is_weight(tensor) && at::autocast::is_autocast_cache_enabled() && caching_is_safe()) {
     bool capturing = false;
     if (is_capturing) {
       py::gil_scoped_acquire gil;
@@ -672,6 +677,7 @@ class Kernel final : public c10::OperatorKernel {
     }
   }
 
+  // The kernel of an op of any signature.
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch::jit::Stack* stack) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
     switch (policy()) {
@@ -708,7 +714,68 @@ class Kernel final : public c10::OperatorKernel {
     handle.callBoxed(stack);
   }
 
+  // The kernel of an op whose arguments are tensors and scalars, without the way over a stack.
+  template <class... Args>
+  Tensor call(const c10::TypedOperatorHandle<Tensor(Args...)>& handle, Args... args) const {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
+    ScalarType dtype = at::kFloat;
+    switch (policy()) {
+      case Policy::kLowerPrecisionFp:
+        dtype = at::autocast::get_autocast_dtype(device_);
+        break;
+      case Policy::kFp32:
+        break;
+      case Policy::kPromote: {
+        Promotion promotion{device_};
+        (promotion.look(args), ...);
+        if (!promotion.different) {
+          return handle.call(args...);
+        }
+        break;
+      }
+      case Policy::kBanned:
+        TORCH_CHECK(false, op_.refusal);
+      default:  // those that set a dtype need an argument that these ops do not have
+        return handle.call(args...);
+    }
+    return handle.call(*converted(args, dtype)...);
+  }
+
  private:
+  // Gathers whether the eligible inputs have different dtypes.
+  struct Promotion {
+    DeviceType device;
+    std::optional<ScalarType> seen = std::nullopt;
+    bool different = false;
+
+    void look(const Tensor& tensor) {
+      if (is_eligible(tensor, device)) {
+        different = different || (seen && *seen != tensor.scalar_type());
+        seen = tensor.scalar_type();
+      }
+    }
+
+    void look(const std::optional<Tensor>& tensor) {
+      if (tensor) {
+        look(*tensor);
+      }
+    }
+
+    void look(const at::Scalar&) {}
+  };
+
+  c10::MaybeOwned<Tensor> converted(const Tensor& tensor, ScalarType dtype) const {
+    using Maybe = c10::MaybeOwned<Tensor>;
+    return to_be_cast(tensor, dtype) ? Maybe::owned(cast(tensor, dtype, device_, is_capturing_))
+                                     : Maybe::borrowed(tensor);
+  }
+
+  std::optional<std::optional<Tensor>> converted(const std::optional<Tensor>& tensor, ScalarType dtype) const {
+    return tensor ? std::optional<Tensor>(*converted(*tensor, dtype)) : tensor;
+  }
+
+  const at::Scalar* converted(const at::Scalar& scalar, ScalarType) const { return &scalar; }
+
   static bool appends_dtype(const std::vector<c10::Argument>& arguments, const c10::OperatorHandle& candidate) {
     const auto& others = candidate.schema().arguments();
     if (others.size() != arguments.size() + 1 || others.back().real_type()->str() != "ScalarType" ||
@@ -789,31 +856,22 @@ class Kernel final : public c10::OperatorKernel {
 
   // Whether the eligible inputs have different dtypes.
   bool mixed(torch::jit::Stack* stack) const {
-    std::optional<ScalarType> seen;
-    bool different = false;
-    const auto look = [&](const Tensor& tensor) {
-      if (is_eligible(tensor, device_)) {
-        different = different || (seen && *seen != tensor.scalar_type());
-        seen = tensor.scalar_type();
-      }
-    };
+    Promotion promotion{device_};
     for (const size_t position : tensors_) {
       const c10::IValue& value = argument(stack, position);
       if (value.isTensor()) {
-        look(value.toTensor());
+        promotion.look(value.toTensor());
       } else if (value.isTensorList()) {
         for (const Tensor& tensor : value.toTensorVector()) {
-          look(tensor);
+          promotion.look(tensor);
         }
       } else if (value.isOptionalTensorList()) {
         for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector()) {
-          if (tensor) {
-            look(*tensor);
-          }
+          promotion.look(tensor);
         }
       }
     }
-    return different;
+    return promotion.different;
   }
 
   const Op op_;
@@ -850,10 +908,8 @@ class Library {
     Op op{number, name, static_cast<Policy>(policy), std::move(refusal)};
     NoWarnings no_warnings;
     const c10::WarningUtils::WarningHandlerGuard guard(&no_warnings);
-    library_->impl(
-        name.c_str(),
-        torch::CppFunction::makeFromBoxedFunctor(
-            std::make_unique<Kernel>(std::move(op), handle, device_, key_, std::move(is_capturing))));
+    auto kernel = std::make_unique<Kernel>(std::move(op), handle, device_, key_, std::move(is_capturing));
+    library_->impl(name.c_str(), function(handle, std::move(kernel)));
   }
 
   void fallthrough() { library_->fallback(torch::CppFunction::makeFallthrough()); }
@@ -861,6 +917,38 @@ class Library {
   void remove() { library_.reset(); }
 
  private:
+  // The matrix products have few signatures; torch's own ops of these go without a stack. What another's kernels are
+  // declared with is not known, and has to be the same to the letter.
+  static torch::CppFunction function(const c10::OperatorHandle& handle, std::unique_ptr<Kernel> kernel) {
+    std::string signature;
+    for (const auto& argument : handle.schema().arguments()) {
+      signature += argument.real_type()->str() + " ";
+    }
+    for (const auto& value : handle.schema().returns()) {
+      signature += "-> " + value.real_type()->str();
+    }
+    if (handle.schema().getNamespace() == std::string_view("aten") && !handle.schema().is_mutable()) {
+      if (signature == "Tensor Tensor -> Tensor") {
+        return unboxed<const Tensor&, const Tensor&>(handle, std::move(kernel));
+      }
+      if (signature == "Tensor Tensor Tensor? -> Tensor") {
+        return unboxed<const Tensor&, const Tensor&, const std::optional<Tensor>&>(handle, std::move(kernel));
+      }
+      if (signature == "Tensor Tensor Tensor Scalar Scalar -> Tensor") {
+        using Scalar = const at::Scalar&;
+        return unboxed<const Tensor&, const Tensor&, const Tensor&, Scalar, Scalar>(handle, std::move(kernel));
+      }
+    }
+    return torch::CppFunction::makeFromBoxedFunctor(std::move(kernel));
+  }
+
+  template <class... Args>
+  static torch::CppFunction unboxed(const c10::OperatorHandle& handle, std::unique_ptr<Kernel> kernel) {
+    return torch::CppFunction(
+        [op = handle.typed<Tensor(Args...)>(), kernel = std::shared_ptr<Kernel>(std::move(kernel))](
+            Args... args) -> Tensor { return kernel->template call<Args...>(op, args...); });
+  }
+
   const DeviceType device_;
   const DispatchKey key_;
   std::optional<torch::Library> library_;
