@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from . import demo, devices, ops
+from . import build, demo, devices, ops
 
 app = typer.Typer(
     add_completion=False,
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 app.command("devices")(devices.show)
 app.command("ops")(ops.show)
+app.command("build")(build.run)
 app.command("demo")(demo.run)
 
 

@@ -1,0 +1,17 @@
+"""``polycast build``: compile the native engine ahead of its first use, for instance into a container image."""
+
+import typer
+
+from ..engine.build import BuildError, cache_directory, find_or_build
+from .terminal import library_errors
+
+
+def run() -> None:
+    """Build the native engine now, unless it is built already, and print where it is."""
+    try:
+        with library_errors():
+            library = find_or_build(cache_directory())
+    except BuildError as error:
+        typer.echo(f"polycast: the native engine cannot be built: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(library)
