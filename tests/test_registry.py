@@ -76,6 +76,14 @@ def test_any_string_is_answered_where_torch_takes_it_and_refused_where_not(text)
         assert polycast.is_autocast_available(text) in (True, False)
 
 
+def test_a_device_that_was_registered_by_hand_once_is_unknown_again(hand_made):
+    hand_made("hpu")
+    polycast.unregister_backend("hpu")
+    assert "hpu" not in polycast.backends()
+    with pytest.raises(RuntimeError, match=r"^Invalid device string: 'hpu:'$"):
+        polycast.is_autocast_available("hpu:")
+
+
 @pytest.mark.parametrize("index", ["", ":0", ":1", ":127"])
 @pytest.mark.parametrize("name", DEVICE_TYPES)
 @pytest.mark.filterwarnings("ignore:'mkldnn' is no longer used as device type")

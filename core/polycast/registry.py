@@ -255,21 +255,18 @@ class Registry:
                 return ready  # without asking torch what the device string means
         name = self.parse_device_type(device_type)
         slot = self._slots().get(name)
-        if slot is None or not (slot.candidates or slot.by_hand):
+        if slot is None:
             off = "" if env.discovery() else " Third parties' are not looked for, because POLYCAST_DISCOVERY is off."
             raise BackendNotFoundError(
                 f"No polycast backend is installed for {name!r}. Backends are installed for: "
-                f"{', '.join(sorted(self._known())) or 'no device'}. Install a distribution that supplies one in the "
+                f"{', '.join(sorted(self._slots())) or 'no device'}. Install a distribution that supplies one in the "
                 f"entry-point group {hookspecs.ENTRY_POINT_GROUP!r}, or pass yours to polycast.register_backend().{off}"
             )
         return slot.backend()
 
-    def _known(self) -> dict[str, _Slot]:
-        return {name: slot for name, slot in self._slots().items() if slot.candidates or slot.by_hand}
-
     def statuses(self) -> Mapping[str, BackendStatus]:
         """See :func:`backends`."""
-        return MappingProxyType({name: slot.status() for name, slot in sorted(self._known().items())})
+        return MappingProxyType({name: slot.status() for name, slot in sorted(self._slots().items())})
 
     def register(self, backend: Backend) -> None:
         """See :func:`register_backend`."""
@@ -297,6 +294,8 @@ class Registry:
                     f"with POLYCAST_BLOCK={name}."
                 )
             slot.by_hand = None
+            if not slot.candidates:
+                del slots[name]
         self._announce(name)
 
     def _announce(self, device_type: str) -> None:
