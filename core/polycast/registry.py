@@ -266,7 +266,7 @@ class Registry:
 
     def statuses(self) -> Mapping[str, BackendStatus]:
         """See :func:`backends`."""
-        return MappingProxyType({name: slot.status() for name, slot in sorted(self._slots().items())})
+        return MappingProxyType({name: slot.status() for name, slot in sorted(self._slots().copy().items())})
 
     def register(self, backend: Backend) -> None:
         """See :func:`register_backend`."""
