@@ -1,0 +1,90 @@
+"""What fake tensors cannot show: real kernels, graph capture and streams. Runs where torch sees a CUDA device."""
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+
+pytestmark = [
+    pytest.mark.usefixtures("engine"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+]
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).cuda()
+
+
+def inputs(rows=16):
+    torch.manual_seed(1)
+    return torch.randn(rows, 64, device="cuda")
+
+
+def test_the_backend_is_ready():
+    assert polycast.is_autocast_available("cuda")
+    assert polycast.backends()["cuda"].state == "ready"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_forward_and_backward_give_torchs_bits(dtype):
+    def run(region):
+        net = model()
+        with region:
+            out = net(inputs())
+        out.float().pow(2).sum().backward()
+        return [out, *(parameter.grad for parameter in net.parameters())]
+
+    polycast.uninstall()
+    theirs = run(torch.autocast("cuda", dtype))
+    ours = run(polycast.autocast("cuda", dtype))
+    for their, our in zip(theirs, ours, strict=True):
+        assert our.dtype is their.dtype
+        assert torch.equal(our, their)
+
+
+@pytest.mark.parametrize("cache", [None, "shared"])
+def test_a_captured_graph_sees_later_updates_of_the_weights(cache):
+    net, x = model(), inputs()
+    region = polycast.autocast("cuda", cache=polycast.WeightCache() if cache else None)
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side), region:
+            net(x)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), region:
+            captured = net(x)
+        for parameter in net.parameters():
+            parameter.mul_(2)
+        graph.replay()
+        with region:
+            expected = net(x)
+    assert torch.equal(captured, expected)
+
+
+def test_regions_on_several_streams_give_the_same_bits():
+    net, x = model(), inputs()
+    with torch.no_grad(), polycast.autocast("cuda"):
+        expected = net(x)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    outputs = []
+    for turn in range(40):
+        stream = streams[turn % len(streams)]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.no_grad(), polycast.autocast("cuda"):
+            outputs.append(net(x))
+    torch.cuda.synchronize()
+    assert all(torch.equal(output, expected) for output in outputs)
+
+
+def test_memory_of_weights_casts_is_given_back():
+    net, x = model(), inputs()
+    polycast.clear_autocast_cache()
+    before = torch.cuda.memory_allocated()
+    with torch.no_grad(), polycast.autocast("cuda"):
+        net(x)
+    polycast.clear_autocast_cache()
+    assert torch.cuda.memory_allocated() == before
