@@ -1,4 +1,5 @@
-# Set-up, tests, checks and the demo. Each target makes what it needs in $(VENV), and is safe to run twice.
+# Set-up, tests, checks, the demo and the benchmarks. Each target makes what it needs in $(VENV), and is safe to run
+# twice.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -8,7 +9,7 @@ VENV ?= .venv
 SOURCES := pyproject.toml MANIFEST.in README.md $(wildcard LICENSE) $(shell find core backends \
 	\( -name __pycache__ -o -name '*.egg-info' \) -prune -o -print)
 
-.PHONY: test check demo clean FORCE
+.PHONY: test check demo bench clean FORCE
 
 # The tests run on the installed wheel, not on the source tree.
 test: $(VENV)/polycast.stamp
@@ -21,6 +22,10 @@ check: $(VENV)/polycast.stamp
 
 demo: $(VENV)/polycast.stamp
 	$(VENV)/bin/polycast demo
+
+# BENCH takes options: make bench BENCH="--quick --json figures.json".
+bench: $(VENV)/bench.stamp
+	$(VENV)/bin/python -m benchmarks $(BENCH)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -44,4 +49,9 @@ $(VENV)/polycast.stamp: $(VENV)/torch.stamp $(SOURCES)
 	rm -rf build *.egg-info
 	$(VENV)/bin/python -m pip uninstall --quiet --yes polycast
 	$(VENV)/bin/python -m pip install "$$(echo dist/*.whl)[dev]"
+	touch $@
+
+# The wheel again, for what its extra `bench` asks for.
+$(VENV)/bench.stamp: $(VENV)/polycast.stamp
+	$(VENV)/bin/python -m pip install "$$(echo dist/*.whl)[bench]"
 	touch $@

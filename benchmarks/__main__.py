@@ -1,0 +1,125 @@
+"""Measure every ratio that polycast is held to, in one run: ``python -m benchmarks`` in the root of the repository."""
+
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Protocol
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from polycast.engine import choose
+
+from . import models, small, training
+from .processes import ImportTime, PeakMemory
+from .timing import Result
+
+
+class Benchmark(Protocol):
+    rounds: int
+
+    def run(self, quick: bool) -> Iterator[list[Result]]: ...
+
+
+BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
+    "region": small.region,
+    "mm-float32": small.mm_float32,
+    "mm-bfloat16": small.mm_bfloat16,
+    "mm-weight": small.mm_weight,
+    "relu": small.relu,
+    "depth": small.depth,
+    "threads": small.threads,
+    "lookup": small.lookup,
+    "import": ImportTime,
+    "memory": PeakMemory,
+    "linears": models.linears,
+    "gpt2": models.gpt2,
+    "training": training.training,
+}
+
+
+def environment() -> dict[str, str | int]:
+    """Return the machine and the versions."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "torch threads": torch.get_num_threads(),
+        "cpu capability": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers"),
+        "polycast": importlib.metadata.version("polycast"),
+        "engine": choose().name,
+    }
+
+
+def measure(names: list[str], quick: bool) -> list[Result]:
+    """Run benchmarks with a progress line on stderr."""
+    results: list[Result] = []
+    columns = (TextColumn("{task.description:12}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        all_of_them = progress.add_task("", total=len(names))
+        for name in names:
+            progress.update(all_of_them, description=name)
+            for found in BENCHMARKS[name]().run(quick):
+                results += found
+            gc.collect()  # the models, before the next is timed
+            progress.advance(all_of_them)
+    return results
+
+
+def table(results: list[Result]) -> Table:
+    """Return the results for people."""
+    new = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for column, justify in (("what", "left"), ("against", "left"), ("measured", "right"), ("at most", "right")):
+        new.add_column(column, justify=justify, no_wrap=True)
+    new.add_column("", no_wrap=True)
+    for result in results:
+        number = f"{result.measured:.1f}" if result.unit else f"{result.measured:.3f}"
+        verdict = "[green]ok[/]" if result.ok else "[bold red]MISSED[/]"
+        new.add_row(result.what, result.against, number + result.unit, f"{result.at_most:g}{result.unit}", verdict)
+    return new
+
+
+def main(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer repeats: for trying, not for figures.")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help=f"Run this one; may be repeated. {', '.join(BENCHMARKS)}.")
+    ] = None,
+) -> None:
+    """Measure polycast against torch on this machine's CPU."""
+    unknown = [name for name in only or [] if name not in BENCHMARKS]
+    if unknown:
+        raise typer.BadParameter(f"--only {unknown[0]!r}: expected one of {', '.join(BENCHMARKS)}.")
+    about = environment()
+    # Wide enough for the table also where the output is a file.
+    out = Console(width=max(120, Console().width), highlight=False)
+    for key, value in about.items():
+        out.print(f"{key}: {value}", markup=False)
+    out.print()
+    results = measure([name for name in BENCHMARKS if not only or name in only], quick)
+    out.print(table(results))
+    missed = sum(not result.ok for result in results)
+    out.print(f"\n{len(results) - missed} of {len(results)} within their bounds, {missed} missed.")
+    if json_file is not None:
+        written = [{**asdict(result), "ok": result.ok} for result in results]
+        json_file.write_text(json.dumps({"quick": quick, "environment": about, "results": written}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

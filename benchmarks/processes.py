@@ -1,0 +1,50 @@
+"""What needs a process of its own: the time that the import takes, and peak memory."""
+
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .timing import Result
+
+_IMPORT = "import time, torch; start = time.perf_counter(); import polycast; print(time.perf_counter() - start)"
+
+
+def _output(*arguments: str) -> float:
+    return float(subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+@dataclass(frozen=True)
+class ImportTime:
+    """Milliseconds that ``import polycast`` takes where torch is imported."""
+
+    rounds: int = 9
+
+    def run(self, quick: bool) -> Iterator[list[Result]]:
+        """Yield after each round, at last with the result."""
+        seconds = []
+        for _ in range(3 if quick else self.rounds):
+            seconds.append(_output("-c", _IMPORT))
+            yield []
+        yield [Result("import polycast, after import torch", "-", statistics.median(seconds) * 1000, 30, unit=" ms")]
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """The peak memory of a process that trains.
+
+    A process's count starts at what its parent has, so this has to run while no large model is alive here.
+    """
+
+    rounds: int = 2
+
+    def run(self, quick: bool) -> Iterator[list[Result]]:
+        """Yield after each round, at last with the result."""
+        ratios = []
+        for _ in range(1 if quick else self.rounds):
+            ours, theirs = (_output("-m", "benchmarks.training", name) for name in ("polycast", "torch"))
+            ratios.append(ours / theirs)
+            yield []
+        what = "GPT-2 small, peak memory of the training step"
+        yield [Result(what, "torch.autocast", statistics.median(ratios), 1.02)]

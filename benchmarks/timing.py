@@ -1,0 +1,99 @@
+"""Time statements side by side: A B A B ..., so that what disturbs the machine disturbs all of them.
+
+torch.utils.benchmark does the timing; a ratio is the median of the ratios of the rounds.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.benchmark import Timer
+
+import polycast
+
+
+@dataclass(frozen=True)
+class Result:
+    """A figure and the bound that it should keep; `times` are the median seconds of both sides, where it is a ratio."""
+
+    what: str
+    against: str
+    measured: float
+    at_most: float
+    unit: str = ""
+    times: tuple[float, float] | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.measured <= self.at_most
+
+
+@dataclass(frozen=True)
+class Side:
+    """A statement with the names in it, and what is entered around it, which is not timed.
+
+    Its ops run on torch's own Autocast kernels where `kernels` is "torch": polycast's serve torch's regions too while
+    they are in place. `per` is how often the statement does what is measured.
+    """
+
+    statement: str
+    names: Mapping[str, Any] = field(default_factory=dict)
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    kernels: str = "polycast"
+    per: int = 1
+
+    def time(self, calls: int) -> float:
+        """Return the seconds of a call."""
+        if self.kernels == "torch":
+            polycast.uninstall()
+        else:
+            polycast.install("cpu")
+        timer = Timer(self.statement, globals=dict(self.names), num_threads=torch.get_num_threads())
+        with self.around():
+            return timer.timeit(calls).median / self.per
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of two sides of a race, by their names."""
+
+    what: str
+    against: str
+    ours: str
+    theirs: str
+    at_most: float
+
+
+@dataclass(frozen=True)
+class Race:
+    """Sides that are timed in turns, and the ratios that are asked for; `seconds` is about what one turn takes."""
+
+    sides: Mapping[str, Side]
+    ratios: Sequence[Ratio]
+    rounds: int = 40
+    seconds: float = 0.01
+
+    def run(self, quick: bool) -> Iterator[list[Result]]:
+        """Yield after each round, at last with the results."""
+        calls = {name: self._calls(side) for name, side in self.sides.items()}
+        names = list(self.sides)
+        taken: list[dict[str, float]] = []
+        for turn in range(max(3, self.rounds // 5) if quick else self.rounds):
+            first = turn % len(names)
+            taken.append({name: self.sides[name].time(calls[name]) for name in (*names[first:], *names[:first])})
+            yield []
+        yield [self._result(ratio, taken) for ratio in self.ratios]
+
+    def _calls(self, side: Side) -> int:
+        once = side.time(1) * side.per  # the first casts, and what is made at the first call
+        if once < self.seconds:
+            once = side.time(10) * side.per
+        return max(1, round(self.seconds / once))
+
+    def _result(self, ratio: Ratio, taken: Sequence[Mapping[str, float]]) -> Result:
+        measured = statistics.median(times[ratio.ours] / times[ratio.theirs] for times in taken)
+        ours, theirs = (statistics.median(times[name] for times in taken) for name in (ratio.ours, ratio.theirs))
+        return Result(ratio.what, ratio.against, measured, ratio.at_most, times=(ours, theirs))
