@@ -3,6 +3,7 @@
 from .autograd import custom_bwd, custom_fwd
 from .backend import Availability, Backend
 from .capture import Snapshot, capture
+from .discovery import BackendStatus
 from .engine import install, uninstall
 from .errors import (
     AutocastDisabledWarning,
@@ -16,7 +17,6 @@ from .hookspecs import hookimpl
 from .policy import CastPolicy, policy_table
 from .region import autocast, autocast_decorator
 from .registry import (
-    BackendStatus,
     backends,
     get_backend,
     is_autocast_available,

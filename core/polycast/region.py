@@ -11,10 +11,11 @@ from typing_extensions import Self
 from . import state
 from .backend import Backend
 from .decorate import decorate
+from .discovery import check_availability, check_dtype
 from .engine import installed, kernels_of
 from .errors import AutocastDisabledWarning
 from .policy import CastPolicy, find_op, table_problems
-from .registry import check_availability, check_dtype, registry
+from .registry import registry
 from .state import Overlay, Settings
 from .weights import WeightCache
 

@@ -3,9 +3,10 @@
 import torch
 
 from . import state
+from .discovery import check_dtype
 from .engine import kernels_of
 from .errors import BackendNotFoundError
-from .registry import check_dtype, registry
+from .registry import registry
 
 
 def _device_type(device_type: str) -> str:

@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from ..discovery import BackendStatus
 from ..errors import BackendBrokenError
-from ..registry import BackendStatus, backends, get_backend
+from ..registry import backends, get_backend
 from .terminal import console, engine_name, library_errors, print_json, short, table
 
 _STYLES = {"ready": "green", "unavailable": "yellow", "broken": "red", "conflict": "red", "blocked": "dim"}
