@@ -167,6 +167,18 @@ def test_a_failing_build_names_its_log(compiler, home, wanted):
         assert text.read().endswith("no room for the object file\n")
 
 
+def test_a_build_that_failed_is_tried_again_only_when_asked(compiler, home):
+    compiler.behave(status=3)
+    with pytest.raises(build.BuildError, match="the compiler failed with status 3"):
+        build.find_or_build(home)
+    with pytest.raises(build.BuildError, match=r"it failed before; its output is in .*\.log\. `polycast build` tries"):
+        build.find_or_build(home)
+    assert compiler.calls == 1
+    compiler.behave(status=0)
+    assert build.find_or_build(home, again=True) == build.find_or_build(home)
+    assert compiler.calls == 2
+
+
 def test_a_cache_directory_that_cannot_be_written_is_told(compiler, monkeypatch, wanted, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

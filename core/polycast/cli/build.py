@@ -10,7 +10,7 @@ def run() -> None:
     """Build the native engine now, unless it is built already, and print where it is."""
     try:
         with library_errors():
-            library = find_or_build(cache_directory())
+            library = find_or_build(cache_directory(), again=True)
     except BuildError as error:
         typer.echo(f"polycast: the native engine cannot be built: {error}", err=True)
         raise typer.Exit(1) from error

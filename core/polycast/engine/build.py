@@ -66,8 +66,14 @@ def _import(library: Path) -> ModuleType:
     return module
 
 
-def find_or_build(directory: Path) -> Path:
-    """Return a build that is whole, making one if there is none."""
+def find_or_build(directory: Path, again: bool = False) -> Path:
+    """Return a build that is whole, making one if there is none.
+
+    A build that failed is remembered by its log, for each process would try it anew; `again` does.
+
+    Raises:
+        BuildError: there is none, and none can be made.
+    """
     place = directory / _digest(torch.__version__, sys.implementation.cache_tag, *_abi(), SOURCE.read_bytes().hex())
     compiler = _compiler()
     if compiler is None:
@@ -78,6 +84,8 @@ def find_or_build(directory: Path) -> Path:
         raise BuildError("no C++ compiler is found. Install one (c++), or name it in the variable CXX.")
     library = place / _digest(*compiler, *_FLAGS) / f"{_MODULE}.so"
     if not _is_whole(library):
+        if _failure(library).exists() and not again:
+            raise BuildError(f"it failed before; its output is in {_failure(library)}. `polycast build` tries again.")
         try:
             library.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(library.parent / "lock"):
@@ -116,6 +124,10 @@ def _is_whole(library: Path) -> bool:
         return False
 
 
+def _failure(library: Path) -> Path:
+    return library.with_suffix(".log")
+
+
 def _build(compiler: str, library: Path) -> None:
     print("polycast: building the native engine, once for this torch ...", file=sys.stderr, flush=True)
     from torch.utils import cpp_extension  # its import takes a while, and is needed here only
@@ -135,10 +147,11 @@ def _build(compiler: str, library: Path) -> None:
             str(built),
         ]
         outcome = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-        log = library.with_suffix(".log")
-        log.write_text(f"{shlex.join(command)}\n{outcome.stdout}")
         if outcome.returncode != 0 or not built.is_file():
+            log = _failure(library)
+            log.write_text(f"{shlex.join(command)}\n{outcome.stdout}")
             raise BuildError(f"the compiler failed with status {outcome.returncode}; its output is in {log}.")
+        _failure(library).unlink(missing_ok=True)
         built.with_suffix(".sha256").write_text(_checksum(built))
         # The checksum goes first: a library without its own, or with a former one, is not whole.
         os.replace(built.with_suffix(".sha256"), library.with_suffix(".sha256"))
