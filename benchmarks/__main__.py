@@ -25,8 +25,6 @@ from .timing import Result
 
 
 class Benchmark(Protocol):
-    rounds: int
-
     def run(self, quick: bool) -> Iterator[list[Result]]: ...
 
 
