@@ -11,7 +11,6 @@ from .. import env, state
 from ..backend import Backend
 from ..policy import CastPolicy
 from ..registry import registry
-from . import build
 from .kernels import Kernels, autocast_key
 from .reference import ReferenceEngine
 
@@ -83,6 +82,8 @@ def forget_choice() -> None:
 def _choose(wanted: str) -> Engine:
     if wanted == "reference":
         return _reference
+    from . import build  # what it imports takes a while, and is needed here only
+
     try:
         return build.load()
     except build.BuildError as error:
