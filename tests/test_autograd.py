@@ -199,3 +199,9 @@ def test_either_half_may_be_torchs():
 def test_a_device_type_that_is_not_a_string_is_refused(decorator):
     with pytest.raises(ValueError, match="Expected `device_type` of type `str`, got: `<class 'torch.device'>`"):
         decorator(device_type=torch.device("cpu"))
+
+
+@styles
+def test_backward_runs_under_the_policy_of_forward(style):
+    apply(style(), polycast.autocast("cpu", policy={"aten::mm": polycast.CastPolicy.FP32}))
+    assert seen["backward"] == (True, torch.float32, torch.float32)

@@ -230,3 +230,24 @@ def test_torchscript_says_that_it_cannot_compile_a_decorated_function(decorate):
         return x
 
     assert getattr(work, "__script_unsupported") == "@autocast() decorator is not supported in script mode"
+
+
+def test_an_event_loop_that_ends_closes_a_suspended_asynchronous_generator_once(decorate):
+    seen, problems = [], []
+
+    @decorate
+    async def body():
+        try:
+            yield
+        finally:
+            await asyncio.sleep(0)
+            seen.append(enabled())
+
+    async def main():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
+        steps = body()
+        await steps.__anext__()
+        main.steps = steps
+
+    asyncio.run(main())
+    assert (seen, problems) == ([True], [])

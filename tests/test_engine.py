@@ -212,3 +212,21 @@ def test_the_region_puts_back_what_was_uninstalled():
     with polycast.autocast("cpu"):
         assert kernels_of(polycast.get_backend("cpu")).ops
         assert torch.mm(tensor("cpu"), tensor("cpu")).dtype is torch.bfloat16
+
+
+def test_an_overlay_leaves_a_composite_op_as_it_was_outside_it():
+    x = torch.ones(2, 4, 4)
+    with polycast.autocast("cpu", policy={"aten::einsum": CastPolicy.FP32, "aten::relu": CastPolicy.FP32}):
+        assert torch.einsum("bij,bjk->bik", x, x).dtype is torch.float32
+    with polycast.autocast("cpu"):
+        assert torch.einsum("bij,bjk->bik", x, x).dtype is torch.bfloat16
+        assert torch.relu(x.bfloat16()).dtype is torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_a_nested_tensor_that_requires_grad_is_cast():
+    nested = torch.nested.nested_tensor([torch.ones(4, 5)] * 2, requires_grad=True)
+    other = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+    for mode in (torch.no_grad, torch.no_grad, torch.enable_grad):
+        with mode(), polycast.autocast("cpu"):
+            assert torch.bmm(other, nested).dtype is torch.bfloat16

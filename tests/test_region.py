@@ -184,3 +184,18 @@ def test_enabling_by_hand_runs_polycasts_kernels(engine):
         assert torch.cat(mixed).dtype is torch.float32
     finally:
         polycast.set_autocast_enabled("cpu", False)
+
+
+def test_a_cache_setting_that_is_no_bool_is_refused():
+    with pytest.raises(TypeError, match="^cache_enabled must be a bool or None, got 1$"):
+        polycast.autocast("cpu", cache_enabled=1)
+
+
+def test_a_region_with_a_policy_can_be_copied_after_its_use(engine):
+    region = polycast.autocast("cpu", policy={"aten::mm": polycast.CastPolicy.FP32})
+    x = torch.ones(2, 2)
+    with region:
+        pass
+    for twin in (copy.deepcopy(region), pickle.loads(pickle.dumps(region))):
+        with twin:
+            assert torch.mm(x, x).dtype is torch.float32

@@ -294,3 +294,29 @@ def test_a_region_refuses_what_is_no_cache_and_a_cache_that_is_switched_off(cach
         polycast.autocast("cpu", cache={})
     with pytest.raises(ValueError, match="^cache= asks to keep casts and cache_enabled=False not to"):
         polycast.autocast("cpu", cache=cache, cache_enabled=False)
+
+
+def test_new_data_at_the_address_of_the_old_is_seen(cache):
+    weight = nn.Parameter(torch.zeros(64, 64), requires_grad=False)
+    x = torch.ones(1, 64, dtype=torch.bfloat16)
+    for turn in range(20):
+        weight.data = torch.empty(0)
+        weight.data = torch.full((64, 64), float(turn))
+        with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+            assert torch.equal(torch.mm(x, weight), torch.full((1, 64), 64.0 * turn, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:2], lambda data: data.t()], ids=["shape", "strides"])
+def test_other_sizes_and_strides_on_the_same_memory_are_seen(cache, change):
+    weight = nn.Parameter(torch.arange(16.0).view(4, 4), requires_grad=False)
+    for _ in range(2):
+        expected = torch.mm(weight.detach().bfloat16(), X)
+        with polycast.autocast("cpu", cache=cache):
+            assert torch.equal(torch.mm(weight, X), expected)
+        weight.data = change(weight.data)
+
+
+def test_verify_takes_a_nan_for_what_it_is():
+    cache, weight = polycast.WeightCache(verify=True), parameter(float("nan"))
+    use(cache, weight)
+    assert torch.all(torch.isnan(use(cache, weight)))

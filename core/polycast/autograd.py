@@ -15,6 +15,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch.autograd.function import FunctionCtx, FunctionMeta
 
+from . import state
 from .casting import cast_nested
 from .registry import registry
 from .state import Settings, Suspendable
@@ -66,6 +67,7 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
         # The names are those of torch.amp's decorators, so that either half may be torch's.
         ctx._dtype = get_autocast_dtype(device_type)
         ctx._fwd_used_autocast = cast_inputs is None and is_autocast_enabled(device_type)
+        ctx._polycast_region = state.machine.innermost(device_type)
 
     @functools.wraps(fwd)
     def decorated(*args: Any, **kwargs: Any) -> Any:
@@ -106,7 +108,8 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
     @functools.wraps(bwd)
     def decorated(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            settings = Settings(device_type, ctx._fwd_used_autocast, ctx._dtype)
+            overlay, cache = getattr(ctx, "_polycast_region", None) or (None, None)
+            settings = Settings(device_type, ctx._fwd_used_autocast, ctx._dtype, None, overlay, cache)
         except AttributeError:
             raise RuntimeError(
                 f"{bwd.__qualname__} is decorated with custom_bwd, but its forward did not record its autocast state. "

@@ -6,6 +6,7 @@ so that the caller between the steps, and the event loop, are not in them.
 
 import functools
 import inspect
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
@@ -32,7 +33,14 @@ def decorate(func: _F, plain: Callable[[], AbstractContextManager[Any]], regions
             body: AsyncGenerator[Any, Any] = func(*args, **kwargs)
             active = Suspendable(*regions())
             try:
-                item = await _Stepwise(body.__anext__(), active)
+                # The loop closes every asynchronous generator that it knows; the body is the wrapper's to close.
+                hooks = sys.get_asyncgen_hooks()
+                sys.set_asyncgen_hooks(None, None)
+                try:
+                    first = body.__anext__()
+                finally:
+                    sys.set_asyncgen_hooks(*hooks)
+                item = await _Stepwise(first, active)
                 while True:
                     try:
                         sent = yield item

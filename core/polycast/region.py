@@ -46,7 +46,7 @@ class autocast:
 
     Raises:
         ValueError: `device_type` is not a str; `policy` names what is not an op, or a policy that its op cannot have.
-        TypeError: `dtype` is not a torch.dtype.
+        TypeError: `dtype` is not a torch.dtype, `cache_enabled` not a bool, or `cache` not a WeightCache.
         RuntimeError: torch does not know the device string; or no backend serves it (see
             :func:`polycast.get_backend`).
 
@@ -82,6 +82,8 @@ class autocast:
             if refusal is not None:
                 warnings.warn(refusal, AutocastDisabledWarning, stacklevel=2)
                 enabled = False
+        if not isinstance(cache_enabled, (bool, type(None))):
+            raise TypeError(f"cache_enabled must be a bool or None, got {cache_enabled!r}")
         self.device = backend.device_type
         self.fast_dtype = dtype
         if cache is None and policy is None:

@@ -27,6 +27,9 @@ class Overlay(dict[str, CastPolicy]):
         super().__init__(policies)
         self.forms: dict[str, Any] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Overlay, (dict(self),)
+
 
 class Settings(NamedTuple):
     """What a region sets. None leaves what is there."""

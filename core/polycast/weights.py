@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .errors import StaleWeightError
 
@@ -118,8 +119,8 @@ class WeightCache:
 
 @dataclass(slots=True)
 class _Entry:
-    version: int
-    data_ptr: int
+    content: tuple[object, ...]
+    storage: StorageWeakRef  # so that its identity is not given to another storage
     cast: torch.Tensor
     linked: torch.Tensor | None = None
 
@@ -143,7 +144,7 @@ class PythonStore:
         key = (id(weight), dtype)
         with self._lock:
             entry = self._entries.get(key)
-            if entry is not None and (entry.version, entry.data_ptr) == (weight._version, weight.data_ptr()):
+            if entry is not None and entry.content == _content(weight):
                 self._hits += 1
                 self._entries.move_to_end(key)
                 if self._verify:
@@ -160,10 +161,10 @@ class PythonStore:
             return linked
 
     def _insert(self, key: tuple[int, torch.dtype], weight: torch.Tensor) -> _Entry:
-        version, data_ptr = weight._version, weight.data_ptr()
+        content, storage = _content(weight), StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
         with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be saved for a backward
             cast = weight.detach().to(key[1])
-        entry = _Entry(version, data_ptr, cast)
+        entry = _Entry(content, storage, cast)
         self._misses += 1
         self._erase(key)
         if self._max_bytes is not None and cast.nbytes > self._max_bytes:
@@ -208,6 +209,12 @@ class PythonStore:
             return len(self._entries), self._bytes, self._hits, self._misses, self._evictions
 
 
+def _content(weight: torch.Tensor) -> tuple[object, ...]:
+    """Return what tells that a weight is what it was: its version, its memory, and how it lies there."""
+    storage = weight.untyped_storage()
+    return weight._version, storage._cdata, weight.data_ptr(), weight.shape, weight.stride()
+
+
 class _Linked(torch.autograd.Function):
     """A cast that was made without history, with the history that ``weight.to(dtype)`` would have."""
 
@@ -231,7 +238,8 @@ def _link(weight: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
 
 def _check_contents(weight: torch.Tensor, cast: torch.Tensor) -> None:
     with torch.no_grad():
-        if not torch.equal(weight.detach().to(cast.dtype), cast):
+        fresh = weight.detach().to(cast.dtype)
+        if not (torch.equal(fresh.nan_to_num(), cast.nan_to_num()) and torch.equal(fresh.isnan(), cast.isnan())):
             raise StaleWeightError(STALE)
 
 
@@ -253,6 +261,7 @@ def is_weight(tensor: torch.Tensor) -> bool:
         and (kind is torch.nn.Parameter or (kind is torch.Tensor and tensor.requires_grad))
         and tensor.is_leaf
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and not tensor.is_inference()
         and not tensor._is_view()
     )

@@ -9,7 +9,6 @@ import torch
 
 from .. import env, state
 from ..backend import Backend
-from ..policy import CastPolicy
 from ..registry import registry
 from .kernels import Kernels, autocast_key
 from .reference import ReferenceEngine
@@ -121,7 +120,8 @@ def install(device_type: str) -> None:
 def uninstall(device_type: str | None = None) -> None:
     """Take polycast's kernels away: torch has its own again, as if polycast had never been used.
 
-    The next region for the device puts them back.
+    The next region for the device puts them back. Not to be called while other threads run ops that have kernels, for
+    torch's dispatcher lets no kernel be taken away from under a call.
 
     Args:
         device_type: the device; None for all.
@@ -149,7 +149,7 @@ def kernels_of(backend: Backend, also: Iterable[str] = ()) -> Kernels:
                 kernels = installed[backend.device_type] = engine.kernels(backend)
     for name in also:
         if name not in kernels.ops:
-            kernels.add(name, CastPolicy.PASSTHROUGH)
+            kernels.add(name, None)
     return kernels
 
 

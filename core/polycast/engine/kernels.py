@@ -48,8 +48,11 @@ class Kernels(ABC):
             self.remove()
             raise
 
-    def add(self, name: str, policy: CastPolicy) -> None:
-        """Put a kernel for one op in place, unless there is one or the running torch lacks the op."""
+    def add(self, name: str, policy: CastPolicy | None) -> None:
+        """Put a kernel for one op in place, unless there is one or the running torch lacks the op.
+
+        With a policy of None the op runs as if it had no kernel, save in regions whose overlay names it.
+        """
         with self._lock:
             op = find_op(name) if name not in self.ops else None
             if op is None:
@@ -66,7 +69,7 @@ class Kernels(ABC):
         self.ops = self.added = frozenset()
 
     @abstractmethod
-    def _register(self, name: str, op: torch._ops.OpOverload, policy: CastPolicy) -> None: ...
+    def _register(self, name: str, op: torch._ops.OpOverload, policy: CastPolicy | None) -> None: ...
 
     @abstractmethod
     def _let_other_ops_through(self) -> None: ...

@@ -47,7 +47,8 @@ using c10::DispatchKey;
 using c10::TensorImpl;
 
 // The order is that of polycast.CastPolicy, which bind() checks.
-enum class Policy : int8_t { kLowerPrecisionFp, kFp32, kFp32SetOptDtype, kFp32AppendDtype, kPromote, kBanned, kPassthrough };
+// kNone is that of an op that is in an overlay and not in the table, outside regions with that overlay.
+enum class Policy : int8_t { kNone = -1, kLowerPrecisionFp, kFp32, kFp32SetOptDtype, kFp32AppendDtype, kPromote, kBanned, kPassthrough };
 
 constexpr std::array<const char*, 7> kPolicyNames = {
     "LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "FP32_APPEND_DTYPE", "PROMOTE", "BANNED", "PASSTHROUGH"};
@@ -76,7 +77,9 @@ struct KeyHash {
 struct Entry {
   c10::weak_intrusive_ptr<TensorImpl> weight;  // so that the address, which is the key, is not given to another tensor
   uint32_t version;
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // likewise: freed memory may be given to another storage
   const void* data;
+  c10::DimVector strides;
   uint64_t region;             // the region of a thread's own store that made the cast; 0 in a user's
   std::optional<c10::Stream> stream;  // the memory may be written again on the stream that it was made on
   Tensor cast;                 // without history
@@ -136,7 +139,9 @@ class Store : public std::enable_shared_from_this<Store> {
       auto found = entries_.find(key);
       if (found != entries_.end()) {
         Entry& entry = *found->second;
-        if (entry.version == version && entry.data == data && (!own_ || entry.region == region_)) {
+        if (entry.version == version && entry.data == data && (!own_ || entry.region == region_) &&
+            entry.storage._unsafe_get_target() == weight.storage().unsafeGetStorageImpl() &&
+            entry.cast.sizes() == weight.sizes() && weight.strides() == c10::IntArrayRef(entry.strides)) {
           ++hits_;
           if (max_bytes_) {
             ages_.splice(ages_.end(), ages_, entry.age);
@@ -263,7 +268,9 @@ class Store : public std::enable_shared_from_this<Store> {
         auto entry = std::make_unique<Entry>(Entry{
             c10::weak_intrusive_ptr<TensorImpl>(weight.getIntrusivePtr()),
             version,
+            c10::weak_intrusive_ptr<c10::StorageImpl>(weight.storage().getWeakStorageImpl()),
             data,
+            c10::DimVector(weight.strides()),
             region_,
             stream,
             std::move(cast),
@@ -340,8 +347,8 @@ class Store : public std::enable_shared_from_this<Store> {
     PyObject* reference = nullptr;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      for (auto dtype : {ScalarType::BFloat16, ScalarType::Half}) {
-        erase(Key{weight, dtype}, dying);
+      for (int dtype = 0; dtype < static_cast<int>(ScalarType::NumOptions); ++dtype) {
+        erase(Key{weight, static_cast<ScalarType>(dtype)}, dying);
       }
       auto found = watchers_.find(weight);
       if (found != watchers_.end()) {
@@ -354,7 +361,8 @@ class Store : public std::enable_shared_from_this<Store> {
 
   static void verify(const Tensor& weight, const Tensor& kept) {
     at::NoGradGuard no_grad;
-    if (at::equal(weight.detach().to(kept.scalar_type()), kept)) {
+    const Tensor fresh = weight.detach().to(kept.scalar_type());
+    if (at::equal(fresh.nan_to_num(), kept.nan_to_num()) && at::equal(fresh.isnan(), kept.isnan())) {
       return;
     }
     py::gil_scoped_acquire gil;
@@ -603,7 +611,7 @@ bool is_eligible(const Tensor& tensor, DeviceType device) {
 // One with a tangent of forward-mode differentiation is left alone: a kept cast would be without it.
 bool is_weight(const Tensor& tensor) {
   const TensorImpl* const impl = tensor.unsafeGetTensorImpl();
-  if (tensor.scalar_type() != at::kFloat || tensor.layout() != at::kStrided || tensor.is_inference() ||
+  if (tensor.scalar_type() != at::kFloat || tensor.layout() != at::kStrided || tensor.is_inference() || tensor.is_nested() ||
       impl->key_set().has(DispatchKey::Python)) {
     return false;
   }
@@ -678,7 +686,11 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   // The kernel of an op of any signature.
-  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    if (policy() == Policy::kNone) {  // as if there were no kernel here: what the op is made of is autocast as ever
+      handle.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key_), stack);
+      return;
+    }
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
     switch (policy()) {
       case Policy::kLowerPrecisionFp:
@@ -709,6 +721,7 @@ class Kernel final : public c10::OperatorKernel {
       case Policy::kBanned:
         TORCH_CHECK(false, op_.refusal);
       case Policy::kPassthrough:
+      case Policy::kNone:
         break;
     }
     handle.callBoxed(stack);
@@ -909,7 +922,10 @@ class Library {
     NoWarnings no_warnings;
     const c10::WarningUtils::WarningHandlerGuard guard(&no_warnings);
     auto kernel = std::make_unique<Kernel>(std::move(op), handle, device_, key_, std::move(is_capturing));
-    library_->impl(name.c_str(), function(handle, std::move(kernel)));
+    const bool in_table = static_cast<Policy>(policy) != Policy::kNone;
+    library_->impl(
+        name.c_str(),
+        in_table ? function(handle, std::move(kernel)) : torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
   }
 
   void fallthrough() { library_->fallback(torch::CppFunction::makeFallthrough()); }

@@ -15,7 +15,7 @@ from ..weights import STALE, WeightCache
 from .kernels import Kernels, refusal
 
 # The numbers that native.cpp's enumeration Policy gives them.
-_POLICIES = {policy: number for number, policy in enumerate(CastPolicy)}
+_POLICIES: dict[CastPolicy | None, int] = {None: -1, **{policy: number for number, policy in enumerate(CastPolicy)}}
 
 
 class NativeEngine:
@@ -71,7 +71,7 @@ class _NativeKernels(Kernels):
         return self._libraries[namespace]
 
     @override
-    def _register(self, name: str, op: torch._ops.OpOverload, policy: CastPolicy) -> None:
+    def _register(self, name: str, op: torch._ops.OpOverload, policy: CastPolicy | None) -> None:
         self._library(name.partition("::")[0]).impl(
             name, self._engine.number(name), _POLICIES[policy], refusal(self.backend, name), self._is_capturing
         )

@@ -32,7 +32,7 @@ class ReferenceEngine(PythonStateMachine):
         """Put a backend's kernels in place."""
         return _PythonKernels(backend, self)
 
-    def policy(self, name: str, device_type: str, default: CastPolicy) -> CastPolicy:
+    def policy(self, name: str, device_type: str, default: CastPolicy | None) -> CastPolicy | None:
         """Return the policy of an op in this thread's region."""
         region = self.innermost(device_type)
         overlay = None if region is None else region[0]
@@ -58,13 +58,13 @@ class _PythonKernels(Kernels):
         return self._libraries[namespace]
 
     @override
-    def _register(self, name: str, op: torch._ops.OpOverload, policy: CastPolicy) -> None:
+    def _register(self, name: str, op: torch._ops.OpOverload, policy: CastPolicy | None) -> None:
         namespace, _, name_in_it = name.partition("::")
         kernel = _Kernel(op, name, policy, self.backend, self.key, self._engine)
         with warnings.catch_warnings():
             # torch warns, once in a process, that a kernel is overridden: that is what is meant here.
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
-            self._library(namespace).impl(name_in_it, kernel, self.key)  # type: ignore[no-untyped-call]
+            self._library(namespace).impl(name_in_it, kernel, self.key, with_keyset=True)  # type: ignore[no-untyped-call]
 
     @override
     def _let_other_ops_through(self) -> None:
@@ -84,7 +84,7 @@ class _Kernel:
         self,
         op: torch._ops.OpOverload,
         name: str,
-        policy: CastPolicy,
+        policy: CastPolicy | None,
         backend: Backend,
         key: str,
         engine: ReferenceEngine,
@@ -96,9 +96,12 @@ class _Kernel:
         self.engine = engine
         self.device_type = backend.device_type
         self.key_set = torch._C.DispatchKeySet(dispatch_key(key))
+        self.below = torch._C._dispatch_keyset_full_after(dispatch_key(key))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         policy = self.engine.policy(self.name, self.device_type, self.policy)
+        if policy is None:  # as if there were no kernel here: what the op is made of is autocast as ever
+            return self.op.redispatch(keys & self.below, *args, **kwargs)
         with torch._C._ExcludeDispatchKeyGuard(self.key_set):
             return _RULES[policy](self, args, kwargs)
 
