@@ -70,3 +70,24 @@ def test_one_snapshot_is_applied_within_itself_and_after_an_exception():
     with pytest.raises(ZeroDivisionError), snapshot.apply():
         raise ZeroDivisionError
     assert polycast.autocast_nesting("cpu") == 0
+
+
+def test_the_policy_is_that_of_the_snapshot_and_not_of_the_place():
+    x = torch.ones(2, 2)
+    plain, fp32 = polycast.autocast("cpu"), polycast.autocast("cpu", policy={"aten::mm": polycast.CastPolicy.FP32})
+    with plain:
+        of_plain = polycast.capture()
+    with fp32:
+        of_fp32 = polycast.capture()
+    polycast.uninstall()
+    with fp32, of_plain.apply():
+        assert torch.mm(x, x).dtype is torch.bfloat16
+    polycast.uninstall()
+    with of_fp32.apply():
+        assert torch.mm(x, x).dtype is torch.float32
+
+
+def test_what_torch_enabled_for_a_device_without_backend_is_captured_too(in_thread):
+    with torch.autocast("mps", torch.bfloat16):
+        snapshot = polycast.capture()
+    assert in_thread(snapshot.wrap(lambda: torch.is_autocast_enabled("mps")))

@@ -1,7 +1,7 @@
 """Take a thread's regions to another thread."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -9,7 +9,9 @@ import torch
 
 from . import state
 from .decorate import decorate
-from .state import Settings
+from .errors import BackendNotFoundError
+from .region import put_kernels_in_place
+from .state import Overlay, Settings
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -41,7 +43,11 @@ class Snapshot:
         try:
             for settings in self._here():
                 owner = object()
-                state.enter(owner, settings)
+                with suppress(BackendNotFoundError):  # torch may have enabled what no backend serves
+                    put_kernels_in_place(settings)
+                # Not state.enter: a policy is that of the snapshot, and is not laid over the one in force here.
+                overlay = Overlay({}) if settings.overlay is None else settings.overlay
+                state.machine.enter(owner, settings._replace(overlay=overlay))
                 owners.append(owner)
             yield
         finally:
