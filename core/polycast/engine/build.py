@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -130,7 +131,9 @@ def _failure(library: Path) -> Path:
 
 def _build(compiler: str, library: Path) -> None:
     print("polycast: building the native engine, once for this torch ...", file=sys.stderr, flush=True)
-    from torch.utils import cpp_extension  # its import takes a while, and is needed here only
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # those of what it imports are not the user's to mend
+        from torch.utils import cpp_extension  # its import takes a while, and is needed here only
 
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         built = Path(scratch) / library.name
