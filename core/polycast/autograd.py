@@ -18,7 +18,8 @@ from torch.autograd.function import FunctionCtx, FunctionMeta
 from . import state
 from .casting import cast_nested
 from .registry import registry
-from .state import Settings, Suspendable
+from .state import Settings
+from .suspend import Suspendable
 from .switches import get_autocast_dtype, is_autocast_enabled
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -109,7 +110,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
     def decorated(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             overlay, cache = getattr(ctx, "_polycast_region", None) or (None, None)
-            settings = Settings(device_type, ctx._fwd_used_autocast, ctx._dtype, None, overlay, cache)
+            settings = Settings(device_type, ctx._fwd_used_autocast, ctx._dtype, None, overlay, cache, exact=True)
         except AttributeError:
             raise RuntimeError(
                 f"{bwd.__qualname__} is decorated with custom_bwd, but its forward did not record its autocast state. "

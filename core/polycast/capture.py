@@ -1,7 +1,7 @@
 """Take a thread's regions to another thread."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -9,9 +9,8 @@ import torch
 
 from . import state
 from .decorate import decorate
-from .errors import BackendNotFoundError
-from .region import put_kernels_in_place
-from .state import Overlay, Settings
+from .state import Settings
+from .suspend import Suspendable
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -39,20 +38,8 @@ class Snapshot:
             >>> thread.start(); thread.join()
             True
         """
-        owners = []
-        try:
-            for settings in self._here():
-                owner = object()
-                with suppress(BackendNotFoundError):  # torch may have enabled what no backend serves
-                    put_kernels_in_place(settings)
-                # Not state.enter: a policy is that of the snapshot, and is not laid over the one in force here.
-                overlay = Overlay({}) if settings.overlay is None else settings.overlay
-                state.machine.enter(owner, settings._replace(overlay=overlay))
-                owners.append(owner)
+        with Suspendable(*self._here()):
             yield
-        finally:
-            for owner in reversed(owners):
-                state.leave(owner)
 
     def wrap(self, func: _F) -> _F:
         """Return `func` wrapped so that its body runs in the regions; generators and coroutines as in `autocast`."""
@@ -75,6 +62,7 @@ def _active(enabled: bool = False) -> Iterator[Settings]:
                 torch.is_autocast_cache_enabled() if enabled else None,
                 overlay,
                 cache,
+                exact=True,
             )
 
 

@@ -11,7 +11,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
-from .state import Settings, Suspendable
+from .state import Settings
+from .suspend import Suspendable
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -12,7 +12,7 @@ from . import state
 from .backend import Backend
 from .decorate import decorate
 from .discovery import check_availability, check_dtype
-from .engine import installed, kernels_of
+from .engine import installed, put_in_place
 from .errors import AutocastDisabledWarning
 from .policy import CastPolicy, find_op, table_problems
 from .registry import registry
@@ -94,14 +94,16 @@ class autocast:
             self._settings = Settings(self.device, bool(enabled), dtype, cache_enabled, overlay, cache)
 
     def __enter__(self) -> Self:
+        # As engine.enter, which is the way of all other regions; this one is in a hurry.
         settings = self._settings
+        state.machine.enter(self, settings)
         if self.device not in installed or settings.overlay is not None:
-            put_kernels_in_place(settings)
-        state.enter(self, settings)
+            put_in_place(self, settings)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        state.leave(self)
+        if not state.machine.leave(self):
+            raise state.not_entered(self)
 
     def __call__(self, func: _F) -> _F:
         """Return `func` wrapped so that its body runs in the region."""
@@ -113,7 +115,6 @@ class autocast:
         return decorate(func, lambda: self, self._steps)
 
     def _steps(self) -> list[Settings]:
-        put_kernels_in_place(self._settings)
         return [self._settings]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -139,12 +140,6 @@ def _restored(cls: type[autocast], settings: Settings) -> autocast:
     registry.find(settings.device_type)
     region.device, region.fast_dtype, region._settings = settings.device_type, settings.dtype, settings
     return region
-
-
-def put_kernels_in_place(settings: Settings) -> None:
-    """Have the backend's kernels ready for a region, and one for each op of its overlay."""
-    if settings.enabled or settings.overlay:
-        kernels_of(registry.find(settings.device_type), settings.overlay or ())
 
 
 def _refusal(backend: Backend, dtype: torch.dtype) -> str | None:

@@ -1,7 +1,7 @@
 """Which backend serves which device type: the backends of this process, and the questions asked of them."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 import torch
@@ -18,8 +18,8 @@ class Registry:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._discovered: dict[str, Slot] | None = None
-        self.on_change: list[Callable[[str], None]] = []
-        """Called with the device type whose backend has just been registered or unregistered by hand."""
+        self.take_away: Callable[[Iterable[str], Callable[[], object]], None] = _just_change
+        """Makes a change of the backends of some device types; the engine first takes their kernels away."""
 
     def _slots(self) -> dict[str, Slot]:
         slots = self._discovered
@@ -75,35 +75,41 @@ class Registry:
         """See :func:`register_backend`."""
         validate(backend)
         slots = self._slots()
-        with self._lock:
-            slot = slots.setdefault(backend.device_type, Slot(backend.device_type))
-            if slot.by_hand is not None:
-                raise ValueError(
-                    f"A backend for {backend.device_type!r} is already registered by hand: {slot.by_hand!r}. "
-                    f"Call polycast.unregister_backend({backend.device_type!r}) first."
-                )
-            slot.by_hand = backend
-        self._announce(slot.device_type)
+
+        def change() -> None:
+            with self._lock:
+                slot = slots.setdefault(backend.device_type, Slot(backend.device_type))
+                if slot.by_hand is not None:
+                    raise ValueError(
+                        f"A backend for {backend.device_type!r} is already registered by hand: {slot.by_hand!r}. "
+                        f"Call polycast.unregister_backend({backend.device_type!r}) first."
+                    )
+                slot.by_hand = backend
+
+        self.take_away([backend.device_type], change)
 
     def unregister(self, device_type: object) -> None:
         """See :func:`unregister_backend`."""
         name = self.parse_device_type(device_type)
         slots = self._slots()
-        with self._lock:
-            slot = slots.get(name)
-            if slot is None or slot.by_hand is None:
-                raise BackendNotFoundError(
-                    f"No backend for {name!r} is registered by hand. One found through an entry point is switched off "
-                    f"with POLYCAST_BLOCK={name}."
-                )
-            slot.by_hand = None
-            if not slot.candidates:
-                del slots[name]
-        self._announce(name)
 
-    def _announce(self, device_type: str) -> None:
-        for callback in self.on_change:
-            callback(device_type)
+        def change() -> None:
+            with self._lock:
+                slot = slots.get(name)
+                if slot is None or slot.by_hand is None:
+                    raise BackendNotFoundError(
+                        f"No backend for {name!r} is registered by hand. One found through an entry point is switched "
+                        f"off with POLYCAST_BLOCK={name}."
+                    )
+                slot.by_hand = None
+                if not slot.candidates:
+                    del slots[name]
+
+        self.take_away([name], change)
+
+
+def _just_change(device_types: Iterable[str], change: Callable[[], object]) -> None:
+    change()
 
 
 def _torch_device_type(device: str) -> str | None:
@@ -157,6 +163,7 @@ def register_backend(backend: Backend) -> None:
     Raises:
         InvalidBackendError: it does not keep the contract (a ValueError); nothing is registered.
         ValueError: a backend for its device type is already registered by hand.
+        RuntimeError: a thread is in a region for the device; nothing is registered.
     """
     registry.register(backend)
 
@@ -166,6 +173,7 @@ def unregister_backend(device_type: str) -> None:
 
     Raises:
         BackendNotFoundError: no backend for `device_type` is registered by hand.
+        RuntimeError: a thread is in a region for the device; nothing changes.
     """
     registry.unregister(device_type)
 

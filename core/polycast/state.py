@@ -11,6 +11,7 @@ Entering and leaving is on the path of every region, so each engine has the mach
 
 import functools
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -26,13 +27,26 @@ class Overlay(dict[str, CastPolicy]):
     def __init__(self, policies: Mapping[str, CastPolicy]) -> None:
         super().__init__(policies)
         self.forms: dict[str, Any] = {}
+        self._laid: tuple[Overlay, Overlay] | None = None
+
+    def over(self, below: "Overlay | None") -> "Overlay":
+        """Return this overlay laid over that of an enclosing region; the last answer is kept."""
+        if below is None:
+            return self
+        laid = self._laid
+        if laid is None or laid[0] is not below:
+            laid = self._laid = (below, Overlay({**below, **self}))
+        return laid[1]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Overlay, (dict(self),)
 
 
 class Settings(NamedTuple):
-    """What a region sets. None leaves what is there."""
+    """What a region sets. None leaves what is there; in an `exact` one, no overlay and no cache mean none.
+
+    An overlay is laid over that of the enclosing region, unless the region is exact.
+    """
 
     device_type: str
     enabled: bool
@@ -40,6 +54,7 @@ class Settings(NamedTuple):
     cache_enabled: bool | None = None
     overlay: Overlay | None = None
     cache: WeightCache | None = None
+    exact: bool = False
 
 
 class StateMachine(Protocol):
@@ -51,8 +66,11 @@ class StateMachine(Protocol):
     def leave(self, owner: object, /) -> bool:
         """Leave the innermost region that `owner` entered on this thread; say whether there was one."""
 
-    def last(self) -> tuple[object, str, Overlay | None, WeightCache | None] | None:
-        """Return owner, device type, overlay and cache of the region that this thread entered last, if it is in one."""
+    def last(self) -> tuple[object, Settings] | None:
+        """Return owner and settings of the region that this thread entered last, if it is in one."""
+
+    def open_regions(self, device_type: str, /) -> int:
+        """Return how many regions for a device all threads together are in."""
 
     def innermost(self, device_type: str, /) -> tuple[Overlay | None, WeightCache | None] | None:
         """Return overlay and cache of the innermost region for a device, if this thread is in one."""
@@ -74,58 +92,12 @@ def use(chosen: StateMachine) -> None:
     machine = chosen
 
 
-def enter(owner: object, settings: Settings) -> None:
-    """Enter a region on this thread, with its overlay laid over that of the enclosing one."""
-    if settings.overlay is not None:
-        region = machine.innermost(settings.device_type)
-        if region is not None and region[0] is not None:
-            settings = settings._replace(overlay=Overlay({**region[0], **settings.overlay}))
-    machine.enter(owner, settings)
-
-
-def leave(owner: object) -> None:
-    """Leave the innermost region that `owner` entered on this thread.
-
-    Raises:
-        RuntimeError: it entered none on this thread; nothing changes.
-    """
-    if not machine.leave(owner):
-        raise RuntimeError(
-            f"{owner!r} cannot be left on thread {threading.current_thread().name!r}, which has not entered it. "
-            "A region is left on the thread that entered it; polycast.capture() takes regions to another thread."
-        )
-
-
-class Suspendable:
-    """Regions that are entered and left again and again, as the steps of a generator are run.
-
-    Leaving takes out what was entered since, too: a ``with`` block that the generator's body is suspended in is put
-    aside, with the state it had reached, and is in force again when the next step begins, on whatever thread.
-    """
-
-    def __init__(self, *regions: Settings) -> None:
-        self._own = len(regions)
-        self._aside: list[tuple[object, Settings]] = [(self, settings) for settings in regions]
-
-    def __enter__(self) -> None:
-        for owner, settings in self._aside:
-            enter(owner, settings)
-
-    def __exit__(self, *_: object) -> None:
-        self._aside = []
-        left = 0
-        while left < self._own:
-            last = machine.last()
-            assert last is not None  # a region of ours is still to come
-            owner, device_type, overlay, cache = last
-            dtype = torch.get_autocast_dtype(device_type)
-            cache_enabled = torch.is_autocast_cache_enabled()
-            reached = Settings(
-                device_type, torch.is_autocast_enabled(device_type), dtype, cache_enabled, overlay, cache
-            )
-            self._aside.insert(0, (owner, reached))
-            machine.leave(owner)
-            left += owner is self
+def not_entered(owner: object) -> RuntimeError:
+    """Return what leaving raises on a thread where `owner` has entered nothing."""
+    return RuntimeError(
+        f"{owner!r} cannot be left on thread {threading.current_thread().name!r}, which has not entered it. "
+        "A region is left on the thread that entered it; polycast.capture() takes regions to another thread."
+    )
 
 
 def current_dtype(device_type: str, default: torch.dtype) -> torch.dtype:
@@ -176,6 +148,7 @@ class Frame:
 
     def __init__(self, owner: object, settings: Settings, below: "Frame | None") -> None:
         self.owner = owner
+        self.settings = settings
         self.device_type = settings.device_type
         self.enabled_before = torch.is_autocast_enabled(settings.device_type)
         self.dtype_before = torch.get_autocast_dtype(settings.device_type)
@@ -186,22 +159,36 @@ class Frame:
         self.depth = 1
         if below is not None:
             self.depth += below.depth
-            self.overlay = below.overlay if self.overlay is None else self.overlay
+        if below is not None and not settings.exact:
+            self.overlay = below.overlay if self.overlay is None else self.overlay.over(below.overlay)
             self.cache = below.cache if self.cache is None else self.cache
 
 
-class _Regions(threading.local):
+class _ThreadRegions:
+    """The regions of one thread; they die with it."""
+
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.innermost: dict[str, Frame] = {}
         self.store = PythonStore(own=True)
 
 
+class _Regions(threading.local):
+    def __init__(self, threads: "weakref.WeakSet[_ThreadRegions]") -> None:
+        self.here = _ThreadRegions()
+        threads.add(self.here)
+
+
 class PythonStateMachine:
     """The state machine in Python."""
 
     def __init__(self) -> None:
-        self._regions = _Regions()
+        self._threads: weakref.WeakSet[_ThreadRegions] = weakref.WeakSet()
+        self._local = _Regions(self._threads)
+
+    @property
+    def _regions(self) -> _ThreadRegions:
+        return self._local.here
 
     def enter(self, owner: object, settings: Settings) -> None:
         """See :class:`StateMachine`, as for the other methods."""
@@ -252,12 +239,17 @@ class PythonStateMachine:
         else:
             self._regions.innermost[frame.device_type] = frame.below
 
-    def last(self) -> tuple[object, str, Overlay | None, WeightCache | None] | None:
+    def last(self) -> tuple[object, Settings] | None:
         """Return what was entered last."""
         if not self._regions.frames:
             return None
         frame = self._regions.frames[-1]
-        return frame.owner, frame.device_type, frame.overlay, frame.cache
+        return frame.owner, frame.settings
+
+    def open_regions(self, device_type: str) -> int:
+        """Count the regions for a device, over all threads."""
+        innermost = [regions.innermost.get(device_type) for regions in self._threads]
+        return sum(frame.depth for frame in innermost if frame is not None)
 
     def innermost(self, device_type: str) -> tuple[Overlay | None, WeightCache | None] | None:
         """Return what the innermost region for a device has."""

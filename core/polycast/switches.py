@@ -42,7 +42,7 @@ def set_autocast_enabled(device_type: str, enabled: bool) -> None:
         raise TypeError(f"enabled must be a bool, got {enabled!r}")
     if enabled:
         backend = registry.find(name)
-        kernels_of(backend)
+        kernels_of(name)
         torch.set_autocast_dtype(name, state.current_dtype(name, backend.default_dtype))
     torch.set_autocast_enabled(name, enabled)
 

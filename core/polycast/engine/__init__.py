@@ -2,13 +2,14 @@
 
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 
 from .. import env, state
 from ..backend import Backend
+from ..errors import BackendNotFoundError
 from ..registry import registry
 from .kernels import Kernels, autocast_key
 from .reference import ReferenceEngine
@@ -35,6 +36,9 @@ class _Unchosen:
     def last(self) -> None:
         return None
 
+    def open_regions(self, device_type: str) -> int:
+        return 0
+
     def innermost(self, device_type: str) -> None:
         return None
 
@@ -49,6 +53,8 @@ _reference = ReferenceEngine()
 _engine: Engine | None = None
 installed: dict[str, Kernels] = {}
 """By device type, the kernels that are in place."""
+_overlaid: dict[str, set[str]] = {}
+"""By device type, the ops that an overlay has named."""
 _lock = threading.RLock()
 
 state.use(_Unchosen())
@@ -114,43 +120,90 @@ def install(device_type: str) -> None:
         >>> polycast.install("cpu")
         >>> polycast.uninstall("cpu")
     """
-    kernels_of(registry.find(device_type))
+    kernels_of(registry.find(device_type).device_type)
 
 
 def uninstall(device_type: str | None = None) -> None:
     """Take polycast's kernels away: torch has its own again, as if polycast had never been used.
 
-    The next region for the device puts them back. Not to be called while other threads run ops that have kernels, for
-    torch's dispatcher lets no kernel be taken away from under a call.
+    The next region for the device puts them back. Where torch's own regions run on them, in other threads, that is the
+    caller's to know: torch's dispatcher lets no kernel be taken away from under a call.
 
     Args:
         device_type: the device; None for all.
 
     Raises:
         ValueError, RuntimeError: `device_type` is not a device string that torch knows.
+        RuntimeError: a thread is in a region of polycast's for the device; nothing changes.
+    """
+    names = None if device_type is None else [registry.parse_device_type(device_type)]
+    _take_away(names, lambda: None)
+
+
+def _take_away(device_types: Iterable[str] | None, change: Callable[[], object]) -> None:
+    """Take the kernels of devices (None: of all) away, if they are in no region, and make a change before they return.
+
+    A region is entered before it asks for its kernels: it is counted here, or finds its kernels gone and waits for us.
     """
     with _lock:
-        names = list(installed) if device_type is None else [registry.parse_device_type(device_type)]
+        names = list(installed) if device_types is None else [name for name in device_types if name in installed]
+        taken = {name: installed.pop(name) for name in names}
         for name in names:
-            kernels = installed.pop(name, None)
-            if kernels is not None:
-                kernels.remove()
+            count = state.machine.open_regions(name)
+            if count:
+                installed.update(taken)
+                raise RuntimeError(
+                    f"polycast's kernels for {name!r} are in use: {count} region{'s are' * (count > 1) or ' is'} open, "
+                    "counting all threads. Leave them first."
+                )
+        try:
+            change()
+        except BaseException:
+            installed.update(taken)
+            raise
+        for kernels in taken.values():
+            kernels.remove()
 
 
-def kernels_of(backend: Backend, also: Iterable[str] = ()) -> Kernels:
-    """Return a backend's kernels, putting in place what is not there yet: those of its table and of the ops `also`."""
-    kernels = installed.get(backend.device_type)
-    if kernels is None or kernels.backend is not backend:
-        with _lock:
-            kernels = installed.get(backend.device_type)
-            if kernels is None or kernels.backend is not backend:
-                engine = choose()
-                uninstall(backend.device_type)
-                kernels = installed[backend.device_type] = engine.kernels(backend)
-    for name in also:
-        if name not in kernels.ops:
-            kernels.add(name, None)
-    return kernels
+def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
+    """Return the kernels of a device's backend, putting in place what is not there yet.
+
+    These are those of its table, of the ops `also`, and of the ops that were `also` wanted before.
+    """
+    overlaid = _overlaid.setdefault(device_type, set())
+    overlaid.update(also)
+    while True:
+        kernels = installed.get(device_type)
+        if kernels is None:
+            backend = registry.find(device_type)  # not with the lock held: a plugin may be imported, and do anything
+            with _lock:
+                if device_type not in installed and registry.find(device_type) is backend:
+                    installed[device_type] = choose().kernels(backend)
+        else:
+            for name in overlaid - kernels.ops:
+                kernels.add(name, None)
+            return kernels
+
+
+def enter(owner: object, settings: state.Settings) -> None:
+    """Enter a region on this thread, with its kernels in place."""
+    state.machine.enter(owner, settings)
+    if settings.device_type not in installed or settings.overlay is not None:
+        put_in_place(owner, settings)
+
+
+def put_in_place(owner: object, settings: state.Settings) -> None:
+    """Put in place what a region that `owner` has just entered needs; where that fails, the region is left."""
+    try:
+        if settings.enabled or settings.overlay:
+            kernels_of(settings.device_type, settings.overlay or ())
+    except BackendNotFoundError:
+        if not settings.exact:  # a snapshot's may be of a region of torch's, for what no backend serves
+            state.machine.leave(owner)
+            raise
+    except BaseException:
+        state.machine.leave(owner)
+        raise
 
 
 def torch_ops(device_type: str) -> frozenset[str]:
@@ -165,4 +218,4 @@ def torch_ops(device_type: str) -> frozenset[str]:
     )
 
 
-registry.on_change.append(uninstall)
+registry.take_away = _take_away

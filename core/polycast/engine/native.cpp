@@ -27,7 +27,7 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
+#include <atomic>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -394,7 +394,7 @@ struct Overlay {
 
 // A region that the thread is in; see Frame in state.py.
 struct Frame {
-  py::object owner, overlay, cache;
+  py::object owner, settings, overlay, cache;
   std::shared_ptr<const Overlay> laid;
   std::shared_ptr<Store> store;
   DeviceType device;
@@ -403,6 +403,11 @@ struct Frame {
   int below;  // the position of the frame of the same device under this one, or -1
   int depth;
 };
+
+// How many regions for each device all threads are in.
+std::array<std::atomic<int>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> open_count{};
+
+std::atomic<int>& open_count_of(DeviceType device) { return open_count[static_cast<size_t>(device)]; }
 
 struct DeviceRegion {
   int innermost = -1;
@@ -418,7 +423,9 @@ struct ThreadRegions {
 
   ~ThreadRegions() {
     for (Frame& frame : frames) {  // a thread that ends inside a region: its references are left to the process
+      --open_count_of(frame.device);
       frame.owner.release();
+      frame.settings.release();
       frame.overlay.release();
       frame.cache.release();
     }
@@ -457,15 +464,20 @@ DeviceType device_of(PyObject* name) {
 // enter(owner, settings); see StateMachine in state.py.
 PyObject* enter(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  TORCH_INTERNAL_ASSERT(count == 2 && PyTuple_Check(args[1]) && PyTuple_GET_SIZE(args[1]) == 6);
+  TORCH_INTERNAL_ASSERT(count == 2 && PyTuple_Check(args[1]) && PyTuple_GET_SIZE(args[1]) == 7);
   PyObject* const* const settings = &PyTuple_GET_ITEM(args[1], 0);
   const auto device = device_of(settings[0]);
   const auto dtype = reinterpret_cast<THPDtype*>(settings[2])->scalar_type;
   Frame frame;
   frame.owner = py::reinterpret_borrow<py::object>(args[0]);
+  frame.settings = py::reinterpret_borrow<py::object>(args[1]);
   frame.overlay = py::reinterpret_borrow<py::object>(settings[4]);
   frame.cache = py::reinterpret_borrow<py::object>(settings[5]);
+  const bool inherits = settings[6] == Py_False && regions.of(device).innermost >= 0;
   if (!frame.overlay.is_none()) {
+    if (inherits) {
+      frame.overlay = frame.overlay.attr("over")(regions.frames[regions.of(device).innermost].overlay);
+    }
     frame.laid = py::cast<std::shared_ptr<Overlay>>(py::handle(form_of)(frame.overlay));
   }
   if (!frame.cache.is_none()) {
@@ -477,15 +489,16 @@ PyObject* enter(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (frame.below >= 0) {
     const Frame& below = regions.frames[frame.below];
     frame.depth += below.depth;
-    if (frame.laid == nullptr) {
+    if (inherits && frame.laid == nullptr) {
       frame.laid = below.laid;
       frame.overlay = below.overlay;
     }
-    if (frame.store == nullptr) {
+    if (inherits && frame.store == nullptr) {
       frame.store = below.store;
       frame.cache = below.cache;
     }
-  } else if (frame.store == nullptr) {
+  }
+  if (frame.store == nullptr) {
     frame.store = regions.own_store();
   }
   frame.enabled_before = at::autocast::is_autocast_enabled(device);
@@ -493,6 +506,7 @@ PyObject* enter(PyObject*, PyObject* const* args, Py_ssize_t count) {
   frame.cache_enabled_before = at::autocast::is_autocast_cache_enabled();
   regions.frames.push_back(std::move(frame));
   regions.set_innermost(device, static_cast<int>(regions.frames.size()) - 1);
+  ++open_count_of(device);
   at::autocast::set_autocast_enabled(device, settings[1] == Py_True);
   at::autocast::set_autocast_dtype(device, dtype);
   if (settings[3] != Py_None) {
@@ -550,6 +564,7 @@ PyObject* leave(PyObject*, PyObject* owner) {
   if (position < 0) {
     Py_RETURN_FALSE;
   }
+  const auto device = frames[position].device;
   if (position == static_cast<int>(frames.size()) - 1) {
     const Frame frame = std::move(frames.back());
     frames.pop_back();
@@ -560,6 +575,7 @@ PyObject* leave(PyObject*, PyObject* owner) {
   } else {
     pass_on(position);
   }
+  --open_count_of(device);
   if (at::autocast::decrement_nesting() == 0) {
     at::autocast::clear_cache();
   }
@@ -570,13 +586,13 @@ PyObject* leave(PyObject*, PyObject* owner) {
   END_HANDLE_TH_ERRORS
 }
 
-// (owner, device_type, overlay, cache) of the region that was entered last, or None.
+// (owner, settings) of the region that was entered last, or None.
 py::object last() {
   if (regions.frames.empty()) {
     return py::none();
   }
   const Frame& frame = regions.frames.back();
-  return py::make_tuple(frame.owner, c10::DeviceTypeName(frame.device, true), frame.overlay, frame.cache);
+  return py::make_tuple(frame.owner, frame.settings);
 }
 
 // (overlay, cache) of the innermost region for a device, or None.
@@ -592,6 +608,8 @@ int nesting(const py::object& device_type) {
   const int position = regions.of(device_of(device_type.ptr())).innermost;
   return position < 0 ? 0 : regions.frames[position].depth;
 }
+
+int open_regions(const py::object& device_type) { return open_count_of(device_of(device_type.ptr())); }
 
 void clear_own_casts() {
   if (regions.own != nullptr) {
@@ -1007,6 +1025,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("last", &last);
   module.def("innermost", &innermost);
   module.def("nesting", &nesting);
+  module.def("open_regions", &open_regions);
   module.def("clear_own_casts", &clear_own_casts, py::call_guard<py::gil_scoped_release>());
   module.def(
       "bind",

@@ -34,6 +34,7 @@ class NativeEngine:
         self.last = extension.last
         self.innermost = extension.innermost
         self.nesting = extension.nesting
+        self.open_regions = extension.open_regions
         self.clear_own_casts = extension.clear_own_casts
 
     def number(self, name: str) -> int:
