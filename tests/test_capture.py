@@ -91,3 +91,46 @@ def test_what_torch_enabled_for_a_device_without_backend_is_captured_too(in_thre
     with torch.autocast("mps", torch.bfloat16):
         snapshot = polycast.capture()
     assert in_thread(snapshot.wrap(lambda: torch.is_autocast_enabled("mps")))
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_snapshot_without_cache_keeps_its_casts_out_of_the_cache_of_the_place():
+    weight, x = torch.nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
+    with polycast.autocast("cpu"):
+        snapshot = polycast.capture()
+    cache = polycast.WeightCache()
+    with polycast.autocast("cpu", cache=cache), snapshot.apply():
+        torch.mm(x, weight)
+    assert cache.stats().entries == 0
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_wrapped_generator_has_the_policy_of_the_snapshot_and_not_of_the_place():
+    x = torch.ones(2, 2)
+    with polycast.autocast("cpu", policy={"aten::add.Tensor": polycast.CastPolicy.FP32}):
+        snapshot = polycast.capture()
+
+    @snapshot.wrap
+    def steps():
+        yield torch.mm(x, x).dtype
+        yield (x.bfloat16() + x.bfloat16()).dtype
+
+    with polycast.autocast("cpu", policy={"aten::mm": polycast.CastPolicy.FP32}):
+        assert list(steps()) == [torch.bfloat16, torch.float32]
+
+
+@pytest.mark.usefixtures("engine")
+def test_kernels_that_went_between_two_steps_are_back_for_the_next():
+    x = torch.ones(2, 2)
+    with polycast.autocast("cpu", policy={"aten::add.Tensor": polycast.CastPolicy.FP32}):
+        snapshot = polycast.capture()
+
+    @snapshot.wrap
+    def steps():
+        for _ in range(2):
+            yield (x.bfloat16() + x.bfloat16()).dtype
+
+    running = steps()
+    assert next(running) is torch.float32
+    polycast.uninstall()
+    assert next(running) is torch.float32

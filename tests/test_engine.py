@@ -1,5 +1,9 @@
 """The kernels: every policy on every kind of device, and putting them in place and taking them away."""
 
+import contextlib
+import re
+import threading
+
 import pytest
 import torch
 
@@ -230,3 +234,66 @@ def test_a_nested_tensor_that_requires_grad_is_cast():
     for mode in (torch.no_grad, torch.no_grad, torch.enable_grad):
         with mode(), polycast.autocast("cpu"):
             assert torch.bmm(other, nested).dtype is torch.bfloat16
+
+
+def test_kernels_in_use_are_not_taken_away(in_thread, hand_made):
+    text = "polycast's kernels for 'cpu' are in use: 1 region is open, counting all threads. Leave them first."
+    with polycast.autocast("cpu"):
+        for attempt in (polycast.uninstall, lambda: polycast.uninstall("cpu"), lambda: hand_made("cpu")):
+            with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+                in_thread(attempt)
+        assert torch.mm(tensor("cpu"), tensor("cpu")).dtype is torch.bfloat16
+        assert polycast.backends()["cpu"].distribution == "polycast"
+    polycast.uninstall()
+
+
+def test_a_backend_in_use_is_not_unregistered(hand_made):
+    backend = hand_made("cpu")
+    with (
+        polycast.autocast("cpu"),
+        polycast.autocast("cpu"),
+        pytest.raises(RuntimeError, match="^polycast's kernels for 'cpu' are in use: 2 regions are open"),
+    ):
+        polycast.unregister_backend("cpu")
+    assert polycast.get_backend("cpu") is backend
+
+
+def test_a_thread_that_ended_in_a_region_is_not_in_it_any_more(in_thread):
+    def work():
+        polycast.autocast("cpu").__enter__()
+
+    in_thread(work)
+    polycast.uninstall()
+
+
+def test_threads_that_run_ops_while_another_uninstalls_and_installs():
+    x, stop, wrong = tensor("cpu"), threading.Event(), []
+
+    def work():
+        while not stop.is_set():
+            with polycast.autocast("cpu"):
+                wrong.extend(dtype for _ in range(20) if (dtype := torch.mm(x, x).dtype) is not torch.bfloat16)
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for _ in range(200):
+        with contextlib.suppress(RuntimeError):
+            polycast.uninstall()
+        polycast.install("cpu")
+    stop.set()
+    for worker in workers:
+        worker.join()
+    assert wrong == []
+
+
+def test_ops_of_an_overlay_have_their_kernels_after_a_change_of_backend(hand_made):
+    x = tensor("cpu", torch.bfloat16)
+    region = polycast.autocast("cpu", torch.bfloat16, policy={"aten::add.Tensor": CastPolicy.FP32})
+    for change in (lambda: hand_made("cpu"), polycast.uninstall, lambda: polycast.unregister_backend("cpu")):
+        with region:
+            assert torch.add(x, x).dtype is torch.float32
+        change()
+    suspended = polycast.autocast("cpu", torch.bfloat16)
+    with region, suspended:  # the inner region has no policy of its own, and the one around it is in force
+        assert torch.add(x, x).dtype is torch.float32
