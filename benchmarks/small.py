@@ -61,11 +61,13 @@ def mm_weight() -> Race:
         "region": Side(statement, names, _region(polycast)),
         "WeightCache": Side(statement, names, _region(polycast, cache=cache)),
         "torch": Side(statement, names, _region(torch), kernels="torch"),
+        "no cast": Side("torch.mm(x, y)", {**names, "y": names["x"].clone()}, torch.no_grad, kernels="torch"),
     }
     against = "torch's kernel"
     ratios = [
         Ratio("8x8 mm, weight cached by the region", against, "region", "torch", 0.9),
         Ratio("8x8 mm, weight cached by a WeightCache", against, "WeightCache", "torch", 0.9),
+        Ratio("8x8 mm, weight cached by a WeightCache", "bfloat16, no region", "WeightCache", "no cast", 1.1),
     ]
     return Race(sides, ratios)
 

@@ -244,3 +244,16 @@ def test_a_cast_made_without_history_holds_no_weight():
         del weight
         gc.collect()
         assert dead() is None
+
+
+def test_weights_can_be_swapped_once_their_casts_are_cleared():
+    cache, weights = polycast.WeightCache(), [torch.nn.Parameter(torch.full((2, 2), value)) for value in (1.0, 2.0)]
+    for settings in ({}, {"cache": cache}):
+        for weight in weights:
+            with torch.no_grad(), polycast.autocast("cpu", **settings):
+                torch.mm(torch.ones(2, 2), weight)
+    polycast.clear_autocast_cache()
+    cache.clear()
+    torch.utils.swap_tensors(*weights)
+    with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+        assert torch.mm(torch.ones(2, 2), weights[0])[0, 0] == 4

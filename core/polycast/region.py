@@ -82,7 +82,7 @@ class autocast:
             if refusal is not None:
                 warnings.warn(refusal, AutocastDisabledWarning, stacklevel=2)
                 enabled = False
-        if not isinstance(cache_enabled, (bool, type(None))):
+        if cache_enabled is not None and not isinstance(cache_enabled, bool):
             raise TypeError(f"cache_enabled must be a bool or None, got {cache_enabled!r}")
         self.device = backend.device_type
         self.fast_dtype = dtype

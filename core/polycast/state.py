@@ -78,6 +78,9 @@ class StateMachine(Protocol):
     def nesting(self, device_type: str, /) -> int:
         """Return how many regions for a device this thread is in."""
 
+    def dtype(self, device_type: str, /) -> torch.dtype:
+        """Return what ``torch.get_autocast_dtype`` does; every region without a dtype asks."""
+
     def clear_own_casts(self) -> None:
         """Drop the casts that this thread's own regions keep, and the memory kept for the next ones."""
 
@@ -106,7 +109,7 @@ def current_dtype(device_type: str, default: torch.dtype) -> torch.dtype:
     A thread begins with torch's dtype for the device, which need not be the backend's default. It counts as set where
     autocast is on, for then it is what the kernels obey.
     """
-    dtype = torch.get_autocast_dtype(device_type)
+    dtype = machine.dtype(device_type)
     if (
         dtype is not default
         and dtype is _initial_dtype(device_type)
@@ -260,6 +263,10 @@ class PythonStateMachine:
         """Count the regions for a device."""
         frame = self._regions.innermost.get(device_type)
         return 0 if frame is None else frame.depth
+
+    def dtype(self, device_type: str) -> torch.dtype:
+        """Return the fast dtype of a device on this thread."""
+        return torch.get_autocast_dtype(device_type)
 
     def clear_own_casts(self) -> None:
         """Drop this thread's own casts."""

@@ -62,7 +62,7 @@ class WeightCache:
 
     In-place updates (an optimizer's step, ``load_state_dict``) and a new ``weight.data = ...`` are seen. A write
     through ``.data`` (``weight.data.add_(1)``) is not: torch does not count it in the weight's version. Call
-    :meth:`clear` after one.
+    :meth:`clear` after one; and before ``torch.utils.swap_tensors``, which refuses tensors that a cache watches.
 
     Args:
         max_bytes: the memory that casts may take; those least recently used are dropped first. None: no bound.

@@ -45,6 +45,9 @@ class _Unchosen:
     def nesting(self, device_type: str) -> int:
         return 0
 
+    def dtype(self, device_type: str) -> torch.dtype:
+        return torch.get_autocast_dtype(device_type)
+
     def clear_own_casts(self) -> None:
         pass
 
@@ -53,8 +56,6 @@ _reference = ReferenceEngine()
 _engine: Engine | None = None
 installed: dict[str, Kernels] = {}
 """By device type, the kernels that are in place."""
-_overlaid: dict[str, set[str]] = {}
-"""By device type, the ops that an overlay has named."""
 _lock = threading.RLock()
 
 state.use(_Unchosen())
@@ -166,12 +167,7 @@ def _take_away(device_types: Iterable[str] | None, change: Callable[[], object])
 
 
 def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
-    """Return the kernels of a device's backend, putting in place what is not there yet.
-
-    These are those of its table, of the ops `also`, and of the ops that were `also` wanted before.
-    """
-    overlaid = _overlaid.setdefault(device_type, set())
-    overlaid.update(also)
+    """Return a device's kernels, putting in place what is not there yet: those of its table and of the ops `also`."""
     while True:
         kernels = installed.get(device_type)
         if kernels is None:
@@ -180,8 +176,9 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
                 if device_type not in installed and registry.find(device_type) is backend:
                     installed[device_type] = choose().kernels(backend)
         else:
-            for name in overlaid - kernels.ops:
-                kernels.add(name, None)
+            for name in also:
+                if name not in kernels.ops:
+                    kernels.add(name, None)
             return kernels
 
 

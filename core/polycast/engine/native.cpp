@@ -28,11 +28,13 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstring>
 #include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <unordered_map>
 #include <vector>
 
@@ -121,12 +123,7 @@ class Store : public std::enable_shared_from_this<Store> {
 
   // A thread's own store dies as the thread does, where the GIL must not be waited for: what the GIL is needed for is
   // left to the next that has it.
-  ~Store() {
-    std::lock_guard<std::mutex> lock(orphans_mutex());
-    for (const auto& watched : watchers_) {
-      orphans().push_back(watched.second);
-    }
-  }
+  ~Store() { leave_orphans(watchers_); }
 
   Tensor cast(const Tensor& weight, ScalarType dtype) {
     const Key key{weight.unsafeGetTensorImpl(), dtype};
@@ -172,13 +169,21 @@ class Store : public std::enable_shared_from_this<Store> {
     return link ? linked : kept;
   }
 
+  // Called without the GIL. The weights are not watched any more either, so that nothing refers to them.
   void clear() {
-    Entries dying;  // before the lock, so that it is destroyed after it is let go
-    std::lock_guard<std::mutex> lock(mutex_);
-    dying.swap(entries_);
-    ages_.clear();
-    graph_entries_.clear();
-    bytes_ = 0;
+    {
+      Entries dying;  // before the lock, so that it is destroyed after it is let go
+      std::unordered_map<TensorImpl*, PyObject*> watchers;
+      std::lock_guard<std::mutex> lock(mutex_);
+      dying.swap(entries_);
+      watchers.swap(watchers_);
+      leave_orphans(watchers);
+      ages_.clear();
+      graph_entries_.clear();
+      bytes_ = 0;
+    }
+    py::gil_scoped_acquire gil;
+    bury_orphans();
   }
 
   // The region ends: its casts are not to be used again. Those with history go, for the graph has what it needs of them;
@@ -303,6 +308,13 @@ class Store : public std::enable_shared_from_this<Store> {
   static std::mutex& orphans_mutex() {
     static auto* const mutex = new std::mutex();
     return *mutex;
+  }
+
+  static void leave_orphans(const std::unordered_map<TensorImpl*, PyObject*>& watchers) {
+    std::lock_guard<std::mutex> lock(orphans_mutex());
+    for (const auto& watched : watchers) {
+      orphans().push_back(watched.second);
+    }
   }
 
   static void bury_orphans() {
@@ -586,6 +598,15 @@ PyObject* leave(PyObject*, PyObject* owner) {
   END_HANDLE_TH_ERRORS
 }
 
+// dtype(device_type) -> torch.dtype: that of autocast on this thread.
+PyObject* dtype(PyObject*, PyObject* device_type) {
+  HANDLE_TH_ERRORS
+  auto* const found = reinterpret_cast<PyObject*>(torch::getTHPDtype(at::autocast::get_autocast_dtype(device_of(device_type))));
+  Py_INCREF(found);
+  return found;
+  END_HANDLE_TH_ERRORS
+}
+
 // (owner, settings) of the region that was entered last, or None.
 py::object last() {
   if (regions.frames.empty()) {
@@ -673,6 +694,14 @@ Tensor cast(const Tensor& tensor, ScalarType dtype, DeviceType device, const py:
 // ---------------------------------------------------------------------------------------------------------------------
 // The kernels.
 
+// What is between the Autocast keys and a device's own, and does nothing for an op without side effects whose inputs are not
+// differentiated.
+constexpr c10::DispatchKeySet kNothingToDo{
+    DispatchKey::BackendSelect,
+    DispatchKey::ADInplaceOrView,
+    DispatchKey::AutogradFunctionality,
+    DispatchKey::AutogradOther};
+
 struct Op {
   int64_t number;
   std::string name;
@@ -683,7 +712,12 @@ struct Op {
 class Kernel final : public c10::OperatorKernel {
  public:
   Kernel(Op op, const c10::OperatorHandle& handle, DeviceType device, DispatchKey key, py::object is_capturing)
-      : op_(std::move(op)), device_(device), key_(key), is_capturing_(std::move(is_capturing)) {
+      : op_(std::move(op)),
+        device_(device),
+        key_(key),
+        device_keys_(c10::parseDispatchKey(std::string(c10::toString(key)).substr(std::strlen("Autocast")))),
+        skipped_(c10::DispatchKeySet(key) | kNothingToDo),
+        is_capturing_(std::move(is_capturing)) {
     const auto& arguments = handle.schema().arguments();
     arity_ = arguments.size();
     for (size_t i = 0; i < arguments.size(); ++i) {
@@ -747,7 +781,7 @@ class Kernel final : public c10::OperatorKernel {
 
   // The kernel of an op whose arguments are tensors and scalars, without the way over a stack.
   template <class... Args>
-  Tensor call(const c10::TypedOperatorHandle<Tensor(Args...)>& handle, Args... args) const {
+  Tensor call(const c10::TypedOperatorHandle<Tensor(Args...)>& handle, c10::DispatchKeySet keys, Args... args) const {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
     ScalarType dtype = at::kFloat;
     switch (policy()) {
@@ -760,19 +794,47 @@ class Kernel final : public c10::OperatorKernel {
         Promotion promotion{device_};
         (promotion.look(args), ...);
         if (!promotion.different) {
-          return handle.call(args...);
+          return below(handle, keys, args...);
         }
         break;
       }
       case Policy::kBanned:
         TORCH_CHECK(false, op_.refusal);
       default:  // those that set a dtype need an argument that these ops do not have
-        return handle.call(args...);
+        return below(handle, keys, args...);
     }
-    return handle.call(*converted(args, dtype)...);
+    return below(handle, keys, *converted(args, dtype)...);
   }
 
  private:
+  // Call the op again. Where there is nothing for autograd to do, and nothing but autograd is between here and the
+  // device's kernel, this goes there at once.
+  template <class... Args>
+  Tensor below(
+      const c10::TypedOperatorHandle<Tensor(Args...)>& handle,
+      c10::DispatchKeySet keys,
+      std::type_identity_t<Args>... args) const {
+    if (keys - skipped_ == device_keys_) {
+      const bool grad = at::GradMode::is_enabled();
+      if (!(is_differentiated(args, grad) || ...)) {
+        return handle.redispatch(device_keys_, args...);
+      }
+    }
+    return handle.call(args...);
+  }
+
+  // Whether autograd has to see a tensor: for a gradient, where these are recorded, or a tangent.
+  static bool is_differentiated(const Tensor& tensor, bool grad) {
+    const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
+    return meta != nullptr && ((grad && tensor.requires_grad()) || meta->fw_grad_ != nullptr);
+  }
+
+  static bool is_differentiated(const std::optional<Tensor>& tensor, bool grad) {
+    return tensor && is_differentiated(*tensor, grad);
+  }
+
+  static bool is_differentiated(const at::Scalar&, bool) { return false; }
+
   // Gathers whether the eligible inputs have different dtypes.
   struct Promotion {
     DeviceType device;
@@ -908,6 +970,7 @@ class Kernel final : public c10::OperatorKernel {
   const Op op_;
   const DeviceType device_;
   const DispatchKey key_;
+  const c10::DispatchKeySet device_keys_, skipped_;
   py::object is_capturing_;  // empty where the backend never captures
   size_t arity_ = 0;
   std::vector<size_t> tensors_;
@@ -980,7 +1043,7 @@ class Library {
   static torch::CppFunction unboxed(const c10::OperatorHandle& handle, std::unique_ptr<Kernel> kernel) {
     return torch::CppFunction(
         [op = handle.typed<Tensor(Args...)>(), kernel = std::shared_ptr<Kernel>(std::move(kernel))](
-            Args... args) -> Tensor { return kernel->template call<Args...>(op, args...); });
+            c10::DispatchKeySet keys, Args... args) -> Tensor { return kernel->template call<Args...>(op, keys, args...); });
   }
 
   const DeviceType device_;
@@ -994,6 +1057,7 @@ PyMethodDef functions[] = {
      METH_FASTCALL,
      "Enter a region on this thread."},
     {"leave", &leave, METH_O, "Leave the innermost region that an owner entered on this thread."},
+    {"dtype", &dtype, METH_O, "Return the fast dtype of a device on this thread."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

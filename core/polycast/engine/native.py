@@ -35,6 +35,7 @@ class NativeEngine:
         self.innermost = extension.innermost
         self.nesting = extension.nesting
         self.open_regions = extension.open_regions
+        self.dtype: Callable[[str], torch.dtype] = extension.dtype
         self.clear_own_casts = extension.clear_own_casts
 
     def number(self, name: str) -> int:
