@@ -36,6 +36,7 @@
 #include <string>
 #include <type_traits>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace py = pybind11;
@@ -432,14 +433,26 @@ struct ThreadRegions {
   std::vector<Frame> frames;
   std::array<DeviceRegion, c10::COMPILE_TIME_MAX_DEVICE_TYPES> devices;
   std::shared_ptr<Store> own;
+  bool ends_with_thread = false;
 
-  ~ThreadRegions() {
-    for (Frame& frame : frames) {  // a thread that ends inside a region: its references are left to the process
+  // A thread that ends inside a region is in it no more. Python says so in time, with the GIL held: when it drops what it
+  // keeps for the thread, and before it tells who waits for the thread that it has ended.
+  void end_with_thread() {
+    if (ends_with_thread) {
+      return;
+    }
+    const py::capsule end(this, [](void* regions) { static_cast<ThreadRegions*>(regions)->end(); });
+    if (PyDict_SetItemString(PyThreadState_GetDict(), "polycast_regions", end.ptr()) != 0) {
+      throw py::error_already_set();
+    }
+    ends_with_thread = true;
+  }
+
+  void end() {
+    ends_with_thread = false;
+    devices = {};
+    for (const Frame& frame : std::exchange(frames, {})) {
       --open_count_of(frame.device);
-      frame.owner.release();
-      frame.settings.release();
-      frame.overlay.release();
-      frame.cache.release();
     }
   }
 
@@ -480,6 +493,7 @@ PyObject* enter(PyObject*, PyObject* const* args, Py_ssize_t count) {
   PyObject* const* const settings = &PyTuple_GET_ITEM(args[1], 0);
   const auto device = device_of(settings[0]);
   const auto dtype = reinterpret_cast<THPDtype*>(settings[2])->scalar_type;
+  regions.end_with_thread();
   Frame frame;
   frame.owner = py::reinterpret_borrow<py::object>(args[0]);
   frame.settings = py::reinterpret_borrow<py::object>(args[1]);
