@@ -269,10 +269,20 @@ def test_a_snapshot_takes_the_cache_along(cache, in_thread):
     assert counts(cache) == (1, 1)
 
 
-@pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy])
 def test_a_cache_belongs_to_its_process(cache, duplicate):
     with pytest.raises(TypeError, match="cannot be copied or pickled: it holds casts of the weights of this process"):
         duplicate(cache)
+
+
+def test_a_deep_copy_of_a_model_has_an_empty_cache_with_the_same_settings():
+    model = torch.nn.Linear(4, 4)
+    model.cache = polycast.WeightCache(max_bytes=1000, verify=True)
+    with torch.no_grad(), polycast.autocast("cpu", cache=model.cache):
+        model(X)
+    copied = copy.deepcopy(model).cache
+    assert (copied.max_bytes, copied.verify, copied.stats().entries) == (1000, True, 0)
+    assert model.cache.stats().entries == 2
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Protocol, TypeVar, cast
 import torch
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
+from typing_extensions import Self
 
 from .errors import StaleWeightError
 
@@ -110,10 +111,14 @@ class WeightCache:
         totals = [sum(column) for column in zip(*(s.statistics() for s in self._stores.values()), strict=True)]
         return WeightCacheStats(*totals) if totals else WeightCacheStats(0, 0, 0, 0, 0)
 
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return an empty cache with the same settings: the weights of a model that is copied are other weights."""
+        return type(self)(self.max_bytes, self.verify)
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a WeightCache cannot be copied or pickled: it holds casts of the weights of this process. Make a new one "
-            "where you need it."
+            "where you need it (copy.deepcopy does)."
         )
 
 
