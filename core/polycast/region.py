@@ -14,6 +14,7 @@ from .decorate import decorate
 from .discovery import check_availability, check_dtype
 from .engine import installed, put_in_place
 from .errors import AutocastDisabledWarning
+from .interop.torchscript import ScriptedAsTorch
 from .policy import CastPolicy, find_op, table_problems
 from .registry import registry
 from .state import Overlay, Settings
@@ -61,6 +62,8 @@ class autocast:
         ...     print((x @ w).dtype, torch.exp(x).dtype)
         torch.bfloat16 torch.float32
     """
+
+    _jit_override_qualname = ScriptedAsTorch()
 
     def __init__(
         self,
@@ -113,6 +116,11 @@ class autocast:
                 f"write: with polycast.autocast({self.device!r}): ..."
             )
         return decorate(func, lambda: self, self._steps)
+
+    @property
+    def _enabled(self) -> bool:
+        """What TorchScript reads, besides the attributes, of an instance that a module holds."""
+        return self._settings.enabled
 
     def _steps(self) -> list[Settings]:
         return [self._settings]
