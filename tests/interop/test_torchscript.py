@@ -471,6 +471,21 @@ def test_a_decorated_function_is_refused(autocast):
         torch.jit.script(autocast("cpu")(f))
 
 
+@pytest.mark.parametrize("autocast", [torch.autocast, polycast.autocast])
+def test_a_decorator_of_a_method_is_not_seen(autocast):
+    class Decorated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(2, 2)
+
+        @autocast("cpu")
+        def forward(self, a):
+            return self.linear(a)
+
+    module = Decorated()
+    assert (module(A).dtype, torch.jit.script(module)(A).dtype) == (BFLOAT, FLOAT)
+
+
 class Own(polycast.autocast):
     pass
 
