@@ -5,7 +5,6 @@ the qualified name of their class, and puts casts around the ops between. So a r
 of torch's class; it is then compiled, refused, optimized and saved as torch's is.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +27,10 @@ class ScriptedAsTorch:
         # The methods of a subclass may do anything, which torch's class would not.
         if owner is not self._owner:
             raise AttributeError(f"{owner.__name__} has no {self._name}: TorchScript is to compile its own methods")
-        compile_class: Callable[..., Any] = torch.jit._script._recursive_compile_class
-        no_source: Callable[[], Any] = torch._sources.fake_range
-        name: str = compile_class(torch_autocast, no_source()).qualified_name()
+        jit: Any = torch.jit
+        sources: Any = torch._sources
+        compiled = jit._state._get_script_class(torch_autocast)
+        if compiled is None:
+            compiled = jit._script._recursive_compile_class(torch_autocast, sources.fake_range())
+        name: str = compiled.qualified_name()
         return name
