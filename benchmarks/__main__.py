@@ -37,6 +37,7 @@ BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
     "depth": small.depth,
     "threads": small.threads,
     "lookup": small.lookup,
+    "out-dtype": small.out_dtype,
     "import": ImportTime,
     "memory": PeakMemory,
     "linears": models.linears,

@@ -171,3 +171,19 @@ def lookup() -> Race:
         Ratio(f"8x8 mm, {count} weights cached", against, count, "10", NOT_GROWING) for count in ("1,000", "100,000")
     ]
     return Race(sides, ratios)
+
+
+def out_dtype() -> Race:
+    a, b = (torch.randint(-128, 128, (512, 512), dtype=torch.int8) for _ in range(2))
+    names = {"mm": torch.ops.aten.mm.default, "int32": torch.int32, "a": a, "b": b}
+    sides = {
+        "polycast": Side("out_dtype(mm, int32, a, b)", {**names, "out_dtype": polycast.out_dtype}),
+        "kernel": Side("int_mm(a, b)", {**names, "int_mm": torch._int_mm}),
+        "torch": Side("out_dtype(mm, int32, a, b)", {**names, "out_dtype": torch.ops.higher_order.out_dtype}),
+    }
+    what = "512x512 int8 mm into int32"
+    ratios = [
+        Ratio(what, "torch._int_mm", "polycast", "kernel", 1.1),
+        Ratio(what, "torch's out_dtype", "polycast", "torch", 1 / 15),
+    ]
+    return Race(sides, ratios)

@@ -7,6 +7,7 @@ from typing_extensions import override
 
 from polycast import Availability, Backend, hookimpl
 
+from .kernels import KERNELS
 from .policies import POLICIES
 
 _ALWAYS = Availability(True)
@@ -18,6 +19,7 @@ class CpuBackend(Backend):
     device_type = "cpu"
     default_dtype = torch.bfloat16
     policies = POLICIES
+    kernels = KERNELS
 
     @override
     def supported_dtypes(self) -> Sequence[torch.dtype]:

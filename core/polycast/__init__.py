@@ -14,6 +14,7 @@ from .errors import (
     StaleWeightError,
 )
 from .hookspecs import hookimpl
+from .out_dtype import out_dtype
 from .policy import CastPolicy, policy_table
 from .region import autocast, autocast_decorator
 from .registry import (
@@ -67,6 +68,7 @@ __all__ = [
     "is_autocast_available",
     "is_autocast_cache_enabled",
     "is_autocast_enabled",
+    "out_dtype",
     "policy_table",
     "register_backend",
     "set_autocast_cache_enabled",

@@ -39,7 +39,10 @@ class Backend:
         default_dtype: the fast dtype of a region that names none; floating point, one of `supported_dtypes`.
         policies: the policy of each op that autocast treats, by its name in the dispatcher (``"aten::norm.Scalar"``).
             Ops that the running torch lacks are skipped.
-        kernels: kernels of the device that compute an op with another output dtype than its inputs'; may be empty.
+        kernels: kernels of the device that compute an op with another output dtype than its inputs', for
+            :func:`polycast.out_dtype`; may be empty. A kernel is called with the op's arguments, of which each tensor
+            has the input or the output dtype, outside of autocast and without autograd. It returns a tensor in the
+            output dtype, or NotImplemented for arguments that it leaves to torch.
         remedies: for a BANNED op a sentence that says what to use in its place; may be empty.
     """
 
@@ -134,7 +137,7 @@ def _dtype_problems(dtype: object) -> list[str]:
 def _kernel_problems(kernels: object) -> list[str]:
     if not isinstance(kernels, Mapping):
         return [f"kernels must map (OpOverload, input dtype, output dtype) to a callable, got {type(kernels).__name__}"]
-    return [
+    problems = [
         f"kernels: {key!r} must be (OpOverload, input dtype, output dtype), and its kernel callable"
         for key, kernel in kernels.items()
         if not (
@@ -144,6 +147,11 @@ def _kernel_problems(kernels: object) -> list[str]:
             and all(isinstance(dtype, torch.dtype) for dtype in key[1:])
             and callable(kernel)
         )
+    ]
+    return problems or [
+        f"kernels: {op} must be a functional op that returns one tensor"
+        for op in dict.fromkeys(op for op, _, _ in kernels)
+        if op._schema.is_mutable or [type(result.type) for result in op._schema.returns] != [torch.TensorType]
     ]
 
 

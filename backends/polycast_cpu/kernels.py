@@ -1,0 +1,98 @@
+"""Kernels of the CPU that give int8 products in int32: oneDNN's, and float32's where those are exact and faster.
+
+There are none for bfloat16 and float16: on the CPU torch has no kernel that multiplies them into float32.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_EXACT_TERMS = 1024
+"""So many products of two int8 add up to 2**24 at most, and float32 holds every integer up to there."""
+
+_SMALL = 48**3
+"""With fewer multiplications in each product, one call of float32's for a batch is faster than a call for each."""
+
+
+@functools.cache
+def _multiplies_int8() -> bool:
+    """Say whether oneDNN multiplies int8 here, and exactly.
+
+    On a CPU without the instructions torch takes a plain loop, some hundred times slower than float32. Where an
+    environment variable keeps oneDNN from using them, oneDNN adds pairs of products in int16, which saturates.
+    """
+    extreme = torch.full((16, 16), 127, dtype=torch.int8)
+    return torch.cpu._is_vnni_supported() and bool((torch._int_mm(extreme, extreme) == 16 * 127 * 127).all())
+
+
+def _has_int_mm() -> bool:
+    return torch._C._get_mkldnn_enabled() and _multiplies_int8()
+
+
+def _dense(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix whose rows or columns lie one after the other: torch._int_mm takes others for such, and is wrong.
+
+    It looks at the stride of the last dimension first, so a single row whose strides are (1, 1) is one of the others.
+    """
+    (rows, columns), (down, right) = matrix.shape, matrix.stride()
+    if (right == 1 and down >= columns) or (right != 1 and down == 1 and right >= rows):
+        return matrix
+    return matrix.clone(memory_format=torch.contiguous_format)
+
+
+def _in_float32(op: Any, a: torch.Tensor, b: torch.Tensor) -> Any:
+    if a.shape[-1] > _EXACT_TERMS:
+        return NotImplemented
+    return op(a.float(), b.float()).to(torch.int32)
+
+
+def mm_int8(a: torch.Tensor, b: torch.Tensor) -> Any:
+    """Return the int32 product of two int8 matrices."""
+    if not a.dtype is b.dtype is torch.int8 or a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+        return NotImplemented
+    if _has_int_mm():
+        return torch._int_mm(_dense(a), _dense(b))
+    return _in_float32(torch.mm, a, b)
+
+
+def linear_int8(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+    """Return ``x @ weight.T + bias`` in int32; `x` has any number of dimensions, `bias` is int8 or int32."""
+    if weight.dim() != 2 or x.dim() == 0 or (bias is not None and bias.shape != weight.shape[:1]):
+        return NotImplemented
+    product = mm_int8(x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0), weight.t())
+    if product is NotImplemented:
+        return NotImplemented
+    if bias is not None:
+        product += bias
+    return product.view(*x.shape[:-1], weight.shape[0])
+
+
+def addmm_int8(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
+    """Return ``bias + a @ b`` in int32; `bias` is int8 or int32."""
+    product = mm_int8(a, b)
+    return product if product is NotImplemented else product.add_(bias)
+
+
+def bmm_int8(a: torch.Tensor, b: torch.Tensor) -> Any:
+    """Return the int32 products of two batches of int8 matrices."""
+    if not a.dtype is b.dtype is torch.int8 or a.dim() != 3 or b.dim() != 3 or a.shape[::2] != b.shape[:2]:
+        return NotImplemented
+    (count, rows, terms), columns = a.shape, b.shape[2]
+    if not _has_int_mm() or (rows * terms * columns < _SMALL and terms <= _EXACT_TERMS):
+        return _in_float32(torch.bmm, a, b)
+    result = a.new_empty((count, rows, columns), dtype=torch.int32)
+    for left, right, out in zip(a.unbind(), b.unbind(), result.unbind(), strict=True):
+        torch._int_mm(_dense(left), _dense(right), out=out)
+    return result
+
+
+_OPS = torch.ops.aten
+
+KERNELS: dict[tuple[torch._ops.OpOverload, torch.dtype, torch.dtype], Callable[..., Any]] = {
+    (_OPS.mm.default, torch.int8, torch.int32): mm_int8,
+    (_OPS.linear.default, torch.int8, torch.int32): linear_int8,
+    (_OPS.addmm.default, torch.int8, torch.int32): addmm_int8,
+    (_OPS.bmm.default, torch.int8, torch.int32): bmm_int8,
+}
