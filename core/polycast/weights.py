@@ -258,7 +258,7 @@ def is_weight(tensor: torch.Tensor) -> bool:
     """Say whether a tensor is a weight, whose casts are worth keeping.
 
     Weights are float32 leaves: those that require grad, and parameters that do not (frozen ones). Subclasses other than
-    Parameter are cast anew each time, so that their own dispatch sees it.
+    Parameter are cast anew each time, so that their own dispatch sees it; and so are the weights that FSDP gathers.
     """
     kind = type(tensor)
     return (
@@ -269,7 +269,21 @@ def is_weight(tensor: torch.Tensor) -> bool:
         and not tensor.is_nested
         and not tensor.is_inference()
         and not tensor._is_view()
+        and not (_shares_its_storage(tensor) and storages_are_rewritten())
     )
+
+
+def _shares_its_storage(tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor, and the object that was just made
+
+
+def storages_are_rewritten() -> bool:
+    """Say whether something may write a weight through another tensor on its storage without counting a version.
+
+    FSDP gathers weights so, into memory that it frees between uses, and it needs a process group.
+    """
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def caching_is_safe() -> bool:

@@ -679,6 +679,15 @@ bool is_weight(const Tensor& tensor) {
       !meta->is_view_ && meta->fw_grad_ == nullptr;
 }
 
+// See storages_are_rewritten in weights.py. Few weights share their storage, so the GIL is rarely taken.
+bool is_rewritten(const Tensor& weight) {
+  if (weight.storage().use_count() == 1) {
+    return false;
+  }
+  const py::gil_scoped_acquire gil;
+  return py::module_::import("polycast.weights").attr("storages_are_rewritten")().cast<bool>();
+}
+
 // Not while something records, transforms or watches the ops.
 bool caching_is_safe() {
   static constexpr c10::DispatchKeySet kWatchers{
@@ -692,7 +701,8 @@ Tensor cast(const Tensor& tensor, ScalarType dtype, DeviceType device, const py:
   if (store == nullptr) {
     return at::autocast::cached_cast(dtype, tensor, device);  // a region of torch's has torch's cache
   }
-  if (dtype != at::kFloat && is_weight(tensor) && at::autocast::is_autocast_cache_enabled() && caching_is_safe()) {
+  if (dtype != at::kFloat && is_weight(tensor) && at::autocast::is_autocast_cache_enabled() && caching_is_safe() &&
+      !is_rewritten(tensor)) {
     bool capturing = false;
     if (is_capturing) {
       py::gil_scoped_acquire gil;

@@ -1,0 +1,189 @@
+"""What the tests of this folder run in two processes on gloo; process 0 writes what each case gave, as JSON."""
+
+import functools
+import json
+import sys
+import warnings
+
+import torch
+from torch import distributed, nn
+
+with warnings.catch_warnings():
+    # FSDP2 and DDP import parts of torch that use torch's own deprecated names: nothing that a caller can change.
+    warnings.simplefilter("ignore")
+    from torch.distributed import fsdp
+    from torch.nn.parallel import DistributedDataParallel
+
+import polycast
+from polycast.distributed import MixedPrecision, fully_shard
+
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def name(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+class Pair(nn.Module):
+    """Two Linear children, one after the other; remembers the dtypes of what it and they are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+        self.c1, self.c2 = self.child("c1"), self.child("c2")
+
+    def child(self, label):
+        pair = self
+
+        class Child(nn.Linear):
+            def forward(self, x):
+                pair.seen[label] = name(x.dtype)
+                return super().forward(x)
+
+        return Child(4, 4)
+
+    def forward(self, x):
+        self.seen["root"] = name(x.dtype)
+        return self.c2(self.c1(x))
+
+
+def inputs_seen(whole, of_root, of_units):
+    model = Pair()
+    precision = MixedPrecision(torch.float16, cast_root_forward_inputs=of_root, cast_forward_inputs=of_units)
+    for unit in (model.c1, model.c2, model) if whole else (model.c2,):
+        fully_shard(unit, mixed_precision=precision)
+    error, grads = None, []
+    try:
+        model(torch.ones(2, 4)).sum().backward()
+        grads = sorted({name(p.grad.dtype) for p in model.parameters()})
+    except RuntimeError as raised:
+        error = str(raised)
+    return {"seen": model.seen, "error": error, "grads": grads}
+
+
+for flags in [(whole, root, units) for whole in (True, False) for root in (True, False) for units in (True, False)]:
+    CASES["inputs {} {} {}".format(*flags)] = functools.partial(inputs_seen, *flags)
+
+
+@case
+def defaults():
+    model = fully_shard(nn.Linear(4, 4), mixed_precision=MixedPrecision())
+    y = model(torch.ones(2, 4))
+    y.sum().backward()
+    policy = model._get_fsdp_state()._mp_policy
+    return [name(d) for d in (y.dtype, policy.reduce_dtype, model.weight.grad.dtype, model.weight.dtype)]
+
+
+@case
+def output_dtype():
+    model = fully_shard(nn.Linear(4, 4), mixed_precision=MixedPrecision(output_dtype=torch.float32))
+    return name(model(torch.ones(2, 4)).dtype)
+
+
+@case
+def none_leaves_it_to_the_region():
+    model = fully_shard(nn.Linear(4, 4))
+    with polycast.autocast("cpu"):
+        inside = model(torch.ones(2, 4)).dtype
+    return [name(inside), name(model(torch.ones(2, 4)).dtype)]
+
+
+@case
+def bad_input():
+    errors = {}
+    for label, precision in [("policy", fsdp.MixedPrecisionPolicy()), ("dtype", MixedPrecision(torch.float64))]:
+        model = nn.Linear(4, 4)
+        try:
+            fully_shard(model, mixed_precision=precision)
+        except (TypeError, ValueError) as error:
+            errors[label] = [type(error).__name__, str(error)]
+        errors[label].append(type(model) is nn.Linear and not model._forward_pre_hooks)
+    model = nn.Linear(4, 4)
+    try:
+        fully_shard(model, mixed_precision=MixedPrecision(), mesh=distributed.init_device_mesh("cpu", (1, 2, 1)))
+    except Exception as error:
+        errors["mesh"] = [type(error).__name__, type(model) is nn.Linear and not model._forward_pre_hooks]
+    return errors
+
+
+def sharded(model):
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    return fully_shard(model)
+
+
+WRAP = {"ddp": DistributedDataParallel, "fsdp2": sharded}
+
+
+def trained(wrap, cache, enabled=True):
+    torch.manual_seed(0)
+    model = WRAP[wrap](nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, losses, dtypes = torch.randn(4, 8) + distributed.get_rank(), [], []
+    # One region around all steps, so that its own cache lives through them as well.
+    with polycast.autocast("cpu", cache_enabled=enabled, cache=cache):
+        for _ in range(3):
+            y = model(x)
+            loss = y.float().square().mean()
+            loss.backward()
+            dtypes += [y.dtype, *(p.grad.dtype for p in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return losses, [p.tolist() for p in full], [name(d) for d in dtypes]
+
+
+@case
+def training():
+    results = {}
+    for wrap in WRAP:
+        cache = polycast.WeightCache()
+        plain, own, users = trained(wrap, None, False), trained(wrap, None), trained(wrap, cache)
+        results[wrap] = {
+            "own": own == plain,
+            "users": users == plain,
+            "losses": plain[0],
+            "dtypes": [plain[2][0], *sorted(set(plain[2][1:5]))],
+            "misses": cache.stats().misses,
+        }
+    return results
+
+
+@case
+def freed():
+    """After a reshard no memory of the gathered weights is left, and no cast of them is kept."""
+    cache = polycast.WeightCache()
+    model = sharded(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))
+    gathered = []
+    model[0].register_forward_pre_hook(lambda layer, _: gathered.append(layer.weight))
+    with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+        model(torch.ones(2, 8))
+        inside = polycast.WeightCache.stats(cache).entries
+    return [type(gathered[0]).__name__, gathered[0].untyped_storage().nbytes(), inside]
+
+
+@case
+def others_are_kept():
+    """A process group alone does not stop weights that nobody gathers from being kept."""
+    cache, model = polycast.WeightCache(), nn.Linear(4, 4)
+    for _ in range(2):
+        with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+            model(torch.ones(2, 4))
+    return [cache.stats().misses, cache.stats().hits]
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error")
+    distributed.init_process_group("gloo")
+    results = {label: run() for label, run in CASES.items()}
+    if distributed.get_rank() == 0:
+        with open(sys.argv[1], "w", encoding="utf-8") as file:
+            json.dump(results, file)
+    distributed.destroy_process_group()
