@@ -108,7 +108,26 @@ def bad_input():
         fully_shard(model, mixed_precision=MixedPrecision(), mesh=distributed.init_device_mesh("cpu", (1, 2, 1)))
     except Exception as error:
         errors["mesh"] = [type(error).__name__, type(model) is nn.Linear and not model._forward_pre_hooks]
+    model = fully_shard(nn.Linear(4, 4))
+    try:
+        fully_shard(model)
+    except RuntimeError as error:
+        errors["twice"] = [type(error).__name__, str(error)]
     return errors
+
+
+@case
+def own_parameters():
+    """What a root without the switch for roots is given: with c1 for its own parameters, and with none."""
+    seen = []
+    for units in (["c2"], ["c1", "c2"]):
+        model = Pair()
+        precision = MixedPrecision(torch.float16, cast_root_forward_inputs=False)
+        for unit in [*(getattr(model, label) for label in units), model]:
+            fully_shard(unit, mixed_precision=precision)
+        model(torch.ones(2, 4))
+        seen.append(model.seen["root"])
+    return seen
 
 
 def sharded(model):
@@ -165,8 +184,20 @@ def freed():
     model[0].register_forward_pre_hook(lambda layer, _: gathered.append(layer.weight))
     with torch.no_grad(), polycast.autocast("cpu", cache=cache):
         model(torch.ones(2, 8))
-        inside = polycast.WeightCache.stats(cache).entries
-    return [type(gathered[0]).__name__, gathered[0].untyped_storage().nbytes(), inside]
+    return [type(gathered[0]).__name__, gathered[0].untyped_storage().nbytes(), cache.stats().entries]
+
+
+@case
+def gathered_again():
+    """The memory of a large weight is given back to the system, which gives the same addresses again."""
+    cache, model, x = polycast.WeightCache(), fully_shard(nn.Linear(1024, 1024, bias=False)), torch.ones(2, 1024)
+    sums = []
+    with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+        for value in (0.0, 1.0, 2.0):
+            model.weight.to_local().fill_(value)
+            sums.append(model(x).float().mean().item())
+            model.reshard()
+    return sums
 
 
 @case

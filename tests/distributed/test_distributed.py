@@ -1,0 +1,168 @@
+"""FSDP2 and DDP in two processes: the dtypes of units, regions in them, and what is kept of weights."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from polycast.distributed import MixedPrecision, fully_shard
+
+HERE = Path(__file__).parent
+EXAMPLE = HERE.parent.parent / "examples" / "train_fsdp.py"
+
+pytestmark = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="torch has no gloo here"
+)
+
+
+def torchrun(*command, engine="reference"):
+    """Run a script in two processes, which find each other at a free port."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "POLYCAST_ENGINE": engine}
+    done = subprocess.run([*launcher, *command], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module", params=["native", "reference"])
+def results(request, tmp_path_factory):
+    """What the cases of cases.py gave, each engine's once."""
+    path = tmp_path_factory.mktemp("distributed") / "results.json"
+    torchrun(str(HERE / "cases.py"), str(path), engine=request.param)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+MISMATCH = "mat1 and mat2 must have the same dtype"
+HALF, FULL = "float16", "float32"
+
+
+@pytest.mark.parametrize(
+    ("whole", "of_root", "of_units", "seen", "error"),
+    [
+        (True, True, True, [HALF, HALF, HALF], None),
+        (False, True, True, [FULL, FULL, HALF], None),
+        (True, True, False, [HALF, HALF, HALF], None),
+        (False, True, False, [FULL, FULL, HALF], None),
+        (True, False, True, [FULL, HALF, HALF], None),
+        (False, False, True, [FULL, FULL, HALF], None),
+        (True, False, False, [FULL, FULL], MISMATCH),
+        (False, False, False, [FULL, FULL, FULL], MISMATCH),
+    ],
+)
+def test_the_switches_say_which_units_cast_their_inputs(results, whole, of_root, of_units, seen, error):
+    result = results[f"inputs {whole} {of_root} {of_units}"]
+    assert result["seen"] == dict(zip(["root", "c1", "c2"], seen, strict=False))
+    if error is None:
+        assert (result["error"], result["grads"]) == (None, [FULL])
+    else:
+        assert result["error"].startswith(error)
+
+
+def test_none_is_the_default_dtype_of_the_backend_and_reduces_in_float32(results):
+    assert results["defaults"] == ["bfloat16", FULL, FULL, FULL]
+
+
+def test_outputs_are_cast_on_request(results):
+    assert results["output_dtype"] == FULL
+
+
+def test_without_mixed_precision_the_region_decides(results):
+    assert results["none_leaves_it_to_the_region"] == ["bfloat16", FULL]
+
+
+def test_a_unit_with_parameters_of_its_own_casts_its_inputs_and_one_without_does_not(results):
+    assert results["own_parameters"] == [HALF, FULL]
+
+
+def test_bad_input_leaves_the_module_as_it_was(results):
+    assert results["bad_input"] == {
+        "policy": [
+            "TypeError",
+            "mixed_precision must be a polycast.distributed.MixedPrecision or None, got MixedPrecisionPolicy: build "
+            "polycast.distributed.MixedPrecision(param_dtype=...) from it.",
+            True,
+        ],
+        "dtype": [
+            "ValueError",
+            "param_dtype torch.float64 cannot be used on 'cpu': cpu supports torch.bfloat16, torch.float16. Pass a "
+            "dtype that it supports, or None for its default, torch.bfloat16.",
+            True,
+        ],
+        "mesh": ["ValueError", True],
+        "twice": ["RuntimeError", "FSDPLinear is sharded already: shard each module once."],
+    }
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_training_is_bit_for_bit_the_same_with_kept_casts(results, wrap):
+    result = results["training"][wrap]
+    assert (result["own"], result["users"]) == (True, True)
+    assert result["dtypes"] == ["bfloat16", FULL]
+    assert result["losses"] == sorted(result["losses"], reverse=True)
+
+
+def test_casts_are_kept_under_ddp_and_none_of_a_gathered_weight(results):
+    assert [results["training"][wrap]["misses"] for wrap in ("ddp", "fsdp2")] == [12, 0]
+
+
+def test_a_shard_frees_its_gathered_weights_and_no_cast_of_them_is_kept(results):
+    assert results["freed"] == ["Parameter", 0, 0]
+
+
+def test_a_weight_gathered_again_into_the_same_memory_is_cast_again(results):
+    assert results["gathered_again"] == [0.0, 1024.0, 2048.0]
+
+
+def test_weights_that_nobody_gathers_are_kept_beside_a_process_group(results):
+    assert results["others_are_kept"] == [2, 2]
+
+
+def test_sharding_needs_a_process_group():
+    model = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError) as raised:
+        fully_shard(model, mixed_precision=MixedPrecision())
+    assert str(raised.value) == (
+        "fully_shard needs a process group, and there is none: call torch.distributed.init_process_group() first, in "
+        "each process (torchrun starts them and tells them their ranks), or pass mesh=."
+    )
+    assert type(model) is nn.Linear
+
+
+def test_sharding_needs_a_module():
+    with pytest.raises(TypeError, match=r"^fully_shard expects a torch\.nn\.Module, got list: shard one module a call"):
+        fully_shard([nn.Linear(2, 2)])
+
+
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype", "output_dtype"])
+@pytest.mark.parametrize("value", [torch.int8, "float16"])
+def test_a_dtype_must_be_a_floating_point_dtype(name, value):
+    with pytest.raises(TypeError, match=f"^{name} must be a floating-point torch.dtype or None, got {value!r}$"):
+        MixedPrecision(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["cast_root_forward_inputs", "cast_forward_inputs"])
+def test_a_switch_must_be_a_bool(name):
+    with pytest.raises(TypeError, match=f"^{name} must be a bool, got None$"):
+        MixedPrecision(**{name: None})
+
+
+def test_the_signature_of_mixed_precision():
+    assert str(inspect.signature(MixedPrecision)).startswith(
+        "(param_dtype: torch.dtype | None = None, reduce_dtype: torch.dtype | None = None, "
+        "output_dtype: torch.dtype | None = None, cast_root_forward_inputs: bool = True, "
+        "cast_forward_inputs: bool = True)"
+    )
+
+
+def test_the_example_learns_the_digits_in_two_processes():
+    pytest.importorskip("sklearn", reason="the digits are scikit-learn's")
+    lines = torchrun(str(EXAMPLE), "--epochs", "8").splitlines()
+    epochs = [line for line in lines if line.startswith("epoch")]
+    assert len(epochs) == 8
+    assert float(epochs[-1].split()[-1].rstrip("%")) > 85
