@@ -104,9 +104,13 @@ def fully_shard(
     Example:
         >>> import torch
         >>> from polycast.distributed import MixedPrecision, fully_shard
-        >>> fully_shard(torch.nn.Linear(2, 2), mixed_precision=MixedPrecision())
-        Traceback (most recent call last):
-        RuntimeError: ...
+        >>> store = torch.distributed.HashStore()
+        >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        >>> model = fully_shard(torch.nn.Linear(2, 2), mixed_precision=MixedPrecision(), mesh=mesh)
+        >>> model(torch.ones(1, 2)).dtype
+        torch.bfloat16
+        >>> torch.distributed.destroy_process_group()
     """
     _check_arguments(module, mixed_precision)
     from torch import distributed

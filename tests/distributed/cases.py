@@ -7,12 +7,8 @@ import warnings
 
 import torch
 from torch import distributed, nn
-
-with warnings.catch_warnings():
-    # FSDP2 and DDP import parts of torch that use torch's own deprecated names: nothing that a caller can change.
-    warnings.simplefilter("ignore")
-    from torch.distributed import fsdp
-    from torch.nn.parallel import DistributedDataParallel
+from torch.distributed import fsdp
+from torch.nn.parallel import DistributedDataParallel
 
 import polycast
 from polycast.distributed import MixedPrecision, fully_shard
@@ -193,7 +189,7 @@ def gathered_again():
     cache, model, x = polycast.WeightCache(), fully_shard(nn.Linear(1024, 1024, bias=False)), torch.ones(2, 1024)
     sums = []
     with torch.no_grad(), polycast.autocast("cpu", cache=cache):
-        for value in (0.0, 1.0, 2.0):
+        for value in range(20):
             model.weight.to_local().fill_(value)
             sums.append(model(x).float().mean().item())
             model.reshard()
