@@ -189,11 +189,13 @@ def gathered_again():
     cache, model, x = polycast.WeightCache(), fully_shard(nn.Linear(1024, 1024, bias=False)), torch.ones(2, 1024)
     sums = []
     with torch.no_grad(), polycast.autocast("cpu", cache=cache):
-        for value in range(20):
+        for value in range(40):
             model.weight.to_local().fill_(value)
             sums.append(model(x).float().mean().item())
             model.reshard()
-    return sums
+    of_all = [None, None]
+    distributed.all_gather_object(of_all, sums)
+    return of_all
 
 
 @case

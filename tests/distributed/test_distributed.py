@@ -116,7 +116,8 @@ def test_a_shard_frees_its_gathered_weights_and_no_cast_of_them_is_kept(results)
 
 
 def test_a_weight_gathered_again_into_the_same_memory_is_cast_again(results):
-    assert results["gathered_again"] == [1024.0 * value for value in range(20)]
+    """Whether it is the same memory is the system's choice; in some of so many rounds it is."""
+    assert results["gathered_again"] == 2 * [[1024.0 * value for value in range(40)]]
 
 
 def test_weights_that_nobody_gathers_are_kept_beside_a_process_group(results):
