@@ -46,6 +46,28 @@ def fake(monkeypatch):
         if not hasattr(torch, name):
             module = SimpleNamespace(is_initialized=lambda: False, is_available=lambda: False)
             monkeypatch.setattr(torch, name, module, raising=False)
+    make_subclass = torch.Tensor._make_subclass
+
+    def make_with_keys(cls, data, requires_grad=False, **settings):
+        device = settings.get("device_for_backend_keys")
+        if device is None or device.type != "maia":
+            return make_subclass(cls, data, requires_grad, **settings)
+        # This is how a fake tensor gets the keys of its device, and what torch reads them from
+        # (c10::toBackendComponent) leaves maia out: it would have none, and pass by every kernel of the device.
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            data.size(),
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+            dtype=data.dtype,
+            layout=data.layout,
+            device=data.device,
+            requires_grad=requires_grad,
+            dispatch_device=True,
+            _extra_dispatch_keys=torch._C.DispatchKeySet(torch._C._parse_dispatch_key("AutocastMAIA")),
+        )
+
+    monkeypatch.setattr(torch.Tensor, "_make_subclass", staticmethod(make_with_keys))
     with FakeTensorMode() as mode:
         yield mode
 

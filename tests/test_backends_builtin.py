@@ -1,6 +1,7 @@
-"""cpu, cuda and xpu: their dtypes, and the reason that each gives where its device cannot be used."""
+"""The backends that come with polycast: their dtypes, and the reason that each gives where its device is absent."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,12 +10,16 @@ import polycast
 from polycast import Availability
 
 ACCELERATORS = ("cuda", "xpu")
-DEFAULTS = {"cpu": torch.bfloat16, "cuda": torch.float16, "xpu": torch.float16}
+OTHERS = ("maia", "mps", "mtia")
 DTYPES = {
     "cpu": (torch.bfloat16, torch.float16),
     "cuda": (torch.float16, torch.bfloat16),
+    "maia": (torch.bfloat16, torch.float16),
+    "mps": (torch.float16, torch.bfloat16),
+    "mtia": (torch.float16, torch.bfloat16),
     "xpu": (torch.float16, torch.bfloat16),
 }
+DEFAULTS = {name: dtypes[0] for name, dtypes in DTYPES.items()}
 
 
 @pytest.fixture(params=ACCELERATORS)
@@ -51,7 +56,7 @@ def test_the_default_dtype_is_torchs(name, in_thread):
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_the_supported_dtypes_begin_with_the_default(name, monkeypatch):
-    if name != "cpu":
+    if name in ACCELERATORS:
         monkeypatch.setattr(getattr(torch, name), "is_available", lambda: False)
     assert tuple(polycast.get_backend(name).supported_dtypes()) == DTYPES[name]
 
@@ -90,6 +95,60 @@ def test_the_status_tells_the_reason(monkeypatch, absent):
     assert (status.state, status.reason, status.default_dtype) == ("unavailable", reason, DEFAULTS[absent])
 
 
+@pytest.fixture
+def answers(monkeypatch):
+    """Return a function that has torch say of a device whether it was built for it and whether one is there."""
+
+    def say(name, *, built, available):
+        module = torch.backends.mps if name == "mps" else getattr(torch, name, SimpleNamespace())
+        monkeypatch.setattr(torch, "maia", module if name == "maia" and built else None, raising=False)
+        monkeypatch.setattr(module, "is_available", lambda: available, raising=False)
+        monkeypatch.setattr(torch.backends.mps, "is_built", lambda: built)
+        monkeypatch.setattr(torch.mtia, "_is_compiled", lambda: built)
+
+    return say
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_one_of_the_other_devices_that_is_there_is_available(name, answers):
+    answers(name, built=True, available=True)
+    assert polycast.get_backend(name).availability() == Availability(True)
+    assert polycast.is_autocast_available(name) is True
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_one_of_the_other_devices_that_is_not_visible_is_the_reason(name, answers):
+    answers(name, built=True, available=False)
+    assert polycast.get_backend(name).availability() == Availability(False, f"no {name.upper()} device is visible")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("maia", "torch.maia is missing: import the package that drives Maia devices first"),
+        ("mps", f"torch {torch.__version__} was built without MPS"),
+        ("mtia", f"torch {torch.__version__} was built without MTIA"),
+    ],
+)
+def test_a_torch_without_one_of_the_other_devices_is_the_reason(name, reason, answers):
+    answers(name, built=False, available=False)
+    assert polycast.get_backend(name).availability() == Availability(False, reason)
+    assert (polycast.backends()[name].state, polycast.backends()[name].reason) == ("unavailable", reason)
+    with pytest.warns(polycast.AutocastDisabledWarning, match=f"^{name} is not available: {re.escape(reason)}\\."):
+        polycast.autocast(name)
+
+
+@pytest.mark.parametrize(("newer", "dtypes"), [(True, DTYPES["mps"]), (False, (torch.float16,))])
+def test_mps_has_bfloat16_from_macos_14_on(monkeypatch, answers, newer, dtypes):
+    answers("mps", built=True, available=True)
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda *version: newer and version == (14, 0))
+    backend = polycast.get_backend("mps")
+    assert tuple(backend.supported_dtypes()) == dtypes
+    assert backend.dtype_availability(torch.bfloat16) == (
+        Availability(True) if newer else Availability(False, "bfloat16 needs macOS 14; mps supports torch.float16")
+    )
+
+
 def test_a_region_on_an_absent_accelerator_warns_and_is_disabled(monkeypatch, absent):
     built_with(monkeypatch)
     text = f"{absent} is not available: torch {torch.__version__} was built without {absent.upper()}."
@@ -124,7 +183,7 @@ def test_a_gpu_with_bfloat16_can_have_it(monkeypatch, accelerator):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8], ids=str)
 @pytest.mark.parametrize("name", DTYPES)
 def test_another_dtype_is_unavailable_and_the_reason_lists_the_supported_ones(name, dtype, monkeypatch):
-    if name != "cpu":
+    if name in ACCELERATORS:
         monkeypatch.setattr(getattr(torch, name), "is_available", lambda: False)
     supported = ", ".join(map(str, DTYPES[name]))
     assert polycast.get_backend(name).dtype_availability(dtype) == Availability(False, f"{name} supports {supported}")
@@ -137,12 +196,12 @@ def test_cuda_records_a_graph_only_once_it_is_initialized(monkeypatch, initializ
     assert polycast.get_backend("cuda").is_capturing() is (initialized and capturing)
 
 
-@pytest.mark.parametrize("name", ["cpu", "xpu"])
+@pytest.mark.parametrize("name", ["cpu", "xpu", *OTHERS])
 def test_the_others_record_no_graph(name):
     assert polycast.get_backend(name).is_capturing() is False
 
 
-@pytest.mark.parametrize("name", ACCELERATORS)
+@pytest.mark.parametrize("name", ["cuda", "maia", "mtia", "xpu"])
 def test_what_an_accelerator_bans_has_a_remedy(name):
     backend = polycast.get_backend(name)
     banned = {op for op, policy in backend.policies.items() if policy is polycast.CastPolicy.BANNED}

@@ -88,9 +88,9 @@ def test_the_policy_is_that_of_the_snapshot_and_not_of_the_place():
 
 
 def test_what_torch_enabled_for_a_device_without_backend_is_captured_too(in_thread):
-    with torch.autocast("mps", torch.bfloat16):
+    with torch.autocast("ipu", torch.bfloat16):
         snapshot = polycast.capture()
-    assert in_thread(snapshot.wrap(lambda: torch.is_autocast_enabled("mps")))
+    assert in_thread(snapshot.wrap(lambda: torch.is_autocast_enabled("ipu")))
 
 
 @pytest.mark.usefixtures("engine")

@@ -20,7 +20,7 @@ WORKING = """
 import polycast, torch
 
 class Acme(polycast.Backend):
-    device_type = "maia"
+    device_type = "ipu"
     default_dtype = torch.float16
     policies = polycast.STANDARD_POLICIES
 
@@ -55,7 +55,7 @@ def rediscover(monkeypatch):
 
 @pytest.fixture
 def plugin(monkeypatch, tmp_path, rediscover):
-    """Return a function that installs a distribution with a plugin for ``maia``; `name` is that of both."""
+    """Return a function that installs a distribution with a plugin for ``ipu``; `name` is that of both."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def install(name, source):
@@ -63,7 +63,7 @@ def plugin(monkeypatch, tmp_path, rediscover):
         metadata = tmp_path / f"{name}-1.5.dist-info"
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
-        (metadata / "entry_points.txt").write_text(f"[polycast.backends]\nmaia = {name}\n")
+        (metadata / "entry_points.txt").write_text(f"[polycast.backends]\nipu = {name}\n")
 
     return install
 
@@ -110,12 +110,19 @@ def test_devices_lists_every_backend_with_its_state(polycast_command):
     rows = {words[0]: words for line in result.stdout.splitlines() if (words := line.split())}
     for name, status in polycast.backends().items():
         assert rows[name][1] == status.state
-        assert rows[name][2] == str(status.default_dtype).removeprefix("torch.")
+        assert rows[name][2] == ("-" if status.default_dtype is None else str(status.default_dtype)[len("torch.") :])
 
 
 def test_devices_says_why_a_device_is_not_ready(polycast_command, plugin):
     plugin("acme_absent", WORKING.format(supported="return (torch.float16,)"))
-    assert "maia: the box [red] is not plugged in\n" in polycast_command("devices").stdout
+    assert "ipu: the box [red] is not plugged in\n" in polycast_command("devices").stdout
+
+
+def test_devices_says_of_a_device_without_a_backend_what_is_needed(polycast_command):
+    reason = "A plugin is needed: no distribution has an entry point 'xla' in the group 'polycast.backends'."
+    assert f"xla: {reason}\n" in polycast_command("devices").stdout
+    device = listed(polycast_command("devices", "--json"))["xla"]
+    assert (device["state"], device["reason"], device["supported_dtypes"]) == ("missing", reason, None)
 
 
 def test_devices_names_the_engine(polycast_command, engine):
@@ -145,11 +152,11 @@ def test_devices_lists_a_broken_plugin_among_the_others(polycast_command, plugin
     plugin("acme_broken", "raise OSError('libacme.so: cannot open')")
     devices = listed(polycast_command("devices", "--json"))
     assert devices["cpu"]["state"] == "ready"
-    assert devices["maia"] == {
-        "device_type": "maia",
+    assert devices["ipu"] == {
+        "device_type": "ipu",
         "state": "broken",
-        "reason": "The backend for 'maia' is broken: acme_broken 1.5 (acme_broken) could not be loaded: OSError: "
-        "libacme.so: cannot open. Repair or uninstall acme_broken, or set POLYCAST_BLOCK=maia.",
+        "reason": "The backend for 'ipu' is broken: acme_broken 1.5 (acme_broken) could not be loaded: OSError: "
+        "libacme.so: cannot open. Repair or uninstall acme_broken, or set POLYCAST_BLOCK=ipu.",
         "default_dtype": None,
         "supported_dtypes": None,
         "distribution": "acme_broken",
@@ -161,7 +168,7 @@ def test_devices_lists_a_broken_plugin_among_the_others(polycast_command, plugin
 def test_devices_verbose_shows_the_traceback_of_a_broken_plugin(polycast_command, plugin):
     plugin("acme_traced", "raise OSError('libacme.so: cannot open')")
     shown = polycast_command("devices", "--verbose").stdout
-    assert "The plugin of 'maia' raised:\nTraceback (most recent call last):\n" in shown
+    assert "The plugin of 'ipu' raised:\nTraceback (most recent call last):\n" in shown
     assert 'acme_traced.py", line 1, in <module>' in shown
     assert "OSError: libacme.so: cannot open\n" in shown
 
@@ -176,22 +183,22 @@ def test_devices_says_how_to_see_the_traceback(polycast_command, plugin):
 def test_devices_verbose_leaves_json_alone(polycast_command, plugin):
     plugin("acme_json", "raise OSError('libacme.so: cannot open')")
     result = polycast_command("devices", "--json", "--verbose")
-    assert listed(result)["maia"]["state"] == "broken"
+    assert listed(result)["ipu"]["state"] == "broken"
     assert "OSError: libacme.so: cannot open" in result.stderr
 
 
 def test_devices_copes_with_a_plugin_that_cannot_tell_its_dtypes(polycast_command, plugin):
     plugin("acme_silent", WORKING.format(supported="raise KeyError('driver')"))
-    assert listed(polycast_command("devices", "--json"))["maia"]["supported_dtypes"] is None
-    assert "maia: supported_dtypes() raised KeyError: 'driver'\n" in polycast_command("devices").stdout
+    assert listed(polycast_command("devices", "--json"))["ipu"]["supported_dtypes"] is None
+    assert "ipu: supported_dtypes() raised KeyError: 'driver'\n" in polycast_command("devices").stdout
 
 
 def test_devices_shows_a_conflict(polycast_command, plugin):
     plugin("acme_one", "")
     plugin("acme_two", "")
     result = polycast_command("devices", "--json")
-    assert listed(result)["maia"]["state"] == "conflict"
-    assert listed(result)["maia"]["supported_dtypes"] is None
+    assert listed(result)["ipu"]["state"] == "conflict"
+    assert listed(result)["ipu"]["supported_dtypes"] is None
 
 
 def test_devices_shows_what_is_blocked(polycast_command, monkeypatch, rediscover):
@@ -202,10 +209,10 @@ def test_devices_shows_what_is_blocked(polycast_command, monkeypatch, rediscover
 
 
 def test_devices_says_what_a_backend_stands_in_for(polycast_command, plugin, monkeypatch):
-    monkeypatch.setenv("POLYCAST_PROVIDER", "maia=acme-chosen")
+    monkeypatch.setenv("POLYCAST_PROVIDER", "ipu=acme-chosen")
     plugin("acme_chosen", WORKING.format(supported="return (torch.float16,)"))
     plugin("acme_other", "")
-    assert "maia: in place of acme_other 1.5 (acme_other)\n" in polycast_command("devices").stdout
+    assert "ipu: in place of acme_other 1.5 (acme_other)\n" in polycast_command("devices").stdout
 
 
 def test_ops_json_is_the_policy_table(polycast_command):
@@ -243,15 +250,15 @@ def test_ops_of_a_policy_that_no_op_has(polycast_command):
 
 
 def test_ops_of_a_device_without_a_backend(polycast_command):
-    result = polycast_command("ops", "mps")
-    assert result.stderr.startswith("polycast: No polycast backend is installed for 'mps'. Backends are installed for:")
+    result = polycast_command("ops", "ipu")
+    assert result.stderr.startswith("polycast: No polycast backend is installed for 'ipu'. Backends are installed for:")
     assert result.exit_code == 2
 
 
 def test_ops_of_a_broken_backend(polycast_command, plugin):
     plugin("acme_wreck", "raise OSError('libacme.so: cannot open')")
-    result = polycast_command("ops", "maia")
-    assert result.stderr.startswith("polycast: The backend for 'maia' is broken: acme_wreck 1.5 (acme_wreck) could")
+    result = polycast_command("ops", "ipu")
+    assert result.stderr.startswith("polycast: The backend for 'ipu' is broken: acme_wreck 1.5 (acme_wreck) could")
     assert result.stdout == ""
     assert result.exit_code == 2
 

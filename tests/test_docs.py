@@ -18,6 +18,7 @@ from polycast import env
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BUILT_INS = ("cpu", "cuda", "maia", "mps", "mtia", "xpu")
 README = PAGES[0].read_text(encoding="utf-8")
 
 
@@ -63,7 +64,7 @@ def on_both(block):
 
 
 def examples():
-    for package in ("polycast", "polycast_cpu", "polycast_cuda", "polycast_xpu"):
+    for package in ("polycast", *(f"polycast_{name}" for name in BUILT_INS)):
         path = importlib.import_module(package).__path__
         for name in [package, *(info.name for info in pkgutil.walk_packages(path, package + "."))]:
             if not name.endswith("__main__"):

@@ -15,7 +15,15 @@ import pytest
 import polycast
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ["polycast", "polycast_cpu", "polycast_cuda", "polycast_xpu"]
+PACKAGES = [
+    "polycast",
+    "polycast_cpu",
+    "polycast_cuda",
+    "polycast_maia",
+    "polycast_mps",
+    "polycast_mtia",
+    "polycast_xpu",
+]
 DISTRIBUTION = importlib.metadata.distribution("polycast")
 
 
@@ -51,6 +59,9 @@ def test_the_built_in_backends_enter_by_the_entry_points_of_any_plugin():
     assert {(point.name, point.value) for point in found if point.dist.name == "polycast"} == {
         ("cpu", "polycast_cpu"),
         ("cuda", "polycast_cuda"),
+        ("maia", "polycast_maia"),
+        ("mps", "polycast_mps"),
+        ("mtia", "polycast_mtia"),
         ("xpu", "polycast_xpu"),
     }
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import polycast
 from polycast import CastPolicy
 
-BUILT_INS = ("cpu", "cuda", "xpu")
+BUILT_INS = ("cpu", "cuda", "maia", "mps", "mtia", "xpu")
 BY_NAME = ("get_backend", "autocast", "install", "uninstall", "unregister_backend", "is_autocast_available")
 
 
@@ -32,7 +32,7 @@ def has_kernel(key, op="aten::mm"):
 def missing(device_type):
     return (
         f"No polycast backend is installed for {device_type!r}. Backends are installed for: "
-        f"{', '.join(polycast.backends())}. Install a distribution that supplies one in the entry-point group "
+        f"{', '.join(BUILT_INS)}. Install a distribution that supplies one in the entry-point group "
         "'polycast.backends', or pass yours to polycast.register_backend()."
     )
 
@@ -79,7 +79,7 @@ def test_any_string_is_answered_where_torch_takes_it_and_refused_where_not(text)
 def test_a_device_that_was_registered_by_hand_once_is_unknown_again(hand_made):
     hand_made("hpu")
     polycast.unregister_backend("hpu")
-    assert "hpu" not in polycast.backends()
+    assert polycast.backends()["hpu"].state == "missing"
     with pytest.raises(RuntimeError, match=r"^Invalid device string: 'hpu:'$"):
         polycast.is_autocast_available("hpu:")
 
@@ -98,13 +98,13 @@ def test_an_index_means_the_device_type(name):
 
 @pytest.mark.parametrize("function", ["get_backend", "autocast", "install", "get_autocast_dtype"])
 def test_a_device_without_a_backend_raises_and_lists_those_that_have_one(function):
-    with pytest.raises(polycast.BackendNotFoundError, match=f"^{re.escape(missing('mps'))}$"):
-        getattr(polycast, function)("mps")
+    with pytest.raises(polycast.BackendNotFoundError, match=f"^{re.escape(missing('ipu'))}$"):
+        getattr(polycast, function)("ipu")
 
 
 def test_the_list_of_devices_with_a_backend_names_those_registered_by_hand(hand_made):
     hand_made("hpu")
-    with pytest.raises(polycast.BackendNotFoundError, match="cpu, cuda, hpu, xpu"):
+    with pytest.raises(polycast.BackendNotFoundError, match="cpu, cuda, hpu, maia, mps, mtia, xpu"):
         polycast.get_backend("meta")
 
 
@@ -138,8 +138,8 @@ def test_the_status_of_a_built_in_names_this_distribution(name):
 def test_the_statuses_are_a_sorted_read_only_snapshot(hand_made):
     before = polycast.backends()
     hand_made("hpu")
-    assert list(polycast.backends()) == sorted([*before, "hpu"])
-    assert "hpu" not in before
+    assert list(polycast.backends()) == list(before) == sorted(before)
+    assert (before["hpu"].state, polycast.backends()["hpu"].state) == ("missing", "ready")
     with pytest.raises(TypeError, match="does not support item assignment"):
         before["hpu"] = None
 
@@ -160,7 +160,21 @@ def test_a_device_without_entry_points_has_a_backend_while_it_is_registered(hand
     assert polycast.is_autocast_available("hpu")
     polycast.unregister_backend("hpu")
     assert not polycast.is_autocast_available("hpu")
-    assert "hpu" not in polycast.backends()
+    assert polycast.backends()["hpu"].state == "missing"
+
+
+def test_every_device_that_torch_has_an_autocast_key_for_has_a_status():
+    without = set(torch._C._autocast_supported_devices()) - {*BUILT_INS}
+    statuses = {name: status for name, status in polycast.backends().items() if name not in BUILT_INS}
+    assert {"hpu", "ipu", "xla"} <= without
+    assert statuses == {
+        name: polycast.BackendStatus(
+            name,
+            "missing",
+            f"A plugin is needed: no distribution has an entry point {name!r} in the group 'polycast.backends'.",
+        )
+        for name in without
+    }
 
 
 def test_a_second_backend_by_hand_is_refused_and_the_first_stays(hand_made):
@@ -173,7 +187,7 @@ def test_a_second_backend_by_hand_is_refused_and_the_first_stays(hand_made):
     assert polycast.get_backend("hpu") is first
 
 
-@pytest.mark.parametrize("name", ["cpu", "mps"])
+@pytest.mark.parametrize("name", ["cpu", "ipu"])
 def test_what_was_not_registered_by_hand_cannot_be_unregistered(name):
     text = (
         f"No backend for {name!r} is registered by hand. One found through an entry point is switched off with "

@@ -20,7 +20,7 @@ from .errors import BackendBrokenError, BackendConflictError, BackendNotFoundErr
 
 BUILT_IN = "polycast"
 
-State: TypeAlias = Literal["ready", "unavailable", "broken", "blocked", "conflict"]
+State: TypeAlias = Literal["ready", "unavailable", "broken", "blocked", "conflict", "missing"]
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,12 @@ class BackendStatus:
     Attributes:
         device_type: the device type.
         state: ``ready``; ``unavailable``: loaded, but the device cannot be used now; ``broken``: its plugin cannot be
-            loaded; ``blocked``: by POLYCAST_BLOCK; ``conflict``: several distributions supply it.
+            loaded; ``blocked``: by POLYCAST_BLOCK; ``conflict``: several distributions supply it; ``missing``: torch
+            has an Autocast key for the device, and nobody supplies a backend.
         reason: why it is not ready; empty where it is.
         default_dtype: the backend's default fast dtype; None where no backend is loaded.
-        distribution: the distribution that supplies it; empty for a backend registered by hand and for a conflict.
+        distribution: the distribution that supplies it; empty for a backend registered by hand, for a
+            conflict and where none is.
         version: that distribution's version.
         replaces: the distributions that also supply this device type and are passed over.
     """

@@ -59,17 +59,26 @@ class Registry:
         name = self.parse_device_type(device_type)
         slot = self._slots().get(name)
         if slot is None:
-            off = "" if env.discovery() else " Third parties' are not looked for, because POLYCAST_DISCOVERY is off."
             raise BackendNotFoundError(
                 f"No polycast backend is installed for {name!r}. Backends are installed for: "
                 f"{', '.join(sorted(self._slots())) or 'no device'}. Install a distribution that supplies one in the "
-                f"entry-point group {hookspecs.ENTRY_POINT_GROUP!r}, or pass yours to polycast.register_backend().{off}"
+                f"entry-point group {hookspecs.ENTRY_POINT_GROUP!r}, or pass yours to polycast.register_backend()."
+                f"{_where_not_looked()}"
             )
         return slot.backend()
 
     def statuses(self) -> Mapping[str, BackendStatus]:
         """See :func:`backends`."""
-        return MappingProxyType({name: slot.status() for name, slot in sorted(self._slots().copy().items())})
+        slots = self._slots().copy()
+        known = {name: slot.status() for name, slot in slots.items()}
+        for name in torch._C._autocast_supported_devices():  # now: a plugin that was just loaded may have named one
+            if name not in slots:
+                reason = (
+                    f"A plugin is needed: no distribution has an entry point {name!r} in the group "
+                    f"{hookspecs.ENTRY_POINT_GROUP!r}.{_where_not_looked()}"
+                )
+                known[name] = BackendStatus(name, "missing", reason)
+        return MappingProxyType(dict(sorted(known.items())))
 
     def register(self, backend: Backend) -> None:
         """See :func:`register_backend`."""
@@ -108,6 +117,10 @@ class Registry:
         self.take_away([name], change)
 
 
+def _where_not_looked() -> str:
+    return "" if env.discovery() else " Third parties' are not looked for, because POLYCAST_DISCOVERY is off."
+
+
 def _just_change(device_types: Iterable[str], change: Callable[[], object]) -> None:
     change()
 
@@ -123,7 +136,7 @@ registry = Registry()
 
 
 def backends() -> Mapping[str, BackendStatus]:
-    """Return the status of every device type that a backend is installed or registered for.
+    """Return the status of every device type that has a backend, or for which torch's autocast could have one.
 
     Imports every plugin that is not blocked. The mapping is a read-only snapshot.
 

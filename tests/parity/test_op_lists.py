@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import polycast
 
 DTYPES = (torch.bfloat16, torch.float16)
+
+ACCELERATORS = ("cuda", "maia", "mps", "mtia", "xpu")
 
 # Where torch raises and polycast does not: the op, and why.
 MIXED = "promotes float16 with bfloat16 to float32, where torch raises 'Unexpected floating ScalarType'"
@@ -39,6 +41,8 @@ def call(case):
     module = MODULES.get(list_name.partition("_")[0], torch)
     torch.manual_seed(0)
     try:
+        if callable(op):
+            return tree_leaves(op(*arguments, **keywords))
         results = [getattr(module, op)(*arguments, **keywords)] if hasattr(module, op) else []
         if isinstance(arguments[0], torch.Tensor) and hasattr(torch.Tensor, op):
             results.append(getattr(arguments[0], op)(*arguments[1:], **keywords))
@@ -48,10 +52,40 @@ def call(case):
     return tree_leaves(results)
 
 
+class Casts(TorchDispatchMode):
+    """Records the dtypes that tensors are cast to."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default:
+            self.dtypes.append(kwargs.get("dtype"))
+        return func(*args, **(kwargs or {}))
+
+
+def recorded(case):
+    """Call an op; return the result, and the dtypes that were cast to."""
+    with Casts() as casts:
+        return call(case), casts.dtypes
+
+
+def under_autocast(cases, device_type, dtype):
+    """Call the ops on a device that need not be there, so that torch.autocast would not be enabled for it."""
+    before = torch.get_autocast_dtype(device_type)
+    torch.set_autocast_enabled(device_type, True)
+    torch.set_autocast_dtype(device_type, dtype)
+    try:
+        return [recorded(case) for case in cases]
+    finally:
+        torch.set_autocast_enabled(device_type, False)
+        torch.set_autocast_dtype(device_type, before)
+
+
 def compare(case, theirs, ours, *, bits):
     list_name, op, *_ = case
-    if list_name == "banned":
-        assert isinstance(theirs, RuntimeError)
+    if list_name == "banned" and isinstance(theirs, RuntimeError):  # it is not banned on every device
         assert isinstance(ours, RuntimeError)
     elif isinstance(theirs, Exception):
         if str(theirs).startswith("Unexpected floating ScalarType"):
@@ -85,23 +119,47 @@ def test_cpu_ops_give_the_same_bits(dtype, engine):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # the lists call what torch has deprecated
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("device_type", ["cuda", "xpu"])
-def test_accelerator_ops_give_the_same_dtypes_on_fake_tensors(device_type, dtype, engine):
-    def run(cases):
-        before = torch.get_autocast_dtype(device_type)
-        torch.set_autocast_enabled(device_type, True)
-        torch.set_autocast_dtype(device_type, dtype)
-        try:
-            return [call(case) for case in cases]
-        finally:
-            torch.set_autocast_enabled(device_type, False)
-            torch.set_autocast_dtype(device_type, before)
-
-    with FakeTensorMode():
-        cases = op_lists(device_type)
-        theirs = run(cases)
-        polycast.install(device_type)
-        ours = run(cases)
+@pytest.mark.parametrize("device_type", ACCELERATORS)
+def test_accelerator_ops_give_the_same_dtypes_on_fake_tensors(device_type, dtype, fake, engine):
+    cases = op_lists(device_type)
+    theirs = under_autocast(cases, device_type, dtype)
+    polycast.install(device_type)
+    ours = under_autocast(cases, device_type, dtype)
     assert len(cases) > 110
-    for case, their, our in zip(cases, theirs, ours, strict=True):
+    for case, (their, their_casts), (our, our_casts) in zip(cases, theirs, ours, strict=True):
+        compare(case, their, our, bits=False)
+        assert our_casts == their_casts or isinstance(their, Exception)
+
+
+def left_out(device_type):
+    """Return cases of ops that a device's table has and torch's lists do not."""
+    matrix, batch = (torch.ones(shape, device=device_type, dtype=torch.float16) for shape in ((4, 4), (2, 4, 4, 4)))
+    row = torch.ones(4, device=device_type)
+    convolution = (batch, torch.ones(4, 4, 1, 1, device=device_type), None, [0, 0], [1, 1], [1, 1], 1)
+    calls = {
+        "batch_norm": (batch, row, row, row, row, True, 0.1, 1e-5, False),
+        "_mps_convolution": convolution,
+        "frobenius_norm": (matrix, [0, 1]),
+        "huber_loss": (matrix, matrix.float()),
+        "linalg_matrix_norm": (matrix,),
+        "linalg_vector_norm": (matrix,),
+        "native_layer_norm": (matrix, [4], row, row, 1e-5),
+        "nuclear_norm": (matrix,),
+        "scaled_dot_product_attention": (matrix, matrix.float(), matrix),
+    }
+    cases = [("left out", getattr(torch.ops.aten, name), arguments, {}) for name, arguments in calls.items()]
+    matrices = torch.ops.aten.linalg_matrix_norm.str_ord
+    return [*cases, ("left out", matrices, (matrix, "fro"), {}), ("left out", cases[7][1].dim, (matrix, [0, 1]), {})]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # a device that is not there takes no seed
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("device_type", ACCELERATORS)
+def test_accelerator_ops_that_torchs_lists_leave_out_are_cast_alike(device_type, dtype, fake, engine):
+    cases = left_out(device_type)
+    theirs = under_autocast(cases, device_type, dtype)
+    polycast.install(device_type)
+    ours = under_autocast(cases, device_type, dtype)
+    for case, (their, their_casts), (our, our_casts) in zip(cases, theirs, ours, strict=True):
+        assert our_casts == their_casts, case[1]
         compare(case, their, our, bits=False)

@@ -66,16 +66,20 @@ def test_without_discovery_there_are_only_the_built_ins(run, plugin, off):
     answer = run(
         """
         statuses = polycast.backends()
-        answer = [list(statuses), statuses["cpu"].distribution, error_of(polycast.get_backend, "hpu")]
+        found = [name for name, status in statuses.items() if status.state != "missing"]
+        answer = [found, statuses["cpu"].distribution, statuses["hpu"].reason, error_of(polycast.get_backend, "hpu")]
         """,
         POLYCAST_DISCOVERY=off,
     )
+    off = " Third parties' are not looked for, because POLYCAST_DISCOVERY is off."
+    reason = f"A plugin is needed: no distribution has an entry point 'hpu' in the group 'polycast.backends'.{off}"
     missing = (
-        "No polycast backend is installed for 'hpu'. Backends are installed for: cpu, cuda, xpu. Install a "
-        "distribution that supplies one in the entry-point group 'polycast.backends', or pass yours to "
-        "polycast.register_backend(). Third parties' are not looked for, because POLYCAST_DISCOVERY is off."
+        "No polycast backend is installed for 'hpu'. Backends are installed for: cpu, cuda, maia, mps, mtia, xpu. "
+        "Install a distribution that supplies one in the entry-point group 'polycast.backends', or pass yours to "
+        f"polycast.register_backend().{off}"
     )
-    assert answer == [["cpu", "cuda", "xpu"], "polycast", ["BackendNotFoundError", missing]]
+    found = ["cpu", "cuda", "maia", "mps", "mtia", "xpu"]
+    assert answer == [found, "polycast", reason, ["BackendNotFoundError", missing]]
 
 
 @pytest.mark.parametrize(("variable", "value", "expected"), BAD_VALUES)

@@ -12,7 +12,14 @@ from ..errors import BackendBrokenError
 from ..registry import backends, get_backend
 from .terminal import console, engine_name, library_errors, print_json, short, table
 
-_STYLES = {"ready": "green", "unavailable": "yellow", "broken": "red", "conflict": "red", "blocked": "dim"}
+_STYLES = {
+    "ready": "green",
+    "unavailable": "yellow",
+    "broken": "red",
+    "conflict": "red",
+    "blocked": "dim",
+    "missing": "dim",
+}
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class Device:
 
 
 def known_devices() -> list[Device]:
-    """Return every device that a backend is known for.
+    """Return every device that has a backend, or could have one.
 
     Raises:
         ValueError: a POLYCAST_ variable has a value that is not legal.
@@ -57,7 +64,7 @@ def known_devices() -> list[Device]:
 
 
 def _ask(status: BackendStatus) -> Device:
-    if status.state in ("blocked", "conflict"):
+    if status.state in ("blocked", "conflict", "missing"):
         return Device(status)
     try:
         return Device(status, tuple(map(short, get_backend(status.device_type).supported_dtypes())))

@@ -1,0 +1,37 @@
+"""Autocast for MTIA, Meta's accelerators."""
+
+from collections.abc import Sequence
+
+import torch
+from typing_extensions import override
+
+from polycast import STANDARD_REMEDIES, Availability, Backend, hookimpl
+
+from .policies import POLICIES
+
+
+class MtiaBackend(Backend):
+    """MTIA, with torch's own op table; float16 by default."""
+
+    device_type = "mtia"
+    default_dtype = torch.float16
+    policies = POLICIES
+    remedies = STANDARD_REMEDIES
+
+    @override
+    def supported_dtypes(self) -> Sequence[torch.dtype]:
+        return (torch.float16, torch.bfloat16)
+
+    @override
+    def availability(self) -> Availability:
+        if torch.mtia.is_available():
+            return Availability(True)
+        if not torch.mtia._is_compiled():
+            return Availability(False, f"torch {torch.__version__} was built without MTIA")
+        return Availability(False, "no MTIA device is visible")
+
+
+@hookimpl
+def polycast_backend() -> Backend:
+    """Return the backend of ``mtia``."""
+    return MtiaBackend()
