@@ -15,6 +15,7 @@ from .errors import (
 )
 from .hookspecs import hookimpl
 from .out_dtype import out_dtype
+from .ops import OpRegistration, register_op
 from .policy import CastPolicy, policy_table
 from .region import autocast, autocast_decorator
 from .registry import (
@@ -49,6 +50,7 @@ __all__ = [
     "BackendStatus",
     "CastPolicy",
     "InvalidBackendError",
+    "OpRegistration",
     "Snapshot",
     "StaleWeightError",
     "WeightCache",
@@ -71,6 +73,7 @@ __all__ = [
     "out_dtype",
     "policy_table",
     "register_backend",
+    "register_op",
     "set_autocast_cache_enabled",
     "set_autocast_dtype",
     "set_autocast_enabled",

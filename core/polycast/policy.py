@@ -79,7 +79,7 @@ def table_problems(table: object) -> list[str]:
     problems: list[str] = []
     seen: set[str] = set()
     for name, policy in table.items():
-        problem = _entry_problem(name, policy)
+        problem = entry_problem(name, policy)
         if problem is None and name in seen:
             problem = f"{name!r} is named twice"
         if problem is None:
@@ -89,7 +89,8 @@ def table_problems(table: object) -> list[str]:
     return problems
 
 
-def _entry_problem(name: object, policy: object) -> str | None:
+def entry_problem(name: object, policy: object) -> str | None:
+    """Say why an op cannot have a policy, or nothing if it can; an op that torch lacks can have any."""
     if not isinstance(name, str) or not _is_op_name(name):
         return f"{name!r} is not an op name as the dispatcher has it, such as 'aten::mm' or 'aten::norm.Scalar'"
     if name.endswith(".default"):

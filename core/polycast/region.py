@@ -12,7 +12,7 @@ from . import state
 from .backend import Backend
 from .decorate import decorate
 from .discovery import check_availability, check_dtype
-from .engine import installed, put_in_place
+from .engine import put_in_place, settled
 from .errors import AutocastDisabledWarning
 from .interop.torchscript import ScriptedAsTorch
 from .policy import CastPolicy, find_op, table_problems
@@ -100,7 +100,7 @@ class autocast:
         # As engine.enter, which is the way of all other regions; this one is in a hurry.
         settings = self._settings
         state.machine.enter(self, settings)
-        if self.device not in installed or settings.overlay is not None:
+        if self.device not in settled or settings.overlay is not None:
             put_in_place(self, settings)
         return self
 

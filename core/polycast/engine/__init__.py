@@ -2,7 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -10,9 +10,11 @@ import torch
 from .. import env, state
 from ..backend import Backend
 from ..errors import BackendNotFoundError
+from ..policy import CastPolicy
 from ..registry import registry
 from .kernels import Kernels, autocast_key
 from .reference import ReferenceEngine
+from .registered import Registration, policies_for, refuse_conflict, registrations
 
 
 class Engine(state.StateMachine, Protocol):
@@ -20,8 +22,8 @@ class Engine(state.StateMachine, Protocol):
 
     name: str
 
-    def kernels(self, backend: Backend, /) -> Kernels:
-        """Put a backend's kernels in place."""
+    def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy], /) -> Kernels:
+        """Put a backend's kernels in place, for the ops that `policies` names."""
 
 
 class _Unchosen:
@@ -56,6 +58,8 @@ _reference = ReferenceEngine()
 _engine: Engine | None = None
 installed: dict[str, Kernels] = {}
 """By device type, the kernels that are in place."""
+settled: set[str] = set()
+"""The device types whose kernels are in place and await no more ops: their regions need not look."""
 _lock = threading.RLock()
 
 state.use(_Unchosen())
@@ -149,6 +153,7 @@ def _take_away(device_types: Iterable[str] | None, change: Callable[[], object])
     with _lock:
         names = list(installed) if device_types is None else [name for name in device_types if name in installed]
         taken = {name: installed.pop(name) for name in names}
+        settled.difference_update(names)
         for name in names:
             count = state.machine.open_regions(name)
             if count:
@@ -174,18 +179,59 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
             backend = registry.find(device_type)  # not with the lock held: a plugin may be imported, and do anything
             with _lock:
                 if device_type not in installed and registry.find(device_type) is backend:
-                    installed[device_type] = choose().kernels(backend)
+                    installed[device_type] = choose().kernels(
+                        backend, {**backend.policies, **policies_for(device_type)}
+                    )
         else:
             for name in also:
                 if name not in kernels.ops:
                     kernels.add(name, None)
+            if device_type not in settled:
+                kernels.look_again()
+                with _lock:
+                    if not kernels.awaited and installed.get(device_type) is kernels:
+                        settled.add(device_type)
             return kernels
+
+
+def register(new: Registration) -> None:
+    """Have a registered policy in force, also in the regions that are open.
+
+    Raises:
+        ValueError: an op has another policy registered.
+    """
+    with _lock:
+        refuse_conflict(new)
+        registrations.append(new)
+        try:
+            for device_type, kernels in installed.items():
+                for name, policy in policies_for(device_type).items():
+                    kernels.add(name, policy, over=True)
+        except BaseException:
+            registrations.remove(new)
+            raise
+
+
+def unregister(old: Registration) -> None:
+    """Take a registered policy back, if it is in force: what was there before it is there again.
+
+    Raises:
+        RuntimeError: a thread is in a region of a device whose kernels have to change; nothing changes.
+    """
+    with _lock:
+        if old not in registrations:
+            return
+        others = [registration for registration in registrations if registration is not old]
+        changed = [name for name in installed if policies_for(name) != policies_for(name, others)]
+        _take_away(changed, lambda: registrations.remove(old))
+        for device_type in changed:
+            kernels_of(device_type)
 
 
 def enter(owner: object, settings: state.Settings) -> None:
     """Enter a region on this thread, with its kernels in place."""
     state.machine.enter(owner, settings)
-    if settings.device_type not in installed or settings.overlay is not None:
+    if settings.device_type not in settled or settings.overlay is not None:
         put_in_place(owner, settings)
 
 

@@ -2,11 +2,14 @@
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from ..backend import Backend
-from ..policy import CastPolicy, find_op
+from ..errors import InvalidBackendError
+from ..policy import CastPolicy, entry_problem, find_op
 
 
 def autocast_key(device_type: str) -> str:
@@ -30,43 +33,74 @@ def refusal(backend: Backend, name: str) -> str:
 class Kernels(ABC):
     """The kernels of one backend, in place from construction until :meth:`remove`."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, policies: Mapping[str, CastPolicy]) -> None:
         self.backend = backend
         self.key = autocast_key(backend.device_type)
         self.ops: frozenset[str] = frozenset()
         """The ops that have a kernel here, by their names in the dispatcher."""
         self.added: frozenset[str] = frozenset()
         """Those of them that torch itself has none for."""
+        self.awaited: frozenset[str] = frozenset()
+        """The ops that are to have a kernel and are not there, in namespaces that another library may add to."""
+        self._policies = policies
+        self._uppermost: dict[str, tuple[torch._ops.OpOverload, CastPolicy | None]] = {}
+        self._set_aside: list[tuple[torch._ops.OpOverload, Any]] = []
         self._lock = threading.Lock()
         try:
             # Ops that are not in the table pass by the key. torch sees to it for the devices that it has tables for.
             if not torch._C._dispatch_has_backend_fallback(dispatch_key(self.key)):
                 self._let_other_ops_through()
-            for name, policy in backend.policies.items():
+            for name, policy in policies.items():
                 self.add(name, policy)
         except BaseException:
             self.remove()
             raise
+        self.awaited = frozenset(name for name in policies if name not in self.ops and not name.startswith("aten::"))
 
-    def add(self, name: str, policy: CastPolicy | None) -> None:
-        """Put a kernel for one op in place, unless there is one or the running torch lacks the op.
+    def add(self, name: str, policy: CastPolicy | None, *, over: bool = False) -> None:
+        """Put a kernel for one op in place, unless the running torch lacks the op, or there is one and not `over`.
 
         With a policy of None the op runs as if it had no kernel, save in regions whose overlay names it.
+
+        Raises:
+            InvalidBackendError: the op cannot have the policy, which could not be told before it was there.
         """
         with self._lock:
-            op = find_op(name) if name not in self.ops else None
-            if op is None:
+            op = find_op(name) if over or name not in self.ops else None
+            if op is None or self._uppermost.get(name) == (op, policy):
                 return
+            problem = None if policy is None else entry_problem(name, policy)
+            if problem is not None:
+                raise InvalidBackendError(f"policies of the backend for {self.backend.device_type!r}: {problem}")
             had_one = torch._C._dispatch_has_kernel_for_dispatch_key(name, self.key)
             self._register(name, op, policy)
-            self.ops |= {name}
+            self._set_python_kernel_aside(op)
+            self._uppermost[name] = op, policy
             if not had_one:
                 self.added |= {name}
+            self.ops |= {name}
+
+    def look_again(self) -> None:
+        """Put in place kernels for the ops that have appeared since; costs less than a microsecond for each awaited."""
+        for name in self.awaited:
+            if torch._C._dispatch_has_kernel(name):
+                self.add(name, self._policies[name])
+        self.awaited -= self.ops
+
+    def _set_python_kernel_aside(self, op: torch._ops.OpOverload) -> None:
+        """Set aside what torch.library.register_autocast gave the op for tracing, where it would be called first."""
+        kernel = op.py_kernels.pop(dispatch_key(self.key), None)
+        if kernel is not None:
+            self._set_aside.append((op, kernel))
+            op._dispatch_cache.clear()
 
     def remove(self) -> None:
         """Give the dispatcher back the kernels that were there before."""
         self._unregister()
-        self.ops = self.added = frozenset()
+        for op, kernel in self._set_aside:
+            op.py_kernels[dispatch_key(self.key)] = kernel
+            op._dispatch_cache.clear()
+        self.ops = self.added = self.awaited = frozenset()
 
     @abstractmethod
     def _register(self, name: str, op: torch._ops.OpOverload, policy: CastPolicy | None) -> None: ...

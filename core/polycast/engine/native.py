@@ -1,6 +1,6 @@
 """The native engine: reference.py's semantics in C++ kernels, at the speed of torch's own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -52,20 +52,22 @@ class NativeEngine:
             form = overlay.forms[self.name] = self._extension.Overlay(policies)
         return form
 
-    def kernels(self, backend: Backend) -> Kernels:
+    def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy]) -> Kernels:
         """Put a backend's kernels in place."""
-        return _NativeKernels(backend, self, self._extension)
+        return _NativeKernels(backend, policies, self, self._extension)
 
 
 class _NativeKernels(Kernels):
-    def __init__(self, backend: Backend, engine: NativeEngine, extension: ModuleType) -> None:
+    def __init__(
+        self, backend: Backend, policies: Mapping[str, CastPolicy], engine: NativeEngine, extension: ModuleType
+    ) -> None:
         self._engine = engine
         self._extension = extension
         self._libraries: dict[str, Any] = {}
         # Asking costs the GIL at each cast of a weight, so those that never capture are not asked.
         overridden = type(backend).is_capturing is not Backend.is_capturing or "is_capturing" in vars(backend)
         self._is_capturing = backend.is_capturing if overridden else None
-        super().__init__(backend)
+        super().__init__(backend, policies)
 
     def _library(self, namespace: str) -> Any:
         if namespace not in self._libraries:

@@ -5,7 +5,7 @@ the op's policy says, and calls the op again, so that autograd and everything be
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -28,9 +28,9 @@ class ReferenceEngine(PythonStateMachine):
 
     name = "reference"
 
-    def kernels(self, backend: Backend) -> Kernels:
+    def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy]) -> Kernels:
         """Put a backend's kernels in place."""
-        return _PythonKernels(backend, self)
+        return _PythonKernels(backend, policies, self)
 
     def policy(self, name: str, device_type: str, default: CastPolicy | None) -> CastPolicy | None:
         """Return the policy of an op in this thread's region."""
@@ -47,10 +47,10 @@ class ReferenceEngine(PythonStateMachine):
 
 
 class _PythonKernels(Kernels):
-    def __init__(self, backend: Backend, engine: ReferenceEngine) -> None:
+    def __init__(self, backend: Backend, policies: Mapping[str, CastPolicy], engine: ReferenceEngine) -> None:
         self._engine = engine
         self._libraries: dict[str, Library] = {}
-        super().__init__(backend)
+        super().__init__(backend, policies)
 
     def _library(self, namespace: str) -> Library:
         if namespace not in self._libraries:
@@ -64,7 +64,9 @@ class _PythonKernels(Kernels):
         with warnings.catch_warnings():
             # torch warns, once in a process, that a kernel is overridden: that is what is meant here.
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
-            self._library(namespace).impl(name_in_it, kernel, self.key, with_keyset=True)  # type: ignore[no-untyped-call]
+            self._library(namespace).impl(  # type: ignore[no-untyped-call]
+                name_in_it, kernel, self.key, with_keyset=True, allow_override=True
+            )
 
     @override
     def _let_other_ops_through(self) -> None:
