@@ -26,6 +26,7 @@ def define():
         for schema in schemas:
             library.define(schema)
             library.impl(schema.partition("(")[0], lambda x, *rest, **keywords: x + x, "CompositeExplicitAutograd")
+        return library
 
     yield make
     for library in libraries:
@@ -273,16 +274,17 @@ def test_a_device_that_can_have_no_policy_is_refused(scale, device_type, error, 
 def told(request, define):
     """An op of which torch.library was told that the CPU's autocast casts to float16."""
     if request.param == "library":
-        define("told(Tensor x) -> Tensor")
-        op = "polycast_test::told"
-    else:
+        library = define("told_library(Tensor x) -> Tensor")
+        torch.library.register_fake("polycast_test::told_library", torch.empty_like, lib=library)
+        torch.library.register_autocast("polycast_test::told_library", "cpu", torch.float16, lib=library)
+        return torch.ops.polycast_test.told_library.default
 
-        @torch.library.custom_op("polycast_test::told", mutates_args=())
-        def op(x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
+    @torch.library.custom_op("polycast_test::told", mutates_args=())
+    def told(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
 
-    torch.library.register_fake(op, torch.empty_like)
-    torch.library.register_autocast(op, "cpu", torch.float16)
+    told.register_fake(torch.empty_like)
+    told.register_autocast("cpu", torch.float16)
     return torch.ops.polycast_test.told.default
 
 
