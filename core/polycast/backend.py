@@ -38,7 +38,8 @@ class Backend:
         device_type: the device type as torch spells it, such as ``"cuda"``. torch must have an Autocast key for it.
         default_dtype: the fast dtype of a region that names none; floating point, one of `supported_dtypes`.
         policies: the policy of each op that autocast treats, by its name in the dispatcher (``"aten::norm.Scalar"``).
-            Ops that the running torch lacks are skipped.
+            Ops that the running torch lacks are skipped; those of other libraries are cast from the first region on
+            that is entered when they are there.
         kernels: kernels of the device that compute an op with another output dtype than its inputs', for
             :func:`polycast.out_dtype`; may be empty. A kernel is called with the op's arguments, of which each tensor
             has the input or the output dtype, outside of autocast and without autograd. It returns a tensor in the
