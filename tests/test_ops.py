@@ -36,7 +36,8 @@ def define():
 @pytest.fixture
 def scale(define):
     """An op that torch's autocast does not know."""
-    define("scale(Tensor x, float by=2.0) -> Tensor")
+    library = define("scale(Tensor x, float by=2.0) -> Tensor")
+    torch.library.register_fake(NAME, lambda x, by=2.0: torch.empty_like(x), lib=library)
     return torch.ops.polycast_test.scale
 
 
@@ -319,7 +320,6 @@ def test_what_torch_was_told_is_back_for_compiled_functions_too(told, engine, re
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_function_casts_as_it_does_uncompiled(scale, registered, backend):
-    torch.library.register_fake(NAME, lambda x, by=2.0: torch.empty_like(x))
     registered(scale, LOWER)
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: scale(x * 1.0) + 1, backend=backend, fullgraph=True)
