@@ -7,6 +7,7 @@ from typing_extensions import override
 
 from polycast import Availability, Backend, hookimpl
 
+from .kernels import KERNELS
 from .policies import POLICIES
 
 
@@ -16,6 +17,7 @@ class MpsBackend(Backend):
     device_type = "mps"
     default_dtype = torch.float16
     policies = POLICIES
+    kernels = KERNELS
 
     @override
     def supported_dtypes(self) -> Sequence[torch.dtype]:

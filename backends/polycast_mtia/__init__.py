@@ -7,6 +7,7 @@ from typing_extensions import override
 
 from polycast import STANDARD_REMEDIES, Availability, Backend, hookimpl
 
+from .kernels import KERNELS
 from .policies import POLICIES
 
 
@@ -16,6 +17,7 @@ class MtiaBackend(Backend):
     device_type = "mtia"
     default_dtype = torch.float16
     policies = POLICIES
+    kernels = KERNELS
     remedies = STANDARD_REMEDIES
 
     @override
