@@ -278,7 +278,8 @@ def told(request, define):
         library = define("told_library(Tensor x) -> Tensor")
         torch.library.register_fake("polycast_test::told_library", torch.empty_like, lib=library)
         torch.library.register_autocast("polycast_test::told_library", "cpu", torch.float16, lib=library)
-        return torch.ops.polycast_test.told_library.default
+        yield torch.ops.polycast_test.told_library.default
+        return
 
     @torch.library.custom_op("polycast_test::told", mutates_args=())
     def told(x: torch.Tensor) -> torch.Tensor:
@@ -286,7 +287,8 @@ def told(request, define):
 
     told.register_fake(torch.empty_like)
     told.register_autocast("cpu", torch.float16)
-    return torch.ops.polycast_test.told.default
+    yield torch.ops.polycast_test.told.default
+    told._lib._destroy()
 
 
 def compiled_dtype(op, region):

@@ -14,8 +14,8 @@ from .errors import (
     StaleWeightError,
 )
 from .hookspecs import hookimpl
-from .out_dtype import out_dtype
 from .ops import OpRegistration, register_op
+from .out_dtype import out_dtype
 from .policy import CastPolicy, policy_table
 from .region import autocast, autocast_decorator
 from .registry import (
