@@ -15,6 +15,7 @@ from .errors import (
 )
 from .hookspecs import hookimpl
 from .ops import OpRegistration, register_op
+from .interop.patch import patch_torch
 from .out_dtype import out_dtype
 from .policy import CastPolicy, policy_table
 from .region import autocast, autocast_decorator
@@ -71,6 +72,7 @@ __all__ = [
     "is_autocast_cache_enabled",
     "is_autocast_enabled",
     "out_dtype",
+    "patch_torch",
     "policy_table",
     "register_backend",
     "register_op",

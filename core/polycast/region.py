@@ -64,6 +64,8 @@ class autocast:
     """
 
     _jit_override_qualname = ScriptedAsTorch()
+    _warn_at = 2
+    """How far above this class's __init__ the frame is that a warning names; more in a subclass with its own."""
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class autocast:
         if enabled and not (dtype is backend.default_dtype and check_availability(backend).available):
             refusal = _refusal(backend, dtype)
             if refusal is not None:
-                warnings.warn(refusal, AutocastDisabledWarning, stacklevel=2)
+                warnings.warn(refusal, AutocastDisabledWarning, stacklevel=self._warn_at)
                 enabled = False
         if cache_enabled is not None and not isinstance(cache_enabled, bool):
             raise TypeError(f"cache_enabled must be a bool or None, got {cache_enabled!r}")

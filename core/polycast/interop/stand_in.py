@@ -1,0 +1,191 @@
+"""What stands in for torch's autocast while torch is patched: polycast's, and torch's own for what no backend serves.
+
+torch's own code finds these too, and code that asks which class it has. So a region is an instance of both classes and
+has what torch reads off its regions, and the class counts as torch's where torch.compile and torch.jit look for that.
+"""
+
+import copyreg
+import functools
+import inspect
+import sys
+from abc import ABCMeta
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.amp import autocast_mode
+from typing_extensions import Self, deprecated
+
+from .. import autograd, region
+from ..engine import enter
+from ..errors import BackendNotFoundError
+from ..registry import is_autocast_available, registry
+from ..state import Settings
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+torch_autocast = autocast_mode.autocast
+_torch_functions = {
+    name: getattr(autocast_mode, name)
+    for name in ("autocast_decorator", "custom_bwd", "custom_fwd", "is_autocast_available")
+}
+
+on_entry: Callable[[Settings], Settings] = lambda settings: settings  # noqa: E731
+"""What a region sets, given what it would set; `polycast run` counts regions here, and gives them a cache."""
+
+
+def _has_backend(device_type: object) -> bool:
+    try:
+        registry.find(device_type)
+    except BackendNotFoundError:
+        return False
+    return True
+
+
+class _Scripted:
+    """TorchScript asks a class for its qualified name under this attribute: it gets torch's, which it then compiles."""
+
+    def __get__(self, instance: object, owner: type) -> str:
+        if "_jit_override_qualname" not in vars(owner):
+            raise AttributeError("_jit_override_qualname")  # a subclass may do anything, and is not torch's
+        compile_class: Any = torch.jit._script._recursive_compile_class
+        no_place: Any = torch._sources.fake_range
+        name: str = compile_class(torch_autocast, no_place()).qualified_name()
+        return name
+
+
+class _EqualToTorchs(ABCMeta):
+    """The class of a class that equals torch's: torch.compile finds it in its tables, and the other way round."""
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or other is vars(cls).get("stands_for", cls)
+
+    def __hash__(cls) -> int:
+        return type.__hash__(vars(cls).get("stands_for", cls))
+
+
+class StandIn(region.autocast, torch_autocast, metaclass=_EqualToTorchs):
+    """See :class:`polycast.autocast` and :class:`torch.autocast`, whose arguments it takes."""
+
+    stands_for = torch_autocast
+    _jit_override_qualname = _Scripted()
+    _warn_at = 3
+
+    def __init__(
+        self,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        if not _has_backend(device_type):
+            torch_autocast.__init__(self, device_type, dtype, enabled, cache_enabled)
+            return
+        region.autocast.__init__(self, device_type, dtype, enabled, cache_enabled)
+        self._enabled = self._settings.enabled
+        self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        if cls is StandIn:
+            return issubclass(other, (torch_autocast, region.autocast))
+        ask_the_base_classes: bool = NotImplemented
+        return ask_the_base_classes
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether no backend serves the device, so that the region is torch's own."""
+        return "_settings" not in vars(self)
+
+    def __enter__(self) -> Self:
+        if self.is_torchs:
+            torch_autocast.__enter__(self)  # type: ignore[no-untyped-call]
+        else:
+            enter(self, on_entry(self._settings))
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        (torch_autocast if self.is_torchs else region.autocast).__exit__(self, *exc_info)
+
+    def __call__(self, func: _F) -> _F:
+        """Return `func` wrapped so that its body runs in the region."""
+        return autocast_decorator(self, func)
+
+    def _steps(self) -> list[Settings]:
+        return [on_entry(self._settings)]
+
+    def __repr__(self) -> str:
+        return (torch_autocast if self.is_torchs else region.autocast).__repr__(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By name and attributes, which are torch's: where torch is not patched it is a region of torch's.
+        return copyreg.__newobj__, (type(self),), vars(self)
+
+
+StandIn.__name__ = StandIn.__qualname__ = "autocast"
+StandIn.__module__ = autocast_mode.__name__
+
+
+def autocast_decorator(autocast_instance: Any, func: _F) -> _F:
+    """As :func:`polycast.autocast_decorator`; for a region of torch's, what torch does."""
+    if isinstance(autocast_instance, region.autocast) and not getattr(autocast_instance, "is_torchs", False):
+        return region.autocast.__call__(autocast_instance, func)
+    decorated: _F = _torch_functions["autocast_decorator"](autocast_instance, func)
+    return decorated
+
+
+def _by_device(ours: Callable[..., Any]) -> Callable[..., Any]:
+    theirs = _torch_functions[ours.__name__]
+
+    @functools.wraps(theirs)
+    def either(func: Any = None, *, device_type: str, **others: Any) -> Any:
+        return (ours if _has_backend(device_type) else theirs)(func, device_type=device_type, **others)
+
+    return either
+
+
+def _is_autocast_available(device_type: str) -> bool:
+    """As :func:`polycast.is_autocast_available`; for a device that no backend serves, what torch says.
+
+    torch's own modules mean something else by it, whether there is an Autocast key, and get torch's answer: a graph of
+    torch.utils.checkpoint may be made with torch patched and be run backward when it is not.
+    """
+    caller = sys._getframe(1).f_globals.get("__name__", "")
+    if caller.partition(".")[0] == "torch" or not _has_backend(device_type):
+        answer: bool = _torch_functions["is_autocast_available"](device_type)
+        return answer
+    return is_autocast_available(device_type)
+
+
+FUNCTIONS: dict[Any, Any] = {
+    _torch_functions["autocast_decorator"]: autocast_decorator,
+    _torch_functions["custom_bwd"]: _by_device(autograd.custom_bwd),
+    _torch_functions["custom_fwd"]: _by_device(autograd.custom_fwd),
+    _torch_functions["is_autocast_available"]: _is_autocast_available,
+}
+"""For each function of torch's, what stands in for it."""
+
+
+@functools.cache
+def of_one_device(theirs: type, device_type: str) -> type:
+    """Return what stands in for a deprecated class that is ``torch.autocast`` for one device, such as torch.cpu.amp's.
+
+    It warns as torch's does, and its arguments have the same defaults.
+    """
+    signature = inspect.signature(theirs)
+
+    def __init__(self: StandIn, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        StandIn.__init__(self, device_type, **bound.arguments)
+
+    body = {
+        "__init__": __init__,
+        "__module__": theirs.__module__,
+        "__qualname__": theirs.__qualname__,
+        "__signature__": signature,
+        "__doc__": theirs.__doc__,
+        "_warn_at": StandIn._warn_at + 1,
+    }
+    made: type = _EqualToTorchs(theirs.__name__, (StandIn,), body)
+    return deprecated(vars(theirs)["__deprecated__"], category=FutureWarning)(made)
