@@ -26,6 +26,7 @@ from .registry import (
     register_backend,
     unregister_backend,
 )
+from .scaler import grad_scaler
 from .standard import STANDARD_POLICIES, STANDARD_REMEDIES
 from .switches import (
     autocast_nesting,
@@ -66,6 +67,7 @@ __all__ = [
     "custom_fwd",
     "get_autocast_dtype",
     "get_backend",
+    "grad_scaler",
     "hookimpl",
     "install",
     "is_autocast_available",

@@ -83,7 +83,7 @@ class autocast:
         elif not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")
         if enabled and not (dtype is backend.default_dtype and check_availability(backend).available):
-            refusal = _refusal(backend, dtype)
+            refusal = why_disabled(backend, dtype)
             if refusal is not None:
                 warnings.warn(refusal, AutocastDisabledWarning, stacklevel=self._warn_at)
                 enabled = False
@@ -152,7 +152,7 @@ def _restored(cls: type[autocast], settings: Settings) -> autocast:
     return region
 
 
-def _refusal(backend: Backend, dtype: torch.dtype) -> str | None:
+def why_disabled(backend: Backend, dtype: torch.dtype) -> str | None:
     """Say why a region cannot run enabled, or nothing if it can."""
     answer = check_availability(backend)
     if not answer.available:

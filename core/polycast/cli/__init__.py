@@ -4,11 +4,12 @@ Nothing else in polycast imports this package, so that ``import polycast`` does 
 """
 
 import importlib.metadata
+import sys
 from typing import Annotated
 
 import typer
 
-from . import build, demo, devices, ops
+from . import build, demo, devices, ops, run
 
 app = typer.Typer(
     add_completion=False,
@@ -21,6 +22,7 @@ app.command("devices")(devices.show)
 app.command("ops")(ops.show)
 app.command("build")(build.run)
 app.command("demo")(demo.run)
+app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
 
 
 def _show_version(wanted: bool) -> None:
@@ -40,4 +42,10 @@ def _options(
 
 def main() -> None:
     """Run the command line."""
-    app(prog_name="polycast")
+    hook = sys.excepthook
+    try:
+        app(prog_name="polycast")
+    except run.Ready as ready:
+        start = ready.start
+    sys.excepthook = hook  # typer sets its own
+    start()

@@ -4,7 +4,6 @@ torch's own code finds these too, and code that asks which class it has. So a re
 has what torch reads off its regions, and the class counts as torch's where torch.compile and torch.jit look for that.
 """
 
-import copyreg
 import functools
 import inspect
 import sys
@@ -119,7 +118,7 @@ class StandIn(region.autocast, torch_autocast, metaclass=_EqualToTorchs):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By name and attributes, which are torch's: where torch is not patched it is a region of torch's.
-        return copyreg.__newobj__, (type(self),), vars(self)
+        return object.__new__, (type(self),), vars(self)
 
 
 StandIn.__name__ = StandIn.__qualname__ = "autocast"

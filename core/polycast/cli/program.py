@@ -1,0 +1,110 @@
+"""Run a program as ``python`` itself would: its ``__main__``, its arguments and path, how it fails and how it ends."""
+
+import builtins
+import importlib.machinery
+import io
+import os
+import pkgutil
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType, ModuleType, TracebackType
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program, as the command line of ``python`` names it.
+
+    Attributes:
+        name: the path of a script, of a folder or an archive with a ``__main__``, or ``-`` for the standard input; a
+            module's name if `is_module`.
+        arguments: what ``sys.argv`` holds after the program.
+        is_module: whether it is what ``python -m`` runs.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+    @property
+    def path(self) -> str:
+        """The absolute path of a script, as ``python`` makes it."""
+        return os.path.join(os.getcwd(), self.name.removeprefix("./"))
+
+    def prepare(self) -> Callable[[], None]:
+        """Return what runs it, to be called where nothing stands between it and the interpreter.
+
+        Raises:
+            OSError: the script cannot be read.
+        """
+        if self.is_module:
+            return lambda: self._run("-m", os.getcwd(), lambda: _run_module(self.name, alter_argv=True))
+        if self.name == "-":
+            return lambda: self._run("-", "", lambda: _run_code(sys.stdin.buffer.read(), "<stdin>", None))
+        path = self.path
+        if not isinstance(pkgutil.get_importer(path), (importlib.machinery.FileFinder, type(None))) or (
+            os.path.isdir(path)
+        ):
+            return lambda: self._run(self.name, path, lambda: _run_module("__main__", alter_argv=False))
+        with io.open_code(path) as file:
+            content = file.read()
+        folder = os.path.dirname(os.path.realpath(path))
+        return lambda: self._run(self.name, folder, lambda: _run_code(content, path, path))
+
+    def _run(self, argv0: str, folder: str, execute: Callable[[], None]) -> None:
+        sys.argv = [argv0, *self.arguments]
+        if not getattr(sys.flags, "safe_path", False):
+            sys.path[:1] = [folder]
+        # The module that runs this one stays alive: its functions are still to return.
+        _were_main.append(sys.modules["__main__"])
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        vars(main).update(__builtins__=builtins, __annotations__={})
+        try:
+            _execute(execute)
+        except SystemExit:
+            raise
+        except BaseException:
+            hook = sys.excepthook  # the program's own, if it has set one
+
+            def without_our_frames(
+                kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+            ) -> None:
+                error.__traceback__ = _below(traceback)
+                hook(kind, error, error.__traceback__)
+
+            sys.excepthook = without_our_frames
+            raise
+
+
+_were_main: list[ModuleType] = []
+
+
+def _execute(execute: Callable[[], None]) -> None:
+    execute()
+
+
+def _run_module(name: str, *, alter_argv: bool) -> None:
+    runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]
+
+
+def _run_code(content: bytes, filename: str, file: str | None) -> None:
+    code = pkgutil.read_code(io.BytesIO(content))  # type: ignore[attr-defined]
+    loader = importlib.machinery.SourceFileLoader if code is None else importlib.machinery.SourcelessFileLoader
+    if not isinstance(code, CodeType):
+        code = compile(content, filename, "exec", dont_inherit=True)
+    names = vars(sys.modules["__main__"])
+    if file is not None:
+        names.update(__file__=file, __cached__=None, __loader__=loader("__main__", file))
+    exec(code, names)
+
+
+def _below(traceback: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from the program's first frame on: without those of this module and what called it."""
+    ours = {function.__code__ for function in (_run_code, _run_module)}
+    link = traceback
+    while link is not None:
+        if link.tb_frame.f_code in ours:
+            return link.tb_next
+        link = link.tb_next
+    return traceback

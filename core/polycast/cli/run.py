@@ -1,0 +1,86 @@
+"""``polycast run``: run a program, unchanged, with polycast in place of torch's autocast."""
+
+import enum
+import os
+from collections.abc import Callable
+from typing import Annotated
+
+import torch
+import typer
+
+from ..discovery import check_availability, check_dtype
+from ..engine import choose
+from ..registry import get_backend
+from .program import Program
+from .session import Options, Session
+from .terminal import library_errors, short
+
+
+class Engine(enum.Enum):
+    """The values of ``POLYCAST_ENGINE``."""
+
+    AUTO = "auto"
+    NATIVE = "native"
+    REFERENCE = "reference"
+
+
+class Ready(BaseException):
+    """Carries what runs the program out of typer, which has its own ways with exceptions, exit codes and hooks."""
+
+    def __init__(self, start: Callable[[], None]) -> None:
+        super().__init__()
+        self.start = start
+
+
+def run(
+    program: Annotated[str, typer.Argument(help="A script ('-': from the standard input), or with -m a module.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="The program's own arguments.", metavar="ARGS")] = None,
+    is_module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
+    engine: Annotated[Engine | None, typer.Option(help="Which engine supplies the kernels.")] = None,
+    weight_cache: Annotated[
+        bool, typer.Option("--weight-cache", help="Keep the casts of weights between regions under no_grad.")
+    ] = False,
+    wrap: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICE[:DTYPE]", help="Run the outermost call of each module in a region, as in cpu."),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Write no summary at the end.")] = False,
+) -> None:
+    """Run a program with polycast in place of torch.autocast. Options come before the program."""
+    if engine is not None:
+        os.environ["POLYCAST_ENGINE"] = engine.value  # for the processes that the program starts, too
+    with library_errors():
+        session = Session(Options(weight_cache, None if wrap is None else _parse_wrap(wrap)))
+        if engine is not None:
+            choose()
+    asked = Program(program, tuple(arguments or ()), is_module)
+    try:
+        start_program = asked.prepare()
+    except OSError as error:
+        typer.echo(f"polycast: can't open file {asked.path!r}: [Errno {error.errno}] {error.strerror}", err=True)
+        raise typer.Exit(2) from error
+
+    def start() -> None:
+        if not quiet:
+            session.report_at_exit()
+        session.start()
+        start_program()
+
+    raise Ready(start)
+
+
+def _parse_wrap(text: str) -> tuple[str, torch.dtype | None]:
+    device, colon, name = text.partition(":")
+    backend = get_backend(device)
+    dtype = getattr(torch, name, None) if colon else None
+    if colon and not isinstance(dtype, torch.dtype):
+        supported = ", ".join(map(short, backend.supported_dtypes()))
+        raise ValueError(
+            f"--wrap {text}: {name!r} is not a dtype. Expected DEVICE or DEVICE:DTYPE; {device} supports {supported}."
+        )
+    answer = check_availability(backend)
+    if answer.available and dtype is not None:
+        answer = check_dtype(backend, dtype)
+    if not answer.available:
+        raise ValueError(f"--wrap {text}: {answer.reason}.")
+    return backend.device_type, dtype
