@@ -18,8 +18,8 @@ def grad_scaler(
 ) -> torch.amp.GradScaler:
     """Return a torch.amp.GradScaler that is enabled where the dtype of ``autocast(device_type, dtype)`` needs it.
 
-    Small gradients vanish in a dtype whose exponents are fewer than float32's, such as float16, unless the loss is scaled.
-    With any other (bfloat16, float32) the scaler passes everything through: one training loop serves every dtype.
+    Small gradients vanish in a dtype whose exponents are fewer than float32's, such as float16, unless the loss is
+    scaled. With any other (bfloat16, float32) the scaler passes all through, and one training loop serves every dtype.
 
     Args:
         device_type: the device to train on.

@@ -204,9 +204,12 @@ class PythonStore:
     def clear(self) -> None:
         """Drop every cast."""
         with self._lock:
-            self._entries.clear()
-            self._weights.clear()
+            # A cast with history may be the last that holds its weight, whose end then comes to `forget`: to dicts that
+            # are whole, so these are let go of when this is done.
+            dropped = self._entries, self._weights
+            self._entries, self._weights = OrderedDict(), {}
             self._bytes = 0
+        del dropped
 
     def statistics(self) -> tuple[int, int, int, int, int]:
         """Return entries, bytes, hits, misses and evictions."""

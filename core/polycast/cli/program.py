@@ -9,7 +9,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType, ModuleType, TracebackType
+from types import ModuleType, TracebackType
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ def _run_module(name: str, *, alter_argv: bool) -> None:
 
 
 def _run_code(content: bytes, filename: str, file: str | None) -> None:
-    code = pkgutil.read_code(io.BytesIO(content))  # type: ignore[attr-defined]
+    code = pkgutil.read_code(io.BytesIO(content))
     loader = importlib.machinery.SourceFileLoader if code is None else importlib.machinery.SourcelessFileLoader
-    if not isinstance(code, CodeType):
+    if code is None:
         code = compile(content, filename, "exec", dont_inherit=True)
     names = vars(sys.modules["__main__"])
     if file is not None:

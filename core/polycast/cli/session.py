@@ -63,15 +63,19 @@ class Session:
 
     def _on_entry(self) -> Callable[[Settings], Settings]:
         cache = self._cache
-        with_cache = functools.lru_cache(lambda settings: settings._replace(cache=cache))
         regions = self._regions
+
+        @functools.lru_cache  # a program has few, and enters them often
+        def with_cache(settings: Settings) -> Settings:
+            return settings._replace(cache=cache)
 
         def on_entry(settings: Settings) -> Settings:
             key = settings.device_type, settings.dtype if settings.enabled else None
             next(regions.setdefault(key, itertools.count()))  # threads and forks need no lock for this
             if cache is None or settings.cache_enabled is False or torch.is_grad_enabled():
                 return settings
-            return with_cache(settings)
+            given: Settings = with_cache(settings)
+            return given
 
         return on_entry
 
@@ -80,7 +84,9 @@ class Session:
         counts = {key: next(counter) for key, counter in sorted(self._regions.items(), key=str)}
         if not counts:
             return "polycast: no region was entered: the program did not use torch.autocast (see polycast run --wrap)"
-        each = [f"{device} {short(dtype) if dtype else 'disabled'} {count}" for (device, dtype), count in counts.items()]
+        each = [
+            f"{device} {short(dtype) if dtype else 'disabled'} {count}" for (device, dtype), count in counts.items()
+        ]
         total = sum(counts.values())
         said = f"polycast: {choose().name} engine, {total} region{'s' * (total > 1)} ({', '.join(each)})"
         if self._cache is not None:

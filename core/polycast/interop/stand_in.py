@@ -41,6 +41,17 @@ def _has_backend(device_type: object) -> bool:
     return True
 
 
+def _tell_export(function: Callable[..., Any], *arguments: object) -> None:
+    """Have torch.export, where it is what traces, put a region's begin or end into its graph, as torch's regions do."""
+    if torch._C._is_torch_function_mode_enabled():
+        from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
+
+        for mode in torch.overrides._get_current_function_mode_stack():
+            if isinstance(mode, PreDispatchTorchFunctionMode):
+                mode.__torch_function__(function, (), arguments)
+                return
+
+
 class _Scripted:
     """TorchScript asks a class for its qualified name under this attribute: it gets torch's, which it then compiles."""
 
@@ -101,10 +112,17 @@ class StandIn(region.autocast, torch_autocast, metaclass=_EqualToTorchs):
             torch_autocast.__enter__(self)  # type: ignore[no-untyped-call]
         else:
             enter(self, on_entry(self._settings))
+            _tell_export(
+                autocast_mode._enter_autocast, self.device, self.fast_dtype, self._enabled, self._cache_enabled
+            )
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        (torch_autocast if self.is_torchs else region.autocast).__exit__(self, *exc_info)
+        if self.is_torchs:
+            torch_autocast.__exit__(self, *exc_info)
+        else:
+            region.autocast.__exit__(self, *exc_info)
+            _tell_export(autocast_mode._exit_autocast)
 
     def __call__(self, func: _F) -> _F:
         """Return `func` wrapped so that its body runs in the region."""
@@ -137,8 +155,8 @@ def _by_device(ours: Callable[..., Any]) -> Callable[..., Any]:
     theirs = _torch_functions[ours.__name__]
 
     @functools.wraps(theirs)
-    def either(func: Any = None, *, device_type: str, **others: Any) -> Any:
-        return (ours if _has_backend(device_type) else theirs)(func, device_type=device_type, **others)
+    def either(*args: Any, device_type: str, **options: Any) -> Any:
+        return (ours if _has_backend(device_type) else theirs)(*args, device_type=device_type, **options)
 
     return either
 
