@@ -257,3 +257,13 @@ def test_weights_can_be_swapped_once_their_casts_are_cleared():
     torch.utils.swap_tensors(*weights)
     with torch.no_grad(), polycast.autocast("cpu", cache=cache):
         assert torch.mm(torch.ones(2, 2), weights[0])[0, 0] == 4
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_weight_that_only_its_cast_still_holds_ends_with_the_region():
+    model = torch.nn.Linear(2, 2)
+    alive = weakref.ref(model.weight)
+    with polycast.autocast("cpu"):
+        model(torch.ones(1, 2))  # in grad mode: the cast has a history, which holds the weight
+        del model
+    assert alive() is None

@@ -30,7 +30,7 @@ class Program:
     @property
     def path(self) -> str:
         """The absolute path of a script, as ``python`` makes it."""
-        return os.path.join(os.getcwd(), self.name.removeprefix("./"))
+        return os.path.join(os.getcwd(), self.name)
 
     def prepare(self) -> Callable[[], None]:
         """Return what runs it, to be called where nothing stands between it and the interpreter.

@@ -46,7 +46,7 @@ def _tell_export(function: Callable[..., Any], *arguments: object) -> None:
     if torch._C._is_torch_function_mode_enabled():
         from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
-        for mode in torch.overrides._get_current_function_mode_stack():
+        for mode in torch.overrides._get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             if isinstance(mode, PreDispatchTorchFunctionMode):
                 mode.__torch_function__(function, (), arguments)
                 return

@@ -1,0 +1,339 @@
+"""``polycast run``: a program runs as under python itself, on polycast's regions; what the options do; bad input."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import zipfile
+
+import pytest
+
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if not name.startswith("POLYCAST_")},
+    "OMP_NUM_THREADS": "1",
+}
+PYTHON = [sys.executable]
+POLYCAST = [sys.executable, "-m", "polycast", "run", "--quiet"]
+
+
+def call(command, *arguments, folder, stdin="", **environment):
+    return subprocess.run(
+        [*command, *map(str, arguments)],
+        cwd=folder,
+        input=stdin,
+        env={**ENVIRONMENT, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Return a function that writes a program, and returns the folder that it is in."""
+
+    def write(source, name="program.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(source))
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that calls ``polycast run`` in the folder of the test."""
+
+    def run(*arguments, **options):
+        return call(POLYCAST[:-1], *arguments, folder=tmp_path, **options)
+
+    return run
+
+
+def same(folder, *arguments, stdin=""):
+    """Run a program with python and with polycast; say that they do the same, and return what that is."""
+    theirs = call(PYTHON, *arguments, folder=folder, stdin=stdin)
+    ours = call(POLYCAST, *arguments, folder=folder, stdin=stdin)
+    assert (ours.returncode, ours.stdout, ours.stderr) == (theirs.returncode, theirs.stdout, theirs.stderr)
+    return ours
+
+
+SELF_PORTRAIT = """
+import sys, __main__
+print(__name__, __file__, __spec__ and __spec__.name, __package__, __doc__, __annotations__, type(__loader__).__name__)
+print(__builtins__, sys.argv, sys.path[0])
+print(vars(__main__) is globals(), sys.modules["__main__"] is __main__)
+"""
+
+
+@pytest.mark.parametrize("name", ["program.py", "./program.py", "folder/program.py"])
+def test_a_script_sees_itself_as_under_python(write, name):
+    done = same(write(SELF_PORTRAIT, name), name, "--flag", "value", "--quiet", "--", "-m")
+    assert "'--flag', 'value', '--quiet', '--', '-m'" in done.stdout
+
+
+def test_a_link_to_a_script_has_the_folder_of_the_script(write):
+    folder = write(SELF_PORTRAIT, "folder/program.py")
+    (folder / "link.py").symlink_to(folder / "folder" / "program.py")
+    assert str(folder / "folder") in same(folder, "link.py").stdout
+
+
+def test_a_module_sees_itself_as_under_python(write):
+    folder = write(SELF_PORTRAIT, "package/program.py")
+    assert "package.program" in same(folder, "-m", "package.program", "--flag").stdout
+
+
+def test_a_package_runs_its_main_module(write):
+    assert "package.__main__" in same(write(SELF_PORTRAIT, "package/__main__.py"), "-m", "package").stdout
+
+
+def test_a_folder_runs_its_main_module(write):
+    assert "__main__.py" in same(write(SELF_PORTRAIT, "folder/__main__.py"), "folder", "x").stdout
+
+
+def test_an_archive_runs_its_main_module(tmp_path):
+    with zipfile.ZipFile(tmp_path / "program.zip", "w") as archive:
+        archive.writestr("__main__.py", SELF_PORTRAIT)
+    assert "program.zip" in same(tmp_path, "program.zip", "x").stdout
+
+
+def test_the_standard_input_belongs_to_the_program(write):
+    done = same(write("import sys; print(input(), sys.stdin.read())"), "program.py", stdin="one\ntwo\n")
+    assert done.stdout == "one two\n\n"
+
+
+def test_a_program_may_come_from_the_standard_input(tmp_path):
+    done = same(tmp_path, "-", "x", stdin="import sys; print(__name__, sys.argv, repr(sys.path[0]))")
+    assert done.stdout == "__main__ ['-', 'x'] ''\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        ("raise SystemExit", 0),
+        ("import sys; sys.exit(7)", 7),
+        ("import sys; sys.exit('a reason')", 1),
+        ("def f():\n    raise ValueError('wrong')\nf()", 1),
+        ("try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise KeyError('wrong')", 1),
+        ("raise ExceptionGroup('several', [ValueError(1)])" if sys.version_info >= (3, 11) else "raise OSError(1)", 1),
+        ("if True print('what is this')", 1),
+        ("import sys\nsys.excepthook = lambda *error: print('my own', *error[:2])\nraise ValueError('wrong')", 1),
+        ("raise EOFError('click has its own idea of these')", 1),
+        ("raise KeyboardInterrupt", -signal.SIGINT),
+        ("import os; os.kill(os.getpid(), 15)", -signal.SIGTERM),
+        ("import os; os._exit(3)", 3),
+        ("import atexit; atexit.register(print, 'at exit'); 1 / 0", 1),
+        ("import threading; threading.Timer(0, print, ['a thread']).start()", 0),
+    ],
+)
+def test_a_program_ends_as_under_python(write, source, code):
+    assert same(write(source), "program.py").returncode == code
+
+
+@pytest.mark.parametrize("source", ["1 / 0", "if True print('what is this')"])
+def test_a_module_fails_as_under_python(write, source):
+    assert same(write(source), "-m", "program").returncode == 1
+
+
+def test_a_module_that_is_missing_is_told_as_by_python(tmp_path):
+    assert "No module named no_such" in same(tmp_path, "-m", "no_such").stderr
+
+
+def test_a_folder_without_a_main_module_is_told_as_by_python(write):
+    assert "can't find '__main__' module in" in same(write("", "folder/other.py"), "folder").stderr
+
+
+def test_a_file_that_is_missing_is_told_as_by_python(tmp_path):
+    theirs = call(PYTHON, "no_such.py", folder=tmp_path)
+    ours = call(POLYCAST, "no_such.py", folder=tmp_path)
+    assert (ours.returncode, theirs.returncode) == (2, 2)
+    assert ours.stderr == f"polycast: can't open file '{tmp_path}/no_such.py': [Errno 2] No such file or directory\n"
+    assert ours.stderr.partition(": ")[2] == theirs.stderr.partition(": ")[2]
+
+
+def test_classes_of_the_program_can_be_pickled(write):
+    source = """
+    import copy, pickle
+    class Point:
+        x = 1
+    print(pickle.loads(pickle.dumps(Point())).x, Point.__module__)
+    """
+    assert same(write(source), "program.py").stdout == "1 __main__\n"
+
+
+MULTIPROCESSING = """
+import multiprocessing, sys, torch
+
+class Work:
+    def __call__(self, x):
+        with torch.autocast("cpu"):
+            return str((x @ x).dtype), torch.autocast.__mro__[1].__module__, torch.nn.Linear(2, 2)(x).dtype
+
+if __name__ == "__main__":
+    with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
+        print(*pool.map(Work(), [torch.ones(2, 2)])[0])
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_processes_that_multiprocessing_starts_run_on_polycast_too(write, run, method):
+    write(MULTIPROCESSING)
+    done = run("--wrap", "cpu", "program.py", method)
+    assert done.stdout == "torch.bfloat16 polycast.region torch.bfloat16\n", done.stderr
+
+
+REGIONS = """
+import torch
+from torch import autocast
+torch.manual_seed(0)
+model, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
+for _ in range(2):
+    with autocast("cpu"):
+        model(x)
+for _ in range(3):
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+        print(model(x).dtype)
+with torch.autocast("cpu", enabled=False):
+    print(model(x).dtype)
+"""
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_the_summary_says_what_ran(write, run, engine):
+    write(REGIONS)
+    done = run("--engine", engine, "program.py")
+    assert done.stdout.split() == ["torch.float16"] * 3 + ["torch.float32"]
+    assert done.stderr == (f"polycast: {engine} engine, 6 regions (cpu disabled 1, cpu bfloat16 2, cpu float16 3)\n")
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_with_a_weight_cache_the_regions_under_no_grad_share_their_casts(write, run, engine):
+    write(REGIONS)
+    done = run("--engine", engine, "--weight-cache", "program.py")
+    assert done.stdout.split() == ["torch.float16"] * 3 + ["torch.float32"]
+    assert done.stderr.endswith(", weight cache: 4 hits, 2 misses, 0.0 MiB\n")
+
+
+def test_quiet_leaves_the_summary_out(write, run):
+    write(REGIONS)
+    assert run("--quiet", "program.py").stderr == ""
+
+
+def test_the_summary_of_a_program_without_regions_says_what_to_do(write, run):
+    write("print(1)")
+    assert run("program.py").stderr == (
+        "polycast: no region was entered: the program did not use torch.autocast (see polycast run --wrap)\n"
+    )
+
+
+def test_the_summary_is_written_once_and_last(write, run):
+    source = """
+    import atexit, os, sys, torch
+    atexit.register(print, "mine", file=sys.stderr)
+    with torch.autocast("cpu"):
+        pass
+    if os.fork() == 0:
+        sys.exit()
+    os.wait()
+    1 / 0
+    """
+    write(source)
+    lines = run("program.py").stderr.splitlines()
+    assert lines[-1].startswith("polycast: ")
+    assert lines[-3:-1] == ["ZeroDivisionError: division by zero", "mine"]
+    assert sum(line.startswith("polycast: ") for line in lines) == 1
+
+
+WITHOUT_REGIONS = """
+import threading, torch
+class Outer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+    def forward(self, x):
+        if x is None:
+            raise ValueError("no input")
+        return self.inner(x), x @ x
+model, x = Outer(), torch.ones(2, 2)
+try:
+    model(None)
+except ValueError as error:
+    print(error)
+print(*[y.dtype for y in model(x)], (x @ x).dtype, torch.is_autocast_enabled("cpu"))
+with torch.autocast("cpu", enabled=False):
+    print(model(x)[0].dtype)
+thread = threading.Thread(target=lambda: print(model(x)[0].dtype))
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize(("wrap", "dtype"), [("cpu", "bfloat16"), ("cpu:float16", "float16")])
+def test_wrap_runs_the_outermost_call_of_a_module_in_a_region(write, run, wrap, dtype):
+    write(WITHOUT_REGIONS)
+    done = run("--wrap", wrap, "program.py")
+    assert done.stdout.splitlines() == [
+        "no input",
+        f"torch.{dtype} torch.{dtype} torch.float32 False",
+        "torch.float32",
+        f"torch.{dtype}",
+    ]
+    assert done.stderr.endswith(f" engine, 4 regions (cpu disabled 1, cpu {dtype} 3)\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--wrap", "not a real device"], "polycast: Invalid device string: 'not a real device'\n"),
+        (["--wrap", "mps"], "polycast: No polycast backend is installed for 'mps'."),
+        (
+            ["--wrap", "cpu:bf16"],
+            "polycast: --wrap cpu:bf16: 'bf16' is not a dtype. Expected DEVICE or DEVICE:DTYPE; cpu supports bfloat16, "
+            "float16.\n",
+        ),
+        (["--wrap", "cpu:"], "polycast: --wrap cpu:: '' is not a dtype."),
+        (["--wrap", "cpu:Tensor"], "polycast: --wrap cpu:Tensor: 'Tensor' is not a dtype."),
+        (["--wrap", "cpu:int8"], "polycast: --wrap cpu:int8: cpu supports torch.bfloat16, torch.float16.\n"),
+        (["--engine", "fast"], "'fast' is not one of 'auto', 'native', 'reference'"),
+        (["--unknown"], "No such option"),
+    ],
+)
+def test_a_bad_option_is_refused_and_nothing_is_run(write, run, options, said):
+    write("print('it ran')")
+    done = run(*options, "program.py", COLUMNS="300")
+    assert done.stdout == ""
+    assert done.returncode == 2
+    assert said in re.sub(r"\s*\n(?!$)", "\n", done.stderr)
+
+
+def test_a_device_that_cannot_be_used_is_refused(write, run):
+    import torch
+
+    if torch.xpu.is_available():
+        pytest.skip("there is an XPU here")
+    write("print('it ran')")
+    done = run("--wrap", "xpu", "program.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.match(r"polycast: --wrap xpu: .+\.\n$", done.stderr)
+
+
+def test_a_variable_that_is_not_legal_is_refused(write, run):
+    write("print('it ran')")
+    done = run("program.py", POLYCAST_ENGINE="fast")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("polycast: POLYCAST_ENGINE='fast' is not legal")
+
+
+def test_an_engine_that_cannot_be_built_is_refused(write, run, tmp_path):
+    write("print('it ran')")
+    done = run("--engine", "native", "program.py", CXX="no-such-compiler", XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the native engine cannot be built" in done.stderr
+
+
+def test_without_a_program_the_usage_is_shown(run):
+    done = run()
+    assert done.returncode == 2
+    assert "Usage: polycast run" in done.stderr

@@ -1,0 +1,101 @@
+"""Models of transformers, with random weights: forward, backward and generation."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", reason="transformers is in the extra 'test'")
+
+
+def bert():
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize("make", [bert, gpt2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+# Newer versions of transformers have another name for it, which the oldest that are tested lack.
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+def test_forward_and_backward_give_torchs_bits(on_both, make, dtype, checkpointing):
+    def program():
+        model = make()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.train()
+        words = torch.randint(64, (2, 16))
+        with torch.autocast("cpu", dtype=dtype):
+            out = model(words, labels=words)
+        out.loss.backward()
+        return {
+            "loss": out.loss.detach(),
+            "logits": out.logits.detach(),
+            **{name: parameter.grad for name, parameter in model.named_parameters()},
+        }
+
+    theirs, ours = on_both(program)
+    assert theirs["logits"].dtype is dtype
+    for name, their in theirs.items():
+        assert ours[name].dtype is their.dtype, name
+        assert torch.equal(ours[name], their), name
+
+
+@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampling"])
+def test_generation_gives_torchs_words(on_both, sampling):
+    def program():
+        model = gpt2().eval()
+        words = torch.randint(1, 64, (2, 4))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model.generate(words, max_new_tokens=12, do_sample=sampling, pad_token_id=0)
+
+    theirs, ours = on_both(program)
+    assert torch.equal(ours, theirs)
+
+
+PROGRAM = """
+import torch, transformers
+torch.manual_seed(0)
+config = transformers.GPT2Config(
+    vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+)
+model = transformers.GPT2LMHeadModel(config).eval()
+words = torch.randint(1, 64, (2, 4))
+for _ in range(3):
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        words = model.generate(words, max_new_tokens=4, do_sample=False, pad_token_id=0)
+print(words.tolist())
+"""
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_a_program_generates_the_same_words_under_polycast_run(engine, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    environment = {**os.environ, "POLYCAST_ENGINE": "auto"}
+
+    def output(*command):
+        done = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, done.stderr.splitlines()[-1:]
+
+    theirs, _ = output("program.py")
+    ours, (summary,) = output("-m", "polycast", "run", "--engine", engine, "--weight-cache", "program.py")
+    assert ours == theirs
+    found = re.match(
+        rf"polycast: {engine} engine, \d+ regions \((.+)\), weight cache: (\d+) hits, (\d+) misses, ", summary
+    )
+    assert found, summary
+    assert "cpu bfloat16 3" in found[1]
+    assert int(found[2]) > int(found[3]) > 0
