@@ -88,3 +88,47 @@ def test_memory_of_weights_casts_is_given_back():
         net(x)
     polycast.clear_autocast_cache()
     assert torch.cuda.memory_allocated() == before
+
+
+def test_training_in_float16_skips_the_step_that_overflows_and_learns():
+    net, x = model(), inputs()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = polycast.grad_scaler("cuda", torch.float16, init_scale=2.0**30)
+    losses, scales = [], []
+    for _ in range(60):
+        with polycast.autocast("cuda", torch.float16):
+            out = net(x)
+        assert out.dtype is torch.float16
+        loss = (out.float() - 1).pow(2).mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+        scales.append(scaler.get_scale())
+    assert scales[0] == 2.0**29
+    assert losses[1] == losses[0], "the first scale is too large for float16, so the step is skipped"
+    assert losses[-1] < losses[0] / 5
+
+
+def test_without_a_dtype_the_scaler_is_enabled_for_float16():
+    assert polycast.grad_scaler("cuda").is_enabled()
+    assert not polycast.grad_scaler("cuda", torch.bfloat16).is_enabled()
+
+
+def test_replicas_of_data_parallel_run_in_the_region_of_a_patched_torch():
+    from torch.nn.parallel import parallel_apply
+
+    net = model()
+    with polycast.patch_torch(), torch.autocast("cuda", torch.float16):
+        (out,) = parallel_apply([net], [inputs()], devices=[0])
+    assert out.dtype is torch.float16
+
+
+def test_the_deprecated_class_of_the_device_is_polycasts_while_patched():
+    with polycast.patch_torch():
+        with pytest.warns(FutureWarning, match=r"torch\.cuda\.amp\.autocast"):
+            region = torch.cuda.amp.autocast()
+        with region:
+            assert polycast.autocast_nesting("cuda") == 1
+            assert model()(inputs()).dtype is torch.float16

@@ -87,7 +87,7 @@ def _replacements() -> list[tuple[ModuleType, str, Any]]:
         and name.partition(".")[0] == "torch"
         and not any(part.startswith("_") for part in name.split("."))
     ]
-    stand_ins = {stand_in.torch_autocast: stand_in.StandIn, **stand_in.FUNCTIONS}
+    stand_ins: dict[Any, Any] = {stand_in.StandIn.stands_for: stand_in.StandIn, **stand_in.FUNCTIONS}
     for name, module in modules:
         # torch.<device>.amp.autocast_mode
         parts = name.split(".")

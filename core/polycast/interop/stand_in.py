@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.amp import autocast_mode
+from torch.amp.autocast_mode import autocast as torch_autocast
 from typing_extensions import Self, deprecated
 
 from .. import autograd, region
@@ -20,10 +21,10 @@ from ..engine import enter
 from ..errors import BackendNotFoundError
 from ..registry import is_autocast_available, registry
 from ..state import Settings
+from .torchscript import ScriptedAsTorch
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-torch_autocast = autocast_mode.autocast
 _torch_functions = {
     name: getattr(autocast_mode, name)
     for name in ("autocast_decorator", "custom_bwd", "custom_fwd", "is_autocast_available")
@@ -52,18 +53,6 @@ def _tell_export(function: Callable[..., Any], *arguments: object) -> None:
                 return
 
 
-class _Scripted:
-    """TorchScript asks a class for its qualified name under this attribute: it gets torch's, which it then compiles."""
-
-    def __get__(self, instance: object, owner: type) -> str:
-        if "_jit_override_qualname" not in vars(owner):
-            raise AttributeError("_jit_override_qualname")  # a subclass may do anything, and is not torch's
-        compile_class: Any = torch.jit._script._recursive_compile_class
-        no_place: Any = torch._sources.fake_range
-        name: str = compile_class(torch_autocast, no_place()).qualified_name()
-        return name
-
-
 class _EqualToTorchs(ABCMeta):
     """The class of a class that equals torch's: torch.compile finds it in its tables, and the other way round."""
 
@@ -78,8 +67,9 @@ class StandIn(region.autocast, torch_autocast, metaclass=_EqualToTorchs):
     """See :class:`polycast.autocast` and :class:`torch.autocast`, whose arguments it takes."""
 
     stands_for = torch_autocast
-    _jit_override_qualname = _Scripted()
+    _jit_override_qualname = ScriptedAsTorch()
     _warn_at = 3
+    _enabled = True  # torch's regions set it
 
     def __init__(
         self,
