@@ -252,9 +252,9 @@ def test_a_broken_backend_is_not_passed_over_in_silence(patched, monkeypatch):
 
 
 @pytest.mark.usefixtures("patched")
-def test_every_region_is_an_instance_of_torchs_class():
+def test_every_region_that_torchs_names_made_is_an_instance_of_torchs_class():
     assert isinstance(torch.autocast("cpu"), torch.autocast)
-    assert isinstance(polycast.autocast("cpu"), torch.autocast)
+    assert not isinstance(polycast.autocast("cpu"), torch.autocast)  # torch.compile would read of it what it has not
     assert isinstance(TORCHS("cpu"), torch.autocast)
     assert isinstance(torch.autocast("cpu"), TORCHS)
     assert not isinstance(contextlib.nullcontext(), torch.autocast)
