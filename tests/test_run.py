@@ -287,7 +287,7 @@ def test_wrap_runs_the_outermost_call_of_a_module_in_a_region(write, run, wrap, 
     ("options", "said"),
     [
         (["--wrap", "not a real device"], "polycast: Invalid device string: 'not a real device'\n"),
-        (["--wrap", "mps"], "polycast: No polycast backend is installed for 'mps'."),
+        (["--wrap", "hpu"], "polycast: No polycast backend is installed for 'hpu'."),
         (
             ["--wrap", "cpu:bf16"],
             "polycast: --wrap cpu:bf16: 'bf16' is not a dtype. Expected DEVICE or DEVICE:DTYPE; cpu supports bfloat16, "

@@ -14,8 +14,8 @@ from .errors import (
     StaleWeightError,
 )
 from .hookspecs import hookimpl
-from .ops import OpRegistration, register_op
 from .interop.patch import patch_torch
+from .ops import OpRegistration, register_op
 from .out_dtype import out_dtype
 from .policy import CastPolicy, policy_table
 from .region import autocast, autocast_decorator

@@ -202,20 +202,20 @@ def test_is_autocast_available_says_whether_the_device_can_be_used(hand_made):
     hand_made("maia", availability=lambda: polycast.Availability(False, "it is not plugged in"))
     assert torch.amp.is_autocast_available("maia") is False
     assert torch.amp.is_autocast_available("cpu") is True
-    assert torch.amp.is_autocast_available("mps") is torch._C._is_autocast_available("mps")
+    assert torch.amp.is_autocast_available("hpu") is torch._C._is_autocast_available("hpu")
     assert torch.amp.is_autocast_available("meta") is False
 
 
 @pytest.mark.usefixtures("patched")
 def test_where_no_backend_serves_the_device_the_region_is_torchs():
-    region = torch.autocast("mps", torch.bfloat16)
+    region = torch.autocast("hpu", torch.bfloat16)
     assert isinstance(region, torch.autocast)
     with region:
-        assert torch.is_autocast_enabled("mps")
-        assert torch.get_autocast_dtype("mps") is torch.bfloat16
-        assert polycast.autocast_nesting("mps") == 0
-    assert not torch.is_autocast_enabled("mps")
-    assert region(lambda: torch.is_autocast_enabled("mps"))() is True
+        assert torch.is_autocast_enabled("hpu")
+        assert torch.get_autocast_dtype("hpu") is torch.bfloat16
+        assert polycast.autocast_nesting("hpu") == 0
+    assert not torch.is_autocast_enabled("hpu")
+    assert region(lambda: torch.is_autocast_enabled("hpu"))() is True
     assert "autocast object" in repr(region)
 
 
@@ -229,7 +229,7 @@ def test_where_torch_has_no_autocast_either_it_says_what_torch_says():
 
 @pytest.mark.usefixtures("patched")
 def test_custom_fwd_is_torchs_where_no_backend_serves_the_device():
-    decorated = torch.amp.custom_fwd(lambda ctx: None, device_type="mps")
+    decorated = torch.amp.custom_fwd(lambda ctx: None, device_type="hpu")
     assert decorated.__code__.co_filename == autocast_mode.__file__
 
 
@@ -254,7 +254,6 @@ def test_a_broken_backend_is_not_passed_over_in_silence(patched, monkeypatch):
 @pytest.mark.usefixtures("patched")
 def test_every_region_that_torchs_names_made_is_an_instance_of_torchs_class():
     assert isinstance(torch.autocast("cpu"), torch.autocast)
-    assert not isinstance(polycast.autocast("cpu"), torch.autocast)  # torch.compile would read of it what it has not
     assert isinstance(TORCHS("cpu"), torch.autocast)
     assert isinstance(torch.autocast("cpu"), TORCHS)
     assert not isinstance(contextlib.nullcontext(), torch.autocast)
@@ -281,8 +280,8 @@ def test_a_subclass_made_while_patched_is_a_region_of_its_own_kind():
         assert not isinstance(torch.autocast("cpu"), Half)
         assert Half != torch.autocast
         assert Half("cpu")(lambda: X @ X)().dtype is torch.float16
-        with Half("mps"):
-            assert torch.get_autocast_dtype("mps") is torch.float16
+        with Half("hpu"):
+            assert torch.get_autocast_dtype("hpu") is torch.float16
     with Half("cpu"):  # and it goes on after the patch
         assert (X @ X).dtype is torch.float16
     assert isinstance(Half("cpu"), torch.autocast)
@@ -425,7 +424,7 @@ def test_threads_may_patch_at_the_same_time():
 
 
 @pytest.mark.usefixtures("patched")
-@pytest.mark.parametrize("device", ["cpu", "mps"])
+@pytest.mark.parametrize("device", ["cpu", "hpu"])
 def test_a_region_can_be_copied_and_pickled(device):
     for region in (torch.autocast(device, torch.float16), torch.autocast(device, torch.float16, False)):
         for again in (copy.deepcopy(region), pickle.loads(pickle.dumps(region))):

@@ -69,7 +69,8 @@ class StandIn(region.autocast, torch_autocast, metaclass=_EqualToTorchs):
     stands_for = torch_autocast
     _jit_override_qualname = ScriptedAsTorch()
     _warn_at = 3
-    _enabled = True  # torch's regions set it
+    _enabled = True  # these two are set as torch's regions set them
+    _cache_enabled = True
 
     def __init__(
         self,
