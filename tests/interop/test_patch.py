@@ -126,6 +126,12 @@ def test_a_region_nested_in_itself_is_left():
 
 
 @pytest.mark.usefixtures("patched")
+def test_a_region_that_was_not_entered_cannot_be_left():
+    with pytest.raises(RuntimeError, match=r"^autocast\('cpu', .+ cannot be left on thread"):
+        torch.autocast("cpu").__exit__(None, None, None)
+
+
+@pytest.mark.usefixtures("patched")
 def test_a_warning_names_the_line_of_the_program():
     with pytest.warns(polycast.AutocastDisabledWarning) as record:
         torch.autocast("cpu", torch.int8)

@@ -16,7 +16,7 @@ from torch.amp import autocast_mode
 from torch.amp.autocast_mode import autocast as torch_autocast
 from typing_extensions import Self, deprecated
 
-from .. import autograd, region
+from .. import autograd, region, state
 from ..engine import enter
 from ..errors import BackendNotFoundError
 from ..registry import is_autocast_available, registry
@@ -112,7 +112,8 @@ class StandIn(region.autocast, torch_autocast, metaclass=_EqualToTorchs):
         if self.is_torchs:
             torch_autocast.__exit__(self, *exc_info)
         else:
-            region.autocast.__exit__(self, *exc_info)
+            if not state.machine.leave(self):
+                raise state.not_entered(self)
             _tell_export(autocast_mode._exit_autocast)
 
     def __call__(self, func: _F) -> _F:
