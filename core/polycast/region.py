@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
 from . import state
@@ -14,6 +15,8 @@ from .decorate import decorate
 from .discovery import check_availability, check_dtype
 from .engine import put_in_place, settled
 from .errors import AutocastDisabledWarning
+from .interop.export import record_entry, record_exit
+from .interop.interpreted import interpreted
 from .interop.torchscript import ScriptedAsTorch
 from .policy import CastPolicy, find_op, table_problems
 from .registry import registry
@@ -22,8 +25,11 @@ from .weights import WeightCache
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+TorchAutocast = torch.amp.autocast_mode.autocast
+"""torch's own class, also while another stands in its place."""
 
-class autocast:
+
+class autocast(TorchAutocast):
     """A region in which ops run in mixed precision; a context manager, and a decorator of functions.
 
     In place of ``torch.autocast``: the arguments mean what they mean there. An instance holds settings only, so that
@@ -67,6 +73,15 @@ class autocast:
     _warn_at = 2
     """How far above this class's __init__ the frame is that a warning names; more in a subclass with its own."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return a new region; to Dynamo, which traces this, one that it has a place for in its graphs."""
+        if is_dynamo_compiling():
+            from .interop.compile import region_in_graph  # Dynamo is imported by those who compile
+
+            return region_in_graph(cls, *args, **kwargs)
+        return object.__new__(cls)
+
+    @interpreted
     def __init__(
         self,
         device_type: str,
@@ -98,17 +113,23 @@ class autocast:
             overlay = None if policy is None else _checked(policy)
             self._settings = Settings(self.device, bool(enabled), dtype, cache_enabled, overlay, cache)
 
+    @interpreted
     def __enter__(self) -> Self:
         # As engine.enter, which is the way of all other regions; this one is in a hurry.
         settings = self._settings
+        if torch._C._is_torch_function_mode_enabled():
+            record_entry(settings)
         state.machine.enter(self, settings)
         if self.device not in settled or settings.overlay is not None:
             put_in_place(self, settings)
         return self
 
+    @interpreted
     def __exit__(self, *exc_info: object) -> None:
         if not state.machine.leave(self):
             raise state.not_entered(self)
+        if torch._C._is_torch_function_mode_enabled():
+            record_exit()
 
     def __call__(self, func: _F) -> _F:
         """Return `func` wrapped so that its body runs in the region."""
@@ -120,9 +141,16 @@ class autocast:
         return decorate(func, lambda: self, self._steps)
 
     @property
-    def _enabled(self) -> bool:
-        """What TorchScript reads, besides the attributes, of an instance that a module holds."""
+    def _enabled(self) -> bool:  # type: ignore[override]
+        """What Dynamo and TorchScript read of a region, with the public attributes and, Dynamo, the one below."""
         return self._settings.enabled
+
+    @property
+    def _cache_enabled(self) -> bool | None:  # type: ignore[override]
+        from .interop.compile import check_and_put_in_place
+
+        check_and_put_in_place(self, self._settings)
+        return self._settings.cache_enabled
 
     def _steps(self) -> list[Settings]:
         return [self._settings]

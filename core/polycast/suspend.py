@@ -4,6 +4,7 @@ import torch
 
 from . import state
 from .engine import enter
+from .interop.interpreted import interpreted
 from .state import Settings
 
 
@@ -18,6 +19,7 @@ class Suspendable:
         self._own = len(regions)
         self._aside: list[tuple[object, Settings]] = [(self, settings) for settings in regions]
 
+    @interpreted
     def __enter__(self) -> None:
         entered = []
         try:
@@ -29,6 +31,7 @@ class Suspendable:
                 state.machine.leave(owner)
             raise
 
+    @interpreted
     def __exit__(self, *_: object) -> None:
         self._aside = []
         left = 0

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from ..backend import Backend
 from ..casting import is_eligible, op_caster, promotion
+from ..interop.interpreted import interpreted
 from ..policy import CastPolicy, optional_dtype, overload_with_dtype
 from ..state import PythonStateMachine
 from ..weights import PythonStore
@@ -100,6 +101,7 @@ class _Kernel:
         self.key_set = torch._C.DispatchKeySet(dispatch_key(key))
         self.below = torch._C._dispatch_keyset_full_after(dispatch_key(key))
 
+    @interpreted
     def __call__(self, keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         policy = self.engine.policy(self.name, self.device_type, self.policy)
         if policy is None:  # as if there were no kernel here: what the op is made of is autocast as ever
