@@ -1,0 +1,120 @@
+"""torch.export: the exported program holds a region as it holds torch.autocast."""
+
+import pytest
+import torch
+
+import polycast
+from polycast import CastPolicy
+
+# torch's own copies of tree specs warn.
+pytestmark = [pytest.mark.usefixtures("engine"), pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec")]
+
+ways = pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Model(torch.nn.Module):
+    """A model with a region in its forward, made there or held; nested, and one that is disabled."""
+
+    def __init__(self, region, held):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(4, 4)
+        make = {"dtype": torch.bfloat16, "cache_enabled": False}
+        self.make = (lambda: kept) if held else (lambda: region("cpu", **make))
+        self.disabled = lambda: region("cpu", enabled=False, **make)
+        kept = region("cpu", **make)
+
+    def forward(self, x):
+        y = self.linear(x)
+        with self.make():
+            y = self.linear(y)
+            with self.disabled():
+                z = self.linear(x)
+            y = self.linear(y)
+        return y, z
+
+
+class Decorated(torch.nn.Module):
+    def __init__(self, region):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(4, 4)
+        self.body = region("cpu", dtype=torch.bfloat16, cache_enabled=False)(lambda x: self.linear(x))
+
+    def forward(self, x):
+        return self.body(x), self.linear(x)
+
+
+MODELS = {
+    "made inside": lambda region: Model(region, held=False),
+    "held": lambda region: Model(region, held=True),
+    "decorated": Decorated,
+}
+
+
+def printed(program):
+    """Return all graphs of a program, those of its regions included."""
+    return program.graph_module.print_readable(print_output=False)
+
+
+@ways
+@pytest.mark.parametrize("model", MODELS)
+def test_the_program_is_that_of_torch_autocast(strict, model):
+    x = torch.randn(2, 4)
+    ours, theirs = (
+        torch.export.export(MODELS[model](region), (x,), strict=strict)
+        for region in (polycast.autocast, torch.autocast)
+    )
+    assert "wrap_with_autocast('cpu', torch.bfloat16, True, False" in printed(ours)
+    assert _without_paths(printed(ours)) == _without_paths(printed(theirs))
+
+
+def _without_paths(text):
+    return [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+
+
+@ways
+@pytest.mark.parametrize("model", MODELS)
+def test_the_program_gives_what_the_model_gives(strict, model):
+    x = torch.randn(2, 4)
+    module = MODELS[model](polycast.autocast)
+    program = torch.export.export(module, (x,), strict=strict)
+    expected = module(x)
+    assert expected[0].dtype is torch.bfloat16
+    torch.testing.assert_close(program.module()(x), expected)
+    torch.testing.assert_close(program.run_decompositions().module()(x), expected)
+
+
+@ways
+def test_exporting_leaves_every_region(strict):
+    torch.export.export(MODELS["held"](polycast.autocast), (torch.randn(2, 4),), strict=strict)
+    assert polycast.autocast_nesting("cpu") == 0
+    assert not torch.is_autocast_enabled("cpu")
+
+
+class WithPolicy(torch.nn.Module):
+    def forward(self, x):
+        with polycast.autocast("cpu", policy={"aten::mm": CastPolicy.FP32}):
+            return x @ x
+
+
+def test_a_policy_is_refused_strictly():
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="policy= is not part of torch's autocast"):
+        torch.export.export(WithPolicy(), (torch.randn(4, 4),), strict=True)
+
+
+def test_a_policy_is_refused_not_strictly():
+    with pytest.raises(RuntimeError) as caught:
+        torch.export.export(WithPolicy(), (torch.randn(4, 4),), strict=False)
+    assert str(caught.value).startswith(
+        "torch.export: a region with policy= cannot be exported, for a program can hold torch's autocast only. "
+        "Leave out policy=, or cast in the model what has to run in another dtype."
+    )
+    assert polycast.autocast_nesting("cpu") == 0
