@@ -72,6 +72,7 @@ class autocast(TorchAutocast):
     _jit_override_qualname = ScriptedAsTorch()
     _warn_at = 2
     """How far above this class's __init__ the frame is that a warning names; more in a subclass with its own."""
+    __jit_unused_properties__ = ["_cache_enabled"]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Return a new region; to Dynamo, which traces this, one that it has a place for in its graphs."""
