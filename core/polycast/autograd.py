@@ -17,6 +17,7 @@ from torch.autograd.function import FunctionCtx, FunctionMeta
 
 from . import state
 from .casting import cast_nested
+from .interop.guarded import marks
 from .registry import registry
 from .state import Settings
 from .suspend import Suspendable
@@ -116,7 +117,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
                 f"{bwd.__qualname__} is decorated with custom_bwd, but its forward did not record its autocast state. "
                 "Decorate forward with polycast.custom_fwd."
             ) from None
-        with Suspendable(settings):
+        with Suspendable(settings, *marks(settings)):
             return bwd(ctx, *args, **kwargs)
 
     return decorated

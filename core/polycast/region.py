@@ -16,6 +16,7 @@ from .discovery import check_availability, check_dtype
 from .engine import put_in_place, settled
 from .errors import AutocastDisabledWarning
 from .interop.export import record_entry, record_exit
+from .interop.guarded import count, marks
 from .interop.interpreted import interpreted
 from .interop.torchscript import ScriptedAsTorch
 from .policy import CastPolicy, find_op, table_problems
@@ -120,13 +121,18 @@ class autocast(TorchAutocast):
         settings = self._settings
         if torch._C._is_torch_function_mode_enabled():
             record_entry(settings)
+        then = () if settings.overlay is None else marks(settings)
         state.machine.enter(self, settings)
         if self.device not in settled or settings.overlay is not None:
             put_in_place(self, settings)
+            for mark in then:
+                state.machine.enter(self, mark)
         return self
 
     @interpreted
     def __exit__(self, *exc_info: object) -> None:
+        for _ in range(count(self._settings)):
+            state.machine.leave(self)
         if not state.machine.leave(self):
             raise state.not_entered(self)
         if torch._C._is_torch_function_mode_enabled():
@@ -154,7 +160,7 @@ class autocast(TorchAutocast):
         return self._settings.cache_enabled
 
     def _steps(self) -> list[Settings]:
-        return [self._settings]
+        return [self._settings, *marks(self._settings)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (type(self), self._settings)
