@@ -29,6 +29,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 TorchAutocast = torch.amp.autocast_mode.autocast
 """torch's own class, also while another stands in its place."""
 
+_is_function_mode_enabled = torch._C._is_torch_function_mode_enabled
+
 
 class autocast(TorchAutocast):
     """A region in which ops run in mixed precision; a context manager, and a decorator of functions.
@@ -119,7 +121,7 @@ class autocast(TorchAutocast):
     def __enter__(self) -> Self:
         # As engine.enter, which is the way of all other regions; this one is in a hurry.
         settings = self._settings
-        if torch._C._is_torch_function_mode_enabled():
+        if _is_function_mode_enabled():
             record_entry(settings)
         then = () if settings.overlay is None else marks(settings)
         state.machine.enter(self, settings)
@@ -131,11 +133,12 @@ class autocast(TorchAutocast):
 
     @interpreted
     def __exit__(self, *exc_info: object) -> None:
-        for _ in range(count(self._settings)):
-            state.machine.leave(self)
+        if self._settings.overlay is not None:
+            for _ in range(count(self._settings)):
+                state.machine.leave(self)
         if not state.machine.leave(self):
             raise state.not_entered(self)
-        if torch._C._is_torch_function_mode_enabled():
+        if _is_function_mode_enabled():
             record_exit()
 
     def __call__(self, func: _F) -> _F:
