@@ -67,6 +67,10 @@ class Registry:
             )
         return slot.backend()
 
+    def offered(self) -> frozenset[str]:
+        """Return the device types that somebody offers a backend for; loads none."""
+        return frozenset(self._slots())
+
     def statuses(self) -> Mapping[str, BackendStatus]:
         """See :func:`backends`."""
         slots = self._slots().copy()

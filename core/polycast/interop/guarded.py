@@ -11,7 +11,7 @@ import hashlib
 
 import torch
 
-from ..registry import backends
+from ..registry import registry
 from ..state import Settings
 
 _meanings: dict[tuple[torch.dtype, ...], str] = {}
@@ -21,10 +21,10 @@ def marks(settings: Settings) -> tuple[Settings, ...]:
     """Return the regions to be entered after one that has a policy, and left before it: none if it has none.
 
     Raises:
-        RuntimeError: other policies have the same mark, by a chance of one to millions.
+        RuntimeError: other policies have the same mark, by a chance of one to a hundred thousand.
     """
     overlay = settings.overlay
-    if overlay is None:
+    if overlay is None or not _devices():
         return ()
     enclosing = [str(torch.get_autocast_dtype(name)) for name in _devices() if torch.is_autocast_enabled(name)]
     place = f"mark {settings.device_type} {enclosing}"
@@ -57,16 +57,17 @@ def _devices() -> tuple[str, ...]:
 
     They are chosen once, so that a region leaves as many as it entered.
     """
-    known = backends()
+    known = registry.offered()
     candidates = [
         name
         for name in torch._C._autocast_supported_devices()
         if name not in known
+        and name != torch._C._get_privateuse1_backend_name()  # which may yet be given another name
         and not torch._C._dispatch_has_kernel_for_dispatch_key(
             "aten::empty.memory_format", torch._C._dispatch_key_for_device(name)
         )
     ]
-    return tuple(candidates[-4:])
+    return tuple(candidates[:4])
 
 
 @functools.cache
