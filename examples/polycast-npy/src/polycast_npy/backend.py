@@ -1,0 +1,30 @@
+"""Autocast for npy: what polycast asks of a device."""
+
+from collections.abc import Sequence
+
+import torch
+from typing_extensions import override
+
+from polycast import STANDARD_REMEDIES, Availability, Backend
+
+from .device import numpy_availability
+from .kernels import KERNELS
+from .policies import POLICIES
+
+
+class NpyBackend(Backend):
+    """NumPy as a device. float16 is its only fast dtype, for NumPy has no bfloat16."""
+
+    device_type = "npy"
+    default_dtype = torch.float16
+    policies = POLICIES
+    kernels = KERNELS
+    remedies = STANDARD_REMEDIES
+
+    @override
+    def supported_dtypes(self) -> Sequence[torch.dtype]:
+        return (torch.float16,)
+
+    @override
+    def availability(self) -> Availability:
+        return Availability(*numpy_availability())

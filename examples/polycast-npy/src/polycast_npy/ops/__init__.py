@@ -1,0 +1,39 @@
+"""The kernels of npy: tables from op to function, and what puts them at torch's dispatch key PrivateUse1.
+
+An op that torch composes of others needs no kernel. Of most others one overload is enough, the one with ``out``: torch
+makes the tensor for the result, with the shape and dtype that it computes for every device, and derives the functional
+and the in-place overload.
+"""
+
+import torch
+
+from . import (
+    convolution,
+    copies,
+    creation,
+    indexing,
+    matrix,
+    nn,
+    pointwise,
+    pooling,
+    random,
+    reductions,
+    scaling,
+    views,
+)
+from .adapter import ArrayKernel, find
+
+_ON_TENSORS = (creation, views, copies, random, scaling)
+_ON_ARRAYS = (pointwise, reductions, matrix, indexing, nn, convolution, pooling)
+
+
+def register() -> torch.library.Library:
+    """Put the kernels in place; they stay as long as what is returned lives."""
+    library = torch.library.Library("aten", "IMPL", "PrivateUse1")
+    for module in _ON_TENSORS:
+        for name, function in module.KERNELS.items():
+            library.impl(name, function)
+    for module in _ON_ARRAYS:
+        for name, function in module.KERNELS.items():
+            library.impl(name, ArrayKernel(find(name), function))
+    return library

@@ -1,0 +1,136 @@
+"""Normalization and losses."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .adapter import widen
+
+_MEAN, _SUM = 1, 2  # at::Reduction; 0 is none
+
+
+def softmax(self: Any, dim: int, half_to_float: bool) -> Any:
+    """Return exponentials that add up to one."""
+    powers = np.exp(widen(self) - np.max(self, axis=dim, keepdims=True))
+    return powers / powers.sum(axis=dim, keepdims=True)
+
+
+def softmax_backward(grad_output: Any, output: Any, dim: int, input_dtype: Any) -> Any:
+    """Return the gradient of softmax."""
+    weighted = widen(grad_output) * output
+    return weighted - output * weighted.sum(axis=dim, keepdims=True)
+
+
+def log_softmax(self: Any, dim: int, half_to_float: bool) -> Any:
+    """Return the logarithm of softmax."""
+    shifted = widen(self) - np.max(self, axis=dim, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=dim, keepdims=True))
+
+
+def log_softmax_backward(grad_output: Any, output: Any, dim: int, input_dtype: Any) -> Any:
+    """Return the gradient of the logarithm of softmax."""
+    grad = widen(grad_output)
+    return grad - np.exp(widen(output)) * grad.sum(axis=dim, keepdims=True)
+
+
+def _rows(values: Any, normalized_shape: Sequence[int]) -> Any:
+    return widen(values).reshape(-1, math.prod(normalized_shape))
+
+
+def layer_norm(input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
+    """Return the input with mean 0 and variance 1 over its last dimensions, the means, and 1 / deviation."""
+    rows = _rows(input, normalized_shape)
+    means = rows.mean(axis=1, keepdims=True)
+    scales = 1 / np.sqrt(rows.var(axis=1, keepdims=True) + rows.dtype.type(eps))
+    normal = ((rows - means) * scales).reshape(input.shape)
+    if weight is not None:
+        normal = normal * weight
+    if bias is not None:
+        normal = normal + bias
+    outer = input.shape[: input.ndim - len(normalized_shape)] + (1,) * len(normalized_shape)
+    return normal.astype(input.dtype), means.reshape(outer), scales.reshape(outer)
+
+
+def layer_norm_backward(
+    grad_out: Any,
+    input: Any,
+    normalized_shape: Sequence[int],
+    mean: Any,
+    rstd: Any,
+    weight: Any,
+    bias: Any,
+    output_mask: Sequence[bool],
+) -> Any:
+    """Return the gradients of the input, the weight and the bias, of those that are asked for."""
+    grad, rows = _rows(grad_out, normalized_shape), _rows(input, normalized_shape)
+    scales = rstd.reshape(-1, 1)
+    normal = (rows - mean.reshape(-1, 1)) * scales
+    to_input = grad if weight is None else grad * weight.reshape(1, -1)
+    to_input = scales * (
+        to_input - to_input.mean(axis=1, keepdims=True) - normal * (to_input * normal).mean(axis=1, keepdims=True)
+    )
+    grads = (
+        to_input.reshape(input.shape).astype(input.dtype),
+        None if weight is None else (grad * normal).sum(axis=0).reshape(weight.shape).astype(weight.dtype),
+        None if bias is None else grad.sum(axis=0).reshape(bias.shape).astype(bias.dtype),
+    )
+    return tuple(value if wanted else None for value, wanted in zip(grads, output_mask, strict=True))
+
+
+def _weights(target: Any, weight: Any, ignore_index: int, dtype: Any) -> tuple[Any, Any]:
+    """Return the class that each row counts for, and with what weight."""
+    counted = target != ignore_index
+    classes = np.where(counted, target, 0)
+    return classes, counted.astype(dtype) * (1 if weight is None else weight[classes])
+
+
+def nll_loss(self: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
+    """Return minus the log-probabilities of the targets, reduced, and the sum of their weights."""
+    rows, targets = np.atleast_2d(widen(self)), target.reshape(-1)
+    classes, weights = _weights(targets, weight, ignore_index, rows.dtype)
+    losses = -np.take_along_axis(rows, classes[:, None], 1)[:, 0] * weights
+    if reduction == _MEAN:
+        return losses.sum() / weights.sum(), weights.sum()
+    if reduction == _SUM:
+        return losses.sum(), weights.sum()
+    return losses.reshape(target.shape), 0
+
+
+def nll_loss_backward(
+    grad_output: Any, self: Any, target: Any, weight: Any, reduction: int, ignore_index: int, total_weight: Any
+) -> Any:
+    """Return the gradient of the log-probabilities."""
+    rows, targets = np.atleast_2d(self), target.reshape(-1)
+    classes, weights = _weights(targets, weight, ignore_index, np.float32)
+    scale = grad_output.reshape(-1) / (total_weight if reduction == _MEAN else 1)
+    grad = np.zeros(rows.shape, np.float32)
+    np.put_along_axis(grad, classes[:, None], (-weights * scale)[:, None], 1)
+    return grad.reshape(self.shape)
+
+
+def mse_loss(self: Any, target: Any, reduction: int = _MEAN) -> Any:
+    """Return the squares of the differences, reduced."""
+    squares = np.square(widen(self) - target)
+    return {_MEAN: np.mean, _SUM: np.sum}.get(reduction, np.asarray)(squares)
+
+
+def mse_loss_backward(grad_output: Any, self: Any, target: Any, reduction: int) -> Any:
+    """Return the gradient of the squares of the differences."""
+    scale = 2 / self.size if reduction == _MEAN else 2
+    return (scale * (widen(self) - target) * grad_output).astype(self.dtype)
+
+
+KERNELS: dict[str, Callable[..., Any]] = {
+    "_softmax.out": softmax,
+    "_softmax_backward_data.out": softmax_backward,
+    "_log_softmax.out": log_softmax,
+    "_log_softmax_backward_data.out": log_softmax_backward,
+    "native_layer_norm": layer_norm,
+    "native_layer_norm_backward": layer_norm_backward,
+    "nll_loss_forward.output": nll_loss,
+    "nll_loss_backward.grad_input": nll_loss_backward,
+    "mse_loss.out": mse_loss,
+    "mse_loss_backward": mse_loss_backward,
+}
