@@ -20,7 +20,13 @@ BATCH = 64
 def mlp() -> nn.Sequential:
     """Return a perceptron with two hidden layers."""
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 32), nn.GELU("tanh"), nn.Linear(32, 10)
+        nn.Flatten(),
+        nn.Linear(64, 64),
+        nn.LayerNorm(64),
+        nn.ReLU(),
+        nn.Linear(64, 32),
+        nn.GELU("tanh"),
+        nn.Linear(32, 10),
     )
 
 

@@ -43,13 +43,43 @@ def gather(self: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
     return np.take_along_axis(self[inside], index, dim)
 
 
+def _along(dim: int, index: Any) -> tuple[Any, ...]:
+    """Return the key of the elements at indices along a dimension."""
+    at = list(np.indices(index.shape))
+    at[dim] = index
+    return tuple(at)
+
+
 def scatter_add(self: Any, dim: int, index: Any, src: Any) -> Any:
     """Return the array with elements added at indices along a dimension."""
     changed = self.copy()
-    at = list(np.indices(index.shape))
-    at[dim] = index
-    np.add.at(changed, tuple(at), src[tuple(map(slice, index.shape))])
+    np.add.at(changed, _along(dim, index), src[tuple(map(slice, index.shape))])
     return changed
+
+
+def scatter(self: Any, dim: int, index: Any, src: Any) -> Any:
+    """Return the array with elements replaced at indices along a dimension."""
+    changed = self.copy()
+    changed[_along(dim, index)] = src[tuple(map(slice, index.shape))]
+    return changed
+
+
+def scatter_value(self: Any, dim: int, index: Any, value: Any) -> Any:
+    """Return the array with a value at indices along a dimension."""
+    changed = self.copy()
+    changed[_along(dim, index)] = value
+    return changed
+
+
+def flip(self: Any, dims: Sequence[int]) -> Any:
+    """Return the array with dimensions reversed."""
+    return np.flip(self, tuple(dims)).copy()
+
+
+def masked_select(self: Any, mask: Any) -> Any:
+    """Return the elements where a mask holds."""
+    values, holds = np.broadcast_arrays(self, mask)
+    return values[holds]
 
 
 def embedding_backward(
@@ -116,7 +146,11 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "index_select": select,
     "index_add.out": add_at,
     "gather.out": gather,
+    "scatter.src_out": scatter,
+    "scatter.value_out": scatter_value,
     "scatter_add.out": scatter_add,
+    "flip": flip,
+    "masked_select": masked_select,
     "embedding_dense_backward": embedding_backward,
     "cat.out": join,
     "arange.start_out": sequence,

@@ -42,7 +42,6 @@ _BINARY = {
     "minimum.out": np.minimum,
     "mul.out": np.multiply,
     "remainder.Tensor_out": np.remainder,
-    "pow.Tensor_Tensor_out": np.power,
 }
 _COMPARISONS = {
     "eq": np.equal,
@@ -84,6 +83,11 @@ def divide(self: Any, other: Any, rounding_mode: str | None = None) -> Any:
     if rounding_mode == "trunc":
         return np.trunc(np.true_divide(self, other))
     return _ROUNDING[rounding_mode](self, other)
+
+
+def floor_divide(self: Any, other: Any) -> Any:
+    """Return the quotient rounded down, in the dtype of the operands."""
+    return np.floor_divide(self, other)
 
 
 def power(self: Any, exponent: Any) -> Any:
@@ -198,7 +202,12 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "sub.out": subtract,
     "div.out": divide,
     "div.out_mode": divide,
+    "floor_divide": floor_divide,
+    "floor_divide_.Tensor": floor_divide,
+    "floor_divide.out": floor_divide,
+    "pow.Scalar_out": power,
     "pow.Tensor_Scalar_out": power,
+    "pow.Tensor_Tensor_out": power,
     "clamp.out": clamp,
     "clamp_min.out": clamp,
     "clamp_max.out": clamp,
@@ -210,9 +219,12 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "fill_.Tensor": fill,
     "zero_": zero,
     "where.self": where,
+    "where.self_out": where,
     "masked_fill_.Scalar": masked_fill,
     "masked_fill_.Tensor": masked_fill,
     "isnan": _unary(np.isnan),
+    "isneginf.out": _unary(np.isneginf),
+    "isposinf.out": _unary(np.isposinf),
     "relu": relu,
     "relu_": relu,
     "threshold_backward.grad_input": threshold_backward,

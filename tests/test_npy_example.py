@@ -1,0 +1,73 @@
+"""The example of a maker's distribution, from its wheel: its tests, and what it trains, in an environment of its own."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "examples" / "polycast-npy"
+SHARED = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+
+
+def run(*command, cwd):
+    """Run a command away from the checkout, and return what it printed."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("POLYCAST_", "PYTHON"))}
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Build the wheels of polycast and of the example, and install them, and nothing else, over the packages here."""
+    folder = tmp_path_factory.mktemp("npy")
+    unwanted = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.egg-info")
+    for name, source in (("polycast", ROOT), ("polycast-npy", EXAMPLE)):
+        copy = shutil.copytree(source, folder / "sources" / name, ignore=unwanted)
+        run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, copy, cwd=folder)
+    venv.create(folder / "venv", with_pip=False, symlinks=os.name != "nt")
+    python = folder / "venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    packages = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+    Path(packages, "shared.pth").write_text("\n".join(SHARED) + "\n")
+    wheels = sorted(folder.glob("*.whl"))
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", *wheels, cwd=folder)
+    where = run(python, "-c", "import polycast, polycast_npy as n; print(polycast.__file__, n.__file__)", cwd=folder)
+    assert [Path(path).is_relative_to(packages) for path in where.split()] == [True, True]
+    return python
+
+
+def test_its_own_tests_pass_on_the_wheels(environment, tmp_path):
+    shutil.copytree(EXAMPLE / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(EXAMPLE / "pyproject.toml", tmp_path)
+    printed = run(environment, "-m", "pytest", "-q", cwd=tmp_path)
+    passed = re.search(r"(\d+) passed", printed)
+    assert passed is not None, printed
+    assert int(passed[1]) > 200
+
+
+def test_it_trains_a_perceptron_and_a_convolutional_network(environment, tmp_path):
+    pytest.importorskip("sklearn", reason="what it trains on comes with scikit-learn")
+    printed = run(environment, "-W", "error", shutil.copy(EXAMPLE / "train_digits.py", tmp_path), cwd=tmp_path)
+    first, *lines = printed.splitlines()
+    assert re.fullmatch(r"npy: ready, from polycast-npy \S+, torch\.float16", first)
+    found = [re.fullmatch(r"(\w+): (\S+)% of the test images, computed in (\S+)", line).groups() for line in lines]
+    assert [(name, dtype) for name, _, dtype in found] == [
+        ("mlp", "torch.float32"),
+        ("mlp", "torch.float16"),
+        ("cnn", "torch.float32"),
+        ("cnn", "torch.float16"),
+    ]
+    assert min(float(share) for _, share, _ in found) > 90
+
+
+def test_polycast_does_not_know_the_example():
+    sources = [path for folder in ("core", "backends") for path in (ROOT / folder).rglob("*.py")]
+    assert [path for path in sources if "polycast_npy" in path.read_text(encoding="utf-8")] == []
