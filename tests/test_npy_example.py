@@ -1,4 +1,4 @@
-"""The example of a maker's distribution, from its wheel: its tests, and what it trains, in an environment of its own."""
+"""The example of a device of one's own, from its wheel: its tests, and what it trains, in a clean environment."""
 
 import os
 import re

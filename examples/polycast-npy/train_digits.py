@@ -1,7 +1,7 @@
 """Train on scikit-learn's handwritten digits on npy, under polycast's autocast in float16.
 
-Two networks learn, once in float32 and once in mixed precision from the same weights, and each line says how many of the
-test images it then knows. Nothing here imports polycast_npy: polycast finds it by its entry point.
+Two networks learn, once in float32 and once in mixed precision from the same weights, and each line says how many of
+the test images it then knows. Nothing here imports polycast_npy: polycast finds it by its entry point.
 """
 
 import argparse

@@ -84,7 +84,8 @@ def array(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":
     width = tensor.itemsize
     strides = [width * step for step in tensor.stride()]
     data, offset = tensor.untyped_storage().npy_data, width * tensor.storage_offset()  # type: ignore[attr-defined]
-    return np.ndarray(tensor.shape, numpy_dtype(tensor.dtype), data, offset, strides)
+    values: np.ndarray[Any, Any] = np.ndarray(tensor.shape, numpy_dtype(tensor.dtype), data, offset, strides)
+    return values
 
 
 def from_array(values: Any) -> torch.Tensor:

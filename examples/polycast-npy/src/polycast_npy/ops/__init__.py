@@ -29,11 +29,11 @@ _ON_ARRAYS = (pointwise, reductions, matrix, indexing, nn, convolution, pooling)
 
 def register() -> torch.library.Library:
     """Put the kernels in place; they stay as long as what is returned lives."""
-    library = torch.library.Library("aten", "IMPL", "PrivateUse1")
+    library = torch.library.Library("aten", "IMPL", "PrivateUse1")  # type: ignore[no-untyped-call]
     for module in _ON_TENSORS:
         for name, function in module.KERNELS.items():
-            library.impl(name, function)
+            library.impl(name, function)  # type: ignore[no-untyped-call]
     for module in _ON_ARRAYS:
         for name, function in module.KERNELS.items():
-            library.impl(name, ArrayKernel(find(name), function))
+            library.impl(name, ArrayKernel(find(name), function))  # type: ignore[no-untyped-call]
     return library

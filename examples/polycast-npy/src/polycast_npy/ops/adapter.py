@@ -19,8 +19,8 @@ def find(name: str) -> torch._ops.OpOverload:
 class ArrayKernel:
     """The kernel of an op: calls a function on the arrays of its inputs.
 
-    What the function returns is written to the tensors that the op's schema says are written to (``self`` of an in-place
-    op, ``out``), or is made into new tensors.
+    What the function returns is written to the tensors that the op's schema says are written to (``self`` of an
+    in-place op, ``out``), or is made into new tensors.
     """
 
     def __init__(self, op: torch._ops.OpOverload, function: Callable[..., Any]) -> None:
@@ -31,6 +31,7 @@ class ArrayKernel:
         self._outputs = [a.name for a in arguments if a.kwarg_only and a.name in self._written]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the op, with the arguments as the dispatcher passes them."""
         given = dict(zip(self._names, args, strict=False)) | kwargs
         outputs = [given.pop(name) for name in self._outputs]
         targets = outputs or [given[name] for name in self._written]

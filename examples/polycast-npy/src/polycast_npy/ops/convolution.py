@@ -1,8 +1,8 @@
-"""Convolution as a product of matrices, where a column of one is a window of the input; over any number of dimensions."""
+"""Convolution over any number of dimensions, as a product of matrices: a column of one is a window of the input."""
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,18 @@ def _pad(values: Any, padding: Sequence[int]) -> Any:
     return np.pad(values, [(0, 0), (0, 0), *((width, width) for width in padding)])
 
 
+def _each_plane(places: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the key of places in the plane of each image and channel."""
+    return (slice(None), slice(None), *places)
+
+
 def _columns(padded: Any, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int) -> Any:
     """Return the windows of an input, of shape (groups, channels * kernel, images * places), and how many places."""
     images, channels = padded.shape[:2]
     n = len(kernel)
     extent = [step * (length - 1) + 1 for length, step in zip(kernel, dilation, strict=True)]
     windows = sliding_window_view(padded, extent, axis=tuple(range(2, 2 + n)))
-    windows = windows[(slice(None), slice(None), *(slice(None, None, step) for step in (*stride, *dilation)))]
+    windows = windows[_each_plane(slice(None, None, step) for step in (*stride, *dilation))]
     places = windows.shape[2 : 2 + n]
     # images, channels, places, kernel -> channels, kernel, images, places
     order = (1, *range(2 + n, 2 + 2 * n), 0, *range(2, 2 + n))
@@ -46,7 +51,7 @@ def _from_columns(
             slice(at * spread, at * spread + (count - 1) * step + 1, step)
             for at, spread, count, step in zip(position, dilation, places, stride, strict=True)
         )
-        total[(slice(None), slice(None), *window)] += columns[(slice(None), *position)]
+        total[_each_plane(window)] += columns[_each_plane(position)[1:]]
     return total.swapaxes(0, 1)
 
 
@@ -108,7 +113,7 @@ def convolve_backward(
         to_columns = widen(weight).reshape(groups, -1, columns.shape[1]).swapaxes(1, 2) @ grad
         total = _from_columns(to_columns, padded.shape, kernel, stride, dilation, places)
         inside = tuple(slice(width, width + length) for width, length in zip(padding, input.shape[2:], strict=True))
-        to_input = total[(slice(None), slice(None), *inside)].astype(input.dtype)
+        to_input = total[_each_plane(inside)].astype(input.dtype)
     if output_mask[1]:
         to_weight = (grad @ columns.swapaxes(1, 2)).reshape(weight.shape).astype(weight.dtype)
     if output_mask[2]:

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..tensors import DEVICE_TYPE, array
+from ..device import DEVICE_TYPE
+from ..tensors import array
 
 
 def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:

@@ -8,7 +8,8 @@ import numpy as np
 
 from .adapter import widen
 
-_MEAN, _SUM = 1, 2  # at::Reduction; 0 is none
+_NONE, _MEAN, _SUM = 0, 1, 2  # at::Reduction
+_REDUCTIONS: dict[int, Callable[..., Any]] = {_NONE: np.asarray, _MEAN: np.mean, _SUM: np.sum}
 
 
 def softmax(self: Any, dim: int, half_to_float: bool) -> Any:
@@ -113,7 +114,7 @@ def nll_loss_backward(
 def mse_loss(self: Any, target: Any, reduction: int = _MEAN) -> Any:
     """Return the squares of the differences, reduced."""
     squares = np.square(widen(self) - target)
-    return {_MEAN: np.mean, _SUM: np.sum}.get(reduction, np.asarray)(squares)
+    return _REDUCTIONS[reduction](squares)
 
 
 def mse_loss_backward(grad_output: Any, self: Any, target: Any, reduction: int) -> Any:
