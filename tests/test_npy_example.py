@@ -36,9 +36,9 @@ def environment(tmp_path_factory):
     venv.create(folder / "venv", with_pip=False, symlinks=os.name != "nt")
     python = folder / "venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     packages = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
-    Path(packages, "shared.pth").write_text("\n".join(SHARED) + "\n")
     wheels = sorted(folder.glob("*.whl"))
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", *wheels, cwd=folder)
+    Path(packages, "shared.pth").write_text("\n".join(SHARED) + "\n")
     where = run(python, "-c", "import polycast, polycast_npy as n; print(polycast.__file__, n.__file__)", cwd=folder)
     assert [Path(path).is_relative_to(packages) for path in where.split()] == [True, True]
     return python
@@ -66,6 +66,14 @@ def test_it_trains_a_perceptron_and_a_convolutional_network(environment, tmp_pat
         ("cnn", "torch.float16"),
     ]
     assert min(float(share) for _, share, _ in found) > 90
+
+
+def test_its_readme_shows_what_it_prints(environment, tmp_path):
+    blocks = re.findall(r"^```python\n(.*?)^```$", (EXAMPLE / "README.md").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        printed = run(environment, "-W", "error", "-c", block, cwd=tmp_path)
+        assert printed.splitlines() == re.findall(r"print\(.*  # (.+)$", block, re.MULTILINE)
 
 
 def test_polycast_does_not_know_the_example():

@@ -159,6 +159,8 @@ PLAIN = {
     "max with indices": lambda d: torch.tensor([[1.0, 5, 2], [7, 0, 7]]).to(d).max(0, keepdim=True).indices,
     "nonzero": lambda d: torch.tensor([[0, 5], [7, 0]]).to(d).nonzero().contiguous(),
     "integer sum": lambda d: torch.arange(5, dtype=torch.int32).to(d).sum(),
+    "integer reciprocal": lambda d: torch.arange(1, 5).to(d).reciprocal(),
+    "integer sigmoid": lambda d: torch.tensor([0, 255], dtype=torch.uint8).to(d).sigmoid(),
     "integer division": lambda d: torch.arange(5).to(d) / 2,
     "integer floor division": lambda d: torch.arange(-3, 3).to(d) // 2,
     "masked_select": lambda d: torch.arange(4).to(d).masked_select(torch.tensor([True, False, True, False]).to(d)),
@@ -219,6 +221,22 @@ def test_float16_results_are_those_of_float32_rounded_once(op):
 def test_a_long_sum_of_float16_does_not_stall():
     ones = torch.ones(1, 4096, dtype=torch.float16, device="npy")  # 2048 + 1 is 2048 in float16
     assert (ones @ ones.t()).item() == ones.sum().item() == 4096
+
+
+@pytest.mark.parametrize("bad", [-1, 4])
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda x, at: F.cross_entropy(x, at),
+        lambda x, at: x.index_select(1, at),
+        lambda x, at: x.gather(1, at[None]),
+        lambda x, at: x.scatter(1, at[None], 1.0),
+        lambda x, at: x.index_add(1, at, x[:, :1]),
+    ],
+)
+def test_an_index_outside_is_refused(op, bad):
+    with pytest.raises(IndexError, match=f"^index {bad} is out of bounds for a dimension of size 4$"):
+        op(torch.ones(1, 4, device="npy"), torch.tensor([bad], device="npy"))
 
 
 def test_transposed_convolution_says_that_it_is_missing():

@@ -69,3 +69,15 @@ def _write(target: torch.Tensor, result: Any) -> None:
 def widen(values: Any) -> Any:
     """Return float16 values as float32, to compute in; others as they are."""
     return values.astype(np.float32) if values.dtype == np.float16 else values
+
+
+def in_range(indices: Any, length: int) -> Any:
+    """Return indices that are within a dimension.
+
+    Raises:
+        IndexError: one is not. NumPy would count a negative one from the end.
+    """
+    outside = (indices < 0) | (indices >= length)
+    if np.any(outside):
+        raise IndexError(f"index {np.extract(outside, indices)[0]} is out of bounds for a dimension of size {length}")
+    return indices

@@ -51,7 +51,8 @@ def _from_columns(
             slice(at * spread, at * spread + (count - 1) * step + 1, step)
             for at, spread, count, step in zip(position, dilation, places, stride, strict=True)
         )
-        total[_each_plane(window)] += columns[_each_plane(position)[1:]]
+        of_position = (slice(None), *position)
+        total[_each_plane(window)] += columns[of_position]
     return total.swapaxes(0, 1)
 
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from .adapter import in_range
+
 
 def _key(indices: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(slice(None) if index is None else index for index in indices)
@@ -27,47 +29,47 @@ def put(self: Any, indices: Sequence[Any], values: Any, accumulate: bool = False
 
 def select(self: Any, dim: int, index: Any) -> Any:
     """Return slices by their indices."""
-    return np.take(self, index, axis=dim) if self.ndim else self.copy()
+    return np.take(self, in_range(index, self.shape[dim]), axis=dim) if self.ndim else self.copy()
 
 
 def add_at(self: Any, dim: int, index: Any, source: Any, alpha: Any = 1) -> Any:
     """Return the array with slices added at indices."""
     changed = self.copy()
-    np.add.at(changed, (slice(None),) * (dim % self.ndim) + (index,), alpha * source)
+    np.add.at(changed, (slice(None),) * (dim % self.ndim) + (in_range(index, self.shape[dim]),), alpha * source)
     return changed
 
 
 def gather(self: Any, dim: int, index: Any, sparse_grad: bool = False) -> Any:
     """Return the elements at indices along a dimension."""
     inside = tuple(slice(length) if axis != dim % self.ndim else slice(None) for axis, length in enumerate(index.shape))
-    return np.take_along_axis(self[inside], index, dim)
+    return np.take_along_axis(self[inside], in_range(index, self.shape[dim]), dim)
 
 
-def _along(dim: int, index: Any) -> tuple[Any, ...]:
+def _along(values: Any, dim: int, index: Any) -> tuple[Any, ...]:
     """Return the key of the elements at indices along a dimension."""
     at = list(np.indices(index.shape))
-    at[dim] = index
+    at[dim] = in_range(index, values.shape[dim])
     return tuple(at)
 
 
 def scatter_add(self: Any, dim: int, index: Any, src: Any) -> Any:
     """Return the array with elements added at indices along a dimension."""
     changed = self.copy()
-    np.add.at(changed, _along(dim, index), src[tuple(map(slice, index.shape))])
+    np.add.at(changed, _along(changed, dim, index), src[tuple(map(slice, index.shape))])
     return changed
 
 
 def scatter(self: Any, dim: int, index: Any, src: Any) -> Any:
     """Return the array with elements replaced at indices along a dimension."""
     changed = self.copy()
-    changed[_along(dim, index)] = src[tuple(map(slice, index.shape))]
+    changed[_along(changed, dim, index)] = src[tuple(map(slice, index.shape))]
     return changed
 
 
 def scatter_value(self: Any, dim: int, index: Any, value: Any) -> Any:
     """Return the array with a value at indices along a dimension."""
     changed = self.copy()
-    changed[_along(dim, index)] = value
+    changed[_along(changed, dim, index)] = value
     return changed
 
 

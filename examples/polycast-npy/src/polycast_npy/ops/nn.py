@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .adapter import widen
+from .adapter import in_range, widen
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # at::Reduction
 _REDUCTIONS: dict[int, Callable[..., Any]] = {_NONE: np.asarray, _MEAN: np.mean, _SUM: np.sum}
@@ -80,17 +80,17 @@ def layer_norm_backward(
     return tuple(value if wanted else None for value, wanted in zip(grads, output_mask, strict=True))
 
 
-def _weights(target: Any, weight: Any, ignore_index: int, dtype: Any) -> tuple[Any, Any]:
+def _weights(rows: Any, target: Any, weight: Any, ignore_index: int, dtype: Any) -> tuple[Any, Any]:
     """Return the class that each row counts for, and with what weight."""
     counted = target != ignore_index
-    classes = np.where(counted, target, 0)
+    classes = in_range(np.where(counted, target, 0), rows.shape[1])
     return classes, counted.astype(dtype) * (1 if weight is None else weight[classes])
 
 
 def nll_loss(self: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> Any:
     """Return minus the log-probabilities of the targets, reduced, and the sum of their weights."""
     rows, targets = np.atleast_2d(widen(self)), target.reshape(-1)
-    classes, weights = _weights(targets, weight, ignore_index, rows.dtype)
+    classes, weights = _weights(rows, targets, weight, ignore_index, rows.dtype)
     losses = -np.take_along_axis(rows, classes[:, None], 1)[:, 0] * weights
     if reduction == _MEAN:
         return losses.sum() / weights.sum(), weights.sum()
@@ -104,7 +104,7 @@ def nll_loss_backward(
 ) -> Any:
     """Return the gradient of the log-probabilities."""
     rows, targets = np.atleast_2d(self), target.reshape(-1)
-    classes, weights = _weights(targets, weight, ignore_index, np.float32)
+    classes, weights = _weights(rows, targets, weight, ignore_index, np.float32)
     scale = grad_output.reshape(-1) / (total_weight if reduction == _MEAN else 1)
     grad = np.zeros(rows.shape, np.float32)
     np.put_along_axis(grad, classes[:, None], (-weights * scale)[:, None], 1)

@@ -23,7 +23,6 @@ _UNARY = {
     "logical_not": np.logical_not,
     "bitwise_not": np.invert,
     "neg": np.negative,
-    "reciprocal": np.reciprocal,
     "round": np.rint,
     "sgn": np.sign,
     "sign": np.sign,
@@ -149,7 +148,7 @@ def threshold_backward(grad_output: Any, self: Any, threshold: Any) -> Any:
 
 def sigmoid(self: Any) -> Any:
     """Return the logistic function."""
-    return 1 / (1 + np.exp(-widen(self)))
+    return 1 / (1 + np.exp(-1.0 * widen(self)))  # unsigned integers have no negative
 
 
 def sigmoid_backward(grad_output: Any, output: Any) -> Any:
@@ -160,6 +159,11 @@ def sigmoid_backward(grad_output: Any, output: Any) -> Any:
 def tanh_backward(grad_output: Any, output: Any) -> Any:
     """Return the gradient of the hyperbolic tangent."""
     return grad_output * (1 - output * output)
+
+
+def reciprocal(self: Any) -> Any:
+    """Return one over each element."""
+    return np.true_divide(1, self)
 
 
 def reciprocal_sqrt(self: Any) -> Any:
@@ -231,6 +235,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "sigmoid.out": sigmoid,
     "sigmoid_backward.grad_input": sigmoid_backward,
     "tanh_backward.grad_input": tanh_backward,
+    "reciprocal.out": reciprocal,
     "rsqrt.out": reciprocal_sqrt,
     "gelu.out": gelu,
     "gelu_backward.grad_input": gelu_backward,
