@@ -127,3 +127,13 @@ def test_dropout_drops_some_and_their_gradients():
     y.sum().backward()
     assert set(y.tolist()) == {0.0, 2.0}
     assert torch.equal(x.grad.cpu(), y.detach().cpu())
+
+
+def test_batch_norm_keeps_running_statistics():
+    norms = []
+    for device in ("cpu", "npy"):
+        torch.manual_seed(0)
+        norm = torch.nn.BatchNorm2d(3).to(device)
+        norm(torch.randn(4, 3, 2, 2).to(device))
+        norms.append(norm.cpu())
+    torch.testing.assert_close(norms[1].state_dict(), norms[0].state_dict())

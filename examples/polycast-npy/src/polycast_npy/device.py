@@ -76,11 +76,11 @@ def register_device() -> None:
                 f"torch has room for one out-of-tree device in a process, and {name!r} has taken it: {DEVICE_TYPE!r} "
                 "cannot be registered too. Use one of the two in each process."
             )
-        _setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=Runtime())
         if numpy_availability()[0]:
             from .ops import register
 
             _libraries.append(register())
+        _setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=Runtime())
         # torch's autograd runs the backward of a device on a thread of its own. When backward returns, that thread may
         # still wait for the GIL, to let go of what it ran; after the interpreter is gone that would abort the process.
         atexit.register(time.sleep, 0.05)

@@ -12,8 +12,9 @@ from . import (
     copies,
     creation,
     indexing,
+    losses,
     matrix,
-    nn,
+    normalization,
     pointwise,
     pooling,
     random,
@@ -24,7 +25,7 @@ from . import (
 from .adapter import ArrayKernel, find
 
 _ON_TENSORS = (creation, views, copies, random, scaling)
-_ON_ARRAYS = (pointwise, reductions, matrix, indexing, nn, convolution, pooling)
+_ON_ARRAYS = (pointwise, reductions, matrix, indexing, losses, normalization, convolution, pooling)
 
 
 def register() -> torch.library.Library:

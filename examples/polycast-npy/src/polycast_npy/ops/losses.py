@@ -1,7 +1,6 @@
-"""Normalization and losses."""
+"""Softmax and losses."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,50 +33,6 @@ def log_softmax_backward(grad_output: Any, output: Any, dim: int, input_dtype: A
     """Return the gradient of the logarithm of softmax."""
     grad = widen(grad_output)
     return grad - np.exp(widen(output)) * grad.sum(axis=dim, keepdims=True)
-
-
-def _rows(values: Any, normalized_shape: Sequence[int]) -> Any:
-    return widen(values).reshape(-1, math.prod(normalized_shape))
-
-
-def layer_norm(input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
-    """Return the input with mean 0 and variance 1 over its last dimensions, the means, and 1 / deviation."""
-    rows = _rows(input, normalized_shape)
-    means = rows.mean(axis=1, keepdims=True)
-    scales = 1 / np.sqrt(rows.var(axis=1, keepdims=True) + rows.dtype.type(eps))
-    normal = ((rows - means) * scales).reshape(input.shape)
-    if weight is not None:
-        normal = normal * weight
-    if bias is not None:
-        normal = normal + bias
-    outer = input.shape[: input.ndim - len(normalized_shape)] + (1,) * len(normalized_shape)
-    return normal.astype(input.dtype), means.reshape(outer), scales.reshape(outer)
-
-
-def layer_norm_backward(
-    grad_out: Any,
-    input: Any,
-    normalized_shape: Sequence[int],
-    mean: Any,
-    rstd: Any,
-    weight: Any,
-    bias: Any,
-    output_mask: Sequence[bool],
-) -> Any:
-    """Return the gradients of the input, the weight and the bias, of those that are asked for."""
-    grad, rows = _rows(grad_out, normalized_shape), _rows(input, normalized_shape)
-    scales = rstd.reshape(-1, 1)
-    normal = (rows - mean.reshape(-1, 1)) * scales
-    to_input = grad if weight is None else grad * weight.reshape(1, -1)
-    to_input = scales * (
-        to_input - to_input.mean(axis=1, keepdims=True) - normal * (to_input * normal).mean(axis=1, keepdims=True)
-    )
-    grads = (
-        to_input.reshape(input.shape).astype(input.dtype),
-        None if weight is None else (grad * normal).sum(axis=0).reshape(weight.shape).astype(weight.dtype),
-        None if bias is None else grad.sum(axis=0).reshape(bias.shape).astype(bias.dtype),
-    )
-    return tuple(value if wanted else None for value, wanted in zip(grads, output_mask, strict=True))
 
 
 def _weights(rows: Any, target: Any, weight: Any, ignore_index: int, dtype: Any) -> tuple[Any, Any]:
@@ -128,8 +83,6 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "_softmax_backward_data.out": softmax_backward,
     "_log_softmax.out": log_softmax,
     "_log_softmax_backward_data.out": log_softmax_backward,
-    "native_layer_norm": layer_norm,
-    "native_layer_norm_backward": layer_norm_backward,
     "nll_loss_forward.output": nll_loss,
     "nll_loss_backward.grad_input": nll_loss_backward,
     "mse_loss.out": mse_loss,
