@@ -51,6 +51,7 @@ def polycast_command(monkeypatch):
 def rediscover(monkeypatch):
     """Have the backends be looked for anew, in the environment of the test."""
     monkeypatch.setattr(registry.registry, "_discovered", None)
+    monkeypatch.setattr(registry.registry, "ready", {})
 
 
 @pytest.fixture

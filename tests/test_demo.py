@@ -258,6 +258,7 @@ def test_command_without_scikit_learn(monkeypatch):
 
 def test_command_without_a_device(monkeypatch):
     monkeypatch.setattr(registry.registry, "_discovered", None)
+    monkeypatch.setattr(registry.registry, "ready", {})
     monkeypatch.setenv("POLYCAST_BLOCK", "cpu,cuda,xpu")
     result = run_demo()
     assert result.stderr == "polycast: no device can be used now; see polycast devices\n"

@@ -29,7 +29,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 TorchAutocast = torch.amp.autocast_mode.autocast
 """torch's own class, also while another stands in its place."""
 
-_is_function_mode_enabled = torch._C._is_torch_function_mode_enabled
+
+_new = object.__new__
 
 
 class autocast(TorchAutocast):
@@ -76,6 +77,8 @@ class autocast(TorchAutocast):
     _warn_at = 2
     """How far above this class's __init__ the frame is that a warning names; more in a subclass with its own."""
     __jit_unused_properties__ = ["_cache_enabled"]
+    _needs: str | None
+    """What has to be settled for entering to be a matter of state alone: the device; None where it is always more."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Return a new region; to Dynamo, which traces this, one that it has a place for in its graphs."""
@@ -83,7 +86,7 @@ class autocast(TorchAutocast):
             from .interop.compile import region_in_graph  # Dynamo is imported by those who compile
 
             return region_in_graph(cls, *args, **kwargs)
-        return object.__new__(cls)
+        return _new(cls)
 
     @interpreted
     def __init__(
@@ -96,9 +99,14 @@ class autocast(TorchAutocast):
         cache: WeightCache | None = None,
         policy: Mapping[str, CastPolicy] | None = None,
     ) -> None:
-        backend = registry.find(device_type)
+        try:
+            backend = registry.ready[device_type]
+        except (KeyError, TypeError):
+            backend = registry.find(device_type)
         if dtype is None:
-            dtype = state.current_dtype(backend.device_type, backend.default_dtype)
+            dtype = backend.default_dtype
+            if state.machine.dtype(backend.device_type) is not dtype:
+                dtype = state.current_dtype(backend.device_type, dtype)
         elif not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")
         if enabled and not (dtype is backend.default_dtype and check_availability(backend).available):
@@ -108,38 +116,47 @@ class autocast(TorchAutocast):
                 enabled = False
         if cache_enabled is not None and not isinstance(cache_enabled, bool):
             raise TypeError(f"cache_enabled must be a bool or None, got {cache_enabled!r}")
-        self.device = backend.device_type
+        self.device = self._needs = backend.device_type
         self.fast_dtype = dtype
         if cache is None and policy is None:
             self._settings = _plain_settings(self.device, bool(enabled), dtype, cache_enabled)
         else:
             _check_cache(cache, cache_enabled)
-            overlay = None if policy is None else _checked(policy)
+            overlay = None
+            if policy is not None:
+                overlay, self._needs = _checked(policy), None
             self._settings = Settings(self.device, bool(enabled), dtype, cache_enabled, overlay, cache)
 
     @interpreted
     def __enter__(self) -> Self:
-        # As engine.enter, which is the way of all other regions; this one is in a hurry.
         settings = self._settings
-        if _is_function_mode_enabled():
-            record_entry(settings)
-        then = () if settings.overlay is None else marks(settings)
-        state.machine.enter(self, settings)
-        if self.device not in settled or settings.overlay is not None:
-            put_in_place(self, settings)
-            for mark in then:
-                state.machine.enter(self, mark)
+        recorded = state.machine.enter(self, settings)
+        if recorded or self._needs not in settled:
+            self._complete_entry(settings, recorded)
         return self
+
+    def _complete_entry(self, settings: Settings, recorded: bool) -> None:
+        """Do what entering a region may take besides the state, or leave it."""
+        put_in_place(self, settings)
+        try:
+            if recorded:
+                record_entry(settings)
+            for mark in marks(settings):
+                state.machine.enter(self, mark)
+        except BaseException:
+            state.machine.leave(self)
+            raise
 
     @interpreted
     def __exit__(self, *exc_info: object) -> None:
-        if self._settings.overlay is not None:
+        if self._needs is None:
             for _ in range(count(self._settings)):
                 state.machine.leave(self)
-        if not state.machine.leave(self):
-            raise state.not_entered(self)
-        if _is_function_mode_enabled():
+        recorded = state.machine.leave(self)
+        if recorded:
             record_exit()
+        elif recorded is None:
+            raise state.not_entered(self)
 
     def __call__(self, func: _F) -> _F:
         """Return `func` wrapped so that its body runs in the region."""
@@ -187,6 +204,7 @@ def _restored(cls: type[autocast], settings: Settings) -> autocast:
     region = object.__new__(cls)
     registry.find(settings.device_type)
     region.device, region.fast_dtype, region._settings = settings.device_type, settings.dtype, settings
+    region._needs = settings.device_type if settings.overlay is None else None
     return region
 
 

@@ -60,11 +60,14 @@ class Settings(NamedTuple):
 class StateMachine(Protocol):
     """The regions of every thread."""
 
-    def enter(self, owner: object, settings: Settings, /) -> None:
-        """Enter a region on this thread; `owner` is what :meth:`leave` will be called with."""
+    def enter(self, owner: object, settings: Settings, /) -> bool:
+        """Enter a region on this thread; `owner` is what :meth:`leave` will be called with.
 
-    def leave(self, owner: object, /) -> bool:
-        """Leave the innermost region that `owner` entered on this thread; say whether there was one."""
+        Say whether a mode for torch's functions is active, which may record what is entered and left.
+        """
+
+    def leave(self, owner: object, /) -> bool | None:
+        """Leave the innermost region that `owner` entered on this thread: None if there is none, else as `enter`."""
 
     def last(self) -> tuple[object, Settings] | None:
         """Return owner and settings of the region that this thread entered last, if it is in one."""
@@ -193,7 +196,7 @@ class PythonStateMachine:
     def _regions(self) -> _ThreadRegions:
         return self._local.here
 
-    def enter(self, owner: object, settings: Settings) -> None:
+    def enter(self, owner: object, settings: Settings) -> bool:
         """See :class:`StateMachine`, as for the other methods."""
         regions = self._regions
         device_type = settings.device_type
@@ -205,15 +208,16 @@ class PythonStateMachine:
         if settings.cache_enabled is not None:
             torch.set_autocast_cache_enabled(settings.cache_enabled)
         torch.autocast_increment_nesting()
+        return torch._C._is_torch_function_mode_enabled()
 
-    def leave(self, owner: object) -> bool:
+    def leave(self, owner: object) -> bool | None:
         """Take a frame out; what it would have restored passes to the frame above it, or is restored if none is."""
         regions = self._regions
         position = len(regions.frames) - 1
         while position >= 0 and regions.frames[position].owner is not owner:
             position -= 1
         if position < 0:
-            return False
+            return None
         frame = regions.frames.pop(position)
         above = regions.frames[position:]
         if above:
@@ -225,7 +229,7 @@ class PythonStateMachine:
             torch.clear_autocast_cache()
         if not regions.frames:
             regions.store.clear()
-        return True
+        return torch._C._is_torch_function_mode_enabled()
 
     def _leave_device(self, frame: Frame, above: list[Frame]) -> None:
         if above:

@@ -243,6 +243,7 @@ def test_custom_fwd_is_torchs_where_no_backend_serves_the_device():
 def test_a_blocked_device_is_torchs(monkeypatch):
     monkeypatch.setenv("POLYCAST_BLOCK", "xpu")
     monkeypatch.setattr(polycast.registry.registry, "_discovered", None)
+    monkeypatch.setattr(polycast.registry.registry, "ready", {})
     with torch.autocast("xpu", enabled=False):
         assert polycast.autocast_nesting("xpu") == 0
 
@@ -253,6 +254,7 @@ def test_a_broken_backend_is_not_passed_over_in_silence(patched, monkeypatch):
 
     monkeypatch.setattr("polycast.discovery.Slot.backend", broken)
     monkeypatch.setattr(polycast.registry.registry, "_discovered", None)
+    monkeypatch.setattr(polycast.registry.registry, "ready", {})
     with pytest.raises(polycast.BackendBrokenError, match="the plugin is broken"):
         torch.autocast("cpu")
 

@@ -29,10 +29,10 @@ class Engine(state.StateMachine, Protocol):
 class _Unchosen:
     """Stands where the engine's state machine will, until the first region makes a choice necessary."""
 
-    def enter(self, owner: object, settings: state.Settings) -> None:
-        choose().enter(owner, settings)
+    def enter(self, owner: object, settings: state.Settings) -> bool:
+        return choose().enter(owner, settings)
 
-    def leave(self, owner: object) -> bool:
+    def leave(self, owner: object) -> bool | None:
         return choose().leave(owner)
 
     def last(self) -> None:

@@ -8,6 +8,7 @@
 // each of these may wait for the GIL, and a weakref's callback comes with the GIL and waits for the mutex.
 
 #include <ATen/ATen.h>
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -486,7 +487,7 @@ DeviceType device_of(PyObject* name) {
   return type;
 }
 
-// enter(owner, settings); see StateMachine in state.py.
+// enter(owner, settings) -> bool; see StateMachine in state.py.
 PyObject* enter(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_INTERNAL_ASSERT(count == 2 && PyTuple_Check(args[1]) && PyTuple_GET_SIZE(args[1]) == 7);
@@ -539,7 +540,7 @@ PyObject* enter(PyObject*, PyObject* const* args, Py_ssize_t count) {
     at::autocast::set_autocast_cache_enabled(settings[3] == Py_True);
   }
   at::autocast::increment_nesting();
-  Py_RETURN_NONE;
+  return PyBool_FromLong(at::impl::torch_function_mode_enabled());
   END_HANDLE_TH_ERRORS
 }
 
@@ -579,7 +580,7 @@ void pass_on(int position) {
   }
 }
 
-// leave(owner) -> bool: whether `owner` had entered a region on this thread, the innermost of which is left.
+// leave(owner) -> bool | None; see StateMachine in state.py.
 PyObject* leave(PyObject*, PyObject* owner) {
   HANDLE_TH_ERRORS
   auto& frames = regions.frames;
@@ -588,7 +589,7 @@ PyObject* leave(PyObject*, PyObject* owner) {
     --position;
   }
   if (position < 0) {
-    Py_RETURN_FALSE;
+    Py_RETURN_NONE;
   }
   const auto device = frames[position].device;
   if (position == static_cast<int>(frames.size()) - 1) {
@@ -608,7 +609,7 @@ PyObject* leave(PyObject*, PyObject* owner) {
   if (frames.empty() && regions.own != nullptr) {
     regions.own->end_region();
   }
-  Py_RETURN_TRUE;
+  return PyBool_FromLong(at::impl::torch_function_mode_enabled());
   END_HANDLE_TH_ERRORS
 }
 

@@ -29,8 +29,8 @@ class NativeEngine:
         self._extension = extension
         self._numbers: dict[str, int] = {}
         # See StateMachine in state.py.
-        self.enter: Callable[[object, Settings], None] = extension.enter
-        self.leave: Callable[[object], bool] = extension.leave
+        self.enter: Callable[[object, Settings], bool] = extension.enter
+        self.leave: Callable[[object], bool | None] = extension.leave
         self.last = extension.last
         self.innermost = extension.innermost
         self.nesting = extension.nesting

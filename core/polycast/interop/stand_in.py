@@ -112,7 +112,7 @@ class StandIn(region.autocast, torch_autocast, metaclass=_EqualToTorchs):
         if self.is_torchs:
             torch_autocast.__exit__(self, *exc_info)
         else:
-            if not state.machine.leave(self):
+            if state.machine.leave(self) is None:
                 raise state.not_entered(self)
             _tell_export(autocast_mode._exit_autocast)
 
