@@ -1,0 +1,10 @@
+"""The conformance suite that the author of a backend runs. It needs pytest.
+
+Subclass :class:`BackendConformance` in a test file, or run
+``pytest --pyargs polycast.testing --polycast-backend DEVICE``.
+"""
+
+from .conformance import BackendConformance
+from .samples import Maker, Sample
+
+__all__ = ["BackendConformance", "Maker", "Sample"]

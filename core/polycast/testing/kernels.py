@@ -1,0 +1,94 @@
+"""Checks of the kernels that compute an op with another output dtype than its inputs'."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+from ..backend import Backend, KernelKey
+from .samples import Sample, split
+from .subject import Device, Subject, require
+
+# Sizes that kernels for the matrix units of devices take.
+_SAMPLES: Mapping[str, Sample] = {
+    "aten::mm": lambda m: (m(32, 32), m(32, 32)),
+    "aten::matmul": lambda m: (m(32, 32), m(32, 32)),
+    "aten::linear": lambda m: (m(32, 32), m(32, 32)),
+    "aten::mv": lambda m: (m(32, 32), m(32)),
+    "aten::bmm": lambda m: (m(2, 32, 32), m(2, 32, 32)),
+    "aten::addmm": lambda m: (m(32, 32), m(32, 32), m(32, 32)),
+    "aten::baddbmm": lambda m: (m(2, 32, 32), m(2, 32, 32), m(2, 32, 32)),
+}
+
+
+def _name(op: torch._ops.OpOverload) -> str:
+    name: str = op.name()  # type: ignore[no-untyped-call]
+    return name
+
+
+def kernel_names(backend: Backend) -> dict[str, KernelKey]:
+    """Return a backend's kernels by the names that tests and files of expected failures give them."""
+    return {
+        f"{_name(op)}:{str(taken).removeprefix('torch.')}:{str(given).removeprefix('torch.')}": (op, taken, given)
+        for op, taken, given in backend.kernels
+    }
+
+
+class KernelChecks(Subject):
+    """Kernels with an output dtype of their own."""
+
+    def test_kernel(self, device: Device, kernel: str | None) -> None:
+        """A kernel gives what the op gives in float64, or for integers in int64, rounded to the output dtype."""
+        if kernel is None:
+            pytest.skip(f"the backend of {device.type} has no kernels")
+        op, taken, given = kernel_names(device.backend)[kernel]
+        make = {**_SAMPLES, **self.samples}.get(_name(op))
+        if make is None:
+            pytest.skip(
+                f"{_name(op)} was not called: no arguments for it are known. Give them in the attribute `samples`."
+            )
+        torch.manual_seed(0)
+        args, kwargs = split(make(_SmallIntegers()))
+        exact = taken.is_floating_point or taken.is_complex
+        said = op(*_to(torch.float64 if exact else torch.int64, args), **kwargs).to(given)
+        on_device = tree_map(
+            lambda leaf: device.put(leaf) if isinstance(leaf, torch.Tensor) else leaf, _to(taken, args)
+        )
+        found = device.backend.kernels[op, taken, given](*on_device, **kwargs)
+        require(
+            isinstance(found, torch.Tensor) and (found.dtype, found.shape) == (given, said.shape),
+            f"{kernel} on {device.type} must return {given} of shape {list(said.shape)}, got {_described(found)}",
+        )
+        if not device.fake:
+            try:
+                torch.testing.assert_close(device.values(found), said)
+            except AssertionError as error:
+                raise AssertionError(f"{kernel} on {device.type} is not {_name(op)}: {error}") from None
+
+
+def _to(dtype: torch.dtype, tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} of shape {list(value.shape)}"
+    return repr(value)
+
+
+class _SmallIntegers:
+    """Makes tensors of integers from -4 to 4, which every dtype holds, and whose products it adds without rounding."""
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randint(-4, 5, shape).to(torch.float32)
+
+    def spd(self, size: int) -> torch.Tensor:
+        return 4 * torch.eye(size)
+
+    def signs(self, *shape: int) -> torch.Tensor:
+        return torch.randint(0, 2, shape).to(torch.float32) * 2 - 1
+
+    def integers(self, values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype)

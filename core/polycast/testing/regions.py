@@ -1,0 +1,152 @@
+"""Checks of the state machine on the device: whatever happens in a region, what was there before it is restored."""
+
+import asyncio
+import threading
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+from ..errors import AutocastDisabledWarning
+from .subject import Device, Subject, require
+
+
+class RegionChecks(Subject):
+    """Entering and leaving regions."""
+
+    def test_region_sets_and_restores(self, device: Device) -> None:
+        """In a region autocast is enabled in the dtype that was asked for; after it all is as before."""
+        before = device.state()
+        for dtype in (None, *device.fast_dtypes()):
+            with device.region(dtype):
+                device.must_be(_inside(device, dtype), f"in a region of {dtype}")
+            device.must_be(before, f"after a region of {dtype}")
+
+    def test_region_of_an_unsupported_dtype_is_disabled(self, device: Device) -> None:
+        """A dtype that the device does not have is refused with a warning, and the region runs disabled."""
+        before = device.state()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            region = device.region(torch.int8)
+        require(
+            [warning.category for warning in caught] == [AutocastDisabledWarning],
+            f"a region of torch.int8 on {device.type} must warn once that it is disabled; it warned: "
+            f"{[str(warning.message) for warning in caught]}",
+        )
+        with region:
+            device.must_be({"enabled": False}, "in a region of torch.int8")
+        device.must_be(before, "after a region of torch.int8")
+
+    def test_exception_restores(self, device: Device) -> None:
+        """An exception that leaves a region restores what was there before."""
+        before = device.state()
+        try:
+            with device.region(), device.region(enabled=False):
+                raise KeyError("raised in the region")
+        except KeyError:
+            device.must_be(before, "after an exception in a region")
+
+    def test_nested_regions(self, device: Device) -> None:
+        """Each exit of nested regions restores the state of the region around it."""
+        before = device.state()
+        last = device.fast_dtypes()[-1]
+        with device.region():
+            outer = device.state()
+            with device.region(enabled=False):
+                device.must_be({"enabled": False, "nesting": 2}, "in a disabled region in a region")
+                with device.region(last):
+                    device.must_be({**_inside(device, last), "nesting": 3}, "in the third region")
+                device.must_be({"enabled": False, "nesting": 2}, "after the third region")
+            device.must_be(outer, "after a disabled region in a region")
+        device.must_be(before, "after nested regions")
+
+    def test_region_nested_in_itself(self, device: Device) -> None:
+        """One region can be entered again while it is in force."""
+        before = device.state()
+        region = device.region()
+        with region:
+            once = device.state()
+            with region, region:
+                device.must_be({**_inside(device, None), "nesting": 3}, "in a region nested in itself twice")
+            device.must_be(once, "after the inner entries of a region nested in itself")
+        device.must_be(before, "after a region nested in itself")
+
+    def test_threads_have_their_own_state(self, device: Device) -> None:
+        """A region is in force on the thread that entered it; another thread can enter the same one."""
+        before = device.state()
+        region = device.region()
+        failures: list[BaseException] = []
+
+        def elsewhere() -> None:
+            try:
+                device.must_be({"enabled": False, "nesting": 0}, "on a thread that has entered nothing")
+                fresh = device.state()
+                with region, device.region():
+                    device.must_be({"enabled": True, "nesting": 2}, "on another thread, in its own regions")
+                device.must_be(fresh, "on another thread, after its regions")
+            except BaseException as error:  # whatever it is, it is raised again on the test's thread
+                failures.append(error)
+
+        with region:
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+            if failures:
+                raise failures[0]
+            device.must_be(_inside(device, None), "after another thread has left its regions")
+        device.must_be(before, "after regions on two threads")
+
+    def test_decorated_generator(self, device: Device) -> None:
+        """A decorated generator runs in the region, and the caller between its steps does not."""
+        before = device.state()
+
+        @device.region()
+        def steps() -> Iterator[dict[str, object]]:
+            yield device.state()
+            yield device.state()
+
+        for inside in steps():
+            _compare(_inside(device, None), inside, "in a decorated generator")
+            device.must_be(before, "between the steps of a decorated generator")
+        device.must_be(before, "after a decorated generator")
+
+    def test_generator_closed_late(self, device: Device) -> None:
+        """A generator that is suspended in a region may be closed after the region around it was left."""
+        before = device.state()
+
+        def suspended() -> Iterator[None]:
+            with device.region(enabled=False):
+                yield
+
+        generator = suspended()
+        with device.region():
+            next(generator)
+        generator.close()  # type: ignore[attr-defined]
+        device.must_be(before, "after a generator that was suspended in a region was closed late")
+
+    def test_decorated_coroutine(self, device: Device) -> None:
+        """A decorated coroutine runs in the region, and the event loop does not."""
+        before = device.state()
+
+        @device.region()
+        async def body() -> dict[str, object]:
+            await asyncio.sleep(0)
+            return device.state()
+
+        async def together() -> list[dict[str, object]]:
+            found = [await body(), await body()]
+            device.must_be(before, "in the event loop, after decorated coroutines")
+            return found
+
+        for inside in asyncio.run(together()):
+            _compare(_inside(device, None), inside, "in a decorated coroutine")
+        device.must_be(before, "after decorated coroutines")
+
+
+def _inside(device: Device, dtype: torch.dtype | None) -> dict[str, object]:
+    return {"enabled": True, "dtype": dtype or device.backend.default_dtype, "nesting": 1}
+
+
+def _compare(expected: dict[str, object], found: dict[str, object], where: str) -> None:
+    wrong = [f"{name} is {found[name]}, expected {value}" for name, value in expected.items() if found[name] != value]
+    require(not wrong, f"the autocast state {where}: {'; '.join(wrong)}")

@@ -1,0 +1,181 @@
+"""What the checks work on: a backend, and its device, real or fake."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from ..backend import Availability, Backend
+from ..discovery import check_availability
+from ..engine import install
+from ..region import autocast
+from ..registry import get_backend
+from ..switches import autocast_nesting
+from . import expected
+from .samples import Sample
+
+
+class Subject:
+    """What a class of tests says of the backend that it tests.
+
+    Attributes:
+        backend: the device type.
+        fake: check the rules on fake tensors, and take the device as available; for where the device is absent.
+        expected_failures: the file of what the device cannot do, a name and a reason on each line.
+        samples: arguments for ops of the backend's own, by op name; see :data:`polycast.testing.Sample`.
+    """
+
+    backend: str = ""
+    fake: bool = False
+    expected_failures: Path | str | None = None
+    samples: Mapping[str, Sample] = {}
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a CPU tensor on the device. Override it where ``tensor.to(device)`` is not how that is done."""
+        return tensor.to(self.backend)
+
+    def to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the device on the CPU. Override it where ``tensor.cpu()`` is not how that is done."""
+        return tensor.cpu()
+
+    def loaded(self) -> Backend:
+        """Return the backend."""
+        if not self.backend:
+            raise pytest.UsageError(
+                f"{type(self).__name__} names no backend: set the attribute `backend` to its device type, or run "
+                "pytest --pyargs polycast.testing with --polycast-backend DEVICE."
+            )
+        return get_backend(self.backend)
+
+    @contextmanager
+    def opened(self) -> Iterator["Device"]:
+        """Have the device ready for a check, with polycast's kernels in place; skip the check where it is absent."""
+        backend = self.loaded()
+        available = check_availability(backend)
+        if not (available or self.fake):
+            pytest.skip(
+                f"{backend.device_type} is not available: {available.reason}. With fake = True (--polycast-fake) its "
+                "rules are checked on fake tensors."
+            )
+        with ExitStack() as stack:
+            if self.fake:
+                stack.enter_context(mock.patch.object(backend, "availability", return_value=Availability(True)))
+                stack.enter_context(_module_of(backend.device_type))
+                stack.enter_context(FakeTensorMode())
+            install(backend.device_type)
+            yield Device(self, backend)
+
+    @pytest.fixture
+    def device(self) -> Iterator["Device"]:
+        """The device that is tested."""
+        with self.opened() as device:
+            yield device
+
+    @pytest.fixture(autouse=True)
+    def _expected_failure(self, request: pytest.FixtureRequest) -> None:
+        """Mark a test that the file of expected failures names, itself or the op that it is about."""
+        reasons = expected.read(self.expected_failures)
+        callspec = getattr(request.node, "callspec", None)
+        about = [] if callspec is None else [callspec.params.get(name) for name in ("op", "kernel")]
+        for name in (request.node.originalname, *about):
+            if name in reasons:
+                request.applymarker(pytest.mark.xfail(reason=reasons[name], strict=True))
+
+
+@contextmanager
+def _module_of(device_type: str) -> Iterator[None]:
+    """Have ``torch.<device>``, which fake tensors of a device ask whether it is initialized."""
+    if hasattr(torch, device_type):
+        yield
+        return
+    setattr(torch, device_type, SimpleNamespace(is_initialized=lambda: False, is_available=lambda: False))
+    try:
+        yield
+    finally:
+        delattr(torch, device_type)
+
+
+class Device:
+    """A device that is ready for a check: makes tensors on it and regions for it."""
+
+    def __init__(self, subject: Subject, backend: Backend) -> None:
+        self.backend = backend
+        self.type = backend.device_type
+        self.fake = subject.fake
+        self._subject = subject
+
+    def region(self, dtype: torch.dtype | None = None, **settings: Any) -> autocast:
+        """Return a region for the device."""
+        return autocast(self.type, dtype, **settings)
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a CPU tensor on the device."""
+        if self.fake:
+            return torch.empty_like(tensor, device=self.type)
+        return self._subject.to_device(tensor)
+
+    def values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the device on the CPU, to look at its values."""
+        return self._subject.to_cpu(tensor.detach())
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        """Return a float32 tensor with values between 0.1 and 0.9; see :class:`polycast.testing.Maker`."""
+        return self.put(torch.rand(shape) * 0.8 + 0.1)
+
+    def spd(self, size: int) -> torch.Tensor:
+        """Return a symmetric, positive definite float32 matrix."""
+        matrix = torch.rand(size, size)
+        return self.put(matrix @ matrix.T + size * torch.eye(size))
+
+    def signs(self, *shape: int) -> torch.Tensor:
+        """Return a float32 tensor of ones, some of them negative."""
+        signs = torch.ones(shape)
+        signs.view(-1)[::2] = -1
+        return self.put(signs)
+
+    def integers(self, values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Return a tensor of these integers."""
+        return self.put(torch.tensor(values, dtype=dtype))
+
+    def skip_if_fake(self, what: str) -> None:
+        """Skip a check that fake tensors cannot make."""
+        if self.fake:
+            pytest.skip(f"not on fake tensors: {what}")
+
+    def fast_dtypes(self) -> list[torch.dtype]:
+        """Return the fast dtypes that a region can have, the default one first."""
+        others = [dtype for dtype in self.backend.supported_dtypes() if dtype is not self.backend.default_dtype]
+        return [self.backend.default_dtype, *others]
+
+    def state(self) -> dict[str, object]:
+        """Return the autocast state of this thread for the device."""
+        depth = torch.autocast_increment_nesting() - 1
+        torch.autocast_decrement_nesting()
+        return {
+            "enabled": torch.is_autocast_enabled(self.type),
+            "dtype": torch.get_autocast_dtype(self.type),
+            "nesting": autocast_nesting(self.type),
+            "torch's nesting": depth,
+            "cache enabled": torch.is_autocast_cache_enabled(),
+        }
+
+    def must_be(self, expected: Mapping[str, object], when: str) -> None:
+        """Fail unless this thread's state is what is expected."""
+        found = self.state()
+        wrong = [
+            f"{name} is {found[name]}, expected {value}" for name, value in expected.items() if found[name] != value
+        ]
+        if wrong:
+            raise AssertionError(f"the autocast state of {self.type} {when}: {'; '.join(wrong)}")
+
+
+def require(condition: object, message: str) -> None:
+    """Fail with a message that says what is wrong and what to do, unless the condition holds."""
+    if not condition:
+        raise AssertionError(message)

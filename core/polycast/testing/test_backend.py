@@ -1,0 +1,20 @@
+"""The suite for the backend that the command line names; see the options of polycast_pytest."""
+
+from pathlib import Path
+
+import pytest
+
+from polycast.testing import BackendConformance
+
+
+class TestBackend(BackendConformance):
+    """The backend of ``--polycast-backend``."""
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Take what the options say, and make the tests."""
+        cls, option = type(self), metafunc.config.getoption
+        cls.backend = option("polycast_backend")
+        cls.fake = option("polycast_fake")
+        file = option("polycast_expected_failures")
+        cls.expected_failures = None if file is None else Path(file)
+        super().pytest_generate_tests(metafunc)
