@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from ..backend import Availability, validate
-from ..registry import backends
 from .subject import Subject, require
 
 
@@ -16,12 +15,6 @@ class ContractChecks(Subject):
     def test_contract(self) -> None:
         """The backend has what a backend has, of the right types, as polycast checks it when it loads a plugin."""
         validate(self.loaded(), self.backend)
-
-    def test_status(self) -> None:
-        """`backends()` lists the device as ready or, with a reason, as unavailable."""
-        self.loaded()
-        status = backends()[self.backend]
-        require(status.state in ("ready", "unavailable"), f"{self.backend} is {status.state}: {status.reason}")
 
     def test_availability(self) -> None:
         """The availability check answers with an Availability, whose reason says why the device cannot be used."""

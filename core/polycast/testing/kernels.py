@@ -50,7 +50,7 @@ class KernelChecks(Subject):
                 f"{_name(op)} was not called: no arguments for it are known. Give them in the attribute `samples`."
             )
         torch.manual_seed(0)
-        args, kwargs = split(make(_SmallIntegers()))
+        args, kwargs = split(make(_Integers(taken)))
         exact = taken.is_floating_point or taken.is_complex
         said = op(*_to(torch.float64 if exact else torch.int64, args), **kwargs).to(given)
         on_device = tree_map(
@@ -78,11 +78,15 @@ def _described(value: object) -> str:
     return repr(value)
 
 
-class _SmallIntegers:
-    """Makes tensors of integers from -4 to 4, which every dtype holds, and whose products it adds without rounding."""
+class _Integers:
+    """Makes integers that a dtype holds: sums of their products overflow it, or are exact if it is floating point."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._high = 4 if dtype.is_floating_point or dtype.is_complex else 100
+        self._low = -self._high if dtype.is_signed else 0
 
     def __call__(self, *shape: int) -> torch.Tensor:
-        return torch.randint(-4, 5, shape).to(torch.float32)
+        return torch.randint(self._low, self._high + 1, shape).to(torch.float32)
 
     def spd(self, size: int) -> torch.Tensor:
         return 4 * torch.eye(size)

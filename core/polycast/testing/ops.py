@@ -48,9 +48,9 @@ class OpChecks(Subject):
         missing = [name for name in drift_of(self.loaded()).only_in_torch if name not in reasons]
         require(
             not missing,
-            f"torch {torch.__version__} treats ops at the Autocast key of {self.backend} that the policy table does not "
-            f"name, and runs them with kernels of its own: {', '.join(missing)}. Give each a policy, or a line in the "
-            "file of expected failures.",
+            f"torch {torch.__version__} treats ops at the Autocast key of {self.backend} that the policy table does "
+            f"not name, and runs them with kernels of its own: {', '.join(missing)}. Give each a policy, or a line in "
+            "the file of expected failures.",
         )
 
 

@@ -1,0 +1,147 @@
+"""``pytest --pyargs polycast.testing`` from the outside, and what polycast adds to any other run of pytest: nothing."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PLUGIN = """
+import polycast, torch
+from polycast_cpu import CpuBackend
+
+class Acme(CpuBackend):
+    device_type = "mtia"
+    policies = dict.fromkeys(
+        ("aten::mm", "aten::exp", "aten::celu", "aten::_thnn_fused_gru_cell"), polycast.CastPolicy.FP32
+    )
+
+@polycast.hookimpl
+def polycast_backend():
+    return Acme()
+"""
+
+CHANGES = """
+torch.set_default_dtype(torch.float64)
+torch.set_default_device("meta")
+torch.set_grad_enabled(False)
+torch.use_deterministic_algorithms(True)
+torch.set_num_threads(7)
+torch.set_autocast_enabled("cpu", True)
+torch.manual_seed(1)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of nobody's, with a plugin for ``mtia`` in `site`."""
+    metadata = tmp_path / "site" / "acme_mtia-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-mtia\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[polycast.backends]\nmtia = acme_mtia\n")
+    (tmp_path / "site" / "acme_mtia.py").write_text(PLUGIN)
+    return tmp_path
+
+
+@pytest.fixture
+def run(folder):
+    """Return a function that runs Python in the folder, with the plugin on its path."""
+
+    def run(*arguments):
+        others = {name: value for name, value in os.environ.items() if not name.startswith(("POLYCAST_", "PYTEST_"))}
+        path = os.pathsep.join([str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**others, "POLYCAST_ENGINE": "reference", "PYTHONPATH": path, "COLUMNS": "200"}
+        command = [sys.executable, "-W", "error", *arguments]
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+    return run
+
+
+@pytest.fixture
+def suite(run):
+    """Return a function that runs the suite; `arguments` follow the name of the device."""
+
+    def suite(device, *arguments):
+        options = ["-p", "no:cacheprovider", "-q", "-rA", "--tb=short"]
+        return run("-m", "pytest", "--pyargs", "polycast.testing", *options, "--polycast-backend", device, *arguments)
+
+    return suite
+
+
+def test_the_suite_runs_for_a_device_and_tells_what_was_not_called_what_fails_and_what_no_longer_does(folder, suite):
+    (folder / "expected.txt").write_text("""
+# what fake tensors of it cannot do
+aten::_thnn_fused_gru_cell  there is no fake kernel
+aten::exp  it was missing once
+test_contract  and so was much
+""")
+    done = suite(
+        *("mtia", "--polycast-fake", "--polycast-expected-failures", "expected.txt"),
+        *("-k", "test_op or contract or availability or expected_failures"),
+    )
+    found = {line.partition("::TestBackend::")[2] for line in done.stdout.splitlines() if "::TestBackend::" in line}
+    assert done.returncode == 1, done.stdout
+    assert {
+        "test_op[aten::mm]",
+        "test_op[aten::_thnn_fused_gru_cell] - there is no fake kernel",
+        "test_op[aten::exp] - [XPASS(strict)] it was missing once",
+        "test_contract - [XPASS(strict)] and so was much",
+        "test_availability",
+        "test_expected_failures",
+    } <= found
+    assert "aten::celu was not called: no arguments for it are known" in done.stdout
+    assert "2 failed, 4 passed, 1 skipped" in done.stdout
+    assert "1 xfailed" in done.stdout
+
+
+def test_a_plugin_that_changes_torch_is_told_each_change(folder, suite):
+    (folder / "site" / "acme_mtia.py").write_text(PLUGIN + CHANGES)
+    done = suite("mtia", "-k", "test_import")
+    assert done.returncode == 1, done.stdout
+    message = next(line for line in done.stdout.splitlines() if "changed torch for the whole process" in line)
+    for change in (
+        "default dtype from torch.float32 to torch.float64",
+        "default device from cpu to meta",
+        "grad mode from True to False",
+        "deterministic algorithms from False to True",
+        " to 7",
+        "autocast enabled for cpu from False to True",
+        " to 1;",
+    ):
+        assert change in message
+
+
+def test_a_broken_plugin_fails_with_its_cause(folder, suite):
+    (folder / "site" / "acme_mtia.py").write_text("raise ValueError('no firmware')")
+    done = suite("mtia", "-k", "test_contract")
+    assert done.returncode != 0
+    assert "acme-mtia 1.0 (acme_mtia) could not be loaded: ValueError: no firmware" in done.stdout
+
+
+def test_no_device_named_is_a_usage_error(run):
+    done = run("-m", "pytest", "-p", "no:cacheprovider", "--pyargs", "polycast.testing")
+    assert done.returncode != 0
+    assert "names no backend: set the attribute `backend` to its device type, or run" in done.stdout
+
+
+OTHER = """
+import sys
+
+def test_other(request):
+    imported = {name.partition(".")[0] for name in sys.modules}
+    assert imported.isdisjoint({"polycast", "torch"})
+    assert "polycast_pytest" in imported
+"""
+
+
+def test_another_run_of_pytest_imports_neither_polycast_nor_torch(folder, run):
+    (folder / "test_other.py").write_text(OTHER)
+    done = run("-m", "pytest", "-p", "no:cacheprovider", "-q", "test_other.py")
+    assert (done.returncode, done.stdout.splitlines()[-1].partition(" in ")[0]) == (0, "1 passed"), done.stdout
+
+
+def test_a_run_of_pytest_in_a_process_that_has_polycast_warns_of_nothing(folder, run):
+    (folder / "test_other.py").write_text("def test_other(): pass")
+    done = run("-c", "import polycast, pytest; raise SystemExit(pytest.main(['-p', 'no:cacheprovider', '-Werror']))")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "warning" not in done.stdout
