@@ -374,10 +374,17 @@ def test_no_policy_casts_what_is_on_another_device(policy, op, args):
     assert call_as(policy, op, (args, {}), "cuda", torch.bfloat16).dtype is torch.float16
 
 
-@pytest.mark.parametrize("device_type", ["maia", "ipu"])
-def test_a_device_that_torch_makes_no_fake_tensors_of_is_skipped_with_the_reason(hand_made, device_type):
-    hand_made(device_type)
-    suite = type("TestWrong", (BackendConformance,), {"backend": device_type, "fake": True})()
-    message = f"cannot make fake tensors of {device_type} that autocast sees: its rules can be checked on the device"
+def test_an_op_that_fake_tensors_cannot_run_is_reported_as_not_called(hand_made, engine):
+    hand_made("mtia", policies={"aten::_thnn_fused_gru_cell": CastPolicy.LOWER_PRECISION_FP})
+    suite = type("TestFake", (BackendConformance,), {"backend": "mtia", "fake": True})()
+    message = "aten::_thnn_fused_gru_cell was not called: fake tensors of mtia cannot run it: "
+    with suite.opened() as device, pytest.raises(pytest.skip.Exception, match=message):
+        suite.test_op(device, "aten::_thnn_fused_gru_cell")
+
+
+def test_a_device_that_torch_makes_no_fake_tensors_of_is_skipped_with_the_reason(hand_made):
+    hand_made("maia")
+    suite = type("TestFake", (BackendConformance,), {"backend": "maia", "fake": True})()
+    message = "cannot make fake tensors of maia that autocast sees: its rules can be checked on the device only"
     with pytest.raises(pytest.skip.Exception, match=message), suite.opened():
         pass

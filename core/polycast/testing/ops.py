@@ -80,6 +80,8 @@ class _Call:
     def must_be_as(self, policy: CastPolicy, fast_dtype: torch.dtype, *, required: bool) -> None:
         said = _outcome(lambda: call_as(policy, self.op, self.arguments, self.device.type, fast_dtype))
         if required and isinstance(said, Exception):
+            if self.device.fake:
+                pytest.skip(f"{self.name} was not called: fake tensors of {self.device.type} cannot run it: {said}")
             raise AssertionError(
                 f"{self.how}: the device cannot do what {policy.name} says, outside of any region: "
                 f"{type(said).__name__}: {said}. If it lacks the op, name the op in the file of expected failures."
