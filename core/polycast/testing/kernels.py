@@ -49,7 +49,7 @@ class KernelChecks(Subject):
             pytest.skip(
                 f"{_name(op)} was not called: no arguments for it are known. Give them in the attribute `samples`."
             )
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         args, kwargs = split(make(_Integers(taken)))
         exact = taken.is_floating_point or taken.is_complex
         said = op(*_to(torch.float64 if exact else torch.int64, args), **kwargs).to(given)

@@ -28,10 +28,10 @@ class OpChecks(Subject):
         if make is None:
             pytest.skip(f"{op} was not called: no arguments for it are known. Give them in the attribute `samples`.")
         policy = device.backend.policies[op]
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         sample = split(make(device))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of ops that it has deprecated
+            warnings.simplefilter("ignore")  # torch warns of ops that it has deprecated, of devices that have no seed
             for fast_dtype in device.fast_dtypes():
                 for name, arguments in _variants(sample, device.type, fast_dtype):
                     call = _Call(device, op, overload, arguments, f"with {name} inputs, in a region of {fast_dtype}")

@@ -1,0 +1,120 @@
+"""``polycast new-backend``: write a package that supplies a device's backend, to be edited and published."""
+
+import importlib.metadata
+import keyword
+import tempfile
+from pathlib import Path
+from string import Template
+from typing import Annotated
+
+import torch
+import typer
+
+from ..engine import torch_ops
+from ..standard import STANDARD_POLICIES
+
+_TEMPLATES = Path(__file__).with_name("templates")
+_SUFFIX = ".template"
+
+
+def run(
+    name: Annotated[str, typer.Argument(help="The device type as torch spells it, such as mtia or npu.")],
+    directory: Annotated[
+        Path | None, typer.Option(help="Where to write it; new or empty. By default polycast-NAME, here.")
+    ] = None,
+) -> None:
+    """Write a package with the backend of a device: its entry point, op table, tests and README."""
+    problem = _problem(name)
+    if problem is not None:
+        raise _refused(problem)
+    target = Path(f"polycast-{name.replace('_', '-')}") if directory is None else directory
+    try:
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise _refused(f"{target} exists and is not an empty directory. Choose another one with --directory.")
+        _write(target.resolve(), _render(name))
+    except OSError as error:
+        raise _refused(f"{target} cannot be written: {error}") from error
+    typer.echo(f"{target}: the backend of {name}. Edit it, then: pip install '{target}[test]' && pytest {target}")
+
+
+def _refused(problem: str) -> typer.Exit:
+    typer.echo(f"polycast: {problem}", err=True)
+    return typer.Exit(2)
+
+
+def _problem(name: str) -> str | None:
+    """Say why there can be no backend for a device of this name, or nothing if there can."""
+    if not (name.isascii() and name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("_")):
+        return (
+            f"{name!r} cannot be part of a Python module's name. Name the device as torch does: letters, such as npu."
+        )
+    try:
+        known = torch.device(name)
+    except RuntimeError as error:
+        if "Expected one of" in str(
+            error
+        ):  # well formed, and no device yet: an out-of-tree one is named by its package
+            return None
+        return f"{name!r} is no name that torch takes for a device: {error}. Use letters and underscores, such as npu."
+    if not torch._C._is_autocast_available(known.type):
+        return f"torch has no Autocast dispatch key for {name!r}, so it can have no backend."
+    return None
+
+
+def _in_tree(name: str) -> bool:
+    try:
+        torch.device(name)
+    except RuntimeError:
+        return False
+    return name != torch._C._get_privateuse1_backend_name()
+
+
+def _render(name: str) -> dict[Path, str]:
+    """Return the files of the package by their paths in it."""
+    stem = "".join(part.capitalize() for part in name.split("_"))
+    in_tree = _in_tree(name)
+    failures = sorted(torch_ops(name) - STANDARD_POLICIES.keys()) if in_tree else []
+    names = {
+        "device": name,
+        "package": f"polycast_{name}",
+        "distribution": f"polycast-{name.replace('_', '-')}",
+        "polycast": importlib.metadata.version("polycast"),
+        "stem": stem,
+        "cls": f"{stem}Backend",
+        "failures": "".join(
+            f"{op}  has no policy in policies.py yet: torch's own kernel serves it\n" for op in failures
+        ),
+    }
+    naming = _TEMPLATES / f"naming{_SUFFIX}"
+    names["naming"] = "" if in_tree else _filled(naming, names)
+    contents = {}
+    for template in sorted(_TEMPLATES.rglob(f"*{_SUFFIX}")):
+        if template != naming:
+            first, *rest = template.relative_to(_TEMPLATES).with_suffix("").parts
+            contents[Path(names["package"] if first == "package" else first, *rest)] = _filled(template, names)
+    return contents
+
+
+def _filled(template: Path, names: dict[str, str]) -> str:
+    return Template(template.read_text(encoding="utf-8")).substitute(names).rstrip("\n") + "\n"
+
+
+def _write(target: Path, contents: dict[Path, str]) -> None:
+    """Write all of the files or, where that fails, none of them."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
+        whole = Path(folder, "whole")
+        for path, text in contents.items():
+            (whole / path).parent.mkdir(parents=True, exist_ok=True)
+            (whole / path).write_text(text, encoding="utf-8")
+        if not target.exists():
+            whole.rename(target)
+            return
+        moved: list[Path] = []  # into the empty directory that is there, which may be the shell's own
+        try:
+            for item in whole.iterdir():
+                moved.append(item.rename(target / item.name))
+        except OSError:
+            for item in moved:
+                item.rename(whole / item.name)
+            raise

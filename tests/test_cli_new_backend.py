@@ -1,0 +1,194 @@
+"""``polycast new-backend``: what it writes installs and passes; what it refuses leaves nothing behind."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from polycast.cli import app, new_backend
+
+FILES = {
+    "README.md",
+    "pyproject.toml",
+    "polycast_acme/__init__.py",
+    "polycast_acme/policies.py",
+    "polycast_acme/py.typed",
+    "tests/expected_failures.txt",
+    "tests/test_conformance.py",
+}
+
+
+@pytest.fixture
+def here(monkeypatch, tmp_path):
+    """An empty working directory."""
+    path = tmp_path / "here"
+    path.mkdir()
+    monkeypatch.chdir(path)
+    return path
+
+
+def new(*arguments):
+    return CliRunner().invoke(app, ["new-backend", *map(str, arguments)])
+
+
+def written(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_it_writes_a_package_and_nothing_else(here):
+    result = new("acme")
+    then = "pip install 'polycast-acme[test]' && pytest polycast-acme"
+    assert (result.exit_code, result.stdout) == (0, f"polycast-acme: the backend of acme. Edit it, then: {then}\n")
+    assert written(here) == {f"polycast-acme/{name}" for name in FILES}
+
+
+@pytest.mark.parametrize("existing", [True, False])
+def test_it_writes_where_it_is_told_to(here, existing):
+    target = here / "deep" / "down"
+    if existing:
+        target.mkdir(parents=True)
+    assert new("acme", "--directory", target).exit_code == 0
+    assert written(here) == {f"deep/down/{name}" for name in FILES}
+
+
+def test_it_writes_into_the_empty_working_directory(here):
+    before = os.stat(here).st_ino
+    assert new("acme", "--directory", ".").exit_code == 0
+    assert (written(here), os.stat(".").st_ino) == (FILES, before)
+
+
+def test_a_device_of_torchs_is_not_named_and_any_other_is(here):
+    new("mtia")
+    new("acme_npu")
+    rename = 'torch.utils.rename_privateuse1_backend("{}")'
+    assert "rename" not in (here / "polycast-mtia/polycast_mtia/__init__.py").read_text()
+    assert rename.format("acme_npu") in (here / "polycast-acme-npu/polycast_acme_npu/__init__.py").read_text()
+
+
+def test_ops_that_torch_treats_and_its_list_for_accelerators_lacks_are_expected_failures(here):
+    new("mps")
+    lines = (here / "polycast-mps/tests/expected_failures.txt").read_text().splitlines()
+    assert "aten::batch_norm  has no policy in policies.py yet: torch's own kernel serves it" in lines
+
+
+MODULE = "{!r} cannot be part of a Python module's name. Name the device as torch does: letters, such as npu."
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", MODULE.format("")),
+        ("class", MODULE.format("class")),
+        ("my-npu", MODULE.format("my-npu")),
+        ("../npu", MODULE.format("../npu")),
+        ("npu:0", MODULE.format("npu:0")),
+        ("_npu", MODULE.format("_npu")),
+        ("nπu", MODULE.format("nπu")),
+        ("npu2", "'npu2' is no name that torch takes for a device: Invalid device string: 'npu2'. Use letters and und"),
+        ("meta", "torch has no Autocast dispatch key for 'meta', so it can have no backend."),
+    ],
+)
+def test_a_name_that_no_device_can_have_is_refused(here, name, message):
+    result = new(name)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"polycast: {message}")
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_exists_is_left_alone(here, kind):
+    target = here / "polycast-acme"
+    file = target if kind == "file" else target / "mine"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("mine")
+    result = new("acme")
+    message = "polycast-acme exists and is not an empty directory. Choose another one with --directory."
+    assert (result.exit_code, result.stderr) == (2, f"polycast: {message}\n")
+    assert [path.read_text() for path in here.rglob("*") if path.is_file()] == ["mine"]
+
+
+def test_a_place_that_cannot_be_written_is_refused(here):
+    (here / "file").write_text("mine")
+    result = new("acme", "--directory", here / "file" / "below")
+    assert result.exit_code == 2
+    assert "below cannot be written: " in result.stderr
+    assert written(here) == {"file"}
+
+
+@pytest.mark.parametrize("existing", [True, False])
+def test_a_failure_halfway_leaves_nothing_behind(here, monkeypatch, existing):
+    target = here / "target"
+    if existing:
+        target.mkdir()
+    rename, renames = Path.rename, []
+
+    def second_fails(path, to):
+        renames.append(path)
+        if len(renames) == (2 if existing else 1):
+            raise OSError("the disk is full")
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", second_fails)
+    result = new("acme", "--directory", target)
+    assert (result.exit_code, result.stderr.rpartition(": ")[2]) == (2, "the disk is full\n")
+    assert [path.name for path in here.rglob("*")] == (["target"] if existing else [])
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Make a virtual environment that has what this one has, and return its Python."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False)
+    paths = {"base": str(folder), "platbase": str(folder)}
+    site = Path(sysconfig.get_path("purelib", "venv", paths))
+    here = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "here.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in here))
+    return Path(sysconfig.get_path("scripts", "venv", paths), Path(sys.executable).name)
+
+
+def must_run(*command, **options):
+    done = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("device", ["mtia", "acme"])
+def test_what_it_writes_is_built_installed_found_and_passes_its_tests(here, tmp_path, environment, device):
+    pytest.importorskip("pip", reason="pip is not installed here")
+    assert new(device).exit_code == 0
+    project = here / f"polycast-{device}"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    offline = ["--no-index", "--no-deps"]
+    must_run(*pip, "wheel", "--no-build-isolation", *offline, "--wheel-dir", tmp_path, project)
+    (wheel,) = tmp_path.glob("*.whl")
+    must_run(*pip, "--python", environment, "install", *offline, wheel)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("POLYCAST_", "PYTEST_"))}
+    variables["POLYCAST_ENGINE"] = "reference"
+    listed = json.loads(must_run(environment, "-m", "polycast", "devices", "--json", env=variables, cwd=here))
+    (status,) = (status for status in listed if status["device_type"] == device)
+    assert (status["state"], status["distribution"]) == ("unavailable", f"polycast-{device}")
+    tests = must_run(environment, "-m", "pytest", "-p", "no:cacheprovider", "-q", env=variables, cwd=project)
+    passed = int(tests.rpartition(" passed")[0].rpartition("\n")[2])
+    assert passed > 120
+    assert "failed" not in tests
+
+
+def test_every_template_is_used():
+    files = {path.name.removesuffix(".template") for path in new_backend._TEMPLATES.rglob("*") if path.is_file()}
+    assert files == {Path(name).name for name in FILES} | {"naming"}
+
+
+def test_what_it_writes_is_formatted_and_without_errors(here):
+    ruff = Path(sys.executable).with_name("ruff")
+    if not ruff.exists():
+        pytest.skip("ruff is not installed here")
+    for device in ("acme", "mtia"):
+        new(device)
+    must_run(ruff, "format", "--isolated", "--line-length=120", "--check", ".", cwd=here)
+    must_run(ruff, "check", "--isolated", "--line-length=120", "--select=E,F,W,I,UP,B,RUF", ".", cwd=here)
