@@ -1,4 +1,7 @@
-"""Autocast for the CPU."""
+"""Autocast for the CPU.
+
+PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has no assertion to rewrite here.
+"""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,7 @@
-"""Autocast for CUDA (and ROCm, which torch calls cuda too)."""
+"""Autocast for CUDA (and ROCm, which torch calls cuda too).
+
+PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has no assertion to rewrite here.
+"""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,7 @@
-"""Autocast for Intel GPUs, which torch calls xpu."""
+"""Autocast for Intel GPUs, which torch calls xpu.
+
+PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has no assertion to rewrite here.
+"""
 
 from collections.abc import Sequence
 

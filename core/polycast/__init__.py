@@ -1,4 +1,7 @@
-"""Autocast for PyTorch as a plugin system."""
+"""Autocast for PyTorch as a plugin system.
+
+PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has no assertion to rewrite here.
+"""
 
 from .autograd import custom_bwd, custom_fwd
 from .backend import Availability, Backend
