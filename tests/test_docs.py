@@ -64,7 +64,7 @@ def on_both(block):
 
 
 def examples():
-    for package in ("polycast", *(f"polycast_{name}" for name in BUILT_INS)):
+    for package in ("polycast", "polycast_pytest", *(f"polycast_{name}" for name in BUILT_INS)):
         path = importlib.import_module(package).__path__
         for name in [package, *(info.name for info in pkgutil.walk_packages(path, package + "."))]:
             if not name.endswith("__main__"):

@@ -22,6 +22,7 @@ PACKAGES = [
     "polycast_maia",
     "polycast_mps",
     "polycast_mtia",
+    "polycast_pytest",
     "polycast_xpu",
 ]
 DISTRIBUTION = importlib.metadata.distribution("polycast")

@@ -146,6 +146,7 @@ def test_another_run_of_pytest_imports_neither_polycast_nor_torch(folder, run):
 
 def test_a_run_of_pytest_in_a_process_that_has_polycast_warns_of_nothing(folder, run):
     (folder / "test_other.py").write_text("def test_other(): pass")
-    done = run("-c", "import polycast, pytest; polycast.backends(); raise SystemExit(pytest.main(['-p', 'no:cacheprovider', '-Werror']))")
+    script = "polycast.backends(); raise SystemExit(pytest.main(['-p', 'no:cacheprovider', '-Werror']))"
+    done = run("-c", f"import polycast, pytest; {script}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "warning" not in done.stdout

@@ -1,0 +1,151 @@
+"""Plugins that hang, compete, fork, or change between processes: what each does to the others."""
+
+import pytest
+
+RENAME = "torch.utils.rename_privateuse1_backend({!r})"
+
+
+def test_a_plugin_that_hangs_at_import_holds_up_those_who_use_its_device_and_nobody_else(run, plugin):
+    plugin("acme-hpu", "hpu", "import sys\nsys.started.set()\nassert sys.go_on.wait(60)")
+    plugin("acme-ipu", "ipu")
+    answer = run("""
+        import threading
+        sys.started, sys.go_on = threading.Event(), threading.Event()
+        found = []
+        held_up = [
+            threading.Thread(target=lambda: found.append(polycast.get_backend("hpu").device_type)) for _ in range(2)
+        ]
+        for thread in held_up:
+            thread.start()
+        assert sys.started.wait(60)
+        x = torch.ones(2, 2)
+        with polycast.autocast("cpu"):
+            answer = [torch.mm(x, x).dtype, polycast.is_autocast_available("ipu")]
+        import acme_ipu, fractions  # the import lock of the process is free
+        answer += [thread.is_alive() for thread in held_up] + [list(found)]
+        sys.go_on.set()
+        for thread in held_up:
+            thread.join(60)
+        answer += [found, polycast.backends()["hpu"].state]
+    """)
+    assert answer == ["torch.bfloat16", True, True, True, [], ["hpu", "hpu"], "ready"]
+
+
+def test_a_second_name_for_torchs_out_of_tree_device_breaks_its_plugin_and_the_error_says_so(run, plugin):
+    plugin("acme-npu", "npu", RENAME.format("npu"))
+    plugin("acme-tpu", "tpu", RENAME.format("tpu"))
+    answer = run("""
+        first = polycast.get_backend("npu").device_type
+        name, text, cause, limit = error_of(polycast.get_backend, "tpu")
+        answer = [first, name, limit in text, limit, {d: s.state for d, s in polycast.backends().items() if "pu" in d}]
+    """)
+    first, name, chained, limit, states = answer
+    assert (first, name, chained) == ("npu", "BackendBrokenError", True)
+    assert "torch.register_privateuse1_backend() has already been set! Current backend: npu" in limit
+    assert {device: states[device] for device in ("npu", "tpu", "cpu")} == {
+        "npu": "ready",
+        "tpu": "broken",
+        "cpu": "ready",
+    }
+
+
+def test_eight_threads_at_the_first_look_up_of_as_many_devices_read_the_metadata_once(run, plugin):
+    devices = ["hpu", "ipu", "mtia", "maia", "xla", "mps"]
+    for device in devices:
+        plugin(f"acme-{device}", device)
+    answer = run(f"""
+        import importlib.metadata, threading
+        from concurrent.futures import ThreadPoolExecutor
+        devices = {devices} + ["cpu", "xpu"]
+        reads, read = [], importlib.metadata.entry_points
+        importlib.metadata.entry_points = lambda **group: reads.append(group) or read(**group)
+        barrier = threading.Barrier(8)
+        def look_up(device):
+            barrier.wait(60)
+            return polycast.get_backend(device).device_type
+        with ThreadPoolExecutor(8) as threads:
+            found = list(threads.map(look_up, devices))
+        answer = [found == devices, len(reads)]
+    """)
+    assert answer == [True, 1]
+
+
+FORK = """
+import os
+def in_child(function):
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            answer = str(function())
+        except BaseException as error:
+            answer = repr(error)
+        os.write(writing, answer.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        found = pipe.read()
+    os.waitpid(child, 0)
+    return found
+
+def product():
+    x = torch.ones(2, 2)
+    with polycast.autocast("cpu"):
+        return torch.mm(x, x).dtype
+"""
+
+
+@pytest.mark.parametrize("region", ["", "with polycast.autocast('cpu'): pass", "product()"])
+def test_a_fork_after_discovery_has_the_plugins_and_can_load_more(run, plugin, engine, region):
+    plugin("acme-hpu", "hpu")
+    plugin("acme-ipu", "ipu")
+    answer = run(
+        f"""{FORK}
+polycast.get_backend("hpu")
+{region}
+answer = [
+    in_child(lambda: [s.state for d, s in polycast.backends().items() if d in ("hpu", "ipu", "cpu")]),
+    in_child(product),
+    "acme_ipu" in sys.modules,
+    str(product()),
+]
+""",
+        POLYCAST_ENGINE=engine,
+    )
+    assert answer == ["['ready', 'ready', 'ready']", "torch.bfloat16", False, "torch.bfloat16"]
+
+
+def test_a_fork_in_a_region_is_in_it_and_leaves_it_for_itself_alone(run, engine):
+    answer = run(
+        f"""{FORK}
+def leave():
+    region.__exit__()
+    return [polycast.autocast_nesting("cpu"), polycast.is_autocast_enabled("cpu")]
+region = polycast.autocast("cpu")
+with region:
+    child = in_child(leave)
+    parent = [polycast.autocast_nesting("cpu"), polycast.is_autocast_enabled("cpu")]
+answer = [child, parent]
+""",
+        POLYCAST_ENGINE=engine,
+    )
+    assert answer == ["[0, False]", [1, True]]
+
+
+def test_a_plugin_upgraded_between_two_processes_is_the_new_one_in_the_second(run, plugin, folder):
+    status = "answer = [polycast.backends()['hpu'].version, polycast.get_backend('hpu').default_dtype]"
+    plugin("acme-hpu", "hpu", version="1.0")
+    assert run(status) == ["1.0", "torch.bfloat16"]
+    for path in sorted((folder / "acme_hpu-1.0.dist-info").iterdir()):
+        path.unlink()
+    (folder / "acme_hpu-1.0.dist-info").rmdir()
+    plugin("acme-hpu", "hpu", "AcmeBackend.default_dtype = torch.float16", version="2.0")
+    assert run(status) == ["2.0", "torch.float16"]
+
+
+def test_a_plugin_removed_between_two_processes_is_unknown_in_the_second(run, plugin, folder):
+    plugin("acme-hpu", "hpu")
+    assert run("answer = polycast.backends()['hpu'].state") == "ready"
+    for path in sorted((folder / "acme_hpu-1.0.dist-info").iterdir()):
+        path.unlink()
+    assert run("answer = error_of(polycast.get_backend, 'hpu')[0]") == "BackendNotFoundError"

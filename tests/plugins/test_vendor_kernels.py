@@ -1,0 +1,87 @@
+"""A maker's own kernels at the Autocast key: a table keeps them or stands in for them, op by op."""
+
+import pytest
+
+VENDOR = """
+from types import SimpleNamespace
+torch.hpu = SimpleNamespace(is_initialized=lambda: False, is_available=lambda: False)
+key = torch._C._parse_dispatch_key("AutocastHPU")
+calls = []
+
+def vendors(op):
+    def kernel(*inputs):
+        calls.append(op.__name__)
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+            return op(*(value.bfloat16() for value in inputs))
+    return kernel
+
+vendor = torch.library.Library("aten", "IMPL")
+vendor.impl("mm", vendors(torch.mm), "AutocastHPU")
+vendor.impl("exp", vendors(torch.exp), "AutocastHPU")
+
+from torch._subclasses import FakeTensorMode
+def use(**settings):
+    calls.clear()
+    with FakeTensorMode():
+        x = torch.empty(2, 2, device="hpu")
+        with polycast.autocast("hpu", **settings):
+            dtypes = [str(torch.mm(x, x).dtype), str(torch.exp(x).dtype)]
+    return [*dtypes, *calls]
+"""
+REDUCED, FULL = "torch.bfloat16", "torch.float32"
+
+
+def amended(policies):
+    return f"AcmeBackend.policies = {policies}"
+
+
+@pytest.mark.parametrize(
+    ("policies", "found"),
+    [
+        ("{}", [REDUCED, REDUCED, "mm", "exp"]),
+        ("{'aten::mm': polycast.CastPolicy.FP32}", [FULL, REDUCED, "exp"]),
+        ("dict.fromkeys(('aten::mm', 'aten::exp'), polycast.CastPolicy.FP32)", [FULL, FULL]),
+    ],
+)
+def test_an_op_is_polycasts_where_the_table_names_it_and_else_the_makers(run, plugin, engine, policies, found):
+    plugin("acme-hpu", "hpu", amended(policies))
+    assert run(f"{VENDOR}\nanswer = use()", POLYCAST_ENGINE=engine) == found
+
+
+def test_uninstalling_uncovers_the_makers_kernels(run, plugin, engine, request):
+    if engine == "reference":
+        reason = "the maker's kernels here are Python ones too, and torch keeps one of those for an op and a key"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+    plugin("acme-hpu", "hpu", amended("{'aten::mm': polycast.CastPolicy.FP32}"))
+    answer = run(
+        f"""{VENDOR}
+inside = use()
+polycast.uninstall("hpu")
+with FakeTensorMode():
+    x = torch.empty(2, 2, device="hpu")
+    torch.set_autocast_enabled("hpu", True)
+    after = str(torch.mm(x, x).dtype)
+answer = [inside, after]
+""",
+        POLYCAST_ENGINE=engine,
+    )
+    assert answer == [[FULL, REDUCED, "exp"], REDUCED]
+
+
+def test_a_regions_policy_goes_over_the_makers_kernel_of_that_op(run, plugin, engine):
+    plugin("acme-hpu", "hpu", amended("{}"))
+    overlay = "use(policy={'aten::mm': polycast.CastPolicy.FP32})"
+    answer = run(f"{VENDOR}\nanswer = [{overlay}, use()]", POLYCAST_ENGINE=engine)
+    assert answer == [[FULL, REDUCED, "exp"], [FULL, REDUCED, "exp"]]
+
+
+def test_the_suite_names_what_only_the_maker_treats(run, plugin):
+    plugin("acme-hpu", "hpu", amended("{'aten::mm': polycast.CastPolicy.FP32}"))
+    answer = run(f"""{VENDOR}
+from polycast.testing import BackendConformance
+class TestHpu(BackendConformance):
+    backend = "hpu"
+answer = error_of(TestHpu().test_no_op_of_torchs_table_is_missing)
+""")
+    assert answer[0] == "AssertionError"
+    assert "runs them with kernels of its own: aten::exp. Give each a policy" in answer[1]
