@@ -321,6 +321,12 @@ def test_a_kernel_that_is_its_op_passes(op, taken, given):
     check("test_kernel", right, f"{op.name()}:{str(taken)[6:]}:{str(given)[6:]}")
 
 
+def test_a_kernel_that_declines_the_arguments_is_reported_as_not_called():
+    wrong = having(kernels={MM_INT8: lambda x, y: NotImplemented})
+    with pytest.raises(pytest.skip.Exception, match="aten::mm:int8:int32 does not take the suite's arguments. Give it"):
+        check("test_kernel", wrong, "aten::mm:int8:int32")
+
+
 def test_kernels_without_known_arguments_are_reported_as_not_called():
     wrong = having(kernels={(torch.ops.aten.celu.default, torch.half, torch.float32): max})
     with pytest.raises(pytest.skip.Exception, match="aten::celu was not called: no arguments for it are known"):
