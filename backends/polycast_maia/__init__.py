@@ -1,4 +1,7 @@
-"""Autocast for Maia, Microsoft's accelerators."""
+"""Autocast for Maia, Microsoft's accelerators.
+
+PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has no assertion to rewrite here.
+"""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,7 @@
-"""Autocast for the GPUs of Macs, which torch calls mps."""
+"""Autocast for the GPUs of Macs, which torch calls mps.
+
+PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has no assertion to rewrite here.
+"""
 
 from collections.abc import Sequence
 

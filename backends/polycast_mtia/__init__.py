@@ -1,4 +1,7 @@
-"""Autocast for MTIA, Meta's accelerators."""
+"""Autocast for MTIA, Meta's accelerators.
+
+PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has no assertion to rewrite here.
+"""
 
 from collections.abc import Sequence
 
