@@ -524,7 +524,7 @@ def test_a_kernel_is_for_a_functional_op_that_returns_one_tensor(hand_made, op):
 # The kernels of devices that are not here.
 
 ACCELERATORS = {"cuda": polycast_cuda.kernels, "xpu": polycast_xpu.kernels}
-FLOAT32 = {MM: "mm_float32", BMM: "bmm_float32", ADDMM: "addmm_float32", ATEN.baddbmm.default: "baddbmm_float32"}
+FLOAT32 = (MM, BMM, ADDMM, ATEN.baddbmm.default)
 NEEDS = {MM: ATEN.mm.dtype, ADDMM: ATEN.mm.dtype, BMM: ATEN.bmm.dtype, ATEN.baddbmm.default: ATEN.bmm.dtype}
 
 
@@ -539,14 +539,13 @@ def test_a_table_has_a_kernel_only_where_the_dispatcher_has_the_op(device_type):
 @pytest.mark.parametrize("kernels", ACCELERATORS.values(), ids=ACCELERATORS)
 def test_the_table_of_an_accelerator_is_what_its_torch_has(kernels, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
-    floats = {
-        (op, dtype, torch.float32): getattr(kernels, name)
-        for op, name in FLOAT32.items()
-        for dtype in (torch.bfloat16, torch.float16)
-    }
+    floats = {(op, dtype, torch.float32) for op in FLOAT32 for dtype in (torch.bfloat16, torch.float16)}
     int_mm = {(MM, torch.int8, torch.int32): kernels.mm_int8}
-    assert kernels.kernel_table(lambda op: True) == {**int_mm, **floats}
+    assert set(kernels.kernel_table(lambda op: True)) == {*int_mm, *floats}
     assert kernels.kernel_table(lambda op: op is ATEN._int_mm.default) == int_mm
+    assert set(kernels.kernel_table(lambda op: op is ATEN.bmm.dtype)) == {
+        key for key in floats if NEEDS[key[0]] is ATEN.bmm.dtype
+    }
     assert kernels.kernel_table(lambda op: False) == {}
 
 
@@ -608,13 +607,18 @@ def test_float32_of_an_accelerator_has_the_shape_and_dtype_of_the_op(fake, devic
 
 @pytest.mark.parametrize("kernels", ACCELERATORS.values(), ids=ACCELERATORS)
 def test_an_accelerator_leaves_to_torch_what_its_kernels_do_not_take(kernels):
-    half, single = torch.ones(2, 2).half(), torch.ones(2, 2)
     assert kernels.mm_int8(int8(2, 2), int8(2, 2).int()) is NotImplemented
     assert kernels.mm_int8(int8(2, 3), int8(2, 2)) is NotImplemented
-    assert kernels.mm_float32(half, single) is NotImplemented
-    assert kernels.addmm_float32(half, single, single) is NotImplemented
-    assert kernels.baddbmm_float32(half, single[None], single[None]) is NotImplemented
-    assert kernels.mm_float32(half, half[0]) is NotImplemented
-    assert kernels.bmm_float32(half[None], half) is NotImplemented
-    assert kernels.addmm_float32(half[0], half, half[0]) is NotImplemented
-    assert kernels.baddbmm_float32(half[0], half, half) is NotImplemented
+
+
+def test_a_product_in_float32_leaves_to_torch_what_it_does_not_take():
+    half, single = torch.ones(2, 2).half(), torch.ones(2, 2)
+    table = {op: kernel for (op, _, _), kernel in polycast.float32_products(lambda op: True).items()}
+    mm, bmm, addmm, baddbmm = (table[op] for op in FLOAT32)
+    assert mm(half, single) is NotImplemented
+    assert addmm(half, single, single) is NotImplemented
+    assert baddbmm(half, single[None], single[None]) is NotImplemented
+    assert mm(half, half[0]) is NotImplemented
+    assert bmm(half[None], half) is NotImplemented
+    assert addmm(half[0], half, half[0]) is NotImplemented
+    assert baddbmm(half[0], half, half) is NotImplemented

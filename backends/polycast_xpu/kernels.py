@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from polycast import float32_products
+
 _OPS = torch.ops.aten
 
 
@@ -23,39 +25,6 @@ def mm_int8(a: torch.Tensor, b: torch.Tensor) -> Any:
     return torch._int_mm(a.reshape(-1).view(rows, terms), b.reshape(-1).view(terms, columns))
 
 
-def mm_float32(a: torch.Tensor, b: torch.Tensor) -> Any:
-    """Return the float32 product of two matrices of one reduced dtype."""
-    if not a.dtype is b.dtype is not torch.float32 or a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
-        return NotImplemented
-    return _OPS.mm.dtype(a, b, torch.float32)
-
-
-def bmm_float32(a: torch.Tensor, b: torch.Tensor) -> Any:
-    """Return the float32 products of two batches of matrices of one reduced dtype."""
-    if not a.dtype is b.dtype is not torch.float32 or a.dim() != 3 or b.dim() != 3 or a.shape[::2] != b.shape[:2]:
-        return NotImplemented
-    return _OPS.bmm.dtype(a, b, torch.float32)
-
-
-def addmm_float32(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
-    """Return ``bias + a @ b`` in float32; `bias` may be in float32 too."""
-    product = mm_float32(a, b)
-    return product if product is NotImplemented else product.add_(bias)
-
-
-def baddbmm_float32(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
-    """Return ``bias + a @ b`` in float32 for batches of matrices; `bias` may be in float32 too."""
-    product = bmm_float32(a, b)
-    return product if product is NotImplemented else product.add_(bias)
-
-
-_FLOAT32: dict[torch._ops.OpOverload, dict[torch._ops.OpOverload, Callable[..., Any]]] = {
-    _OPS.mm.dtype: {_OPS.mm.default: mm_float32, _OPS.addmm.default: addmm_float32},
-    _OPS.bmm.dtype: {_OPS.bmm.default: bmm_float32, _OPS.baddbmm.default: baddbmm_float32},
-}
-"""What stands on each op of torch that multiplies into another dtype."""
-
-
 def kernel_table(
     has_kernel: Callable[[torch._ops.OpOverload], bool],
 ) -> dict[tuple[torch._ops.OpOverload, torch.dtype, torch.dtype], Callable[..., Any]]:
@@ -63,10 +32,7 @@ def kernel_table(
     table: dict[tuple[torch._ops.OpOverload, torch.dtype, torch.dtype], Callable[..., Any]] = {}
     if has_kernel(_OPS._int_mm.default):
         table[_OPS.mm.default, torch.int8, torch.int32] = mm_int8
-    for needed, kernels in _FLOAT32.items():
-        if has_kernel(needed):
-            for dtype in (torch.bfloat16, torch.float16):
-                table.update({(op, dtype, torch.float32): kernel for op, kernel in kernels.items()})
+    table.update(float32_products(has_kernel))
     return table
 
 

@@ -21,6 +21,7 @@ from .interop.patch import patch_torch
 from .ops import OpRegistration, register_op
 from .out_dtype import out_dtype
 from .policy import CastPolicy, policy_table
+from .products import float32_products
 from .region import autocast, autocast_decorator
 from .registry import (
     backends,
@@ -68,6 +69,7 @@ __all__ = [
     "clear_autocast_cache",
     "custom_bwd",
     "custom_fwd",
+    "float32_products",
     "get_autocast_dtype",
     "get_backend",
     "grad_scaler",
