@@ -131,7 +131,7 @@ def fully_shard(
         fsdp.fully_shard(module, mesh=mesh, **options)
         return module
 
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)  # a build may know one that is absent
     device_type = mesh.device_type if mesh is not None else accelerator.type if accelerator is not None else "cpu"
     dtype = _param_dtype(mixed_precision, device_type)
     policy = fsdp.MixedPrecisionPolicy(
