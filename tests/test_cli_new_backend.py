@@ -64,17 +64,33 @@ def test_it_writes_into_the_empty_working_directory(here):
 
 
 def test_a_device_of_torchs_is_not_named_and_any_other_is(here):
-    new("mtia")
+    new("hpu")
     new("acme_npu")
     rename = 'torch.utils.rename_privateuse1_backend("{}")'
-    assert "rename" not in (here / "polycast-mtia/polycast_mtia/__init__.py").read_text()
+    assert "rename" not in (here / "polycast-hpu/polycast_hpu/__init__.py").read_text()
     assert rename.format("acme_npu") in (here / "polycast-acme-npu/polycast_acme_npu/__init__.py").read_text()
 
 
 def test_ops_that_torch_treats_and_its_list_for_accelerators_lacks_are_expected_failures(here):
     new("mps")
-    lines = (here / "polycast-mps/tests/expected_failures.txt").read_text().splitlines()
+    lines = (here / "polycast-mps-own/tests/expected_failures.txt").read_text().splitlines()
     assert "aten::batch_norm  has no policy in policies.py yet: torch's own kernel serves it" in lines
+
+
+@pytest.mark.parametrize("device", ["cpu", "mtia"])
+def test_it_writes_no_module_of_polycasts_own(here, device):
+    """pip would let it overwrite that one, and take it away when the new package is uninstalled."""
+    assert new(device).exit_code == 0
+    assert f"polycast-{device}-own/polycast_{device}_own/__init__.py" in written(here)
+    project = (here / f"polycast-{device}-own/pyproject.toml").read_text()
+    assert f'{device} = "polycast_{device}_own"' in project
+    assert f'name = "polycast-{device}-own"' in project
+
+
+def test_the_name_of_the_distribution_ends_in_a_letter(here):
+    """pip takes no other."""
+    assert new("acme_").exit_code == 0
+    assert 'name = "polycast-acme"\n' in (here / "polycast-acme/pyproject.toml").read_text()
 
 
 MODULE = "{!r} cannot be part of a Python module's name. Name the device as torch does: letters, such as npu."
@@ -158,7 +174,7 @@ def must_run(*command, **options):
     return done.stdout
 
 
-@pytest.mark.parametrize("device", ["mtia", "acme"])
+@pytest.mark.parametrize("device", ["hpu", "acme"])
 def test_what_it_writes_is_built_installed_found_and_passes_its_tests(here, tmp_path, environment, device):
     pytest.importorskip("pip", reason="pip is not installed here")
     assert new(device).exit_code == 0
@@ -188,7 +204,7 @@ def test_what_it_writes_is_formatted_and_without_errors(here):
     ruff = Path(sys.executable).with_name("ruff")
     if not ruff.exists():
         pytest.skip("ruff is not installed here")
-    for device in ("acme", "mtia"):
+    for device in ("acme", "hpu"):
         new(device)
     must_run(ruff, "format", "--isolated", "--line-length=120", "--check", ".", cwd=here)
     must_run(ruff, "check", "--isolated", "--line-length=120", "--select=E,F,W,I,UP,B,RUF", ".", cwd=here)

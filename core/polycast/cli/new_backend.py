@@ -10,7 +10,9 @@ from typing import Annotated
 import torch
 import typer
 
+from ..discovery import BUILT_IN
 from ..engine import torch_ops
+from ..hookspecs import ENTRY_POINT_GROUP
 from ..standard import STANDARD_POLICIES
 
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -20,14 +22,15 @@ _SUFFIX = ".template"
 def run(
     name: Annotated[str, typer.Argument(help="The device type as torch spells it, such as mtia or npu.")],
     directory: Annotated[
-        Path | None, typer.Option(help="Where to write it; new or empty. By default polycast-NAME, here.")
+        Path | None,
+        typer.Option(help="Where to write it; new or empty. By default a directory here, named as the package."),
     ] = None,
 ) -> None:
     """Write a package with the backend of a device: its entry point, op table, tests and README."""
     problem = _problem(name)
     if problem is not None:
         raise _refused(problem)
-    target = Path(f"polycast-{name.replace('_', '-')}") if directory is None else directory
+    target = Path(_distribution(name)) if directory is None else directory
     try:
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
             raise _refused(f"{target} exists and is not an empty directory. Choose another one with --directory.")
@@ -61,6 +64,19 @@ def _problem(name: str) -> str | None:
     return None
 
 
+def _package(name: str) -> str:
+    """Return a name for the package: not that of a module of polycast's own, whose files pip would let it overwrite."""
+    taken = {
+        entry.value for entry in importlib.metadata.distribution(BUILT_IN).entry_points.select(group=ENTRY_POINT_GROUP)
+    }
+    package = f"polycast_{name}"
+    return f"{package}_own" if package in taken else package
+
+
+def _distribution(name: str) -> str:
+    return _package(name).strip("_").replace("_", "-")
+
+
 def _in_tree(name: str) -> bool:
     try:
         torch.device(name)
@@ -76,8 +92,8 @@ def _render(name: str) -> dict[Path, str]:
     failures = sorted(torch_ops(name) - STANDARD_POLICIES.keys()) if in_tree else []
     names = {
         "device": name,
-        "package": f"polycast_{name}",
-        "distribution": f"polycast-{name.replace('_', '-')}",
+        "package": _package(name),
+        "distribution": _distribution(name),
         "polycast": importlib.metadata.version("polycast"),
         "stem": stem,
         "cls": f"{stem}Backend",
