@@ -245,12 +245,17 @@ def raising(error):
     return availability
 
 
+NO_ANSWER = "availability() returned {!r}, expected a polycast.Availability of a bool and a str"
+NO_BOOL = polycast.Availability("no")
+NO_TEXT = polycast.Availability(False, None)
 CHECKS = {
     "says no": (lambda: polycast.Availability(False, "no device"), "no device"),
     "raises": (raising(RuntimeError("driver 12 is too old")), "driver 12 is too old"),
     "raises without a text": (raising(OSError()), "OSError"),
-    "returns a bool": (lambda: True, "availability() returned True, expected a polycast.Availability"),
-    "returns nothing": (lambda: None, "availability() returned None, expected a polycast.Availability"),
+    "returns a bool": (lambda: True, NO_ANSWER.format(True)),
+    "returns nothing": (lambda: None, NO_ANSWER.format(None)),
+    "says neither yes nor no": (lambda: NO_BOOL, NO_ANSWER.format(NO_BOOL)),
+    "has None for the reason": (lambda: NO_TEXT, NO_ANSWER.format(NO_TEXT)),
 }
 
 

@@ -190,7 +190,7 @@ def check_availability(backend: Backend) -> Availability:
         answer = backend.availability()
     except Exception as cause:
         return _failed(cause)
-    return answer if type(answer) is Availability else _wrong("availability", answer)
+    return answer if answers(answer) else _wrong("availability", answer)
 
 
 def check_dtype(backend: Backend, dtype: torch.dtype) -> Availability:
@@ -199,7 +199,12 @@ def check_dtype(backend: Backend, dtype: torch.dtype) -> Availability:
         answer = backend.dtype_availability(dtype)
     except Exception as cause:
         return _failed(cause)
-    return answer if type(answer) is Availability else _wrong("dtype_availability", answer)
+    return answer if answers(answer) else _wrong("dtype_availability", answer)
+
+
+def answers(answer: object) -> bool:
+    """Say whether what a check returned is an answer: an Availability of a bool and a text."""
+    return type(answer) is Availability and type(answer.available) is bool and type(answer.reason) is str
 
 
 def _failed(cause: Exception) -> Availability:
@@ -207,7 +212,7 @@ def _failed(cause: Exception) -> Availability:
 
 
 def _wrong(check: str, answer: object) -> Availability:
-    return Availability(False, f"{check}() returned {answer!r}, expected a polycast.Availability")
+    return Availability(False, f"{check}() returned {answer!r}, expected a polycast.Availability of a bool and a str")
 
 
 def discover() -> dict[str, Slot]:

@@ -98,6 +98,11 @@ CONTRACT = [
     ),
     (
         "test_availability",
+        partial(saying, availability=Availability(1)),
+        "cpu: availability() returned Availability(available=1, reason=''), expected a polycast.Availability of a bool",
+    ),
+    (
+        "test_availability",
         partial(saying, availability=Availability(False, " ")),
         "says that the device cannot be used and not",
     ),

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..backend import Availability, validate
+from ..discovery import answers
 from .subject import Subject, require
 
 
@@ -79,6 +80,6 @@ def _without_error(call: str, function: Callable[[], Any]) -> Any:
 
 def _answer(call: str, function: Callable[[], Any]) -> Availability:
     answer = _without_error(call, function)
-    if type(answer) is not Availability:
-        raise AssertionError(f"{call} returned {answer!r}, expected a polycast.Availability")
+    require(answers(answer), f"{call} returned {answer!r}, expected a polycast.Availability of a bool and a str")
+    assert isinstance(answer, Availability)
     return answer
