@@ -313,7 +313,23 @@ def test_a_compiler_that_loses_the_region(monkeypatch, name, engine):
             "must return torch.int32 of shape [32, 32], got torch.int32 of shape [2",
         ),
         (lambda x, y: None, "must return torch.int32 of shape [32, 32], got None"),
-        (lambda x, y: (x @ y).int(), "aten::mm:int8:int32 on cpu is not aten::mm: Tensor-likes are not equal!"),
+        (
+            lambda x, y: (x @ y).int(),
+            "aten::mm:int8:int32 on cpu, with contiguous inputs of shapes [32, 32], [32, 32], is not aten::mm: "
+            "Tensor-likes are not equal!",
+        ),
+        (
+            lambda x, y: x.int() @ y.as_strided(y.shape, (y.shape[1], 1)).int(),
+            "with transposed inputs of shapes [32, 32], [32, 32], is not aten::mm",
+        ),
+        (
+            lambda x, y: (x.int() @ y.int()).reshape(y.shape[1], x.shape[0]),
+            "of shapes [32, 64], [64, 16], must return torch.int32 of shape [32, 16], got torch.int32 of shape [16",
+        ),
+        (
+            lambda x, y: x[:, : x.shape[1] // 8 * 8].int() @ y[: x.shape[1] // 8 * 8].int(),
+            "with contiguous inputs of shapes [3, 5], [5, 7], is not aten::mm",
+        ),
     ],
 )
 def test_a_kernel_that_is_not_its_op(kernel, message):

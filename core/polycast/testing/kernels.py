@@ -1,6 +1,6 @@
 """Checks of the kernels that compute an op with another output dtype than its inputs'."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -11,16 +11,22 @@ from ..backend import Backend, KernelKey
 from .samples import Sample, split
 from .subject import Device, Subject, require
 
-# Sizes that kernels for the matrix units of devices take.
-_SAMPLES: Mapping[str, Sample] = {
-    "aten::mm": lambda m: (m(32, 32), m(32, 32)),
-    "aten::matmul": lambda m: (m(32, 32), m(32, 32)),
-    "aten::linear": lambda m: (m(32, 32), m(32, 32)),
-    "aten::mv": lambda m: (m(32, 32), m(32)),
-    "aten::bmm": lambda m: (m(2, 32, 32), m(2, 32, 32)),
-    "aten::addmm": lambda m: (m(32, 32), m(32, 32), m(32, 32)),
-    "aten::baddbmm": lambda m: (m(2, 32, 32), m(2, 32, 32), m(2, 32, 32)),
-}
+
+def _products(i: int, j: int, k: int) -> Mapping[str, Sample]:
+    """Return arguments for products of an i x j matrix with a j x k matrix."""
+    return {
+        "aten::mm": lambda m: (m(i, j), m(j, k)),
+        "aten::matmul": lambda m: (m(i, j), m(j, k)),
+        "aten::linear": lambda m: (m(i, j), m(k, j)),
+        "aten::mv": lambda m: (m(i, j), m(j)),
+        "aten::bmm": lambda m: (m(2, i, j), m(2, j, k)),
+        "aten::addmm": lambda m: (m(i, k), m(i, j), m(j, k)),
+        "aten::baddbmm": lambda m: (m(2, i, k), m(2, i, j), m(2, j, k)),
+    }
+
+
+# Sizes that the matrix units of devices take, and some that they do not.
+_SIZES = tuple(_products(*sizes) for sizes in [(32, 32, 32), (32, 64, 16), (3, 5, 7)])
 
 
 def _name(op: torch._ops.OpOverload) -> str:
@@ -43,31 +49,56 @@ class KernelChecks(Subject):
         """A kernel gives what the op gives in float64, or for integers in int64, rounded to the output dtype."""
         if kernel is None:
             pytest.skip(f"the backend of {device.type} has no kernels")
-        op, taken, given = kernel_names(device.backend)[kernel]
-        make = {**_SAMPLES, **self.samples}.get(_name(op))
-        if make is None:
-            pytest.skip(
-                f"{_name(op)} was not called: no arguments for it are known. Give them in the attribute `samples`."
-            )
+        op, taken, _ = kernel_names(device.backend)[kernel]
+        name = _name(op)
+        samples = [self.samples[name]] if name in self.samples else [size[name] for size in _SIZES if name in size]
+        if not samples:
+            pytest.skip(f"{name} was not called: no arguments for it are known. Give them in the attribute `samples`.")
         torch.default_generator.manual_seed(0)
-        args, kwargs = split(make(_Integers(taken)))
-        exact = taken.is_floating_point or taken.is_complex
-        said = op(*_to(torch.float64 if exact else torch.int64, args), **kwargs).to(given)
-        on_device = tree_map(
-            lambda leaf: device.put(leaf) if isinstance(leaf, torch.Tensor) else leaf, _to(taken, args)
-        )
-        found = device.backend.kernels[op, taken, given](*on_device, **kwargs)
-        if found is NotImplemented:
+        called = [
+            _must_be_exact(device, kernel, (args, kwargs), layout)
+            for args, kwargs in [split(make(_Integers(taken))) for make in samples]
+            for layout in _LAYOUTS
+        ]
+        if not any(called):
             pytest.skip(f"{kernel} does not take the suite's arguments. Give it others in the attribute `samples`.")
-        require(
-            isinstance(found, torch.Tensor) and (found.dtype, found.shape) == (given, said.shape),
-            f"{kernel} on {device.type} must return {given} of shape {list(said.shape)}, got {_described(found)}",
-        )
-        if not device.fake:
-            try:
-                torch.testing.assert_close(device.values(found), said)
-            except AssertionError as error:
-                raise AssertionError(f"{kernel} on {device.type} is not {_name(op)}: {error}") from None
+
+
+def _must_be_exact(device: Device, kernel: str, arguments: tuple[Any, Any], layout: str) -> bool:
+    """Fail unless a kernel computes its op, for arguments in a layout; say whether it takes them."""
+    op, taken, given = kernel_names(device.backend)[kernel]
+    args, kwargs = arguments
+    exact = taken.is_floating_point or taken.is_complex
+    said = op(*_to(torch.float64 if exact else torch.int64, args), **kwargs).to(given)
+    on_device = tree_map(
+        lambda leaf: _LAYOUTS[layout](device.put(leaf)) if isinstance(leaf, torch.Tensor) else leaf, _to(taken, args)
+    )
+    found = device.backend.kernels[op, taken, given](*on_device, **kwargs)
+    if found is NotImplemented:
+        return False
+    sizes = ", ".join(str(list(leaf.shape)) for leaf in args if isinstance(leaf, torch.Tensor))
+    how = f"{kernel} on {device.type}, with {layout} inputs of shapes {sizes},"
+    require(
+        isinstance(found, torch.Tensor) and (found.dtype, found.shape) == (given, said.shape),
+        f"{how} must return {given} of shape {list(said.shape)}, got {_described(found)}",
+    )
+    if not device.fake:
+        try:
+            torch.testing.assert_close(device.values(found), said)
+        except AssertionError as error:
+            raise AssertionError(f"{how} is not {_name(op)}: {error}") from None
+    return True
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with its last two dimensions the other way round in memory."""
+    return tensor if tensor.dim() < 2 else tensor.mT.contiguous().mT
+
+
+_LAYOUTS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda tensor: tensor,
+    "transposed": _transposed,
+}
 
 
 def _to(dtype: torch.dtype, tree: Any) -> Any:
