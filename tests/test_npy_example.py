@@ -51,6 +51,8 @@ def test_its_own_tests_pass_on_the_wheels(environment, tmp_path):
     passed = re.search(r"(\d+) passed", printed)
     assert passed is not None, printed
     assert int(passed[1]) > 200
+    suite = "tests/test_conformance.py::TestNpy::test_op[aten::vdot-{}]"  # is printed, for it is expected to fail
+    assert [engine for engine in ("native", "reference") if suite.format(engine) in printed] == ["native", "reference"]
 
 
 def test_it_trains_a_perceptron_and_a_convolutional_network(environment, tmp_path):

@@ -1,8 +1,13 @@
 """Each op gives what it gives on the CPU, and so does its backward."""
 
+import inspect
+
 import pytest
 import torch
 from torch.nn import functional as F
+
+from polycast_npy.ops import _ON_ARRAYS
+from polycast_npy.ops.adapter import find
 
 X, Y = (3, 4), (3, 4)  # the shapes of the float32 inputs of a case
 
@@ -32,6 +37,11 @@ CASES = {
     "reciprocal": (lambda x: (x.abs() + 1).reciprocal(), X),
     "sin": (lambda x: x.sin(), X),
     "cos": (lambda x: x.cos(), X),
+    "tan": (lambda x: x.clamp(-1, 1).tan(), X),
+    "asin": (lambda x: (x.sin() / 2).asin(), X),
+    "acos": (lambda x: (x.sin() / 2).acos(), X),
+    "sinh": (lambda x: x.sinh(), X),
+    "cosh": (lambda x: x.cosh(), X),
     "tanh": (lambda x: x.tanh(), X),
     "sigmoid": (lambda x: x.sigmoid(), X),
     "atan2": (torch.atan2, X, Y),
@@ -218,6 +228,18 @@ def test_an_op_without_gradient_is_that_of_the_cpu(name):
     assert actual.device.type == "npy"
     assert actual.stride() == expected.stride()
     torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=0)
+
+
+def test_functions_of_arrays_take_the_arguments_of_their_op_by_name():
+    refused = []
+    for name, function in [item for module in _ON_ARRAYS for item in module.KERNELS.items()]:
+        arguments = find(name)._schema.arguments
+        outputs = [a.name for a in arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write]
+        try:
+            inspect.signature(function).bind(**{a.name: None for a in arguments if a.name not in outputs})
+        except TypeError as error:
+            refused.append((name, str(error)))
+    assert refused == []
 
 
 @pytest.mark.parametrize("op", [torch.mm, torch.add, torch.mul, lambda x, y: x.sum(0), lambda x, y: x.softmax(1)])

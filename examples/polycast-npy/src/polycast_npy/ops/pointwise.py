@@ -11,8 +11,11 @@ from .adapter import widen
 
 _UNARY = {
     "abs": np.abs,
+    "acos": np.arccos,
+    "asin": np.arcsin,
     "ceil": np.ceil,
     "cos": np.cos,
+    "cosh": np.cosh,
     "exp": np.exp,
     "expm1": np.expm1,
     "floor": np.floor,
@@ -27,7 +30,9 @@ _UNARY = {
     "sgn": np.sign,
     "sign": np.sign,
     "sin": np.sin,
+    "sinh": np.sinh,
     "sqrt": np.sqrt,
+    "tan": np.tan,
     "tanh": np.tanh,
 }
 _BINARY = {
