@@ -8,6 +8,7 @@ docs/distributed.md says how the same file runs on many machines.
 """
 
 import argparse
+import gc
 import os
 
 import torch
@@ -38,6 +39,15 @@ def main() -> None:
         device = torch.device(accelerator.type, int(os.environ["LOCAL_RANK"]))
         torch.accelerator.set_device_index(device.index)
     distributed.init_process_group(None if accelerator is not None else "gloo")
+    train(device, epochs)
+    distributed.destroy_process_group()
+    # A sharded model is in reference cycles. What is still alive when Python ends is let go of by threads of torch's that
+    # cannot have the interpreter any more, and abort the process.
+    gc.collect()
+
+
+def train(device: torch.device, epochs: int) -> None:
+    """Train, and say how it goes."""
     rank, processes = distributed.get_rank(), distributed.get_world_size()
     mesh = distributed.init_device_mesh(device.type, (processes,))
 
@@ -66,7 +76,6 @@ def main() -> None:
         distributed.all_reduce(total)
         if rank == 0:
             print(f"epoch {epoch + 1}  loss {total.item() / processes:.3f}  accuracy {right:.1%}", flush=True)
-    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
