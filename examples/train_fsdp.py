@@ -41,7 +41,7 @@ def main() -> None:
     distributed.init_process_group(None if accelerator is not None else "gloo")
     train(device, epochs)
     distributed.destroy_process_group()
-    # A sharded model is in reference cycles. What is still alive when Python ends is let go of by threads of torch's that
+    # A sharded model is in reference cycles. What is alive when Python ends is let go of by threads of torch's that
     # cannot have the interpreter any more, and abort the process.
     gc.collect()
 
