@@ -190,6 +190,9 @@ def check_availability(backend: Backend) -> Availability:
         answer = backend.availability()
     except Exception as cause:
         return _failed(cause)
+    # Every region asks, so the usual answer is told by the shortest way.
+    if type(answer) is Availability and answer.available is True and type(answer.reason) is str:
+        return answer
     return answer if answers(answer) else _wrong("availability", answer)
 
 

@@ -477,13 +477,19 @@ thread_local ThreadRegions regions;
 // The device type that a string names. Called with the GIL held.
 DeviceType device_of(PyObject* name) {
   static auto* const known = new std::unordered_map<std::string, DeviceType>();
-  std::string text = THPUtils_unpackString(name);
-  const auto found = known->find(text);
-  if (found != known->end()) {
-    return found->second;
+  static PyObject* last = nullptr;  // the string asked for last, held; most ask for one and the same again
+  static DeviceType type;
+  if (name == last) {
+    return type;
   }
-  const auto type = c10::Device(text).type();
-  known->emplace(std::move(text), type);
+  std::string text = THPUtils_unpackString(name);
+  auto found = known->find(text);
+  if (found == known->end()) {
+    const auto parsed = c10::Device(text).type();
+    found = known->emplace(std::move(text), parsed).first;
+  }
+  type = found->second;
+  Py_XSETREF(last, Py_NewRef(name));
   return type;
 }
 
