@@ -251,6 +251,7 @@ NO_TEXT = polycast.Availability(False, None)
 CHECKS = {
     "says no": (lambda: polycast.Availability(False, "no device"), "no device"),
     "raises": (raising(RuntimeError("driver 12 is too old")), "driver 12 is too old"),
+    "exits": (raising(SystemExit("no board")), "no board"),
     "raises without a text": (raising(OSError()), "OSError"),
     "returns a bool": (lambda: True, NO_ANSWER.format(True)),
     "returns nothing": (lambda: None, NO_ANSWER.format(None)),

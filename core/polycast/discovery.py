@@ -188,7 +188,7 @@ def check_availability(backend: Backend) -> Availability:
     """Return the answer of a backend's availability check; an exception is an answer too."""
     try:
         answer = backend.availability()
-    except Exception as cause:
+    except (Exception, SystemExit) as cause:  # some libraries exit where they find no device
         return _failed(cause)
     # Every region asks, so the usual answer is told by the shortest way.
     if type(answer) is Availability and answer.available is True and type(answer.reason) is str:
@@ -200,7 +200,7 @@ def check_dtype(backend: Backend, dtype: torch.dtype) -> Availability:
     """Return what a backend says of a fast dtype; an exception is an answer too."""
     try:
         answer = backend.dtype_availability(dtype)
-    except Exception as cause:
+    except (Exception, SystemExit) as cause:
         return _failed(cause)
     return answer if answers(answer) else _wrong("dtype_availability", answer)
 
@@ -210,7 +210,7 @@ def answers(answer: object) -> bool:
     return type(answer) is Availability and type(answer.available) is bool and type(answer.reason) is str
 
 
-def _failed(cause: Exception) -> Availability:
+def _failed(cause: BaseException) -> Availability:
     return Availability(False, str(cause) or type(cause).__name__)
 
 
