@@ -55,10 +55,10 @@ def run(tmp_path):
     return run
 
 
-def same(folder, *arguments, stdin=""):
+def same(folder, *arguments, stdin="", **environment):
     """Run a program with python and with polycast; say that they do the same, and return what that is."""
-    theirs = call(PYTHON, *arguments, folder=folder, stdin=stdin)
-    ours = call(POLYCAST, *arguments, folder=folder, stdin=stdin)
+    theirs = call(PYTHON, *arguments, folder=folder, stdin=stdin, **environment)
+    ours = call(POLYCAST, *arguments, folder=folder, stdin=stdin, **environment)
     assert (ours.returncode, ours.stdout, ours.stderr) == (theirs.returncode, theirs.stdout, theirs.stderr)
     return ours
 
@@ -94,6 +94,12 @@ def test_a_package_runs_its_main_module(write):
 
 def test_a_folder_runs_its_main_module(write):
     assert "__main__.py" in same(write(SELF_PORTRAIT, "folder/__main__.py"), "folder", "x").stdout
+
+
+@pytest.mark.parametrize("name", ["folder", "folder/__main__.py"])
+def test_a_safe_path_has_no_more_in_it_than_under_python(write, name):
+    folder = write("import sys; print(sys.path)", "folder/__main__.py")
+    assert same(folder, name, PYTHONSAFEPATH="1").returncode == 0
 
 
 def test_an_archive_runs_its_main_module(tmp_path):

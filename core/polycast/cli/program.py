@@ -46,16 +46,18 @@ class Program:
         if not isinstance(pkgutil.get_importer(path), (importlib.machinery.FileFinder, type(None))) or (
             os.path.isdir(path)
         ):
-            return lambda: self._run(self.name, path, lambda: _run_module("__main__", alter_argv=False))
+            return lambda: self._run(self.name, path, lambda: _run_module("__main__", alter_argv=False), found_in=True)
         with io.open_code(path) as file:
             content = file.read()
         folder = os.path.dirname(os.path.realpath(path))
         return lambda: self._run(self.name, folder, lambda: _run_code(content, path, path))
 
-    def _run(self, argv0: str, folder: str, execute: Callable[[], None]) -> None:
+    def _run(self, argv0: str, folder: str, execute: Callable[[], None], found_in: bool = False) -> None:
         sys.argv = [argv0, *self.arguments]
         if not getattr(sys.flags, "safe_path", False):
             sys.path[:1] = [folder]
+        elif found_in:  # what is run is found in the folder, so that is in the path all the same
+            sys.path.insert(0, folder)
         # The module that runs this one stays alive: its functions are still to return.
         _were_main.append(sys.modules["__main__"])
         main = sys.modules["__main__"] = ModuleType("__main__")
