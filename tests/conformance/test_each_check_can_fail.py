@@ -337,6 +337,18 @@ def test_a_kernel_that_is_not_its_op(kernel, message):
         check("test_kernel", having(kernels={MM_INT8: kernel}), "aten::mm:int8:int32")
 
 
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_device_that_is_said_to_be_there_and_is_not(fake):
+    def to_device(suite, tensor):
+        raise RuntimeError("no such device")
+
+    text = (
+        "cpu: availability() says that the device can be used, and a tensor cannot be put on it: RuntimeError: no such"
+    )
+    with pytest.raises(AssertionError, match=re.escape(text)):
+        check("test_availability", CpuBackend(), fake=fake, to_device=to_device)
+
+
 @pytest.mark.parametrize("op", [torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default])
 @pytest.mark.parametrize(("taken", "given"), [(torch.int8, torch.int32), (torch.bfloat16, torch.float32)])
 def test_a_kernel_that_is_its_op_passes(op, taken, given):

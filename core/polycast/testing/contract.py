@@ -1,4 +1,4 @@
-"""Checks of what a backend says of itself; they need no device."""
+"""Checks of what a backend says of itself; a device is used where the backend says that there is one."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,13 +18,21 @@ class ContractChecks(Subject):
         validate(self.loaded(), self.backend)
 
     def test_availability(self) -> None:
-        """The availability check answers with an Availability, whose reason says why the device cannot be used."""
+        """The availability check says truly whether the device can be used and, if not, why."""
         answer = _answer(f"{self.backend}: availability()", self.loaded().availability)
         require(
             answer or answer.reason.strip(),
             f"{self.backend}: availability() says that the device cannot be used and not why. Give the reason: "
             'polycast.Availability(False, "no device is visible")',
         )
+        if answer:
+            try:
+                self.to_device(torch.ones(1))
+            except Exception as error:
+                raise AssertionError(
+                    f"{self.backend}: availability() says that the device can be used, and a tensor cannot be put on "
+                    f"it: {type(error).__name__}: {error}. Let it say no, with the reason, where the device is absent."
+                ) from error
 
     def test_supported_dtypes(self) -> None:
         """The supported dtypes are floating point, there is one at least, and each is named once."""
