@@ -228,11 +228,12 @@ def unregister(old: Registration) -> None:
             kernels_of(device_type)
 
 
-def enter(owner: object, settings: state.Settings) -> None:
-    """Enter a region on this thread, with its kernels in place."""
-    state.machine.enter(owner, settings)
+def enter(owner: object, settings: state.Settings) -> bool:
+    """Enter a region on this thread, with its kernels in place; the answer is that of the state machine."""
+    recorded = state.machine.enter(owner, settings)
     if settings.device_type not in settled or settings.overlay is not None:
         put_in_place(owner, settings)
+    return recorded
 
 
 def put_in_place(owner: object, settings: state.Settings) -> None:

@@ -16,11 +16,12 @@ from torch.amp import autocast_mode
 from torch.amp.autocast_mode import autocast as torch_autocast
 from typing_extensions import Self, deprecated
 
-from .. import autograd, region, state
+from .. import autograd, region
 from ..engine import enter
 from ..errors import BackendNotFoundError
 from ..registry import is_autocast_available, registry
 from ..state import Settings
+from .export import record_entry
 from .torchscript import ScriptedAsTorch
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -40,17 +41,6 @@ def _has_backend(device_type: object) -> bool:
     except BackendNotFoundError:
         return False
     return True
-
-
-def _tell_export(function: Callable[..., Any], *arguments: object) -> None:
-    """Have torch.export, where it is what traces, put a region's begin or end into its graph, as torch's regions do."""
-    if torch._C._is_torch_function_mode_enabled():
-        from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
-
-        for mode in torch.overrides._get_current_function_mode_stack():  # type: ignore[no-untyped-call]
-            if isinstance(mode, PreDispatchTorchFunctionMode):
-                mode.__torch_function__(function, (), arguments)
-                return
 
 
 class _EqualToTorchs(ABCMeta):
@@ -101,20 +91,15 @@ class StandIn(region.autocast, torch_autocast, metaclass=_EqualToTorchs):
     def __enter__(self) -> Self:
         if self.is_torchs:
             torch_autocast.__enter__(self)  # type: ignore[no-untyped-call]
-        else:
-            enter(self, on_entry(self._settings))
-            _tell_export(
-                autocast_mode._enter_autocast, self.device, self.fast_dtype, self._enabled, self._cache_enabled
-            )
+        elif enter(self, on_entry(self._settings)):
+            record_entry(self._settings._replace(cache_enabled=self._cache_enabled))
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         if self.is_torchs:
             torch_autocast.__exit__(self, *exc_info)
         else:
-            if state.machine.leave(self) is None:
-                raise state.not_entered(self)
-            _tell_export(autocast_mode._exit_autocast)
+            region.autocast.__exit__(self, *exc_info)
 
     def __call__(self, func: _F) -> _F:
         """Return `func` wrapped so that its body runs in the region."""
