@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from polycast.engine import choose
+from polycast.engine.choice import choose
 
 from . import models, small, training
 from .processes import ImportTime, PeakMemory

@@ -8,7 +8,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import polycast
-from polycast import engine, registry
+from polycast.engine import installation
+from polycast.plugins.registry import registry
 
 DEVICES = torch._C._autocast_supported_devices()
 
@@ -22,7 +23,7 @@ def _leaves_nothing_behind():
     """After each test: this thread is in no region, autocast is off everywhere, torch has its own kernels."""
     yield
     left = [name for name in DEVICES if polycast.autocast_nesting(name) or torch.is_autocast_enabled(name)]
-    by_hand = [name for name, slot in registry.registry._slots().items() if slot.by_hand is not None]
+    by_hand = [name for name, slot in registry._slots().items() if slot.by_hand is not None]
     for name in by_hand:
         polycast.unregister_backend(name)
     polycast.uninstall()
@@ -33,10 +34,10 @@ def _leaves_nothing_behind():
 @pytest.fixture(name="engine", params=["native", "reference"])
 def _engine(request, monkeypatch):
     """Run a test once on each engine."""
-    engine.forget_choice()
+    installation.forget_choice()
     monkeypatch.setenv("POLYCAST_ENGINE", request.param)
     yield request.param
-    engine.forget_choice()
+    installation.forget_choice()
 
 
 @pytest.fixture

@@ -3,11 +3,10 @@
 PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has no assertion to rewrite here.
 """
 
-from .autograd import custom_bwd, custom_fwd
-from .backend import Availability, Backend
-from .capture import Snapshot, capture
-from .discovery import BackendStatus
-from .engine import install, uninstall
+from .drop_in.patch import patch_torch
+from .engine.installation import install, uninstall
+from .engine.register_op import OpRegistration, register_op
+from .engine.weight_cache import WeightCache, WeightCacheStats
 from .errors import (
     AutocastDisabledWarning,
     BackendBrokenError,
@@ -16,23 +15,19 @@ from .errors import (
     InvalidBackendError,
     StaleWeightError,
 )
-from .hookspecs import hookimpl
-from .interop.patch import patch_torch
-from .ops import OpRegistration, register_op
-from .out_dtype import out_dtype
-from .policy import CastPolicy, policy_table
-from .products import float32_products
-from .region import autocast, autocast_decorator
-from .registry import (
-    backends,
-    get_backend,
-    is_autocast_available,
-    register_backend,
-    unregister_backend,
-)
-from .scaler import grad_scaler
-from .standard import STANDARD_POLICIES, STANDARD_REMEDIES
-from .switches import (
+from .out_dtype.matmul_kernels import float32_products
+from .out_dtype.operator import out_dtype
+from .plugins.backend import Availability, Backend
+from .plugins.discovery import BackendStatus
+from .plugins.hookspecs import hookimpl
+from .plugins.registry import backends, get_backend, is_autocast_available, register_backend, unregister_backend
+from .policy.cast_policy import CastPolicy, policy_table
+from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
+from .region.autocast import autocast, autocast_decorator
+from .region.capture import Snapshot, capture
+from .region.custom_function import custom_bwd, custom_fwd
+from .region.grad_scaler import grad_scaler
+from .region.thread_state import (
     autocast_nesting,
     clear_autocast_cache,
     get_autocast_dtype,
@@ -42,7 +37,6 @@ from .switches import (
     set_autocast_dtype,
     set_autocast_enabled,
 )
-from .weights import WeightCache, WeightCacheStats
 
 __all__ = [
     "STANDARD_POLICIES",

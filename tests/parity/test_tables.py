@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import polycast
-from polycast.engine import torch_ops
-from polycast.policy import find_op
+from polycast.engine.installation import torch_ops
+from polycast.policy.schemas import find_op
 
 COUNTS = {"cpu": 127, "cuda": 119, "maia": 117, "mps": 95, "mtia": 117, "xpu": 117}  # of torch 2.13
 BUILT_INS = list(COUNTS)
@@ -42,7 +42,7 @@ def test_the_table_has_as_many_ops_as_torch_2_13(device_type, count):
 
 @pytest.mark.parametrize("device_type", BUILT_INS)
 def test_all_of_the_table_is_installed_and_none_of_it_is_new_to_torch(device_type, engine):
-    from polycast.engine import kernels_of
+    from polycast.engine.installation import kernels_of
 
     kernels = kernels_of(device_type)
     assert kernels.ops == set(polycast.get_backend(device_type).policies)

@@ -11,7 +11,7 @@ import polycast
 @pytest.fixture
 def regions(monkeypatch):
     """The dtypes of polycast's regions that were entered through torch's names, by device, None for disabled ones."""
-    from polycast.interop import stand_in
+    from polycast.drop_in import stand_in
 
     seen = []
 

@@ -2,7 +2,7 @@
 
 import typer
 
-from ..engine.build import BuildError, cache_directory, find_or_build
+from ..engine.native.build import BuildError, cache_directory, find_or_build
 from .terminal import library_errors
 
 

@@ -7,10 +7,11 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from ..discovery import BackendStatus
 from ..errors import BackendBrokenError
-from ..registry import backends, get_backend
-from .terminal import console, engine_name, library_errors, print_json, short, table
+from ..plugins.discovery import BackendStatus
+from ..plugins.registry import backends, get_backend
+from ..policy.dtypes import dtype_name
+from .terminal import console, engine_name, library_errors, print_json, table
 
 _STYLES = {
     "ready": "green",
@@ -46,7 +47,7 @@ class Device:
             "device_type": status.device_type,
             "state": status.state,
             "reason": status.reason,
-            "default_dtype": short(status.default_dtype) if status.default_dtype is not None else None,
+            "default_dtype": dtype_name(status.default_dtype) if status.default_dtype is not None else None,
             "supported_dtypes": list(self.supported_dtypes) if self.supported_dtypes is not None else None,
             "distribution": status.distribution,
             "version": status.version,
@@ -67,7 +68,7 @@ def _ask(status: BackendStatus) -> Device:
     if status.state in ("blocked", "conflict", "missing"):
         return Device(status)
     try:
-        return Device(status, tuple(map(short, get_backend(status.device_type).supported_dtypes())))
+        return Device(status, tuple(map(dtype_name, get_backend(status.device_type).supported_dtypes())))
     except BackendBrokenError as error:
         return Device(status, failure=error.__cause__ or error)
     except Exception as error:  # a plugin may raise anything; the others are listed all the same
@@ -102,7 +103,7 @@ def _print(devices: list[Device], engine: str) -> None:
         rows.add_row(
             status.device_type,
             Text(status.state, _STYLES[status.state]),
-            short(status.default_dtype) if status.default_dtype is not None else "-",
+            dtype_name(status.default_dtype) if status.default_dtype is not None else "-",
             ", ".join(device.supported_dtypes) if device.supported_dtypes is not None else "-",
             f"{status.distribution} {status.version}".strip() or "-",
         )

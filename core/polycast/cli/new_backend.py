@@ -10,10 +10,10 @@ from typing import Annotated
 import torch
 import typer
 
-from ..discovery import BUILT_IN
-from ..engine import torch_ops
-from ..hookspecs import ENTRY_POINT_GROUP
-from ..standard import STANDARD_POLICIES
+from ..engine.installation import torch_ops
+from ..plugins.discovery import BUILT_IN
+from ..plugins.hookspecs import ENTRY_POINT_GROUP
+from ..policy.standard import STANDARD_POLICIES
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _SUFFIX = ".template"

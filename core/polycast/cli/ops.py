@@ -1,46 +1,16 @@
 """``polycast ops``: the policy table of a device, and where it differs from what the running torch does."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 import typer
 
-from ..backend import Backend
-from ..engine import torch_ops
-from ..policy import CastPolicy, find_op
-from ..registry import get_backend
+from ..engine.drift import drift_of
+from ..plugins.backend import Backend
+from ..plugins.registry import get_backend
+from ..policy.cast_policy import CastPolicy
 from .terminal import console, library_errors, print_json, table
-
-
-@dataclass(frozen=True)
-class Drift:
-    """Where a backend's table and the running torch's differ: op names, sorted.
-
-    Attributes:
-        only_in_torch: torch has a kernel at the device's Autocast key, the table has no policy.
-        only_in_table: the table has a policy, torch has none for the op.
-        skipped: the table has a policy, this torch has no such op.
-    """
-
-    only_in_torch: tuple[str, ...]
-    only_in_table: tuple[str, ...]
-    skipped: tuple[str, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.only_in_torch or self.only_in_table or self.skipped)
-
-
-def drift_of(backend: Backend) -> Drift:
-    """Compare a backend's table with the running torch's."""
-    in_torch = torch_ops(backend.device_type)
-    in_table = sorted(backend.policies.keys() - in_torch)
-    return Drift(
-        tuple(sorted(in_torch - backend.policies.keys())),
-        tuple(name for name in in_table if find_op(name) is not None),
-        tuple(name for name in in_table if find_op(name) is None),
-    )
 
 
 def show(

@@ -8,12 +8,13 @@ from typing import Annotated
 import torch
 import typer
 
-from ..discovery import check_availability, check_dtype
-from ..engine import choose
-from ..registry import get_backend
-from .program import Program
-from .session import Options, Session
-from .terminal import library_errors, short
+from ..drop_in.program import Program
+from ..drop_in.session import Options, Session
+from ..engine.choice import choose
+from ..plugins.discovery import check_availability, check_dtype
+from ..plugins.registry import get_backend
+from ..policy.dtypes import dtype_name
+from .terminal import library_errors
 
 
 class Engine(enum.Enum):
@@ -74,7 +75,7 @@ def _parse_wrap(text: str) -> tuple[str, torch.dtype | None]:
     backend = get_backend(device)
     dtype = getattr(torch, name, None) if colon else None
     if colon and not isinstance(dtype, torch.dtype):
-        supported = ", ".join(map(short, backend.supported_dtypes()))
+        supported = ", ".join(map(dtype_name, backend.supported_dtypes()))
         raise ValueError(
             f"--wrap {text}: {name!r} is not a dtype. Expected DEVICE or DEVICE:DTYPE; {device} supports {supported}."
         )

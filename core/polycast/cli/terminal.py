@@ -4,14 +4,13 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from .. import env
-from ..engine import choose
+from ..engine.choice import choose
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -30,11 +29,6 @@ def table(*columns: str, numbers: tuple[str, ...] = (), title: str | None = None
 def print_json(value: object) -> None:
     """Print a value for programs."""
     typer.echo(json.dumps(value, indent=2))
-
-
-def short(dtype: torch.dtype) -> str:
-    """Return a dtype's name without the module: ``bfloat16``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def engine_name() -> str:

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
-from ..backend import Backend
 from ..errors import InvalidBackendError
-from ..policy import CastPolicy, entry_problem, find_op
+from ..plugins.backend import Backend
+from ..policy.cast_policy import CastPolicy
+from ..policy.schemas import find_op
+from ..policy.validation import entry_problem
 
 
 def autocast_key(device_type: str) -> str:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ..engine import torch_ops
-from ..policy import find_op
+from ..engine.installation import torch_ops
+from ..policy.schemas import find_op
 from . import expected
 from .casts import CastChecks
 from .compiling import CompileChecks

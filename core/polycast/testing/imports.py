@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ..registry import backends
+from ..plugins.registry import backends
 from .subject import Subject, require
 
 _SCRIPT = """

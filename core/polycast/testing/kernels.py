@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from ..backend import Backend, KernelKey
+from ..plugins.backend import Backend, KernelKey
 from .samples import Sample, split
 from .subject import Device, Subject, require
 

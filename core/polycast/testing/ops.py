@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..cli.ops import drift_of
-from ..policy import CastPolicy, find_op
+from ..engine.drift import drift_of
+from ..policy.cast_policy import CastPolicy
+from ..policy.schemas import find_op
 from . import expected
 from .oracle import call_as, eligible
 from .samples import SAMPLES, split

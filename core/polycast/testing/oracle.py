@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..policy import CastPolicy, optional_dtype, overload_with_dtype
+from ..policy.cast_policy import CastPolicy
+from ..policy.schemas import optional_dtype, overload_with_dtype
 
 
 def eligible(value: object, device_type: str) -> bool:

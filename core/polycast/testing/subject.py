@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from ..backend import Availability, Backend
-from ..discovery import check_availability
-from ..engine import install
+from ..engine.installation import install
 from ..engine.kernels import autocast_key, dispatch_key
-from ..region import autocast
-from ..registry import get_backend
-from ..switches import autocast_nesting
+from ..plugins.backend import Availability, Backend
+from ..plugins.discovery import check_availability
+from ..plugins.registry import get_backend
+from ..region.autocast import autocast
+from ..region.thread_state import autocast_nesting
 from . import expected
 from .samples import Sample
 

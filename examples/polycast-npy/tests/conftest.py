@@ -20,7 +20,7 @@ def _seed():
 @pytest.fixture(name="engine", params=["native", "reference"])
 def _engine(request, monkeypatch):
     """Run a test once on each engine of polycast's."""
-    from polycast.engine import forget_choice
+    from polycast.engine.installation import forget_choice
 
     forget_choice()
     monkeypatch.setenv("POLYCAST_ENGINE", request.param)

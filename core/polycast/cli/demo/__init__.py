@@ -10,8 +10,8 @@ import torch
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ...engine import uninstall
-from ...registry import backends
+from ...engine.installation import uninstall
+from ...plugins.registry import backends
 from ..terminal import console, engine_name, library_errors
 from .checks import MIN_ACCURACY, Result, problems
 from .digits import Digits, load_digits

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..terminal import short
+from ...policy.dtypes import dtype_name
 from .timing import Timing
 from .training import POLYCAST, TORCH, Run
 
@@ -54,8 +54,8 @@ def _problems(result: Result) -> Iterator[str]:
             f"{difference:.1e} of the larger, at most {LOSS_TOLERANCE:.0e} was expected"
         )
     for run in (theirs, ours):
-        if short(result.dtype) not in run.dtypes.values():
-            yield f"no layer puts out {short(result.dtype)} under {run.mode}: it was not in force"
+        if dtype_name(result.dtype) not in run.dtypes.values():
+            yield f"no layer puts out {dtype_name(result.dtype)} under {run.mode}: it was not in force"
     for layer, dtype in theirs.dtypes.items():
         if ours.dtypes[layer] != dtype:
             yield f"{layer} puts out {dtype} under torch.autocast, but {ours.dtypes[layer]} under polycast.autocast"

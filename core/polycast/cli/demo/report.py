@@ -2,7 +2,8 @@
 
 from rich.console import Console
 
-from ..terminal import short, table
+from ...policy.dtypes import dtype_name
+from ..terminal import table
 from .checks import Result
 from .timing import Timing
 from .training import FLOAT32, MODES, POLYCAST, TORCH, Mode
@@ -24,7 +25,7 @@ def _print_runs(result: Result, out: Console) -> None:
         "final loss",
         "seconds",
         numbers=("test accuracy", "final loss", "seconds"),
-        title=f"Training on {result.device_type}, fast dtype {short(result.dtype)}",
+        title=f"Training on {result.device_type}, fast dtype {dtype_name(result.dtype)}",
     )
     for run in result.runs.values():
         rows.add_row(run.mode, f"{run.accuracy:.2%}", f"{run.loss:.8f}", f"{run.seconds:.2f}")

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...engine import install, uninstall
-from ...region import autocast
-from ..terminal import short
+from ...engine.installation import install, uninstall
+from ...policy.dtypes import dtype_name
+from ...region.autocast import autocast
 from .digits import SEED, Digits, network
 
 BATCH = 64
@@ -131,7 +131,7 @@ class _Trainer:
         found: dict[str, str] = {}
 
         def hook(name: str) -> Callable[..., None]:
-            return lambda layer, inputs, output: found.update({name: short(output.dtype)})
+            return lambda layer, inputs, output: found.update({name: dtype_name(output.dtype)})
 
         layers = {**dict(self._network.named_children()), "loss": self._criterion}
         handles = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]

@@ -1,0 +1,44 @@
+"""Regions in what torch.export traces without Dynamo: recorded in the graph, as torch's own are.
+
+Such a trace runs the Python of the model, and a function mode of torch's writes down the ops above the Autocast key, so
+before any cast. torch.autocast tells that mode when it is entered and left; so does a region, and the exported program
+holds it as ``wrap_with_autocast``.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+
+from ..engine.state import Settings
+
+
+def record_entry(settings: Settings) -> None:
+    """Record that a region is entered, where something records.
+
+    Raises:
+        RuntimeError: the region has a policy, for which the graph of an exported program has no place.
+    """
+    for mode in _recording_modes():
+        if settings.overlay is not None:
+            raise RuntimeError(
+                "torch.export: a region with policy= cannot be exported, for a program can hold torch's autocast only. "
+                "Leave out policy=, or cast in the model what has to run in another dtype."
+            )
+        values = settings.device_type, settings.dtype, settings.enabled, settings.cache_enabled
+        mode.__torch_function__(_enter_autocast, (), values)
+
+
+def record_exit() -> None:
+    """Record that the region entered last is left, where something records."""
+    for mode in _recording_modes():
+        mode.__torch_function__(_exit_autocast, (), ())
+
+
+def _recording_modes() -> Iterator[Any]:
+    from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode  # heavy, and only modes bring us here
+
+    for mode in torch.overrides._get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+        if isinstance(mode, PreDispatchTorchFunctionMode):
+            yield mode

@@ -1,0 +1,141 @@
+"""What is in force while ``polycast run`` runs a program: torch patched, and what the options ask for."""
+
+import atexit
+import functools
+import itertools
+import multiprocessing.spawn
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..engine import state
+from ..engine.choice import choose
+from ..engine.state import Settings
+from ..engine.weight_cache import WeightCache
+from ..policy.dtypes import dtype_name
+from . import stand_in
+from .patch import patch_torch
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a session is made of.
+
+    Attributes:
+        weight_cache: keep the casts of weights between regions that are entered under no_grad.
+        wrap: device type and dtype of the region that the outermost call of a module runs in; None for no such region.
+    """
+
+    weight_cache: bool = False
+    wrap: tuple[str, torch.dtype | None] | None = None
+
+
+class Session:
+    """A session, in force from :meth:`start` until the process ends: threads may outlive the program's last line."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._regions: dict[tuple[str, torch.dtype | None], Iterator[int]] = {}
+        self._cache = WeightCache() if options.weight_cache else None
+
+    def start(self) -> None:
+        """Put it in force; in the processes that are spawned too."""
+        patch_torch().start()
+        stand_in.on_entry = self._on_entry()
+        if self._options.wrap is not None:
+            _wrap_modules(*self._options.wrap)
+        _extend_to_spawned(self._options)
+
+    def report_at_exit(self) -> None:
+        """Write the summary when this process ends, after all that the program does."""
+        process = os.getpid()
+
+        def report() -> None:
+            if os.getpid() == process and sys.stderr is not None:  # a fork may end in the usual way too
+                print(self.summary(), file=sys.stderr, flush=True)
+
+        atexit.register(report)
+
+    def _on_entry(self) -> Callable[[Settings], Settings]:
+        cache = self._cache
+        regions = self._regions
+
+        @functools.lru_cache  # a program has few, and enters them often
+        def with_cache(settings: Settings) -> Settings:
+            return settings._replace(cache=cache)
+
+        def on_entry(settings: Settings) -> Settings:
+            key = settings.device_type, settings.dtype if settings.enabled else None
+            next(regions.setdefault(key, itertools.count()))  # threads and forks need no lock for this
+            if cache is None or settings.cache_enabled is False or torch.is_grad_enabled():
+                return settings
+            given: Settings = with_cache(settings)
+            return given
+
+        return on_entry
+
+    def summary(self) -> str:
+        """Return the line that says what ran; asked for once, because the counters count the question."""
+        counts = {key: next(counter) for key, counter in sorted(self._regions.items(), key=str)}
+        if not counts:
+            return "polycast: no region was entered: the program did not use torch.autocast (see polycast run --wrap)"
+        each = [
+            f"{device} {dtype_name(dtype) if dtype else 'disabled'} {count}"
+            for (device, dtype), count in counts.items()
+        ]
+        total = sum(counts.values())
+        said = f"polycast: {choose().name} engine, {total} region{'s' * (total > 1)} ({', '.join(each)})"
+        if self._cache is not None:
+            stats = self._cache.stats()
+            said += f", weight cache: {stats.hits} hits, {stats.misses} misses, {stats.bytes / 2**20:.1f} MiB"
+        return said
+
+
+def _wrap_modules(device_type: str, dtype: torch.dtype | None) -> None:
+    """Have the outermost call of a module, on each thread, run in a region, unless it is in one for the device."""
+    call = torch.nn.Module.__call__
+    inside = threading.local()
+
+    @functools.wraps(call)
+    def wrapped(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if getattr(inside, "one", False) or state.machine.nesting(device_type):
+            return call(module, *args, **kwargs)
+        inside.one = True
+        try:
+            with stand_in.StandIn(device_type, dtype):
+                return call(module, *args, **kwargs)
+        finally:
+            inside.one = False
+
+    setattr(torch.nn.Module, "__call__", wrapped)
+
+
+class _InSpawned:
+    """Starts a session where it is unpickled: in a process that multiprocessing spawns, before its main module runs."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    def __reduce__(self) -> tuple[Callable[[Options], None], tuple[Options]]:
+        return _start_in_spawned, (self._options,)
+
+
+def _start_in_spawned(options: Options) -> None:
+    Session(options).start()
+
+
+def _extend_to_spawned(options: Options) -> None:
+    # Fork needs nothing. Spawned processes and the fork server's read what this function returns, and take from it what
+    # they know.
+    prepare: Callable[[str], dict[str, Any]] = multiprocessing.spawn.get_preparation_data
+
+    @functools.wraps(prepare)
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {**prepare(name), "polycast": _InSpawned(options)}
+
+    setattr(multiprocessing.spawn, "get_preparation_data", get_preparation_data)

@@ -1,0 +1,100 @@
+"""Which engine runs regions and kernels: chosen at the first region, for the life of the process."""
+
+import threading
+import warnings
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from .. import env
+from ..plugins.backend import Backend
+from ..policy.cast_policy import CastPolicy
+from . import state
+from .kernels import Kernels
+from .reference.engine import ReferenceEngine
+
+
+class Engine(state.StateMachine, Protocol):
+    """What runs regions and kernels."""
+
+    name: str
+
+    def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy], /) -> Kernels:
+        """Put a backend's kernels in place, for the ops that `policies` names."""
+
+
+class _Unchosen:
+    """Stands where the engine's state machine will, until the first region makes a choice necessary."""
+
+    def enter(self, owner: object, settings: state.Settings) -> bool:
+        return choose().enter(owner, settings)
+
+    def leave(self, owner: object) -> bool | None:
+        return choose().leave(owner)
+
+    def last(self) -> None:
+        return None
+
+    def open_regions(self, device_type: str) -> int:
+        return 0
+
+    def innermost(self, device_type: str) -> None:
+        return None
+
+    def nesting(self, device_type: str) -> int:
+        return 0
+
+    def dtype(self, device_type: str) -> torch.dtype:
+        return torch.get_autocast_dtype(device_type)
+
+    def clear_own_casts(self) -> None:
+        pass
+
+
+_reference = ReferenceEngine()
+_engine: Engine | None = None
+_lock = threading.RLock()
+
+state.use(_Unchosen())
+
+
+def choose() -> Engine:
+    """Return the engine, choosing it if none is: as POLYCAST_ENGINE says, and the native one where it can be had.
+
+    Raises:
+        ValueError: POLYCAST_ENGINE has a value that is not legal.
+        RuntimeError: POLYCAST_ENGINE is ``native``, and that engine cannot be built.
+    """
+    global _engine
+    with _lock:
+        if _engine is None:
+            _engine = _choose(env.engine())
+            state.use(_engine)
+        return _engine
+
+
+def forget() -> None:
+    """Have the next region choose anew; no region may be open and no kernels in place."""
+    global _engine
+    with _lock:
+        _engine = None
+        state.use(_Unchosen())
+
+
+def _choose(wanted: str) -> Engine:
+    if wanted == "reference":
+        return _reference
+    from .native import build  # what it imports takes a while, and is needed here only
+
+    try:
+        return build.load()
+    except build.BuildError as error:
+        if wanted == "native":
+            raise RuntimeError(f"POLYCAST_ENGINE=native, but the native engine cannot be built: {error}") from error
+        warnings.warn(
+            f"polycast runs on its reference engine, which is slower: the native engine cannot be built: {error} "
+            "Set POLYCAST_ENGINE=reference to be content with it.",
+            stacklevel=2,
+        )
+        return _reference

@@ -1,0 +1,160 @@
+"""The kernels that are in place at the dispatcher's Autocast keys: installing, uninstalling and changing them."""
+
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+
+from ..plugins.registry import registry
+from ..policy.registered import Registration, policies_for, refuse_conflict, registrations
+from . import state
+from .choice import choose, forget
+from .kernels import Kernels, autocast_key
+
+installed: dict[str, Kernels] = {}
+"""By device type, the kernels that are in place."""
+fully_installed: set[str] = set()
+"""The device types whose kernels are in place and await no more ops: their regions need not look."""
+_lock = threading.RLock()
+
+
+def forget_choice() -> None:
+    """Uninstall all kernels and have the next region choose an engine anew; no region may be open."""
+    uninstall()
+    forget()
+
+
+def install(device_type: str) -> None:
+    """Put polycast's kernels in place for a device, also where the device cannot be used now.
+
+    The first region for a device does this by itself. By hand it is of use for what enables autocast otherwise
+    (torch.autocast, ``torch.set_autocast_enabled``) and for fake tensors of a device that is absent. It changes the
+    kernels of the whole process; :func:`uninstall` gives torch its own back.
+
+    Args:
+        device_type: a device string that torch knows, such as ``"cuda"``.
+
+    Raises:
+        ValueError, RuntimeError: as :func:`polycast.get_backend`.
+
+    Example:
+        >>> import polycast
+        >>> polycast.install("cpu")
+        >>> polycast.uninstall("cpu")
+    """
+    kernels_of(registry.find(device_type).device_type)
+
+
+def uninstall(device_type: str | None = None) -> None:
+    """Take polycast's kernels away: torch has its own again, as if polycast had never been used.
+
+    The next region for the device puts them back. Where torch's own regions run on them, in other threads, that is the
+    caller's to know: torch's dispatcher lets no kernel be taken away from under a call.
+
+    Args:
+        device_type: the device; None for all.
+
+    Raises:
+        ValueError, RuntimeError: `device_type` is not a device string that torch knows.
+        RuntimeError: a thread is in a region of polycast's for the device; nothing changes.
+    """
+    names = None if device_type is None else [registry.parse_device_type(device_type)]
+    _run_uninstalled(names, lambda: None)
+
+
+def _run_uninstalled(device_types: Iterable[str] | None, change: Callable[[], object]) -> None:
+    """Make a change while the kernels of devices (None: of all) are uninstalled, if no region for them is open.
+
+    A region is entered before it asks for its kernels: it is counted here, or finds its kernels gone and waits for us.
+    """
+    with _lock:
+        names = list(installed) if device_types is None else [name for name in device_types if name in installed]
+        taken = {name: installed.pop(name) for name in names}
+        fully_installed.difference_update(names)
+        for name in names:
+            count = state.machine.open_regions(name)
+            if count:
+                installed.update(taken)
+                raise RuntimeError(
+                    f"polycast's kernels for {name!r} are in use: {count} region{'s are' * (count > 1) or ' is'} open, "
+                    "counting all threads. Leave them first."
+                )
+        try:
+            change()
+        except BaseException:
+            installed.update(taken)
+            raise
+        for kernels in taken.values():
+            kernels.remove()
+
+
+def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
+    """Return a device's kernels, putting in place what is not there yet: those of its table and of the ops `also`."""
+    while True:
+        kernels = installed.get(device_type)
+        if kernels is None:
+            backend = registry.find(device_type)  # not with the lock held: a plugin may be imported, and do anything
+            with _lock:
+                if device_type not in installed and registry.find(device_type) is backend:
+                    installed[device_type] = choose().kernels(
+                        backend, {**backend.policies, **policies_for(device_type)}
+                    )
+        else:
+            for name in also:
+                if name not in kernels.ops:
+                    kernels.add(name, None)
+            if device_type not in fully_installed:
+                kernels.look_again()
+                with _lock:
+                    if not kernels.awaited and installed.get(device_type) is kernels:
+                        fully_installed.add(device_type)
+            return kernels
+
+
+def register(new: Registration) -> None:
+    """Have a registered policy in force, also in the regions that are open.
+
+    Raises:
+        ValueError: an op has another policy registered.
+    """
+    with _lock:
+        refuse_conflict(new)
+        registrations.append(new)
+        try:
+            for device_type, kernels in installed.items():
+                for name, policy in policies_for(device_type).items():
+                    kernels.add(name, policy, over=True)
+        except BaseException:
+            registrations.remove(new)
+            raise
+
+
+def unregister(old: Registration) -> None:
+    """Take a registered policy back, if it is in force: what was there before it is there again.
+
+    Raises:
+        RuntimeError: a thread is in a region of a device whose kernels have to change; nothing changes.
+    """
+    with _lock:
+        if old not in registrations:
+            return
+        others = [registration for registration in registrations if registration is not old]
+        changed = [name for name in installed if policies_for(name) != policies_for(name, others)]
+        _run_uninstalled(changed, lambda: registrations.remove(old))
+        for device_type in changed:
+            kernels_of(device_type)
+
+
+def torch_ops(device_type: str) -> frozenset[str]:
+    """Return the ops that the running torch itself treats at a device's Autocast key, by their dispatcher names."""
+    key = autocast_key(device_type)
+    kernels = installed.get(device_type)
+    return frozenset(
+        name
+        for name in torch._C._dispatch_get_all_op_names()
+        if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+        and not (kernels is not None and name in kernels.added)
+    )
+
+
+registry.run_uninstalled = _run_uninstalled

@@ -1,0 +1,79 @@
+// The native engine's Python module: the semantics of the reference engine at the speed of torch's own kernels.
+//
+// Compiled as one unit with the files it includes: parsing torch's headers is most of the build, and is done once so. From
+// the bottom: store.h, regions.h, casting.h, kernels.h. Each says what it owns and which lock it takes.
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "kernels.h"
+#include "regions.h"
+#include "store.h"
+
+namespace {
+
+PyMethodDef functions[] = {
+    {"enter",
+     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&enter)),
+     METH_FASTCALL,
+     "Enter a region on this thread."},
+    {"leave", &leave, METH_O, "Leave the innermost region that an owner entered on this thread."},
+    {"dtype", &dtype, METH_O, "Return the fast dtype of a device on this thread."},
+    {nullptr, nullptr, 0, nullptr}};
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  py::class_<Overlay, std::shared_ptr<Overlay>>(module, "Overlay", py::module_local())
+      .def(py::init([](const std::unordered_map<int64_t, int>& policies) {
+        auto overlay = std::make_shared<Overlay>();
+        for (const auto& [number, policy] : policies) {
+          overlay->policies.emplace(number, static_cast<Policy>(policy));
+        }
+        return overlay;
+      }));
+  py::class_<Store, std::shared_ptr<Store>>(module, "Store", py::module_local())
+      .def(
+          py::init([](std::optional<size_t> max_bytes, bool verify) {
+            return std::make_shared<Store>(false, max_bytes, verify);
+          }))
+      .def("clear", &Store::clear, py::call_guard<py::gil_scoped_release>())
+      .def("statistics", [](Store& store) {
+        const Statistics now = store.statistics();
+        return py::make_tuple(now.entries, now.bytes, now.hits, now.misses, now.evictions);
+      });
+  py::class_<Library>(module, "Library", py::module_local())
+      .def(py::init<std::string, const std::string&, const std::string&>())
+      .def("impl", &Library::impl)
+      .def("fallthrough", &Library::fallthrough)
+      .def("remove", &Library::remove);
+  module.def("last", &last);
+  module.def("innermost", &innermost);
+  module.def("nesting", &nesting);
+  module.def("open_regions", &open_regions);
+  module.def("clear_own_casts", &clear_own_casts, py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "bind",
+      [](const std::vector<std::string>& policies, py::object overlay,
+         py::object store,
+         py::object rewritten,
+         py::object error,
+         std::string text) {
+        TORCH_CHECK(std::equal(policies.begin(), policies.end(), kPolicyNames.begin(), kPolicyNames.end()));
+        native_overlay = overlay.release().ptr();
+        native_store = store.release().ptr();
+        storages_are_rewritten = rewritten.release().ptr();
+        stale_weight_error = error.release().ptr();
+        stale_weight_message = std::move(text);
+      });
+  if (PyModule_AddFunctions(module.ptr(), functions) != 0) {
+    throw py::error_already_set();
+  }
+}

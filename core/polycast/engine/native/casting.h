@@ -1,0 +1,84 @@
+// Which tensors are cast, which of them are weights, and whether the cast of a weight is kept.
+//
+// Owns nothing. Locks. The GIL is taken to ask Python about a weight that shares its storage, and whether a device captures
+// a graph: with no lock of a store held.
+
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "regions.h"
+#include "store.h"
+
+namespace {  // all is one unit, binding.cpp
+
+using c10::DispatchKey;
+
+// Set by bind(); it lives as long as the process.
+PyObject* storages_are_rewritten = nullptr;
+
+bool is_eligible(const Tensor& tensor, DeviceType device) {
+  return tensor.defined() && tensor.is_floating_point() && tensor.scalar_type() != at::kDouble &&
+      tensor.device().type() == device;
+}
+
+// A weight is a float32 leaf that requires grad, or a Parameter that does not. Subclasses other than Parameter are not.
+// One with a tangent of forward-mode differentiation is left alone: a kept cast would be without it.
+bool is_weight(const Tensor& tensor) {
+  const TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+  if (tensor.scalar_type() != at::kFloat || tensor.layout() != at::kStrided || tensor.is_inference() || tensor.is_nested() ||
+      impl->key_set().has(DispatchKey::Python)) {
+    return false;
+  }
+  // The tensor is held, so its object is alive, and the type of an object can be read without the GIL.
+  const PyObject* const object = impl->pyobj_slot()->load_pyobj();
+  const auto* const type = object == nullptr ? THPVariableClass : reinterpret_cast<const PyObject*>(Py_TYPE(object));
+  const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta == nullptr) {
+    return type == ParameterClass;
+  }
+  return (type == ParameterClass || (type == THPVariableClass && meta->requires_grad_)) && meta->grad_fn_ == nullptr &&
+      !meta->is_view_ && meta->fw_grad_ == nullptr;
+}
+
+// See storages_are_rewritten in engine/weights.py. Few weights share their storage, so the GIL is rarely taken.
+bool is_rewritten(const Tensor& weight) {
+  if (weight.storage().use_count() == 1) {
+    return false;
+  }
+  const py::gil_scoped_acquire gil;
+  return py::handle(storages_are_rewritten)().cast<bool>();
+}
+
+// Not while something records, transforms or watches the ops.
+bool caching_is_safe() {
+  static constexpr c10::DispatchKeySet kWatchers{
+      DispatchKey::Python, DispatchKey::Tracer, DispatchKey::FuncTorchDynamicLayerFrontMode};
+  return !c10::impl::tls_local_dispatch_key_set().included_.has_any(kWatchers);
+}
+
+// Cast an eligible tensor of another dtype.
+Tensor cast(const Tensor& tensor, ScalarType dtype, DeviceType device, const py::object& is_capturing) {
+  Store* const store = regions.of(device).store;
+  if (store == nullptr) {
+    return at::autocast::cached_cast(dtype, tensor, device);  // a region of torch's has torch's cache
+  }
+  if (dtype != at::kFloat && is_weight(tensor) && at::autocast::is_autocast_cache_enabled() && caching_is_safe() &&
+      !is_rewritten(tensor)) {
+    bool capturing = false;
+    if (is_capturing) {
+      py::gil_scoped_acquire gil;
+      capturing = is_capturing().cast<bool>();
+    }
+    if (!capturing) {
+      return store->cast(tensor, dtype);
+    }
+  }
+  return tensor.to(dtype);
+}
+
+}  // namespace

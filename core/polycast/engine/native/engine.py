@@ -1,0 +1,94 @@
+"""The native engine: what Python sees of the C++."""
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from ...errors import StaleWeightError
+from ...plugins.backend import Backend
+from ...policy.cast_policy import CastPolicy
+from ..kernels import Kernels, refusal
+from ..state import Overlay, Settings
+from ..weight_cache import WeightCache
+from ..weights import STALE, storages_are_rewritten
+
+# The numbers that regions.h's enumeration Policy gives them.
+_POLICIES: dict[CastPolicy | None, int] = {None: -1, **{policy: number for number, policy in enumerate(CastPolicy)}}
+
+
+class NativeEngine:
+    """The engine in C++, once it is built and loaded."""
+
+    name = "native"
+
+    def __init__(self, extension: ModuleType) -> None:
+        policies = [policy.name for policy in CastPolicy]
+        extension.bind(
+            policies, self._native_overlay, self._native_store, storages_are_rewritten, StaleWeightError, STALE
+        )
+        self._extension = extension
+        self._numbers: dict[str, int] = {}
+        # See StateMachine.
+        self.enter: Callable[[object, Settings], bool] = extension.enter
+        self.leave: Callable[[object], bool | None] = extension.leave
+        self.last = extension.last
+        self.innermost = extension.innermost
+        self.nesting = extension.nesting
+        self.open_regions = extension.open_regions
+        self.dtype: Callable[[str], torch.dtype] = extension.dtype
+        self.clear_own_casts = extension.clear_own_casts
+
+    def number(self, name: str) -> int:
+        """Return the number by which kernels and overlays know an op."""
+        return self._numbers.setdefault(name, len(self._numbers))
+
+    def _native_store(self, cache: WeightCache) -> Any:
+        return cache.store(self.name, self._extension.Store)
+
+    def _native_overlay(self, overlay: Overlay) -> Any:
+        native = overlay.derived.get(self.name)
+        if native is None:
+            policies = {self.number(name): _POLICIES[policy] for name, policy in overlay.items()}
+            native = overlay.derived[self.name] = self._extension.Overlay(policies)
+        return native
+
+    def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy]) -> Kernels:
+        """Put a backend's kernels in place."""
+        return _NativeKernels(backend, policies, self, self._extension)
+
+
+class _NativeKernels(Kernels):
+    def __init__(
+        self, backend: Backend, policies: Mapping[str, CastPolicy], engine: NativeEngine, extension: ModuleType
+    ) -> None:
+        self._engine = engine
+        self._extension = extension
+        self._libraries: dict[str, Any] = {}
+        # Asking costs the GIL at each cast of a weight, so those that never capture are not asked.
+        overridden = type(backend).is_capturing is not Backend.is_capturing or "is_capturing" in vars(backend)
+        self._is_capturing = backend.is_capturing if overridden else None
+        super().__init__(backend, policies)
+
+    def _library(self, namespace: str) -> Any:
+        if namespace not in self._libraries:
+            self._libraries[namespace] = self._extension.Library(namespace, self.backend.device_type, self.key)
+        return self._libraries[namespace]
+
+    @override
+    def _register(self, name: str, op: torch._ops.OpOverload, policy: CastPolicy | None) -> None:
+        self._library(name.partition("::")[0]).impl(
+            name, self._engine.number(name), _POLICIES[policy], refusal(self.backend, name), self._is_capturing
+        )
+
+    @override
+    def _let_other_ops_through(self) -> None:
+        self._library("_").fallthrough()
+
+    @override
+    def _unregister(self) -> None:
+        for library in self._libraries.values():
+            library.remove()
+        self._libraries = {}

@@ -1,0 +1,1 @@
+"""The reference engine: autocast's semantics in Python, to be read."""

@@ -1,0 +1,181 @@
+"""The reference engine: autocast's semantics in Python kernels at a device's Autocast dispatch key.
+
+One kernel for each op of the backend's table, registered with torch.library. A kernel excludes its own key, casts what
+the op's policy says, and calls the op again, so that autograd and everything below see the inputs that were cast.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch.library import Library, fallthrough_kernel
+from typing_extensions import override
+
+from ...plugins.backend import Backend
+from ...policy.cast_policy import CastPolicy
+from ...policy.schemas import optional_dtype, overload_with_dtype
+from ..casting import is_eligible, promotion
+from ..disable_dynamo import disable_dynamo
+from ..kernels import Kernels, dispatch_key, refusal
+from ..weights import caching_is_safe, is_weight
+from .state_machine import PythonStateMachine
+from .store import PythonStore
+
+_Args: TypeAlias = tuple[Any, ...]
+_Kwargs: TypeAlias = dict[str, Any]
+
+
+class PythonKernels(Kernels):
+    """The kernels of one backend, in Python."""
+
+    def __init__(self, backend: Backend, policies: Mapping[str, CastPolicy], machine: PythonStateMachine) -> None:
+        self._machine = machine
+        self._libraries: dict[str, Library] = {}
+        super().__init__(backend, policies)
+
+    def _library(self, namespace: str) -> Library:
+        if namespace not in self._libraries:
+            self._libraries[namespace] = Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+        return self._libraries[namespace]
+
+    @override
+    def _register(self, name: str, op: torch._ops.OpOverload, policy: CastPolicy | None) -> None:
+        namespace, _, name_in_it = name.partition("::")
+        kernel = _Kernel(op, name, policy, self.backend, self.key, self._machine)
+        with warnings.catch_warnings():
+            # torch warns, once in a process, that a kernel is overridden: that is what is meant here.
+            warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+            self._library(namespace).impl(  # type: ignore[no-untyped-call]
+                name_in_it, kernel, self.key, with_keyset=True, allow_override=True
+            )
+
+    @override
+    def _let_other_ops_through(self) -> None:
+        self._library("_").fallback(fallthrough_kernel, self.key)  # type: ignore[no-untyped-call]
+
+    @override
+    def _unregister(self) -> None:
+        for library in self._libraries.values():
+            library._destroy()  # type: ignore[no-untyped-call]
+        self._libraries = {}
+
+
+class _Kernel:
+    """What runs for one op at one device's Autocast key."""
+
+    def __init__(
+        self,
+        op: torch._ops.OpOverload,
+        name: str,
+        policy: CastPolicy | None,
+        backend: Backend,
+        key: str,
+        machine: PythonStateMachine,
+    ) -> None:
+        self.op = op
+        self.name = name
+        self.policy = policy
+        self.backend = backend
+        self.machine = machine
+        self.device_type = backend.device_type
+        self.key_set = torch._C.DispatchKeySet(dispatch_key(key))
+        self.below = torch._C._dispatch_keyset_full_after(dispatch_key(key))
+
+    @disable_dynamo
+    def __call__(self, keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        policy = self.machine.policy(self.name, self.device_type, self.policy)
+        if policy is None:  # as if there were no kernel here: what the op is made of is autocast as ever
+            return self.op.redispatch(keys & self.below, *args, **kwargs)
+        with torch._C._ExcludeDispatchKeyGuard(self.key_set):
+            return _RULES[policy](self, args, kwargs)
+
+    def cast_to(self, dtype: torch.dtype, args: _Args, kwargs: _Kwargs) -> Any:
+        store = self.machine.store(self.device_type)
+        if dtype is torch.float32 or self.backend.is_capturing():
+            store = None
+        cast = _caster(self.device_type, dtype, store)
+        return self.op(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
+
+    def first_is_eligible(self, args: _Args, kwargs: _Kwargs) -> bool:
+        first = args[0] if args else kwargs.get(self.op._schema.arguments[0].name)
+        return is_eligible(first, self.device_type)
+
+
+def _lower_precision_fp(kernel: _Kernel, args: _Args, kwargs: _Kwargs) -> Any:
+    return kernel.cast_to(torch.get_autocast_dtype(kernel.device_type), args, kwargs)
+
+
+def _fp32(kernel: _Kernel, args: _Args, kwargs: _Kwargs) -> Any:
+    return kernel.cast_to(torch.float32, args, kwargs)
+
+
+def _fp32_set_opt_dtype(kernel: _Kernel, args: _Args, kwargs: _Kwargs) -> Any:
+    if kernel.first_is_eligible(args, kwargs):
+        position = optional_dtype(kernel.op)
+        assert position is not None  # the table was validated
+        name = kernel.op._schema.arguments[position].name
+        if position < len(args):
+            if args[position] is None:
+                args = (*args[:position], torch.float32, *args[position + 1 :])
+        elif kwargs.get(name) is None:
+            kwargs = {**kwargs, name: torch.float32}
+    return kernel.op(*args, **kwargs)
+
+
+def _fp32_append_dtype(kernel: _Kernel, args: _Args, kwargs: _Kwargs) -> Any:
+    overload = overload_with_dtype(kernel.op)
+    assert overload is not None  # the table was validated
+    # Defaults that the caller left out are this overload's, which the one with a dtype need not have.
+    arguments = kernel.op._schema.arguments
+    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
+    for argument in arguments:
+        if argument.name not in given and argument.has_default_value():
+            given[argument.name] = argument.default_value
+    dtype = torch.float32 if kernel.first_is_eligible(args, kwargs) else given[arguments[0].name].dtype
+    return overload(**given, dtype=dtype)
+
+
+def _promote(kernel: _Kernel, args: _Args, kwargs: _Kwargs) -> Any:
+    dtype = promotion((*args, *kwargs.values()), kernel.device_type)
+    return kernel.op(*args, **kwargs) if dtype is None else kernel.cast_to(dtype, args, kwargs)
+
+
+def _banned(kernel: _Kernel, args: _Args, kwargs: _Kwargs) -> Any:
+    raise RuntimeError(refusal(kernel.backend, kernel.name))
+
+
+def _passthrough(kernel: _Kernel, args: _Args, kwargs: _Kwargs) -> Any:
+    return kernel.op(*args, **kwargs)
+
+
+_RULES: dict[CastPolicy, Callable[[_Kernel, _Args, _Kwargs], Any]] = {
+    CastPolicy.LOWER_PRECISION_FP: _lower_precision_fp,
+    CastPolicy.FP32: _fp32,
+    CastPolicy.FP32_SET_OPT_DTYPE: _fp32_set_opt_dtype,
+    CastPolicy.FP32_APPEND_DTYPE: _fp32_append_dtype,
+    CastPolicy.PROMOTE: _promote,
+    CastPolicy.BANNED: _banned,
+    CastPolicy.PASSTHROUGH: _passthrough,
+}
+
+
+def _caster(device_type: str, dtype: torch.dtype, store: PythonStore | None) -> Callable[[Any], Any]:
+    """Return a function that casts one argument of an op: a tensor, a list of tensors, or anything else, unchanged.
+
+    Weights are cast through `store`, where there is one and a cast may be kept now.
+    """
+    keep = store is not None and torch.is_autocast_cache_enabled() and caching_is_safe()
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.dtype is dtype or not is_eligible(value, device_type):
+                return value
+            if keep and store is not None and is_weight(value):
+                return store.cast(value, dtype)
+            return value.to(dtype)
+        if isinstance(value, (list, tuple)):
+            return [cast(item) for item in value]
+        return value
+
+    return cast

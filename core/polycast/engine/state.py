@@ -1,0 +1,149 @@
+"""The state machine: for this thread and each device type, is autocast enabled, in which dtype, how deeply nested.
+
+The truth for ``enabled`` and ``dtype`` is the dispatcher's thread-local state, because that is what the kernels obey;
+so torch.autocast and polycast see one state. What is added here are frames: for each region that the thread is in, what
+was there before it. Frames are a list for the thread, and a chain for each device in it, so that entering, leaving and
+looking up the innermost region of a device cost the same at any depth.
+
+Entering and leaving is on the path of every region, so each engine has the machine in its own language:
+reference/state_machine.py is the one to read, native/regions.h the other.
+"""
+
+import functools
+import threading
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ..policy.cast_policy import CastPolicy
+from .weight_cache import WeightCache
+
+
+class Overlay(dict[str, CastPolicy]):
+    """The policies that a region lays over the backend's table."""
+
+    def __init__(self, policies: Mapping[str, CastPolicy]) -> None:
+        super().__init__(policies)
+        self.derived: dict[str, Any] = {}
+        """What engines and guards have made of it, each under a name of its own."""
+        self._merged: tuple[Overlay, Overlay] | None = None
+
+    def over(self, below: "Overlay | None") -> "Overlay":
+        """Return this overlay laid over that of an enclosing region; the last answer is kept."""
+        if below is None:
+            return self
+        merged = self._merged
+        if merged is None or merged[0] is not below:
+            merged = self._merged = (below, Overlay({**below, **self}))
+        return merged[1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Overlay, (dict(self),)
+
+
+class Settings(NamedTuple):
+    """What a region sets. None leaves what is there; in an `exact` one, no overlay and no cache mean none.
+
+    An overlay is laid over that of the enclosing region, unless the region is exact.
+    """
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache_enabled: bool | None = None
+    overlay: Overlay | None = None
+    cache: WeightCache | None = None
+    exact: bool = False
+
+
+class StateMachine(Protocol):
+    """The regions of every thread."""
+
+    def enter(self, owner: object, settings: Settings, /) -> bool:
+        """Enter a region on this thread; `owner` is what :meth:`leave` will be called with.
+
+        Say whether a mode for torch's functions is active, which may record what is entered and left.
+        """
+
+    def leave(self, owner: object, /) -> bool | None:
+        """Leave the innermost region that `owner` entered on this thread: None if there is none, else as `enter`."""
+
+    def last(self) -> tuple[object, Settings] | None:
+        """Return owner and settings of the region that this thread entered last, if it is in one."""
+
+    def open_regions(self, device_type: str, /) -> int:
+        """Return how many regions for a device all threads together are in."""
+
+    def innermost(self, device_type: str, /) -> tuple[Overlay | None, WeightCache | None] | None:
+        """Return overlay and cache of the innermost region for a device, if this thread is in one."""
+
+    def nesting(self, device_type: str, /) -> int:
+        """Return how many regions for a device this thread is in."""
+
+    def dtype(self, device_type: str, /) -> torch.dtype:
+        """Return what ``torch.get_autocast_dtype`` does; every region without a dtype asks."""
+
+    def clear_own_casts(self) -> None:
+        """Drop the casts that this thread's own regions keep, and the memory kept for the next ones."""
+
+
+machine: StateMachine
+"""The machine of the engine that is in use; set by the package engine."""
+
+
+def use(chosen: StateMachine) -> None:
+    """Have regions entered and left through a machine, from now on."""
+    global machine
+    machine = chosen
+
+
+def not_entered(owner: object) -> RuntimeError:
+    """Return what leaving raises on a thread where `owner` has entered nothing."""
+    return RuntimeError(
+        f"{owner!r} cannot be left on thread {threading.current_thread().name!r}, which has not entered it. "
+        "A region is left on the thread that entered it; polycast.capture() takes regions to another thread."
+    )
+
+
+def current_dtype(device_type: str, default: torch.dtype) -> torch.dtype:
+    """Return this thread's fast dtype for a device: what was set, in a region or by hand, and `default` until then.
+
+    A thread begins with torch's dtype for the device, which need not be the backend's default. It counts as set where
+    autocast is on, for then it is what the kernels obey.
+    """
+    dtype = machine.dtype(device_type)
+    if (
+        dtype is not default
+        and dtype is _initial_dtype(device_type)
+        and device_type not in _chosen.devices
+        and machine.innermost(device_type) is None
+        and not torch.is_autocast_enabled(device_type)
+    ):
+        return default
+    return dtype
+
+
+def choose_dtype(device_type: str, dtype: torch.dtype) -> None:
+    """Set this thread's fast dtype for a device; in a region, until it is left."""
+    if machine.innermost(device_type) is None:
+        _chosen.devices.add(device_type)
+    torch.set_autocast_dtype(device_type, dtype)
+
+
+class _Chosen(threading.local):
+    def __init__(self) -> None:
+        self.devices: set[str] = set()
+
+
+_chosen = _Chosen()
+
+
+@functools.cache
+def _initial_dtype(device_type: str) -> torch.dtype:
+    """Return torch's dtype for a device in a thread that has set nothing, which only a fresh thread can tell."""
+    found: list[torch.dtype] = []
+    fresh = threading.Thread(target=lambda: found.append(torch.get_autocast_dtype(device_type)))
+    fresh.start()
+    fresh.join()
+    return found[0]

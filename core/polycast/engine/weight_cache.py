@@ -1,0 +1,114 @@
+"""The casts of weights that are kept, so that a weight that is used again is not cast again.
+
+torch's own cache is one for the process, keyed by the tensor alone. A store here belongs to one thread, or to a user
+who shares it (WeightCache). An entry holds while the weight is alive and is what it was: the same version, the same
+memory. Casts to several dtypes live side by side, and a cast that was made without history serves grad mode too, on the
+same memory with history.
+
+The stores themselves are the engines': reference/store.py is the one to read, native/store.h the other.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn, Protocol, TypeVar, cast
+
+from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class WeightCacheStats:
+    """What a WeightCache holds and has done.
+
+    Attributes:
+        entries: casts that are kept.
+        bytes: their memory.
+        hits: how often a kept cast served.
+        misses: how often a cast was made.
+        evictions: how many casts were dropped to keep within max_bytes.
+    """
+
+    entries: int
+    bytes: int
+    hits: int
+    misses: int
+    evictions: int
+
+
+class CastStore(Protocol):
+    """A store of casts, of either engine."""
+
+    def clear(self) -> None:
+        """Drop every cast."""
+
+    def statistics(self) -> tuple[int, int, int, int, int]:
+        """Return entries, bytes, hits, misses and evictions."""
+
+
+_Store = TypeVar("_Store", bound=CastStore)
+
+
+class WeightCache:
+    """Casts of weights that outlive regions: inference with float32 weights at the speed of a bfloat16 model.
+
+    Give one to any regions, on any threads. It keeps a cast until the weight changes or dies, :meth:`clear` is called,
+    or the cache itself dies. Casts made under ``torch.no_grad`` and ``torch.inference_mode`` serve grad mode too.
+
+    In-place updates (an optimizer's step, ``load_state_dict``) and a new ``weight.data = ...`` are seen. A write
+    through ``.data`` (``weight.data.add_(1)``) is not: torch does not count it in the weight's version. Call
+    :meth:`clear` after one; and before ``torch.utils.swap_tensors``, which refuses tensors that a cache watches.
+
+    Args:
+        max_bytes: the memory that casts may take; those least recently used are dropped first. None: no bound.
+        verify: at every hit compare the cast with the weight, to find writes that were not seen. Slow.
+
+    Raises:
+        TypeError: `max_bytes` is not an int, or `verify` not a bool.
+        ValueError: `max_bytes` is negative.
+
+    Example:
+        >>> import torch, polycast
+        >>> model, cache = torch.nn.Linear(8, 8), polycast.WeightCache()
+        >>> for _ in range(3):
+        ...     with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+        ...         y = model(torch.ones(1, 8))
+        >>> cache.stats().misses, cache.stats().hits
+        (2, 4)
+    """
+
+    def __init__(self, max_bytes: int | None = None, verify: bool = False) -> None:
+        if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int)):
+            raise TypeError(f"max_bytes must be an int or None, got {max_bytes!r}")
+        if max_bytes is not None and max_bytes < 0:
+            raise ValueError(f"max_bytes must not be negative, got {max_bytes}; None means no bound")
+        if not isinstance(verify, bool):
+            raise TypeError(f"verify must be a bool, got {verify!r}")
+        self.max_bytes = max_bytes
+        self.verify = verify
+        self._stores: dict[str, CastStore] = {}
+
+    def store(self, engine: str, make: Callable[[int | None, bool], _Store]) -> _Store:
+        """Return the store that an engine keeps for this cache, made with `make` at its first use."""
+        found = self._stores.get(engine)
+        if found is None:
+            found = self._stores.setdefault(engine, make(self.max_bytes, self.verify))
+        return cast("_Store", found)
+
+    def clear(self) -> None:
+        """Drop every cast, and give the memory back."""
+        for store in self._stores.values():
+            store.clear()
+
+    def stats(self) -> WeightCacheStats:
+        """Return what the cache holds and has done so far."""
+        totals = [sum(column) for column in zip(*(s.statistics() for s in self._stores.values()), strict=True)]
+        return WeightCacheStats(*totals) if totals else WeightCacheStats(0, 0, 0, 0, 0)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return an empty cache with the same settings: the weights of a model that is copied are other weights."""
+        return type(self)(self.max_bytes, self.verify)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a WeightCache cannot be copied or pickled: it holds casts of the weights of this process. Make a new one "
+            "where you need it (copy.deepcopy does)."
+        )

@@ -1,0 +1,52 @@
+"""Which tensors are weights, and when a cast of one may be kept."""
+
+import torch
+from torch.autograd import forward_ad
+
+STALE = (
+    "A weight was changed in a way that its version counter does not show (a write through .data), so the cast that "
+    "the WeightCache kept is stale. Call clear() on the cache after such a write."
+)
+
+
+def is_weight(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is a weight, whose casts are worth keeping.
+
+    Weights are float32 leaves: those that require grad, and parameters that do not (frozen ones). Subclasses other than
+    Parameter are cast anew each time, so that their own dispatch sees it; and so are the weights that FSDP gathers.
+    """
+    kind = type(tensor)
+    return (
+        tensor.dtype is torch.float32
+        and (kind is torch.nn.Parameter or (kind is torch.Tensor and tensor.requires_grad))
+        and tensor.is_leaf
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_inference()
+        and not tensor._is_view()
+        and not (_shares_its_storage(tensor) and storages_are_rewritten())
+    )
+
+
+def _shares_its_storage(tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor, and the object that was just made
+
+
+def storages_are_rewritten() -> bool:
+    """Say whether something may write a weight through another tensor on its storage without counting a version.
+
+    FSDP gathers weights so, into memory that it frees between uses, and it needs a process group.
+    """
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def caching_is_safe() -> bool:
+    """Say whether a cast made now may serve later calls: not while something records, transforms or watches the ops."""
+    return not (
+        torch._C._len_torch_dispatch_stack()
+        or torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )

@@ -1,0 +1,151 @@
+"""The op table of torch's accelerators: what its CUDA and XPU autocast share, and what a new device may start from."""
+
+import torch
+from torch.torch_version import TorchVersion
+
+from .cast_policy import CastPolicy, policy_table
+
+# torch gave these a policy in the version named; an older torch is matched as it is.
+_SINCE_2_12 = ("aten::rms_norm",) if TorchVersion(torch.__version__) >= "2.12" else ()
+
+STANDARD_POLICIES = policy_table(
+    {
+        CastPolicy.LOWER_PRECISION_FP: (
+            "aten::_convolution",
+            "aten::_convolution.deprecated",
+            "aten::_scaled_dot_product_flash_attention",
+            "aten::_thnn_fused_gru_cell",
+            "aten::_thnn_fused_lstm_cell",
+            "aten::addbmm",
+            "aten::addmm",
+            "aten::addmv",
+            "aten::addr",
+            "aten::baddbmm",
+            "aten::bmm",
+            "aten::chain_matmul",
+            "aten::conv1d",
+            "aten::conv2d",
+            "aten::conv3d",
+            "aten::conv_tbc",
+            "aten::conv_transpose1d",
+            "aten::conv_transpose2d.input",
+            "aten::conv_transpose3d.input",
+            "aten::convolution",
+            "aten::einsum",
+            "aten::gru_cell",
+            "aten::linalg_multi_dot",
+            "aten::linalg_vecdot",
+            "aten::linear",
+            "aten::lstm_cell",
+            "aten::matmul",
+            "aten::mm",
+            "aten::mv",
+            "aten::prelu",
+            "aten::rnn_relu_cell",
+            "aten::rnn_tanh_cell",
+            "aten::scaled_dot_product_attention",
+        ),
+        CastPolicy.FP32: (
+            "aten::_upsample_bicubic2d_aa",
+            "aten::_upsample_bilinear2d_aa",
+            "aten::_upsample_nearest_exact1d",
+            "aten::_upsample_nearest_exact2d",
+            "aten::_upsample_nearest_exact3d",
+            "aten::acos",
+            "aten::asin",
+            "aten::binary_cross_entropy_with_logits",
+            "aten::cdist",
+            "aten::cosh",
+            "aten::cosine_embedding_loss",
+            "aten::cosine_similarity",
+            "aten::dist",
+            "aten::erfinv",
+            "aten::exp",
+            "aten::expm1",
+            "aten::frobenius_norm.dim",
+            "aten::group_norm",
+            "aten::hinge_embedding_loss",
+            "aten::huber_loss",
+            "aten::kl_div",
+            "aten::l1_loss",
+            "aten::layer_norm",
+            "aten::log",
+            "aten::log10",
+            "aten::log1p",
+            "aten::log2",
+            "aten::logsumexp",
+            "aten::margin_ranking_loss",
+            "aten::mse_loss",
+            "aten::multi_margin_loss",
+            "aten::multilabel_margin_loss",
+            "aten::native_layer_norm",
+            "aten::nll_loss",
+            "aten::nll_loss2d",
+            "aten::nuclear_norm",
+            "aten::nuclear_norm.dim",
+            "aten::pdist",
+            "aten::poisson_nll_loss",
+            "aten::pow.Scalar",
+            "aten::pow.Tensor_Scalar",
+            "aten::pow.Tensor_Tensor",
+            "aten::reciprocal",
+            "aten::renorm",
+            "aten::rsqrt",
+            "aten::sinh",
+            "aten::smooth_l1_loss",
+            "aten::soft_margin_loss",
+            "aten::softplus",
+            "aten::tan",
+            "aten::triplet_margin_loss",
+            "aten::upsample_bicubic2d",
+            "aten::upsample_bilinear2d",
+            "aten::upsample_linear1d",
+            "aten::upsample_nearest1d",
+            "aten::upsample_nearest2d",
+            "aten::upsample_nearest3d",
+            "aten::upsample_trilinear3d",
+            *_SINCE_2_12,
+        ),
+        CastPolicy.FP32_SET_OPT_DTYPE: (
+            "aten::cumprod",
+            "aten::cumsum",
+            "aten::linalg_matrix_norm",
+            "aten::linalg_matrix_norm.str_ord",
+            "aten::linalg_vector_norm",
+            "aten::log_softmax.int",
+            "aten::prod",
+            "aten::prod.dim_int",
+            "aten::softmax.int",
+            "aten::sum",
+            "aten::sum.dim_IntList",
+        ),
+        CastPolicy.FP32_APPEND_DTYPE: (
+            "aten::norm.Scalar",
+            "aten::norm.ScalarOpt_dim",
+        ),
+        CastPolicy.PROMOTE: (
+            "aten::addcdiv",
+            "aten::addcmul",
+            "aten::atan2",
+            "aten::bilinear",
+            "aten::cross",
+            "aten::dot",
+            "aten::grid_sampler",
+            "aten::index_put",
+            "aten::scatter_add",
+            "aten::tensordot",
+            "aten::vdot",
+        ),
+        CastPolicy.BANNED: ("aten::binary_cross_entropy",),
+    }
+)
+"""torch's policies for accelerators (ATen/autocast_mode.h, the lists AT_FORALL_*), by op name."""
+
+STANDARD_REMEDIES = {
+    "aten::binary_cross_entropy": (
+        "The logarithm of a sigmoid or softmax loses its accuracy in reduced precision. Leave the sigmoid out and call "
+        "torch.nn.functional.binary_cross_entropy_with_logits (or torch.nn.BCEWithLogitsLoss in place of "
+        "torch.nn.BCELoss), which is safe to autocast; or call it in a region with enabled=False, on float32 inputs."
+    )
+}
+"""For the banned ops of STANDARD_POLICIES, what to use in their place."""

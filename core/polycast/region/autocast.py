@@ -1,0 +1,246 @@
+"""The autocast region: a context manager and a decorator that holds settings, and no state."""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch.compiler import is_dynamo_compiling
+from typing_extensions import Self
+
+from ..compilers.export import record_entry, record_exit
+from ..compilers.guards import guard_region_count, guard_regions
+from ..compilers.torch_autocast import TorchAutocast
+from ..compilers.torchscript import ScriptedAsTorch
+from ..engine import state
+from ..engine.disable_dynamo import disable_dynamo
+from ..engine.installation import fully_installed
+from ..engine.state import Overlay, Settings
+from ..engine.weight_cache import WeightCache
+from ..errors import AutocastDisabledWarning
+from ..plugins.backend import Backend
+from ..plugins.discovery import check_availability, check_dtype
+from ..plugins.registry import registry
+from ..policy.cast_policy import CastPolicy
+from ..policy.schemas import find_op
+from ..policy.validation import table_problems
+from .decorate import decorate
+from .entry import put_in_place
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+_new = object.__new__
+
+
+class autocast(TorchAutocast):
+    """A region in which ops run in mixed precision; a context manager, and a decorator of functions.
+
+    In place of ``torch.autocast``: the arguments mean what they mean there. An instance holds settings only, so that
+    one can be nested in itself, shared by threads and reused. As a decorator it is in force while the body of the
+    function runs: between the steps of a generator or a coroutine it is not.
+
+    Args:
+        device_type: the device whose ops to autocast, as torch spells it: ``"cpu"``, ``"cuda"``, ``"xpu"``, ...
+        dtype: the fast dtype. None: this thread's current one, which at first is the backend's default.
+        enabled: False for a region in which autocast is off.
+        cache_enabled: whether to keep the casts of weights until the thread leaves its outermost region. None: as it
+            is on this thread, at first True.
+        cache: where casts of weights are kept, also after the region. None: where the enclosing region keeps them; in
+            the outermost one, in a cache of the thread's own, which is dropped with it.
+        policy: policies for single ops, by their dispatcher names, that are in force in this region and those inside
+            it, over the backend's own.
+
+    Attributes:
+        device: the device type.
+        fast_dtype: the fast dtype.
+
+    Raises:
+        ValueError: `device_type` is not a str; `policy` names what is not an op, or a policy that its op cannot have.
+        TypeError: `dtype` is not a torch.dtype, `cache_enabled` not a bool, or `cache` not a WeightCache.
+        RuntimeError: torch does not know the device string; or no backend serves it (see
+            :func:`polycast.get_backend`).
+
+    Warns:
+        AutocastDisabledWarning: the device cannot be used now, or its backend does not support the dtype. The region
+            runs with autocast disabled.
+
+    Example:
+        >>> import torch, polycast
+        >>> x, w = torch.randn(4, 4), torch.randn(4, 4)
+        >>> with polycast.autocast("cpu"):
+        ...     print((x @ w).dtype, torch.exp(x).dtype)
+        torch.bfloat16 torch.float32
+    """
+
+    _jit_override_qualname = ScriptedAsTorch()
+    _warn_at = 2
+    """How far above this class's __init__ the frame is that a warning names; more in a subclass with its own."""
+    __jit_unused_properties__ = ["_cache_enabled"]
+    _fast_path_device: str | None
+    """The device whose kernels, once all installed, leave nothing to entering but state; None where there is more."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return a new region; to Dynamo, which traces this, one that it has a place for in its graphs."""
+        if is_dynamo_compiling():
+            from ..compilers.dynamo import region_in_graph  # Dynamo is imported by those who compile
+
+            return region_in_graph(cls, *args, **kwargs)
+        return _new(cls)
+
+    @disable_dynamo
+    def __init__(
+        self,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        cache: WeightCache | None = None,
+        policy: Mapping[str, CastPolicy] | None = None,
+    ) -> None:
+        try:
+            backend = registry.ready[device_type]
+        except (KeyError, TypeError):
+            backend = registry.find(device_type)
+        if dtype is None:
+            dtype = backend.default_dtype
+            if state.machine.dtype(backend.device_type) is not dtype:
+                dtype = state.current_dtype(backend.device_type, dtype)
+        elif not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")
+        if enabled and not (dtype is backend.default_dtype and check_availability(backend).available):
+            refusal = why_disabled(backend, dtype)
+            if refusal is not None:
+                warnings.warn(refusal, AutocastDisabledWarning, stacklevel=self._warn_at)
+                enabled = False
+        if cache_enabled is not None and not isinstance(cache_enabled, bool):
+            raise TypeError(f"cache_enabled must be a bool or None, got {cache_enabled!r}")
+        self.device = self._fast_path_device = backend.device_type
+        self.fast_dtype = dtype
+        if cache is None and policy is None:
+            self._settings = _plain_settings(self.device, bool(enabled), dtype, cache_enabled)
+        else:
+            _check_cache(cache, cache_enabled)
+            overlay = None
+            if policy is not None:
+                overlay, self._fast_path_device = _checked(policy), None
+            self._settings = Settings(self.device, bool(enabled), dtype, cache_enabled, overlay, cache)
+
+    @disable_dynamo
+    def __enter__(self) -> Self:
+        settings = self._settings
+        recorded = state.machine.enter(self, settings)
+        if recorded or self._fast_path_device not in fully_installed:
+            self._complete_entry(settings, recorded)
+        return self
+
+    def _complete_entry(self, settings: Settings, recorded: bool) -> None:
+        """Do what entering a region may take besides the state, or leave it."""
+        put_in_place(self, settings)
+        try:
+            if recorded:
+                record_entry(settings)
+            for mark in guard_regions(settings):
+                state.machine.enter(self, mark)
+        except BaseException:
+            state.machine.leave(self)
+            raise
+
+    @disable_dynamo
+    def __exit__(self, *exc_info: object) -> None:
+        if self._fast_path_device is None:
+            for _ in range(guard_region_count(self._settings)):
+                state.machine.leave(self)
+        recorded = state.machine.leave(self)
+        if recorded:
+            record_exit()
+        elif recorded is None:
+            raise state.not_entered(self)
+
+    def __call__(self, func: _F) -> _F:
+        """Return `func` wrapped so that its body runs in the region."""
+        if not callable(func):
+            raise TypeError(
+                f"autocast()(func) requires a callable, but got {type(func).__name__}. To run a block in the region, "
+                f"write: with polycast.autocast({self.device!r}): ..."
+            )
+        return decorate(func, lambda: self, self._steps)
+
+    @property
+    def _enabled(self) -> bool:  # type: ignore[override]
+        """What Dynamo and TorchScript read of a region, with the public attributes and, Dynamo, the one below."""
+        return self._settings.enabled
+
+    @property
+    def _cache_enabled(self) -> bool | None:  # type: ignore[override]
+        from ..compilers.dynamo import check_region
+
+        kind = type(self)
+        overridden = (kind.__enter__, kind.__exit__) != (autocast.__enter__, autocast.__exit__)
+        check_region(self._settings, kind.__qualname__ if overridden else None)
+        return self._settings.cache_enabled
+
+    def _steps(self) -> list[Settings]:
+        return [self._settings, *guard_regions(self._settings)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self._settings)
+
+    def __repr__(self) -> str:
+        settings = self._settings
+        return f"autocast({self.device!r}, dtype={settings.dtype}, enabled={settings.enabled})"
+
+
+def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
+    """Return `func` wrapped so that its body runs in a region: what decorating with the instance does.
+
+    Raises:
+        TypeError: `func` is not callable.
+    """
+    return autocast_instance(func)
+
+
+def _restored(cls: type[autocast], settings: Settings) -> autocast:
+    """Return a copied or unpickled region, where this process has a backend for it."""
+    region = object.__new__(cls)
+    registry.find(settings.device_type)
+    region.device, region.fast_dtype, region._settings = settings.device_type, settings.dtype, settings
+    region._fast_path_device = settings.device_type if settings.overlay is None else None
+    return region
+
+
+def why_disabled(backend: Backend, dtype: torch.dtype) -> str | None:
+    """Say why a region cannot run enabled, or nothing if it can."""
+    answer = check_availability(backend)
+    if not answer.available:
+        return f"{backend.device_type} is not available: {answer.reason}. Disabling autocast."
+    if dtype is not backend.default_dtype:
+        answer = check_dtype(backend, dtype)
+        if not answer.available:
+            return (
+                f"In {backend.device_type.upper()} autocast, but the target dtype is not supported. "
+                f"Disabling autocast.\n{dtype} was asked for: {answer.reason}."
+            )
+    return None
+
+
+# A program has few regions and enters them often, and a look-up is cheaper than a new tuple.
+_plain_settings = functools.lru_cache(maxsize=256)(Settings)
+
+
+def _check_cache(cache: WeightCache | None, cache_enabled: bool | None) -> None:
+    if not isinstance(cache, (WeightCache, type(None))):
+        raise TypeError(f"cache must be a polycast.WeightCache or None, got {cache!r}")
+    if cache is not None and cache_enabled is False:
+        raise ValueError("cache= asks to keep casts and cache_enabled=False not to: leave out one of the two")
+
+
+def _checked(policy: Mapping[str, CastPolicy]) -> Overlay:
+    problems = table_problems(policy)
+    if not problems:
+        problems = [f"this torch ({torch.__version__}) has no op {name!r}" for name in policy if find_op(name) is None]
+    if problems:
+        raise ValueError("policy: " + "; ".join(problems))
+    return Overlay(policy)

@@ -1,0 +1,75 @@
+"""Take a thread's regions to another thread."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from ..engine import state
+from ..engine.state import Settings
+from .decorate import decorate
+from .suspend import Suspendable
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What :func:`capture` saw. It holds settings only, and can be applied any number of times, on any thread."""
+
+    regions: tuple[Settings, ...]
+
+    @contextmanager
+    def apply(self) -> Iterator[None]:
+        """Return a context manager that enters the regions on the thread of now, and leaves them.
+
+        Devices that were not in a region when the snapshot was taken are disabled inside.
+
+        Example:
+            >>> import threading, polycast
+            >>> with polycast.autocast("cpu"):
+            ...     snapshot = polycast.capture()
+            >>> def work():
+            ...     with snapshot.apply():
+            ...         print(polycast.is_autocast_enabled("cpu"))
+            >>> thread = threading.Thread(target=work)
+            >>> thread.start(); thread.join()
+            True
+        """
+        with Suspendable(*self._here()):
+            yield
+
+    def wrap(self, func: _F) -> _F:
+        """Return `func` wrapped so that its body runs in the regions; generators and coroutines as in `autocast`."""
+        return decorate(func, self.apply, self._here)
+
+    def _here(self) -> list[Settings]:
+        captured = {settings.device_type for settings in self.regions}
+        return [*self.regions, *(other for other in _active() if other.device_type not in captured)]
+
+
+def _active(enabled: bool = False) -> Iterator[Settings]:
+    for device_type in torch._C._autocast_supported_devices():
+        region = state.machine.innermost(device_type)
+        overlay, cache = region if enabled and region is not None else (None, None)
+        if region is not None or torch.is_autocast_enabled(device_type):
+            yield Settings(
+                device_type,
+                enabled and torch.is_autocast_enabled(device_type),
+                torch.get_autocast_dtype(device_type),
+                torch.is_autocast_cache_enabled() if enabled else None,
+                overlay,
+                cache,
+                exact=True,
+            )
+
+
+def capture() -> Snapshot:
+    """Return a snapshot of this thread's autocast state: for each device in a region its dtype, policy and cache.
+
+    Autocast state belongs to a thread. Give a snapshot to code that starts threads (a data-parallel loop, an
+    executor), and enter it there with ``snapshot.apply()`` or ``snapshot.wrap(function)``.
+    """
+    return Snapshot(tuple(_active(enabled=True)))

@@ -1,0 +1,114 @@
+"""Run the body of a function in regions, and no more than the body.
+
+A generator's or a coroutine's body runs in steps. The regions are entered for each step and left when it is suspended,
+so that the caller between the steps, and the event loop, are not in them.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, cast
+
+from ..engine.state import Settings
+from .suspend import Suspendable
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def decorate(func: _F, plain: Callable[[], AbstractContextManager[Any]], regions: Callable[[], list[Settings]]) -> _F:
+    """Return `func` wrapped so that its body runs in regions.
+
+    Args:
+        func: a function, or one whose call makes a generator, a coroutine or an asynchronous generator.
+        plain: makes the context manager that a plain function's body runs in.
+        regions: gives what to enter for each step of a body that runs in steps; asked when the body is called.
+    """
+    is_function = inspect.isroutine(func) or isinstance(func, functools.partial)
+    kind = func if is_function else type(func).__call__
+
+    if inspect.isasyncgenfunction(kind):
+
+        async def async_steps(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+            body: AsyncGenerator[Any, Any] = func(*args, **kwargs)
+            active = Suspendable(*regions())
+            try:
+                # The loop closes every asynchronous generator that it knows; the body is the wrapper's to close.
+                hooks = sys.get_asyncgen_hooks()
+                sys.set_asyncgen_hooks(None, None)
+                try:
+                    first = body.__anext__()
+                finally:
+                    sys.set_asyncgen_hooks(*hooks)
+                item = await _Stepwise(first, active)
+                while True:
+                    try:
+                        sent = yield item
+                    except GeneratorExit:
+                        await _Stepwise(body.aclose(), active)
+                        raise
+                    except BaseException as error:  # whatever the caller throws is for the body to see
+                        item = await _Stepwise(body.athrow(error), active)
+                    else:
+                        item = await _Stepwise(body.asend(sent), active)
+            except StopAsyncIteration:
+                return
+
+        wrapper: Any = async_steps
+    elif inspect.iscoroutinefunction(kind):
+
+        async def coroutine(*args: Any, **kwargs: Any) -> Any:
+            return await _Stepwise(func(*args, **kwargs), Suspendable(*regions()))
+
+        wrapper = coroutine
+    elif inspect.isgeneratorfunction(kind):
+
+        def steps(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+            return (yield from _steps(func(*args, **kwargs), Suspendable(*regions())))
+
+        wrapper = steps
+    else:
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with plain():
+                return func(*args, **kwargs)
+
+        wrapper = call
+    functools.update_wrapper(wrapper, func)
+    # torch.jit.script reads this off a function that it cannot compile, and says it to the user.
+    setattr(wrapper, "__script_unsupported", "@autocast() decorator is not supported in script mode")
+    return cast("_F", wrapper)
+
+
+class _Stepwise:
+    """An awaitable, awaited with regions active only while it runs."""
+
+    def __init__(self, body: Awaitable[Any], active: Suspendable) -> None:
+        self._body = body
+        self._active = active
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return _steps(self._body, self._active)
+
+
+def _steps(body: Any, active: Suspendable) -> Generator[Any, Any, Any]:
+    """Run a generator or a coroutine as ``yield from`` would, with `active` entered for each step."""
+    try:
+        with active:
+            item = body.send(None)
+        while True:
+            try:
+                sent = yield item
+            except GeneratorExit:
+                with active:
+                    body.close()
+                raise
+            except BaseException as error:  # whatever the caller throws is for the body to see
+                with active:
+                    item = body.throw(error)
+            else:
+                with active:
+                    item = body.send(sent)
+    except StopIteration as stop:
+        return stop.value

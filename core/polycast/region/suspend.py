@@ -1,0 +1,49 @@
+"""Regions that are left when the code in them is suspended, and entered again when it goes on."""
+
+import torch
+
+from ..engine import state
+from ..engine.disable_dynamo import disable_dynamo
+from ..engine.state import Settings
+from .entry import enter
+
+
+class Suspendable:
+    """Regions that are entered and left again and again, as the steps of a generator are run.
+
+    Leaving takes out what was entered since, too: a ``with`` block that the generator's body is suspended in is put
+    aside, with the state it had reached, and is in force again when the next step begins, on whatever thread.
+    """
+
+    def __init__(self, *regions: Settings) -> None:
+        self._own = len(regions)
+        self._aside: list[tuple[object, Settings]] = [(self, settings) for settings in regions]
+
+    @disable_dynamo
+    def __enter__(self) -> None:
+        entered = []
+        try:
+            for owner, settings in self._aside:
+                enter(owner, settings)
+                entered.append(owner)
+        except BaseException:
+            for owner in reversed(entered):
+                state.machine.leave(owner)
+            raise
+
+    @disable_dynamo
+    def __exit__(self, *_: object) -> None:
+        self._aside = []
+        left = 0
+        while left < self._own:
+            last = state.machine.last()
+            assert last is not None  # a region of ours is still to come
+            owner, settings = last
+            reached = settings._replace(
+                enabled=torch.is_autocast_enabled(settings.device_type),
+                dtype=torch.get_autocast_dtype(settings.device_type),
+                cache_enabled=torch.is_autocast_cache_enabled(),
+            )
+            self._aside.insert(0, (owner, reached))
+            state.machine.leave(owner)
+            left += owner is self

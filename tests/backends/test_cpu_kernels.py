@@ -1,0 +1,121 @@
+"""The CPU's int8 kernels: exact for every layout, size and instruction set."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import polycast_cpu.kernels
+from polycast import out_dtype
+
+ATEN = torch.ops.aten
+MM, BMM, ADDMM, LINEAR = ATEN.mm.default, ATEN.bmm.default, ATEN.addmm.default, ATEN.linear.default
+OPERATOR = torch.ops.higher_order.out_dtype
+
+
+def int8(*shape):
+    return torch.randint(-128, 128, shape, dtype=torch.int8)
+
+
+def same(actual, expected):
+    """Compare bit for bit."""
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    assert torch.equal(actual, expected)
+
+
+LAYOUTS = {
+    "rows": lambda rows, columns: int8(rows, columns),
+    "columns": lambda rows, columns: int8(columns, rows).t(),
+    "rows of a slice": lambda rows, columns: int8(rows, columns + 3)[:, 1 : columns + 1],
+    "columns of a slice": lambda rows, columns: int8(columns, rows + 3)[:, 1 : rows + 1].t(),
+    "steps": lambda rows, columns: int8(2 * rows, 3 * columns)[::2, ::3],
+    "one row": lambda rows, columns: int8(1, columns).expand(rows, columns),
+    "one column": lambda rows, columns: int8(rows, 1).expand(rows, columns),
+    "one number": lambda rows, columns: int8(1, 1).expand(rows, columns),
+    "overlapping": lambda rows, columns: int8(rows + columns + 1).as_strided((rows, columns), (1, 1)),
+    "largest": lambda rows, columns: torch.full((rows, columns), 127, dtype=torch.int8),
+    "smallest": lambda rows, columns: torch.full((rows, columns), -128, dtype=torch.int8),
+}
+SIZES = (0, 1, 2, 3, 8, 17, 33)
+
+
+@pytest.fixture(params=["as it is here", "without int8 instructions", "without oneDNN"])
+def cpu(request, monkeypatch):
+    """Run a test on each way that the CPU's kernels take."""
+    if request.param == "without int8 instructions":
+        monkeypatch.setattr(polycast_cpu.kernels, "_multiplies_int8", lambda: False)
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(before and request.param != "without oneDNN")
+    yield
+    torch._C._set_mkldnn_enabled(before)
+
+
+@pytest.mark.parametrize("left", LAYOUTS)
+def test_mm_of_int8_is_exact_for_every_layout_and_size(cpu, left):
+    wrong = []
+    for right, rows, terms, columns in itertools.product(LAYOUTS, SIZES, SIZES, SIZES):
+        a, b = LAYOUTS[left](rows, terms), LAYOUTS[right](terms, columns)
+        result = out_dtype(MM, torch.int32, a, b)
+        if result.dtype is not torch.int32 or not torch.equal(result, torch.mm(a.int(), b.int())):
+            wrong.append((right, rows, terms, columns))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("terms", [1024, 1025, 1041, 2**17 + 5])
+@pytest.mark.parametrize(("one", "other"), [(-128, -128), (-128, 127), (127, 127)])
+def test_long_sums_are_exact_and_wrap_as_torchs_do(cpu, terms, one, other):
+    a, b = torch.full((2, terms), one, dtype=torch.int8), torch.full((terms, 3), other, dtype=torch.int8)
+    same(out_dtype(MM, torch.int32, a, b), OPERATOR(MM, torch.int32, a, b))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shape=st.lists(st.integers(0, 5), max_size=3),
+    sizes=st.tuples(st.integers(0, 40), st.integers(0, 40)),
+    data=st.data(),
+)
+def test_linear_of_int8_is_torchs_bit_for_bit(shape, sizes, data):
+    terms, columns = sizes
+    dtype = data.draw(st.sampled_from([None, torch.int8, torch.int32]))
+    bias = () if dtype is None else (torch.randint(-100, 100, (columns,), dtype=dtype),)
+    args = (int8(*shape, terms), int8(columns, terms), *bias)
+    same(out_dtype(LINEAR, torch.int32, *args), OPERATOR(LINEAR, torch.int32, *args))
+
+
+@pytest.mark.parametrize("bias", [(5, 7), (7,), (1, 7), (5, 1), ()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32])
+def test_addmm_of_int8_is_exact(cpu, bias, dtype):
+    bias, a, b = torch.randint(-100, 100, bias, dtype=dtype), int8(5, 33), int8(33, 7)
+    same(out_dtype(ADDMM, torch.int32, bias, a, b), torch.addmm(bias.int(), a.int(), b.int()))
+
+
+@pytest.mark.parametrize(
+    "sizes", [(3, 5, 7, 2), (0, 1, 1, 1), (2, 0, 3, 4), (2, 3, 0, 4), (2, 64, 64, 64), (1, 2, 1030, 3)]
+)
+def test_bmm_of_int8_is_exact(cpu, sizes):
+    count, rows, terms, columns = sizes
+    a, b = int8(count, terms, rows).mT, int8(count, terms, columns)
+    same(out_dtype(BMM, torch.int32, a, b), torch.bmm(a.int(), b.int()))
+
+
+def test_only_the_bias_may_be_in_another_dtype():
+    bias, a, b = int8(3), int8(3, 3).int(), int8(3, 3).int()
+    same(out_dtype(LINEAR, torch.int32, a, b, bias), OPERATOR(LINEAR, torch.int32, a, b, bias))
+    same(out_dtype(ADDMM, torch.int32, bias, a, b), torch.addmm(bias.int(), a, b))
+
+
+@pytest.mark.parametrize("isa", ["SSE41", "AVX2", "AVX512_CORE", "ALL"])
+def test_int8_is_exact_whatever_instructions_onednn_may_use(isa):
+    script = (
+        "import torch, polycast\n"
+        "a = torch.full((16, 16), 127, dtype=torch.int8)\n"
+        "print(polycast.out_dtype(torch.ops.aten.mm.default, torch.int32, a, a).unique().tolist())"
+    )
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == (f"[{16 * 127 * 127}]\n", "")

@@ -1,0 +1,265 @@
+"""The demo: what it measures, what it demands of its result, and how it says that it failed."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import polycast
+from polycast.cli import app, demo
+from polycast.cli.demo.checks import Result, problems
+from polycast.cli.demo.digits import Digits, load_digits, network
+from polycast.cli.demo.timing import ROUNDS, Timing
+from polycast.cli.demo.training import FLOAT32, MODES, POLYCAST, TORCH, Run, train
+from polycast.plugins.registry import registry
+
+pytest.importorskip("sklearn", reason="the demo's digits are scikit-learn's")
+
+AUTOCAST_DTYPES = {"conv1": "bfloat16", "loss": "float32"}
+GOOD = Result(
+    "cpu",
+    torch.bfloat16,
+    {
+        "float32": Run("float32", 0.98, 0.021, 1.0, {"conv1": "float32", "loss": "float32"}),
+        "torch.autocast": Run("torch.autocast", 0.97, 0.02, 1.0, AUTOCAST_DTYPES),
+        "polycast.autocast": Run("polycast.autocast", 0.97, 0.02, 1.0, AUTOCAST_DTYPES),
+    },
+    (Timing(1, ({"float32": 0.001, "torch.autocast": 0.002, "polycast.autocast": 0.003},)),),
+)
+
+
+def with_run(mode, **changes):
+    """Return the good result with the run of one mode changed."""
+    return replace(GOOD, runs={**GOOD.runs, mode: replace(GOOD.runs[mode], **changes)})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    """Several threads that wait for each other at every small op are slow where the machine is shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def few():
+    """Some of the digits."""
+    digits = load_digits()
+    return Digits(digits.images[:300], digits.labels[:300], digits.test_images[:50], digits.test_labels[:50])
+
+
+@pytest.fixture(scope="module")
+def measured(few):
+    """Return the result of a short run on the cpu, and what it said of its steps."""
+    said = []
+    return demo.measure("cpu", torch.bfloat16, few, 2, said.append), said
+
+
+def kernel_of_mm():
+    """Return where the kernel that serves mm at the Autocast key of cpu was registered."""
+    (line,) = (
+        line for line in torch._C._dispatch_dump_table("aten::mm").splitlines() if line.startswith("AutocastCPU")
+    )
+    return line
+
+
+def run_demo(*arguments):
+    return CliRunner().invoke(app, ["demo", *arguments])
+
+
+def test_digits_are_all_there():
+    digits = load_digits()
+    assert digits.images.shape == (1437, 1, 8, 8)
+    assert digits.test_images.shape == (360, 1, 8, 8)
+    assert sorted(set(digits.labels.tolist())) == list(range(10))
+    assert (digits.images.min(), digits.images.max()) == (0, 1)
+
+
+def test_networks_start_equal_and_leave_the_random_state_alone():
+    before = torch.get_rng_state()
+    ours, theirs = network("cpu").state_dict(), network("cpu").state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_run_for_each_mode(measured):
+    result, _ = measured
+    assert list(result.runs) == ["float32", "torch.autocast", "polycast.autocast"]
+
+
+def test_training_learns(measured):
+    result, _ = measured
+    assert all(run.accuracy > 0.5 for run in result.runs.values())
+    assert all(0 < run.loss < 1.5 for run in result.runs.values())
+
+
+def test_both_autocasts_reach_the_same_loss(measured):
+    result, _ = measured
+    assert result.loss_difference() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("op", "policy"),
+    [
+        ("aten::conv2d", polycast.CastPolicy.FP32),
+        ("aten::linear", polycast.CastPolicy.FP32),
+        ("aten::group_norm", polycast.CastPolicy.FP32),
+        ("aten::cross_entropy_loss", polycast.CastPolicy.PASSTHROUGH),
+    ],
+)
+def test_loss_tells_an_op_that_runs_in_the_wrong_precision(measured, few, hand_made, op, policy):
+    result, _ = measured
+    right = polycast.get_backend("cpu").policies
+    hand_made("cpu", default_dtype=torch.bfloat16, policies={**right, op: policy})
+    wrong = train(POLYCAST, "cpu", torch.bfloat16, few, 2, lambda: None)
+    found = problems(replace(result, runs={**result.runs, POLYCAST.name: wrong}))
+    assert any("the final losses of torch.autocast" in problem for problem in found)
+
+
+def test_autocast_changes_the_loss(measured):
+    result, _ = measured
+    assert result.runs[FLOAT32.name].loss != result.runs[POLYCAST.name].loss
+
+
+@pytest.mark.parametrize("mode", [TORCH, POLYCAST], ids=lambda mode: mode.name)
+def test_dtypes_of_the_layers_under_autocast(measured, mode):
+    result, _ = measured
+    dtypes = result.runs[mode.name].dtypes
+    assert (dtypes["conv1"], dtypes["logits"], dtypes["loss"]) == ("bfloat16", "bfloat16", "float32")
+
+
+def test_dtypes_of_the_layers_without_autocast(measured):
+    result, _ = measured
+    assert set(result.runs[FLOAT32.name].dtypes.values()) == {"float32"}
+
+
+def test_inference_is_timed_in_every_mode_for_one_image_and_for_all(measured):
+    result, _ = measured
+    assert [timing.images for timing in result.timings] == [1, 50]
+    for timing in result.timings:
+        assert len(timing.rounds) == ROUNDS
+        assert all(timing.median(mode) > 0 for mode in MODES)
+
+
+def test_ratio_is_the_median_over_the_rounds():
+    rounds = [{"float32": base, "torch.autocast": base * times} for base, times in [(1, 3), (2, 2), (4, 7)]]
+    timing = Timing(1, tuple(rounds))
+    assert timing.ratio(TORCH, FLOAT32) == 3
+    assert timing.median(TORCH) == 4
+
+
+def test_progress_is_told_as_often_as_announced(measured, few):
+    _, said = measured
+    assert len(said) == demo.steps(few, epochs=2)
+    assert set(said) == {"cpu: float32", "cpu: torch.autocast", "cpu: polycast.autocast", "cpu: inference"}
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_polycast_runs_on_its_own_kernels_and_the_others_on_torchs(mode):
+    torchs = kernel_of_mm()
+    polycast.install("cpu")
+    mode.use_kernels("cpu")
+    assert (kernel_of_mm() != torchs) == (mode is POLYCAST)
+
+
+def test_training_leaves_the_choice_of_algorithms_as_it_was(few):
+    train(FLOAT32, "cpu", torch.bfloat16, few, 1, lambda: None)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_float16_trains_too(few):
+    runs = [train(mode, "cpu", torch.float16, few, 1, lambda: None) for mode in (TORCH, POLYCAST)]
+    assert runs[0].loss == pytest.approx(runs[1].loss, rel=1e-4)
+    assert runs[1].dtypes["conv1"] == "float16"
+
+
+def test_good_result_has_no_problem():
+    assert problems(GOOD) == []
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_inaccurate_run_is_a_problem(mode):
+    assert problems(with_run(mode.name, accuracy=0.9444)) == [
+        f"cpu: {mode.name} gets 94.44% of the test images right, at least 95% was expected"
+    ]
+
+
+def test_accuracy_that_is_just_enough_is_no_problem():
+    assert problems(with_run("float32", accuracy=342 / 360)) == []
+
+
+def test_losses_apart_are_a_problem():
+    assert problems(with_run("polycast.autocast", loss=0.0201)) == [
+        "cpu: the final losses of torch.autocast (0.02000000) and polycast.autocast (0.02010000) differ by 5.0e-03 of "
+        "the larger, at most 1e-04 was expected"
+    ]
+
+
+def test_losses_that_differ_in_rounding_are_no_problem():
+    assert problems(with_run("polycast.autocast", loss=0.02 * (1 + 1e-7))) == []
+
+
+def test_loss_that_is_not_a_number_is_a_problem():
+    (problem,) = problems(with_run("polycast.autocast", loss=float("nan")))
+    assert "polycast.autocast (nan) differ by nan" in problem
+
+
+def test_autocast_that_was_not_in_force_is_a_problem():
+    dtypes = {"conv1": "float32", "loss": "float32"}
+    assert problems(with_run("polycast.autocast", dtypes=dtypes)) == [
+        "cpu: no layer puts out bfloat16 under polycast.autocast: it was not in force",
+        "cpu: conv1 puts out bfloat16 under torch.autocast, but float32 under polycast.autocast",
+    ]
+
+
+def test_command_prints_what_it_measured(monkeypatch):
+    monkeypatch.setattr(demo, "measure", lambda device_type, *_: replace(GOOD, device_type=device_type))
+    result = run_demo()
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert ["polycast.autocast", "97.00%", "0.02000000", "1.00"] in rows
+    assert ["conv1", "float32", "bfloat16", "bfloat16"] in rows
+    assert ["1", "1.00", "2.00", "(2.00x)", "3.00", "(3.00x)", "1.50x"] in rows
+    assert (
+        "OK on cpu: every run is at least 95% right, and the final losses of the two autocasts are equal to the last "
+        "bit.\n"
+    ) in result.stdout
+    assert result.stderr == ""
+    assert result.exit_code == 0
+
+
+@pytest.mark.parametrize("wrong", [{"accuracy": 0.5}, {"loss": 0.03}], ids=["accuracy", "loss"])
+def test_command_fails_where_the_result_is_wrong(monkeypatch, wrong):
+    monkeypatch.setattr(demo, "measure", lambda *_: with_run("polycast.autocast", **wrong))
+    result = run_demo()
+    assert result.stderr.splitlines()[0] == f"polycast: {problems(with_run('polycast.autocast', **wrong))[0]}"
+    assert "OK on" not in result.stdout
+    assert result.exit_code == 1
+
+
+def test_command_runs_from_end_to_end(engine, monkeypatch):
+    monkeypatch.setattr("polycast.cli.demo.timing.ROUNDS", 2)
+    result = run_demo("--epochs", "3")
+    assert result.stderr == ""
+    assert f"engine: {engine}.\n" in result.stdout
+    assert "OK on cpu: every run is at least 95% right" in result.stdout
+    assert result.exit_code == 0
+
+
+def test_command_without_scikit_learn(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    result = run_demo()
+    assert result.stderr.startswith('polycast: the demo needs scikit-learn: pip install "polycast[demo]" (')
+    assert result.stdout == ""
+    assert result.exit_code == 1
+
+
+def test_command_without_a_device(monkeypatch):
+    monkeypatch.setattr(registry, "_discovered", None)
+    monkeypatch.setattr(registry, "ready", {})
+    monkeypatch.setenv("POLYCAST_BLOCK", "cpu,cuda,xpu")
+    result = run_demo()
+    assert result.stderr == "polycast: no device can be used now; see polycast devices\n"
+    assert result.exit_code == 1

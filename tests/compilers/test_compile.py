@@ -1,0 +1,345 @@
+"""torch.compile: a region is in the graph what torch.autocast is there, and gives the code that it gives."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._dynamo.testing import AotEagerAndRecordGraphs, CompileCounter
+from torch._inductor.utils import run_and_get_code
+
+import polycast
+from polycast import CastPolicy
+from polycast.compilers import guards
+
+# What torch's own compiler warns of while it works.
+pytestmark = [
+    pytest.mark.usefixtures("engine"),
+    pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd is returning a function"),
+    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+BACKENDS = ["eager", "aot_eager"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture(name="data")
+def _data():
+    torch.manual_seed(0)
+    return torch.randn(3, 8), torch.nn.Linear(8, 8)
+
+
+def inside(region):
+    """Return a function with a region inside it, which `region` makes."""
+
+    def function(x, layer):
+        with region("cpu", dtype=torch.bfloat16):
+            y = layer(x)
+            with region("cpu", dtype=torch.bfloat16, enabled=False):
+                z = layer(x)
+        return torch.nn.functional.mse_loss(y, z.bfloat16()) + (y.float() @ z.T).sum()
+
+    return function
+
+
+def from_outside(region):
+    held = region("cpu", dtype=torch.bfloat16, cache_enabled=False)
+
+    def function(x, layer):
+        with held:
+            y = layer(x)
+        return layer(y.float()).sum()
+
+    return function
+
+
+def decorated(region):
+    @region("cpu", dtype=torch.bfloat16, cache_enabled=False)
+    def function(x, layer):
+        return layer(x).relu().sum()
+
+    return function
+
+
+def decorating_inside(region):
+    def function(x, layer):
+        @region("cpu", dtype=torch.bfloat16)
+        def body(x):
+            return layer(x).relu()
+
+        return body(x).sum()
+
+    return function
+
+
+SHAPES = [inside, from_outside, decorated, decorating_inside]
+
+
+def outcome(function, x, layer):
+    """Return what a function gives, and the gradients of it."""
+    layer.zero_grad()
+    loss = function(x, layer)
+    loss.backward()
+    return loss.detach(), layer.weight.grad.clone(), layer.bias.grad.clone()
+
+
+def _without_comments(code):
+    """Return what runs; the comments tell in which line of which file the user wrote it."""
+    return [line for line in code.splitlines() if not line.lstrip().startswith("#")]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_region_in_one_graph_gives_what_it_gives_uncompiled(data, shape, backend):
+    function = shape(polycast.autocast)
+    expected = outcome(function, *data)
+    actual = outcome(torch.compile(function, backend=backend, fullgraph=True), *data)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_graphs_are_those_of_torch_autocast(data, shape):
+    def graphs(region):
+        torch.compiler.reset()
+        recorder = AotEagerAndRecordGraphs()
+        outcome(torch.compile(shape(region), backend=recorder, fullgraph=True), *data)
+        recorded = [*recorder.graphs, *recorder.fw_graphs, *recorder.bw_graphs]
+        assert len(recorded) == 3
+        return [_without_comments(graph.print_readable(print_output=False)) for graph in recorded]
+
+    assert graphs(polycast.autocast) == graphs(torch.autocast)
+
+
+def test_the_code_of_inductor_is_that_of_torch_autocast(data):
+    def generated(region):
+        torch.compiler.reset()
+        compiled = torch.compile(inside(region), fullgraph=True)
+        actual, code = run_and_get_code(outcome, compiled, *data)
+        torch.testing.assert_close(actual, outcome(inside(region), *data), rtol=1e-2, atol=1e-2)  # bfloat16's
+        return actual, [_without_comments(text) for text in code]
+
+    with torch._inductor.config.patch(force_disable_caches=True):
+        actual, code = generated(polycast.autocast)
+        expected, expected_code = generated(torch.autocast)
+    assert len(code) == 2  # forward and backward
+    assert code == expected_code
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_region_around_is_heeded_and_a_change_of_it_recompiles(data, backend):
+    counter = CompileCounter()
+
+    def count_and_compile(graph, inputs):
+        counter(graph, inputs)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    x, layer = data
+    compiled = torch.compile(lambda x: layer(x), backend=count_and_compile, fullgraph=True)
+    seen = []
+    for _ in range(2):
+        with polycast.autocast("cpu"):
+            seen.append(compiled(x).dtype)
+        with polycast.autocast("cpu", dtype=torch.float16):
+            seen.append(compiled(x).dtype)
+            with polycast.autocast("cpu", enabled=False):
+                seen.append(compiled(x).dtype)
+        seen.append(compiled(x).dtype)
+    assert seen == 2 * [torch.bfloat16, torch.float16, torch.float32, torch.float32]
+    assert counter.frame_count == 3 + (seen[2] is not seen[3])
+
+
+def test_a_region_without_dtype_takes_that_of_the_region_around_at_each_call(data):
+    x, layer = data
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def function(x):
+        with polycast.autocast("cpu"):
+            return layer(x)
+
+    seen = [function(x).dtype]
+    for dtype in (torch.float16, torch.bfloat16):
+        with polycast.autocast("cpu", dtype=dtype):
+            seen.append(function(x).dtype)
+    assert seen == [torch.bfloat16, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("region", [polycast.autocast, torch.autocast])
+def test_a_decorated_function_may_call_what_is_compiled(data, region):
+    x, layer = data
+    compiled = torch.compile(lambda x: layer(x), backend="aot_eager", fullgraph=True)
+    assert region("cpu", dtype=torch.bfloat16)(lambda: compiled(x))().dtype is torch.bfloat16
+    assert compiled(x).dtype is torch.float32
+
+
+def test_a_subclass_is_compiled_as_what_it_stands_for(data):
+    class Half(polycast.autocast):
+        def __init__(self):
+            super().__init__("cpu", dtype=torch.float16)
+
+    def function(x, layer):
+        with Half():
+            return layer(x)
+
+    assert torch.compile(function, backend="aot_eager", fullgraph=True)(*data).dtype is torch.float16
+
+
+def test_a_region_below_a_graph_break_is_entered_and_left(data):
+    def function(x, layer):
+        torch._dynamo.graph_break()
+        with polycast.autocast("cpu"):
+            y = layer(x)
+            torch._dynamo.graph_break()
+            return y, torch.mm(x, layer.weight)
+
+    first, second = torch.compile(function, backend="aot_eager")(*data)
+    assert (first.dtype, second.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_region_that_dynamo_leaves_to_the_interpreter_is_entered_and_left(data):
+    """Neither the region nor the kernels, which are Python on one of the engines, are compiled by themselves."""
+
+    @torch._dynamo.disable(recursive=False)
+    def step(x, layer):
+        with polycast.autocast("cpu", dtype=torch.float16):
+            return torch.mm(x, layer.weight), polycast.autocast_nesting("cpu")
+
+    @torch.compile(backend="aot_eager")
+    def function(x, layer):
+        return step(x, layer)
+
+    x, layer = data
+    result, nesting = function(x, layer)
+    assert (result.dtype, nesting) == (torch.float16, 1)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_disabled_region_warns_while_it_is_compiled(data):
+    def function(x, layer):
+        with polycast.autocast("cpu", dtype=torch.float64):
+            return layer(x)
+
+    with pytest.warns(polycast.AutocastDisabledWarning, match="float64 was asked for"):
+        result = torch.compile(function, backend="aot_eager", fullgraph=True)(*data)
+    assert result.dtype is torch.float32
+
+
+def test_a_wrong_device_is_named_while_compiling(data):
+    def function(x, layer):
+        with polycast.autocast("not a real device"):
+            return layer(x)
+
+    with pytest.raises(RuntimeError, match="Invalid device string: 'not a real device'"):
+        torch.compile(function, backend="aot_eager", fullgraph=True)(*data)
+
+
+def test_a_user_s_cache_has_no_part_in_a_graph(data):
+    cache = polycast.WeightCache()
+    held = polycast.autocast("cpu", cache=cache)
+
+    def function(x, layer):
+        with polycast.autocast("cpu", cache=cache):
+            y = layer(x)
+        with held:
+            return y, layer(x)
+
+    first, second = torch.compile(function, backend="aot_eager", fullgraph=True)(*data)
+    assert (first.dtype, second.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert cache.stats().entries == 0
+
+
+def test_the_kernels_are_those_of_the_backend(data, hand_made):
+    """A table unlike torch's: linear stays as it is, and mm is cast."""
+    hand_made("cpu", default_dtype=torch.bfloat16, policies=polycast.policy_table({CastPolicy.FP32: ["aten::addmm"]}))
+
+    def function(x, y):
+        with polycast.autocast("cpu"):
+            return torch.addmm(y, x, x)
+
+    ones = torch.ones(2, 2, dtype=torch.bfloat16)
+    assert torch.compile(function, backend="aot_eager", fullgraph=True)(ones, ones).dtype is torch.float32
+
+
+POLICY = {"aten::linear": CastPolicy.FP32}
+
+
+def with_policy_inside():
+    def function(x, layer):
+        with polycast.autocast("cpu", policy=POLICY):
+            return layer(x)
+
+    return function
+
+
+def with_policy_from_outside():
+    held = polycast.autocast("cpu", policy=POLICY)
+
+    def function(x, layer):
+        with held:
+            return layer(x)
+
+    return function
+
+
+@pytest.mark.parametrize("make", [with_policy_inside, with_policy_from_outside])
+def test_a_policy_inside_is_refused_in_one_graph(data, make):
+    expected = "this region cannot be traced: policy= is not part of torch's autocast, which is what a graph can hold"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=expected):
+        torch.compile(make(), backend="aot_eager", fullgraph=True)(*data)
+
+
+@pytest.mark.parametrize("make", [with_policy_inside, with_policy_from_outside])
+def test_a_policy_inside_breaks_the_graph_and_is_heeded(data, make):
+    assert torch.compile(make(), backend="aot_eager")(*data).dtype is torch.float32
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_change_of_the_policies_around_recompiles(data, backend):
+    x, layer = data
+    compiled = torch.compile(lambda x: (torch.mm(x, layer.weight), torch.tanh(x)), backend=backend, fullgraph=True)
+    down, up = {"aten::tanh": CastPolicy.LOWER_PRECISION_FP}, {"aten::mm": CastPolicy.FP32}
+
+    def around(policy):
+        with polycast.autocast("cpu", policy=policy):
+            return tuple(y.dtype for y in compiled(x))
+
+    half, single = torch.bfloat16, torch.float32
+    for _ in range(2):
+        assert around(None) == (half, single)
+        assert around(down) == (half, half)
+        assert around(up) == (single, single)
+        with polycast.autocast("cpu", policy=up):
+            assert around(down) == (single, half)
+            assert around(None) == (single, single)
+            snapshot = polycast.capture()
+            with polycast.autocast("cpu", enabled=False):
+                assert tuple(y.dtype for y in compiled(x)) == (single, single)
+        with snapshot.apply():
+            assert tuple(y.dtype for y in compiled(x)) == (single, single)
+        assert polycast.autocast("cpu", policy=down)(lambda: compiled(x)[1].dtype)() is half
+    assert not any(torch.is_autocast_enabled(name) for name in torch._C._autocast_supported_devices())
+
+
+def test_policies_that_compiled_code_could_take_for_others_are_refused(monkeypatch):
+    monkeypatch.setattr(guards, "_dtypes", lambda: (torch.int8,))
+    monkeypatch.setattr(guards, "_meanings", {})
+    with polycast.autocast("cpu", policy={"aten::mm": CastPolicy.FP32}):
+        pass
+    other = polycast.autocast("cpu", policy={"aten::tanh": CastPolicy.FP32})
+    with pytest.raises(RuntimeError, match="policy= has the mark of other policies in this process: add an op to it"):
+        other.__enter__()
+    assert polycast.autocast_nesting("cpu") == 0
+
+
+def test_polycast_does_not_import_dynamo():
+    script = "import sys, polycast\nwith polycast.autocast('cpu'): pass\nprint('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

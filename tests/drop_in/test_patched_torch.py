@@ -1,0 +1,177 @@
+"""What torch itself does with its autocast while it is patched: checkpoint, compile, script, export."""
+
+import contextlib
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import polycast
+
+TORCHS = torch.autocast
+X = torch.ones(2, 2)
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("backward_patched", [True, False])
+@pytest.mark.parametrize("forward_patched", [True, False])
+def test_checkpoints_are_recomputed_in_the_region_of_their_forward(reentrant, forward_patched, backward_patched):
+    def patching(wanted):
+        return polycast.patch_torch() if wanted else contextlib.nullcontext()
+
+    dtypes = []
+
+    def run(x):
+        hidden = net[0](x)
+        dtypes.append(hidden.dtype)
+        return net[2](net[1](hidden))
+
+    net, x = model(), torch.ones(3, 4, requires_grad=True)
+    with patching(forward_patched), torch.autocast("cpu"):
+        out = checkpoint(run, x, use_reentrant=reentrant)
+    with patching(backward_patched):
+        out.float().sum().backward()
+    assert dtypes == [torch.bfloat16, torch.bfloat16]
+    plain, y = model(), torch.ones(3, 4, requires_grad=True)
+    with polycast.autocast("cpu"):
+        out = plain(y)
+    out.float().sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+@pytest.mark.usefixtures("patched", "engine")
+def test_data_parallel_runs_in_the_region():
+    with torch.autocast("cpu"):
+        assert torch.nn.DataParallel(model())(torch.ones(3, 4)).dtype is torch.bfloat16
+
+
+@pytest.fixture
+def dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def in_region(x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return x @ x
+
+
+def in_deprecated_region(x):
+    with torch.cpu.amp.autocast():
+        return x @ x
+
+
+def in_region_given(x, region):
+    with region:
+        return x @ x
+
+
+@pytest.mark.usefixtures("dynamo", "engine")
+@pytest.mark.parametrize("function", [in_region, in_deprecated_region])
+@pytest.mark.filterwarnings("ignore:`torch.cpu.amp.autocast:FutureWarning")
+def test_torch_compile_takes_the_regions_of_a_function_into_its_graph_with_and_without_the_patch(function):
+    for patching in (contextlib.nullcontext(), polycast.patch_torch(), contextlib.nullcontext()):
+        with patching:
+            assert torch.compile(function, backend="aot_eager", fullgraph=True)(X).dtype is torch.bfloat16
+            assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.usefixtures("dynamo", "engine")
+def test_torch_compile_takes_a_region_that_was_made_outside():
+    compiled = torch.compile(in_region_given, backend="aot_eager", fullgraph=True)
+    with polycast.patch_torch():
+        assert compiled(X, torch.autocast("cpu", torch.float16)).dtype is torch.float16
+        assert compiled(X, torch.autocast("cpu", enabled=False)).dtype is torch.float32
+
+
+@pytest.mark.usefixtures("dynamo", "engine")
+def test_torch_compile_takes_names_that_were_imported_before():
+    theirs = TORCHS
+
+    def function(x):
+        with theirs("cpu"):
+            return x @ x
+
+    with polycast.patch_torch():
+        assert torch.compile(function, backend="aot_eager", fullgraph=True)(X).dtype is torch.bfloat16
+
+
+@pytest.mark.usefixtures("dynamo", "engine")
+def test_a_compiled_model_runs_and_trains_in_a_region():
+    net = model()
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    with polycast.patch_torch():
+        with torch.autocast("cpu"):
+            out = compiled(torch.ones(3, 4))
+        out.float().sum().backward()
+    assert out.dtype is torch.bfloat16
+    assert net[0].weight.grad.dtype is torch.float32
+
+
+def test_torch_compile_that_is_imported_while_patched_knows_torchs_classes_later():
+    script = """
+import sys, torch, polycast, warnings
+warnings.simplefilter("ignore")
+from torch.cuda.amp import autocast as imported_before
+assert "torch._dynamo.variables.torch" not in sys.modules
+def main(x):
+    with torch.autocast("cpu"):
+        return x @ x
+def deprecated(x):
+    with torch.cpu.amp.autocast():
+        return x @ x
+def other_device(x):
+    with imported_before():
+        return x @ x
+def dtypes():
+    torch._dynamo.reset()
+    compiled = [torch.compile(f, backend="eager", fullgraph=True) for f in (main, deprecated)]
+    compiled.append(torch.compile(other_device, backend="eager"))  # the graph may break at a class of before
+    return [str(f(torch.ones(2, 2)).dtype)[6:] for f in compiled]
+with polycast.patch_torch():
+    print(*dtypes())
+print(*dtypes())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["bfloat16 bfloat16 float32"] * 2, done.stderr
+
+
+def test_torch_jit_scripts_a_region_with_and_without_the_patch():
+    def function(x):
+        with torch.autocast("cpu"):
+            return x @ x
+
+    for patching in (polycast.patch_torch(), contextlib.nullcontext(), polycast.patch_torch()):
+        with patching, warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit as a whole is deprecated
+            assert torch.jit.script(function)(X).dtype is torch.bfloat16
+
+
+@pytest.mark.usefixtures("patched", "engine")
+def test_torch_jit_traces_the_casts_of_a_region():
+    with warnings.catch_warnings(), torch.autocast("cpu", cache_enabled=False):
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = torch.jit.trace(model().eval(), torch.ones(3, 4))
+    assert traced(torch.ones(3, 4)).dtype is torch.bfloat16
+
+
+@pytest.mark.usefixtures("patched", "engine", "dynamo")
+@pytest.mark.parametrize("strict", [True, False])
+def test_torch_export_keeps_what_a_region_does(strict):
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return x @ x
+
+    exported = torch.export.export(Net(), (X,), strict=strict)
+    assert exported.module()(X).dtype is torch.bfloat16

@@ -1,0 +1,237 @@
+"""Building the native engine: once, whole or not at all, and what happens where it cannot be built.
+
+The compiler of these tests is a script: it notes that it was called, and copies the library that is built already.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import polycast
+from polycast.engine import choice, installation
+from polycast.engine.native import build
+
+COMPILER = """#!{python}
+import os, shutil, sys
+if "--version" in sys.argv:
+    print("test compiler 1.0")
+    raise SystemExit
+with open({calls!r}, "a") as calls:
+    calls.write("called\\n")
+if {status}:
+    print("no room for the object file")
+    raise SystemExit({status})
+shutil.copy({library!r}, sys.argv[sys.argv.index("-o") + 1])
+"""
+
+
+@pytest.fixture(scope="session")
+def library():
+    """Return the library that this machine's compiler built."""
+    return build.find_or_build(build.cache_directory())
+
+
+class Compiler:
+    """A compiler that can be told to fail, and that counts its calls."""
+
+    def __init__(self, folder, library):
+        self._folder, self._library = folder, library
+        self._calls = folder / "calls"
+        self.behave(status=0)
+
+    def behave(self, status):
+        script = self._folder / "c++"
+        values = {"python": sys.executable, "calls": str(self._calls), "status": status, "library": str(self._library)}
+        script.write_text(COMPILER.format(**values))
+        script.chmod(0o755)
+        self.command = str(script)
+
+    @property
+    def calls(self):
+        return len(self._calls.read_text().splitlines()) if self._calls.exists() else 0
+
+
+@pytest.fixture
+def compiler(library, tmp_path_factory, monkeypatch):
+    made = Compiler(tmp_path_factory.mktemp("compiler"), library)
+    monkeypatch.setenv("CXX", made.command)
+    return made
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """An empty cache directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "polycast"
+
+
+@pytest.fixture
+def wanted(monkeypatch):
+    """Return a function that sets POLYCAST_ENGINE and chooses anew."""
+
+    def choose(name):
+        installation.forget_choice()
+        monkeypatch.setenv("POLYCAST_ENGINE", name)
+        return choice.choose()
+
+    yield choose
+    installation.forget_choice()
+
+
+def test_the_engine_is_built_once_with_a_line_that_says_so(compiler, home, capfd):
+    first = build.find_or_build(home)
+    assert capfd.readouterr().err == "polycast: building the native engine, once for this torch ...\n"
+    assert build.find_or_build(home) == first
+    assert capfd.readouterr().err == ""
+    assert compiler.calls == 1
+    assert not list(first.parent.glob("tmp*"))
+
+
+def test_it_is_built_again_for_another_source_and_for_another_torch(compiler, home, monkeypatch, tmp_path):
+    first = build.find_or_build(home)
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.99"))
+    other_torch = build.find_or_build(home)
+    builds = [first, other_torch]
+    for position, source in enumerate(build.SOURCES):
+        another = tmp_path / source.name
+        another.write_text("// another")
+        sources = (*build.SOURCES[:position], another, *build.SOURCES[position + 1 :])
+        with monkeypatch.context() as changed:
+            changed.setattr(build, "SOURCES", sources)
+            builds.append(build.find_or_build(home))
+    assert {source.suffix for source in build.SOURCES} == {".cpp", ".h"}
+    assert len(set(builds)) == compiler.calls == 2 + len(build.SOURCES)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "another", "no_checksum", "half_a_checksum"])
+def test_a_damaged_build_is_built_again(compiler, home, damage):
+    library = build.find_or_build(home)
+    if damage == "truncated":
+        os.truncate(library, 1000)
+    elif damage == "another":
+        library.write_bytes(b"of a build that was killed")
+    elif damage == "no_checksum":
+        library.with_suffix(".sha256").unlink()
+    else:
+        os.truncate(library.with_suffix(".sha256"), 10)
+    assert build.find_or_build(home) == library
+    assert library.stat().st_size > 1000
+    assert compiler.calls == 2
+
+
+def test_what_a_killed_build_left_does_not_disturb(compiler, home):
+    library = build.find_or_build(home)
+    library.unlink()
+    (library.parent / "tmpkilled").mkdir()
+    (library.parent / "tmpkilled" / library.name).write_bytes(b"half")
+    assert build.find_or_build(home) == library
+    assert library.stat().st_size > 1000
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from polycast.engine import build
+print(build.find_or_build(Path(sys.argv[1])))
+"""
+
+
+def test_eight_processes_that_start_at_once_build_it_once(compiler, home):
+    processes = [
+        subprocess.Popen([sys.executable, "-c", SCRIPT, str(home)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(8)
+    ]
+    outputs = [process.communicate() for process in processes]
+    assert [process.returncode for process in processes] == [0] * 8, outputs
+    assert len({out for out, _ in outputs}) == 1
+    assert compiler.calls == 1
+
+
+def test_without_a_compiler_any_build_for_this_torch_serves(compiler, home, monkeypatch):
+    library = build.find_or_build(home)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build.find_or_build(home) == library
+
+
+def test_without_a_compiler_and_a_build_the_reference_engine_runs_with_one_warning(home, monkeypatch, wanted):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.warns(UserWarning, match=r"runs on its reference engine.*no C\+\+ compiler is found\. Install"):
+        assert wanted("auto").name == "reference"
+    assert choice.choose().name == "reference"  # and no second warning, which would be an error
+
+
+def test_a_failing_build_names_its_log(compiler, home, wanted):
+    compiler.behave(status=3)
+    with pytest.warns(UserWarning, match=r"the compiler failed with status 3; its output is in .*\.log") as caught:
+        assert wanted("auto").name == "reference"
+    log = str(caught[0].message).partition("its output is in ")[2].partition(".log")[0] + ".log"
+    with open(log) as text:
+        assert text.read().endswith("no room for the object file\n")
+
+
+def test_a_build_that_failed_is_tried_again_only_when_asked(compiler, home):
+    compiler.behave(status=3)
+    with pytest.raises(build.BuildError, match="the compiler failed with status 3"):
+        build.find_or_build(home)
+    with pytest.raises(build.BuildError, match=r"it failed before; its output is in .*\.log\. `polycast build` tries"):
+        build.find_or_build(home)
+    assert compiler.calls == 1
+    compiler.behave(status=0)
+    assert build.find_or_build(home, again=True) == build.find_or_build(home)
+    assert compiler.calls == 2
+
+
+def test_a_cache_directory_that_cannot_be_written_is_told(compiler, monkeypatch, wanted, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="nothing can be written to .*file/polycast"):
+        assert wanted("auto").name == "reference"
+
+
+def test_a_build_that_does_not_load_is_told(compiler, home, wanted, library):
+    made = build.find_or_build(home)
+    made.write_bytes(b"\x7fELF but not a library")
+    made.with_suffix(".sha256").write_text(build._checksum(made))
+    with pytest.warns(UserWarning, match="does not load"):
+        assert wanted("auto").name == "reference"
+
+
+def test_the_native_engine_can_be_made_a_must(compiler, home, wanted):
+    compiler.behave(status=1)
+    with pytest.raises(RuntimeError, match=r"^POLYCAST_ENGINE=native, but the native engine cannot be built: the comp"):
+        wanted("native")
+
+
+def test_the_reference_engine_builds_nothing(compiler, home, wanted):
+    assert wanted("reference").name == "reference"
+    assert compiler.calls == 0
+    assert not home.exists()
+
+
+def test_the_engine_is_native_where_it_can_be_had(wanted):
+    assert wanted("auto").name == "native"
+
+
+def test_an_unknown_engine_is_refused_and_installs_nothing(monkeypatch):
+    installation.forget_choice()
+    monkeypatch.setenv("POLYCAST_ENGINE", "turbo")
+    with pytest.raises(ValueError, match=r"^POLYCAST_ENGINE='turbo' is not legal: expected one of auto, native, refer"):
+        polycast.install("cpu")
+    monkeypatch.delenv("POLYCAST_ENGINE")
+    assert not installation.installed
+
+
+@pytest.mark.parametrize("name", ["native", "reference"])
+def test_kernels_come_and_go_a_hundred_times(name, wanted):
+    wanted(name)
+    mixed = [torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.bfloat16)]
+    for _ in range(100):
+        polycast.install("cpu")
+        with torch.autocast("cpu"):
+            assert torch.cat(mixed).dtype is torch.float32
+        polycast.uninstall("cpu")
+        with torch.autocast("cpu"), pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
+            torch.cat(mixed)

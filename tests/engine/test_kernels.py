@@ -1,0 +1,334 @@
+"""The kernels: every policy on every kind of device, and putting them in place and taking them away."""
+
+import contextlib
+import re
+import threading
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import polycast
+from polycast import CastPolicy
+from polycast.engine.installation import kernels_of, torch_ops
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+FAKE_DEVICES = ("cuda", "xpu", "privateuseone", "hpu")
+REDUCED = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(params=["cpu", *FAKE_DEVICES])
+def device(request, hand_made):
+    """A device type with the standard table: real on the CPU, on fake tensors elsewhere."""
+    if request.param != "cpu":
+        request.getfixturevalue("fake")
+    hand_made(request.param)
+    polycast.install(request.param)
+    return request.param
+
+
+@pytest.fixture(params=REDUCED, ids=str)
+def fast(request, device):
+    """Autocast is on, with this dtype."""
+    with polycast.autocast(device, request.param):
+        yield request.param
+
+
+def tensor(device, dtype=torch.float32, shape=(4, 4)):
+    return torch.ones(shape, device=device, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *REDUCED], ids=str)
+def test_lower_precision_fp_casts_every_eligible_input(device, fast, dtype):
+    assert torch.mm(tensor(device, dtype), tensor(device)).dtype is fast
+    bias = tensor(device, shape=(4,))
+    assert torch.nn.functional.linear(tensor(device, dtype), tensor(device), bias).dtype is fast
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *REDUCED], ids=str)
+def test_fp32_casts_every_eligible_input_to_float32(device, fast, dtype):
+    assert torch.exp(tensor(device, dtype)).dtype is torch.float32
+    assert torch.nn.functional.mse_loss(tensor(device, dtype), tensor(device)).dtype is torch.float32
+
+
+def test_fp32_set_opt_dtype_gives_float32_unless_the_caller_chose(device, fast):
+    x = tensor(device, fast)
+    assert torch.softmax(x, 0).dtype is torch.float32
+    assert torch.softmax(x, 0, dtype=torch.float16).dtype is torch.float16
+    assert torch.sum(x, dim=0, keepdim=True).dtype is torch.float32
+    assert torch.cumsum(x, 0).dtype is torch.float32
+    assert torch.prod(tensor(device, torch.int32), 0).dtype is torch.int64
+    assert torch.sum(tensor(device, torch.float64)).dtype is torch.float64
+
+
+def test_fp32_append_dtype_calls_the_overload_with_a_dtype(device, fast):
+    x = tensor(device, fast)
+    assert torch.ops.aten.norm.Scalar(x).dtype is torch.float32
+    assert torch.ops.aten.norm.Scalar(x, 1).dtype is torch.float32
+    assert torch.ops.aten.norm.ScalarOpt_dim(x, 2, [0], True).shape == (1, 4)
+    assert torch.ops.aten.norm.ScalarOpt_dim(x, None, [0]).dtype is torch.float32
+    assert torch.ops.aten.norm.Scalar(tensor(device, torch.float64)).dtype is torch.float64
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        ((torch.float16, torch.float32), torch.float32),
+        ((torch.float16, torch.bfloat16), torch.float32),
+        ((torch.float16, torch.float16), torch.float16),
+        ((torch.bfloat16, torch.bfloat16), torch.bfloat16),
+        ((torch.float32, torch.float32), torch.float32),
+        ((torch.float64, torch.float64), torch.float64),
+    ],
+)
+def test_promote_takes_float32_for_different_dtypes_and_leaves_equal_ones(device, fast, dtypes, expected):
+    a, b = (tensor(device, dtype, (4,)) for dtype in dtypes)
+    assert torch.dot(a, b).dtype is expected
+    assert torch.addcmul(a, b, b).dtype is expected
+
+
+def test_promotion_reads_the_tensors_in_lists(engine):
+    with polycast.autocast("cpu"):
+        assert torch.cat([tensor("cpu", torch.float16), tensor("cpu", torch.bfloat16)]).dtype is torch.float32
+        assert torch.stack([tensor("cpu", torch.float16), tensor("cpu", torch.float16)]).dtype is torch.float16
+
+
+def test_a_banned_op_raises_and_says_what_to_use(device, fast):
+    with pytest.raises(
+        RuntimeError, match=r"^aten::binary_cross_entropy is unsafe to autocast.*binary_cross_entropy_with_logits"
+    ):
+        torch.nn.functional.binary_cross_entropy(tensor(device), tensor(device))
+
+
+def test_a_banned_op_without_a_remedy_says_what_helps_always(hand_made):
+    hand_made("cpu", policies={"aten::mm": CastPolicy.BANNED}, remedies={})
+    with polycast.autocast("cpu"), pytest.raises(RuntimeError, match="in a region with enabled=False, on float32"):
+        torch.mm(tensor("cpu"), tensor("cpu"))
+
+
+def test_float64_integers_and_other_devices_are_left_alone(device, fast):
+    assert torch.mm(tensor(device, torch.float64), tensor(device, torch.float64)).dtype is torch.float64
+    assert torch.mm(tensor(device, torch.int64), tensor(device, torch.int64)).dtype is torch.int64
+    assert torch.mm(tensor("meta"), tensor("meta")).dtype is torch.float32
+
+
+def test_in_place_and_out_variants_are_not_cast(device, fast):
+    x = tensor(device)
+    assert torch.mm(x, x, out=tensor(device)).dtype is torch.float32
+    assert tensor(device).addmm_(x, x).dtype is torch.float32
+    assert torch.exp(tensor(device, fast), out=tensor(device, fast)).dtype is fast
+
+
+def test_ops_outside_the_table_pass_by(device, fast):
+    assert torch.relu(tensor(device)).dtype is torch.float32
+    assert (tensor(device, fast) + tensor(device, fast)).dtype is fast
+
+
+def test_a_disabled_region_casts_nothing(device, fast):
+    with polycast.autocast(device, enabled=False):
+        assert torch.mm(tensor(device), tensor(device)).dtype is torch.float32
+
+
+def test_only_the_regions_device_is_cast(hand_made, fake):
+    hand_made("cuda")
+    polycast.install("xpu")
+    with polycast.autocast("cuda"):
+        assert torch.mm(tensor("cuda"), tensor("cuda")).dtype is torch.float16
+        assert torch.mm(tensor("xpu"), tensor("xpu")).dtype is torch.float32
+
+
+def test_an_overlay_holds_in_its_region_and_those_inside():
+    x = tensor("cpu")
+    with polycast.autocast("cpu", policy={"aten::mm": CastPolicy.FP32, "aten::relu": CastPolicy.LOWER_PRECISION_FP}):
+        assert (torch.mm(x, x).dtype, torch.relu(x).dtype) == (torch.float32, torch.bfloat16)
+        with polycast.autocast("cpu", policy={"aten::relu": CastPolicy.PASSTHROUGH}):
+            assert (torch.mm(x, x).dtype, torch.relu(x).dtype) == (torch.float32, torch.float32)
+        assert torch.relu(x).dtype is torch.bfloat16
+    with polycast.autocast("cpu"):
+        assert (torch.mm(x, x).dtype, torch.relu(x).dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_an_overlay_can_ban_and_set_a_dtype():
+    x = tensor("cpu", torch.bfloat16)
+    policy = {"aten::mm": CastPolicy.BANNED, "aten::softmax.int": CastPolicy.FP32_SET_OPT_DTYPE}
+    with polycast.autocast("cpu", policy=policy):
+        assert torch.softmax(x, 0).dtype is torch.float32
+        with pytest.raises(RuntimeError, match="^aten::mm is unsafe to autocast on cpu"):
+            torch.mm(x, x)
+
+
+def test_autograd_sees_the_casts():
+    x, w = tensor("cpu").requires_grad_(), tensor("cpu").requires_grad_()
+    with polycast.autocast("cpu"):
+        y = torch.mm(x, w)
+    y.sum().backward()
+    assert (x.grad.dtype, w.grad.dtype) == (torch.float32, torch.float32)
+    assert torch.equal(w.grad, torch.full((4, 4), 4.0))
+
+
+@pytest.fixture
+def probe():
+    """An op of another namespace, which records whether autocast is on for the CPU and for hpu where it runs."""
+    seen = []
+    library = torch.library.Library("polycast_tests", "DEF")
+    library.define("probe(Tensor x) -> Tensor")
+    library.impl("probe", lambda x: seen.append([*map(torch.is_autocast_enabled, ("cpu", "hpu"))]) or x.clone(), "CPU")
+    yield seen
+    library._destroy()
+
+
+def test_an_op_of_another_namespace_is_cast_with_autocast_off_for_its_device_only(hand_made, probe):
+    hand_made("cpu", policies={"polycast_tests::probe": CastPolicy.LOWER_PRECISION_FP})
+    hand_made("hpu")
+    with polycast.autocast("cpu", torch.bfloat16), polycast.autocast("hpu"):
+        assert torch.ops.polycast_tests.probe(tensor("cpu")).dtype is torch.bfloat16
+    polycast.uninstall()
+    assert probe == [[False, True]]
+
+
+def test_install_and_uninstall_give_torch_its_own_kernels_back():
+    mixed = [tensor("cpu", torch.float16), tensor("cpu", torch.bfloat16)]
+    before = {device: torch_ops(device) for device in ("cpu", "cuda", "xpu")}
+    for _ in range(5):
+        for device in before:
+            polycast.install(device)
+        with torch.autocast("cpu"):
+            assert torch.cat(mixed).dtype is torch.float32
+        polycast.uninstall("cpu")
+        polycast.uninstall()
+        with torch.autocast("cpu"), pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
+            torch.cat(mixed)
+        assert {device: torch_ops(device) for device in before} == before
+
+
+def test_an_op_that_this_torch_lacks_is_skipped(hand_made):
+    backend = hand_made("hpu", policies={"aten::of_another_version": CastPolicy.FP32, "aten::mm": CastPolicy.FP32})
+    assert kernels_of(backend.device_type).ops == {"aten::mm"}
+
+
+def test_uninstalling_an_unknown_device_is_refused():
+    with pytest.raises(RuntimeError, match="^Invalid device string: 'nonsense'$"):
+        polycast.uninstall("nonsense")
+
+
+def test_the_region_puts_back_what_was_uninstalled():
+    polycast.uninstall("cpu")
+    with polycast.autocast("cpu"):
+        assert kernels_of("cpu").ops
+        assert torch.mm(tensor("cpu"), tensor("cpu")).dtype is torch.bfloat16
+
+
+def test_an_overlay_leaves_a_composite_op_as_it_was_outside_it():
+    x = torch.ones(2, 4, 4)
+    with polycast.autocast("cpu", policy={"aten::einsum": CastPolicy.FP32, "aten::relu": CastPolicy.FP32}):
+        assert torch.einsum("bij,bjk->bik", x, x).dtype is torch.float32
+    with polycast.autocast("cpu"):
+        assert torch.einsum("bij,bjk->bik", x, x).dtype is torch.bfloat16
+        assert torch.relu(x.bfloat16()).dtype is torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_a_nested_tensor_that_requires_grad_is_cast():
+    nested = torch.nested.nested_tensor([torch.ones(4, 5)] * 2, requires_grad=True)
+    other = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+    for mode in (torch.no_grad, torch.no_grad, torch.enable_grad):
+        with mode(), polycast.autocast("cpu"):
+            assert torch.bmm(other, nested).dtype is torch.bfloat16
+
+
+def test_kernels_in_use_are_not_taken_away(in_thread, hand_made):
+    text = "polycast's kernels for 'cpu' are in use: 1 region is open, counting all threads. Leave them first."
+    with polycast.autocast("cpu"):
+        for attempt in (polycast.uninstall, lambda: polycast.uninstall("cpu"), lambda: hand_made("cpu")):
+            with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+                in_thread(attempt)
+        assert torch.mm(tensor("cpu"), tensor("cpu")).dtype is torch.bfloat16
+        assert polycast.backends()["cpu"].distribution == "polycast"
+    polycast.uninstall()
+
+
+def test_a_backend_in_use_is_not_unregistered(hand_made):
+    backend = hand_made("cpu")
+    with (
+        polycast.autocast("cpu"),
+        polycast.autocast("cpu"),
+        pytest.raises(RuntimeError, match="^polycast's kernels for 'cpu' are in use: 2 regions are open"),
+    ):
+        polycast.unregister_backend("cpu")
+    assert polycast.get_backend("cpu") is backend
+
+
+def test_a_thread_that_ended_in_a_region_is_not_in_it_any_more(in_thread):
+    def work():
+        polycast.autocast("cpu").__enter__()
+
+    in_thread(work)
+    polycast.uninstall()
+
+
+def test_threads_that_run_ops_while_another_uninstalls_and_installs():
+    x, stop, wrong = tensor("cpu"), threading.Event(), []
+
+    def work():
+        while not stop.is_set():
+            with polycast.autocast("cpu"):
+                wrong.extend(dtype for _ in range(20) if (dtype := torch.mm(x, x).dtype) is not torch.bfloat16)
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for _ in range(200):
+        with contextlib.suppress(RuntimeError):
+            polycast.uninstall()
+        polycast.install("cpu")
+    stop.set()
+    for worker in workers:
+        worker.join()
+    assert wrong == []
+
+
+def test_ops_of_an_overlay_have_their_kernels_after_a_change_of_backend(hand_made):
+    x = tensor("cpu", torch.bfloat16)
+    region = polycast.autocast("cpu", torch.bfloat16, policy={"aten::add.Tensor": CastPolicy.FP32})
+    for change in (lambda: hand_made("cpu"), polycast.uninstall, lambda: polycast.unregister_backend("cpu")):
+        with region:
+            assert torch.add(x, x).dtype is torch.float32
+        change()
+    suspended = polycast.autocast("cpu", torch.bfloat16)
+    with region, suspended:  # the inner region has no policy of its own, and the one around it is in force
+        assert torch.add(x, x).dtype is torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own use of it
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_a_tangent_goes_through_a_matrix_product(mode):
+    x, tangent, w = torch.rand(2, 2), torch.rand(2, 2), torch.nn.Parameter(torch.rand(2, 2))
+    with mode(), forward_ad.dual_level(), polycast.autocast("cpu"):
+        dual = forward_ad.make_dual(x, tangent)
+        product = forward_ad.unpack_dual(torch.mm(dual, w))
+        assert torch.equal(product.tangent, torch.mm(tangent, w))
+        assert torch.equal(product.primal, torch.mm(x, w))
+
+
+def test_a_product_of_what_needs_no_gradient_needs_none_and_is_no_view():
+    x, w = torch.rand(2, 2), torch.nn.Parameter(torch.rand(2, 2))
+    with polycast.autocast("cpu"):
+        with torch.no_grad():
+            assert not torch.mm(x, w).requires_grad
+        assert not torch.mm(x, x).requires_grad
+        assert torch.mm(x, w).requires_grad
+        with torch.inference_mode():
+            assert torch.mm(x, w).is_inference()
+        product = torch.mm(x, x)
+        product.add_(1)  # as any other tensor, it may be written to, and counts it
+        assert product._version == 1
+        (product * w).sum().backward()
+    assert torch.equal(w.grad, product.float())
+
+
+def test_the_profiler_sees_a_matrix_product():
+    x = torch.rand(2, 2)
+    with torch.no_grad(), polycast.autocast("cpu"), torch.autograd.profiler.profile() as profile:
+        torch.mm(x, x)
+    assert "aten::mm" in {event.name for event in profile.function_events}

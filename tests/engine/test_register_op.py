@@ -1,0 +1,280 @@
+"""Registered ops: a policy for ops of other libraries, while it is registered and no longer."""
+
+import re
+
+import pytest
+import torch
+
+import polycast
+from polycast import CastPolicy
+from polycast.engine.installation import kernels_of
+from polycast.policy.registered import registrations
+
+LOWER = CastPolicy.LOWER_PRECISION_FP
+NAME = "polycast_test::scale"
+pytestmark = pytest.mark.usefixtures("engine")
+
+
+@pytest.fixture
+def scale(define):
+    """An op that torch's autocast does not know."""
+    library = define("scale(Tensor x, float by=2.0) -> Tensor")
+    torch.library.register_fake(NAME, lambda x, by=2.0: torch.empty_like(x), lib=library)
+    return torch.ops.polycast_test.scale
+
+
+def dtype_in_region(op, device_type="cpu", dtype=torch.float32, fast=torch.bfloat16):
+    with polycast.autocast(device_type, fast):
+        return op(torch.ones(2, device=device_type, dtype=dtype)).dtype
+
+
+@pytest.mark.parametrize("form", ["overload", "packet", "name"])
+def test_an_op_is_cast_in_regions_and_not_outside(scale, registered, form):
+    registered({"overload": scale.default, "packet": scale, "name": NAME}[form], LOWER)
+    assert dtype_in_region(scale) is torch.bfloat16
+    assert scale(torch.ones(2)).dtype is torch.float32
+    with polycast.autocast("cpu", enabled=False):
+        assert scale(torch.ones(2)).dtype is torch.float32
+
+
+def test_a_custom_op_is_cast_as_torch_library_returned_it(registered):
+    @torch.library.custom_op("polycast_test::own", mutates_args=())
+    def own(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    assert registered(own, LOWER).ops == ("polycast_test::own",)
+    assert dtype_in_region(own) is torch.bfloat16
+
+
+def test_an_op_that_is_registered_in_a_region_is_cast_at_once(scale):
+    with polycast.autocast("cpu"):
+        x = torch.ones(2)
+        assert scale(x).dtype is torch.float32
+        registration = polycast.register_op(scale, LOWER)
+        assert scale(x).dtype is torch.bfloat16
+    registration.remove()
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda", "mps", "hpu"])
+def test_all_devices_have_it_also_those_whose_backend_comes_later(scale, registered, hand_made, fake, device_type):
+    registered(scale, LOWER)
+    hand_made(device_type)
+    assert dtype_in_region(scale, device_type) is torch.bfloat16
+
+
+def test_one_device_has_it_alone(scale, registered, hand_made, fake):
+    registered(scale, LOWER, device_type="cuda:0")
+    for name in ("cuda", "xpu"):
+        hand_made(name)
+    assert dtype_in_region(scale, "cuda") is torch.bfloat16
+    assert dtype_in_region(scale, "xpu") is torch.float32
+
+
+def test_what_is_for_one_device_goes_before_what_is_for_all(scale, registered, hand_made, fake):
+    for name in ("cuda", "xpu"):
+        hand_made(name)
+        polycast.install(name)
+    registered(scale, CastPolicy.FP32, device_type="cuda")
+    registered(scale, LOWER)
+    assert dtype_in_region(scale, "cuda", torch.float16) is torch.float32
+    assert dtype_in_region(scale, "xpu") is torch.bfloat16
+
+
+def test_it_goes_before_the_table_which_stays_as_it_is(registered):
+    x, table = torch.ones(2, 2), dict(polycast.get_backend("cpu").policies)
+    with polycast.autocast("cpu"):
+        registration = registered("aten::mm", CastPolicy.FP32, device_type="cpu")
+        assert torch.mm(x, x).dtype is torch.float32
+    polycast.uninstall()
+    with polycast.autocast("cpu"):
+        assert torch.mm(x, x).dtype is torch.float32
+    assert dict(polycast.get_backend("cpu").policies) == table
+    registration.remove()
+    with polycast.autocast("cpu"):
+        assert torch.mm(x, x).dtype is torch.bfloat16
+
+
+def test_the_policy_of_a_region_goes_before_it(scale, registered):
+    registration = registered(scale, LOWER)
+    with polycast.autocast("cpu", policy={NAME: CastPolicy.FP32}):
+        assert scale(torch.ones(2).half()).dtype is torch.float32
+    registration.remove()
+    with polycast.autocast("cpu", policy={NAME: CastPolicy.FP32}):
+        assert scale(torch.ones(2).half()).dtype is torch.float32
+    assert dtype_in_region(scale, dtype=torch.half) is torch.float16
+
+
+def test_a_packet_stands_for_its_overloads_save_those_that_write(define, registered):
+    define(
+        "many(Tensor x) -> Tensor",
+        "many.other(Tensor x, float by) -> Tensor",
+        "many.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)",
+    )
+    many = torch.ops.polycast_test.many
+    assert registered(many, LOWER).ops == ("polycast_test::many", "polycast_test::many.other")
+    with polycast.autocast("cpu"):
+        assert many(torch.ones(2)).dtype is many(torch.ones(2), 2.0).dtype is torch.bfloat16
+        assert many(torch.ones(2), out=torch.ones(2)).dtype is torch.float32
+
+
+def test_banning_a_packet_bans_what_writes_too(define, registered):
+    define("many(Tensor x) -> Tensor", "many.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
+    assert registered(torch.ops.polycast_test.many, CastPolicy.BANNED).ops[1] == "polycast_test::many.out"
+    with (
+        polycast.autocast("cpu"),
+        pytest.raises(RuntimeError, match=r"^polycast_test::many\.out is unsafe to autocast"),
+    ):
+        torch.ops.polycast_test.many(torch.ones(2), out=torch.ones(2))
+
+
+def test_removed_it_is_as_if_it_had_not_been(scale):
+    registration = polycast.register_op(scale, LOWER)
+    assert dtype_in_region(scale) is torch.bfloat16
+    registration.remove()
+    assert dtype_in_region(scale) is torch.float32
+    assert NAME not in kernels_of("cpu").ops
+    registration.remove()
+
+
+def test_the_kernels_of_other_ops_are_in_place_after_a_removal(scale):
+    polycast.install("cpu")
+    polycast.register_op(scale, LOWER).remove()
+    assert kernels_of("cpu").ops == set(polycast.get_backend("cpu").policies)
+
+
+def test_as_a_context_manager_it_is_taken_back_when_the_block_ends(scale):
+    with polycast.register_op(scale, LOWER) as registration:
+        assert (registration.ops, registration.policy, registration.device_type) == ((NAME,), LOWER, None)
+        assert dtype_in_region(scale) is torch.bfloat16
+    assert dtype_in_region(scale) is torch.float32
+
+
+def test_it_is_not_taken_back_while_a_region_is_open(scale, registered):
+    registration = registered(scale, LOWER)
+    with polycast.autocast("cpu"):
+        with pytest.raises(RuntimeError, match="^polycast's kernels for 'cpu' are in use: 1 region is open"):
+            registration.remove()
+        assert scale(torch.ones(2)).dtype is torch.bfloat16
+    assert dtype_in_region(scale) is torch.bfloat16
+
+
+def test_the_same_again_holds_until_the_last_is_removed(scale, registered):
+    first, second = registered(scale, LOWER), registered(scale, LOWER)
+    with polycast.autocast("cpu"):
+        first.remove()  # nothing changes, so that no kernel is in the way
+    assert dtype_in_region(scale) is torch.bfloat16
+    second.remove()
+    assert dtype_in_region(scale) is torch.float32
+
+
+@pytest.mark.parametrize(("device_type", "scope"), [(None, "all devices"), ("cpu", "'cpu'")])
+def test_another_policy_for_the_same_op_and_device_is_refused(scale, registered, device_type, scope):
+    registration = registered(scale, LOWER, device_type=device_type)
+    text = (
+        f"'{NAME}' is registered as LOWER_PRECISION_FP for {scope}, and cannot be FP32 there too. Call remove() on "
+        "what polycast.register_op() returned for it first."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        polycast.register_op(scale, CastPolicy.FP32, device_type=device_type)
+    assert dtype_in_region(scale) is torch.bfloat16
+    registration.remove()
+    registered(scale, CastPolicy.FP32, device_type=device_type)
+    assert dtype_in_region(scale, dtype=torch.half) is torch.float32
+
+
+@pytest.mark.parametrize("op", [None, 7, torch.mm, torch.ops.polycast_test, LOWER], ids=lambda op: type(op).__name__)
+def test_what_is_not_an_op_is_refused(op):
+    text = (
+        "op must be an OpOverload such as torch.ops.aten.mm.default, an OpOverloadPacket such as torch.ops.aten.mm, "
+        "what torch.library.custom_op returned, or a name in the dispatcher such as 'aten::mm'; got "
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}"):
+        polycast.register_op(op, LOWER)
+
+
+@pytest.mark.parametrize(
+    ("op", "policy", "problem"),
+    [
+        ("mm", LOWER, "'mm' is not an op name as the dispatcher has it, such as 'aten::mm' or 'aten::norm.Scalar'"),
+        ("acme::absent", LOWER, "torch has no op 'acme::absent' now: load the library that defines it first"),
+        (
+            "aten::mm.default",
+            LOWER,
+            "'aten::mm.default' must be written 'aten::mm': the dispatcher has no overload 'default'",
+        ),
+        (torch.ops.aten.mm.default, "fp32", "the policy of 'aten::mm' must be a CastPolicy, got 'fp32'"),
+        (
+            torch.ops.aten.mm.out,
+            LOWER,
+            "'aten::mm.out' writes to its inputs: in-place and out= variants are never cast, so LOWER_PRECISION_FP "
+            "cannot hold",
+        ),
+        (
+            torch.ops.aten.mm.default,
+            CastPolicy.FP32_SET_OPT_DTYPE,
+            "'aten::mm' has no optional dtype argument, which FP32_SET_OPT_DTYPE sets",
+        ),
+    ],
+)
+def test_an_op_with_a_problem_is_refused_and_nothing_changes(op, policy, problem):
+    polycast.install("cpu")
+    before = kernels_of("cpu").ops
+    with pytest.raises(ValueError, match=f"^{re.escape(problem)}$"):
+        polycast.register_op(op, policy)
+    assert kernels_of("cpu").ops == before
+    assert registrations == []
+
+
+@pytest.mark.parametrize(
+    ("device_type", "error", "text"),
+    [
+        ("nonsense", RuntimeError, "Invalid device string: 'nonsense'"),
+        ("meta", RuntimeError, "torch has no Autocast dispatch key for 'meta': no policy can be registered for it"),
+        (0, ValueError, "Expected `device_type` of type `str`, got: `<class 'int'>`"),
+    ],
+)
+def test_a_device_that_can_have_no_policy_is_refused(scale, device_type, error, text):
+    with pytest.raises(error, match=f"^{re.escape(text)}$"):
+        polycast.register_op(scale, LOWER, device_type=device_type)
+    assert registrations == []
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_function_casts_as_it_does_uncompiled(scale, registered, backend):
+    registered(scale, LOWER)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: scale(x * 1.0) + 1, backend=backend, fullgraph=True)
+    with polycast.autocast("cpu"):
+        assert compiled(torch.ones(2)).dtype is torch.bfloat16
+    assert compiled(torch.ones(2)).dtype is torch.float32
+
+
+def test_gradients_come_back_in_the_dtype_of_the_input(registered):
+    @torch.library.custom_op("polycast_test::cube", mutates_args=())
+    def cube(x: torch.Tensor) -> torch.Tensor:
+        return x**3
+
+    cube.register_autograd(
+        lambda ctx, grad: grad * 3 * ctx.saved_tensors[0] ** 2,
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    registered(cube, LOWER)
+    x = torch.full((2,), 3.0, requires_grad=True)
+    with polycast.autocast("cpu"):
+        y = cube(x)
+    y.sum().backward()
+    assert (y.dtype, x.grad.dtype, x.grad.tolist()) == (torch.bfloat16, torch.float32, [27.0, 27.0])
+
+
+def test_an_op_that_is_defined_anew_and_registered_again_is_cast_as_it_is_now(registered):
+    library = torch.library.Library("polycast_test", "FRAGMENT")
+    library.define("again(float by, Tensor x) -> Tensor")
+    registered(torch.ops.polycast_test.again, LOWER)
+    polycast.install("cpu")
+    library._destroy()
+    library = torch.library.Library("polycast_test", "FRAGMENT")
+    library.define("again(Tensor x) -> Tensor")
+    library.impl("again", lambda x: x + x, "CompositeExplicitAutograd")
+    registered(torch.ops.polycast_test.again, LOWER)
+    assert dtype_in_region(torch.ops.polycast_test.again) is torch.bfloat16
+    library._destroy()

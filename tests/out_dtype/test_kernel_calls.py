@@ -1,0 +1,247 @@
+"""out_dtype: where the backend's kernel runs, and where torch's operator does."""
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import polycast
+import polycast_cpu.kernels
+from polycast import out_dtype
+from polycast.plugins.registry import registry
+
+ATEN = torch.ops.aten
+MM, BMM, ADDMM, LINEAR = ATEN.mm.default, ATEN.bmm.default, ATEN.addmm.default, ATEN.linear.default
+OPERATOR = torch.ops.higher_order.out_dtype
+
+
+def int8(*shape):
+    return torch.randint(-128, 128, shape, dtype=torch.int8)
+
+
+def same(actual, expected):
+    """Compare bit for bit."""
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    assert torch.equal(actual, expected)
+
+
+@pytest.fixture(params=["as it is here", "without int8 instructions", "without oneDNN"])
+def cpu(request, monkeypatch):
+    """Run a test on each way that the CPU's kernels take."""
+    if request.param == "without int8 instructions":
+        monkeypatch.setattr(polycast_cpu.kernels, "_multiplies_int8", lambda: False)
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(before and request.param != "without oneDNN")
+    yield
+    torch._C._set_mkldnn_enabled(before)
+
+
+def outcome(function, *args):
+    """Return what a call returns, or the type and the text of what it raises."""
+    try:
+        return function(*args)
+    except Exception as error:
+        return type(error), str(error)
+
+
+def function(a, b):
+    return out_dtype(MM, torch.int32, a, b) + 1
+
+
+@pytest.fixture
+def ran(hand_made):
+    """Register a backend for the CPU whose kernel for mm of two dtypes notes that it ran; return the notes."""
+    notes = []
+
+    def kernel(a, b):
+        notes.append((torch.is_grad_enabled(), (a.float() @ b.float()).dtype))
+        return torch.mm(a.to(torch.float64), b.to(torch.float64)).to(
+            torch.float32 if a.is_floating_point() else torch.int32
+        )
+
+    hand_made("cpu", kernels={(MM, torch.int8, torch.int32): kernel, (MM, torch.bfloat16, torch.float32): kernel})
+    return notes
+
+
+def test_a_third_partys_kernel_runs(ran):
+    a, b = int8(3, 4), int8(4, 5)
+    same(out_dtype(MM, torch.int32, a, b), OPERATOR(MM, torch.int32, a, b))
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.int8, torch.int64), (torch.int16, torch.int32), (torch.float32, torch.float64)]
+)
+def test_other_dtypes_go_to_torchs_operator(ran, dtypes):
+    a = torch.ones(2, 2, dtype=dtypes[0])
+    same(out_dtype(MM, dtypes[1], a, a), OPERATOR(MM, dtypes[1], a, a))
+    assert ran == []
+
+
+def test_inputs_of_several_dtypes_go_to_torchs_operator(ran):
+    a, b = int8(2, 2), int8(2, 2).to(torch.int16)
+    same(out_dtype(MM, torch.int32, a, b), OPERATOR(MM, torch.int32, a, b))
+    assert ran == []
+
+
+@pytest.mark.parametrize("region", [polycast.autocast, torch.autocast])
+def test_autocast_casts_nothing_of_a_kernel(ran, region):
+    a, b = torch.randn(8, 8).bfloat16(), torch.randn(8, 8).bfloat16()
+    with region("cpu"):
+        result = out_dtype(MM, torch.float32, a, b)
+        assert torch.is_autocast_enabled("cpu")
+    same(result, torch.mm(a.double(), b.double()).float())
+    assert [dtype for _, dtype in ran] == [torch.float32]
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_the_kernel_runs_in_every_grad_mode(ran, around):
+    with around():
+        a, b = int8(3, 4), int8(4, 5)
+        same(out_dtype(MM, torch.int32, a, b), torch.mm(a.int(), b.int()))
+    assert len(ran) == 1
+
+
+def test_the_kernel_runs_where_a_default_device_is_set(ran):
+    with torch.device("cpu"):
+        out_dtype(MM, torch.int32, int8(3, 4), int8(4, 5))
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["kernel", "operator"])
+def test_backward_raises_what_torchs_operator_raises(ran, dtype):
+    weight = torch.nn.Parameter(torch.arange(16.0).reshape(4, 4).bfloat16())
+    result = out_dtype(MM, dtype, weight, weight)
+    same(result.detach(), OPERATOR(MM, dtype, weight, weight).detach())
+    errors = []
+    for output in (result, OPERATOR(MM, dtype, weight, weight)):
+        assert output.requires_grad
+        assert not output.is_leaf
+        with pytest.raises(RuntimeError) as caught:
+            output.sum().backward()
+        errors.append(str(caught.value))
+    assert errors == ["Autograd not implemented for out_dtype"] * 2
+    assert ran == ([(False, torch.float32)] if dtype is torch.float32 else [])
+
+
+def test_nothing_is_recorded_where_no_gradient_is_wanted(ran):
+    weight = torch.nn.Parameter(torch.randn(4, 4).bfloat16())
+    with torch.no_grad():
+        assert not out_dtype(MM, torch.float32, weight, weight).requires_grad
+    assert ran == [(False, torch.float32)]
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self):
+        self.seen = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+class Dispatched(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    def __init__(self):
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [Functions, Dispatched])
+def test_a_mode_sees_torchs_operator(ran, mode):
+    a, b = int8(2, 2), int8(2, 2)
+    with mode() as watching:
+        result = out_dtype(MM, torch.int32, a, b)
+    assert OPERATOR in watching.seen
+    assert ran == []
+    same(result, torch.mm(a.int(), b.int()))
+
+
+def test_fake_and_meta_tensors_go_to_torchs_operator(ran, fake):
+    on_cuda = torch.ones(3, 3, dtype=torch.bfloat16, device="cuda")
+    for a in (int8(3, 3), torch.ones(3, 3, dtype=torch.int8, device="meta"), on_cuda):
+        result = out_dtype(MM, torch.float32, a, a)
+        assert (type(result), result.dtype, result.device) == (type(a), torch.float32, a.device)
+    assert ran == []
+
+
+def test_a_subclass_goes_to_torchs_operator(ran):
+    class Mine(torch.Tensor):
+        pass
+
+    a = int8(3, 3)
+    same(out_dtype(MM, torch.int32, a.as_subclass(Mine), a), OPERATOR(MM, torch.int32, a.as_subclass(Mine), a))
+    assert ran == []
+
+
+def test_a_sparse_tensor_goes_to_torchs_operator(ran):
+    a = int8(3, 3)
+    same(out_dtype(MM, torch.int32, a.to_sparse(), a), torch.mm(a.int(), a.int()))
+    assert ran == []
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.vmap])
+def test_vmap_does_what_it_does_with_torchs_operator(ran, transform):
+    a = int8(2, 3, 3)
+    error, message = outcome(transform(lambda a: OPERATOR(MM, torch.int32, a, a)), a)
+    assert outcome(transform(lambda a: out_dtype(MM, torch.int32, a, a)), a) == (error, message)
+    assert ran == []
+
+
+def test_a_backend_that_is_unavailable_is_not_asked(hand_made):
+    def never(*args):
+        raise AssertionError
+
+    kernels = {(MM, torch.int8, torch.int32): never, (BMM, torch.int8, torch.int32): never}
+    hand_made("cpu", kernels=kernels, availability=lambda: polycast.Availability(False, "not today"))
+    a = int8(2, 2)
+    same(out_dtype(MM, torch.int32, a, a), OPERATOR(MM, torch.int32, a, a))
+    with pytest.raises(ValueError, match="out_dtype only allows the following operators"):
+        out_dtype(BMM, torch.int32, a[None], a[None])
+
+
+def test_a_device_without_a_backend_goes_to_torchs_operator(monkeypatch):
+    def find(device_type):
+        raise polycast.BackendNotFoundError(device_type)
+
+    monkeypatch.setattr(registry, "find", find)
+    a = int8(2, 2)
+    same(out_dtype(MM, torch.int32, a, a), OPERATOR(MM, torch.int32, a, a))
+
+
+def test_a_backend_that_cannot_be_loaded_says_so(monkeypatch):
+    def find(device_type):
+        raise polycast.BackendBrokenError("broken")
+
+    monkeypatch.setattr(registry, "find", find)
+    with pytest.raises(polycast.BackendBrokenError, match="broken"):
+        out_dtype(MM, torch.int32, int8(2, 2), int8(2, 2))
+
+
+@pytest.mark.parametrize(("op", "shape"), [(MM, (3, 3)), (BMM, (2, 3, 3))], ids=["mm", "bmm"])
+def test_a_kernel_may_leave_a_call_to_torch(hand_made, op, shape):
+    hand_made("cpu", kernels={(op, torch.int8, torch.int32): lambda a, b: NotImplemented})
+    a = int8(*shape)
+    same(out_dtype(op, torch.int32, a, a), op(a.int(), a.int()))
+
+
+@pytest.mark.parametrize(
+    ("result", "got"), [(torch.ones(1), "one in torch.float32"), (None, "None"), ([1], "[1]")], ids=str
+)
+def test_a_kernel_that_returns_another_dtype_is_found_out(hand_made, result, got):
+    hand_made("cpu", kernels={(MM, torch.int8, torch.int32): lambda a, b: result})
+    with pytest.raises(polycast.InvalidBackendError) as caught:
+        out_dtype(MM, torch.int32, int8(2, 2), int8(2, 2))
+    assert str(caught.value) == f"the kernel for aten.mm.default must return a tensor in torch.int32, got {got}"
+
+
+@pytest.mark.parametrize("op", [ATEN.mul_.Tensor, ATEN.sort.default, ATEN.mm.out], ids=str)
+def test_a_kernel_is_for_a_functional_op_that_returns_one_tensor(hand_made, op):
+    with pytest.raises(
+        polycast.InvalidBackendError, match=f"kernels: {op} must be a functional op that returns one tensor"
+    ):
+        hand_made("cpu", kernels={(op, torch.int8, torch.int32): torch.mm})

@@ -1,0 +1,118 @@
+"""out_dtype: its results, and what it refuses, are those of torch's operator."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polycast import out_dtype
+
+ATEN = torch.ops.aten
+MM, BMM, ADDMM, LINEAR = ATEN.mm.default, ATEN.bmm.default, ATEN.addmm.default, ATEN.linear.default
+OPERATOR = torch.ops.higher_order.out_dtype
+
+
+def int8(*shape):
+    return torch.randint(-128, 128, shape, dtype=torch.int8)
+
+
+def outcome(function, *args):
+    """Return what a call returns, or the type and the text of what it raises."""
+    try:
+        return function(*args)
+    except Exception as error:
+        return type(error), str(error)
+
+
+X, Y = torch.randn(5, 5, dtype=torch.float64), torch.randn(5, 5, dtype=torch.float64)
+DTYPES = (torch.int8, torch.uint8, torch.int32, torch.bool, torch.bfloat16, torch.float16, torch.float32, torch.float64)
+OPS = {
+    "mm": (MM, lambda x, y: (x, y)),
+    "linear": (LINEAR, lambda x, y: (x, y)),
+    "mul": (ATEN.mul.Tensor, lambda x, y: (x, y)),
+    "mul by a number": (ATEN.mul.Scalar, lambda x, y: (x, 2.5)),
+    "div": (ATEN.div.Tensor, lambda x, y: (x, y)),
+    "conv2d": (ATEN.conv2d.default, lambda x, y: (x[None, None], y[None, None, :2, :2], None, [2, 1], [1, 1])),
+    "a tensor without dimensions": (ATEN.mul.Tensor, lambda x, y: (x, y[0, 0])),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+@settings(deadline=None, max_examples=60)
+@given(given=st.sampled_from(DTYPES), other=st.sampled_from(DTYPES), wanted=st.sampled_from(DTYPES))
+def test_the_result_is_torchs_bit_for_bit(name, given, other, wanted):
+    op, arguments = OPS[name]
+    args = arguments((10 * X).to(given), (10 * Y).to(other))
+    expected, actual = outcome(OPERATOR, op, wanted, *args), outcome(out_dtype, op, wanted, *args)
+    if isinstance(expected, torch.Tensor):
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    else:
+        assert actual == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_reduced_dtypes_into_float32_are_as_accurate_as_torchs(dtype):
+    a, b = torch.randn(64, 256).to(dtype), torch.randn(256, 32).to(dtype)
+    exact = a.double() @ b.double()
+    error = (out_dtype(MM, torch.float32, a, b) - exact).abs().max()
+    assert error <= (OPERATOR(MM, torch.float32, a, b) - exact).abs().max()
+
+
+@pytest.mark.parametrize(
+    ("op", "text"),
+    [
+        (torch.mm, "out_dtype's first argument must be an OpOverload"),
+        (ATEN.mm, "out_dtype's first argument must be an OpOverload"),
+        ([], "out_dtype's first argument must be an OpOverload"),
+        (ATEN.mul_.Tensor, "out_dtype's first argument needs to be a functional operator"),
+        (ATEN.sort.default, "out_dtype's can only apply to ops that return a single tensor"),
+        (ATEN.add.Tensor, "out_dtype only allows the following operators:"),
+    ],
+    ids=str,
+)
+def test_what_torchs_operator_refuses_is_refused_in_its_words(op, text):
+    error, message = outcome(OPERATOR, op, torch.int32, int8(2, 2), int8(2, 2))
+    assert error is ValueError
+    assert message.startswith(text)
+    assert outcome(out_dtype, op, torch.int32, int8(2, 2), int8(2, 2)) == (error, message)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [(int8(2), int8(2, 2)), (int8(2, 2), int8(3, 2)), (int8(1, 2, 2), int8(2, 2)), (int8(2, 2), 3), (int8(2, 2),)],
+)
+def test_an_op_refuses_its_arguments_as_under_torchs_operator(args):
+    error, message = outcome(OPERATOR, MM, torch.int32, *args)
+    assert outcome(out_dtype, MM, torch.int32, *args) == (error, message)
+
+
+@pytest.mark.parametrize("dtype", [None, "int32", int])
+def test_a_dtype_is_a_torch_dtype(dtype):
+    with pytest.raises(TypeError) as caught:
+        out_dtype(MM, dtype, int8(2, 2), int8(2, 2))
+    assert str(caught.value) == f"dtype must be a torch.dtype, such as torch.int32; got {dtype!r}"
+
+
+def test_no_tensor_is_an_error():
+    with pytest.raises(TypeError) as caught:
+        out_dtype(ATEN.mul.Scalar, torch.int32, 3, 4)
+    assert str(caught.value) == "out_dtype needs a tensor to compute on, but aten.mul.Scalar was given (3, 4)"
+
+
+def test_tensors_on_two_devices_are_an_error():
+    with pytest.raises(RuntimeError) as caught:
+        out_dtype(MM, torch.int32, int8(2, 2), int8(2, 2).to("meta"))
+    assert (
+        str(caught.value)
+        == "out_dtype needs all tensors on one device, but aten.mm.default was given some on cpu and meta"
+    )
+
+
+def test_a_tensor_without_dimensions_may_be_elsewhere():
+    x = torch.ones(2, 2, dtype=torch.int8, device="meta")
+    assert out_dtype(ATEN.mul.Tensor, torch.int32, torch.ones((), dtype=torch.int8), x).device.type == "meta"
+
+
+def function(a, b):
+    return out_dtype(MM, torch.int32, a, b) + 1

@@ -1,0 +1,209 @@
+"""The contract of a backend, and what a backend answers that overrides nothing more than it has to."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from polycast import Availability, Backend, CastPolicy, InvalidBackendError
+from polycast.plugins.backend import validate
+
+MM = torch.ops.aten.mm.default
+
+
+class HpuBackend(Backend):
+    """The least that a backend is."""
+
+    device_type = "hpu"
+    default_dtype = torch.bfloat16
+    policies = {"aten::mm": CastPolicy.LOWER_PRECISION_FP}
+
+    def supported_dtypes(self):
+        return [torch.bfloat16, torch.float16]
+
+    def availability(self):
+        return Availability(True)
+
+
+def with_(**attributes):
+    return type("HpuBackend", (HpuBackend,), attributes)()
+
+
+def problems(backend, device_type=None):
+    """Return the problems that the contract finds, after the line that says whose they are."""
+    with pytest.raises(InvalidBackendError) as error:
+        validate(backend, device_type)
+    first, *lines = str(error.value).splitlines()
+    assert first == f"{__name__}.{type(backend).__name__} does not keep the contract of polycast.Backend:"
+    return [line.removeprefix("  - ") for line in lines]
+
+
+def test_a_backend_that_keeps_the_contract_is_returned_as_it_is():
+    backend = HpuBackend()
+    assert validate(backend) is backend
+    assert validate(backend, "hpu") is backend
+
+
+def test_attributes_may_be_the_instances_own():
+    backend = HpuBackend()
+    backend.device_type = "ipu"
+    assert validate(backend, "ipu") is backend
+
+
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        (HpuBackend, "the class HpuBackend"),
+        (None, "NoneType: None"),
+        ([1], "list: [1]"),
+        ("hpu", "str: 'hpu'"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_instance_of_backend_is_rejected(value, got):
+    with pytest.raises(InvalidBackendError) as error:
+        validate(value)
+    assert str(error.value) == f"expected an instance of polycast.Backend, got {got}"
+
+
+def test_a_bare_backend_lacks_everything_that_has_no_default():
+    class BareBackend(Backend):
+        pass
+
+    with pytest.raises(InvalidBackendError) as error:
+        validate(BareBackend())
+    assert str(error.value).splitlines()[1:] == [
+        "  - device_type is missing",
+        "  - default_dtype is missing",
+        "  - policies is missing",
+        "  - supported_dtypes() is not implemented",
+        "  - availability() is not implemented",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("device_type", "problem"),
+    [
+        (None, "device_type must be a str, got None"),
+        (torch.device("hpu"), "device_type must be a str, got device(type='hpu')"),
+        ("hpu:1", "device_type 'hpu:1' must be a type without an index: 'hpu'"),
+        ("HPU", "device_type 'HPU' is not a device that torch knows; an out-of-tree device is named first"),
+        ("", "device_type '' is not a device that torch knows; an out-of-tree device is named first"),
+        ("meta", "torch has no Autocast dispatch key for 'meta'"),
+    ],
+    ids=repr,
+)
+def test_the_device_must_be_one_that_can_have_autocast(device_type, problem):
+    assert problems(with_(device_type=device_type)) == [problem]
+
+
+def test_the_device_must_be_that_of_the_entry_point():
+    assert problems(HpuBackend(), "ipu") == [
+        "device_type is 'hpu', but the entry point is named 'ipu': they must be equal"
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.bool, "float16", None, float], ids=repr)
+def test_the_default_dtype_must_be_floating_point(dtype):
+    assert problems(with_(default_dtype=dtype)) == [
+        f"default_dtype must be a floating-point torch.dtype, got {dtype!r}"
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=repr)
+def test_any_floating_point_dtype_may_be_the_default(dtype):
+    backend = with_(default_dtype=dtype)
+    assert validate(backend) is backend
+
+
+def test_the_problems_of_a_table_are_listed_one_by_one():
+    assert problems(with_(policies={"mm": CastPolicy.FP32, "aten::exp": "fp32", "aten::log": CastPolicy.FP32})) == [
+        "policies: 'mm' is not an op name as the dispatcher has it, such as 'aten::mm' or 'aten::norm.Scalar'",
+        "policies: the policy of 'aten::exp' must be a CastPolicy, got 'fp32'",
+    ]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        MM,
+        (MM, torch.int8),
+        (MM, torch.int8, torch.int32, torch.int32),
+        (torch.ops.aten.mm, torch.int8, torch.int32),
+        (MM, "int8", torch.int32),
+        "aten::mm",
+    ],
+    ids=repr,
+)
+def test_the_key_of_a_kernel_is_an_overload_and_two_dtypes(key):
+    assert problems(with_(kernels={key: torch.mm})) == [
+        f"kernels: {key!r} must be (OpOverload, input dtype, output dtype), and its kernel callable"
+    ]
+
+
+def test_a_kernel_is_callable():
+    key = (MM, torch.int8, torch.int32)
+    assert problems(with_(kernels={key: None})) == [
+        f"kernels: {key!r} must be (OpOverload, input dtype, output dtype), and its kernel callable"
+    ]
+    backend = with_(kernels={key: torch.mm})
+    assert validate(backend) is backend
+
+
+@pytest.mark.parametrize("kernels", [[], None, torch.mm], ids=["list", "NoneType", "builtin_function_or_method"])
+def test_kernels_are_a_mapping(kernels):
+    assert problems(with_(kernels=kernels)) == [
+        "kernels must map (OpOverload, input dtype, output dtype) to a callable, got " + type(kernels).__name__
+    ]
+
+
+@pytest.mark.parametrize("remedies", [None, [], {"aten::mm": 1}, {1: "do not"}], ids=repr)
+def test_remedies_map_names_to_sentences(remedies):
+    assert problems(with_(remedies=remedies)) == ["remedies must map op names to sentences"]
+
+
+def test_a_supported_dtype_is_available():
+    assert HpuBackend().dtype_availability(torch.float16) == Availability(True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=repr)
+def test_another_dtype_is_not_and_the_reason_lists_those_that_are(dtype):
+    assert HpuBackend().dtype_availability(dtype) == Availability(False, "hpu supports torch.bfloat16, torch.float16")
+
+
+def test_a_backend_has_no_kernels_no_remedies_and_records_no_graph_unless_it_says_so():
+    backend = HpuBackend()
+    assert (dict(backend.kernels), dict(backend.remedies), backend.is_capturing()) == ({}, {}, False)
+
+
+def test_the_defaults_that_backends_share_cannot_be_changed():
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        Backend.kernels[MM, torch.int8, torch.int32] = torch.mm
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        Backend.remedies["aten::mm"] = "do not"
+
+
+@pytest.mark.parametrize("method", ["supported_dtypes", "availability"])
+def test_what_a_backend_has_to_implement_is_not_implemented(method):
+    with pytest.raises(NotImplementedError):
+        getattr(Backend(), method)()
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_an_availability_is_true_where_it_is_available(available):
+    assert bool(Availability(available, "reason")) is available
+
+
+def test_an_availability_is_a_frozen_value():
+    answer = Availability(False, "no device")
+    assert answer == dataclasses.replace(answer)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        answer.reason = ""
+
+
+@pytest.mark.parametrize(("available", "reason"), [(1, ""), ("no", ""), (None, ""), (True, None), (False, 3)])
+def test_an_availability_of_other_types_is_refused(available, reason):
+    got = re.escape(f"got {available!r}, {reason!r}")
+    with pytest.raises(TypeError, match=f"^an Availability has a bool and a str, the reason; {got}$"):
+        Availability(available, reason)

@@ -1,0 +1,278 @@
+"""Look-ups: device strings, what is installed and registered by hand, status and availability."""
+
+import importlib.metadata
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import polycast
+from polycast import CastPolicy
+
+BUILT_INS = ("cpu", "cuda", "maia", "mps", "mtia", "xpu")
+BY_NAME = ("get_backend", "autocast", "install", "uninstall", "unregister_backend", "is_autocast_available")
+
+
+def device_types():
+    """Return every device type that the running torch has: it lists them where it is asked for another."""
+    with pytest.raises(RuntimeError) as refusal:
+        torch.device("another")
+    return re.search(r"Expected one of (.*) device type", str(refusal.value))[1].split(", ")
+
+
+DEVICE_TYPES = device_types()
+
+
+def has_kernel(key, op="aten::mm"):
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
+
+
+def missing(device_type):
+    return (
+        f"No polycast backend is installed for {device_type!r}. Backends are installed for: "
+        f"{', '.join(BUILT_INS)}. Install a distribution that supplies one in the entry-point group "
+        "'polycast.backends', or pass yours to polycast.register_backend()."
+    )
+
+
+@pytest.fixture(autouse=True)
+def _no_compiler(monkeypatch):
+    monkeypatch.setenv("POLYCAST_ENGINE", "reference")
+
+
+@pytest.mark.parametrize("function", BY_NAME)
+@pytest.mark.parametrize("value", [torch.device("cpu"), 0, b"cpu"], ids=repr)
+def test_a_device_that_is_not_a_str_is_refused(function, value):
+    text = f"Expected `device_type` of type `str`, got: `{type(value)}`"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        getattr(polycast, function)(value)
+
+
+def test_the_refusal_of_a_torch_device_names_its_class():
+    with pytest.raises(ValueError, match=r"^Expected `device_type` of type `str`, got: `<class 'torch\.device'>`$"):
+        polycast.get_backend(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("function", BY_NAME)
+@pytest.mark.parametrize("name", ["not a real device", "", "CPU", " cpu", "cuda:-1", "cuda:x", "cpu:0:1", "cpu\0"])
+def test_a_string_that_torch_does_not_know_is_refused(function, name):
+    with pytest.raises(RuntimeError, match=f"^{re.escape(f'Invalid device string: {name!r}')}$") as refusal:
+        getattr(polycast, function)(name)
+    assert refusal.type is RuntimeError
+
+
+@given(text=st.one_of(st.text(), st.builds(":".join, st.lists(st.sampled_from([*DEVICE_TYPES, "0", "1", "00", "-1"])))))
+@pytest.mark.filterwarnings("ignore:'mkldnn' is no longer used as device type")
+def test_any_string_is_answered_where_torch_takes_it_and_refused_where_not(text):
+    try:
+        known = torch.device(text).type in DEVICE_TYPES
+    except (RuntimeError, IndexError):
+        with pytest.raises(RuntimeError, match=f"^{re.escape(f'Invalid device string: {text!r}')}$"):
+            polycast.is_autocast_available(text)
+    else:
+        assert known
+        assert polycast.is_autocast_available(text) in (True, False)
+
+
+def test_a_device_that_was_registered_by_hand_once_is_unknown_again(hand_made):
+    hand_made("hpu")
+    polycast.unregister_backend("hpu")
+    assert polycast.backends()["hpu"].state == "missing"
+    with pytest.raises(RuntimeError, match=r"^Invalid device string: 'hpu:'$"):
+        polycast.is_autocast_available("hpu:")
+
+
+@pytest.mark.parametrize("index", ["", ":0", ":1", ":127"])
+@pytest.mark.parametrize("name", DEVICE_TYPES)
+@pytest.mark.filterwarnings("ignore:'mkldnn' is no longer used as device type")
+def test_availability_is_a_bool_for_every_device_of_torch(name, index):
+    assert type(polycast.is_autocast_available(name + index)) is bool
+
+
+@pytest.mark.parametrize("name", BUILT_INS)
+def test_an_index_means_the_device_type(name):
+    assert polycast.get_backend(f"{name}:0") is polycast.get_backend(name)
+
+
+@pytest.mark.parametrize("function", ["get_backend", "autocast", "install", "get_autocast_dtype"])
+def test_a_device_without_a_backend_raises_and_lists_those_that_have_one(function):
+    with pytest.raises(polycast.BackendNotFoundError, match=f"^{re.escape(missing('ipu'))}$"):
+        getattr(polycast, function)("ipu")
+
+
+def test_the_list_of_devices_with_a_backend_names_those_registered_by_hand(hand_made):
+    hand_made("hpu")
+    with pytest.raises(polycast.BackendNotFoundError, match="cpu, cuda, hpu, maia, mps, mtia, xpu"):
+        polycast.get_backend("meta")
+
+
+@pytest.mark.parametrize(
+    ("error", "standard"),
+    [
+        (polycast.BackendNotFoundError, RuntimeError),
+        (polycast.BackendBrokenError, RuntimeError),
+        (polycast.BackendConflictError, RuntimeError),
+        (polycast.InvalidBackendError, ValueError),
+        (polycast.AutocastDisabledWarning, UserWarning),
+    ],
+)
+def test_each_error_is_the_standard_one_that_code_for_torch_catches(error, standard):
+    assert issubclass(error, standard)
+
+
+@pytest.mark.parametrize("name", BUILT_INS)
+def test_the_status_of_a_built_in_names_this_distribution(name):
+    status = polycast.backends()[name]
+    assert (status.device_type, status.distribution, status.version, status.replaces) == (
+        name,
+        "polycast",
+        importlib.metadata.version("polycast"),
+        (),
+    )
+    assert status.default_dtype is polycast.get_backend(name).default_dtype
+    assert (status.state == "ready") == polycast.is_autocast_available(name) == (status.reason == "")
+
+
+def test_the_statuses_are_a_sorted_read_only_snapshot(hand_made):
+    before = polycast.backends()
+    hand_made("hpu")
+    assert list(polycast.backends()) == list(before) == sorted(before)
+    assert (before["hpu"].state, polycast.backends()["hpu"].state) == ("missing", "ready")
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        before["hpu"] = None
+
+
+def test_a_backend_by_hand_wins_over_entry_points(hand_made):
+    found = polycast.get_backend("cpu")
+    backend = hand_made("cpu")
+    status = polycast.backends()["cpu"]
+    assert polycast.get_backend("cpu") is backend
+    assert (status.state, status.distribution, status.version) == ("ready", "", "")
+    assert status.replaces == (f"polycast {importlib.metadata.version('polycast')} (polycast_cpu)",)
+    polycast.unregister_backend("cpu:0")
+    assert polycast.get_backend("cpu") is found
+
+
+def test_a_device_without_entry_points_has_a_backend_while_it_is_registered(hand_made):
+    hand_made("hpu")
+    assert polycast.is_autocast_available("hpu")
+    polycast.unregister_backend("hpu")
+    assert not polycast.is_autocast_available("hpu")
+    assert polycast.backends()["hpu"].state == "missing"
+
+
+def test_every_device_that_torch_has_an_autocast_key_for_has_a_status():
+    without = set(torch._C._autocast_supported_devices()) - {*BUILT_INS}
+    statuses = {name: status for name, status in polycast.backends().items() if name not in BUILT_INS}
+    assert {"hpu", "ipu", "xla"} <= without
+    assert statuses == {
+        name: polycast.BackendStatus(
+            name,
+            "missing",
+            f"A plugin is needed: no distribution has an entry point {name!r} in the group 'polycast.backends'.",
+        )
+        for name in without
+    }
+
+
+def test_a_second_backend_by_hand_is_refused_and_the_first_stays(hand_made):
+    first = hand_made("hpu")
+    text = (
+        f"A backend for 'hpu' is already registered by hand: {first!r}. Call polycast.unregister_backend('hpu') first."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        hand_made("hpu")
+    assert polycast.get_backend("hpu") is first
+
+
+@pytest.mark.parametrize("name", ["cpu", "ipu"])
+def test_what_was_not_registered_by_hand_cannot_be_unregistered(name):
+    text = (
+        f"No backend for {name!r} is registered by hand. One found through an entry point is switched off with "
+        f"POLYCAST_BLOCK={name}."
+    )
+    with pytest.raises(polycast.BackendNotFoundError, match=f"^{re.escape(text)}$"):
+        polycast.unregister_backend(name)
+
+
+@pytest.mark.parametrize("backend", [None, polycast.Backend, polycast.get_backend])
+def test_what_is_no_backend_cannot_be_registered(backend):
+    with pytest.raises(polycast.InvalidBackendError, match=r"^expected an instance of polycast\.Backend, got "):
+        polycast.register_backend(backend)
+
+
+def test_a_rejected_backend_leaves_everything_as_it_was(hand_made):
+    polycast.install("cpu")
+    before, backend = polycast.backends(), polycast.get_backend("cpu")
+    for device_type in ("cpu", "hpu"):
+        with pytest.raises(polycast.InvalidBackendError, match=r"default_dtype must be a floating-point torch\.dtype"):
+            hand_made(device_type, default_dtype=torch.int8)
+    assert polycast.backends() == before
+    assert polycast.get_backend("cpu") is backend
+    assert has_kernel("AutocastCPU")
+    assert not has_kernel("AutocastHPU")
+
+
+def test_unregistering_takes_the_kernels_away(hand_made):
+    hand_made("hpu")
+    polycast.install("hpu")
+    assert has_kernel("AutocastHPU")
+    polycast.unregister_backend("hpu")
+    assert not has_kernel("AutocastHPU")
+
+
+def test_the_next_region_runs_on_the_backend_that_is_in_force_then(hand_made):
+    x = torch.ones(2, 2)
+
+    def dtypes():
+        with polycast.autocast("cpu"):
+            return torch.mm(x, x).dtype, torch.exp(x.half()).dtype
+
+    of_the_built_in = dtypes()
+    policies = {"aten::mm": CastPolicy.FP32, "aten::exp": CastPolicy.PASSTHROUGH}
+    hand_made("cpu", default_dtype=torch.bfloat16, policies=policies)
+    assert dtypes() == (torch.float32, torch.float16)
+    polycast.unregister_backend("cpu")
+    assert dtypes() == of_the_built_in == (torch.bfloat16, torch.float16)
+
+
+def raising(error):
+    def availability():
+        raise error
+
+    return availability
+
+
+NO_ANSWER = "availability() returned {!r}, expected a polycast.Availability"
+NO_AVAILABILITY = "an Availability has a bool and a str, the reason; got {!r}, {!r}"
+CHECKS = {
+    "says no": (lambda: polycast.Availability(False, "no device"), "no device"),
+    "raises": (raising(RuntimeError("driver 12 is too old")), "driver 12 is too old"),
+    "exits": (raising(SystemExit("no board")), "no board"),
+    "raises without a text": (raising(OSError()), "OSError"),
+    "returns a bool": (lambda: True, NO_ANSWER.format(True)),
+    "returns nothing": (lambda: None, NO_ANSWER.format(None)),
+    "says neither yes nor no": (lambda: polycast.Availability("no"), NO_AVAILABILITY.format("no", "")),
+    "has None for the reason": (lambda: polycast.Availability(False, None), NO_AVAILABILITY.format(False, None)),
+}
+
+
+@pytest.mark.parametrize(("check", "reason"), CHECKS.values(), ids=CHECKS)
+def test_a_device_that_cannot_be_used_is_unavailable_for_this_reason(hand_made, check, reason):
+    backend = hand_made("hpu", availability=check)
+    status = polycast.backends()["hpu"]
+    assert (status.state, status.reason, status.default_dtype) == ("unavailable", reason, torch.float16)
+    assert polycast.is_autocast_available("hpu") is False
+    assert polycast.get_backend("hpu") is backend
+
+
+@pytest.mark.parametrize(("check", "reason"), CHECKS.values(), ids=CHECKS)
+def test_a_region_on_a_device_that_cannot_be_used_warns_why_and_is_disabled(hand_made, check, reason):
+    hand_made("hpu", availability=check)
+    text = f"hpu is not available: {reason}. Disabling autocast."
+    with pytest.warns(polycast.AutocastDisabledWarning, match=f"^{re.escape(text)}$"):
+        region = polycast.autocast("hpu")
+    with region:
+        assert not polycast.is_autocast_enabled("hpu")

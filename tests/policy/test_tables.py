@@ -1,0 +1,153 @@
+"""Policy tables: how they are written, what is wrong with one that is refused, and which overloads policies call."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import polycast
+from polycast import STANDARD_POLICIES, STANDARD_REMEDIES, CastPolicy, policy_table
+from polycast.policy.schemas import find_op, optional_dtype, overload_with_dtype
+from polycast.policy.validation import table_problems
+
+CASTING = [policy for policy in CastPolicy if policy not in (CastPolicy.BANNED, CastPolicy.PASSTHROUGH)]
+OPS = st.sampled_from(torch._C._dispatch_get_all_op_names())
+
+
+@given(table=st.dictionaries(OPS, st.sampled_from(CastPolicy)))
+def test_a_table_gives_each_op_the_policy_whose_list_names_it(table):
+    lists = {policy: [name for name in table if table[name] is policy] for policy in CastPolicy}
+    assert dict(policy_table(lists)) == table
+
+
+@pytest.mark.parametrize(
+    ("lists", "second"),
+    [
+        ({CastPolicy.FP32: ["aten::exp", "aten::log", "aten::exp"]}, "FP32"),
+        ({CastPolicy.FP32: ["aten::exp"], CastPolicy.PROMOTE: ["aten::exp"]}, "PROMOTE"),
+    ],
+    ids=["in one list", "in two lists"],
+)
+def test_a_table_that_names_an_op_twice_is_refused(lists, second):
+    text = f"'aten::exp' is named twice, as FP32 and as {second}: an op has one policy. Remove one of the two."
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        policy_table(lists)
+
+
+def test_a_mapping_of_its_own_kind_that_names_an_op_twice_has_a_problem():
+    class Repeating(dict):
+        def items(self):
+            return [*super().items()] * 2
+
+    assert table_problems(Repeating({"aten::mm": CastPolicy.FP32})) == ["'aten::mm' is named twice"]
+
+
+def test_a_table_is_read_only():
+    table = policy_table({CastPolicy.FP32: ["aten::exp"]})
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        table["aten::exp"] = CastPolicy.PROMOTE
+
+
+@pytest.mark.parametrize("table", [None, [], "aten::mm", {"aten::mm"}], ids=repr)
+def test_a_table_is_a_mapping(table):
+    assert table_problems(table) == [f"must map op names to CastPolicy, got {type(table).__name__}"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mm", "aten:mm", "::mm", "aten::", "aten::mm.", "aten::mm.x.y", "aten::m m", "torch.ops.aten.mm", "", 7, None],
+)
+def test_a_name_has_a_namespace_an_op_and_at_most_one_overload(name):
+    assert table_problems({name: CastPolicy.FP32}) == [
+        f"{name!r} is not an op name as the dispatcher has it, such as 'aten::mm' or 'aten::norm.Scalar'"
+    ]
+
+
+def test_every_op_of_torch_has_a_name_that_a_table_takes_and_can_be_found():
+    names = torch._C._dispatch_get_all_op_names()
+    assert table_problems(dict.fromkeys(names, CastPolicy.PASSTHROUGH)) == []
+    assert [name for name in names if find_op(name) is None] == []
+
+
+@pytest.mark.parametrize("name", ["aten::of_another_version", "aten::mm.of_another_version", "acme::mm"])
+def test_an_op_that_torch_lacks_is_not_found_and_is_no_problem(name):
+    assert find_op(name) is None
+    assert table_problems(dict.fromkeys([name], CastPolicy.FP32_APPEND_DTYPE)) == []
+
+
+def test_the_overload_default_is_written_without_its_name():
+    assert table_problems({"aten::mm.default": CastPolicy.FP32}) == [
+        "'aten::mm.default' must be written 'aten::mm': the dispatcher has no overload 'default'"
+    ]
+
+
+@pytest.mark.parametrize("policy", ["fp32", None, torch.float32], ids=repr)
+def test_a_policy_is_a_cast_policy(policy):
+    assert table_problems({"aten::mm": policy}) == [f"the policy of 'aten::mm' must be a CastPolicy, got {policy!r}"]
+
+
+@pytest.mark.parametrize("policy", CASTING)
+@pytest.mark.parametrize("name", ["aten::add_.Tensor", "aten::mm.out", "aten::sum.IntList_out"])
+def test_an_op_that_writes_to_its_inputs_is_not_cast(name, policy):
+    assert table_problems({name: policy}) == [
+        f"{name!r} writes to its inputs: in-place and out= variants are never cast, so {policy.name} cannot hold"
+    ]
+
+
+@pytest.mark.parametrize("policy", [CastPolicy.BANNED, CastPolicy.PASSTHROUGH])
+def test_an_op_that_writes_to_its_inputs_may_be_banned_or_pass(policy):
+    assert table_problems({"aten::mm.out": policy}) == []
+
+
+@pytest.mark.parametrize("name", ["aten::mm", "aten::norm.Scalar"])
+def test_an_op_without_an_optional_dtype_cannot_have_it_set(name):
+    assert table_problems({name: CastPolicy.FP32_SET_OPT_DTYPE}) == [
+        f"{name!r} has no optional dtype argument, which FP32_SET_OPT_DTYPE sets"
+    ]
+
+
+@pytest.mark.parametrize("name", ["aten::exp", "aten::mm", "aten::sum"])
+def test_an_op_without_an_overload_with_a_dtype_cannot_have_one_appended(name):
+    assert table_problems({name: CastPolicy.FP32_APPEND_DTYPE}) == [
+        f"{name!r} has no overload with the same arguments and a dtype, which FP32_APPEND_DTYPE calls"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "position"),
+    [("aten::sum", 1), ("aten::sum.dim_IntList", 3), ("aten::softmax.int", 2), ("aten::exp", None)],
+)
+def test_the_position_of_the_optional_dtype(name, position):
+    assert optional_dtype(find_op(name)) == position
+
+
+@pytest.mark.parametrize(
+    ("name", "overload"),
+    [("aten::norm.Scalar", "ScalarOpt_dtype"), ("aten::norm.ScalarOpt_dim", "ScalarOpt_dim_dtype")],
+)
+def test_the_overload_that_takes_a_dtype(name, overload):
+    assert overload_with_dtype(find_op(name)) is getattr(torch.ops.aten.norm, overload)
+
+
+def test_an_argument_of_another_name_is_not_the_dtype_to_append():
+    # aten::mm.dtype is mm with an out_dtype, which only some devices have a kernel for.
+    assert overload_with_dtype(find_op("aten::mm")) is None
+
+
+def test_the_standard_remedies_are_for_the_banned_ops():
+    banned = {name for name, policy in STANDARD_POLICIES.items() if policy is CastPolicy.BANNED}
+    assert set(STANDARD_REMEDIES) == banned
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("mm", "'mm' is not an op name as the dispatcher has it, such as 'aten::mm' or 'aten::norm.Scalar'"),
+        ("aten::of_another_version", f"this torch ({torch.__version__}) has no op 'aten::of_another_version'"),
+    ],
+)
+def test_a_region_refuses_an_overlay_with_a_problem_or_an_op_that_torch_lacks(name, problem):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'policy: {problem}')}$"):
+        polycast.autocast("cpu", policy={name: CastPolicy.FP32})

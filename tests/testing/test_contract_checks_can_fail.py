@@ -1,0 +1,235 @@
+"""Each check of the contract, of regions and of the suite itself, on a backend that is wrong in what it checks."""
+
+import inspect
+import itertools
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import polycast
+from polycast import Availability
+from polycast.testing import BackendConformance
+from polycast_cpu import CpuBackend
+
+pytestmark = pytest.mark.filterwarnings("ignore::polycast.AutocastDisabledWarning")
+
+
+class Leaky(CpuBackend):
+    """Its availability check leaves autocast enabled on the thread that asks, from the second time on."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def availability(self):
+        self.asked += 1
+        if self.asked > 1:
+            torch.set_autocast_enabled("cpu", True)
+        return Availability(True)
+
+
+class Flaky(CpuBackend):
+    """It is available once."""
+
+    def __init__(self):
+        self.answers = itertools.chain([True], itertools.repeat(False))
+
+    def availability(self):
+        return Availability(next(self.answers), "gone")
+
+
+class Capturing(CpuBackend):
+    """It is always recording a graph, as it says."""
+
+    def is_capturing(self):
+        return True
+
+
+def saying(**answers):
+    """Return a backend whose methods give these answers, or raise them."""
+
+    def method(answer):
+        def say(self, *_):
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return say
+
+    return type("Wrong", (CpuBackend,), {name: method(answer) for name, answer in answers.items()})()
+
+
+def check(name, wrong, *arguments, break_later=None, **attributes):
+    """Run one check of the suite on a backend for the CPU."""
+    polycast.register_backend(wrong)
+    if break_later is not None:
+        break_later(wrong)
+    suite = type("TestWrong", (BackendConformance,), {"backend": "cpu", **attributes})()
+    method = getattr(suite, name)
+    try:
+        if "device" in inspect.signature(method).parameters:
+            with suite.opened() as device:
+                return method(device, *arguments)
+        return method(*arguments)
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+
+
+CONTRACT = [
+    (
+        "test_availability",
+        partial(saying, availability=OSError("no driver")),
+        "cpu: availability() raised OSError: no driver.",
+    ),
+    (
+        "test_availability",
+        partial(saying, availability=True),
+        "cpu: availability() returned True, expected a polycast.Avail",
+    ),
+    (
+        "test_availability",
+        partial(saying, availability=TypeError("an Availability has a bool")),
+        "cpu: availability() raised TypeError: an Availability has a bool.",
+    ),
+    (
+        "test_availability",
+        partial(saying, availability=Availability(False, " ")),
+        "says that the device cannot be used and not",
+    ),
+    (
+        "test_supported_dtypes",
+        partial(saying, supported_dtypes=OSError("no driver")),
+        "supported_dtypes() raised OSError",
+    ),
+    ("test_supported_dtypes", partial(saying, supported_dtypes=()), "floating-point dtypes, at least one; got ()"),
+    (
+        "test_supported_dtypes",
+        partial(saying, supported_dtypes=[torch.int8]),
+        "floating-point dtypes, at least one; got [torch",
+    ),
+    (
+        "test_supported_dtypes",
+        partial(saying, supported_dtypes=[torch.half] * 2),
+        "a sequence of different floating-point",
+    ),
+    ("test_supported_dtypes", partial(saying, supported_dtypes={torch.half}), "must return a sequence of different"),
+    (
+        "test_default_dtype",
+        partial(saying, supported_dtypes=[torch.half]),
+        "default_dtype torch.bfloat16 is none of supported",
+    ),
+    (
+        "test_dtype_availability",
+        partial(saying, dtype_availability=Availability(True)),
+        "dtype_availability(torch.float32) says",
+    ),
+    (
+        "test_dtype_availability",
+        partial(saying, dtype_availability=Availability(False)),
+        "says False, and supported_dtypes()",
+    ),
+    (
+        "test_dtype_availability",
+        partial(saying, dtype_availability=None),
+        "returned None, expected a polycast.Availability",
+    ),
+    ("test_is_capturing", Capturing, "is_capturing() must return False while nothing is recorded, got True."),
+    (
+        "test_is_capturing",
+        partial(saying, is_capturing=OSError("no driver")),
+        "is_capturing() raised OSError: no driver.",
+    ),
+]
+REGIONS = [
+    ("test_region_sets_and_restores", Leaky, "after a region of None: enabled is True, expected False"),
+    ("test_region_sets_and_restores", Flaky, "in a region of None: enabled is False, expected True"),
+    (
+        "test_region_of_an_unsupported_dtype_is_disabled",
+        partial(saying, dtype_availability=Availability(True)),
+        "a region of torch.int8 on cpu must warn once that it is disabled; it warned: []",
+    ),
+    ("test_exception_restores", Leaky, "after an exception in a region: enabled is True, expected False"),
+    ("test_nested_regions", Leaky, "after the third region: enabled is True, expected False"),
+    ("test_nested_regions", Flaky, "in the third region: enabled is False, expected True"),
+    ("test_region_nested_in_itself", Leaky, "after a region nested in itself: enabled is True, expected False"),
+    ("test_region_nested_in_itself", Flaky, "in a region nested in itself twice: enabled is False, expected True"),
+    ("test_threads_have_their_own_state", Leaky, "after regions on two threads: enabled is True, expected False"),
+    ("test_threads_have_their_own_state", Flaky, "in its own regions: enabled is False, expected True"),
+    ("test_decorated_generator", Leaky, "between the steps of a decorated generator: enabled is True, expected"),
+    ("test_decorated_generator", Flaky, "in a decorated generator: enabled is False, expected True"),
+    ("test_generator_closed_late", Leaky, "in a region was closed late: enabled is True, expected False"),
+    ("test_decorated_coroutine", Leaky, "in the event loop, after decorated coroutines: enabled is True"),
+    ("test_decorated_coroutine", Flaky, "in a decorated coroutine: enabled is False, expected True"),
+]
+OTHERS = [
+    ("test_weight_is_cast_once_in_a_region", Capturing, "two uses of one weight in a region on cpu (trained) must"),
+    ("test_weight_cache_across_regions", Capturing, "two regions on cpu that share a WeightCache must make one cast"),
+    (
+        "test_custom_function_has_the_state_of_its_region",
+        Leaky,
+        "after the backward of a decorated function: enabled",
+    ),
+    ("test_custom_function_has_the_state_of_its_region", Flaky, "in the forward of a decorated function on cpu: {"),
+    ("test_custom_function_with_cast_inputs", Flaky, "(enabled, dtype) was [(False, torch.bfloat16)]"),
+]
+
+
+@pytest.mark.parametrize(("name", "wrong", "message"), CONTRACT + REGIONS + OTHERS)
+def test_a_wrong_backend_fails_the_check(name, wrong, message, engine):
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        check(name, wrong())
+
+
+def test_a_backend_that_breaks_the_contract_is_told_every_problem():
+    def break_later(backend):
+        backend.default_dtype, backend.remedies = torch.int8, None
+
+    with pytest.raises(polycast.InvalidBackendError, match=r"(?s)default_dtype must be .*remedies must map"):
+        check("test_contract", CpuBackend(), break_later=break_later)
+
+
+def test_every_check_fails_in_one_of_these_files():
+    checks = {name for name in dir(BackendConformance) if name.startswith("test_")}
+    files = Path(__file__).parent.glob("test_*_checks_can_fail.py")
+    source = "".join(file.read_text(encoding="utf-8") for file in files)
+    elsewhere = {"test_import_leaves_torch_as_it_was"}  # changes torch, and so in a process of its own
+    assert {name for name in checks - elsewhere if f'"{name}"' not in source} == set()
+
+
+@pytest.mark.parametrize("name", ["test_region_inside_a_compiled_function", "test_region_around_a_compiled_function"])
+def test_a_compiler_that_loses_the_region(monkeypatch, name, engine):
+    monkeypatch.setattr(torch, "compile", lambda function, backend: lambda *inputs: function(*inputs).float())
+    with pytest.raises(AssertionError, match="mm on cpu gave torch.float32; as it is it gives torch.bfloat16"):
+        check(name, CpuBackend(), "eager")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("aten::mm  the device has none\naten::celu  the table had it\n", "no test of cpu: aten::celu. Remove or"),
+        ("test_gone  it was renamed\n", "no test of cpu: test_gone. Remove"),
+        ("# a comment\n\naten::mm:int8:int8  the kernel is gone\n", "no test of cpu: aten::mm:int8:int8. Remove"),
+        ("aten::mm\n", "line 1: 'aten::mm' has no reason. Write it after the name, on the same line."),
+        ("aten::mm  no\n#\naten::mm  none\n", "line 3: 'aten::mm' is named twice. Remove one of the lines."),
+    ],
+)
+def test_a_file_of_expected_failures_that_is_wrong(text, message, tmp_path):
+    file = tmp_path / "expected.txt"
+    file.write_text(text)
+    with pytest.raises((AssertionError, ValueError), match=re.escape(message)):
+        check("test_expected_failures", CpuBackend(), expected_failures=file)
+
+
+def test_a_device_that_is_absent_is_skipped_with_its_reason():
+    message = re.escape("cpu is not available: gone. With fake = True (--polycast-fake) its rules are checked on fake")
+    with pytest.raises(pytest.skip.Exception, match=message):
+        check("test_exception_restores", saying(availability=Availability(False, "gone")))
+
+
+def test_a_suite_that_names_no_backend():
+    with pytest.raises(
+        pytest.UsageError, match="TestWrong names no backend: set the attribute `backend` to its device"
+    ):
+        check("test_contract", CpuBackend(), backend="")

@@ -1,0 +1,240 @@
+"""Each check of ops and kernels, on a backend that is wrong in what it checks: it fails and says what is wrong."""
+
+import inspect
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import polycast
+from polycast import CastPolicy
+from polycast.testing import BackendConformance
+from polycast.testing.oracle import call_as
+from polycast_cpu import CpuBackend
+
+pytestmark = pytest.mark.filterwarnings("ignore::polycast.AutocastDisabledWarning")
+MM_INT8 = (torch.ops.aten.mm.default, torch.int8, torch.int32)
+
+
+def saying(**answers):
+    """Return a backend whose methods give these answers, or raise them."""
+
+    def method(answer):
+        def say(self, *_):
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return say
+
+    return type("Wrong", (CpuBackend,), {name: method(answer) for name, answer in answers.items()})()
+
+
+def having(**attributes):
+    """Return a backend with these attributes."""
+    return type("Wrong", (CpuBackend,), attributes)()
+
+
+def check(name, wrong, *arguments, break_later=None, **attributes):
+    """Run one check of the suite on a backend for the CPU."""
+    polycast.register_backend(wrong)
+    if break_later is not None:
+        break_later(wrong)
+    suite = type("TestWrong", (BackendConformance,), {"backend": "cpu", **attributes})()
+    method = getattr(suite, name)
+    try:
+        if "device" in inspect.signature(method).parameters:
+            with suite.opened() as device:
+                return method(device, *arguments)
+        return method(*arguments)
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+
+
+@pytest.mark.parametrize(
+    ("policies", "op", "message"),
+    [
+        (
+            {"aten::mm": CastPolicy.FP32},
+            "aten::mm",
+            "aten::mm on cpu, with float32 inputs, in a region of torch.bfloat16: FP32 says float32[2, 4] on cpu, the "
+            "region gave bfloat16[2, 4] on cpu",
+        ),
+        (
+            {"aten::mm": CastPolicy.BANNED},
+            "aten::mm",
+            "expected a RuntimeError that begins 'aten::mm is unsafe to autocast on cpu. ' and says what to do, got "
+            "tensor(",
+        ),
+    ],
+)
+def test_an_op_that_does_not_do_what_its_policy_says(policies, op, message, engine):
+    backend = CpuBackend()
+    polycast.register_backend(backend)
+    suite = type("TestWrong", (BackendConformance,), {"backend": "cpu"})()
+    with suite.opened() as device:
+        backend.policies = policies  # the kernels that are in place are for the table that was
+        with pytest.raises(AssertionError, match=re.escape(message)):
+            suite.test_op(device, op)
+
+
+def test_an_op_that_the_device_lacks(engine):
+    table = {"aten::_thnn_fused_gru_cell": CastPolicy.LOWER_PRECISION_FP}
+    message = r"the device cannot do what LOWER_PRECISION_FP says, outside of any region: .*If it lacks the op, name"
+    with pytest.raises(AssertionError, match=rf"(?s)^aten::_thnn_fused_gru_cell on cpu, with float32 .*{message}"):
+        check("test_op", having(policies=table), "aten::_thnn_fused_gru_cell")
+
+
+def test_an_op_that_fails_in_a_region_only(engine):
+    wrong = saying(is_capturing=OSError("no driver"))
+    samples = {"aten::mm": lambda make: (make(2, 2), torch.nn.Parameter(make(2, 2)))}
+    with pytest.raises(AssertionError, match=r"LOWER_PRECISION_FP says bfloat16\[2, 2\] on cpu, the region gave OSErr"):
+        check("test_op", wrong, "aten::mm", samples=samples)
+
+
+def test_an_op_whose_values_differ(engine):
+    table = {"conformance::unsteady": CastPolicy.LOWER_PRECISION_FP}
+    calls = itertools.count()
+    with torch.library._scoped_library("conformance", "FRAGMENT") as library:
+        library.define("unsteady(Tensor x) -> Tensor")
+        library.impl("unsteady", lambda x: x + next(calls), "CPU")
+        with pytest.raises(AssertionError, match="the values are not those of the policy: Tensor-likes are not close"):
+            check(
+                "test_op",
+                having(policies=table),
+                "conformance::unsteady",
+                samples={"conformance::unsteady": lambda make: (make(2),)},
+            )
+
+
+def test_a_ban_that_does_not_say_what_to_do(engine):
+    wrong = having(policies={"aten::mm": CastPolicy.BANNED}, remedies={"aten::mm": ""})
+    with pytest.raises(AssertionError, match="and says what to do, got RuntimeError"):
+        check("test_op", wrong, "aten::mm")
+
+
+def test_an_op_without_known_arguments_is_reported_as_not_called():
+    table = {"aten::celu": CastPolicy.FP32}
+    with pytest.raises(pytest.skip.Exception, match="aten::celu was not called: no arguments for it are known. Give"):
+        check("test_op", having(policies=table), "aten::celu")
+
+
+def test_an_op_that_this_torch_lacks_is_reported():
+    table = {"aten::of_another_torch": CastPolicy.FP32}
+    with pytest.raises(pytest.skip.Exception, match="has no op aten::of_another_torch"):
+        check("test_op", having(policies=table), "aten::of_another_torch")
+
+
+def test_a_table_that_lacks_an_op_of_torchs():
+    table = {name: policy for name, policy in CpuBackend.policies.items() if name != "aten::mm"}
+    named = Path(__file__).with_name("cpu.txt")
+    with pytest.raises(AssertionError, match="does not name, and runs them with kernels of its own: aten::mm. Give"):
+        check("test_no_op_of_torchs_table_is_missing", having(policies=table), expected_failures=named)
+
+
+def test_a_device_whose_in_place_updates_are_not_counted(monkeypatch, engine):
+    monkeypatch.setattr(torch.nn.Parameter, "fill_", lambda weight, value: weight.data.fill_(value), raising=False)
+    with pytest.raises(AssertionError, match=re.escape("must be 6.0; it is [[2.0, 2.0], [2.0, 2.0]]. Do the device's")):
+        check("test_weight_updated_in_a_region", CpuBackend())
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        (
+            lambda x, y: (x.int() @ y.int()).half(),
+            "must return torch.int32 of shape [32, 32], got torch.float16 of shape",
+        ),
+        (
+            lambda x, y: (x.int() @ y.int())[:2],
+            "must return torch.int32 of shape [32, 32], got torch.int32 of shape [2",
+        ),
+        (lambda x, y: None, "must return torch.int32 of shape [32, 32], got None"),
+        (
+            lambda x, y: (x @ y).int(),
+            "aten::mm:int8:int32 on cpu, with contiguous inputs of shapes [32, 32], [32, 32], is not aten::mm: "
+            "Tensor-likes are not equal!",
+        ),
+        (
+            lambda x, y: x.int() @ y.as_strided(y.shape, (y.shape[1], 1)).int(),
+            "with transposed inputs of shapes [32, 32], [32, 32], is not aten::mm",
+        ),
+        (
+            lambda x, y: (x.int() @ y.int()).reshape(y.shape[1], x.shape[0]),
+            "of shapes [32, 64], [64, 16], must return torch.int32 of shape [32, 16], got torch.int32 of shape [16",
+        ),
+        (
+            lambda x, y: x[:, : x.shape[1] // 8 * 8].int() @ y[: x.shape[1] // 8 * 8].int(),
+            "with contiguous inputs of shapes [3, 5], [5, 7], is not aten::mm",
+        ),
+    ],
+)
+def test_a_kernel_that_is_not_its_op(kernel, message):
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        check("test_kernel", having(kernels={MM_INT8: kernel}), "aten::mm:int8:int32")
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_device_that_is_said_to_be_there_and_is_not(fake):
+    def to_device(suite, tensor):
+        raise RuntimeError("no such device")
+
+    text = (
+        "cpu: availability() says that the device can be used, and a tensor cannot be put on it: RuntimeError: no such"
+    )
+    with pytest.raises(AssertionError, match=re.escape(text)):
+        check("test_availability", CpuBackend(), fake=fake, to_device=to_device)
+
+
+@pytest.mark.parametrize("op", [torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default])
+@pytest.mark.parametrize(("taken", "given"), [(torch.int8, torch.int32), (torch.bfloat16, torch.float32)])
+def test_a_kernel_that_is_its_op_passes(op, taken, given):
+    right = having(kernels={(op, taken, given): lambda *inputs: op(*(value.to(given) for value in inputs))})
+    check("test_kernel", right, f"{op.name()}:{str(taken)[6:]}:{str(given)[6:]}")
+
+
+def test_a_kernel_that_declines_the_arguments_is_reported_as_not_called():
+    wrong = having(kernels={MM_INT8: lambda x, y: NotImplemented})
+    with pytest.raises(pytest.skip.Exception, match="aten::mm:int8:int32 does not take the suite's arguments. Give it"):
+        check("test_kernel", wrong, "aten::mm:int8:int32")
+
+
+def test_kernels_without_known_arguments_are_reported_as_not_called():
+    wrong = having(kernels={(torch.ops.aten.celu.default, torch.half, torch.float32): max})
+    with pytest.raises(pytest.skip.Exception, match="aten::celu was not called: no arguments for it are known"):
+        check("test_kernel", wrong, "aten::celu:float16:float32")
+
+
+HALF = torch.ones(2, 2).half()
+
+
+@pytest.mark.parametrize(
+    ("policy", "op", "args"),
+    [
+        (CastPolicy.LOWER_PRECISION_FP, torch.ops.aten.mm.default, (HALF, HALF)),
+        (CastPolicy.FP32, torch.ops.aten.mm.default, (HALF, HALF)),
+        (CastPolicy.PROMOTE, torch.ops.aten.mm.default, (HALF, HALF)),
+        (CastPolicy.FP32_SET_OPT_DTYPE, torch.ops.aten.sum.default, (HALF,)),
+        (CastPolicy.FP32_APPEND_DTYPE, torch.ops.aten.norm.Scalar, (HALF, 2)),
+    ],
+)
+def test_no_policy_casts_what_is_on_another_device(policy, op, args):
+    assert call_as(policy, op, (args, {}), "cuda", torch.bfloat16).dtype is torch.float16
+
+
+def test_an_op_that_fake_tensors_cannot_run_is_reported_as_not_called(hand_made, engine):
+    hand_made("mtia", policies={"aten::_thnn_fused_gru_cell": CastPolicy.LOWER_PRECISION_FP})
+    suite = type("TestFake", (BackendConformance,), {"backend": "mtia", "fake": True})()
+    message = "aten::_thnn_fused_gru_cell was not called: fake tensors of mtia cannot run it: "
+    with suite.opened() as device, pytest.raises(pytest.skip.Exception, match=message):
+        suite.test_op(device, "aten::_thnn_fused_gru_cell")
+
+
+def test_a_device_that_torch_makes_no_fake_tensors_of_is_skipped_with_the_reason(hand_made):
+    hand_made("maia")
+    suite = type("TestFake", (BackendConformance,), {"backend": "maia", "fake": True})()
+    message = "cannot make fake tensors of maia that autocast sees: its rules can be checked on the device only"
+    with pytest.raises(pytest.skip.Exception, match=message), suite.opened():
+        pass
