@@ -213,14 +213,30 @@ def test_clear_gives_everything_back(cache):
     gc.collect()
 
 
-def test_the_least_recently_used_go_first_at_max_bytes():
+def test_at_max_bytes_those_go_first_that_are_not_used_any_more():
     cache = polycast.WeightCache(max_bytes=2 * BYTES)
-    first, second, third = (parameter() for _ in range(3))
-    for weight in (first, second, first, third, first):
+    former, model = [parameter() for _ in range(2)], [parameter() for _ in range(2)]
+    for _ in range(9):
+        for weight in former:
+            use(cache, weight)
+    for _ in range(6):
+        for weight in model:
+            use(cache, weight)
+    before = cache.stats()
+    for weight in model:
         use(cache, weight)
-    assert cache.stats() == polycast.WeightCacheStats(entries=2, bytes=2 * BYTES, hits=2, misses=3, evictions=1)
-    use(cache, second)
-    assert counts(cache) == (2, 4)
+    assert cache.stats().hits == before.hits + 2
+    assert (before.entries, before.bytes, before.evictions) == (2, 2 * BYTES, 2)
+
+
+@pytest.mark.parametrize("fits", [7, 4, 1])
+def test_a_cache_that_is_too_small_for_a_model_has_hits_on_the_part_that_fits(fits):
+    cache = polycast.WeightCache(max_bytes=fits * BYTES)
+    model = [parameter() for _ in range(8)]
+    for _ in range(3):
+        for weight in model:
+            use(cache, weight)
+    assert cache.stats() == polycast.WeightCacheStats(fits, fits * BYTES, 2 * fits, 24 - 2 * fits, 0)
 
 
 def test_a_cast_larger_than_max_bytes_is_not_kept():

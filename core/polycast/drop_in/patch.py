@@ -7,9 +7,11 @@ from typing import Any
 
 from typing_extensions import Self
 
+from ..plugins.fork import hold_over_forks
 from . import stand_in
 
 _lock = threading.RLock()
+hold_over_forks(lambda: [_lock])
 _patches = 0
 _replaced: list[tuple[ModuleType, str, Any]] = []
 """What was there before, in the order of replacing."""

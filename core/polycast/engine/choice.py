@@ -9,6 +9,7 @@ import torch
 
 from .. import env
 from ..plugins.backend import Backend
+from ..plugins.fork import hold_over_forks
 from ..policy.cast_policy import CastPolicy
 from . import state
 from .kernels import Kernels
@@ -22,6 +23,12 @@ class Engine(state.StateMachine, Protocol):
 
     def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy], /) -> Kernels:
         """Put a backend's kernels in place, for the ops that `policies` names."""
+
+    def watch_writes(self) -> None:
+        """Have writes of weights that count no version seen, from now on."""
+
+    def unwatch_writes(self) -> None:
+        """Take out of torch what watch_writes put there."""
 
 
 class _Unchosen:
@@ -55,6 +62,7 @@ class _Unchosen:
 _reference = ReferenceEngine()
 _engine: Engine | None = None
 _lock = threading.RLock()
+hold_over_forks(lambda: [_lock])
 
 state.use(_Unchosen())
 
@@ -72,6 +80,11 @@ def choose() -> Engine:
             _engine = _choose(env.engine())
             state.use(_engine)
         return _engine
+
+
+def chosen() -> Engine | None:
+    """Return the engine, if one is chosen."""
+    return _engine
 
 
 def forget() -> None:

@@ -5,22 +5,28 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from ..plugins.fork import hold_over_forks
 from ..plugins.registry import registry
 from ..policy.registered import Registration, policies_for, refuse_conflict, registrations
 from . import state
-from .choice import choose, forget
+from .choice import choose, chosen, forget
 from .kernels import Kernels, autocast_key
+from .weight_cache import caches_alive
 
 installed: dict[str, Kernels] = {}
 """By device type, the kernels that are in place."""
 fully_installed: set[str] = set()
 """The device types whose kernels are in place and await no more ops: their regions need not look."""
 _lock = threading.RLock()
+hold_over_forks(lambda: [_lock])
 
 
 def forget_choice() -> None:
     """Uninstall all kernels and have the next region choose an engine anew; no region may be open."""
     uninstall()
+    engine = chosen()
+    if engine is not None:
+        engine.unwatch_writes()
     forget()
 
 
@@ -48,8 +54,9 @@ def install(device_type: str) -> None:
 def uninstall(device_type: str | None = None) -> None:
     """Take polycast's kernels away: torch has its own again, as if polycast had never been used.
 
-    The next region for the device puts them back. Where torch's own regions run on them, in other threads, that is the
-    caller's to know: torch's dispatcher lets no kernel be taken away from under a call.
+    The next region for the device puts them back. What sees writes that count no version stays in place while a
+    :class:`WeightCache` is alive. Where torch's own regions run on the kernels, in other threads, that is the caller's
+    to know: torch's dispatcher lets no kernel be taken away from under a call.
 
     Args:
         device_type: the device; None for all.
@@ -60,6 +67,10 @@ def uninstall(device_type: str | None = None) -> None:
     """
     names = None if device_type is None else [registry.parse_device_type(device_type)]
     _run_uninstalled(names, lambda: None)
+    with _lock:
+        engine = chosen()
+        if engine is not None and not installed and not caches_alive:
+            engine.unwatch_writes()
 
 
 def _run_uninstalled(device_types: Iterable[str] | None, change: Callable[[], object]) -> None:
@@ -96,9 +107,10 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
             backend = registry.find(device_type)  # not with the lock held: a plugin may be imported, and do anything
             with _lock:
                 if device_type not in installed and registry.find(device_type) is backend:
-                    installed[device_type] = choose().kernels(
-                        backend, {**backend.policies, **policies_for(device_type)}
-                    )
+                    engine = choose()
+                    engine.watch_writes()
+                    policies = {**backend.policies, **policies_for(device_type)}
+                    installed[device_type] = engine.kernels(backend, policies)
         else:
             for name in also:
                 if name not in kernels.ops:

@@ -9,9 +9,13 @@ import torch
 
 from ..errors import InvalidBackendError
 from ..plugins.backend import Backend
+from ..plugins.fork import hold_over_forks
 from ..policy.cast_policy import CastPolicy
 from ..policy.schemas import find_op
 from ..policy.validation import entry_problem
+
+_lock = threading.Lock()
+hold_over_forks(lambda: [_lock])
 
 
 def autocast_key(device_type: str) -> str:
@@ -47,7 +51,6 @@ class Kernels(ABC):
         self._policies = policies
         self._uppermost: dict[str, tuple[torch._ops.OpOverload, CastPolicy | None]] = {}
         self._set_aside: list[tuple[torch._ops.OpOverload, Any]] = []
-        self._lock = threading.Lock()
         try:
             # Ops that are not in the table pass by the key. torch sees to it for the devices that it has tables for.
             if not torch._C._dispatch_has_backend_fallback(dispatch_key(self.key)):
@@ -67,7 +70,7 @@ class Kernels(ABC):
         Raises:
             InvalidBackendError: the op cannot have the policy, which could not be told before it was there.
         """
-        with self._lock:
+        with _lock:
             op = find_op(name) if over or name not in self.ops else None
             if op is None or self._uppermost.get(name) == (op, policy):
                 return

@@ -8,6 +8,7 @@ same memory with history.
 The stores themselves are the engines': reference/store.py is the one to read, native/store.h the other.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn, Protocol, TypeVar, cast
@@ -45,6 +46,8 @@ class CastStore(Protocol):
 
 
 _Store = TypeVar("_Store", bound=CastStore)
+caches_alive: "weakref.WeakSet[WeightCache]" = weakref.WeakSet()
+"""The caches that there are: as long as there is one, writes of weights are watched."""
 
 
 class WeightCache:
@@ -85,6 +88,7 @@ class WeightCache:
         self.max_bytes = max_bytes
         self.verify = verify
         self._stores: dict[str, CastStore] = {}
+        caches_alive.add(self)
 
     def store(self, engine: str, make: Callable[[int | None, bool], _Store]) -> _Store:
         """Return the store that an engine keeps for this cache, made with `make` at its first use."""

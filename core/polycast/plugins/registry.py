@@ -1,5 +1,6 @@
 """Which backend serves which device type: the backends of this process, and the questions asked of them."""
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -11,6 +12,7 @@ from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundEr
 from . import hookspecs
 from .backend import Backend, validate
 from .discovery import BackendStatus, Slot, check_availability, discover
+from .fork import hold_over_forks
 
 
 class Registry:
@@ -75,6 +77,11 @@ class Registry:
     def offered(self) -> frozenset[str]:
         """Return the device types that somebody offers a backend for; loads none."""
         return frozenset(self._slots())
+
+    def forget_other_threads(self) -> None:
+        """In the child of a fork: nobody loads a plugin any more, for it was another thread that did."""
+        for slot in (self._discovered or {}).values():
+            slot.lock, slot.loading = threading.RLock(), False
 
     def statuses(self) -> Mapping[str, BackendStatus]:
         """See :func:`backends`."""
@@ -144,6 +151,9 @@ def _torch_device_type(device: str) -> str | None:
 
 
 registry = Registry()
+hold_over_forks(lambda: [registry._lock])
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=registry.forget_other_threads)
 
 
 def backends() -> Mapping[str, BackendStatus]:

@@ -5,8 +5,13 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#ifndef _WIN32
+#include <pthread.h>
+#endif
+
 #include <algorithm>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -18,6 +23,43 @@
 #include "store.h"
 
 namespace {
+
+std::unique_ptr<Announcers> announcers;
+
+// Locks are taken before a fork and given back after it, on both sides, in the order in which they nest.
+std::vector<std::mutex*> held_over_fork;
+
+void give_locks_back() {
+  while (!held_over_fork.empty()) {
+    held_over_fork.back()->unlock();
+    held_over_fork.pop_back();
+  }
+}
+
+void hold_locks_over_forks() {
+#ifndef _WIN32
+  static std::once_flag once;
+  std::call_once(once, [] {
+    pthread_atfork(
+        [] {
+          const auto take = [](std::mutex& mutex) {
+            mutex.lock();
+            held_over_fork.push_back(&mutex);
+          };
+          take(AllStores::list().mutex);
+          for (Store* const store : AllStores::list().stores) {
+            take(store->mutex());
+          }
+          take(SharedCasts::index().mutex());
+          take(InFlight::storages().mutex());
+          take(Writes::log().mutex());
+          take(LeftBehind::things().mutex());
+        },
+        &give_locks_back,
+        &give_locks_back);
+  });
+#endif
+}
 
 PyMethodDef functions[] = {
     {"enter",
@@ -42,7 +84,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Store, std::shared_ptr<Store>>(module, "Store", py::module_local())
       .def(
           py::init([](std::optional<size_t> max_bytes, bool verify) {
-            return std::make_shared<Store>(false, max_bytes, verify);
+            return std::make_shared<Store>(max_bytes, verify);
           }))
       .def("clear", &Store::clear, py::call_guard<py::gil_scoped_release>())
       .def("statistics", [](Store& store) {
@@ -54,6 +96,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("impl", &Library::impl)
       .def("fallthrough", &Library::fallthrough)
       .def("remove", &Library::remove);
+  module.def("watch_writes", [] { announcers = std::make_unique<Announcers>(); });
+  module.def("unwatch_writes", [] { announcers.reset(); });
+  module.def("note_writes", [](const std::vector<Tensor>& tensors) {
+    Storages written;
+    for (const Tensor& tensor : tensors) {
+      if (tensor.has_storage()) {
+        written.insert(storage_of(tensor));
+      }
+    }
+    announce(written);
+  });
   module.def("last", &last);
   module.def("innermost", &innermost);
   module.def("nesting", &nesting);
@@ -70,6 +123,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         native_overlay = overlay.release().ptr();
         native_store = store.release().ptr();
         storages_are_rewritten = rewritten.release().ptr();
+        hold_locks_over_forks();
         stale_weight_error = error.release().ptr();
         stale_weight_message = std::move(text);
       });

@@ -1,6 +1,6 @@
 // Which tensors are cast, which of them are weights, and whether the cast of a weight is kept.
 //
-// Owns nothing. Locks. The GIL is taken to ask Python about a weight that shares its storage, and whether a device captures
+// Owns nothing. Locks: none. The GIL is taken to ask Python about a weight that shares its storage, and whether a device captures
 // a graph: with no lock of a store held.
 
 #pragma once
@@ -31,7 +31,7 @@ bool is_eligible(const Tensor& tensor, DeviceType device) {
 bool is_weight(const Tensor& tensor) {
   const TensorImpl* const impl = tensor.unsafeGetTensorImpl();
   if (tensor.scalar_type() != at::kFloat || tensor.layout() != at::kStrided || tensor.is_inference() || tensor.is_nested() ||
-      impl->key_set().has(DispatchKey::Python)) {
+      impl->key_set().has_any(c10::DispatchKeySet({DispatchKey::Python, DispatchKey::Negative}))) {
     return false;
   }
   // The tensor is held, so its object is alive, and the type of an object can be read without the GIL.
@@ -61,21 +61,37 @@ bool caching_is_safe() {
   return !c10::impl::tls_local_dispatch_key_set().included_.has_any(kWatchers);
 }
 
+// Whether the device records a graph now. `is_capturing` is the backend's own answer, empty where it has none: then the
+// device's stream is asked, where this torch's streams can tell.
+template <class Stream = c10::Stream>
+bool captures(const Tensor& tensor, const py::object& is_capturing) {
+  if (is_capturing) {
+    const py::gil_scoped_acquire gil;
+    return is_capturing().cast<bool>();
+  }
+  if constexpr (requires(const Stream& stream) { stream.is_capturing(); }) {
+    const std::optional<Stream> stream = current_stream(tensor);
+    return stream && stream->is_capturing();
+  }
+  return false;
+}
+
 // Cast an eligible tensor of another dtype.
 Tensor cast(const Tensor& tensor, ScalarType dtype, DeviceType device, const py::object& is_capturing) {
-  Store* const store = regions.of(device).store;
-  if (store == nullptr) {
+  const DeviceRegion& region = region_of(device);
+  if (region.innermost == nullptr) {
     return at::autocast::cached_cast(dtype, tensor, device);  // a region of torch's has torch's cache
   }
-  if (dtype != at::kFloat && is_weight(tensor) && at::autocast::is_autocast_cache_enabled() && caching_is_safe() &&
-      !is_rewritten(tensor)) {
-    bool capturing = false;
-    if (is_capturing) {
-      py::gil_scoped_acquire gil;
-      capturing = is_capturing().cast<bool>();
-    }
-    if (!capturing) {
-      return store->cast(tensor, dtype);
+  if (dtype != at::kFloat && is_weight(tensor) && at::autocast::is_autocast_cache_enabled() && caching_is_safe()) {
+    // From here on Python may run, and the region end.
+    const std::shared_ptr<Store> store = region.store == nullptr ? nullptr : region.store->shared_from_this();
+    const std::shared_ptr<ThreadRegions> regions = this_thread.regions;
+    if (!is_rewritten(tensor) && !captures(tensor, is_capturing)) {
+      if (store == nullptr) {
+        return regions->casts.cast(tensor, dtype);
+      }
+      Tensor kept = store->cast(tensor, dtype);
+      return wants_history(tensor) ? regions->casts.with_link(tensor, dtype, kept) : kept;
     }
   }
   return tensor.to(dtype);

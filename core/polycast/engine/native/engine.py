@@ -12,6 +12,7 @@ from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ..kernels import Kernels, refusal
 from ..state import Overlay, Settings
+from ..unversioned_writes import WatchedOptimizers
 from ..weight_cache import WeightCache
 from ..weights import STALE, storages_are_rewritten
 
@@ -31,6 +32,7 @@ class NativeEngine:
         )
         self._extension = extension
         self._numbers: dict[str, int] = {}
+        self._optimizers: WatchedOptimizers | None = None
         # See StateMachine.
         self.enter: Callable[[object, Settings], bool] = extension.enter
         self.leave: Callable[[object], bool | None] = extension.leave
@@ -54,6 +56,19 @@ class NativeEngine:
             policies = {self.number(name): _POLICIES[policy] for name, policy in overlay.items()}
             native = overlay.derived[self.name] = self._extension.Overlay(policies)
         return native
+
+    def watch_writes(self) -> None:
+        """Have writes of weights that count no version seen, from now on."""
+        if self._optimizers is None:
+            self._extension.watch_writes()
+            self._optimizers = WatchedOptimizers(self._extension.note_writes)
+
+    def unwatch_writes(self) -> None:
+        """Take out of torch what watch_writes put there."""
+        if self._optimizers is not None:
+            self._optimizers.remove()
+            self._optimizers = None
+            self._extension.unwatch_writes()
 
     def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy]) -> Kernels:
         """Put a backend's kernels in place."""

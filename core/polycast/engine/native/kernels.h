@@ -233,7 +233,7 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   Policy policy() const {
-    const Overlay* const overlay = regions.of(device_).overlay;
+    const Overlay* const overlay = region_of(device_).overlay;
     if (C10_UNLIKELY(overlay != nullptr)) {
       const auto found = overlay->policies.find(op_.number);
       if (found != overlay->policies.end()) {

@@ -1,8 +1,8 @@
 // The regions that a thread is in, and the state machine that enters and leaves them; reference/state_machine.py is the same
 // in Python, to be read first.
 //
-// Owns the frames of each thread, which hold what a region set and the state that was there before it. The truth for enabled
-// and dtype stays in torch's own thread-local state.
+// Owns the frames of each thread, which hold what a region set and the state that was there before it: a list for the thread,
+// and a chain for each device in it. The truth for enabled and dtype stays in torch's own thread-local state.
 //
 // Locks. None: what a thread is in is its own. Frames hold Python objects, and are touched with the GIL held; what kernels
 // read of them (DeviceRegion) is not Python's, and is read without it. The count of open regions is atomic.
@@ -26,6 +26,7 @@
 #include <utility>
 #include <vector>
 
+#include "region_casts.h"
 #include "store.h"
 
 namespace {  // all is one unit, binding.cpp
@@ -52,12 +53,12 @@ struct Overlay {
 struct Frame {
   py::object owner, settings, overlay, cache;
   std::shared_ptr<const Overlay> policies;
-  std::shared_ptr<Store> store;
+  std::shared_ptr<Store> store;  // the user's; none: casts are the thread's own
   DeviceType device;
   bool enabled_before, cache_enabled_before;
   ScalarType dtype_before;
-  int below;  // the position of the frame of the same device under this one, or -1
-  int depth;
+  Frame *older = nullptr, *newer = nullptr;  // of the thread's frames, in the order of entering
+  Frame *below = nullptr, *above = nullptr;  // of those, the device's
 };
 
 // How many regions for each device all threads are in.
@@ -65,56 +66,187 @@ std::array<std::atomic<int>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> open_count{};
 
 std::atomic<int>& open_count_of(DeviceType device) { return open_count[static_cast<size_t>(device)]; }
 
+// What kernels read of the region for a device that the thread is in; the innermost frame holds it.
 struct DeviceRegion {
-  int innermost = -1;
-  const Overlay* overlay = nullptr;  // both are held by the innermost frame
+  Frame* innermost = nullptr;
+  const Overlay* overlay = nullptr;
   Store* store = nullptr;
+  int depth = 0;
 };
 
-// What a thread is in. Frames are Python's as much as ours, and are touched with the GIL only; the rest without it too.
-struct ThreadRegions {
-  std::vector<Frame> frames;
-  std::array<DeviceRegion, c10::COMPILE_TIME_MAX_DEVICE_TYPES> devices;
-  std::shared_ptr<Store> own;
-  bool ends_with_thread = false;
+using DeviceRegions = std::array<DeviceRegion, c10::COMPILE_TIME_MAX_DEVICE_TYPES>;
 
-  // A thread that ends inside a region is in it no more. Python says so in time, with the GIL held: when it drops what it
-  // keeps for the thread, and before it tells who waits for the thread that it has ended.
-  void end_with_thread() {
-    if (ends_with_thread) {
-      return;
+constinit thread_local DeviceRegions device_regions{};
+
+DeviceRegion& region_of(DeviceType device) { return device_regions[static_cast<size_t>(device)]; }
+
+// The frames of one thread.
+class Frames {
+ public:
+  explicit Frames(DeviceRegions* devices) : devices_(devices) {}
+
+  Frame* newest() const { return newest_; }
+
+  void push(std::unique_ptr<Frame> owned) {
+    Frame* const frame = owned.release();
+    DeviceRegion& region = of(frame->device);
+    frame->older = std::exchange(newest_, frame);
+    if (frame->older != nullptr) {
+      frame->older->newer = frame;
     }
-    const py::capsule end(this, [](void* regions) { static_cast<ThreadRegions*>(regions)->end(); });
-    if (PyDict_SetItemString(PyThreadState_GetDict(), "polycast_regions", end.ptr()) != 0) {
-      throw py::error_already_set();
+    frame->below = region.innermost;
+    if (frame->below != nullptr) {
+      frame->below->above = frame;
     }
-    ends_with_thread = true;
+    set_innermost(frame->device, frame);
+    ++region.depth;
+    ++open_count_of(frame->device);
+    if (!by_owner_.empty()) {
+      by_owner_[frame->owner.ptr()].push_back(frame);
+    }
   }
 
-  void end() {
-    ends_with_thread = false;
-    devices = {};
-    for (const Frame& frame : std::exchange(frames, {})) {
-      --open_count_of(frame.device);
+  // Return the innermost frame of an owner, or none.
+  Frame* find(PyObject* owner) {
+    if (by_owner_.empty()) {
+      int steps = 0;
+      for (Frame* frame = newest_; frame != nullptr; frame = frame->older) {
+        if (frame->owner.ptr() == owner) {
+          return frame;
+        }
+        if (++steps == kFewFrames) {
+          index_owners();
+          return find(owner);
+        }
+      }
+      return nullptr;
+    }
+    const auto found = by_owner_.find(owner);
+    return found == by_owner_.end() ? nullptr : found->second.back();
+  }
+
+  // Take out a frame that find() or newest() returned.
+  std::unique_ptr<Frame> take_out(Frame* frame) {
+    (frame->newer != nullptr ? frame->newer->older : newest_) = frame->older;
+    if (frame->older != nullptr) {
+      frame->older->newer = frame->newer;
+    }
+    if (frame->below != nullptr) {
+      frame->below->above = frame->above;
+    }
+    if (frame->above != nullptr) {
+      frame->above->below = frame->below;
+    } else {
+      set_innermost(frame->device, frame->below);
+    }
+    --of(frame->device).depth;
+    --open_count_of(frame->device);
+    if (!by_owner_.empty()) {
+      const auto found = by_owner_.find(frame->owner.ptr());
+      found->second.pop_back();
+      if (found->second.empty()) {
+        by_owner_.erase(found);
+      }
+    }
+    return std::unique_ptr<Frame>(frame);
+  }
+
+ private:
+  static constexpr int kFewFrames = 32;
+
+  DeviceRegion& of(DeviceType device) { return (*devices_)[static_cast<size_t>(device)]; }
+
+  void set_innermost(DeviceType device, Frame* frame) {
+    DeviceRegion& region = of(device);
+    region.innermost = frame;
+    region.overlay = frame ? frame->policies.get() : nullptr;
+    region.store = frame ? frame->store.get() : nullptr;
+  }
+
+  // Frames are left backwards, save by generators that are closed late: and of these there may be many.
+  void index_owners() {
+    std::vector<Frame*> frames;
+    for (Frame* frame = newest_; frame != nullptr; frame = frame->older) {
+      frames.push_back(frame);
+    }
+    for (auto frame = frames.rbegin(); frame != frames.rend(); ++frame) {
+      by_owner_[(*frame)->owner.ptr()].push_back(*frame);
     }
   }
 
-  DeviceRegion& of(DeviceType device) { return devices[static_cast<size_t>(device)]; }
+  DeviceRegions* const devices_;  // the thread's
+  Frame* newest_ = nullptr;
+  std::unordered_map<PyObject*, std::vector<Frame*>> by_owner_;  // oldest first; empty as long as a walk does
+};
 
-  void set_innermost(DeviceType device, int position) {
-    const Frame* frame = position < 0 ? nullptr : &frames[position];
-    of(device) = {position, frame ? frame->policies.get() : nullptr, frame ? frame->store.get() : nullptr};
+// What a thread has: the frames of its regions, and their casts.
+class ThreadRegions {
+ public:
+  explicit ThreadRegions(DeviceRegions* devices) : frames(devices) {}
+
+  Frames frames;
+  RegionCasts casts;
+
+  // Take everything out, for the caller to free with the GIL held. The thread is in no region any more.
+  std::shared_ptr<void> end() {
+    auto remains = std::make_shared<Remains>();
+    while (frames.newest() != nullptr) {
+      remains->frames.push_back(frames.take_out(frames.newest()));
+    }
+    remains->casts = casts.take_all();
+    return remains;
   }
 
-  std::shared_ptr<Store> own_store() {
-    if (own == nullptr) {
-      own = std::make_shared<Store>(true, std::nullopt, false);
+ private:
+  struct Remains {
+    std::vector<std::unique_ptr<Frame>> frames;
+    std::shared_ptr<void> casts;
+  };
+};
+
+struct ThisThread {
+  std::shared_ptr<ThreadRegions> regions;
+  bool ends_in_time = false;
+
+  // The thread ends, without the GIL.
+  ~ThisThread() {
+    if (regions != nullptr) {
+      LeftBehind::things().leave(regions->end());
     }
-    return own;
   }
 };
 
-thread_local ThreadRegions regions;
+thread_local ThisThread this_thread;
+
+// A thread that ends inside a region is in it no more. Python says so in time, with the GIL held: when it drops what it keeps
+// for the thread, and before it tells who waits for the thread that it has ended. What happens after that (a destructor that
+// enters a region) is left to be freed by others. In the child of a fork it drops what it keeps for other threads, too.
+void end_with_thread() {
+  auto ending = std::make_unique<std::shared_ptr<ThreadRegions>>(this_thread.regions);
+  const py::capsule capsule(ending.get(), [](void* regions) {
+    const std::unique_ptr<std::shared_ptr<ThreadRegions>> owned(static_cast<std::shared_ptr<ThreadRegions>*>(regions));
+    if (this_thread.regions == *owned) {
+      this_thread.ends_in_time = false;
+    }
+    (*owned)->end();
+  });
+  ending.release();
+  if (PyDict_SetItemString(PyThreadState_GetDict(), "polycast_regions", capsule.ptr()) != 0) {
+    throw py::error_already_set();
+  }
+  this_thread.ends_in_time = true;
+}
+
+// What the thread has. Called with the GIL held.
+ThreadRegions& here() {
+  if (!this_thread.ends_in_time) {
+    if (this_thread.regions == nullptr) {
+      this_thread.regions = std::make_shared<ThreadRegions>(&device_regions);
+    }
+    end_with_thread();
+  }
+  return *this_thread.regions;
+}
 
 // The device type that a string names. Called with the GIL held.
 DeviceType device_of(PyObject* name) {
@@ -142,46 +274,39 @@ PyObject* enter(PyObject*, PyObject* const* args, Py_ssize_t count) {
   PyObject* const* const settings = &PyTuple_GET_ITEM(args[1], 0);
   const auto device = device_of(settings[0]);
   const auto dtype = reinterpret_cast<THPDtype*>(settings[2])->scalar_type;
-  regions.end_with_thread();
-  Frame frame;
-  frame.owner = py::reinterpret_borrow<py::object>(args[0]);
-  frame.settings = py::reinterpret_borrow<py::object>(args[1]);
-  frame.overlay = py::reinterpret_borrow<py::object>(settings[4]);
-  frame.cache = py::reinterpret_borrow<py::object>(settings[5]);
-  const bool inherits = settings[6] == Py_False && regions.of(device).innermost >= 0;
-  if (!frame.overlay.is_none()) {
-    if (inherits) {
-      frame.overlay = frame.overlay.attr("over")(regions.frames[regions.of(device).innermost].overlay);
+  ThreadRegions& regions = here();
+  auto frame = std::make_unique<Frame>();
+  frame->owner = py::reinterpret_borrow<py::object>(args[0]);
+  frame->settings = py::reinterpret_borrow<py::object>(args[1]);
+  frame->overlay = py::reinterpret_borrow<py::object>(settings[4]);
+  frame->cache = py::reinterpret_borrow<py::object>(settings[5]);
+  frame->device = device;
+  const bool inherits = settings[6] == Py_False;
+  if (!frame->overlay.is_none()) {
+    if (inherits && region_of(device).innermost != nullptr) {
+      const py::object below = region_of(device).innermost->overlay;
+      frame->overlay = frame->overlay.attr("over")(below);
     }
-    frame.policies = py::cast<std::shared_ptr<Overlay>>(py::handle(native_overlay)(frame.overlay));
+    frame->policies = py::cast<std::shared_ptr<Overlay>>(py::handle(native_overlay)(frame->overlay));
   }
-  if (!frame.cache.is_none()) {
-    frame.store = py::cast<std::shared_ptr<Store>>(py::handle(native_store)(frame.cache));
+  if (!frame->cache.is_none()) {
+    frame->store = py::cast<std::shared_ptr<Store>>(py::handle(native_store)(frame->cache));
   }
-  frame.device = device;
-  frame.below = regions.of(device).innermost;
-  frame.depth = 1;
-  if (frame.below >= 0) {
-    const Frame& below = regions.frames[frame.below];
-    frame.depth += below.depth;
-    if (inherits && frame.policies == nullptr) {
-      frame.policies = below.policies;
-      frame.overlay = below.overlay;
+  // Python may have run until here, and have entered and left regions; from here on it does not.
+  if (const Frame* const below = region_of(device).innermost; below != nullptr && inherits) {
+    if (frame->policies == nullptr) {
+      frame->policies = below->policies;
+      frame->overlay = below->overlay;
     }
-    if (inherits && frame.store == nullptr) {
-      frame.store = below.store;
-      frame.cache = below.cache;
+    if (frame->store == nullptr) {
+      frame->store = below->store;
+      frame->cache = below->cache;
     }
   }
-  if (frame.store == nullptr) {
-    frame.store = regions.own_store();
-  }
-  frame.enabled_before = at::autocast::is_autocast_enabled(device);
-  frame.dtype_before = at::autocast::get_autocast_dtype(device);
-  frame.cache_enabled_before = at::autocast::is_autocast_cache_enabled();
-  regions.frames.push_back(std::move(frame));
-  regions.set_innermost(device, static_cast<int>(regions.frames.size()) - 1);
-  ++open_count_of(device);
+  frame->enabled_before = at::autocast::is_autocast_enabled(device);
+  frame->dtype_before = at::autocast::get_autocast_dtype(device);
+  frame->cache_enabled_before = at::autocast::is_autocast_cache_enabled();
+  regions.frames.push(std::move(frame));
   at::autocast::set_autocast_enabled(device, settings[1] == Py_True);
   at::autocast::set_autocast_dtype(device, dtype);
   if (settings[3] != Py_None) {
@@ -192,70 +317,34 @@ PyObject* enter(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// Take a frame out that others are above: what it would have restored passes to the next above it.
-void pass_on(int position) {
-  auto& frames = regions.frames;
-  const Frame frame = std::move(frames[position]);
-  frames.erase(frames.begin() + position);
-  frames[position].cache_enabled_before = frame.cache_enabled_before;
-  bool passed = false;
-  for (size_t i = position; i < frames.size(); ++i) {
-    Frame& other = frames[i];
-    if (other.device == frame.device) {
-      --other.depth;
-      if (!passed) {
-        passed = true;
-        other.enabled_before = frame.enabled_before;
-        other.dtype_before = frame.dtype_before;
-        other.below = frame.below;
-        continue;
-      }
-    }
-    if (other.below > position) {
-      --other.below;
-    }
-  }
-  for (size_t i = 0; i < regions.devices.size(); ++i) {
-    const int innermost = regions.devices[i].innermost;
-    if (innermost > position) {
-      regions.devices[i].innermost = innermost - 1;
-    }
-  }
-  if (!passed) {
-    at::autocast::set_autocast_enabled(frame.device, frame.enabled_before);
-    at::autocast::set_autocast_dtype(frame.device, frame.dtype_before);
-    regions.set_innermost(frame.device, frame.below);
-  }
-}
-
-// leave(owner) -> bool | None; see StateMachine in engine/state.py.
+// leave(owner) -> bool | None; see StateMachine in engine/state.py. What a frame would have restored passes to the frame above
+// it: the device's for the device, the thread's for the cache; where there is none it is restored.
 PyObject* leave(PyObject*, PyObject* owner) {
   HANDLE_TH_ERRORS
-  auto& frames = regions.frames;
-  int position = static_cast<int>(frames.size()) - 1;
-  while (position >= 0 && frames[position].owner.ptr() != owner) {
-    --position;
-  }
-  if (position < 0) {
+  Frame* const found = this_thread.regions == nullptr ? nullptr : this_thread.regions->frames.find(owner);
+  if (found == nullptr) {
     Py_RETURN_NONE;
   }
-  const auto device = frames[position].device;
-  if (position == static_cast<int>(frames.size()) - 1) {
-    const Frame frame = std::move(frames.back());
-    frames.pop_back();
-    at::autocast::set_autocast_enabled(frame.device, frame.enabled_before);
-    at::autocast::set_autocast_dtype(frame.device, frame.dtype_before);
-    at::autocast::set_autocast_cache_enabled(frame.cache_enabled_before);
-    regions.set_innermost(frame.device, frame.below);
+  ThreadRegions& regions = *this_thread.regions;
+  if (found->newer != nullptr) {
+    found->newer->cache_enabled_before = found->cache_enabled_before;
   } else {
-    pass_on(position);
+    at::autocast::set_autocast_cache_enabled(found->cache_enabled_before);
   }
-  --open_count_of(device);
+  if (found->above != nullptr) {
+    found->above->enabled_before = found->enabled_before;
+    found->above->dtype_before = found->dtype_before;
+  } else {
+    at::autocast::set_autocast_enabled(found->device, found->enabled_before);
+    at::autocast::set_autocast_dtype(found->device, found->dtype_before);
+  }
+  // It is freed at the end, for that may run Python.
+  const std::unique_ptr<Frame> frame = regions.frames.take_out(found);
   if (at::autocast::decrement_nesting() == 0) {
     at::autocast::clear_cache();
   }
-  if (frames.empty() && regions.own != nullptr) {
-    regions.own->end_region();
+  if (regions.frames.newest() == nullptr) {
+    regions.casts.end_region();
   }
   return PyBool_FromLong(at::impl::torch_function_mode_enabled());
   END_HANDLE_TH_ERRORS
@@ -272,32 +361,23 @@ PyObject* dtype(PyObject*, PyObject* device_type) {
 
 // (owner, settings) of the region that was entered last, or None.
 py::object last() {
-  if (regions.frames.empty()) {
-    return py::none();
-  }
-  const Frame& frame = regions.frames.back();
-  return py::make_tuple(frame.owner, frame.settings);
+  const Frame* const frame = this_thread.regions == nullptr ? nullptr : this_thread.regions->frames.newest();
+  return frame == nullptr ? py::object(py::none()) : py::make_tuple(frame->owner, frame->settings);
 }
 
 // (overlay, cache) of the innermost region for a device, or None.
 py::object innermost(const py::object& device_type) {
-  const int position = regions.of(device_of(device_type.ptr())).innermost;
-  if (position < 0) {
-    return py::none();
-  }
-  return py::make_tuple(regions.frames[position].overlay, regions.frames[position].cache);
+  const Frame* const frame = region_of(device_of(device_type.ptr())).innermost;
+  return frame == nullptr ? py::object(py::none()) : py::make_tuple(frame->overlay, frame->cache);
 }
 
-int nesting(const py::object& device_type) {
-  const int position = regions.of(device_of(device_type.ptr())).innermost;
-  return position < 0 ? 0 : regions.frames[position].depth;
-}
+int nesting(const py::object& device_type) { return region_of(device_of(device_type.ptr())).depth; }
 
 int open_regions(const py::object& device_type) { return open_count_of(device_of(device_type.ptr())); }
 
 void clear_own_casts() {
-  if (regions.own != nullptr) {
-    regions.own->clear();
+  if (this_thread.regions != nullptr) {
+    this_thread.regions->casts.clear();
   }
 }
 

@@ -1,19 +1,17 @@
-// The stores of casts: those of a thread's own regions, and those of users (WeightCache).
+// The user's stores of casts (WeightCache), which threads share, and which outlive regions.
 //
-// Owns the casts, and a Python weakref on each weight that tells of its death. Weights are held weakly.
+// Owns casts without history, and a Python weakref on each weight, that tells of its death at once.
 //
 // Locks. A Store has a mutex, which is never held while the GIL is taken, a tensor is cast or a tensor is destroyed: each of
-// these may wait for the GIL, and a weakref's callback comes with the GIL and waits for the mutex. A second mutex guards the
-// weakrefs that dead stores left for the next holder of the GIL; nothing is called with it held.
+// these may wait for the GIL, and a weakref's callback comes with the GIL and waits for the mutex. What runs Python may also
+// end the region that has the store: whoever calls it holds a shared_ptr. All stores are in a list with a mutex of its own,
+// which is taken before theirs. References that dead stores left wait, under a third mutex, for the next holder of the GIL.
 
 #pragma once
 
 #include <ATen/ATen.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -22,155 +20,125 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <type_traits>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
-namespace {  // all is one unit, binding.cpp
+#include "weights.h"
+#include "writes.h"
 
-namespace py = pybind11;
-
-using at::ScalarType;
-using at::Tensor;
-using c10::TensorImpl;
+namespace {
 
 // Set by bind(); they live as long as the process.
 PyObject* stale_weight_error = nullptr;
 std::string stale_weight_message;
 
-struct Key {
-  TensorImpl* weight;
-  ScalarType dtype;
-  bool operator==(const Key& other) const { return weight == other.weight && dtype == other.dtype; }
-};
-
-struct KeyHash {
-  size_t operator()(const Key& key) const {
-    return std::hash<void*>()(key.weight) * 31 + static_cast<size_t>(key.dtype);
+// What is to be freed by somebody who holds the GIL, left by those who must not wait for it. Lives as long as the process.
+class LeftBehind {
+ public:
+  static LeftBehind& things() {
+    static auto* const only = new LeftBehind();
+    return *only;
   }
-};
 
-struct Entry {
-  c10::weak_intrusive_ptr<TensorImpl> weight;  // so that the address, which is the key, is not given to another tensor
-  uint32_t version;
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage;  // likewise: freed memory may be given to another storage
-  const void* data;
-  c10::DimVector strides;
-  uint64_t region;             // the region of a thread's own store that made the cast; 0 in a user's
-  std::optional<c10::Stream> stream;  // the memory may be written again on the stream that it was made on
-  Tensor cast;                 // without history
-  Tensor linked;               // the same memory with history, in a thread's own store until the region ends
-  c10::weak_intrusive_ptr<TensorImpl> linked_weak;  // and in a user's, where holding it would keep the weight alive
-  std::list<Key>::iterator age;
-};
+  void leave(std::shared_ptr<void> thing) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    things_.push_back(std::move(thing));
+  }
 
-using Entries = ska::flat_hash_map<Key, std::unique_ptr<Entry>, KeyHash>;
+  // Called with the GIL held.
+  void free() {
+    std::vector<std::shared_ptr<void>> found;
+    std::lock_guard<std::mutex> lock(mutex_);
+    found.swap(things_);
+  }  // the lock goes before what was found
+
+  std::mutex& mutex() { return mutex_; }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<void>> things_;
+};
 
 struct Statistics {
   size_t entries, bytes;
   uint64_t hits, misses, evictions;
 };
 
-std::optional<c10::Stream> current_stream(const Tensor& tensor) {
-  const auto device = tensor.device();
-  if (device.is_cpu() || !c10::impl::hasDeviceGuardImpl(device.type())) {
-    return std::nullopt;
-  }
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
+class Store;
 
-// Return a node for the backward of a cast. What holds a node is not the same type in all versions of torch.
-template <class NodePtr, class Node = torch::autograd::generated::ToCopyBackward0>
-auto new_node() {
-  if constexpr (std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>) {
-    return std::shared_ptr<Node>(new Node(), [](auto* node) { deleteNode(node); });
-  } else {
-    return c10::make_intrusive<Node>();
+struct AllStores {
+  static AllStores& list() {
+    static auto* const only = new AllStores();
+    return *only;
   }
-}
 
-// A store of casts. A thread's own keeps what a region made until the region ends, and after it the memory, to write the
-// next region's casts into. A user's (WeightCache) keeps casts until the weight changes or dies, or room is needed.
+  std::mutex mutex;
+  std::unordered_set<Store*> stores;
+};
+
 class Store : public std::enable_shared_from_this<Store> {
  public:
-  Store(bool own, std::optional<size_t> max_bytes, bool verify) : own_(own), max_bytes_(max_bytes), verify_(verify) {}
+  Store(std::optional<size_t> max_bytes, bool verify) : max_bytes_(max_bytes), verify_(verify) {
+    std::lock_guard<std::mutex> lock(AllStores::list().mutex);
+    AllStores::list().stores.insert(this);
+  }
 
-  // A thread's own store dies as the thread does, where the GIL must not be waited for: what the GIL is needed for is
-  // left to the next that has it.
-  ~Store() { leave_orphans(watchers_); }
+  // A store may die where the GIL must not be waited for.
+  ~Store() {
+    {
+      std::lock_guard<std::mutex> lock(AllStores::list().mutex);
+      AllStores::list().stores.erase(this);
+    }
+    leave_behind(watchers_);
+  }
 
+  // Return a weight in another dtype, without history: the kept cast, or a new one, which is kept where it may be.
   Tensor cast(const Tensor& weight, ScalarType dtype) {
     const Key key{weight.unsafeGetTensorImpl(), dtype};
-    const bool link = weight.requires_grad() && at::GradMode::is_enabled();
-    const uint32_t version = weight._version();
-    const void* const data = weight.const_data_ptr();
-    Tensor kept, reusable;
+    Tensor kept;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       auto found = entries_.find(key);
-      if (found != entries_.end()) {
+      if (found != entries_.end() && found->second->of.is_that_of(weight)) {
         Entry& entry = *found->second;
-        if (entry.version == version && entry.data == data && (!own_ || entry.region == region_) &&
-            entry.storage._unsafe_get_target() == weight.storage().unsafeGetStorageImpl() &&
-            entry.cast.sizes() == weight.sizes() && weight.strides() == c10::IntArrayRef(entry.strides)) {
-          ++hits_;
-          if (max_bytes_) {
-            ages_.splice(ages_.end(), ages_, entry.age);
-          }
-          if (link) {
-            if (entry.linked.defined()) {
-              return entry.linked;
-            }
-            if (auto alive = entry.linked_weak.lock(); alive.defined() && !verify_) {
-              return Tensor(std::move(alive));
-            }
-          }
-          kept = entry.cast;
-        } else if (own_ && entry.stream == current_stream(entry.cast)) {
-          reusable = entry.cast;
+        ++hits_;
+        if (max_bytes_) {
+          entry.uses = std::min(entry.uses + 1, kMostUses);
+          ages_.splice(ages_.end(), ages_, entry.age);
         }
+        kept = entry.cast;
       }
     }
     if (kept.defined()) {
       if (verify_) {
         verify(weight, kept);
       }
-      return link ? remember_link(key, with_history(kept, weight)) : kept;
+      return kept;
     }
-    kept = make(weight, dtype, reusable, link);
-    Tensor linked = link ? with_history(kept, weight) : Tensor();
-    insert(key, weight, version, data, kept, linked);
-    return link ? linked : kept;
+    const uint64_t writes = Writes::log().count();
+    Content content(weight);
+    kept = make_cast(weight, dtype);
+    insert(key, weight, std::move(content), kept, writes);
+    return kept;
   }
 
   // Called without the GIL. The weights are not watched any more either, so that nothing refers to them.
   void clear() {
     {
       Entries dying;  // before the lock, so that it is destroyed after it is let go
-      std::unordered_map<TensorImpl*, PyObject*> watchers;
+      Watchers watchers;
       std::lock_guard<std::mutex> lock(mutex_);
       dying.swap(entries_);
       watchers.swap(watchers_);
-      leave_orphans(watchers);
+      leave_behind(watchers);
       ages_.clear();
-      graph_entries_.clear();
       bytes_ = 0;
     }
+    Writes::log().add_all();  // what threads made of the casts, for their graphs, is not to be used any more either
     py::gil_scoped_acquire gil;
-    bury_orphans();
-  }
-
-  // The region ends: its casts are not to be used again. Those with history go, for the graph has what it needs of them;
-  // of the others the memory is kept.
-  void end_region() {
-    std::vector<std::unique_ptr<Entry>> dying;  // before the lock, so that it is destroyed after it is let go
-    std::lock_guard<std::mutex> lock(mutex_);
-    ++region_;
-    for (const Key& key : graph_entries_) {
-      erase(key, dying);
-    }
-    graph_entries_.clear();
+    LeftBehind::things().free();
   }
 
   Statistics statistics() {
@@ -178,9 +146,38 @@ class Store : public std::enable_shared_from_this<Store> {
     return {entries_.size(), bytes_, hits_, misses_, evictions_};
   }
 
+  // Drop the casts of weights in storages that were written.
+  void drop(const Storages& written, std::vector<std::shared_ptr<void>>& dying) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<Key> keys;
+    for (const auto& [key, entry] : entries_) {
+      if (written.count(entry->of.storage()) != 0) {
+        keys.push_back(key);
+      }
+    }
+    for (const Key& key : keys) {
+      erase(key, dying);
+    }
+  }
+
+  std::mutex& mutex() { return mutex_; }
+
  private:
+  struct Entry {
+    Content of;
+    Tensor cast;
+    int uses;
+    std::list<Key>::iterator age;
+  };
+  using Entries = ska::flat_hash_map<Key, std::shared_ptr<Entry>, KeyHash>;
+  using Watchers = std::unordered_map<TensorImpl*, PyObject*>;
+  using Dying = std::vector<std::shared_ptr<void>>;
+
+  static constexpr int kMostUses = 3;
+  static constexpr size_t kMostRefused = 10'000;
+
   // Called with the mutex held; what dies is moved out, for the caller to destroy after unlocking.
-  void erase(const Key& key, std::vector<std::unique_ptr<Entry>>& dying) {
+  void erase(const Key& key, Dying& dying) {
     auto found = entries_.find(key);
     if (found != entries_.end()) {
       bytes_ -= found->second->cast.nbytes();
@@ -190,123 +187,62 @@ class Store : public std::enable_shared_from_this<Store> {
     }
   }
 
-  static Tensor make(const Tensor& weight, ScalarType dtype, Tensor& reusable, bool link) {
-    std::optional<c10::InferenceMode> normal_tensors;  // one made in inference mode could not be saved for a backward
-    if (c10::InferenceMode::is_enabled()) {
-      normal_tensors.emplace(false);
+  // Called with the mutex held. Make room for a cast, or say that those which are there are worth more.
+  //
+  // The one that was not used for longest has to give way if the new one was wanted as often. So a model that is too large for
+  // the store has hits on the part of it that is in there, and not none, as it would if each layer drove out the one that is
+  // needed next; and a model that is used no more gives way to the next.
+  bool make_room(const Key& key, size_t bytes, Dying& dying) {
+    while (bytes_ + bytes > *max_bytes_) {
+      if (refused_.size() > kMostRefused) {
+        refused_.clear();
+      }
+      int& refused = refused_[key];
+      if (refused < entries_.find(ages_.front())->second->uses) {
+        ++refused;
+        return false;
+      }
+      erase(Key(ages_.front()), dying);
+      ++evictions_;
     }
-    at::NoGradGuard no_grad;
-    const Tensor source = weight.detach();
-    // The entry and `reusable` are two; whoever else holds the tensor or its memory still counts on what is in it.
-    if (!link && reusable.defined() && reusable.use_count() == 2 && reusable.storage().use_count() == 1 &&
-        reusable.sizes() == source.sizes() && reusable.device() == source.device()) {
-      reusable.copy_(source);
-      return reusable;
-    }
-    reusable.reset();
-    return source.to(dtype);
+    refused_.erase(key);
+    return true;
   }
 
-  // Return a tensor on the memory of `cast` with the history that weight.to(dtype) would have.
-  static Tensor with_history(const Tensor& cast, const Tensor& weight) {
-    Tensor linked(cast.variable_data());
-    const auto node = new_node<decltype(torch::autograd::Edge::function)>();
-    node->set_next_edges(torch::autograd::collect_next_edges(weight));
-    node->self_options = weight.options();
-    torch::autograd::set_history(linked, node);
-    return linked;
-  }
-
-  Tensor remember_link(const Key& key, Tensor linked) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto found = entries_.find(key);
-    if (found != entries_.end() && !found->second->linked.defined()) {
-      set_link(key, *found->second, linked);
-    }
-    return linked;
-  }
-
-  void set_link(const Key& key, Entry& entry, const Tensor& linked) {
-    if (own_) {
-      entry.linked = linked;
-      graph_entries_.push_back(key);
-    } else {
-      entry.linked_weak = c10::weak_intrusive_ptr<TensorImpl>(linked.getIntrusivePtr());
-    }
-  }
-
-  void insert(const Key& key, const Tensor& weight, uint32_t version, const void* data, Tensor cast, Tensor linked) {
-    std::vector<std::unique_ptr<Entry>> dying;
-    bool watched = false;
+  void insert(const Key& key, const Tensor& weight, Content content, const Tensor& cast, uint64_t writes) {
+    Dying dying;
+    const bool may_keep = !is_shared(weight) && !InFlight::storages().has(storage_of(weight));
+    bool watched = true;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       ++misses_;
       erase(key, dying);
       const size_t bytes = cast.nbytes();
-      if (!max_bytes_ || bytes <= *max_bytes_) {
-        auto stream = current_stream(cast);
-        auto entry = std::make_unique<Entry>(Entry{
-            c10::weak_intrusive_ptr<TensorImpl>(weight.getIntrusivePtr()),
-            version,
-            c10::weak_intrusive_ptr<c10::StorageImpl>(weight.storage().getWeakStorageImpl()),
-            data,
-            c10::DimVector(weight.strides()),
-            region_,
-            stream,
-            std::move(cast),
-            Tensor(),
-            c10::weak_intrusive_ptr<TensorImpl>(c10::intrusive_ptr<TensorImpl, c10::UndefinedTensorImpl>()),
-            ages_.insert(ages_.end(), key)});
-        if (linked.defined()) {
-          set_link(key, *entry, linked);
-        }
-        entries_.emplace(key, std::move(entry));
+      // A write that was announced since may be of this weight: the next use looks again.
+      if (may_keep && writes == Writes::log().count() && (!max_bytes_ || (bytes <= *max_bytes_ && make_room(key, bytes, dying)))) {
+        entries_.emplace(
+            key, std::make_shared<Entry>(Entry{std::move(content), cast, 1, ages_.insert(ages_.end(), key)}));
         bytes_ += bytes;
-        while (max_bytes_ && bytes_ > *max_bytes_) {
-          erase(Key(ages_.front()), dying);
-          ++evictions_;
-        }
+        watched = watchers_.count(key.weight) != 0;
       }
-      watched = watchers_.count(key.weight) != 0;
     }
     if (!watched) {
       watch(weight);
     }
   }
 
-  // References that stores left when they died. Both live as long as the process.
-  static std::vector<PyObject*>& orphans() {
-    static auto* const references = new std::vector<PyObject*>();
-    return *references;
-  }
-
-  static std::mutex& orphans_mutex() {
-    static auto* const mutex = new std::mutex();
-    return *mutex;
-  }
-
-  static void leave_orphans(const std::unordered_map<TensorImpl*, PyObject*>& watchers) {
-    std::lock_guard<std::mutex> lock(orphans_mutex());
+  static void leave_behind(const Watchers& watchers) {
     for (const auto& watched : watchers) {
-      orphans().push_back(watched.second);
+      LeftBehind::things().leave({static_cast<void*>(watched.second), [](void* reference) {
+                                    Py_DECREF(static_cast<PyObject*>(reference));
+                                  }});
     }
   }
 
-  static void bury_orphans() {
-    std::vector<PyObject*> found;
-    {
-      std::lock_guard<std::mutex> lock(orphans_mutex());
-      found.swap(orphans());
-    }
-    for (PyObject* reference : found) {
-      Py_DECREF(reference);
-    }
-  }
-
-  // Have the entries of a weight erased when it dies.
+  // Have the entries of a weight erased when it dies. What is allocated here may run the garbage collector, and so anything.
   void watch(const Tensor& weight) {
     py::gil_scoped_acquire gil;
-    bury_orphans();
+    LeftBehind::things().free();
     py::object object = py::reinterpret_steal<py::object>(THPVariable_Wrap(weight));
     TensorImpl* const impl = weight.unsafeGetTensorImpl();
     py::cpp_function forget([store = weak_from_this(), impl](const py::handle&) {
@@ -330,7 +266,7 @@ class Store : public std::enable_shared_from_this<Store> {
 
   // Called with the GIL held, when the weight has died.
   void forget(TensorImpl* weight) {
-    std::vector<std::unique_ptr<Entry>> dying;
+    Dying dying;
     PyObject* reference = nullptr;
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -359,16 +295,23 @@ class Store : public std::enable_shared_from_this<Store> {
     throw python_error(std::move(error));
   }
 
-  const bool own_;
   const std::optional<size_t> max_bytes_;
   const bool verify_;
   std::mutex mutex_;
   Entries entries_;
   std::list<Key> ages_;  // least recently used first
-  std::vector<Key> graph_entries_;
-  std::unordered_map<TensorImpl*, PyObject*> watchers_;
-  uint64_t region_ = 0, hits_ = 0, misses_ = 0, evictions_ = 0;
+  ska::flat_hash_map<Key, int, KeyHash> refused_;  // how often; hints, by address
+  Watchers watchers_;
+  uint64_t hits_ = 0, misses_ = 0, evictions_ = 0;
   size_t bytes_ = 0;
 };
+
+void tell_stores(const Storages& written) {
+  std::vector<std::shared_ptr<void>> dying;  // before the lock, so that it is destroyed after it is let go
+  std::lock_guard<std::mutex> lock(AllStores::list().mutex);
+  for (Store* const store : AllStores::list().stores) {
+    store->drop(written, dying);
+  }
+}
 
 }  // namespace

@@ -20,10 +20,10 @@ from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, dispatch_key, refusal
 from ..weights import caching_is_safe, is_weight
 from .state_machine import PythonStateMachine
-from .store import PythonStore
 
 _Args: TypeAlias = tuple[Any, ...]
 _Kwargs: TypeAlias = dict[str, Any]
+_CastWeight: TypeAlias = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 
 
 class PythonKernels(Kernels):
@@ -91,10 +91,9 @@ class _Kernel:
             return _RULES[policy](self, args, kwargs)
 
     def cast_to(self, dtype: torch.dtype, args: _Args, kwargs: _Kwargs) -> Any:
-        store = self.machine.store(self.device_type)
-        if dtype is torch.float32 or self.backend.is_capturing():
-            store = None
-        cast = _caster(self.device_type, dtype, store)
+        keeps = dtype is not torch.float32 and torch.is_autocast_cache_enabled() and caching_is_safe()
+        keeps = keeps and not self.backend.is_capturing()
+        cast = _caster(self.device_type, dtype, self.machine.weight_caster(self.device_type) if keeps else None)
         return self.op(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
 
     def first_is_eligible(self, args: _Args, kwargs: _Kwargs) -> bool:
@@ -160,20 +159,17 @@ _RULES: dict[CastPolicy, Callable[[_Kernel, _Args, _Kwargs], Any]] = {
 }
 
 
-def _caster(device_type: str, dtype: torch.dtype, store: PythonStore | None) -> Callable[[Any], Any]:
+def _caster(device_type: str, dtype: torch.dtype, cast_weight: _CastWeight | None) -> Callable[[Any], Any]:
     """Return a function that casts one argument of an op: a tensor, a list of tensors, or anything else, unchanged.
 
-    Weights are cast through `store`, where there is one and a cast may be kept now.
+    Weights are cast by `cast_weight`, where a cast may be kept now.
     """
-    keep = store is not None and torch.is_autocast_cache_enabled() and caching_is_safe()
 
     def cast(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if value.dtype is dtype or not is_eligible(value, device_type):
                 return value
-            if keep and store is not None and is_weight(value):
-                return store.cast(value, dtype)
-            return value.to(dtype)
+            return cast_weight(value, dtype) if cast_weight is not None and is_weight(value) else value.to(dtype)
         if isinstance(value, (list, tuple)):
             return [cast(item) for item in value]
         return value

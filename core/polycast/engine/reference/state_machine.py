@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -12,7 +13,10 @@ from .store import PythonStore
 
 
 class Frame:
-    """One region that a thread is in: who entered it, what was there before, and the region of the device below."""
+    """One region that a thread is in: who entered it, what was there before, and the regions before and after it.
+
+    `older` and `newer` are those of the thread, `below` and `above` those of the device.
+    """
 
     def __init__(self, owner: object, settings: Settings, below: "Frame | None") -> None:
         self.owner = owner
@@ -23,10 +27,10 @@ class Frame:
         self.cache_enabled_before = torch.is_autocast_cache_enabled()
         self.overlay = settings.overlay
         self.cache = settings.cache
+        self.older: Frame | None = None
+        self.newer: Frame | None = None
         self.below = below
-        self.depth = 1
-        if below is not None:
-            self.depth += below.depth
+        self.above: Frame | None = None
         if below is not None and not settings.exact:
             self.overlay = below.overlay if self.overlay is None else self.overlay.over(below.overlay)
             self.cache = below.cache if self.cache is None else self.cache
@@ -36,9 +40,47 @@ class _ThreadRegions:
     """The regions of one thread; they die with it."""
 
     def __init__(self) -> None:
-        self.frames: list[Frame] = []
+        self.newest: Frame | None = None
         self.innermost: dict[str, Frame] = {}
+        self.depth: dict[str, int] = {}
         self.store = PythonStore(own=True)
+        self._by_owner: dict[int, list[Frame]] = {}
+
+    def push(self, frame: Frame) -> None:
+        """Put a frame on top."""
+        frame.older, self.newest = self.newest, frame
+        if frame.older is not None:
+            frame.older.newer = frame
+        if frame.below is not None:
+            frame.below.above = frame
+        self.innermost[frame.device_type] = frame
+        self.depth[frame.device_type] = self.depth.get(frame.device_type, 0) + 1
+        self._by_owner.setdefault(id(frame.owner), []).append(frame)
+
+    def take_out(self, owner: object) -> Frame | None:
+        """Take out the innermost frame of an owner and return it, if there is one."""
+        frames = self._by_owner.get(id(owner))
+        if frames is None:
+            return None
+        frame = frames.pop()
+        if not frames:
+            del self._by_owner[id(owner)]
+        if frame.older is not None:
+            frame.older.newer = frame.newer
+        if frame.newer is not None:
+            frame.newer.older = frame.older
+        else:
+            self.newest = frame.older
+        if frame.below is not None:
+            frame.below.above = frame.above
+        if frame.above is not None:
+            frame.above.below = frame.below
+        elif frame.below is not None:
+            self.innermost[frame.device_type] = frame.below
+        else:
+            del self.innermost[frame.device_type]
+        self.depth[frame.device_type] -= 1
+        return frame
 
 
 class _Regions(threading.local):
@@ -62,9 +104,7 @@ class PythonStateMachine:
         """See :class:`StateMachine`, as for the other methods."""
         regions = self._regions
         device_type = settings.device_type
-        frame = Frame(owner, settings, regions.innermost.get(device_type))
-        regions.frames.append(frame)
-        regions.innermost[device_type] = frame
+        regions.push(Frame(owner, settings, regions.innermost.get(device_type)))
         torch.set_autocast_enabled(device_type, settings.enabled)
         torch.set_autocast_dtype(device_type, settings.dtype)
         if settings.cache_enabled is not None:
@@ -75,50 +115,33 @@ class PythonStateMachine:
     def leave(self, owner: object) -> bool | None:
         """Take a frame out; what it would have restored passes to the frame above it, or is restored if none is."""
         regions = self._regions
-        position = len(regions.frames) - 1
-        while position >= 0 and regions.frames[position].owner is not owner:
-            position -= 1
-        if position < 0:
+        frame = regions.take_out(owner)
+        if frame is None:
             return None
-        frame = regions.frames.pop(position)
-        above = regions.frames[position:]
-        if above:
-            above[0].cache_enabled_before = frame.cache_enabled_before
+        if frame.newer is not None:
+            frame.newer.cache_enabled_before = frame.cache_enabled_before
         else:
             torch.set_autocast_cache_enabled(frame.cache_enabled_before)
-        self._leave_device(frame, [other for other in above if other.device_type == frame.device_type])
+        if frame.above is not None:
+            frame.above.enabled_before = frame.enabled_before
+            frame.above.dtype_before = frame.dtype_before
+        else:
+            torch.set_autocast_enabled(frame.device_type, frame.enabled_before)
+            torch.set_autocast_dtype(frame.device_type, frame.dtype_before)
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
-        if not regions.frames:
+        if regions.newest is None:
             regions.store.clear()
         return torch._C._is_torch_function_mode_enabled()
 
-    def _leave_device(self, frame: Frame, above: list[Frame]) -> None:
-        if above:
-            above[0].enabled_before = frame.enabled_before
-            above[0].dtype_before = frame.dtype_before
-            above[0].below = frame.below
-            for other in above:
-                other.depth -= 1
-            return
-        torch.set_autocast_enabled(frame.device_type, frame.enabled_before)
-        torch.set_autocast_dtype(frame.device_type, frame.dtype_before)
-        if frame.below is None:
-            del self._regions.innermost[frame.device_type]
-        else:
-            self._regions.innermost[frame.device_type] = frame.below
-
     def last(self) -> tuple[object, Settings] | None:
         """Return what was entered last."""
-        if not self._regions.frames:
-            return None
-        frame = self._regions.frames[-1]
-        return frame.owner, frame.settings
+        frame = self._regions.newest
+        return None if frame is None else (frame.owner, frame.settings)
 
     def open_regions(self, device_type: str) -> int:
         """Count the regions for a device, over all threads."""
-        innermost = [regions.innermost.get(device_type) for regions in self._threads]
-        return sum(frame.depth for frame in innermost if frame is not None)
+        return sum(regions.depth.get(device_type, 0) for regions in self._threads)
 
     def innermost(self, device_type: str) -> tuple[Overlay | None, WeightCache | None] | None:
         """Return what the innermost region for a device has."""
@@ -127,8 +150,7 @@ class PythonStateMachine:
 
     def nesting(self, device_type: str) -> int:
         """Count the regions for a device."""
-        frame = self._regions.innermost.get(device_type)
-        return 0 if frame is None else frame.depth
+        return self._regions.depth.get(device_type, 0)
 
     def dtype(self, device_type: str) -> torch.dtype:
         """Return the fast dtype of a device on this thread."""
@@ -144,9 +166,16 @@ class PythonStateMachine:
         overlay = None if region is None else region[0]
         return default if overlay is None else overlay.get(name, default)
 
-    def store(self, device_type: str) -> PythonStore | None:
-        """Return where this thread's region keeps casts; None where it is in none."""
+    def weight_caster(self, device_type: str) -> Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None:
+        """Return what casts a weight in this thread's region, and keeps the cast; None where it is in none."""
         region = self.innermost(device_type)
         if region is None:
             return None
-        return self._regions.store if region[1] is None else region[1].store("reference", PythonStore)
+        own = self._regions.store
+        store = own if region[1] is None else region[1].store("reference", PythonStore)
+
+        def cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            kept = store.cast(weight, dtype)
+            return own.with_link(weight, dtype, kept) if weight.requires_grad and torch.is_grad_enabled() else kept
+
+        return cast

@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...errors import StaleWeightError
-from ..weights import STALE
+from ...plugins.fork import Lock, hold_over_forks
+from ..weights import STALE, may_be_kept
+
+_MOST_USES = 3
+_MOST_REFUSED = 10_000
+_stores: "weakref.WeakSet[PythonStore]" = weakref.WeakSet()
+_stores_lock = threading.RLock()
 
 
 @dataclass(slots=True)
@@ -18,11 +25,11 @@ class _Entry:
     content: tuple[object, ...]
     storage: StorageWeakRef  # so that its identity is not given to another storage
     cast: torch.Tensor
-    linked: torch.Tensor | None = None
+    uses: int = 1
 
 
 class PythonStore:
-    """The reference engine's store of casts."""
+    """A store of casts: a user's, or (`own`) that of a thread's regions, which has the casts with history too."""
 
     def __init__(self, max_bytes: int | None = None, verify: bool = False, own: bool = False) -> None:
         self._own = own
@@ -31,48 +38,71 @@ class PythonStore:
         # Reentrant: a weight may die, and its entries with it, in the middle of any line below.
         self._lock = threading.RLock()
         self._entries: OrderedDict[tuple[int, torch.dtype], _Entry] = OrderedDict()
+        self._linked: dict[tuple[int, torch.dtype], _Entry] = {}
         self._weights: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._refused: dict[tuple[int, torch.dtype], int] = {}  # how often; hints, by identity
         self._bytes = self._hits = self._misses = self._evictions = 0
+        with _stores_lock:
+            _stores.add(self)
 
     def cast(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return `weight` in `dtype`: a kept cast if it still holds, else a new one, which is kept."""
-        link = weight.requires_grad and torch.is_grad_enabled()
+        """Return `weight` in `dtype`, without history: a kept cast if it still holds, else a new one, which is kept."""
         key = (id(weight), dtype)
         with self._lock:
             entry = self._entries.get(key)
-            if entry is not None and entry.content == _content(weight):
-                self._hits += 1
-                self._entries.move_to_end(key)
-                if self._verify:
-                    _check_contents(weight, entry.cast)
-            else:
-                entry = self._insert(key, weight)
-            if not link:
-                return entry.cast
-            linked = entry.linked
-            if linked is None:
-                linked = _link(weight, entry.cast)
-                if self._own:  # a user's store must not hold it, for it holds the weight
-                    entry.linked = linked
-            return linked
+            if entry is None or entry.content != _content(weight):
+                return self._insert(key, weight)
+            self._hits += 1
+            entry.uses = min(entry.uses + 1, _MOST_USES)
+            self._entries.move_to_end(key)
+            if self._verify:
+                _check_contents(weight, entry.cast)
+            return entry.cast
 
-    def _insert(self, key: tuple[int, torch.dtype], weight: torch.Tensor) -> _Entry:
-        content, storage = _content(weight), StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
-        with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be saved for a backward
-            cast = weight.detach().to(key[1])
-        entry = _Entry(content, storage, cast)
+    def with_link(self, weight: torch.Tensor, dtype: torch.dtype, cast: torch.Tensor) -> torch.Tensor:
+        """Return a cast with the history that it has in this thread's regions: of several uses, one."""
+        key = (id(weight), dtype)
+        with self._lock:
+            entry = self._linked.get(key)
+            if entry is None or entry.content != _content(weight):
+                entry = self._linked[key] = _Entry(_content(weight), _storage(weight), _link(weight, cast))
+            return entry.cast
+
+    def _insert(self, key: tuple[int, torch.dtype], weight: torch.Tensor) -> torch.Tensor:
+        entry = _Entry(_content(weight), _storage(weight), cast := _made(weight, key[1]))
         self._misses += 1
         self._erase(key)
-        if self._max_bytes is not None and cast.nbytes > self._max_bytes:
-            return entry
+        if not may_be_kept(weight) or not self._make_room(key, cast.nbytes):
+            return cast
         if key[0] not in self._weights:
             self._weights[key[0]] = weakref.ref(weight, self._forgetting(key[0]))
         self._entries[key] = entry
         self._bytes += cast.nbytes
-        while self._max_bytes is not None and self._bytes > self._max_bytes:
-            self._erase(next(iter(self._entries)))
+        return cast
+
+    def _make_room(self, key: tuple[int, torch.dtype], size: int) -> bool:
+        """Make room for a cast, or say that those which are there are worth more.
+
+        The one that was not used for longest has to give way if the new one was wanted as often. So a model that is too
+        large for the store has hits on the part of it that is in there, and not none, as it would if each layer drove
+        out the one that is needed next; and a model that is used no more gives way to the next.
+        """
+        if self._max_bytes is None:
+            return True
+        if size > self._max_bytes:
+            return False
+        while self._bytes + size > self._max_bytes:
+            longest_unused, oldest = next(iter(self._entries.items()))
+            refused = self._refused.get(key, 0)
+            if refused < oldest.uses:
+                if len(self._refused) > _MOST_REFUSED:
+                    self._refused.clear()
+                self._refused[key] = refused + 1
+                return False
+            self._erase(longest_unused)
             self._evictions += 1
-        return entry
+        self._refused.pop(key, None)
+        return True
 
     def _forgetting(self, identity: int) -> Any:
         this = weakref.ref(self)
@@ -92,20 +122,67 @@ class PythonStore:
         if entry is not None:
             self._bytes -= entry.cast.nbytes
 
+    def forget_written(self, storages: Set[int]) -> None:
+        """Drop the casts of weights whose storages were written."""
+        with self._lock:
+            for key in [key for key, entry in self._entries.items() if entry.content[1] in storages]:
+                self._erase(key)
+            written = [key for key, entry in self._linked.items() if entry.content[1] in storages]
+            dropped = [self._linked.pop(key) for key in written]
+        del dropped
+
     def clear(self) -> None:
-        """Drop every cast."""
+        """Drop every cast, and what threads made of those of a user's store for their graphs."""
         with self._lock:
             # A cast with history may be the last that holds its weight, whose end then comes to `forget`: to dicts that
             # are whole, so these are let go of when this is done.
-            dropped = self._entries, self._weights
-            self._entries, self._weights = OrderedDict(), {}
+            dropped = self._entries, self._weights, self._linked
+            self._entries, self._weights, self._linked = OrderedDict(), {}, {}
             self._bytes = 0
+        del dropped
+        if not self._own:
+            for store in all_stores():
+                store.drop_links()
+
+    def drop_links(self) -> None:
+        """Drop the casts with history."""
+        with self._lock:
+            dropped, self._linked = self._linked, {}
         del dropped
 
     def statistics(self) -> tuple[int, int, int, int, int]:
         """Return entries, bytes, hits, misses and evictions."""
         with self._lock:
             return len(self._entries), self._bytes, self._hits, self._misses, self._evictions
+
+
+def all_stores() -> list[PythonStore]:
+    """Return the stores that are alive."""
+    with _stores_lock:
+        return list(_stores)
+
+
+def _locks() -> list[Lock]:
+    return [_stores_lock, *(store._lock for store in all_stores())]
+
+
+hold_over_forks(_locks)
+
+
+def note_writes(tensors: Iterable[torch.Tensor]) -> None:
+    """Drop the casts of weights that were written without a version."""
+    storages = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
+    for store in all_stores():
+        store.forget_written(storages)
+
+
+def _made(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be saved for a backward
+        return weight.detach().to(dtype)
+
+
+def _storage(weight: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _content(weight: torch.Tensor) -> tuple[object, ...]:

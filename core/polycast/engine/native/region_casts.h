@@ -1,0 +1,395 @@
+// The casts that one thread's regions keep, from the outermost's entry to its exit.
+//
+// Most weights are used once in a region: a cast of one is of no use afterwards, and to keep it costs memory that the next
+// cast would find in the processor's cache. So casts pass through a few recent ones. A weight that is used again after its
+// cast has gone is remembered, also for the thread's next region, and what is made of it then is kept. A cast with a history
+// is kept at once, as torch keeps it: the graph holds its memory, and gradients of several uses are to add up in one node.
+//
+// Owns casts, with and without history, for the one thread; and, for all threads, an index of casts that are kept, held
+// weakly, so that threads which run the same model share them, and the count of the bytes in recent casts.
+//
+// Locks. None but the index's mutex, which is taken where a cast is made that will be kept, never at a hit, and with nothing
+// called. Making and destroying a tensor may run Python, and so end this region or enter others: nothing in the tables is
+// pointed to across it.
+
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "weights.h"
+#include "writes.h"
+
+namespace {
+
+struct KeptCast {
+  Content of;
+  Tensor cast;                        // without history; undefined in what is linked for a user's store
+  Tensor linked;                      // the same memory with history
+  std::optional<c10::Stream> stream;  // that it was made on
+};
+
+// The casts that threads keep for their regions, held weakly.
+class SharedCasts {
+ public:
+  static SharedCasts& index() {
+    static auto* const only = new SharedCasts();
+    return *only;
+  }
+
+  Tensor find(const Key& key, const Tensor& weight) {
+    Tensor cast;  // before the lock: this may come to be the last that holds it
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = casts_.find(key);
+    if (found != casts_.end() && found->second->of.is_that_of(weight) && found->second->stream == current_stream(weight) &&
+        found->second->seen == Writes::log().count()) {
+      if (auto alive = found->second->cast.lock(); alive.defined()) {
+        cast = Tensor(std::move(alive));
+      }
+    }
+    return cast;
+  }
+
+  void add(const Key& key, const KeptCast& kept, uint64_t seen) {
+    Casts dead;  // before the lock
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (casts_.size() >= sweep_at_) {
+      for (auto it = casts_.begin(); it != casts_.end();) {
+        if (it->second->cast.expired()) {
+          dead.emplace(it->first, std::move(it->second));
+          it = casts_.erase(it);
+        } else {
+          ++it;
+        }
+      }
+      sweep_at_ = std::max<size_t>(64, 2 * casts_.size());
+    }
+    auto& slot = casts_[key];
+    if (slot != nullptr) {
+      dead.emplace(key, std::move(slot));
+    }
+    slot = std::make_unique<Shared>(Shared{kept.of, Weak(kept.cast.getIntrusivePtr()), kept.stream, seen});
+  }
+
+  std::mutex& mutex() { return mutex_; }
+
+ private:
+  using Weak = c10::weak_intrusive_ptr<TensorImpl, c10::UndefinedTensorImpl>;
+  struct Shared {
+    Content of;
+    Weak cast;
+    std::optional<c10::Stream> stream;
+    uint64_t seen;  // how many writes there were
+  };
+  using Casts = ska::flat_hash_map<Key, std::unique_ptr<Shared>, KeyHash>;
+
+  std::mutex mutex_;
+  Casts casts_;
+  size_t sweep_at_ = 64;
+};
+
+// The bytes in recent casts, of all threads together: at most twice the largest cast.
+class RecentBytes {
+ public:
+  static bool take(size_t bytes) {
+    size_t largest = largest_.load(std::memory_order_relaxed);
+    while (bytes > largest && !largest_.compare_exchange_weak(largest, bytes, std::memory_order_relaxed)) {
+    }
+    largest = std::max(largest, bytes);
+    size_t taken = taken_.load(std::memory_order_relaxed);
+    do {
+      if (taken + bytes > 2 * largest + kSmall) {
+        return false;
+      }
+    } while (!taken_.compare_exchange_weak(taken, taken + bytes, std::memory_order_relaxed));
+    return true;
+  }
+
+  static void give_back(size_t bytes) { taken_.fetch_sub(bytes, std::memory_order_relaxed); }
+
+  static constexpr size_t kSmall = 1 << 20;
+
+ private:
+  static inline std::atomic<size_t> taken_{0}, largest_{0};
+};
+
+// How many threads have entered regions so far.
+std::atomic<int> threads_with_regions{0};
+
+class RegionCasts {
+ public:
+  RegionCasts() { threads_with_regions.fetch_add(1, std::memory_order_relaxed); }
+  RegionCasts(const RegionCasts&) = delete;
+  ~RegionCasts() { clear(); }
+
+  // Return a weight in another dtype, with history where that is wanted.
+  Tensor cast(const Tensor& weight, ScalarType dtype) {
+    const Key key{weight.unsafeGetTensorImpl(), dtype};
+    const bool link = wants_history(weight);
+    see_writes();
+    if (const auto found = kept_.find(key); found != kept_.end() && found->second->of.is_that_of(weight)) {
+      KeptCast& entry = *found->second;
+      if (link) {
+        return entry.linked.defined() ? entry.linked : link_kept(key, weight, entry.cast);
+      }
+      uses_.note_again(key);
+      return entry.cast.defined() ? entry.cast : Tensor(entry.linked.variable_data());
+    }
+    for (Recent& recent : recent_) {
+      if (recent.cast && recent.key == key && recent.cast->of.is_that_of(weight)) {
+        uses_.note_again(key);
+        keep(key, take_out(recent));
+        const Tensor cast = kept_.find(key)->second->cast;
+        return link ? link_kept(key, weight, cast) : cast;
+      }
+    }
+    return make(key, weight, dtype, link);
+  }
+
+  // Return a cast that a user's store keeps with the history that it has in this thread's regions.
+  Tensor with_link(const Tensor& weight, ScalarType dtype, const Tensor& cast) {
+    const Key key{weight.unsafeGetTensorImpl(), dtype};
+    see_writes();
+    if (const auto found = kept_.find(key); found != kept_.end() && found->second->linked.defined() &&
+        found->second->of.is_that_of(weight)) {
+      return found->second->linked;
+    }
+    Tensor linked = with_history(cast, weight);
+    keep(key, std::make_unique<KeptCast>(KeptCast{Content(weight), Tensor(), linked, std::nullopt}));
+    return linked;
+  }
+
+  // The outermost region ends: its casts are not to be used again.
+  void end_region() {
+    uses_.end_region();
+    clear();
+  }
+
+  void clear() { take_all(); }
+
+  // Forget every cast; return what holds them, for the caller to free.
+  std::shared_ptr<void> take_all() {
+    auto all = std::make_shared<std::pair<Kept, std::array<std::unique_ptr<KeptCast>, kRecent>>>();
+    all->first.swap(kept_);
+    for (size_t i = 0; i < kRecent; ++i) {
+      if (recent_[i].cast) {
+        all->second[i] = take_out(recent_[i]);
+      }
+    }
+    sweep_at_ = kSweepAt;
+    return all;
+  }
+
+ private:
+  using Kept = ska::flat_hash_map<Key, std::unique_ptr<KeptCast>, KeyHash>;
+
+  struct Recent {
+    Key key;
+    std::unique_ptr<KeptCast> cast;
+  };
+
+  // Which weights are used more than once in a region: hints, by address, that may be of weights that died.
+  class Uses {
+   public:
+    // Note a use that found no cast; say whether there will be others.
+    bool note(const Key& key) {
+      if (slots_ == nullptr) {
+        slots_ = std::make_unique<std::array<Slot, kSlots>>();
+      }
+      Slot& slot = slot_of(key);
+      if (!(slot.key == key)) {
+        slot = {key, region_, 0};
+        return false;
+      }
+      const bool again = slot.seen == region_ || slot.again == region_ - 1;
+      if (slot.seen == region_) {
+        slot.again = region_;
+      }
+      slot.seen = region_;
+      return again;
+    }
+
+    // Note that a cast was found.
+    void note_again(const Key& key) {
+      if (slots_ != nullptr && slot_of(key).key == key) {
+        slot_of(key).again = region_;
+      }
+    }
+
+    void end_region() { ++region_; }
+
+   private:
+    static constexpr size_t kSlots = 2048;
+    struct Slot {
+      Key key{nullptr, ScalarType::Undefined};
+      uint32_t seen = 0, again = 0;  // the last regions in which it was used, and used again
+    };
+
+    Slot& slot_of(const Key& key) {
+      return (*slots_)[(reinterpret_cast<uintptr_t>(key.weight) / 64 * 0x9E3779B97F4A7C15ull >> 48) % kSlots];
+    }
+
+    std::unique_ptr<std::array<Slot, kSlots>> slots_;
+    uint32_t region_ = 2;
+  };
+
+  static constexpr size_t kSweepAt = 256, kRecent = 4;
+
+  void see_writes() {
+    if (Writes::log().count() == seen_) {
+      return;
+    }
+    auto [written, count] = Writes::log().since(seen_);
+    seen_ = count;
+    if (!written) {
+      clear();
+      return;
+    }
+    Kept dying;
+    for (auto it = kept_.begin(); it != kept_.end();) {
+      if (written->count(it->second->of.storage()) != 0) {
+        dying.emplace(it->first, std::move(it->second));
+        it = kept_.erase(it);
+      } else {
+        ++it;
+      }
+    }
+    for (Recent& recent : recent_) {
+      if (recent.cast && written->count(recent.cast->of.storage()) != 0) {
+        const Key key = recent.key;
+        dying.emplace(key, take_out(recent));
+      }
+    }
+  }
+
+  // The bytes of a recent cast, from before it is made.
+  struct Reserved {
+    size_t bytes = 0;
+    ~Reserved() { RecentBytes::give_back(bytes); }
+  };
+
+  Tensor make(const Key& key, const Tensor& weight, ScalarType dtype, bool link) {
+    const bool keeps = uses_.note(key) || link;
+    const bool may_keep = !is_shared(weight) && !InFlight::storages().has(storage_of(weight));
+    const bool shares = keeps && may_keep && threads_with_regions.load(std::memory_order_relaxed) > 1;
+    const uint64_t seen = seen_;
+    Content content(weight);
+    Reserved reserved;
+    Tensor cast, reusable;
+    erase_kept(key);
+    if (shares) {
+      cast = SharedCasts::index().find(key, weight);
+    }
+    if (!cast.defined()) {
+      if (!keeps && may_keep) {
+        const size_t bytes = weight.numel() * c10::elementSize(dtype);
+        reserved.bytes = make_room(bytes, reusable) ? bytes : 0;
+      }
+      cast = make_cast(weight, dtype, std::move(reusable));
+    }
+    Tensor linked = link ? with_history(cast, weight) : Tensor();
+    const Tensor result = link ? linked : cast;
+    if (may_keep && seen == seen_ && (keeps || reserved.bytes != 0)) {
+      auto entry = std::make_unique<KeptCast>(
+          KeptCast{std::move(content), std::move(cast), std::move(linked), current_stream(result)});
+      if (shares) {
+        SharedCasts::index().add(key, *entry, seen);
+      }
+      if (keeps) {
+        keep(key, std::move(entry));
+      } else {
+        reserved.bytes = 0;  // they are the entry's now
+        put_in_front(key, std::move(entry));
+      }
+    }
+    return result;
+  }
+
+  void erase_kept(const Key& key) {
+    std::unique_ptr<KeptCast> dying;
+    if (const auto found = kept_.find(key); found != kept_.end()) {
+      dying = std::move(found->second);
+      kept_.erase(found);
+    }
+  }
+
+  Tensor link_kept(const Key& key, const Tensor& weight, Tensor cast) {
+    Tensor linked = with_history(cast, weight);
+    if (const auto found = kept_.find(key); found != kept_.end() && found->second->cast.is_same(cast)) {
+      found->second->linked = linked;
+    }
+    return linked;
+  }
+
+  void keep(const Key& key, std::unique_ptr<KeptCast> entry) {
+    Kept dying;
+    if (kept_.size() >= sweep_at_) {  // a region may outlive many weights
+      for (auto it = kept_.begin(); it != kept_.end();) {
+        if (!it->second->of.weight_is_alive()) {
+          dying.emplace(it->first, std::move(it->second));
+          it = kept_.erase(it);
+        } else {
+          ++it;
+        }
+      }
+      sweep_at_ = std::max(kSweepAt, 2 * kept_.size());
+    }
+    auto& slot = kept_[key];
+    std::swap(slot, entry);  // what was there dies as we return
+  }
+
+  // Make room for a recent cast, oldest first; what is left of the last one that went is its memory.
+  bool make_room(size_t bytes, Tensor& reusable) {
+    size_t others = 0, largest = std::max(bytes, RecentBytes::kSmall);
+    for (const Recent& recent : recent_) {
+      if (recent.cast) {
+        others += recent.cast->cast.nbytes();
+        largest = std::max<size_t>(largest, recent.cast->cast.nbytes());
+      }
+    }
+    std::vector<std::unique_ptr<KeptCast>> dying;
+    for (size_t i = recent_.size(); i-- > 0;) {  // the oldest is the last
+      if (recent_[i].cast && (i == recent_.size() - 1 || others + bytes > largest + RecentBytes::kSmall)) {
+        others -= recent_[i].cast->cast.nbytes();
+        auto gone = take_out(recent_[i]);
+        if (gone->stream == current_stream(gone->cast)) {
+          reusable = std::move(gone->cast);
+        }
+        dying.push_back(std::move(gone));
+      }
+    }
+    dying.clear();
+    return RecentBytes::take(bytes);
+  }
+
+  void put_in_front(const Key& key, std::unique_ptr<KeptCast> entry) {
+    std::unique_ptr<KeptCast> dying;
+    if (recent_.back().cast) {  // something was put here since room was made
+      dying = take_out(recent_.back());
+    }
+    std::rotate(recent_.begin(), recent_.end() - 1, recent_.end());
+    recent_.front() = {key, std::move(entry)};
+  }
+
+  static std::unique_ptr<KeptCast> take_out(Recent& recent) {
+    RecentBytes::give_back(recent.cast->cast.nbytes());
+    return std::move(recent.cast);
+  }
+
+  Kept kept_;
+  std::array<Recent, kRecent> recent_;  // the newest first
+  Uses uses_;
+  uint64_t seen_ = Writes::log().count();
+  size_t sweep_at_ = kSweepAt;
+};
+
+}  // namespace

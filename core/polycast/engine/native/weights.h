@@ -1,0 +1,146 @@
+// A weight and a cast of it: what tells that a weight is still what it was, and how a cast is made.
+//
+// Owns nothing but weak references: to a weight, so that its address, which is the key, is not given to another tensor, and
+// to its storage, for freed memory may be given to another storage. Locks: none.
+
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/MapAllocator.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <optional>
+#include <type_traits>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace {  // all is one unit, binding.cpp
+
+using at::ScalarType;
+using at::Tensor;
+using c10::StorageImpl;
+using c10::TensorImpl;
+
+struct Key {
+  TensorImpl* weight;
+  ScalarType dtype;
+  bool operator==(const Key& other) const { return weight == other.weight && dtype == other.dtype; }
+};
+
+struct KeyHash {
+  size_t operator()(const Key& key) const {
+    return std::hash<void*>()(key.weight) * 31 + static_cast<size_t>(key.dtype);
+  }
+};
+
+const StorageImpl* storage_of(const Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+// What a weight was when a cast of it was made.
+//
+// What can make a kept cast wrong, and what sees it:
+//   an in-place op, an optimizer's step, load_state_dict    the version
+//   weight.data = ..., set_, resize_                        the storage, the address, sizes and strides
+//   another tensor at the address of a dead one             the weak references
+//   ops that write and count no version                     writes.h
+//   memory that another process writes                      is_shared(): no cast of it is kept
+//   a write through .data, NumPy, DLPack, a raw pointer     nothing; WeightCache(verify=True) finds it
+class Content {
+ public:
+  explicit Content(const Tensor& weight)
+      : weight_(weight.getIntrusivePtr()),
+        storage_(weight.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl()),
+        data_(weight.const_data_ptr()),
+        version_(weight._version()),
+        sizes_(weight.sizes()),
+        strides_(weight.strides()) {}
+
+  // Whether a weight, whose key this is found by, is what it was.
+  bool is_that_of(const Tensor& weight) const {
+    return version_ == weight._version() && data_ == weight.const_data_ptr() &&
+        storage_._unsafe_get_target() == storage_of(weight) && weight.sizes() == c10::IntArrayRef(sizes_) &&
+        weight.strides() == c10::IntArrayRef(strides_);
+  }
+
+  const StorageImpl* storage() const { return storage_._unsafe_get_target(); }
+  bool weight_is_alive() const { return weight_.use_count() > 0; }
+
+ private:
+  c10::weak_intrusive_ptr<TensorImpl, c10::UndefinedTensorImpl> weight_;
+  c10::weak_intrusive_ptr<StorageImpl> storage_;
+  const void* data_;
+  uint32_t version_;
+  c10::DimVector sizes_, strides_;
+};
+
+// Whether another process may write a weight's memory. torch's own memory is told by its deleter; few weights have another.
+bool is_shared(const Tensor& weight) {
+  const c10::DataPtr& data = weight.unsafeGetTensorImpl()->unsafe_storage().data_ptr();
+  if (!weight.device().is_cpu() || data.get_deleter() == c10::GetAllocator(c10::DeviceType::CPU)->raw_deleter()) {
+    return false;
+  }
+  if (const auto* const mapped = at::MapAllocator::fromDataPtr(data)) {
+    return (mapped->flags() & (at::ALLOCATOR_MAPPED_SHARED | at::ALLOCATOR_MAPPED_SHAREDMEM)) != 0;
+  }
+  const py::gil_scoped_acquire gil;
+  const auto tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(weight));
+  return tensor.attr("is_shared")().cast<bool>();
+}
+
+std::optional<c10::Stream> current_stream(const Tensor& tensor) {
+  const auto device = tensor.device();
+  if (device.is_cpu() || !c10::impl::hasDeviceGuardImpl(device.type())) {
+    return std::nullopt;
+  }
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+// Return a weight in another dtype, without history. `reusable` is a former cast that nothing else holds, or undefined: its
+// memory is written again where a new cast would lie the same way in it.
+Tensor make_cast(const Tensor& weight, ScalarType dtype, Tensor reusable = {}) {
+  std::optional<c10::InferenceMode> normal_tensors;  // one made in inference mode could not be saved for a backward
+  if (c10::InferenceMode::is_enabled()) {
+    normal_tensors.emplace(false);
+  }
+  // A weight is a plain leaf: autograd has nothing to do for a cast without history.
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (reusable.defined() && reusable.use_count() == 1 && reusable.storage().use_count() == 1 &&
+      reusable.scalar_type() == dtype && reusable.device() == weight.device() && reusable.sizes() == weight.sizes() &&
+      weight.is_non_overlapping_and_dense() && reusable.strides() == weight.strides()) {
+    reusable.copy_(weight);
+    return reusable;
+  }
+  reusable.reset();  // before the new memory is asked for: it is the next to be given out
+  return weight.to(dtype);
+}
+
+// Return a node for the backward of a cast. What holds a node is not the same type in all versions of torch.
+template <class NodePtr, class Node = torch::autograd::generated::ToCopyBackward0>
+auto new_node() {
+  if constexpr (std::is_same_v<NodePtr, std::shared_ptr<torch::autograd::Node>>) {
+    return std::shared_ptr<Node>(new Node(), [](auto* node) { deleteNode(node); });
+  } else {
+    return c10::make_intrusive<Node>();
+  }
+}
+
+// Return a tensor on the memory of `cast` with the history that weight.to(dtype) would have.
+Tensor with_history(const Tensor& cast, const Tensor& weight) {
+  Tensor linked(cast.variable_data());
+  const auto node = new_node<decltype(torch::autograd::Edge::function)>();
+  node->set_next_edges(torch::autograd::collect_next_edges(weight));
+  node->self_options = weight.options();
+  torch::autograd::set_history(linked, node);
+  return linked;
+}
+
+bool wants_history(const Tensor& weight) { return weight.requires_grad() && at::GradMode::is_enabled(); }
+
+}  // namespace

@@ -1,0 +1,247 @@
+// Writes that count no version: which ops make them, and telling the stores.
+//
+// Owns a log of the storages that were written, by address, and the storages that collectives may still write. Both live as
+// long as the process.
+//
+// Locks. One mutex for each; nothing is called with it held. How many writes there were is atomic: a thread's own casts
+// compare it at each look-up, and read the log only where it has grown.
+
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/flat_hash_map.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "weights.h"
+
+namespace {
+
+using Storages = ska::flat_hash_set<const StorageImpl*>;
+
+class Writes {
+ public:
+  static Writes& log() {
+    static auto* const only = new Writes();
+    return *only;
+  }
+
+  uint64_t count() const { return count_.load(std::memory_order_acquire); }
+
+  void add(const Storages& written) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    uint64_t count = count_.load(std::memory_order_relaxed);
+    for (const StorageImpl* storage : written) {
+      ring_[count++ % ring_.size()] = storage;
+    }
+    count_.store(count, std::memory_order_release);
+  }
+
+  // As if every storage had been written.
+  void add_all() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    known_from_ = count_.load(std::memory_order_relaxed) + 1;
+    count_.store(known_from_, std::memory_order_release);
+  }
+
+  // What was written after the first `seen` writes, and how many there are now; nothing where that is not known any more.
+  std::pair<std::optional<Storages>, uint64_t> since(uint64_t seen) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const uint64_t count = count_.load(std::memory_order_relaxed);
+    if (seen < known_from_ || count - seen > ring_.size()) {
+      return {std::nullopt, count};
+    }
+    Storages written;
+    for (; seen < count; ++seen) {
+      written.insert(ring_[seen % ring_.size()]);
+    }
+    return {std::move(written), count};
+  }
+
+  std::mutex& mutex() { return mutex_; }
+
+ private:
+  std::mutex mutex_;
+  std::atomic<uint64_t> count_{0};
+  uint64_t known_from_ = 0;
+  std::array<const StorageImpl*, 4096> ring_{};
+};
+
+// The storages that a collective may write until its Work is gone.
+class InFlight {
+ public:
+  using Work = c10::weak_intrusive_ptr<torch::CustomClassHolder>;
+
+  static InFlight& storages() {
+    static auto* const only = new InFlight();
+    return *only;
+  }
+
+  void add(Work work, Storages written) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    forget_ended();
+    pending_.emplace_back(std::move(work), std::move(written));
+    any_.store(true, std::memory_order_release);
+  }
+
+  bool has(const StorageImpl* storage) {
+    if (!any_.load(std::memory_order_acquire)) {
+      return false;
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    forget_ended();
+    return std::any_of(pending_.begin(), pending_.end(), [&](const auto& one) { return one.second.count(storage) != 0; });
+  }
+
+  std::mutex& mutex() { return mutex_; }
+
+ private:
+  void forget_ended() {
+    pending_.erase(
+        std::remove_if(pending_.begin(), pending_.end(), [](const auto& one) { return one.first.expired(); }),
+        pending_.end());
+    any_.store(!pending_.empty(), std::memory_order_release);
+  }
+
+  std::mutex mutex_;
+  std::atomic<bool> any_{false};
+  std::vector<std::pair<Work, Storages>> pending_;
+};
+
+// Set by store.h, whose stores are told at once; a thread's own casts look at the log.
+void tell_stores(const Storages& written);
+
+void announce(const Storages& written) {
+  if (!written.empty()) {
+    Writes::log().add(written);
+    tell_stores(written);
+  }
+}
+
+// The ops that write and count no version. Those of collectives do not say in their schemas which arguments they write.
+constexpr std::array kFusedOptimizers = {
+    "aten::_fused_adagrad_",
+    "aten::_fused_adagrad_.tensor_lr",
+    "aten::_fused_adam_",
+    "aten::_fused_adam_.tensor_lr",
+    "aten::_fused_adamw_",
+    "aten::_fused_adamw_.tensor_lr",
+    "aten::_fused_sgd_",
+    "aten::_fused_sgd_.tensor_lr"};
+
+constexpr std::array kCollectives = {
+    "_c10d_functional::all_gather_into_tensor_out",
+    "_c10d_functional::all_reduce_",
+    "_c10d_functional::all_reduce_coalesced_",
+    "_c10d_functional::broadcast_",
+    "_c10d_functional::irecv",
+    "_c10d_functional::batch_p2p_ops",
+    "_c10d_functional::reduce_scatter_tensor_out",
+    "c10d::_allgather_base_",
+    "c10d::_reduce_scatter_base_",
+    "c10d::allgather_",
+    "c10d::allgather_coalesced_",
+    "c10d::allgather_into_tensor_coalesced_",
+    "c10d::allreduce_",
+    "c10d::allreduce_coalesced_",
+    "c10d::alltoall_",
+    "c10d::alltoall_base_",
+    "c10d::broadcast_",
+    "c10d::gather_",
+    "c10d::recv_",
+    "c10d::recv_any_source_",
+    "c10d::reduce_",
+    "c10d::reduce_scatter_",
+    "c10d::reduce_scatter_tensor_coalesced_",
+    "c10d::scatter_"};
+
+void collect_storages(const c10::IValue& value, Storages& found) {
+  if (value.isTensor()) {
+    const Tensor& tensor = value.toTensor();
+    if (tensor.defined() && tensor.has_storage()) {
+      found.insert(storage_of(tensor));
+    }
+  } else if (value.isList()) {
+    for (const c10::IValue& item : value.toListRef()) {
+      collect_storages(item, found);
+    }
+  }
+}
+
+// Runs in front of an op that writes, at the key where torch counts versions, and announces what it has written.
+class Announcing final : public c10::OperatorKernel {
+ public:
+  explicit Announcing(bool is_collective) : is_collective_(is_collective) {}
+
+  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const auto& arguments = handle.schema().arguments();
+    Storages written;
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      const auto* const alias = arguments[i].alias_info();
+      if (is_collective_ || (alias != nullptr && alias->isWrite())) {
+        collect_storages((*stack)[stack->size() - arguments.size() + i], written);
+      }
+    }
+    try {
+      handle.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, DispatchKey::ADInplaceOrView), stack);
+    } catch (...) {  // some of it may be written
+      announce(written);
+      throw;
+    }
+    if (is_collective_) {
+      for (auto result = stack->end() - handle.schema().returns().size(); result != stack->end(); ++result) {
+        if (result->isObject()) {
+          InFlight::storages().add(InFlight::Work(result->toObject()->getSlot(0).toCapsule()), written);
+        }
+      }
+    }
+    announce(written);
+  }
+
+ private:
+  using DispatchKey = c10::DispatchKey;
+  const bool is_collective_;
+};
+
+// The announcing kernels, in place until this is gone.
+class Announcers {
+ public:
+  Announcers() {
+    add(kFusedOptimizers, false);
+    add(kCollectives, true);
+  }
+
+ private:
+  void add(c10::ArrayRef<const char*> names, bool is_collective) {
+    for (const std::string name : names) {
+      const auto dot = name.find('.');
+      const auto handle = c10::Dispatcher::singleton().findSchema(
+          {name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1)});
+      if (!handle || handle->hasKernelForDispatchKey(c10::DispatchKey::ADInplaceOrView)) {
+        continue;  // not in this torch; or it counts versions by now
+      }
+      const std::string space = name.substr(0, name.find(':'));
+      auto& library = libraries_[space];
+      if (library == nullptr) {
+        library = std::make_unique<torch::Library>(
+            torch::Library::IMPL, space, c10::DispatchKey::ADInplaceOrView, __FILE__, __LINE__);
+      }
+      library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Announcing>(is_collective)));
+    }
+  }
+
+  std::unordered_map<std::string, std::unique_ptr<torch::Library>> libraries_;
+};
+
+}  // namespace

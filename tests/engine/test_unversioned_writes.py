@@ -1,0 +1,250 @@
+"""Writes of weights that count no version: each is seen, or its weight's cast is not kept."""
+
+import multiprocessing
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+OPTIMIZERS = {
+    name: optimizer
+    for name, optimizer in vars(torch.optim).items()
+    if isinstance(optimizer, type)
+    and issubclass(optimizer, torch.optim.Optimizer)
+    and optimizer is not torch.optim.Optimizer
+}
+FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
+X = torch.ones(4, 4, dtype=torch.bfloat16)
+
+
+def weight_of(shape=(4, 4)):
+    return nn.Parameter(torch.ones(shape))
+
+
+def forward(weight, **options):
+    with torch.no_grad(), polycast.autocast("cpu", **options):
+        return torch.mm(X, weight)
+
+
+def is_right(out, weight):
+    return torch.equal(out, torch.mm(X, weight.detach().bfloat16()))
+
+
+def made(name, weight, how):
+    options = {} if how == "plain" else {how: True}
+    try:
+        return OPTIMIZERS[name]([weight], lr=0.5, **options)
+    except (TypeError, RuntimeError) as refusal:
+        pytest.skip(f"{name} has no {how} variant: {refusal}")
+
+
+def set_gradient(name, weight):
+    weight.grad = torch.ones(4, 4).to_sparse(1) if name == "SparseAdam" else torch.ones(4, 4)
+
+
+@pytest.mark.parametrize("how", ["plain", "foreach", "fused"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_of_an_optimizer_is_seen(name, how):
+    weight, cache = weight_of(), polycast.WeightCache()
+    optimizer = made(name, weight, how)
+    closure = (lambda: torch.ones(())) if name == "LBFGS" else None
+    with torch.no_grad(), polycast.autocast("cpu"):  # and by what a region keeps
+        for _ in range(3):
+            before = weight.detach().clone()
+            assert is_right(torch.mm(X, weight), weight)
+            assert is_right(torch.mm(X, weight), weight)
+            assert is_right(forward(weight, cache=cache), weight)
+            set_gradient(name, weight)
+            optimizer.step(closure) if closure else optimizer.step()
+            assert not torch.equal(weight, before)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own use of it, as Dynamo imports what it needs
+@pytest.mark.parametrize("name", FUSED)
+def test_a_compiled_fused_step_is_seen(name):
+    weight, cache = weight_of(), polycast.WeightCache()
+    optimizer = OPTIMIZERS[name]([weight], lr=0.5, fused=True)
+    forward(weight, cache=cache)
+    torch._dynamo.reset()
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    for _ in range(2):
+        before = weight.detach().clone()
+        weight.grad = torch.ones(4, 4)
+        step()
+        assert not torch.equal(weight, before)
+        assert is_right(forward(weight, cache=cache), weight)
+
+
+def test_a_fused_step_without_an_optimizer_is_seen():
+    weight, cache = weight_of(), polycast.WeightCache()
+    forward(weight, cache=cache)
+    torch._fused_sgd_(
+        [weight.detach()],
+        [torch.ones(4, 4)],
+        [],
+        lr=0.5,
+        momentum=0.0,
+        weight_decay=0.0,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=True,
+    )
+    assert is_right(forward(weight, cache=cache), weight)
+
+
+def test_the_step_of_an_optimizer_of_another_library_is_seen():
+    class Raw(torch.optim.Optimizer):
+        """Writes as a kernel does that is given pointers."""
+
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    weight.data.add_(1)
+
+    weight, cache = weight_of(), polycast.WeightCache()
+    forward(weight, cache=cache)
+    Raw([weight], {}).step()
+    assert is_right(forward(weight, cache=cache), weight)
+
+
+def test_a_fused_step_drops_the_casts_of_its_own_weights_only():
+    trained, frozen, cache = weight_of(), weight_of(), polycast.WeightCache()
+    optimizer = torch.optim.SGD([trained], lr=0.5, fused=True)
+    forward(trained, cache=cache), forward(frozen, cache=cache)
+    trained.grad = torch.ones(4, 4)
+    optimizer.step()
+    forward(frozen, cache=cache), forward(trained, cache=cache)
+    assert (cache.stats().hits, cache.stats().misses) == (1, 3)
+
+
+def test_a_fused_step_on_another_thread_is_seen_inside_the_region():
+    weight = weight_of()
+    optimizer = torch.optim.SGD([weight], lr=0.5, fused=True)
+
+    def step():
+        weight.grad = torch.ones(4, 4)
+        optimizer.step()
+
+    with ThreadPoolExecutor(1) as other, torch.no_grad(), polycast.autocast("cpu"):
+        for _ in range(3):
+            assert is_right(torch.mm(X, weight), weight)
+            assert is_right(torch.mm(X, weight), weight)
+            other.submit(step).result()
+
+
+def write(shared):
+    shared.add_(1)
+
+
+def test_memory_that_another_process_writes_is_cast_at_every_use():
+    weight, cache = weight_of(), polycast.WeightCache()
+    forward(weight, cache=cache)
+    weight.share_memory_()
+    with torch.no_grad(), polycast.autocast("cpu"):
+        for _ in range(2):
+            assert is_right(forward(weight, cache=cache), weight)
+            assert is_right(torch.mm(X, weight), weight)
+            process = multiprocessing.get_context("fork").Process(target=write, args=(weight.data,))
+            process.start()
+            process.join()
+            assert process.exitcode == 0
+        assert weight[0, 0] == 3
+        assert is_right(torch.mm(X, weight), weight)
+    assert is_right(forward(weight, cache=cache), weight)
+    assert cache.stats().hits == 0
+
+
+def test_memory_that_is_mapped_for_this_process_alone_is_kept(tmp_path, engine):
+    if engine == "reference":
+        pytest.skip("Python cannot tell it from memory that is shared: it is cast at every use")
+    torch.save({"weight": torch.ones(4, 4)}, tmp_path / "weights.pt")
+    weight = nn.Parameter(torch.load(tmp_path / "weights.pt", mmap=True)["weight"], requires_grad=False)
+    cache = polycast.WeightCache()
+    forward(weight, cache=cache), forward(weight, cache=cache)
+    assert cache.stats().hits == 1
+
+
+WRITES = {
+    "_foreach_add_": lambda weight: torch._foreach_add_([weight.detach()], 1.0),
+    "_foreach_copy_": lambda weight: torch._foreach_copy_([weight.detach()], [torch.zeros(4, 4)]),
+    "out= of a detached": lambda weight: torch.add(torch.ones(4, 4), 1, out=weight.detach()),
+    "set_": lambda weight: weight.set_(torch.zeros(4, 4)),
+    "resize_": lambda weight: weight.detach().resize_(2, 4).fill_(3),
+    "a view": lambda weight: weight.detach()[0].fill_(7),
+    "inference mode": lambda weight: torch.inference_mode()(lambda: weight.detach().fill_(5))(),
+    "the sign bit": lambda weight: setattr(weight, "data", torch._neg_view(weight.data)),
+    "vector_to_parameters": lambda weight: nn.utils.vector_to_parameters(torch.zeros(16), [weight]),
+    "fill_ through a tied weight": lambda weight: nn.Parameter(weight.detach()).detach().fill_(9),
+}
+
+
+@pytest.mark.parametrize("change", WRITES.values(), ids=WRITES)
+def test_what_else_writes_is_seen(change):
+    weight, cache = weight_of(), polycast.WeightCache()
+    with torch.no_grad(), polycast.autocast("cpu"):
+        for _ in range(2):
+            torch.mm(X, weight), forward(weight, cache=cache)
+        change(weight)
+        assert is_right(torch.mm(X, weight), weight)
+        assert is_right(forward(weight, cache=cache), weight)
+
+
+UNSEEN = {
+    ".data": lambda weight: weight.data.add_(1),
+    "NumPy": lambda weight: weight.detach().numpy().fill(3),
+    "DLPack": lambda weight: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(weight.detach())).fill_(3),
+}
+
+
+@pytest.mark.parametrize("change", UNSEEN.values(), ids=UNSEEN)
+def test_what_cannot_be_seen_is_found_by_verify_and_mended_by_clear(change):
+    weight, cache = weight_of(), polycast.WeightCache(verify=True)
+    forward(weight, cache=cache)
+    change(weight)
+    with pytest.raises(polycast.StaleWeightError):
+        forward(weight, cache=cache)
+    cache.clear()
+    assert is_right(forward(weight, cache=cache), weight)
+
+
+LEFT = """
+import torch, polycast
+from torch.optim import optimizer
+
+def in_place():
+    dump = torch._C._dispatch_dump("aten::_fused_adam_").splitlines()
+    return [line for line in dump if "ADInplaceOrView" in line], len(optimizer._global_optimizer_post_hooks)
+
+before = in_place()
+cache = polycast.WeightCache()
+with polycast.autocast("cpu", cache=cache):
+    used = in_place()
+polycast.uninstall()
+kept = in_place()
+del cache
+polycast.install("cpu")
+polycast.uninstall()
+print(used != before, kept == used, in_place() == before)
+"""
+
+
+def test_nothing_is_left_in_torch_after_uninstall_unless_a_cache_lives():
+    done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("True True True\n", "")
+
+
+def test_writes_are_seen_after_uninstall_where_a_cache_lives():
+    weight, cache = weight_of(), polycast.WeightCache()
+    forward(weight, cache=cache)
+    polycast.uninstall()
+    weight.grad = torch.ones(4, 4)
+    torch.optim.SGD([weight], lr=0.5, fused=True).step()
+    assert is_right(forward(weight, cache=cache), weight)
