@@ -131,6 +131,40 @@ def test_training_with_a_cache_gives_the_losses_of_training_without(cache, optim
     assert cache.stats().hits > 0
 
 
+class UsesAgain(nn.Module):
+    """Uses each of its weights several times."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.GRU(8, 8, num_layers=2)
+        self.shared = nn.Linear(8, 8)
+
+    def forward(self, x):
+        hidden, _ = self.recurrent(x)
+        for _ in range(3):
+            hidden = torch.relu(self.shared(hidden.to(x.dtype)))
+        return hidden
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": True}, {"max_bytes": 300}], ids=str)
+def test_gradients_with_a_cache_are_those_of_a_plain_region_bit_for_bit(options):
+    def gradients(**region):
+        torch.manual_seed(0)
+        model = UsesAgain()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            with polycast.autocast("cpu", **region):
+                loss = model(torch.randn(5, 2, 8)).float().pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return [weight.grad for weight in model.parameters()]
+
+    expected = gradients()
+    actual = gradients(cache=polycast.WeightCache(**options))
+    assert all(map(torch.equal, actual, expected))
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -55,7 +55,7 @@ class _Unchosen:
     def dtype(self, device_type: str) -> torch.dtype:
         return torch.get_autocast_dtype(device_type)
 
-    def clear_own_casts(self) -> None:
+    def clear_own_casts(self, all_threads: bool) -> None:
         pass
 
 

@@ -84,8 +84,8 @@ class StateMachine(Protocol):
     def dtype(self, device_type: str, /) -> torch.dtype:
         """Return what ``torch.get_autocast_dtype`` does; every region without a dtype asks."""
 
-    def clear_own_casts(self) -> None:
-        """Drop the casts that this thread's own regions keep, and the memory kept for the next ones."""
+    def clear_own_casts(self, all_threads: bool, /) -> None:
+        """Drop the casts that this thread's own regions keep, or those of all threads' regions."""
 
 
 machine: StateMachine

@@ -96,9 +96,19 @@ def set_autocast_cache_enabled(enabled: bool) -> None:
     torch.set_autocast_cache_enabled(enabled)
 
 
-def clear_autocast_cache() -> None:
-    """Drop the casts that this thread's regions keep, the memory kept for their next ones, and torch's own casts."""
-    state.machine.clear_own_casts()
+def clear_autocast_cache(all_threads: bool = False) -> None:
+    """Drop the casts that this thread's regions keep, and torch's own casts.
+
+    Args:
+        all_threads: those of the other threads' regions too. A thread that is in a region drops its own when it next
+            uses a weight; one that is in none keeps nothing.
+
+    Raises:
+        TypeError: `all_threads` is not a bool.
+    """
+    if not isinstance(all_threads, bool):
+        raise TypeError(f"all_threads must be a bool, got {all_threads!r}")
+    state.machine.clear_own_casts(all_threads)
     torch.clear_autocast_cache()
 
 

@@ -375,7 +375,10 @@ int nesting(const py::object& device_type) { return region_of(device_of(device_t
 
 int open_regions(const py::object& device_type) { return open_count_of(device_of(device_type.ptr())); }
 
-void clear_own_casts() {
+void clear_own_casts(bool all_threads) {
+  if (all_threads) {
+    Writes::log().add_all();
+  }
   if (this_thread.regions != nullptr) {
     this_thread.regions->casts.clear();
   }

@@ -156,9 +156,10 @@ class PythonStateMachine:
         """Return the fast dtype of a device on this thread."""
         return torch.get_autocast_dtype(device_type)
 
-    def clear_own_casts(self) -> None:
-        """Drop this thread's own casts."""
-        self._regions.store.clear()
+    def clear_own_casts(self, all_threads: bool) -> None:
+        """Drop this thread's own casts, or all threads'."""
+        for regions in list(self._threads) if all_threads else [self._regions]:
+            regions.store.clear()
 
     def policy(self, name: str, device_type: str, default: CastPolicy | None) -> CastPolicy | None:
         """Return the policy of an op in this thread's region."""

@@ -1,0 +1,169 @@
+"""Regions, threads and processes that end where nobody expects it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import polycast
+
+HEAD = """
+import gc, os, sys, threading, torch, polycast
+torch.set_num_threads(1)
+X = torch.ones(4, 4, dtype=torch.bfloat16)
+
+def weight():
+    return torch.nn.Parameter(torch.ones(4, 4))
+"""
+
+
+def run(script, engine):
+    """Run a script in a fresh process; return its status and what it wrote, and fail where it hangs."""
+    environment = {**os.environ, "POLYCAST_ENGINE": engine}
+    done = subprocess.run(
+        [sys.executable, "-c", HEAD + script], env=environment, capture_output=True, text=True, timeout=300
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+COLLECTED = """
+def suspended(cycle):
+    with polycast.autocast("cpu", cache=polycast.WeightCache()):
+        torch.mm(X, weight())
+        yield cycle
+
+def collect(phase, info):
+    if phase == "start":
+        collections.append(polycast.autocast_nesting("cpu"))
+
+collections = []
+gc.callbacks.append(collect)
+with torch.no_grad():
+    for turn in range(200):
+        cycle = []
+        cycle.append(suspended(cycle))
+        next(cycle[0])
+        new, shared = weight(), torch.nn.Parameter(torch.ones(8, 4)[:4])
+        gc.disable()
+        garbage = [[] for _ in range(1000)]
+        del cycle, garbage
+        gc.set_threshold(1)
+        gc.enable()
+        out = torch.mm(X, new)
+        gc.set_threshold(700)
+        gc.collect()
+        assert out[0, 0] == 4 and out.dtype in (torch.bfloat16, torch.float32), out
+        assert polycast.autocast_nesting("cpu") == 0
+print(max(collections))
+"""
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_a_region_may_be_collected_while_an_op_keeps_a_cast_in_its_cache(engine):
+    assert run(COLLECTED, engine) == (0, "1\n", "")
+
+
+THREADS = """
+from torch.autograd.graph import saved_tensors_hooks
+
+@torch.library.custom_op("ends::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+class Enters:
+    def __del__(self):
+        self.region = polycast.autocast("cpu")
+        self.region.__enter__()
+        torch.mm(X, weight())
+
+def work(local):
+    local.value = Enters()
+    polycast.autocast("cpu").__enter__()
+    with saved_tensors_hooks(lambda tensor: [tensor], lambda held: held[0]):
+        kept.append(weight())
+        out = torch.mm(X.clone().requires_grad_(), kept[-1])
+        double(out)
+
+kept = []
+for _ in range(4):
+    thread = threading.Thread(target=work, args=(threading.local(),))
+    thread.start()
+    thread.join()
+with polycast.autocast("cpu"):
+    torch.mm(X, weight())
+polycast.uninstall()
+print("at the end")
+"""
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_threads_may_end_inside_regions_and_enter_others_as_they_end(engine):
+    assert run(THREADS, engine) == (0, "at the end\n", "")
+
+
+FORKS = """
+import time
+cache, stop, local = polycast.WeightCache(max_bytes=8 * 32), [], [weight() for _ in range(12)]
+
+def work():
+    with torch.no_grad():
+        while not stop:
+            with polycast.autocast("cpu", cache=cache):
+                for one in local:
+                    torch.mm(X, one)
+                torch.mm(X, weight())
+            cache.stats()
+
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads:
+    thread.start()
+hung = 0
+for turn in range(60):
+    child = os.fork()
+    if not child:
+        with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+            ok = torch.mm(X, weight())[0, 0] == 4 and torch.mm(X, local[0])[0, 0] == 4
+        polycast.backends()
+        cache.clear()
+        polycast.uninstall()
+        os._exit(0 if ok else 1)
+    end = time.monotonic() + 60
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            assert status == 0, status
+            break
+        if time.monotonic() > end:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            hung += 1
+            break
+stop.append(True)
+for thread in threads:
+    thread.join()
+print(hung)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_children_that_are_forked_while_threads_use_a_cache_do_not_hang(engine):
+    assert run(FORKS, engine) == (0, "0\n", "")
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["oldest first", "newest first"])
+def test_thousands_of_suspended_regions_are_left_in_any_order(engine, order):
+    def suspended():
+        with polycast.autocast("cpu"):
+            yield
+
+    generators = [suspended() for _ in range(5000)]
+    for generator in generators:
+        next(generator)
+    assert polycast.autocast_nesting("cpu") == 5000
+    for generator in generators[::order]:
+        assert torch.is_autocast_enabled("cpu")
+        generator.close()
+    assert (polycast.autocast_nesting("cpu"), torch.is_autocast_enabled("cpu")) == (0, False)

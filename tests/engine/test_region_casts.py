@@ -1,0 +1,280 @@
+"""What the native engine keeps of a region's casts: those of weights that are used again, and a few recent ones."""
+
+import gc
+import resource
+import sys
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import polycast
+from polycast.engine import installation
+
+
+@pytest.fixture(autouse=True)
+def _native(monkeypatch):
+    installation.forget_choice()
+    monkeypatch.setenv("POLYCAST_ENGINE", "native")
+    polycast.clear_autocast_cache()
+    yield
+    polycast.clear_autocast_cache()
+    installation.forget_choice()
+
+
+X = torch.ones(4, 4, dtype=torch.bfloat16)
+KIB = 1024 if sys.platform == "darwin" else 1
+"""The unit of ru_maxrss."""
+
+
+def casts_saved(function):
+    """Return what a function returns, and the tensors other than X that it saves for its backward."""
+    saved = []
+
+    def pack(tensor):
+        if tensor.dtype is torch.bfloat16 and tensor.data_ptr() != X.data_ptr():
+            saved.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        return function(), saved
+
+
+def frozen(value=1.0):
+    return nn.Parameter(torch.full((4, 4), value), requires_grad=False)
+
+
+def events(function):
+    """Return how often a function calls what allocates a cast, and what fills one."""
+    with torch.profiler.profile(acc_events=True) as profile:
+        function()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    return counts.get("aten::empty_strided", 0), counts.get("aten::copy_", 0)
+
+
+def in_region(*weights):
+    """Return a function that uses weights in a region, one after the other."""
+
+    def run():
+        with torch.no_grad(), polycast.autocast("cpu"):
+            for weight in weights:
+                torch.mm(X, weight)
+
+    return run
+
+
+def large(value=1.0, shape=(4, 2**19)):
+    return nn.Parameter(torch.full(shape, value), requires_grad=False)
+
+
+def test_weights_that_are_used_once_share_the_memory_of_one_cast():
+    assert events(in_region(large(), large(), large())) == (1, 3)
+
+
+def test_small_weights_that_alternate_are_cast_once():
+    a, b, c, d = (frozen() for _ in range(4))
+    assert events(in_region(a, b, c, d, a, b, c, d)) == (4, 4)
+
+
+def test_a_weight_that_is_used_again_is_kept_and_in_the_next_region_from_its_first_use_on(in_thread):
+    a, b = large(), large()
+    run = in_region(a, b, a, b, a, b)
+    assert in_thread(lambda: (events(run)[1], events(run)[1])) == (3, 2)
+
+
+def test_a_region_that_does_not_use_a_weight_again_has_it_kept_no_longer(in_thread):
+    a, b = large(), large()
+    once, again = in_region(a, b), in_region(a, b, a, b)
+
+    def copies():
+        again(), once()
+        return events(again)[1]
+
+    assert in_thread(copies) == 3
+
+
+def test_nothing_is_kept_after_the_region():
+    run = in_region(frozen())
+    assert events(run) == (1, 1)
+    assert events(run) == (1, 1)
+
+
+class Mark:
+    """What lives as long as the node that it is hooked to."""
+
+    def hook(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("updates", [1, 50])
+def test_what_is_kept_for_the_graph_does_not_grow_with_the_updates_of_a_weight(updates):
+    weight = nn.Parameter(torch.ones(4, 4))
+    with polycast.autocast("cpu"):
+        for _ in range(updates):
+            out = torch.mm(X, weight)
+            mark = Mark()
+            out.grad_fn.next_functions[1][0].register_hook(mark.hook)
+            link = weakref.ref(mark)
+            del out, mark
+            with torch.no_grad():
+                weight.add_(1)
+        torch.mm(X, weight)
+        assert link() is None
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["recent", "kept"])
+def test_a_cast_lies_as_the_weight_does(kept):
+    weight = nn.Parameter(torch.randn(8, 4, 3, 3), requires_grad=False)
+    x = torch.randn(1, 4, 5, 5).to(memory_format=torch.channels_last)
+
+    def strides():
+        with torch.no_grad(), polycast.autocast("cpu"):
+            for _ in range(2 + kept):
+                out = torch.conv2d(x, weight)
+        return out.stride()
+
+    strides()
+    weight.data = weight.data.to(memory_format=torch.channels_last)
+    assert strides() == torch.conv2d(x.bfloat16(), weight.detach().bfloat16()).stride()
+
+
+def test_threads_share_the_casts_that_they_keep():
+    weight, start = large(), threading.Barrier(4)
+
+    def work():
+        with torch.no_grad(), polycast.autocast("cpu"):
+            torch.mm(X, small)
+            start.wait()
+            torch.mm(X, other), torch.mm(X, weight), torch.mm(X, other)
+            start.wait()
+            with lock:
+                torch.mm(X, weight)
+            start.wait()
+
+    lock, small, other = threading.Lock(), frozen(), large()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: in_region(small)(), range(4)))
+
+        def run():
+            list(pool.map(lambda _: work(), range(4)))
+
+        _, copies = events(run)
+    # Each thread casts the small one, the large one at its first use, the other once or twice; then one casts for all.
+    assert copies <= 4 * (1 + 1 + 2) + 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the memory of the process is read from /proc")
+def test_all_threads_together_hold_two_recent_casts_of_the_largest_weight():
+    weight = large(shape=(4, 2**23))  # 64 MiB as a cast: malloc gives so much back at once
+    used, looked_at = threading.Barrier(9), threading.Barrier(9)
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+    def work():
+        with torch.no_grad(), polycast.autocast("cpu"):
+            torch.mm(X, weight)
+            used.wait()
+            looked_at.wait()
+
+    in_region(weight)()
+    before = resident()
+    with ThreadPoolExecutor(8) as pool:
+        threads = [pool.submit(work) for _ in range(8)]
+        used.wait()
+        grown = resident() - before
+        looked_at.wait()
+        assert [thread.result() for thread in threads] == [None] * 8
+    assert grown < 3 * 64
+
+
+def test_clearing_for_all_threads_is_seen_by_a_thread_in_a_region():
+    weight, ready, cleared = frozen(), threading.Event(), threading.Event()
+
+    def work():
+        with torch.no_grad(), polycast.autocast("cpu"):
+            torch.mm(X, weight)
+            ready.set()
+            cleared.wait()
+            return events(lambda: torch.mm(X, weight))[1]
+
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(work)
+        ready.wait()
+        polycast.clear_autocast_cache(all_threads=True)
+        cleared.set()
+        assert result.result() == 1
+
+
+def test_the_next_region_sees_a_write_through_data():
+    weight = frozen(1.0)
+    with polycast.autocast("cpu"):
+        before = torch.mm(X, weight)
+    weight.data.mul_(2)
+    with polycast.autocast("cpu"):
+        assert torch.equal(torch.mm(X, weight), 2 * before)
+
+
+def test_memory_that_a_graph_holds_is_not_written():
+    weight = frozen(1.0)
+
+    def forward():
+        x = X.clone().requires_grad_()
+        with polycast.autocast("cpu"):
+            return x, torch.mm(x, weight)
+
+    x, out = forward()
+    with torch.no_grad():
+        weight.mul_(3)
+    other_x, other = forward()
+    out.sum().backward()
+    other.sum().backward()
+    assert torch.equal(x.grad, torch.full((4, 4), 4.0, dtype=torch.bfloat16))
+    assert torch.equal(other_x.grad, torch.full((4, 4), 12.0, dtype=torch.bfloat16))
+
+
+def test_memory_that_somebody_keeps_is_not_written():
+    weight = frozen(1.0)
+    with polycast.autocast("cpu"):
+        _, saved = casts_saved(lambda: torch.mm(X.clone().requires_grad_(), weight))
+    (kept,) = [tensor for tensor in saved if torch.equal(tensor, torch.ones_like(tensor))][:1]
+    with torch.no_grad():
+        weight.mul_(3)
+    with polycast.autocast("cpu"):
+        torch.mm(X, weight)
+    assert torch.equal(kept, torch.ones(4, 4, dtype=torch.bfloat16))
+
+
+def test_casts_with_history_are_given_back_as_the_region_ends():
+    weight = nn.Parameter(torch.ones(4, 4))
+    with polycast.autocast("cpu"):
+        out = torch.mm(X, weight)
+    (node,) = [node for node, _ in out.grad_fn.next_functions if node is not None]
+    assert node.name() == "ToCopyBackward0"
+    out.sum().backward()
+    assert torch.equal(weight.grad, torch.full((4, 4), 4.0))
+
+
+def test_memory_does_not_grow_over_ten_thousand_regions_and_dying_weights():
+    def regions(count):
+        for _ in range(count):
+            weight = nn.Parameter(torch.ones(64, 64))
+            x = torch.ones(1, 64)
+            with polycast.autocast("cpu"):
+                torch.mm(x, weight)
+            with torch.no_grad(), polycast.autocast("cpu"):
+                torch.mm(x, weight)
+
+    regions(2000)
+    gc.collect()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    regions(10_000)
+    gc.collect()
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    # 10,000 casts that were not given back would be 80 MB.
+    assert grown < 16 * 1024 * KIB
