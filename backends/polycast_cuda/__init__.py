@@ -44,10 +44,12 @@ class CudaBackend(Backend):
             return Availability(False, f"this GPU has no bfloat16; {answer.reason}")
         return answer
 
-    @override
-    def is_capturing(self) -> bool:
-        initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return initialized and torch.cuda.is_current_stream_capturing()
+    if not hasattr(torch.Stream, "is_capturing"):  # before torch 2.13
+
+        @override
+        def is_capturing(self) -> bool:
+            initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            return initialized and torch.cuda.is_current_stream_capturing()
 
 
 @hookimpl

@@ -191,6 +191,8 @@ def test_another_dtype_is_unavailable_and_the_reason_lists_the_supported_ones(na
 
 @pytest.mark.parametrize(("initialized", "capturing"), [(False, True), (True, False), (True, True)])
 def test_cuda_records_a_graph_only_once_it_is_initialized(monkeypatch, initialized, capturing):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: SimpleNamespace(is_capturing=lambda: capturing))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     assert polycast.get_backend("cuda").is_capturing() is (initialized and capturing)

@@ -209,8 +209,57 @@ def others_are_kept():
     return [cache.stats().misses, cache.stats().hits]
 
 
+def collected(write):
+    """Whether each rank computes with what a collective wrote into a weight, in a region and through a cache."""
+    rank = distributed.get_rank()
+    weight, cache = nn.Parameter(torch.full((4, 4), 1.0 + rank)), polycast.WeightCache()
+    x, right = torch.ones(2, 4), []
+    with torch.no_grad(), polycast.autocast("cpu"):
+        for _ in range(3):
+            for _ in range(2):
+                with polycast.autocast("cpu", cache=cache):
+                    of_cache = x @ weight
+                expected = torch.mm(x.bfloat16(), weight.detach().bfloat16())
+                right += [torch.equal(x @ weight, expected), torch.equal(of_cache, expected)]
+            write(weight, rank)
+            weight += 0.25 * rank
+            write(weight, rank)
+    of_all = [None, None]
+    distributed.all_gather_object(of_all, right)
+    return sum(one.count(False) for one in of_all)
+
+
+def received(weight, rank):
+    if rank == 0:
+        distributed.send(weight.detach(), 1)
+    else:
+        distributed.recv(weight.detach(), 0)
+
+
+def gathered(weight, rank):
+    mine = weight.detach()[2 * rank : 2 * rank + 2] + 1
+    distributed.all_gather_into_tensor(weight.detach(), mine)
+
+
+def scattered(weight, rank):
+    distributed.scatter(weight.detach(), [weight.detach() * 2] * 2 if rank == 0 else None, 0)
+
+
+COLLECTIVES = {
+    "broadcast": lambda weight, rank: distributed.broadcast(weight, 0),
+    "all_reduce": lambda weight, rank: distributed.all_reduce(weight, distributed.ReduceOp.MAX),
+    "all_reduce async": lambda weight, rank: distributed.all_reduce(weight, async_op=True).wait(),
+    "recv": received,
+    "all_gather": gathered,
+    "scatter": scattered,
+}
+for label, write in COLLECTIVES.items():
+    CASES[f"collected {label}"] = functools.partial(collected, write)
+
+
 if __name__ == "__main__":
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "`torch.distributed.all_gather_into_tensor` is deprecated", FutureWarning)
     distributed.init_process_group("gloo")
     results = {label: run() for label, run in CASES.items()}
     if distributed.get_rank() == 0:

@@ -124,6 +124,11 @@ def test_weights_that_nobody_gathers_are_kept_beside_a_process_group(results):
     assert results["others_are_kept"] == [2, 2]
 
 
+@pytest.mark.parametrize("collective", ["broadcast", "all_reduce", "all_reduce async", "recv", "all_gather", "scatter"])
+def test_what_a_collective_writes_into_a_weight_is_seen(results, collective):
+    assert results[f"collected {collective}"] == 0
+
+
 def test_sharding_needs_a_process_group():
     model = nn.Linear(2, 2)
     with pytest.raises(RuntimeError) as raised:

@@ -26,16 +26,17 @@ def promotion(values: Iterable[object], device_type: str) -> torch.dtype | None:
     Tensors of one dtype stay as they are. Otherwise it is float32, the narrowest dtype that holds the values of two
     different reduced ones (torch raises for float16 with bfloat16).
     """
-    dtypes = {value.dtype for value in _tensors(values) if is_eligible(value, device_type)}
+    dtypes = {value.dtype for value in tensors_in(values) if is_eligible(value, device_type)}
     return torch.float32 if len(dtypes) > 1 else None
 
 
-def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
+def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    """Return the tensors among values, also in lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def cast_nested(value: Any, device_type: str, dtype: torch.dtype) -> Any:

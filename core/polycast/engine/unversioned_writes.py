@@ -12,9 +12,47 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 FUSED_OPTIMIZERS = tuple(
-    f"_fused_{name}_{overload}" for name in ("adagrad", "adam", "adamw", "sgd") for overload in ("", ".tensor_lr")
+    f"aten::_fused_{name}_{overload}" for name in ("adagrad", "adam", "adamw", "sgd") for overload in ("", ".tensor_lr")
 )
-"""The ops of torch's fused optimizers, in ``aten``."""
+"""The ops of torch's fused optimizers."""
+
+COLLECTIVES = (
+    *(
+        f"c10d::{name}"
+        for name in (
+            "_allgather_base_",
+            "_reduce_scatter_base_",
+            "allgather_",
+            "allgather_coalesced_",
+            "allgather_into_tensor_coalesced_",
+            "allreduce_",
+            "allreduce_coalesced_",
+            "alltoall_",
+            "alltoall_base_",
+            "broadcast_",
+            "gather_",
+            "recv_",
+            "recv_any_source_",
+            "reduce_",
+            "reduce_scatter_",
+            "reduce_scatter_tensor_coalesced_",
+            "scatter_",
+        )
+    ),
+    *(
+        f"_c10d_functional::{name}"
+        for name in (
+            "all_gather_into_tensor_out",
+            "all_reduce_",
+            "all_reduce_coalesced_",
+            "batch_p2p_ops",
+            "broadcast_",
+            "irecv",
+            "reduce_scatter_tensor_out",
+        )
+    ),
+)
+"""The ops of torch.distributed that write into tensors that they are given, maybe after they have returned."""
 
 
 class WatchedOptimizers:

@@ -25,17 +25,13 @@ def is_weight(tensor: torch.Tensor) -> bool:
         and not tensor.is_inference()
         and not tensor._is_view()
         and not tensor.is_neg()
+        and not (_shares_its_storage(tensor) and storages_are_rewritten())
     )
 
 
-def may_be_kept(weight: torch.Tensor) -> bool:
-    """Say whether the cast of a weight may be kept: not where its memory is written without counting a version.
-
-    Memory that other processes share is; and, on this engine, any where a process group exists: collectives write into
-    weights, and FSDP gathers them into memory that it frees between uses.
-    """
-    shared = weight.device.type == "cpu" and weight.is_shared()  # type: ignore[no-untyped-call]
-    return not shared and not storages_are_rewritten()
+def _shares_its_storage(tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor, and the object that was just made
 
 
 def storages_are_rewritten() -> bool:

@@ -84,8 +84,27 @@ class Backend:
         return Availability(False, f"{self.device_type} supports {', '.join(map(str, supported))}")
 
     def is_capturing(self) -> bool:
-        """Say whether the device is recording a graph (as CUDA graphs do): no cast is kept from one then."""
+        """Say whether the device is recording a graph (as CUDA graphs do): no cast is kept from one then.
+
+        By default what the device's current stream says, where the streams of the running torch can tell (from torch
+        2.13 on; the native engine asks them without Python). Override it for a device whose streams do not know.
+        """
+        return STREAMS_TELL and _current_stream_captures(self.device_type)
+
+
+STREAMS_TELL = hasattr(torch.Stream, "is_capturing")
+"""Whether a stream of the running torch knows that it records a graph."""
+
+
+def _current_stream_captures(device_type: str) -> bool:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device_type:
         return False
+    is_initialized = getattr(torch.get_device_module(device_type), "is_initialized", None)
+    if is_initialized is not None and not is_initialized():
+        return False  # to ask for a stream would start the device
+    captures: bool = torch.accelerator.current_stream().is_capturing()
+    return captures
 
 
 def validate(backend: object, device_type: str | None = None) -> Backend:

@@ -96,7 +96,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("impl", &Library::impl)
       .def("fallthrough", &Library::fallthrough)
       .def("remove", &Library::remove);
-  module.def("watch_writes", [] { announcers = std::make_unique<Announcers>(); });
+  module.def("watch_writes", [](const std::vector<std::string>& ops, const std::vector<std::string>& collectives) {
+    announcers = std::make_unique<Announcers>(ops, collectives);
+  });
   module.def("unwatch_writes", [] { announcers.reset(); });
   module.def("note_writes", [](const std::vector<Tensor>& tensors) {
     Storages written;

@@ -12,7 +12,7 @@ from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ..kernels import Kernels, refusal
 from ..state import Overlay, Settings
-from ..unversioned_writes import WatchedOptimizers
+from ..unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedOptimizers
 from ..weight_cache import WeightCache
 from ..weights import STALE, storages_are_rewritten
 
@@ -60,7 +60,7 @@ class NativeEngine:
     def watch_writes(self) -> None:
         """Have writes of weights that count no version seen, from now on."""
         if self._optimizers is None:
-            self._extension.watch_writes()
+            self._extension.watch_writes(FUSED_OPTIMIZERS, COLLECTIVES)
             self._optimizers = WatchedOptimizers(self._extension.note_writes)
 
     def unwatch_writes(self) -> None:

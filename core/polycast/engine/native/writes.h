@@ -1,4 +1,4 @@
-// Writes that count no version: which ops make them, and telling the stores.
+// Writes that count no version: seeing them, and telling the stores.
 //
 // Owns a log of the storages that were written, by address, and the storages that collectives may still write. Both live as
 // long as the process.
@@ -21,6 +21,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -129,43 +130,6 @@ void announce(const Storages& written) {
   }
 }
 
-// The ops that write and count no version. Those of collectives do not say in their schemas which arguments they write.
-constexpr std::array kFusedOptimizers = {
-    "aten::_fused_adagrad_",
-    "aten::_fused_adagrad_.tensor_lr",
-    "aten::_fused_adam_",
-    "aten::_fused_adam_.tensor_lr",
-    "aten::_fused_adamw_",
-    "aten::_fused_adamw_.tensor_lr",
-    "aten::_fused_sgd_",
-    "aten::_fused_sgd_.tensor_lr"};
-
-constexpr std::array kCollectives = {
-    "_c10d_functional::all_gather_into_tensor_out",
-    "_c10d_functional::all_reduce_",
-    "_c10d_functional::all_reduce_coalesced_",
-    "_c10d_functional::broadcast_",
-    "_c10d_functional::irecv",
-    "_c10d_functional::batch_p2p_ops",
-    "_c10d_functional::reduce_scatter_tensor_out",
-    "c10d::_allgather_base_",
-    "c10d::_reduce_scatter_base_",
-    "c10d::allgather_",
-    "c10d::allgather_coalesced_",
-    "c10d::allgather_into_tensor_coalesced_",
-    "c10d::allreduce_",
-    "c10d::allreduce_coalesced_",
-    "c10d::alltoall_",
-    "c10d::alltoall_base_",
-    "c10d::broadcast_",
-    "c10d::gather_",
-    "c10d::recv_",
-    "c10d::recv_any_source_",
-    "c10d::reduce_",
-    "c10d::reduce_scatter_",
-    "c10d::reduce_scatter_tensor_coalesced_",
-    "c10d::scatter_"};
-
 void collect_storages(const c10::IValue& value, Storages& found) {
   if (value.isTensor()) {
     const Tensor& tensor = value.toTensor();
@@ -179,7 +143,8 @@ void collect_storages(const c10::IValue& value, Storages& found) {
   }
 }
 
-// Runs in front of an op that writes, at the key where torch counts versions, and announces what it has written.
+// Runs in front of an op that writes, at the key where torch counts versions, and announces what it has written. The schema of
+// a collective does not say which arguments those are, and it may write after it has returned.
 class Announcing final : public c10::OperatorKernel {
  public:
   explicit Announcing(bool is_collective) : is_collective_(is_collective) {}
@@ -217,14 +182,14 @@ class Announcing final : public c10::OperatorKernel {
 // The announcing kernels, in place until this is gone.
 class Announcers {
  public:
-  Announcers() {
-    add(kFusedOptimizers, false);
-    add(kCollectives, true);
+  Announcers(const std::vector<std::string>& ops, const std::vector<std::string>& collectives) {
+    add(ops, false);
+    add(collectives, true);
   }
 
  private:
-  void add(c10::ArrayRef<const char*> names, bool is_collective) {
-    for (const std::string name : names) {
+  void add(const std::vector<std::string>& names, bool is_collective) {
+    for (const std::string& name : names) {
       const auto dot = name.find('.');
       const auto handle = c10::Dispatcher::singleton().findSchema(
           {name.substr(0, dot), dot == std::string::npos ? "" : name.substr(dot + 1)});

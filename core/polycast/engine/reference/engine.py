@@ -8,8 +8,10 @@ from torch.library import Library
 
 from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
+from ...policy.schemas import find_op
+from ..casting import tensors_in
 from ..kernels import Kernels, dispatch_key
-from ..unversioned_writes import FUSED_OPTIMIZERS, WatchedOptimizers
+from ..unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedOptimizers
 from .kernels import PythonKernels
 from .state_machine import PythonStateMachine
 from .store import note_writes
@@ -25,7 +27,7 @@ class ReferenceEngine(PythonStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self._optimizers: WatchedOptimizers | None = None
-        self._library: Library | None = None
+        self._libraries: dict[str, Library] = {}
 
     def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy]) -> Kernels:
         """Put a backend's kernels in place."""
@@ -35,30 +37,37 @@ class ReferenceEngine(PythonStateMachine):
         """Have writes of weights that count no version seen, from now on."""
         if self._optimizers is None:
             self._optimizers = WatchedOptimizers(note_writes)
-            self._library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-            for name in FUSED_OPTIMIZERS:
-                if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", _WHERE_VERSIONS_COUNT):
-                    kernel = _announcing(name)
-                    self._library.impl(name, kernel, _WHERE_VERSIONS_COUNT, with_keyset=True)  # type: ignore[no-untyped-call]
+            for name in (*FUSED_OPTIMIZERS, *COLLECTIVES):
+                op = find_op(name)
+                if op is None or torch._C._dispatch_has_kernel_for_dispatch_key(name, _WHERE_VERSIONS_COUNT):
+                    continue  # not in this torch; or it counts versions by now
+                space, _, name_in_it = name.partition("::")
+                if space not in self._libraries:
+                    self._libraries[space] = Library(space, "IMPL")  # type: ignore[no-untyped-call]
+                self._libraries[space].impl(  # type: ignore[no-untyped-call]
+                    name_in_it, _announcing(op, name in COLLECTIVES), _WHERE_VERSIONS_COUNT, with_keyset=True
+                )
 
     def unwatch_writes(self) -> None:
         """Take out of torch what watch_writes put there."""
-        if self._optimizers is not None and self._library is not None:
+        if self._optimizers is not None:
             self._optimizers.remove()
-            self._library._destroy()  # type: ignore[no-untyped-call]
-            self._optimizers = self._library = None
+            self._optimizers = None
+            for library in self._libraries.values():
+                library._destroy()  # type: ignore[no-untyped-call]
+            self._libraries = {}
 
 
-def _announcing(name: str) -> Any:
-    """Return a kernel that runs in front of a fused optimizer's op, whose first argument it writes."""
-    packet, _, overload = name.partition(".")
-    op: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, packet), overload or "default")
+def _announcing(op: torch._ops.OpOverload, is_collective: bool) -> Any:
+    """Return a kernel that runs in front of an op that writes to tensors it is given, and announces that."""
     below = torch._C._dispatch_keyset_full_after(dispatch_key(_WHERE_VERSIONS_COUNT))
 
-    def kernel(keys: torch._C.DispatchKeySet, weights: Any, *args: Any, **kwargs: Any) -> None:
+    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        # A fused optimizer writes its first argument and its state; a collective's schema does not say what it writes.
+        written = list(tensors_in(args if is_collective else args[:1]))
         try:
-            op.redispatch(keys & below, weights, *args, **kwargs)
+            return op.redispatch(keys & below, *args, **kwargs)
         finally:
-            note_writes(weights)
+            note_writes(written, may_go_on=is_collective)
 
     return kernel

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...errors import StaleWeightError
 from ...plugins.fork import Lock, hold_over_forks
-from ..weights import STALE, may_be_kept
+from ..weights import STALE
 
 _MOST_USES = 3
 _MOST_REFUSED = 10_000
@@ -72,7 +72,7 @@ class PythonStore:
         entry = _Entry(_content(weight), _storage(weight), cast := _made(weight, key[1]))
         self._misses += 1
         self._erase(key)
-        if not may_be_kept(weight) or not self._make_room(key, cast.nbytes):
+        if not _may_be_kept(weight) or not self._make_room(key, cast.nbytes):
             return cast
         if key[0] not in self._weights:
             self._weights[key[0]] = weakref.ref(weight, self._forgetting(key[0]))
@@ -169,11 +169,32 @@ def _locks() -> list[Lock]:
 hold_over_forks(_locks)
 
 
-def note_writes(tensors: Iterable[torch.Tensor]) -> None:
-    """Drop the casts of weights that were written without a version."""
-    storages = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
+_written_later: dict[int, StorageWeakRef] = {}
+
+
+def note_writes(tensors: Iterable[torch.Tensor], may_go_on: bool = False) -> None:
+    """Drop the casts of weights that were written without a version, and keep none where that `may_go_on`."""
+    written = {
+        storage._cdata: StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        for storage in (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
+    }
+    if may_go_on:
+        with _stores_lock:
+            for storage in [storage for storage, reference in _written_later.items() if _is_gone(reference)]:
+                del _written_later[storage]
+            _written_later.update(written)
     for store in all_stores():
-        store.forget_written(storages)
+        store.forget_written(written.keys())
+
+
+def _is_gone(reference: StorageWeakRef) -> bool:
+    return bool(reference.expired())  # type: ignore[no-untyped-call]
+
+
+def _may_be_kept(weight: torch.Tensor) -> bool:
+    """Say whether the cast of a weight may be kept: not where others write its memory, at times that nobody tells."""
+    shared = weight.device.type == "cpu" and weight.is_shared()  # type: ignore[no-untyped-call]
+    return not shared and weight.untyped_storage()._cdata not in _written_later
 
 
 def _made(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
