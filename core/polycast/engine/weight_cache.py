@@ -56,12 +56,14 @@ class WeightCache:
     Give one to any regions, on any threads. It keeps a cast until the weight changes or dies, :meth:`clear` is called,
     or the cache itself dies. Casts made under ``torch.no_grad`` and ``torch.inference_mode`` serve grad mode too.
 
-    In-place updates (an optimizer's step, ``load_state_dict``) and a new ``weight.data = ...`` are seen. A write
-    through ``.data`` (``weight.data.add_(1)``) is not: torch does not count it in the weight's version. Call
-    :meth:`clear` after one; and before ``torch.utils.swap_tensors``, which refuses tensors that a cache watches.
+    In-place updates (an optimizer's step, also of a fused one; ``load_state_dict``; a collective) and a new
+    ``weight.data = ...`` are seen. A write through ``.data`` (``weight.data.add_(1)``) is not: torch does not count it
+    in the weight's version. Call :meth:`clear` after one; and before ``torch.utils.swap_tensors``, which refuses
+    tensors that a cache watches.
 
     Args:
-        max_bytes: the memory that casts may take; those least recently used are dropped first. None: no bound.
+        max_bytes: the memory that casts may take. A new one takes the place of the one that was not used for longest,
+            if it was wanted as often. None: no bound.
         verify: at every hit compare the cast with the weight, to find writes that were not seen. Slow.
 
     Raises:
