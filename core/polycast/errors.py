@@ -1,5 +1,8 @@
 """What polycast raises and warns with; each class is also the standard one that code written for torch catches."""
 
+import sys
+import warnings
+
 
 class BackendNotFoundError(RuntimeError):
     """No backend is registered for a device type that torch knows."""
@@ -23,3 +26,11 @@ class StaleWeightError(RuntimeError):
 
 class AutocastDisabledWarning(UserWarning):
     """A region was asked for that the device or its backend cannot give; it runs with autocast disabled."""
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn of something that the user's code led to, in the name of the line of it that called into polycast."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

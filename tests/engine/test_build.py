@@ -14,72 +14,6 @@ import polycast
 from polycast.engine import choice, installation
 from polycast.engine.native import build
 
-COMPILER = """#!{python}
-import os, shutil, sys
-if "--version" in sys.argv:
-    print("test compiler 1.0")
-    raise SystemExit
-with open({calls!r}, "a") as calls:
-    calls.write("called\\n")
-if {status}:
-    print("no room for the object file")
-    raise SystemExit({status})
-shutil.copy({library!r}, sys.argv[sys.argv.index("-o") + 1])
-"""
-
-
-@pytest.fixture(scope="session")
-def library():
-    """Return the library that this machine's compiler built."""
-    return build.find_or_build(build.cache_directory())
-
-
-class Compiler:
-    """A compiler that can be told to fail, and that counts its calls."""
-
-    def __init__(self, folder, library):
-        self._folder, self._library = folder, library
-        self._calls = folder / "calls"
-        self.behave(status=0)
-
-    def behave(self, status):
-        script = self._folder / "c++"
-        values = {"python": sys.executable, "calls": str(self._calls), "status": status, "library": str(self._library)}
-        script.write_text(COMPILER.format(**values))
-        script.chmod(0o755)
-        self.command = str(script)
-
-    @property
-    def calls(self):
-        return len(self._calls.read_text().splitlines()) if self._calls.exists() else 0
-
-
-@pytest.fixture
-def compiler(library, tmp_path_factory, monkeypatch):
-    made = Compiler(tmp_path_factory.mktemp("compiler"), library)
-    monkeypatch.setenv("CXX", made.command)
-    return made
-
-
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    """An empty cache directory."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "polycast"
-
-
-@pytest.fixture
-def wanted(monkeypatch):
-    """Return a function that sets POLYCAST_ENGINE and chooses anew."""
-
-    def choose(name):
-        installation.forget_choice()
-        monkeypatch.setenv("POLYCAST_ENGINE", name)
-        return choice.choose()
-
-    yield choose
-    installation.forget_choice()
-
 
 def test_the_engine_is_built_once_with_a_line_that_says_so(compiler, home, capfd):
     first = build.find_or_build(home)
@@ -90,20 +24,18 @@ def test_the_engine_is_built_once_with_a_line_that_says_so(compiler, home, capfd
     assert not list(first.parent.glob("tmp*"))
 
 
-def test_it_is_built_again_for_another_source_and_for_another_torch(compiler, home, monkeypatch, tmp_path):
+def test_it_is_built_again_for_another_source_and_for_another_torch(compiler, home, monkeypatch):
     first = build.find_or_build(home)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.99"))
     other_torch = build.find_or_build(home)
     builds = [first, other_torch]
-    for position, source in enumerate(build.SOURCES):
-        another = tmp_path / source.name
-        another.write_text("// another")
-        sources = (*build.SOURCES[:position], another, *build.SOURCES[position + 1 :])
+    sources = build.read_sources()
+    for name in sources:
         with monkeypatch.context() as changed:
-            changed.setattr(build, "SOURCES", sources)
+            changed.setattr(build, "read_sources", lambda name=name: {**sources, name: b"// another"})
             builds.append(build.find_or_build(home))
-    assert {source.suffix for source in build.SOURCES} == {".cpp", ".h"}
-    assert len(set(builds)) == compiler.calls == 2 + len(build.SOURCES)
+    assert {name.partition(".")[2] for name in sources} == {"cpp", "h"}
+    assert len(set(builds)) == compiler.calls == 2 + len(sources)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "another", "no_checksum", "half_a_checksum"])
@@ -122,19 +54,10 @@ def test_a_damaged_build_is_built_again(compiler, home, damage):
     assert compiler.calls == 2
 
 
-def test_what_a_killed_build_left_does_not_disturb(compiler, home):
-    library = build.find_or_build(home)
-    library.unlink()
-    (library.parent / "tmpkilled").mkdir()
-    (library.parent / "tmpkilled" / library.name).write_bytes(b"half")
-    assert build.find_or_build(home) == library
-    assert library.stat().st_size > 1000
-
-
 SCRIPT = """
 import sys
 from pathlib import Path
-from polycast.engine import build
+from polycast.engine.native import build
 print(build.find_or_build(Path(sys.argv[1])))
 """
 

@@ -2,7 +2,8 @@
 
 import typer
 
-from ..engine.native.build import BuildError, cache_directory, find_or_build
+from ..engine.native.build import find_or_build
+from ..engine.native.cache import BuildError, cache_directory
 from .terminal import library_errors
 
 

@@ -1,13 +1,13 @@
 """Which engine runs regions and kernels: chosen at the first region, for the life of the process."""
 
 import threading
-import warnings
 from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
 from .. import env
+from ..errors import warn_user
 from ..plugins.backend import Backend
 from ..plugins.fork import hold_over_forks
 from ..policy.cast_policy import CastPolicy
@@ -98,16 +98,17 @@ def forget() -> None:
 def _choose(wanted: str) -> Engine:
     if wanted == "reference":
         return _reference
-    from .native import build  # what it imports takes a while, and is needed here only
+    from .native import build, cache  # what they import takes a while, and is needed here only
 
     try:
         return build.load()
-    except build.BuildError as error:
+    # Much of it is the machine's: a broken installation of torch's headers or of Python may raise anything.
+    except Exception as error:
+        reason = str(error) if isinstance(error, cache.BuildError) else f"{type(error).__name__}: {error}."
         if wanted == "native":
-            raise RuntimeError(f"POLYCAST_ENGINE=native, but the native engine cannot be built: {error}") from error
-        warnings.warn(
-            f"polycast runs on its reference engine, which is slower: the native engine cannot be built: {error} "
-            "Set POLYCAST_ENGINE=reference to be content with it.",
-            stacklevel=2,
-        )
-        return _reference
+            raise RuntimeError(f"POLYCAST_ENGINE=native, but the native engine cannot be built: {reason}") from error
+    warn_user(
+        f"polycast runs on its reference engine, which is slower: the native engine cannot be built: {reason} "
+        "Set POLYCAST_ENGINE=reference to be content with it."
+    )
+    return _reference

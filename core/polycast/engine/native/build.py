@@ -5,9 +5,11 @@ made in a folder of its own under a lock, is put in place by a rename, and comes
 with it is built again and never loaded.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.machinery
+import importlib.resources
 import importlib.util
 import os
 import shlex
@@ -17,27 +19,20 @@ import sys
 import sysconfig
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from filelock import FileLock
 
+from ...errors import warn_user
+from .cache import BuildError, UntrustedCacheError, cache_directory, check_folders, is_trusted, make_folders
 from .engine import NativeEngine
 
-SOURCES = tuple(sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h")))
 _MODULE = "polycast_native"
 _FLAGS = ("-O2", "-g0", "-fPIC", "-shared", "-std=c++20", "-fvisibility=hidden")
-
-
-class BuildError(Exception):
-    """The native engine cannot be built or loaded; the text says why, and names the log where there is one."""
-
-
-def cache_directory() -> Path:
-    """Return where builds are kept: ``$XDG_CACHE_HOME/polycast``, or ``~/.cache/polycast``."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "polycast"
 
 
 def load() -> NativeEngine:
@@ -45,17 +40,33 @@ def load() -> NativeEngine:
 
     Raises:
         BuildError: it cannot be built, or does not load.
+
+    Warns:
+        UserWarning: the cache cannot be trusted, so that it was built for this process alone.
     """
     return _load(cache_directory())
 
 
 @functools.cache
 def _load(directory: Path) -> NativeEngine:
-    library = find_or_build(directory)
+    try:
+        return _engine(find_or_build(directory))
+    except UntrustedCacheError as error:
+        refusal = error
+    try:
+        with tempfile.TemporaryDirectory(prefix="polycast-") as private:
+            engine = _engine(find_or_build(Path(private)))
+    except (BuildError, OSError) as error:
+        raise BuildError(f"{refusal} It cannot be built elsewhere either: {error}") from error
+    warn_user(f"polycast built its native engine for this process alone, as each process will: {refusal}")
+    return engine
+
+
+def _engine(library: Path) -> NativeEngine:
     try:
         return NativeEngine(_import(library))
     except ImportError as error:
-        raise BuildError(f"{library} does not load: {error}.") from error
+        raise BuildError(f"{library} does not load: {error}. Remove it to have it built again.") from error
 
 
 def _import(library: Path) -> ModuleType:
@@ -73,28 +84,59 @@ def find_or_build(directory: Path, again: bool = False) -> Path:
     A build that failed is remembered by its log, for each process would try it anew; `again` does.
 
     Raises:
+        UntrustedCacheError: others can write where it would be.
         BuildError: there is none, and none can be made.
     """
-    place = directory / _digest(*_for_which(), *(source.read_bytes().hex() for source in SOURCES))
+    sources = read_sources()
+    place = directory / _digest(*_for_which(), *(text.hex() for text in sources.values()))
     compiler = _compiler()
-    if compiler is None:
-        # A build of another compiler does as well as one of none.
-        for library in sorted(place.glob(f"*/{_MODULE}.so")):
-            if _is_whole(library):
-                return library
-        raise BuildError("no C++ compiler is found. Install one (c++), or name it in the variable CXX.")
-    library = place / _digest(*compiler, *_FLAGS) / f"{_MODULE}.so"
-    if not _is_whole(library):
-        if _failure(library).exists() and not again:
-            raise BuildError(f"it failed before; its output is in {_failure(library)}. `polycast build` tries again.")
-        try:
-            library.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(library.parent / "lock"):
+    folder = place / _digest(*compiler, *_FLAGS) if compiler is not None else place
+    try:
+        check_folders(directory, folder)
+        if compiler is None:
+            return _any_build(directory, place)
+        library = folder / f"{_MODULE}.so"
+        if not _is_whole(library):
+            if _failure(library).exists() and not again:
+                raise BuildError(
+                    f"it failed before; its output is in {_failure(library)}. `polycast build` tries again."
+                )
+            make_folders(directory, folder)
+            check_folders(directory, folder)
+            with FileLock(folder / "lock"):
                 if not _is_whole(library):  # another process may have built it meanwhile
-                    _build(compiler[0], library)
-        except OSError as error:
-            raise BuildError(f"nothing can be written to {library.parent}: {error}.") from error
-    return library
+                    _remove_leftovers(folder)
+                    _build(compiler[0], sources, library)
+        return library
+    except (OSError, NotImplementedError) as error:  # the latter is filelock's, for a file system without locks
+        raise BuildError(
+            f"nothing can be written to {folder}: {error}. Set XDG_CACHE_HOME to a folder of yours that has room."
+        ) from error
+
+
+def read_sources() -> Mapping[str, bytes]:
+    """Return the C++ by the names of its files; it may lie in an archive.
+
+    Raises:
+        BuildError: it was not installed.
+    """
+    folder = importlib.resources.files(__package__)
+    try:
+        found = {file.name: file.read_bytes() for file in folder.iterdir() if file.name.endswith((".cpp", ".h"))}
+    except OSError:
+        found = {}
+    if not found:
+        raise BuildError(f"its C++ sources are not in {folder}. Install polycast with all its files.")
+    return dict(sorted(found.items()))
+
+
+def _any_build(directory: Path, place: Path) -> Path:
+    """Return a build of whatever compiler: where there is none now, it does as well."""
+    for library in sorted(place.glob(f"*/{_MODULE}.so")):
+        check_folders(directory, library.parent)
+        if _is_whole(library):
+            return library
+    raise BuildError("no C++ compiler is found. Install one (c++), or name it in the variable CXX.")
 
 
 def _for_which() -> tuple[str, ...]:
@@ -106,14 +148,33 @@ def _for_which() -> tuple[str, ...]:
 def _compiler() -> tuple[str, str] | None:
     """Return the command of the C++ compiler and its version, or None if there is no compiler."""
     command = os.environ.get("CXX", "c++")
-    if not shlex.split(command) or shutil.which(shlex.split(command)[0]) is None:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise BuildError(f"CXX={command!r} is not a command: {error}. Correct or unset the variable.") from error
+    if not words or shutil.which(words[0]) is None:
         return None
-    answer = subprocess.run([*shlex.split(command), "--version"], capture_output=True, text=True, check=False)
-    return command, answer.stdout
+    try:
+        return command, _run([*words, "--version"], stderr=subprocess.DEVNULL).stdout
+    except OSError as error:
+        raise BuildError(f"the C++ compiler {command!r} does not run: {error}. Name another in CXX.") from error
+
+
+def _run(command: list[str], **settings: Any) -> "subprocess.CompletedProcess[str]":
+    """Run a compiler, which may write in any encoding."""
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        errors="backslashreplace",
+        check=False,
+        **settings,
+    )
 
 
 def _digest(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def _checksum(library: Path) -> str:
@@ -121,9 +182,10 @@ def _checksum(library: Path) -> str:
 
 
 def _is_whole(library: Path) -> bool:
+    checksum = library.with_suffix(".sha256")
     try:
-        return library.with_suffix(".sha256").read_text() == _checksum(library)
-    except OSError:
+        return is_trusted(library) and is_trusted(checksum) and checksum.read_text() == _checksum(library)
+    except (OSError, UnicodeDecodeError):
         return False
 
 
@@ -131,33 +193,68 @@ def _failure(library: Path) -> Path:
     return library.with_suffix(".log")
 
 
-def _build(compiler: str, library: Path) -> None:
-    print("polycast: building the native engine, once for this torch ...", file=sys.stderr, flush=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # those of what it imports are not the user's to mend
-        from torch.utils import cpp_extension  # its import takes a while, and is needed here only
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what a build left that was killed; called with the lock held, so that none is under way."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
 
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        built = Path(scratch) / library.name
-        command = [
-            *shlex.split(compiler),
-            *_FLAGS,
-            f"-DTORCH_EXTENSION_NAME={_MODULE}",
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-            *(f"-isystem{path}" for path in [*cpp_extension.include_paths(), sysconfig.get_path("include")]),
-            *(str(path) for path in SOURCES if path.suffix == ".cpp"),
-            *(f"-L{path}" for path in cpp_extension.library_paths()),
-            *("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"),
-            "-o",
-            str(built),
-        ]
-        outcome = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+
+def _build(compiler: str, sources: Mapping[str, bytes], library: Path) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a daemon's stderr may be closed, or None
+        sys.stderr.write("polycast: building the native engine, once for this torch ...\n")
+        sys.stderr.flush()
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        scratch = Path(folder)
+        built = scratch / library.name
+        for name, text in sources.items():  # what is compiled is what the build is keyed by, and may be in an archive
+            (scratch / name).write_bytes(text)
+        command = _command(compiler, scratch, built)
+        # What the compiler puts aside lies there too, and goes with the rest if it is killed.
+        outcome = _run(command, stderr=subprocess.STDOUT, env={**os.environ, "TMPDIR": folder})
         if outcome.returncode != 0 or not built.is_file():
             log = _failure(library)
-            log.write_text(f"{shlex.join(command)}\n{outcome.stdout}")
-            raise BuildError(f"the compiler failed with status {outcome.returncode}; its output is in {log}.")
+            _write_log(log, f"{shlex.join(command)}\n{outcome.stdout}")
+            raise BuildError(
+                f"the compiler failed with status {outcome.returncode}; its output is in {log}. Once it can do better, "
+                "`polycast build` tries again."
+            )
         _failure(library).unlink(missing_ok=True)
-        built.with_suffix(".sha256").write_text(_checksum(built))
+        checksum = built.with_suffix(".sha256")
+        checksum.write_text(_checksum(built))
         # The checksum goes first: a library without its own, or with a former one, is not whole.
-        os.replace(built.with_suffix(".sha256"), library.with_suffix(".sha256"))
-        os.replace(built, library)
+        for file in (checksum, built):
+            file.chmod(0o600)
+            os.replace(file, library.parent / file.name)
+
+
+def _command(compiler: str, scratch: Path, built: Path) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # those of what it imports are not the user's to mend
+        try:
+            from torch.utils import cpp_extension  # its import takes a while, and is needed here only
+        except ImportError as error:
+            raise BuildError(
+                f"torch.utils.cpp_extension, which knows where torch's headers are, cannot be imported: {error}. "
+                "Install what it needs, as setuptools."
+            ) from error
+    return [
+        *shlex.split(compiler),
+        *_FLAGS,
+        f"-DTORCH_EXTENSION_NAME={_MODULE}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(f"-isystem{path}" for path in [*cpp_extension.include_paths(), sysconfig.get_path("include")]),
+        *(str(path) for path in sorted(scratch.glob("*.cpp"))),
+        *(f"-L{path}" for path in cpp_extension.library_paths()),
+        *("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"),
+        "-o",
+        str(built),
+    ]
+
+
+def _write_log(log: Path, text: str) -> None:
+    try:
+        log.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError:  # a full disk is no failure of the compiler, to be remembered as one
+        log.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,180 @@
+"""The cache of builds: nothing is loaded from where somebody else can write, and what was killed leaves nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from polycast.engine.native import build
+from polycast.engine.native.cache import UntrustedCacheError, cache_directory
+
+only_posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system has other owners and permissions")
+only_root = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give a file to another user"
+)
+SOMEBODY = 12345
+REMEDY = (
+    ", so others may have put there what would be loaded. Remove {}, to have it made anew, or set XDG_CACHE_HOME to a "
+)
+
+
+@pytest.fixture
+def umask():
+    """Let files be made that everybody can write, unless their maker says otherwise."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.fixture(params=["cache", "torch", "compiler"])
+def folder(request, compiler, home):
+    """A build, and one of the folders that it lies in."""
+    library = build.find_or_build(home)
+    library.write_bytes(b"of somebody else")
+    library.with_suffix(".sha256").write_text(build._checksum(library))
+    return {"cache": home, "torch": library.parent.parent, "compiler": library.parent}[request.param]
+
+
+def everybodys(folder):
+    folder.chmod(0o777)
+    return rf"{folder} can be written by others \(drwxrwxrwx\)"
+
+
+def groups(folder):
+    folder.chmod(0o770)
+    return rf"{folder} can be written by others \(drwxrwx---\)"
+
+
+def somebodys(folder):
+    os.chown(folder, SOMEBODY, -1)
+    return rf"{folder} belongs to another user \(uid {SOMEBODY}\)"
+
+
+WAYS = [everybodys, groups, pytest.param(somebodys, marks=only_root)]
+
+
+@only_posix
+def test_only_the_user_can_enter_its_folders_and_write_its_files(compiler, home, umask):
+    library = build.find_or_build(home)
+    assert [oct(path.stat().st_mode & 0o777) for path in (home, library.parent.parent, library.parent)] == ["0o700"] * 3
+    assert [oct(file.stat().st_mode & 0o022) for file in (library, library.with_suffix(".sha256"))] == ["0o0"] * 2
+
+
+@only_posix
+@pytest.mark.parametrize("give", WAYS)
+def test_a_folder_that_others_can_write_is_refused_and_what_to_do_is_said(folder, give, compiler, home):
+    with pytest.raises(UntrustedCacheError, match=give(folder) + REMEDY.format(home)):
+        build.find_or_build(home)
+    assert compiler.calls == 1
+
+
+@only_posix
+def test_without_a_compiler_a_folder_that_others_can_write_is_refused_too(folder, home, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UntrustedCacheError, match=everybodys(folder) + REMEDY.format(home)):
+        build.find_or_build(home)
+
+
+@only_posix
+def test_the_engine_is_then_built_for_this_process_alone(compiler, home, monkeypatch, tmp_path, wanted):
+    place = build.find_or_build(home).parent
+    said = everybodys(place)
+    elsewhere = tmp_path / "temporary"
+    elsewhere.mkdir()
+    monkeypatch.setattr(build.tempfile, "tempdir", str(elsewhere))
+    message = (
+        f"^polycast built its native engine for this process alone, as each process will: {said}{REMEDY.format(home)}"
+    )
+    with pytest.warns(UserWarning, match=message) as caught:
+        assert wanted("auto").name == "native"
+    assert len(caught) == 1
+    assert compiler.calls == 2
+    assert list(elsewhere.iterdir()) == []
+
+
+@only_posix
+def test_where_it_cannot_be_built_elsewhere_either_both_reasons_are_said(compiler, home, wanted):
+    said = everybodys(build.find_or_build(home).parent)
+    compiler.behave(status=1)
+    message = f"{said}{REMEDY.format(home)}.* It cannot be built elsewhere either: the compiler failed with status 1"
+    with pytest.warns(UserWarning, match=message) as caught:
+        assert wanted("auto").name == "reference"
+    assert len(caught) == 1
+
+
+@only_posix
+@pytest.mark.parametrize("give", [lambda file: file.chmod(0o666), pytest.param(somebodys, marks=only_root)])
+@pytest.mark.parametrize("suffix", [".so", ".sha256"])
+def test_a_file_that_others_can_write_is_replaced(compiler, home, suffix, give):
+    library = build.find_or_build(home)
+    give(library.with_suffix(suffix))
+    assert build.find_or_build(home) == library
+    assert compiler.calls == 2
+    status = library.with_suffix(suffix).stat()
+    assert (status.st_uid, status.st_mode & 0o022) == (os.geteuid(), 0)
+
+
+@only_posix
+def test_a_folder_around_the_cache_in_which_everybody_can_rename_it_is_refused(compiler, home):
+    home.parent.chmod(0o777)
+    with pytest.raises(UntrustedCacheError, match=rf"{home.parent} can be written by everybody \(drwxrwxrwx\)"):
+        build.find_or_build(home)
+
+
+@only_posix
+def test_a_sticky_folder_around_the_cache_will_do(compiler, home):
+    home.parent.chmod(0o1777)
+    assert build.find_or_build(home).is_file()
+
+
+@only_posix
+def test_a_cache_that_is_a_link_will_do(compiler, home, tmp_path):
+    (tmp_path / "large disk").mkdir(mode=0o700)
+    home.symlink_to(tmp_path / "large disk", target_is_directory=True)
+    assert build.find_or_build(home).resolve().is_relative_to(tmp_path / "large disk")
+
+
+@only_root
+def test_a_link_of_another_user_is_refused(compiler, home, tmp_path):
+    (tmp_path / "large disk").mkdir(mode=0o700)
+    home.symlink_to(tmp_path / "large disk", target_is_directory=True)
+    os.lchown(home, SOMEBODY, -1)
+    with pytest.raises(UntrustedCacheError, match=rf"{home} belongs to another user \(uid {SOMEBODY}\)"):
+        build.find_or_build(home)
+
+
+@only_root
+def test_what_root_built_serves_everybody_who_can_read_it(compiler, home, monkeypatch):
+    library = build.find_or_build(home)
+    monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY)
+    assert build.find_or_build(home) == library
+    assert compiler.calls == 1
+
+
+@pytest.mark.parametrize("named", ["", "cache", "../cache", "."])
+def test_a_relative_cache_home_is_ignored(monkeypatch, tmp_path, named):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", named)
+    assert cache_directory() == tmp_path / ".cache" / "polycast"
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from polycast.engine.native import build
+build.find_or_build(Path(sys.argv[1]))
+"""
+
+
+@only_posix
+def test_what_a_killed_build_left_is_removed_by_the_next(compiler, home):
+    compiler.behave(status=0, also="open(sys.argv[sys.argv.index('-o') + 1], 'w'); os.kill(os.getppid(), 9)")
+    assert subprocess.run([sys.executable, "-c", KILLED, str(home)], check=False).returncode == -signal.SIGKILL
+    left = [path for path in home.rglob("*") if path.suffix == ".so"]
+    assert len(left) == 1
+    compiler.behave(status=0)
+    library = build.find_or_build(home)
+    assert [path for path in library.parent.iterdir() if path.is_dir()] == []
+    assert [path for path in home.rglob("*") if path.suffix == ".so"] == [library]

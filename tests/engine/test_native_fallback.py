@@ -1,0 +1,225 @@
+"""Every way in which the native engine cannot be had: the reference engine runs instead, with one warning.
+
+The warning says what to do, and where POLYCAST_ENGINE=native asks for the engine, the same text is the error's.
+"""
+
+import errno
+import os
+import pwd
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from polycast.engine import choice
+from polycast.engine.native import build
+
+
+def no_home(monkeypatch, folder):
+    """HOME is unset, and the user is in no list of users, as in a container with a user of its own."""
+
+    def unknown(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+
+def relative_home(monkeypatch, folder):
+    monkeypatch.setenv("HOME", "a/folder")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+
+def open_quote(monkeypatch, folder):
+    monkeypatch.setenv("CXX", "'c++ -O1")
+
+
+def script(monkeypatch, folder, text, mode=0o755):
+    """Have a file be the compiler."""
+    file = folder / "compiler"
+    file.write_bytes(text.encode("latin-1"))
+    file.chmod(mode)
+    monkeypatch.setenv("CXX", str(file))
+
+
+def not_executable(monkeypatch, folder):
+    script(monkeypatch, folder, "", mode=0o644)
+
+
+def no_program(monkeypatch, folder):
+    script(monkeypatch, folder, "of another processor")
+
+
+def no_interpreter(monkeypatch, folder):
+    script(monkeypatch, folder, "#!/no/such/interpreter\n")
+
+
+def other_encoding(monkeypatch, folder):
+    script(monkeypatch, folder, "#!/bin/sh\necho 'Version fran\xe7aise'\necho 'Fichier pr\xe9compil\xe9' >&2\nexit 1\n")
+
+
+def killed(monkeypatch, folder):
+    script(monkeypatch, folder, '#!/bin/sh\ncase "$*" in *--version*) exit;; esac\nkill -9 $$\n')
+
+
+def cache_is_a_file(monkeypatch, folder):
+    (folder / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "file"))
+
+
+def read_only(monkeypatch, folder):
+    def refuse(path, *arguments, **keywords):
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+
+
+def full(monkeypatch, folder):
+    def refuse(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+
+
+def no_locks(monkeypatch, folder):
+    def refuse(path):
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr(build, "FileLock", refuse)
+
+
+def no_setuptools(monkeypatch, folder):
+    monkeypatch.setitem(sys.modules, "setuptools", None)
+    monkeypatch.delitem(sys.modules, "torch.utils.cpp_extension", raising=False)
+    monkeypatch.delattr(torch.utils, "cpp_extension", raising=False)
+
+
+def anything_else(monkeypatch, folder):
+    def fail():
+        raise MemoryError("no room for the answer")
+
+    monkeypatch.setattr(build, "_compiler", fail)
+
+
+def no_sources(monkeypatch, folder):
+    monkeypatch.setattr(build.importlib.resources, "files", lambda package: folder)
+
+
+NO_HOME = r"no home directory is known to keep it in\. Set XDG_CACHE_HOME to a folder of yours, or HOME\."
+NO_RUN = r"the C\+\+ compiler '.*compiler' does not run: .*{}.*\. Name another in CXX\."
+FAILED = r"the compiler failed with status {}; its output is in .*\.log\. Once it can do better, `polycast build` tries"
+NO_WRITE = r"nothing can be written to .*: .*{}.*\. Set XDG_CACHE_HOME to a folder of yours that has room\."
+WAYS = {
+    no_home: NO_HOME,
+    relative_home: NO_HOME,
+    open_quote: r"CXX=\"'c\+\+ -O1\" is not a command: No closing quotation\. Correct or unset the variable\.",
+    not_executable: r"no C\+\+ compiler is found\. Install one \(c\+\+\), or name it in the variable CXX\.",
+    no_program: NO_RUN.format("Exec format error"),
+    no_interpreter: NO_RUN.format("No such file"),
+    other_encoding: FAILED.format(1),
+    killed: FAILED.format(-9),
+    cache_is_a_file: NO_WRITE.format("Not a directory"),
+    read_only: NO_WRITE.format("Read-only file system"),
+    full: NO_WRITE.format("No space left on device"),
+    no_locks: NO_WRITE.format("does not appear to support flock"),
+    no_setuptools: r"torch\.utils\.cpp_extension, which .*, cannot be imported: .*setuptools.*\. Install what ",
+    anything_else: r"MemoryError: no room for the answer\.",
+    no_sources: r"its C\+\+ sources are not in .*\. Install polycast with all its files\.",
+}
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
+def reason(request, compiler, home, monkeypatch, tmp_path):
+    """Have the native engine be out of reach, and return what is said of that."""
+    request.param(monkeypatch, tmp_path)
+    return WAYS[request.param]
+
+
+def test_the_reference_engine_runs_with_one_warning_that_says_what_to_do(reason, wanted):
+    said = "^polycast runs on its reference engine, which is slower: the native engine cannot be built: "
+    with pytest.warns(UserWarning, match=said + reason) as caught:
+        assert wanted("auto").name == "reference"
+    assert len(caught) == 1
+    assert str(caught[0].message).endswith(" Set POLYCAST_ENGINE=reference to be content with it.")
+    assert choice.choose().name == "reference"  # and no second warning, which would be an error
+
+
+def test_where_the_native_engine_is_a_must_the_error_says_what_to_do(reason, wanted):
+    said = "^POLYCAST_ENGINE=native, but the native engine cannot be built: "
+    with pytest.raises(RuntimeError, match=said + reason):
+        wanted("native")
+
+
+def test_what_a_compiler_wrote_in_another_encoding_is_in_the_log(compiler, home, monkeypatch, tmp_path):
+    other_encoding(monkeypatch, tmp_path)
+    with pytest.raises(build.BuildError):
+        build.find_or_build(home)
+    (log,) = home.rglob("*.log")
+    assert log.read_text().endswith("Version fran\\xe7aise\nFichier pr\\xe9compil\\xe9\n")
+
+
+def test_a_full_disk_is_not_remembered_as_a_failure_of_the_compiler(compiler, home, monkeypatch):
+    write_text = Path.write_text
+
+    def run_out(path, *arguments, **keywords):
+        write_text(path, "")
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    compiler.behave(status=1)
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(Path, "write_text", run_out)
+        with pytest.raises(build.BuildError, match="No space left on device"):
+            build.find_or_build(home)
+    compiler.behave(status=0)
+    assert build.find_or_build(home).is_file()
+
+
+def test_the_compiler_needs_no_temporary_folder_of_the_users(compiler, home, monkeypatch, wanted):
+    monkeypatch.setenv("TMPDIR", "/no/such/folder")
+    compiler.behave(status=0, also="assert open(os.path.join(os.environ['TMPDIR'], 'aside'), 'w')")
+    assert wanted("auto").name == "native"
+
+
+@pytest.mark.parametrize("stderr", [None, "closed"])
+def test_a_process_without_stderr_builds_it(compiler, home, monkeypatch, stderr):
+    with open(os.devnull, "w") as closed:
+        pass
+    monkeypatch.setattr(sys, "stderr", stderr and closed)
+    assert build.find_or_build(home).is_file()
+
+
+PROGRAM = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch, polycast
+    with polycast.autocast("cpu"):
+        y = torch.ones(2, 2) @ torch.ones(2, 2)
+from polycast.engine.choice import choose
+print(polycast.__file__, choose().name, y.dtype, [str(each.message) for each in caught if each.filename == "<string>"])
+"""
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_polycast_runs_from_an_archive_and_builds_where_the_sources_are_in_it(compiler, home, tmp_path, engine):
+    archive = tmp_path / "all.zip"
+    with zipfile.ZipFile(archive, "w") as made:
+        for package in ("polycast", "polycast_cpu"):
+            (folder,) = sys.modules.get(package, __import__(package)).__path__
+            for path in Path(folder).rglob("*"):
+                if path.suffix == ".py" or (path.suffix in (".cpp", ".h") and engine == "native"):
+                    made.write(path, Path(package) / path.relative_to(folder))
+        made.writestr("polycast-0.1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: polycast\nVersion: 0.1.0\n")
+        made.writestr("polycast-0.1.0.dist-info/entry_points.txt", "[polycast.backends]\ncpu = polycast_cpu\n")
+    environment = {**os.environ, "PYTHONPATH": str(archive), "POLYCAST_ENGINE": "auto"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    file, name, dtype, warned = done.stdout.split(maxsplit=3)
+    assert file.startswith(str(archive))
+    assert (name, dtype) == (engine, "torch.bfloat16")
+    assert warned.count("its C++ sources are not in") == (engine == "reference")
+    assert compiler.calls == (engine == "native")
