@@ -82,21 +82,24 @@ def _run_uninstalled(device_types: Iterable[str] | None, change: Callable[[], ob
         names = list(installed) if device_types is None else [name for name in device_types if name in installed]
         taken = {name: installed.pop(name) for name in names}
         fully_installed.difference_update(names)
-        for name in names:
-            count = state.machine.open_regions(name)
-            if count:
-                installed.update(taken)
-                raise RuntimeError(
-                    f"polycast's kernels for {name!r} are in use: {count} region{'s are' * (count > 1) or ' is'} open, "
-                    "counting all threads. Leave them first."
-                )
         try:
+            for name in names:
+                _refuse_if_in_use(name)
             change()
         except BaseException:
             installed.update(taken)
             raise
         for kernels in taken.values():
             kernels.remove()
+
+
+def _refuse_if_in_use(device_type: str) -> None:
+    count = state.machine.open_regions(device_type)
+    if count:
+        raise RuntimeError(
+            f"polycast's kernels for {device_type!r} are in use: {count} region{'s are' * (count > 1) or ' is'} open, "
+            "counting all threads. Leave them first."
+        )
 
 
 def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:

@@ -84,16 +84,18 @@ class _ThreadRegions:
 
 
 class _Regions(threading.local):
-    def __init__(self, threads: "weakref.WeakSet[_ThreadRegions]") -> None:
+    def __init__(self, threads: "set[weakref.ref[_ThreadRegions]]") -> None:
         self.here = _ThreadRegions()
-        threads.add(self.here)
+        threads.add(weakref.ref(self.here, threads.discard))
 
 
 class PythonStateMachine:
     """The state machine in Python."""
 
     def __init__(self) -> None:
-        self._threads: weakref.WeakSet[_ThreadRegions] = weakref.WeakSet()
+        # Threads start and end while others look. Adding, taking out and copying are a single call each, which no other
+        # thread and no finalizer comes between: a WeakSet is walked in many, and a lock could be held already.
+        self._threads: set[weakref.ref[_ThreadRegions]] = set()
         self._local = _Regions(self._threads)
 
     @property
@@ -141,7 +143,10 @@ class PythonStateMachine:
 
     def open_regions(self, device_type: str) -> int:
         """Count the regions for a device, over all threads."""
-        return sum(regions.depth.get(device_type, 0) for regions in self._threads)
+        return sum(regions.depth.get(device_type, 0) for regions in self._living())
+
+    def _living(self) -> list[_ThreadRegions]:
+        return [regions for thread in self._threads.copy() if (regions := thread()) is not None]
 
     def innermost(self, device_type: str) -> tuple[Overlay | None, WeightCache | None] | None:
         """Return what the innermost region for a device has."""
@@ -158,7 +163,7 @@ class PythonStateMachine:
 
     def clear_own_casts(self, all_threads: bool) -> None:
         """Drop this thread's own casts, or all threads'."""
-        for regions in list(self._threads) if all_threads else [self._regions]:
+        for regions in self._living() if all_threads else [self._regions]:
             regions.store.clear()
 
     def policy(self, name: str, device_type: str, default: CastPolicy | None) -> CastPolicy | None:
