@@ -6,6 +6,7 @@ The warning says what to do, and where POLYCAST_ENGINE=native asks for the engin
 import errno
 import os
 import pwd
+import signal
 import subprocess
 import sys
 import zipfile
@@ -152,6 +153,21 @@ def test_where_the_native_engine_is_a_must_the_error_says_what_to_do(reason, wan
     said = "^POLYCAST_ENGINE=native, but the native engine cannot be built: "
     with pytest.raises(RuntimeError, match=said + reason):
         wanted("native")
+
+
+def test_a_timeout_of_the_users_while_it_is_compiled_arrives(compiler, home, wanted):
+    def handler(number, frame):
+        raise TimeoutError("time is up")
+
+    compiler.behave(status=0, also="import signal; os.kill(os.getppid(), signal.SIGINT); signal.pause()")
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with pytest.raises(TimeoutError, match="time is up"):
+            wanted("auto")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    compiler.behave(status=0)
+    assert wanted("auto").name == "native"
 
 
 def test_what_a_compiler_wrote_in_another_encoding_is_in_the_log(compiler, home, monkeypatch, tmp_path):

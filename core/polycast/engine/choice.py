@@ -10,6 +10,7 @@ from .. import env
 from ..errors import warn_user
 from ..plugins.backend import Backend
 from ..plugins.fork import hold_over_forks
+from ..plugins.signals import raised_by_signal_handler
 from ..policy.cast_policy import CastPolicy
 from . import state
 from .kernels import Kernels
@@ -104,6 +105,8 @@ def _choose(wanted: str) -> Engine:
         return build.load()
     # Much of it is the machine's: a broken installation of torch's headers or of Python may raise anything.
     except Exception as error:
+        if raised_by_signal_handler(error):
+            raise
         reason = str(error) if isinstance(error, cache.BuildError) else f"{type(error).__name__}: {error}."
         if wanted == "native":
             raise RuntimeError(f"POLYCAST_ENGINE=native, but the native engine cannot be built: {reason}") from error

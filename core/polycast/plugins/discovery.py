@@ -18,6 +18,7 @@ from .. import env
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError, InvalidBackendError
 from . import hookspecs
 from .backend import Availability, Backend, validate
+from .signals import raised_by_signal_handler
 
 BUILT_IN = "polycast"
 
@@ -131,9 +132,10 @@ class Slot:
                 return
             except KeyboardInterrupt:
                 raise
-            except (
-                BaseException
-            ) as cause:  # a plugin may raise anything at import, SystemExit too: it breaks only itself
+            # A plugin may raise anything at import, SystemExit too: it breaks only itself.
+            except BaseException as cause:
+                if raised_by_signal_handler(cause):
+                    raise
                 self.failure = cause
             finally:
                 self.loading = False
@@ -186,7 +188,7 @@ def _load_plugin(candidate: Candidate, device_type: str) -> Backend:
 
 
 def check_availability(backend: Backend) -> Availability:
-    """Return the answer of a backend's availability check; an exception is an answer too."""
+    """Return the answer of a backend's availability check; an exception of its making is an answer too."""
     try:
         answer = backend.availability()
     except (Exception, SystemExit) as cause:  # some libraries exit where they find no device
@@ -195,7 +197,7 @@ def check_availability(backend: Backend) -> Availability:
 
 
 def check_dtype(backend: Backend, dtype: torch.dtype) -> Availability:
-    """Return what a backend says of a fast dtype; an exception is an answer too."""
+    """Return what a backend says of a fast dtype; an exception of its making is an answer too."""
     try:
         answer = backend.dtype_availability(dtype)
     except (Exception, SystemExit) as cause:
@@ -204,6 +206,8 @@ def check_dtype(backend: Backend, dtype: torch.dtype) -> Availability:
 
 
 def _failed(cause: BaseException) -> Availability:
+    if raised_by_signal_handler(cause):
+        raise cause
     return Availability(False, str(cause) or type(cause).__name__)
 
 

@@ -19,7 +19,7 @@ from ..engine.installation import fully_installed
 from ..engine.state import Overlay, Settings
 from ..engine.weight_cache import WeightCache
 from ..errors import AutocastDisabledWarning
-from ..plugins.backend import Backend
+from ..plugins.backend import Availability, Backend
 from ..plugins.discovery import check_availability, check_dtype
 from ..plugins.registry import registry
 from ..policy.cast_policy import CastPolicy
@@ -110,11 +110,13 @@ class autocast(TorchAutocast):
                 dtype = state.current_dtype(backend.device_type, dtype)
         elif not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")
-        if enabled and not (dtype is backend.default_dtype and check_availability(backend).available):
-            refusal = why_disabled(backend, dtype)
-            if refusal is not None:
-                warnings.warn(refusal, AutocastDisabledWarning, stacklevel=self._warn_at)
-                enabled = False
+        if enabled:
+            answer = check_availability(backend)
+            if not answer.available or dtype is not backend.default_dtype:
+                refusal = why_disabled(backend, dtype, answer)
+                if refusal is not None:
+                    warnings.warn(refusal, AutocastDisabledWarning, stacklevel=self._warn_at)
+                    enabled = False
         if cache_enabled is not None and not isinstance(cache_enabled, bool):
             raise TypeError(f"cache_enabled must be a bool or None, got {cache_enabled!r}")
         self.device = self._fast_path_device = backend.device_type
@@ -211,9 +213,8 @@ def _restored(cls: type[autocast], settings: Settings) -> autocast:
     return region
 
 
-def why_disabled(backend: Backend, dtype: torch.dtype) -> str | None:
-    """Say why a region cannot run enabled, or nothing if it can."""
-    answer = check_availability(backend)
+def why_disabled(backend: Backend, dtype: torch.dtype, answer: Availability) -> str | None:
+    """Say why a region cannot run enabled, or nothing if it can, given what its backend answered for the device."""
     if not answer.available:
         return f"{backend.device_type} is not available: {answer.reason}. Disabling autocast."
     if dtype is not backend.default_dtype:

@@ -7,6 +7,7 @@ import torch
 
 from ..engine import state
 from ..errors import AutocastDisabledWarning
+from ..plugins.discovery import check_availability
 from ..plugins.registry import registry
 from .autocast import why_disabled
 
@@ -50,7 +51,7 @@ def grad_scaler(
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled must be a bool, got {enabled!r}")
     needed = enabled and torch.finfo(dtype).smallest_normal > _FLOAT32_SMALLEST
-    if needed and (refusal := why_disabled(backend, dtype)) is not None:
+    if needed and (refusal := why_disabled(backend, dtype, check_availability(backend))) is not None:
         warnings.warn(refusal, AutocastDisabledWarning, stacklevel=2)
         needed = False
     return torch.amp.GradScaler(backend.device_type, enabled=needed, **options)

@@ -28,6 +28,7 @@ import torch
 from filelock import FileLock
 
 from ...errors import warn_user
+from ...plugins.signals import raised_by_signal_handler
 from .cache import BuildError, UntrustedCacheError, cache_directory, check_folders, is_trusted, make_folders
 from .engine import NativeEngine
 
@@ -57,6 +58,8 @@ def _load(directory: Path) -> NativeEngine:
         with tempfile.TemporaryDirectory(prefix="polycast-") as private:
             engine = _engine(find_or_build(Path(private)))
     except (BuildError, OSError) as error:
+        if raised_by_signal_handler(error):
+            raise
         raise BuildError(f"{refusal} It cannot be built elsewhere either: {error}") from error
     warn_user(f"polycast built its native engine for this process alone, as each process will: {refusal}")
     return engine
@@ -109,6 +112,8 @@ def find_or_build(directory: Path, again: bool = False) -> Path:
                     _build(compiler[0], sources, library)
         return library
     except (OSError, NotImplementedError) as error:  # the latter is filelock's, for a file system without locks
+        if raised_by_signal_handler(error):  # a TimeoutError is an OSError
+            raise
         raise BuildError(
             f"nothing can be written to {folder}: {error}. Set XDG_CACHE_HOME to a folder of yours that has room."
         ) from error
@@ -157,6 +162,8 @@ def _compiler() -> tuple[str, str] | None:
     try:
         return command, _run([*words, "--version"], stderr=subprocess.DEVNULL).stdout
     except OSError as error:
+        if raised_by_signal_handler(error):
+            raise
         raise BuildError(f"the C++ compiler {command!r} does not run: {error}. Name another in CXX.") from error
 
 
@@ -185,7 +192,7 @@ def _is_whole(library: Path) -> bool:
     checksum = library.with_suffix(".sha256")
     try:
         return is_trusted(library) and is_trusted(checksum) and checksum.read_text() == _checksum(library)
-    except (OSError, UnicodeDecodeError):
+    except (FileNotFoundError, UnicodeDecodeError):
         return False
 
 
