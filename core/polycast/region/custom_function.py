@@ -2,18 +2,19 @@
 
 ``backward`` has to run in the autocast state of ``forward``, and the only thing that both see is ``ctx``. Where forward
 takes no ctx (the style with ``setup_context``), setup_context is the first to see it. It runs right after forward, in
-the same autocast state, but nobody decorates it: so the first call of a decorated forward finds the class that it
-belongs to, and has the class's setup_context record the state too.
+the same autocast state, but nobody decorates it: so a decorated forward finds the classes that have it, and has the
+setup_context of each record the state too. A function does not know its classes, and no frame need name the one that is
+being applied, so they are looked for among all subclasses of Function.
 """
 
 import functools
-import sys
-from collections.abc import Callable
-from types import FrameType
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
 import torch
-from torch.autograd.function import FunctionCtx, FunctionMeta
+from torch.autograd import Function, function
+from torch.autograd.function import FunctionCtx
 
 from ..compilers.guards import guard_regions
 from ..engine import state
@@ -76,7 +77,8 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
         if args and isinstance(args[0], FunctionCtx):
             record(args[0])
         else:
-            _record_in_setup_context(decorated, record)
+            for cls in classes():
+                _record_in_setup_context(cls)
         if cast_inputs is None or not is_autocast_enabled(device_type):
             return fwd(*args, **kwargs)
         with Suspendable(Settings(device_type, False, get_autocast_dtype(device_type))):
@@ -85,6 +87,8 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
                 **{name: cast_nested(value, device_type, cast_inputs) for name, value in kwargs.items()},
             )
 
+    _records[decorated] = record
+    classes = _ClassesOf(decorated)
     return decorated
 
 
@@ -123,33 +127,65 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
     return decorated
 
 
-def _record_in_setup_context(forward: Callable[..., Any], record: Callable[[Any], None]) -> None:
-    """Have the setup_context of the class that `forward` is being called for call `record` too, from now on."""
-    cls = _class_of(forward, sys._getframe(2))
-    if cls is None or getattr(cls.setup_context, "_polycast_record", None) is record:
+class _ClassesOf:
+    """The classes that have a function as their forward, as it is or wrapped; looked for anew when there are others."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+        self._known: tuple[object, list[weakref.ref[type[Function]]]] = (None, [])
+
+    def __call__(self) -> Iterator[type[Function]]:
+        made = _classes_made()
+        if made != self._known[0] or not self._known[1]:
+            having = [cls for cls in _all_functions() if any(layer is self._forward for layer in _layers(cls))]
+            self._known = made, [weakref.ref(cls) for cls in having]
+        return (cls for known in self._known[1] if (cls := known()) is not None)
+
+
+def _classes_made() -> object:
+    """Return what is another whenever another Function has been made: where torch counts them, their number."""
+    counter = getattr(function, "AUTOGRAD_FUNCTION_COUNTER", None)
+    return object() if counter is None else repr(counter)
+
+
+def _all_functions() -> list[type[Function]]:
+    classes = [Function]
+    for cls in classes:
+        classes += type.__subclasses__(cls)
+    return classes
+
+
+# Not attributes, which functools.wraps would give to the functions of others.
+_records: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
+"""By decorated forward, what records the state in a ctx."""
+_recording: weakref.WeakKeyDictionary[Any, tuple[Any, list[Callable[[Any], None]]]] = weakref.WeakKeyDictionary()
+"""By setup_context that records, the one that the class was given, and what is recorded."""
+
+
+def _record_in_setup_context(cls: type[Function]) -> None:
+    """Have the setup_context of a class call what the decorators of its forward record, from now on."""
+    if cls.setup_context is Function.setup_context:  # its forward takes a ctx, and was called by hand
         return
-    setup_context = cls.setup_context
+    records = [_records[layer] for layer in _layers(cls) if layer in _records]
+    given, recorded = _recording.get(cls.setup_context, (cls.setup_context, []))
+    if recorded == records:
+        return
 
-    @functools.wraps(setup_context)
+    @functools.wraps(given)
     def recording(ctx: Any, inputs: Any, output: Any) -> Any:
-        record(ctx)
-        return setup_context(ctx, inputs, output)
+        for record in records:
+            record(ctx)
+        return given(ctx, inputs, output)
 
-    setattr(recording, "_polycast_record", record)
+    _recording[recording] = given, records
     setattr(cls, "setup_context", staticmethod(recording))
 
 
-def _class_of(forward: Callable[..., Any], frame: FrameType | None) -> Any:
-    """Return the Function that is being applied: a caller's frame has it, that of ``apply`` in the simple case."""
-    while frame is not None:
-        for value in frame.f_locals.values():
-            if isinstance(value, FunctionMeta) and _is_wrapped_by(forward, getattr(value, "forward", None)):
-                return value
-        frame = frame.f_back
-    return None
-
-
-def _is_wrapped_by(func: Callable[..., Any], outer: Any) -> bool:
-    while outer is not func and hasattr(outer, "__wrapped__"):
-        outer = outer.__wrapped__
-    return outer is func
+def _layers(cls: type[Function]) -> list[Any]:
+    """Return the forward of a class and what it wraps, from the outermost decorator inwards."""
+    layers: list[Any] = []
+    layer: Any = cls.forward
+    while layer is not None and all(layer is not other for other in layers):
+        layers.append(layer)
+        layer = getattr(layer, "__dict__", {}).get("__wrapped__")
+    return layers
