@@ -48,3 +48,34 @@ def test_without_mixed_precision_no_region_is_entered(regions):
         training("no", dtypes)
     assert regions == []
     assert dtypes == [torch.float32] * 4
+
+
+class Branching(torch.nn.Module):
+    """A model whose graph breaks, in the region that accelerate runs its forward in."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.layer(x)
+        z = self.layer(y) if y.sum() > 0 else self.layer(-y)
+        return z, str(z.dtype)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler asks for it
+def test_a_compiled_model_may_break_its_graph_in_the_region(on_both):
+    from accelerate.state import AcceleratorState
+
+    def program():
+        AcceleratorState._reset_state(reset_partial_state=True)
+        torch.compiler.reset()
+        accelerator = accelerate.Accelerator(mixed_precision="bf16", dynamo_backend="eager", cpu=True)
+        model = accelerator.prepare(Branching())
+        results = [model(sign * torch.ones(2, 4)) for sign in (1, -1, 1)]
+        torch.compiler.reset()
+        return [(y.tolist(), dtype) for y, dtype in results]
+
+    theirs, ours = on_both(program)
+    assert ours == theirs
+    assert [dtype for _, dtype in ours] == ["torch.bfloat16"] * 3

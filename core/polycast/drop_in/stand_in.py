@@ -18,6 +18,7 @@ from typing_extensions import Self, deprecated
 from ..compilers.export import record_entry
 from ..compilers.torch_autocast import TorchAutocast
 from ..compilers.torchscript import ScriptedAsTorch
+from ..engine.disable_dynamo import disable_dynamo
 from ..engine.state import Settings
 from ..errors import BackendNotFoundError
 from ..plugins.registry import is_autocast_available, registry
@@ -63,6 +64,7 @@ class StandIn(autocast, TorchAutocast, metaclass=_EqualToTorchs):
     _enabled = True  # these two are set as torch's regions set them
     _cache_enabled = True
 
+    @disable_dynamo
     def __init__(
         self,
         device_type: str,
@@ -89,6 +91,7 @@ class StandIn(autocast, TorchAutocast, metaclass=_EqualToTorchs):
         """Whether no backend serves the device, so that the region is torch's own."""
         return "_settings" not in vars(self)
 
+    @disable_dynamo
     def __enter__(self) -> Self:
         if self.is_torchs:
             TorchAutocast.__enter__(self)  # type: ignore[no-untyped-call]
@@ -96,6 +99,7 @@ class StandIn(autocast, TorchAutocast, metaclass=_EqualToTorchs):
             record_entry(self._settings._replace(cache_enabled=self._cache_enabled))
         return self
 
+    @disable_dynamo
     def __exit__(self, *exc_info: Any) -> None:
         if self.is_torchs:
             TorchAutocast.__exit__(self, *exc_info)
@@ -169,6 +173,7 @@ def of_one_device(theirs: type, device_type: str) -> type:
     """
     signature = inspect.signature(theirs)
 
+    @disable_dynamo
     def __init__(self: StandIn, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
