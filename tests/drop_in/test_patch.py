@@ -30,11 +30,22 @@ THEIRS = {
     }.items()
     for name in names
 }
-TORCHS = torch.autocast
+CLASSES = list({id(value): value for value in THEIRS.values() if isinstance(value, type)}.values())
+ATTRIBUTES = {cls: dict(vars(cls)) for cls in CLASSES}
 
 
 def names_now():
     return {(module, name): getattr(sys.modules[module], name) for module, name in THEIRS}
+
+
+def is_patched():
+    return isinstance(torch.autocast("cpu"), polycast.autocast)
+
+
+def check_that_torch_has_its_own():
+    assert names_now() == THEIRS
+    assert {cls: dict(vars(cls)) for cls in CLASSES} == ATTRIBUTES
+    assert not is_patched()
 
 
 def public_names_of(objects):
@@ -49,26 +60,24 @@ def public_names_of(objects):
     }
 
 
-def test_it_replaces_every_public_name_and_gives_back_the_same_objects():
+def test_the_classes_stay_and_every_public_name_of_a_function_is_replaced():
     with polycast.patch_torch():
         inside = names_now()
-        left = public_names_of(THEIRS.values())
-    assert [name for name, value in inside.items() if value is THEIRS[name]] == []
+        left = public_names_of(value for value in THEIRS.values() if value not in CLASSES)
+    assert {value for name, value in inside.items() if value is THEIRS[name]} == set(CLASSES)
     assert left == set()
-    assert {name for name, value in names_now().items() if value is not THEIRS[name]} == set()
-    assert public_names_of(inside.values()) == set()
+    check_that_torch_has_its_own()
+    assert public_names_of(value for value in inside.values() if value not in CLASSES) == set()
 
 
 def test_the_names_that_the_tests_know_are_all_that_this_torch_has():
     functions = {"autocast_decorator", "custom_bwd", "custom_fwd", "is_autocast_available"}
-    classes = {value for name, value in THEIRS.items() if name[1] == "autocast"}
-    objects = classes | {getattr(autocast_mode, name) for name in functions}
-    assert public_names_of(objects) == set(THEIRS)
+    assert public_names_of([*CLASSES, *(getattr(autocast_mode, name) for name in functions)]) == set(THEIRS)
 
 
 def test_a_region_may_span_the_end_of_the_patch_and_its_beginning():
     patching = polycast.patch_torch()
-    with TORCHS("cpu"):
+    with torch.autocast("cpu"):
         patching.start()
     ours = torch.autocast("cpu")
     with ours:
@@ -80,11 +89,13 @@ def test_a_region_may_span_the_end_of_the_patch_and_its_beginning():
 def test_entered_twice_it_ends_with_the_outermost():
     one, other = polycast.patch_torch(), polycast.patch_torch()
     with one:
-        inside = torch.autocast
+        inside = torch.amp.custom_fwd
         with one, other:
-            assert torch.autocast is inside
-        assert torch.autocast is inside
-    assert torch.autocast is TORCHS
+            assert torch.amp.custom_fwd is inside
+            assert is_patched()
+        assert torch.amp.custom_fwd is inside
+        assert is_patched()
+    check_that_torch_has_its_own()
 
 
 def test_two_may_end_in_the_order_in_which_they_began():
@@ -92,25 +103,23 @@ def test_two_may_end_in_the_order_in_which_they_began():
     one.start()
     other.start()
     one.stop()
-    assert torch.autocast is not TORCHS
+    assert is_patched()
     other.stop()
-    assert torch.autocast is TORCHS
+    check_that_torch_has_its_own()
 
 
 def test_it_ends_where_an_error_leaves_the_block():
     with pytest.raises(ZeroDivisionError), polycast.patch_torch():
         _ = 1 / 0
-    assert names_now() == THEIRS
-    assert torch.autocast is TORCHS
+    check_that_torch_has_its_own()
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_stop_without_start_is_refused(elsewhere):
     with polycast.patch_torch() if elsewhere else contextlib.nullcontext():
-        before = torch.autocast
         with pytest.raises(RuntimeError) as caught:
             polycast.patch_torch().stop()
-        assert torch.autocast is before
+        assert is_patched() is elsewhere
     assert str(caught.value) == (
         "patch_torch: stop() without start(): this object does not patch torch now. Call stop() on the object that "
         "start() was called on, once for each start()."
@@ -123,26 +132,26 @@ def test_an_error_while_patching_leaves_nothing_patched(monkeypatch):
             raise AttributeError(f"{name} is sealed")
 
     sealed = Sealed("torch.sealed")
-    vars(sealed)["autocast"] = TORCHS
+    vars(sealed)["custom_fwd"] = torch.amp.custom_fwd
     monkeypatch.setitem(sys.modules, "torch.sealed", sealed)
     patching = polycast.patch_torch()
-    with pytest.raises(AttributeError, match="autocast is sealed"):
+    with pytest.raises(AttributeError, match="custom_fwd is sealed"):
         patching.start()
-    assert {name for name, value in names_now().items() if value is not THEIRS[name]} == set()
+    check_that_torch_has_its_own()
     with pytest.raises(RuntimeError, match="without start"):
         patching.stop()
     monkeypatch.undo()
     with polycast.patch_torch():
-        assert torch.autocast is not TORCHS
+        assert is_patched()
 
 
 def test_an_alias_in_a_module_of_torchs_that_came_later_is_found(monkeypatch):
     later = ModuleType("torch.later")
-    later.region = TORCHS
+    later.region, later.forward = torch.autocast, torch.amp.custom_fwd
     monkeypatch.setitem(sys.modules, "torch.later", later)
     with polycast.patch_torch():
-        assert later.region is torch.autocast
-    assert later.region is TORCHS
+        assert (later.region, later.forward) == (torch.autocast, torch.amp.custom_fwd)
+    assert (later.region, later.forward) == (torch.autocast, torch.amp.custom_fwd)
 
 
 def test_threads_may_patch_at_the_same_time():
@@ -153,12 +162,12 @@ def test_threads_may_patch_at_the_same_time():
         seen = []
         for _ in range(50):
             with polycast.patch_torch():
-                seen.append(torch.autocast is not TORCHS and isinstance(torch.autocast("cpu"), polycast.autocast))
+                seen.append(is_patched())
         return all(seen)
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(work, range(8)))
-    assert torch.autocast is TORCHS
+    check_that_torch_has_its_own()
     assert patch._patches == 0
 
 
@@ -167,7 +176,15 @@ def test_threads_may_patch_at_the_same_time():
 def test_a_region_can_be_copied_and_pickled(device):
     for region in (torch.autocast(device, torch.float16), torch.autocast(device, torch.float16, False)):
         for again in (copy.deepcopy(region), pickle.loads(pickle.dumps(region))):
-            assert type(again) is torch.autocast
+            assert type(again) is type(region)
             with again:
                 assert torch.get_autocast_dtype(device) is torch.float16
                 assert torch.is_autocast_enabled(device) is region._enabled
+
+
+def test_a_region_that_was_pickled_while_patched_is_torchs_where_torch_is_not():
+    with polycast.patch_torch():
+        pickled = pickle.dumps(torch.autocast("cpu", torch.float16, cache_enabled=False))
+    region = pickle.loads(pickled)
+    assert type(region) is torch.autocast
+    assert (region.fast_dtype, region._enabled, region._cache_enabled) == (torch.float16, True, False)

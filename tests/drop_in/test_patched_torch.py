@@ -7,11 +7,11 @@ import warnings
 
 import pytest
 import torch
+from torch import autocast as imported_before
 from torch.utils.checkpoint import checkpoint
 
 import polycast
 
-TORCHS = torch.autocast
 X = torch.ones(2, 2)
 
 
@@ -96,10 +96,8 @@ def test_torch_compile_takes_a_region_that_was_made_outside():
 
 @pytest.mark.usefixtures("dynamo", "engine")
 def test_torch_compile_takes_names_that_were_imported_before():
-    theirs = TORCHS
-
     def function(x):
-        with theirs("cpu"):
+        with imported_before("cpu"):
             return x @ x
 
     with polycast.patch_torch():
@@ -135,8 +133,7 @@ def other_device(x):
         return x @ x
 def dtypes():
     torch._dynamo.reset()
-    compiled = [torch.compile(f, backend="eager", fullgraph=True) for f in (main, deprecated)]
-    compiled.append(torch.compile(other_device, backend="eager"))  # the graph may break at a class of before
+    compiled = [torch.compile(f, backend="eager", fullgraph=True) for f in (main, deprecated, other_device)]
     return [str(f(torch.ones(2, 2)).dtype)[6:] for f in compiled]
 with polycast.patch_torch():
     print(*dtypes())
@@ -146,15 +143,64 @@ print(*dtypes())
     assert done.stdout.splitlines() == ["bfloat16 bfloat16 float32"] * 2, done.stderr
 
 
-def test_torch_jit_scripts_a_region_with_and_without_the_patch():
-    def function(x):
-        with torch.autocast("cpu"):
-            return x @ x
+def in_half_region(x):
+    with torch.autocast("cpu", torch.float16, cache_enabled=False):
+        return x @ x
 
+
+def in_deprecated_half_region(x):
+    with torch.cpu.amp.autocast(enabled=True, dtype=torch.float16):
+        return x @ x
+
+
+def in_deprecated_region_of_another_device(x):
+    with torch.cuda.amp.autocast():
+        return x @ x
+
+
+SCRIPTED = {
+    in_region: "bfloat16",
+    in_half_region: "float16",
+    in_deprecated_region: "bfloat16",
+    in_deprecated_half_region: "float16",
+    in_deprecated_region_of_another_device: "float32",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch.jit as a whole is deprecated
+@pytest.mark.parametrize(("function", "dtype"), SCRIPTED.items())
+def test_torch_jit_scripts_a_region_with_and_without_the_patch(function, dtype):
+    graphs = set()
     for patching in (polycast.patch_torch(), contextlib.nullcontext(), polycast.patch_torch()):
-        with patching, warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit as a whole is deprecated
-            assert torch.jit.script(function)(X).dtype is torch.bfloat16
+        with patching:
+            scripted = torch.jit.script(function)
+            assert scripted(X).dtype is getattr(torch, dtype)
+            graphs.add(str(scripted.graph))
+    assert len(graphs) == 1
+
+
+def test_torch_jit_compiles_torchs_classes_while_patched(tmp_path):
+    """It keeps what it has compiled for the life of the process."""
+    program = tmp_path / "program.py"
+    program.write_text("""
+import warnings, torch, polycast
+from torch.jit._state import _script_classes
+warnings.simplefilter("ignore")
+def main(x):
+    with torch.autocast("cpu"):
+        return x @ x
+def deprecated(x):
+    with torch.cpu.amp.autocast(dtype=torch.float16):
+        return x @ x
+def dtypes():
+    return [str(torch.jit.script(f)(torch.ones(2, 2)).dtype)[6:] for f in (main, deprecated)]
+with polycast.patch_torch():
+    print(*dtypes(), *(cls.__module__ for cls in _script_classes))
+print(*dtypes(), *(cls.__module__ for cls in _script_classes))
+""")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True)
+    expected = "bfloat16 float16 torch.amp.autocast_mode torch.cpu.amp.autocast_mode"
+    assert done.stdout.splitlines() == [expected] * 2, done.stderr
 
 
 @pytest.mark.usefixtures("patched", "engine")

@@ -16,7 +16,7 @@ from torch._dynamo.variables.ctx_manager import AutocastModeVariable
 
 from ..engine.installation import kernels_of
 from ..engine.state import Settings
-from .torch_autocast import TorchAutocast
+from .torch_autocast import TorchAutocast, UnpatchedAutocast
 
 _HAS_POLICY = "policy= is not part of torch's autocast, which is what a graph can hold"
 _Region = TypeVar("_Region")
@@ -75,7 +75,7 @@ def _torch_enables(settings: Settings) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return bool(TorchAutocast(settings.device_type, settings.dtype)._enabled)
+            return bool(UnpatchedAutocast(settings.device_type, settings.dtype)._enabled)
     except (AssertionError, RuntimeError):
         return False
 

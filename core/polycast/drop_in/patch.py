@@ -1,31 +1,34 @@
-"""patch_torch: have the names of torch's autocast mean polycast's, in the whole process, and take it back."""
+"""patch_torch: have torch's autocast be polycast's, in the whole process, and take it back."""
 
 import sys
 import threading
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 from typing_extensions import Self
 
+from ..compilers.torch_autocast import TorchAutocast
 from ..plugins.fork import hold_over_forks
-from . import stand_in
+from . import stand_in, torch_classes
 
 _lock = threading.RLock()
 hold_over_forks(lambda: [_lock])
 _patches = 0
-_replaced: list[tuple[ModuleType, str, Any]] = []
-"""What was there before, in the order of replacing."""
+_replaced: list[tuple[Any, str, Any]] = []
+"""Owner and name of each attribute that was replaced, and what was there, in the order of replacing."""
+_NOTHING = object()
 
 
 class patch_torch:
     """Run code that uses ``torch.autocast`` on polycast, without a change to it: a context manager, or start and stop.
 
-    While it is in force, ``torch.autocast`` and every other public name of it, of ``custom_fwd``, ``custom_bwd``,
-    ``autocast_decorator`` and ``is_autocast_available`` mean polycast's, in the whole process; then they are torch's
-    own again. For a device that no backend serves they do what torch does.
+    While it is in force, in the whole process, regions that are made with ``torch.autocast``, by whatever name, are
+    polycast's, and so are those of its subclasses that are made meanwhile. Every public name of ``custom_fwd``,
+    ``custom_bwd``, ``autocast_decorator`` and ``is_autocast_available`` means polycast's. Then all are torch's own
+    again. For a device that no backend serves they do what torch does.
 
-    A name that was imported before (``from torch import autocast``) keeps what it meant then: torch's class.
-    Regions and classes of either library keep working in force and out of it.
+    Regions and subclasses of either library keep working in force and out of it.
 
     It can be entered any number of times, on any thread: torch has its own back when the last is left.
 
@@ -80,8 +83,8 @@ class patch_torch:
         self.stop()
 
 
-def _replacements() -> list[tuple[ModuleType, str, Any]]:
-    """Return, for every public name of what torch has, the module that has it, the name, and what stands in."""
+def _replacements() -> list[tuple[Any, str, Any]]:
+    """Return the attributes to be replaced: whose they are, their names, and what stands in."""
     modules = [
         (name, module)
         for name, module in list(sys.modules.items())
@@ -89,45 +92,45 @@ def _replacements() -> list[tuple[ModuleType, str, Any]]:
         and name.partition(".")[0] == "torch"
         and not any(part.startswith("_") for part in name.split("."))
     ]
-    stand_ins: dict[Any, Any] = {stand_in.StandIn.stands_for: stand_in.StandIn, **stand_in.FUNCTIONS}
-    for name, module in modules:
-        # torch.<device>.amp.autocast_mode
-        parts = name.split(".")
-        if len(parts) == 4 and parts[2:] == ["amp", "autocast_mode"]:
-            theirs = vars(module)["autocast"]
-            stand_ins[theirs] = stand_in.of_one_device(theirs, parts[1])
-    by_identity = {id(theirs): ours for theirs, ours in stand_ins.items()}
-    return [
+    classes = [TorchAutocast, *_classes_of_one_device(modules)]
+    by_identity = {id(theirs): ours for theirs, ours in stand_in.FUNCTIONS.items()}
+    attributes: list[tuple[Any, str, Any]] = [
+        (theirs, name, ours) for theirs in classes for name, ours in torch_classes.attributes(theirs).items()
+    ]
+    attributes += [
         (module, attribute, by_identity[id(value)])
         for _, module in modules
         for attribute, value in list(vars(module).items())
         if id(value) in by_identity and not attribute.startswith("_")
     ]
+    return attributes
 
 
-def _replace(replacements: list[tuple[ModuleType, str, Any]]) -> None:
+def _classes_of_one_device(modules: list[tuple[str, ModuleType]]) -> Iterator[type]:
+    """Return the deprecated classes that are torch.autocast for one device, such as torch.cpu.amp.autocast."""
+    for name, module in modules:
+        parts = name.split(".")
+        if len(parts) == 4 and parts[2:] == ["amp", "autocast_mode"]:
+            theirs = vars(module).get("autocast")
+            if isinstance(theirs, type) and issubclass(theirs, TorchAutocast):
+                yield theirs
+
+
+def _replace(replacements: list[tuple[Any, str, Any]]) -> None:
     try:
-        for module, name, ours in replacements:
-            theirs = vars(module)[name]
-            setattr(module, name, ours)
-            _replaced.append((module, name, theirs))
-        _show_torch_compile()
+        for owner, name, ours in replacements:
+            theirs = vars(owner).get(name, _NOTHING)
+            setattr(owner, name, ours)
+            _replaced.append((owner, name, theirs))
     except BaseException:
         _restore()
         raise
 
 
 def _restore() -> None:
-    _show_torch_compile()
     while _replaced:
-        module, name, theirs = _replaced.pop()
-        setattr(module, name, theirs)
-
-
-def _show_torch_compile() -> None:
-    """Have torch.compile know the classes of both libraries: it keeps those that it saw when it was imported."""
-    known = getattr(sys.modules.get("torch._dynamo.variables.torch"), "supported_ctx_manager_classes", None)
-    if known is not None:
-        for module, name, theirs in _replaced:
-            if isinstance(theirs, type):
-                known.update(dict.fromkeys([theirs, vars(module)[name]]))
+        owner, name, theirs = _replaced.pop()
+        if theirs is _NOTHING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, theirs)

@@ -1,19 +1,17 @@
 """What stands in for torch's autocast while torch is patched: polycast's, and torch's own for what no backend serves.
 
-torch's own code finds these too, and code that asks which class it has. So a region is an instance of both classes and
-has what torch reads off its regions, and the class counts as torch's where torch.compile and torch.jit look for that.
+torch's own code meets these regions too. So they are instances of torch's class as well as of polycast's, and have what
+torch reads off its own.
 """
 
 import functools
-import inspect
 import sys
-from abc import ABCMeta
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch.amp import autocast_mode
-from typing_extensions import Self, deprecated
+from typing_extensions import Self
 
 from ..compilers.export import record_entry
 from ..compilers.torch_autocast import TorchAutocast
@@ -45,20 +43,15 @@ def _has_backend(device_type: object) -> bool:
     return True
 
 
-class _EqualToTorchs(ABCMeta):
-    """The class of a class that equals torch's: torch.compile finds it in its tables, and the other way round."""
-
-    def __eq__(cls, other: object) -> bool:
-        return cls is other or other is vars(cls).get("stands_for", cls)
-
-    def __hash__(cls) -> int:
-        return type.__hash__(vars(cls).get("stands_for", cls))
+torchs_methods: dict[str, Callable[..., Any]] = {
+    name: vars(TorchAutocast)[name] for name in ("__init__", "__enter__", "__exit__")
+}
+"""Those that torch's class has for its own regions."""
 
 
-class StandIn(autocast, TorchAutocast, metaclass=_EqualToTorchs):
+class StandIn(autocast):
     """See :class:`polycast.autocast` and :class:`torch.autocast`, whose arguments it takes."""
 
-    stands_for = TorchAutocast
     _jit_override_qualname = ScriptedAsTorch()
     _warn_at = 3
     _enabled = True  # these two are set as torch's regions set them
@@ -73,18 +66,11 @@ class StandIn(autocast, TorchAutocast, metaclass=_EqualToTorchs):
         cache_enabled: bool | None = None,
     ) -> None:
         if not _has_backend(device_type):
-            TorchAutocast.__init__(self, device_type, dtype, enabled, cache_enabled)
+            torchs_methods["__init__"](self, device_type, dtype, enabled, cache_enabled)
             return
         autocast.__init__(self, device_type, dtype, enabled, cache_enabled)
         self._enabled = self._settings.enabled
         self._cache_enabled = torch.is_autocast_cache_enabled() if cache_enabled is None else cache_enabled
-
-    @classmethod
-    def __subclasshook__(cls, other: type) -> bool:
-        if cls is StandIn:
-            return issubclass(other, TorchAutocast)
-        ask_the_base_classes: bool = NotImplemented
-        return ask_the_base_classes
 
     @property
     def is_torchs(self) -> bool:
@@ -94,7 +80,7 @@ class StandIn(autocast, TorchAutocast, metaclass=_EqualToTorchs):
     @disable_dynamo
     def __enter__(self) -> Self:
         if self.is_torchs:
-            TorchAutocast.__enter__(self)  # type: ignore[no-untyped-call]
+            torchs_methods["__enter__"](self)
         elif enter(self, on_entry(self._settings)):
             record_entry(self._settings._replace(cache_enabled=self._cache_enabled))
         return self
@@ -102,7 +88,7 @@ class StandIn(autocast, TorchAutocast, metaclass=_EqualToTorchs):
     @disable_dynamo
     def __exit__(self, *exc_info: Any) -> None:
         if self.is_torchs:
-            TorchAutocast.__exit__(self, *exc_info)
+            torchs_methods["__exit__"](self, *exc_info)
         else:
             autocast.__exit__(self, *exc_info)
 
@@ -117,12 +103,18 @@ class StandIn(autocast, TorchAutocast, metaclass=_EqualToTorchs):
         return (TorchAutocast if self.is_torchs else autocast).__repr__(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By name and attributes, which are torch's: where torch is not patched it is a region of torch's.
-        return object.__new__, (type(self),), vars(self)
+        if type(self) not in stand_ins.values():
+            return object.__new__, (type(self),), vars(self)
+        # By torch's class: where torch is not patched it is a region of torch's.
+        cache_enabled = self._cache_enabled if self.is_torchs else self._settings.cache_enabled
+        return TorchAutocast, (self.device, self.fast_dtype, self._enabled, cache_enabled)
 
 
 StandIn.__name__ = StandIn.__qualname__ = "autocast"
 StandIn.__module__ = autocast_mode.__name__
+
+stand_ins: dict[type, type[StandIn]] = {TorchAutocast: StandIn}
+"""For torch's class, and each deprecated one that is torch's for one device, what its instances turn into."""
 
 
 def autocast_decorator(autocast_instance: Any, func: _F) -> _F:
@@ -163,29 +155,3 @@ FUNCTIONS: dict[Any, Any] = {
     _torch_functions["is_autocast_available"]: _is_autocast_available,
 }
 """For each function of torch's, what stands in for it."""
-
-
-@functools.cache
-def of_one_device(theirs: type, device_type: str) -> type:
-    """Return what stands in for a deprecated class that is ``torch.autocast`` for one device, such as torch.cpu.amp's.
-
-    It warns as torch's does, and its arguments have the same defaults.
-    """
-    signature = inspect.signature(theirs)
-
-    @disable_dynamo
-    def __init__(self: StandIn, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        StandIn.__init__(self, device_type, **bound.arguments)
-
-    body = {
-        "__init__": __init__,
-        "__module__": theirs.__module__,
-        "__qualname__": theirs.__qualname__,
-        "__signature__": signature,
-        "__doc__": theirs.__doc__,
-        "_warn_at": StandIn._warn_at + 1,
-    }
-    made: type = _EqualToTorchs(theirs.__name__, (StandIn,), body)
-    return deprecated(vars(theirs)["__deprecated__"], category=FutureWarning)(made)

@@ -1,0 +1,259 @@
+"""torch's autocast classes while torch is patched: what they make, their subclasses, and the deprecated ones."""
+
+import contextlib
+import inspect
+import warnings
+from abc import ABC, ABCMeta, abstractmethod
+from typing import Protocol, runtime_checkable
+
+import pytest
+import torch
+from torch import autocast as imported_before
+
+import polycast
+
+X = torch.ones(2, 2)
+deprecated = pytest.mark.filterwarnings("ignore:`torch.cpu.amp.autocast:FutureWarning")
+
+
+def test_a_region_that_was_made_before_is_torchs_and_works_while_patched():
+    region = torch.autocast("cpu")
+    with polycast.patch_torch():
+        assert isinstance(region, torch.autocast)
+        with region:
+            assert torch.is_autocast_enabled("cpu")
+            assert polycast.autocast_nesting("cpu") == 0
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.usefixtures("patched", "engine")
+def test_a_name_that_was_imported_before_means_polycasts():
+    with imported_before("cpu"):
+        assert polycast.autocast_nesting("cpu") == 1
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_name_that_was_imported_while_patched_means_torchs_again_after_it():
+    with polycast.patch_torch():
+        from torch import autocast
+    with autocast("cpu"):
+        assert polycast.autocast_nesting("cpu") == 0
+        assert torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.usefixtures("patched")
+def test_a_region_is_an_instance_of_torchs_class_and_other_things_are_not():
+    assert isinstance(torch.autocast("cpu"), torch.autocast)
+    assert not isinstance(contextlib.nullcontext(), torch.autocast)
+    assert not issubclass(dict, torch.autocast)
+
+
+@pytest.mark.usefixtures("patched")
+def test_a_region_may_be_entered_and_left_by_the_methods_of_the_class():
+    region = torch.autocast("cpu")
+    torch.autocast.__enter__(region)
+    assert polycast.autocast_nesting("cpu") == 1
+    torch.autocast.__exit__(region, None, None, None)
+    assert polycast.autocast_nesting("cpu") == 0
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_subclass_made_while_patched_is_a_region_of_its_own_kind():
+    with polycast.patch_torch():
+
+        class Half(torch.autocast):
+            def __init__(self, device_type):
+                super().__init__(device_type, dtype=torch.float16)
+
+            def __enter__(self):
+                self.seen = torch.is_autocast_enabled(self.device)
+                return super().__enter__()
+
+        with Half("cpu") as region:
+            assert (X @ X).dtype is torch.float16
+            assert polycast.autocast_nesting("cpu") == 1
+        assert region.seen is False
+        assert isinstance(region, (Half, torch.autocast, polycast.autocast))
+        assert not isinstance(torch.autocast("cpu"), Half)
+        assert Half != torch.autocast
+        assert Half("cpu")(lambda: X @ X)().dtype is torch.float16
+        with Half("hpu"):
+            assert torch.get_autocast_dtype("hpu") is torch.float16
+    with Half("cpu"):  # and it goes on after the patch
+        assert (X @ X).dtype is torch.float16
+    assert isinstance(Half("cpu"), torch.autocast)
+
+
+@pytest.mark.usefixtures("patched", "engine")
+def test_a_subclass_may_call_the_methods_of_torchs_class_by_name():
+    class Half(torch.autocast):
+        def __init__(self):
+            torch.autocast.__init__(self, "cpu", torch.float16)
+
+        def __enter__(self):
+            return torch.autocast.__enter__(self)
+
+    with Half():
+        assert polycast.autocast_nesting("cpu") == 1
+        assert (X @ X).dtype is torch.float16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_subclass_may_be_abstract(patched):
+    class Abstract(torch.autocast, ABC):
+        @abstractmethod
+        def name(self): ...
+
+    with pytest.raises(TypeError, match="abstract"):
+        Abstract("cpu")
+
+
+class Recording(type):
+    """A metaclass that is of no other's kind, and does not let anybody set attributes of its classes."""
+
+    def __new__(mcs, name, bases, body):
+        made = super().__new__(mcs, name, bases, body)
+        type.__setattr__(made, "made_by", mcs)
+        return made
+
+    def __setattr__(cls, name, value):
+        raise AttributeError(f"{name} is not to be set")
+
+
+@runtime_checkable
+class Named(Protocol):
+    def name(self): ...
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("patching", [contextlib.nullcontext, polycast.patch_torch])
+@pytest.mark.parametrize("mixin", [Recording("Mixin", (), {}), ABCMeta("Mixin", (), {}), Named])
+@pytest.mark.parametrize("mixin_first", [False, True])
+def test_a_subclass_may_have_a_mixin_of_another_metaclass(patching, mixin, mixin_first):
+    with patching() as patch:
+
+        class Half(*((mixin, torch.autocast) if mixin_first else (torch.autocast, mixin))):
+            def __init__(self):
+                torch.autocast.__init__(self, "cpu", torch.float16)
+
+        assert type(Half) is type(mixin)
+        assert issubclass(Half, (mixin, torch.autocast))
+        with Half() as region:
+            assert (X @ X).dtype is torch.float16
+            assert polycast.autocast_nesting("cpu") == (patch is not None)
+        assert isinstance(region, torch.autocast)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.usefixtures("patched")
+def test_a_subclass_hands_its_options_on_to_its_mixins():
+    seen = []
+
+    class Mixin:
+        def __init_subclass__(cls, *, label, **options):
+            super().__init_subclass__(**options)
+            seen.append(label)
+
+    class Labelled(torch.autocast, Mixin, label="mine"): ...
+
+    assert (seen, Labelled("cpu").device) == (["mine"], "cpu")
+
+
+@pytest.mark.usefixtures("patched")
+def test_a_class_that_is_polycasts_already_keeps_its_bases():
+    class Both(polycast.autocast, torch.autocast): ...
+
+    assert Both.__bases__ == (polycast.autocast, torch.autocast)
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_subclass_made_before_works_while_patched():
+    class Half(torch.autocast):
+        def __init__(self, device_type):
+            super().__init__(device_type, dtype=torch.float16)
+
+    before = Half("cpu")
+    with polycast.patch_torch():
+        for region in (before, Half("cpu")):
+            with region:
+                assert (X @ X).dtype is torch.float16
+            assert isinstance(region, torch.autocast)
+            assert region(lambda: X @ X)().dtype is torch.float16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.usefixtures("patched", "engine")
+@pytest.mark.parametrize(("module", "device", "dtype"), [("cpu", "cpu", "bfloat16"), ("cuda", "cuda", "float16")])
+def test_the_deprecated_classes_warn_and_default_as_torchs(module, device, dtype):
+    cls = getattr(torch, module).amp.autocast
+    with pytest.warns(FutureWarning, match=rf"`torch\.{module}\.amp\.autocast\(args\.\.\.\)` is deprecated") as record:
+        region = cls(enabled=False)
+    assert [warning.filename for warning in record] == [__file__]
+    assert isinstance(region, (cls, polycast.autocast))
+    assert isinstance(region, torch.autocast)
+    assert (region.device, region.fast_dtype) == (device, getattr(torch, dtype))
+
+
+@pytest.mark.usefixtures("patched", "engine")
+@deprecated
+def test_a_deprecated_class_runs_polycasts_region():
+    with torch.cpu.amp.autocast(True, torch.float16):
+        assert polycast.autocast_nesting("cpu") == 1
+        assert (X @ X).dtype is torch.float16
+    with pytest.raises(TypeError):
+        torch.cpu.amp.autocast("cpu", device_type="cpu")
+
+
+@pytest.mark.usefixtures("engine")
+@deprecated
+def test_a_deprecated_class_needs_no_signature_that_python_can_tell(monkeypatch):
+    """Python 3.13.0 says ``(*args, **kwargs)`` of a class that is deprecated."""
+    cls = torch.cpu.amp.autocast
+    parameters = [
+        inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
+        inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
+    ]
+    monkeypatch.setattr(cls, "__signature__", inspect.Signature(parameters), raising=False)
+    with polycast.patch_torch():
+        for region, dtype in [(cls(), "bfloat16"), (cls(True, torch.float16), "float16"), (cls(False), "float32")]:
+            with region:
+                assert polycast.autocast_nesting("cpu") == 1
+                assert (X @ X).dtype is getattr(torch, dtype)
+
+
+@pytest.mark.usefixtures("patched", "engine")
+def test_a_subclass_of_a_deprecated_class_warns_once_and_is_polycasts():
+    with pytest.warns(FutureWarning, match=r"`torch\.cpu\.amp\.autocast\(args\.\.\.\)` is deprecated") as record:
+
+        class Half(torch.cpu.amp.autocast):
+            def __init__(self):
+                super().__init__(dtype=torch.float16)
+
+    assert [warning.filename for warning in record] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        region = Half()
+    with region:
+        assert polycast.autocast_nesting("cpu") == 1
+        assert (X @ X).dtype is torch.float16
+
+
+@pytest.mark.usefixtures("patched")
+@deprecated
+@pytest.mark.parametrize("through", ["torchs", "deprecated", "subclass", "subclass with its own"])
+def test_a_warning_names_the_line_of_the_program(through):
+    class Plain(torch.autocast): ...
+
+    class Own(torch.autocast):
+        def __init__(self):
+            super().__init__("cpu", torch.int8)
+
+    make = {
+        "torchs": lambda: torch.autocast("cpu", torch.int8),
+        "deprecated": lambda: torch.cpu.amp.autocast(dtype=torch.int8),
+        "subclass": lambda: Plain("cpu", torch.int8),
+        "subclass with its own": Own,
+    }[through]
+    with pytest.warns(polycast.AutocastDisabledWarning) as record:
+        make()
+    assert {warning.filename for warning in record} == {__file__}
