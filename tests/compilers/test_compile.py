@@ -10,7 +10,6 @@ from torch._inductor.utils import run_and_get_code
 
 import polycast
 from polycast import CastPolicy
-from polycast.compilers import guards
 
 # What torch's own compiler warns of while it works.
 pytestmark = [
@@ -299,44 +298,6 @@ def test_a_policy_inside_is_refused_in_one_graph(data, make):
 @pytest.mark.parametrize("make", [with_policy_inside, with_policy_from_outside])
 def test_a_policy_inside_breaks_the_graph_and_is_heeded(data, make):
     assert torch.compile(make(), backend="aot_eager")(*data).dtype is torch.float32
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_change_of_the_policies_around_recompiles(data, backend):
-    x, layer = data
-    compiled = torch.compile(lambda x: (torch.mm(x, layer.weight), torch.tanh(x)), backend=backend, fullgraph=True)
-    down, up = {"aten::tanh": CastPolicy.LOWER_PRECISION_FP}, {"aten::mm": CastPolicy.FP32}
-
-    def around(policy):
-        with polycast.autocast("cpu", policy=policy):
-            return tuple(y.dtype for y in compiled(x))
-
-    half, single = torch.bfloat16, torch.float32
-    for _ in range(2):
-        assert around(None) == (half, single)
-        assert around(down) == (half, half)
-        assert around(up) == (single, single)
-        with polycast.autocast("cpu", policy=up):
-            assert around(down) == (single, half)
-            assert around(None) == (single, single)
-            snapshot = polycast.capture()
-            with polycast.autocast("cpu", enabled=False):
-                assert tuple(y.dtype for y in compiled(x)) == (single, single)
-        with snapshot.apply():
-            assert tuple(y.dtype for y in compiled(x)) == (single, single)
-        assert polycast.autocast("cpu", policy=down)(lambda: compiled(x)[1].dtype)() is half
-    assert not any(torch.is_autocast_enabled(name) for name in torch._C._autocast_supported_devices())
-
-
-def test_policies_that_compiled_code_could_take_for_others_are_refused(monkeypatch):
-    monkeypatch.setattr(guards, "_dtypes", lambda: (torch.int8,))
-    monkeypatch.setattr(guards, "_meanings", {})
-    with polycast.autocast("cpu", policy={"aten::mm": CastPolicy.FP32}):
-        pass
-    other = polycast.autocast("cpu", policy={"aten::tanh": CastPolicy.FP32})
-    with pytest.raises(RuntimeError, match="policy= has the mark of other policies in this process: add an op to it"):
-        other.__enter__()
-    assert polycast.autocast_nesting("cpu") == 0
 
 
 def test_polycast_does_not_import_dynamo():

@@ -1,76 +1,165 @@
-"""A mark in the autocast state that tells which policies are in force, for those who look at that state alone.
+"""A guard of polycast's own in Dynamo, by which compiled code runs under the policies that it was compiled for only.
 
-Dynamo guards compiled code on torch's autocast state, and AOTAutograd's cache on disk is keyed by it: which devices are
-enabled, and with which dtypes. Policies that a region lays over the table are not part of that state, so code compiled
-without them would run with them. While such a region is open, devices that can have no tensor in this process are
-enabled with dtypes that stand for the policies. Nothing is cast for them, and ops cost no more.
+Dynamo guards all code on the autocast state that torch has: what is enabled, and in which dtype. The policies that regions
+lay over the tables are not part of it. ``policies_in_force`` says them as a text, and by that code is kept apart:
+
+- what is compiled from now on has a guard that the text is what it was then;
+- what was compiled before has one that there are no policies, for there were none;
+- so has what Dynamo loads, where it was saved by a process that had no guard to give it;
+- in the key of AOTAutograd's cache on disk is the text, with the state that some versions of torch leave out of it.
+
+This is put in place when a region with policies is first entered, in the modules that are imported by then, and in others
+as they are imported: before that, they compile nothing. They are internals of torch. Where they are not what they are
+expected to be, compiled code is kept away from regions with policies.
 """
 
 import functools
-import hashlib
+import inspect
+import pickle
+from typing import Any
 
 import torch
 
-from ..engine.state import Settings
-from ..plugins.registry import registry
+from ..engine.in_force import heed, policies_in_force
+from ..engine.installation import taken_back
+from . import uncompiled
+from .on_import import Changes
 
-_meanings: dict[tuple[torch.dtype, ...], str] = {}
-
-
-def guard_regions(settings: Settings) -> tuple[Settings, ...]:
-    """Return the regions to be entered after one that has a policy, and left before it: none if it has none.
-
-    Raises:
-        RuntimeError: other policies have the same mark, by a chance of one to a hundred thousand.
-    """
-    overlay = settings.overlay
-    if overlay is None or not _devices():
-        return ()
-    enclosing = [str(torch.get_autocast_dtype(name)) for name in _devices() if torch.is_autocast_enabled(name)]
-    place = f"mark {settings.device_type} {enclosing}"
-    found: tuple[Settings, ...] | None = overlay.derived.get(place)
-    if found is None:
-        policies = sorted((op, policy.name) for op, policy in overlay.items())
-        found = overlay.derived[place] = _mark(f"{place} {policies}")
-    return found
+_MARK = "polycast_policies"
+"""The attribute of a guard manager that has the guard."""
+_SHOWN = 200
+"""How many characters of the policies those see who have Dynamo log its guards."""
 
 
-def guard_region_count(settings: Settings) -> int:
-    """Return how many regions :func:`guard_regions` has for settings."""
-    return 0 if settings.overlay is None else len(_devices())
+def tell_policies_apart(device_type: str) -> None:
+    """Have compiled code heed the policies for a device; to be called in each region that has some."""
+    heed(device_type)
+    if not _changes.made:
+        _changes.make()
+    uncompiled.keep()
 
 
-def _mark(meaning: str) -> tuple[Settings, ...]:
-    number = int.from_bytes(hashlib.sha256(meaning.encode()).digest(), "big")
-    digits = []
-    for _ in _devices():
-        number, digit = divmod(number, len(_dtypes()))
-        digits.append(_dtypes()[digit])
-    if _meanings.setdefault(tuple(digits), meaning) != meaning:
-        raise RuntimeError("policy= has the mark of other policies in this process: add an op to it, or take one out")
-    return tuple(Settings(name, True, dtype, exact=True) for name, dtype in zip(_devices(), digits, strict=True))
+def POLICIES_IN_FORCE(builder: Any, guard: Any, seen: str) -> None:  # noqa: N802 - as Dynamo names what makes guards
+    """Make the guard that the policies in force are those that were seen: for Dynamo, which may save it by this name."""
+    _add_guard(builder.guard_manager, seen, guard)
 
 
-@functools.cache
-def _devices() -> tuple[str, ...]:
-    """Return some devices for which there is neither a backend nor a kernel to make a tensor with.
+def _add_guard(manager: Any, seen: str, guard: Any = None) -> None:
+    from torch._dynamo.guards import get_verbose_code_parts
 
-    They are chosen once, so that a region leaves as many as it entered.
-    """
-    known = registry.offered()
-    candidates = [
-        name
-        for name in torch._C._autocast_supported_devices()
-        if name not in known
-        and name != torch._C._get_privateuse1_backend_name()  # which may yet be given another name
-        and not torch._C._dispatch_has_kernel_for_dispatch_key(
-            "aten::empty.memory_format", torch._C._dispatch_key_for_device(name)
-        )
-    ]
-    return tuple(candidates[:4])
+    shown = seen if len(seen) <= _SHOWN else seen[:_SHOWN] + "..."
+    parts = get_verbose_code_parts([f"policies of polycast.autocast == {shown!r}"], guard)
+    # One that is checked after all others: none of them is being checked while Python runs, so that the list of them can
+    # grow while another thread is checking this manager.
+    manager.root.add_epilogue_lambda_guard(
+        lambda _: policies_in_force() == seen, parts, None if guard is None else guard.user_stack
+    )
+    setattr(manager, _MARK, seen)
 
 
-@functools.cache
-def _dtypes() -> tuple[torch.dtype, ...]:
-    found = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    return tuple(found[name] for name in sorted(found))
+def _add_missing_guard(manager: Any) -> None:
+    """Guard code that was compiled where no guard of ours was in place, so under no policies."""
+    if getattr(manager, "root", None) is not None and not hasattr(manager, _MARK):
+        _add_guard(manager, "")
+
+
+def _guard_dynamo(changes: Changes) -> None:
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, _debug_get_precompile_entries
+    from torch._dynamo.convert_frame import input_codes
+    from torch._dynamo.guards import CheckFunctionManager, GuardManagerWrapper
+    from torch._dynamo.output_graph import OutputGraph, OutputGraphCommon
+    from torch._dynamo.source import GlobalStateSource
+
+    init_ambient_guards: Any = _method(OutputGraph, "init_ambient_guards", "self")
+    compile_check_fn: Any = _method(CheckFunctionManager, "compile_check_fn", "self", "builder")
+    check: Any = _method(GuardManagerWrapper, "check", "self", "x")
+    codes = [code for reference in list(input_codes.seen) if (code := reference()) is not None]
+
+    def new_guard() -> Any:
+        return GlobalStateSource().make_guard(functools.partial(POLICIES_IN_FORCE, seen=policies_in_force()))
+
+    def is_ours(guard: Any) -> bool:
+        return guard.inner_create_fn() is POLICIES_IN_FORCE
+
+    trial: Any = GuardManagerWrapper()
+    _add_guard(trial, "never in force")
+    _expect(not trial.root.check({}), "a guard that fails has no effect")
+    _expect(is_ours(new_guard()), "a guard does not know what made it")
+    _expect(hasattr(OutputGraph, "guards") and hasattr(OutputGraphCommon, "guards"), "a graph has no guards")
+
+    @functools.wraps(init_ambient_guards)
+    def init_ambient_guards_and_ours(self: Any) -> None:
+        init_ambient_guards(self)
+        self.guards.add(new_guard())
+
+    @functools.wraps(compile_check_fn)
+    def compile_check_fn_with_ours(self: Any, builder: Any, *args: Any, **kwargs: Any) -> Any:
+        # Those who filter guards may have dropped it, as they may any; but it is not there to be dropped in what another
+        # process has saved, nor in what this thread was compiling as we came.
+        if not any(is_ours(guard) for guard in self.output_graph.guards):
+            _add_missing_guard(builder.guard_manager)
+        return compile_check_fn(self, builder, *args, **kwargs)
+
+    @functools.wraps(check)
+    def check_with_ours(self: Any, x: Any) -> bool:
+        # Dynamo's own look-ups do not come here, but those of functions that were compiled ahead of time, which no
+        # code object lists.
+        _add_missing_guard(self)
+        result: bool = check(self, x)
+        return result
+
+    changes.replace(OutputGraph, "init_ambient_guards", init_ambient_guards_and_ours)
+    changes.replace(CheckFunctionManager, "compile_check_fn", compile_check_fn_with_ours)
+    changes.replace(GuardManagerWrapper, "check", check_with_ours)
+    for code in codes:
+        for entry in (*_debug_get_cache_entry_list(code), *_debug_get_precompile_entries(code)):
+            _add_missing_guard(entry.guard_manager)
+
+
+def _key_cache(changes: Changes) -> None:
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheDetails
+
+    init: Any = _method(AOTAutogradCacheDetails, "__init__", "self")
+
+    @functools.wraps(init)
+    def init_with_policies(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        policies = policies_in_force()
+        if policies:
+            setattr(self, _MARK, (policies, _autocast_state()))
+
+    trial = object.__new__(AOTAutogradCacheDetails)
+    setattr(trial, _MARK, "never in force")
+    _expect(b"never in force" in pickle.dumps(trial), "the key of the cache is not made of the attributes of its details")
+    changes.replace(AOTAutogradCacheDetails, "__init__", init_with_policies)
+
+
+def _autocast_state() -> list[tuple[str, bool, str]]:
+    devices = torch._C._autocast_supported_devices()
+    return [(name, torch.is_autocast_enabled(name), str(torch.get_autocast_dtype(name))) for name in devices]
+
+
+def _method(owner: Any, name: str, *parameters: str) -> Any:
+    """Return a method as its class has it, whose first parameters are to have these names."""
+    method = vars(owner)[name]
+    names = list(inspect.signature(method).parameters)
+    _expect(names[: len(parameters)] == list(parameters), f"{owner.__name__}.{name} takes {names}")
+    return method
+
+
+def _expect(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise NotImplementedError(otherwise)
+
+
+_changes = Changes(
+    {"torch._dynamo": _guard_dynamo, "torch._functorch._aot_autograd.autograd_cache": _key_cache}, uncompiled.start
+)
+
+
+def _take_back() -> None:
+    uncompiled.stop()
+    _changes.take_back()
+
+
+taken_back.append(_take_back)

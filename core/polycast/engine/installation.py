@@ -17,6 +17,8 @@ installed: dict[str, Kernels] = {}
 """By device type, the kernels that are in place."""
 fully_installed: set[str] = set()
 """The device types whose kernels are in place and await no more ops: their regions need not look."""
+taken_back: list[Callable[[], None]] = []
+"""What takes back what other rooms have put into torch, when all kernels are uninstalled."""
 _lock = threading.RLock()
 hold_over_forks(lambda: [_lock])
 
@@ -54,6 +56,8 @@ def install(device_type: str) -> None:
 def uninstall(device_type: str | None = None) -> None:
     """Take polycast's kernels away: torch has its own again, as if polycast had never been used.
 
+    Without a device, what regions with policies have put into torch's compiler and checkpoints is taken back too.
+
     The next region for the device puts them back. What sees writes that count no version stays in place while a
     :class:`WeightCache` is alive. Where torch's own regions run on the kernels, in other threads, that is the caller's
     to know: torch's dispatcher lets no kernel be taken away from under a call.
@@ -65,8 +69,10 @@ def uninstall(device_type: str | None = None) -> None:
         ValueError, RuntimeError: `device_type` is not a device string that torch knows.
         RuntimeError: a thread is in a region of polycast's for the device; nothing changes.
     """
-    names = None if device_type is None else [registry.parse_device_type(device_type)]
-    _run_uninstalled(names, lambda: None)
+    if device_type is None:
+        _run_uninstalled(None, lambda: [take_back() for take_back in taken_back])
+    else:
+        _run_uninstalled([registry.parse_device_type(device_type)], lambda: None)
     with _lock:
         engine = chosen()
         if engine is not None and not installed and not caches_alive:

@@ -26,7 +26,7 @@ class Overlay(dict[str, CastPolicy]):
     def __init__(self, policies: Mapping[str, CastPolicy]) -> None:
         super().__init__(policies)
         self.derived: dict[str, Any] = {}
-        """What engines and guards have made of it, each under a name of its own."""
+        """What engines have made of it, each under a name of its own."""
         self._merged: tuple[Overlay, Overlay] | None = None
 
     def over(self, below: "Overlay | None") -> "Overlay":
@@ -35,8 +35,15 @@ class Overlay(dict[str, CastPolicy]):
             return self
         merged = self._merged
         if merged is None or merged[0] is not below:
-            merged = self._merged = (below, Overlay({**below, **self}))
+            # A function that is decorated with policies and recurs lays the same over themselves, at every depth.
+            result = below if below.items() >= self.items() else Overlay({**below, **self})
+            merged = self._merged = (below, result)
         return merged[1]
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The policies as text: the same for equal ones, in every process."""
+        return "(" + ", ".join(f"{op}={policy.name}" for op, policy in sorted(self.items())) + ")"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Overlay, (dict(self),)

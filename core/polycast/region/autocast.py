@@ -10,9 +10,9 @@ from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
 from ..compilers.export import record_entry, record_exit
-from ..compilers.guards import guard_region_count, guard_regions
 from ..compilers.torch_autocast import TorchAutocast
 from ..compilers.torchscript import ScriptedAsTorch
+from ..compilers.uncompiled import enters_regions
 from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.installation import fully_installed
@@ -34,6 +34,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _new = object.__new__
 
 
+@enters_regions
 class autocast(TorchAutocast):
     """A region in which ops run in mixed precision; a context manager, and a decorator of functions.
 
@@ -141,20 +142,15 @@ class autocast(TorchAutocast):
     def _complete_entry(self, settings: Settings, recorded: bool) -> None:
         """Do what entering a region may take besides the state, or leave it."""
         put_in_place(self, settings)
-        try:
-            if recorded:
+        if recorded:
+            try:
                 record_entry(settings)
-            for mark in guard_regions(settings):
-                state.machine.enter(self, mark)
-        except BaseException:
-            state.machine.leave(self)
-            raise
+            except BaseException:
+                state.machine.leave(self)
+                raise
 
     @disable_dynamo
     def __exit__(self, *exc_info: object) -> None:
-        if self._fast_path_device is None:
-            for _ in range(guard_region_count(self._settings)):
-                state.machine.leave(self)
         recorded = state.machine.leave(self)
         if recorded:
             record_exit()
@@ -168,7 +164,7 @@ class autocast(TorchAutocast):
                 f"autocast()(func) requires a callable, but got {type(func).__name__}. To run a block in the region, "
                 f"write: with polycast.autocast({self.device!r}): ..."
             )
-        return decorate(func, lambda: self, self._steps)
+        return decorate(func, lambda: self, lambda: [self._settings])
 
     @property
     def _enabled(self) -> bool:  # type: ignore[override]
@@ -183,9 +179,6 @@ class autocast(TorchAutocast):
         overridden = (kind.__enter__, kind.__exit__) != (autocast.__enter__, autocast.__exit__)
         check_region(self._settings, kind.__qualname__ if overridden else None)
         return self._settings.cache_enabled
-
-    def _steps(self) -> list[Settings]:
-        return [self._settings, *guard_regions(self._settings)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (type(self), self._settings)

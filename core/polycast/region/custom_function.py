@@ -16,7 +16,6 @@ import torch
 from torch.autograd import Function, function
 from torch.autograd.function import FunctionCtx
 
-from ..compilers.guards import guard_regions
 from ..engine import state
 from ..engine.casting import cast_nested
 from ..engine.state import Settings
@@ -121,7 +120,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
                 f"{bwd.__qualname__} is decorated with custom_bwd, but its forward did not record its autocast state. "
                 "Decorate forward with polycast.custom_fwd."
             ) from None
-        with Suspendable(settings, *guard_regions(settings)):
+        with Suspendable(settings):
             return bwd(ctx, *args, **kwargs)
 
     return decorated

@@ -1,5 +1,6 @@
 """Entering a region on this thread, with its kernels in place."""
 
+from ..compilers.guards import tell_policies_apart
 from ..engine import state
 from ..engine.installation import fully_installed, kernels_of
 from ..engine.state import Settings
@@ -19,6 +20,8 @@ def put_in_place(owner: object, settings: Settings) -> None:
     try:
         if settings.enabled or settings.overlay:
             kernels_of(settings.device_type, settings.overlay or ())
+        if settings.overlay:
+            tell_policies_apart(settings.device_type)
     except BackendNotFoundError:
         if not settings.exact:  # a snapshot's may be of a region of torch's, for what no backend serves
             state.machine.leave(owner)

@@ -2,12 +2,14 @@
 
 import torch
 
+from ..compilers.uncompiled import enters_regions
 from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.state import Settings
 from .entry import enter
 
 
+@enters_regions
 class Suspendable:
     """Regions that are entered and left again and again, as the steps of a generator are run.
 

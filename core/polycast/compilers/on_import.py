@@ -1,0 +1,110 @@
+"""Changes to modules of torch's that may not be imported yet: made once they are, and taken back.
+
+What is not imported is not imported for it. A finder on ``sys.meta_path`` lets the others find the module, and has it
+changed as soon as it has been executed, so before whoever imported it has it in his hands.
+"""
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+class Changes(MetaPathFinder):
+    """Changes to modules, by their names: what changes one is called with this object, and replaces through it.
+
+    Args:
+        changes: for each module what changes it; it may raise anything where the module is not as it expects.
+        refused: is told why, as a text, when it does.
+    """
+
+    def __init__(self, changes: Mapping[str, Callable[["Changes"], None]], refused: Callable[[str], None]) -> None:
+        self._changes = changes
+        self._refused = refused
+        self._waiting: dict[str, Callable[[Changes], None]] = {}
+        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._lock = threading.Lock()
+        self.made = False
+        """Whether the modules that are imported are changed, and the others will be."""
+
+    def make(self) -> None:
+        """Change the modules that are imported now, and each of the others once it is."""
+        with self._lock:
+            if self.made:
+                return
+            if self not in sys.meta_path:
+                self._waiting = dict(self._changes)
+                sys.meta_path.insert(0, self)
+            half = False
+            for name in self._changes:
+                if sys.modules.get(name) is not None:
+                    module = importlib.import_module(name)  # waits for a thread that is importing it
+                    if getattr(module.__spec__, "_initializing", False):
+                        half = True  # by this thread, which calls us from the middle of it: the next call comes later
+                    else:
+                        self.change(name)
+            self.made = not half
+
+    def change(self, name: str) -> None:
+        """Change a module that has just been imported, if that is still to be done."""
+        change = self._waiting.pop(name, None)
+        if change is not None:
+            try:
+                change(self)
+            except Exception as error:  # whatever it is, the module is not the one that we know
+                self._refused(f"{name}: {type(error).__name__}: {error}")
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Replace an attribute, until the changes are taken back."""
+        self._replaced.append((owner, name, vars(owner)[name], value))
+        setattr(owner, name, value)
+
+    def take_back(self) -> None:
+        """Give the modules back what they had, unless somebody else has replaced it since."""
+        with self._lock:
+            self.made = False
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            self._waiting = {}
+            for owner, name, before, ours in reversed(self._replaced):
+                if vars(owner)[name] is ours:
+                    setattr(owner, name, before)
+            self._replaced = []
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
+    ) -> ModuleSpec | None:
+        """Find what the other finders find."""
+        if fullname not in self._waiting:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _ThenChange(spec.loader, self)
+                return spec
+        return None
+
+
+class _ThenChange(Loader):
+    """A module's loader, until the module is executed."""
+
+    def __init__(self, loader: Any, changes: Changes) -> None:
+        self._loader = loader
+        self._changes = changes
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._changes.change(module.__name__)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

@@ -1,0 +1,31 @@
+"""Which policies are in force on this thread, as a text: by it compiled code knows where it may run.
+
+It says what results, whatever regions were entered and however they will be left: the overlay of the innermost region for
+each device, as the state machine has it. That of a disabled region too, for code in it may enable autocast again.
+"""
+
+import threading
+
+from . import state
+
+_devices: tuple[str, ...] = ()
+"""The devices for which policies were ever in force in this process: all others need no asking."""
+_lock = threading.Lock()
+
+
+def policies_in_force() -> str:
+    """Return the policies of this thread's regions: the same text for equal ones, and an empty one for none."""
+    found = ""
+    for device_type in _devices:
+        region = state.machine.innermost(device_type)
+        if region is not None and region[0]:
+            found += device_type + region[0].text
+    return found
+
+
+def heed(device_type: str) -> None:
+    """Have the policies for a device looked at from now on."""
+    global _devices
+    if device_type not in _devices:
+        with _lock:
+            _devices = tuple(sorted({*_devices, device_type}))

@@ -1,0 +1,275 @@
+"""Policies around compiled code: it runs under those that it was compiled for, and under equal ones."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import polycast
+from polycast import CastPolicy
+from polycast.engine.in_force import policies_in_force
+
+pytestmark = [
+    pytest.mark.usefixtures("engine"),
+    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+]
+DEVICES = torch._C._autocast_supported_devices()
+HALF, SINGLE = torch.bfloat16, torch.float32
+TANH_DOWN, MM_UP = {"aten::tanh": CastPolicy.LOWER_PRECISION_FP}, {"aten::mm": CastPolicy.FP32}
+X = torch.ones(2, 2)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def dtypes(x):
+    """What the policies decide: bfloat16 and float32 under the table, another pair under each of the two above."""
+    return torch.mm(x, x), torch.tanh(x)
+
+
+def policy(policies=None):
+    return polycast.autocast("cpu", policy=policies)
+
+
+class Compiled:
+    """The function above, compiled; a call gives the dtypes that it returns, and checks them against those uncompiled."""
+
+    def __init__(self, backend="aot_eager", **options):
+        self.counter = CompileCounterWithBackend(backend)
+        self._function = torch.compile(dtypes, backend=self.counter, **{"fullgraph": True, **options})
+
+    def __call__(self):
+        found = tuple(y.dtype for y in self._function(X))
+        assert found == tuple(y.dtype for y in dtypes(X))
+        return found
+
+    @property
+    def compilations(self):
+        return self.counter.frame_count
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_a_change_of_the_policies_around_recompiles_and_equal_ones_do_not(backend):
+    compiled = Compiled(backend)
+    for _ in range(2):
+        assert compiled() == (SINGLE, SINGLE)
+        with policy():
+            assert compiled() == (HALF, SINGLE)
+        with policy(TANH_DOWN):
+            assert compiled() == (HALF, HALF)
+        with policy(MM_UP):
+            assert compiled() == (SINGLE, SINGLE)
+            with policy(TANH_DOWN):
+                assert compiled() == (SINGLE, HALF)
+                with policy(dict(MM_UP)):
+                    assert compiled() == (SINGLE, HALF)
+            with polycast.autocast("cpu", enabled=False):
+                assert compiled() == (SINGLE, SINGLE)
+            snapshot = polycast.capture()
+        with snapshot.apply():
+            assert compiled() == (SINGLE, SINGLE)
+        assert policy(TANH_DOWN)(compiled)() == (HALF, HALF)
+    assert compiled.compilations == 6
+
+
+def test_policies_touch_the_state_of_no_other_device():
+    def state():
+        return [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in DEVICES if name != "cpu"]
+
+    before = state()
+    with policy(MM_UP):
+        assert state() == before
+
+
+def test_a_backend_that_is_registered_after_policies_were_used_finds_its_device_untouched(hand_made):
+    for name in ("ipu", "xla"):
+        with policy(MM_UP):
+            pass
+        hand_made(name)
+        with policy(TANH_DOWN):
+            assert not torch.is_autocast_enabled(name)
+            assert torch.get_autocast_dtype(name).is_floating_point
+
+
+def test_a_thousand_policies_are_told_apart():
+    ops = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))[:1000]
+    texts = set()
+    for op in ops:
+        with policy({op: CastPolicy.PASSTHROUGH}):
+            texts.add(policies_in_force())
+    assert len(texts) == 1000
+    compiled = Compiled(fullgraph=False)
+    for op in ops[:3]:
+        with policy({op: CastPolicy.PASSTHROUGH}):
+            assert compiled() == (HALF, SINGLE)
+    assert compiled.compilations == 3
+
+
+@pytest.mark.parametrize("policies", [MM_UP, {**MM_UP, **TANH_DOWN}])
+def test_a_recursive_function_has_its_policies_at_every_depth(policies):
+    compiled = Compiled()
+    seen = set()
+
+    @policy(policies)
+    def recur(depth):
+        seen.add(compiled())
+        if depth:
+            recur(depth - 1)
+        seen.add(compiled())
+
+    recur(50)
+    assert len(seen) == compiled.compilations == 1
+
+
+def square(compiled, calls):
+    """A Function whose backward calls what is compiled."""
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        @polycast.custom_fwd(device_type="cpu")
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        @polycast.custom_bwd(device_type="cpu")
+        def backward(ctx, grad):
+            calls.append(compiled())
+            return 2 * grad * ctx.saved_tensors[0]
+
+    return Square
+
+
+@pytest.mark.parametrize("forward", [None, TANH_DOWN])
+def test_a_custom_backward_has_the_policies_of_its_forward_and_leaves_those_around(forward):
+    compiled, calls = Compiled(), []
+    x = torch.ones(2, 2, requires_grad=True)
+    with policy(forward):
+        loss = square(compiled, calls).apply(x).sum()
+        of_forward = compiled()
+    with policy(MM_UP):
+        before = compiled()
+        loss.backward()
+        assert compiled() == before == (SINGLE, SINGLE)
+    assert calls == [of_forward] == [(HALF, SINGLE if forward is None else HALF)]
+
+
+def test_a_generator_has_its_policies_over_those_of_whoever_steps_it():
+    compiled = Compiled()
+
+    @policy(TANH_DOWN)
+    def steps():
+        while True:
+            yield compiled()
+
+    generator = steps()
+    for around, inside in ((MM_UP, (SINGLE, HALF)), (None, (HALF, HALF)), (MM_UP, (SINGLE, HALF))):
+        with policy(around):
+            before = compiled()
+            assert next(generator) == inside
+            assert compiled() == before
+    generator.close()
+
+
+def test_policies_that_are_left_out_of_order_are_those_that_result():
+    compiled, first, second = Compiled(), policy(MM_UP), policy(TANH_DOWN)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    compiled()
+    second.__exit__(None, None, None)
+    assert compiled() == (SINGLE, SINGLE)
+
+
+def test_a_suspended_generator_that_is_collected_takes_its_policies_with_it():
+    def suspended():
+        with policy(MM_UP):
+            yield
+
+    compiled, generator = Compiled(), suspended()
+    next(generator)
+    cycle = [generator]
+    cycle.append(cycle)
+    assert compiled() == (SINGLE, SINGLE)
+    del generator, cycle
+    gc.collect()
+    assert policies_in_force() == ""
+    with policy():
+        assert compiled() == (HALF, SINGLE)
+
+
+def test_a_disabled_region_in_policies_hands_them_to_a_region_in_compiled_code():
+    """Autocast is off, as it is outside of all; but what is compiled switches it on again."""
+
+    def function(x):
+        with polycast.autocast("cpu"):
+            return torch.tanh(x)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        assert compiled(X).dtype is SINGLE
+        with policy(TANH_DOWN), polycast.autocast("cpu", enabled=False):
+            assert compiled(X).dtype is HALF
+
+
+def test_a_graph_break_keeps_the_policies():
+    def function(x):
+        y = torch.mm(x, x)
+        torch._dynamo.graph_break()
+        return y, torch.tanh(x)
+
+    compiled = torch.compile(function, backend=(counter := CompileCounterWithBackend("aot_eager")))
+    for _ in range(2):
+        for policies in (None, MM_UP, TANH_DOWN):
+            with policy(policies):
+                assert [y.dtype for y in compiled(X)] == [y.dtype for y in dtypes(X)]
+    assert counter.frame_count == 6
+
+
+def test_threads_have_their_own_policies_over_one_compiled_function():
+    compiled, failures, barrier = Compiled(), [], threading.Barrier(3)
+
+    def work(policies):
+        try:
+            barrier.wait()
+            for _ in range(20):
+                with policy(policies):
+                    compiled()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(policies,)) for policies in (None, MM_UP, TANH_DOWN)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert compiled.compilations == 3
+
+
+def test_a_thread_that_ended_in_policies_leaves_none(in_thread):
+    compiled = Compiled()
+
+    def work():
+        policy(MM_UP).__enter__()
+        return compiled()
+
+    assert in_thread(work) == (SINGLE, SINGLE)
+    with policy():
+        assert compiled() == (HALF, SINGLE)
+
+
+def test_a_guard_says_which_policies_it_was_made_for():
+    reasons = []
+    compiled = torch._dynamo.optimize("eager", guard_fail_fn=lambda failure: reasons.append(failure.reason))(dtypes)
+    compiled(X)
+    with polycast.autocast("cpu", enabled=False, policy=MM_UP):
+        compiled(X)
+    assert "policies of polycast.autocast == ''" in reasons[0]
