@@ -4,16 +4,26 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
+TESTS ?= tests
 
 # Folders too: one is newer than the stamp when a file in it was removed.
 SOURCES := pyproject.toml MANIFEST.in README.md $(wildcard LICENSE) $(shell find core backends \
 	\( -name __pycache__ -o -name '*.egg-info' \) -prune -o -print)
 
-.PHONY: test check demo bench clean FORCE
+.PHONY: test matrix check demo bench clean FORCE
 
 # The tests run on the installed wheel, not on the source tree.
 test: $(VENV)/polycast.stamp
-	$(VENV)/bin/pytest --installed tests
+	$(VENV)/bin/pytest --installed $(TESTS)
+
+# The tests on each Python and torch of the table in pyproject.toml; an interpreter that is not on the path is skipped.
+# NOX takes options: make matrix NOX="-s 'tests(3.10, torch==2.11.*)'".
+matrix: $(VENV)-nox/bin/nox
+	$(VENV)-nox/bin/nox $(NOX)
+
+$(VENV)-nox/bin/nox:
+	$(PYTHON) -m venv $(VENV)-nox
+	$(VENV)-nox/bin/python -m pip install --quiet nox
 
 check: $(VENV)/polycast.stamp
 	$(VENV)/bin/ruff format --check .
@@ -28,7 +38,7 @@ bench: $(VENV)/bench.stamp
 	$(VENV)/bin/python -m benchmarks $(BENCH)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-nox .nox build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # torch first: what is installed satisfies polycast's requirement, and nothing takes another build of it.
 # The stamp holds the requirement, so that it is newer only when TORCH is another.

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.resources
+import re
 import shutil
 import subprocess
 import sys
@@ -123,6 +124,39 @@ def test_the_sdist_holds_what_is_needed_to_build_and_test(built):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile"} <= names
+    assert {
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "Makefile",
+        "noxfile.py",
+    } <= names
     assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")} <= names
     assert not {name for name in names if name.endswith(".pyc") or name.startswith(".venv")}
+
+
+@pytest.fixture(scope="module")
+def project():
+    if sys.version_info < (3, 11):
+        pytest.skip("tomllib is new in Python 3.11")
+    import tomllib
+
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_each_python_that_is_supported_is_in_the_matrix(project):
+    supported = {name.rpartition(" ")[2] for name in project["project"]["classifiers"] if "Python :: 3." in name}
+    assert {row["python"] for row in project["tool"]["polycast"]["matrix"]} == supported
+
+
+def test_the_matrix_goes_from_the_lowest_torch_to_the_newest(project):
+    wanted = [row["torch"] for row in project["tool"]["polycast"]["matrix"]]
+    assert f"{wanted[0].replace('==', '>=').removesuffix('.*')}" in project["project"]["dependencies"]
+    assert [torch for torch in wanted if ">=" in torch] == [wanted[-1]]
+
+
+def test_the_torch_that_make_installs_is_in_the_matrix(project):
+    (version,) = re.findall(r"^TORCH \?= (torch==\d+\.\d+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert f"{version}.*" in [row["torch"] for row in project["tool"]["polycast"]["matrix"]]
