@@ -18,7 +18,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -236,23 +235,18 @@ def _build(compiler: str, sources: Mapping[str, bytes], library: Path) -> None:
 
 
 def _command(compiler: str, scratch: Path, built: Path) -> list[str]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # those of what it imports are not the user's to mend
-        try:
-            from torch.utils import cpp_extension  # its import takes a while, and is needed here only
-        except ImportError as error:
-            raise BuildError(
-                f"torch.utils.cpp_extension, which knows where torch's headers are, cannot be imported: {error}. "
-                "Install what it needs, as setuptools."
-            ) from error
+    # torch.utils.cpp_extension would tell the paths, but looks for CUDA at its import, and tells the user about it.
+    torch_folder = Path(torch.__file__).parent
+    include = torch_folder / "include"
+    headers = (str(include), str(include / "torch/csrc/api/include"), sysconfig.get_path("include"))
     return [
         *shlex.split(compiler),
         *_FLAGS,
         f"-DTORCH_EXTENSION_NAME={_MODULE}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *(f"-isystem{path}" for path in [*cpp_extension.include_paths(), sysconfig.get_path("include")]),
+        *(f"-isystem{path}" for path in headers),
         *(str(path) for path in sorted(scratch.glob("*.cpp"))),
-        *(f"-L{path}" for path in cpp_extension.library_paths()),
+        f"-L{torch_folder / 'lib'}",
         *("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"),
         "-o",
         str(built),
