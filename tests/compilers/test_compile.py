@@ -11,14 +11,7 @@ from torch._inductor.utils import run_and_get_code
 import polycast
 from polycast import CastPolicy
 
-# What torch's own compiler warns of while it works.
-pytestmark = [
-    pytest.mark.usefixtures("engine"),
-    pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd is returning a function"),
-    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
+pytestmark = pytest.mark.usefixtures("engine")
 BACKENDS = ["eager", "aot_eager"]
 
 

@@ -6,8 +6,7 @@ import torch
 import polycast
 from polycast import CastPolicy
 
-# torch's own copies of tree specs warn.
-pytestmark = [pytest.mark.usefixtures("engine"), pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec")]
+pytestmark = pytest.mark.usefixtures("engine")
 
 ways = pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
 

@@ -6,8 +6,6 @@ from torch.testing import FileCheck
 
 import polycast
 
-# torch's own word on TorchScript as a whole; polycast's warnings stay errors.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 A, B = torch.rand(2, 2), torch.rand(2, 2)
 HALF, FLOAT, DOUBLE, BFLOAT = torch.float16, torch.float32, torch.float64, torch.bfloat16
 TO_REDUCED, TO_FULL = "aten::_autocast_to_reduced_precision", "aten::_autocast_to_full_precision"

@@ -6,11 +6,7 @@ import torch
 import polycast
 from polycast import CastPolicy
 
-# torch's own word on TorchScript as a whole; polycast's warnings stay errors.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
-    pytest.mark.usefixtures("engine"),
-]
+pytestmark = pytest.mark.usefixtures("engine")
 
 A, B, LOW = torch.rand(2, 2), torch.rand(2, 2), torch.rand(2, 2).bfloat16()
 ONE = torch.ones(())

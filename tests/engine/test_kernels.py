@@ -300,7 +300,6 @@ def test_ops_of_an_overlay_have_their_kernels_after_a_change_of_backend(hand_mad
         assert torch.add(x, x).dtype is torch.float32
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own use of it
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
 def test_a_tangent_goes_through_a_matrix_product(mode):
     x, tangent, w = torch.rand(2, 2), torch.rand(2, 2), torch.nn.Parameter(torch.rand(2, 2))

@@ -96,7 +96,6 @@ def test_double_backward_goes_through_a_kept_cast(cache):
     assert torch.allclose(second, second_wanted, rtol=0.02)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's own use of it
 def test_forward_mode_differentiation_takes_a_plain_cast(cache):
     import torch.autograd.forward_ad as forward_ad
 

@@ -213,7 +213,6 @@ def test_the_subclass_of_a_weight_sees_its_casts():
     assert seen.count(torch.ops.aten._to_copy.default) == 2
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
 def test_nothing_is_kept_under_functorch_or_while_tracing():
     weight = parameter()
     with polycast.autocast("cpu"):

@@ -65,11 +65,6 @@ def test_export_keeps_the_operator(strict):
     same(exported.module()(a, b), function(a, b))
 
 
-# Inductor's import of torch warns of torch.
-inductor_may_warn = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-
-
-@inductor_may_warn
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compile_keeps_the_operator(backend):
     torch._dynamo.reset()
@@ -88,7 +83,6 @@ def test_symbolic_trace_keeps_the_operator():
     assert targets(torch.fx.symbolic_trace(function).graph)[0] is OPERATOR
 
 
-@inductor_may_warn
 @pytest.mark.parametrize("trace", ["make_fx", "export", "strict export", "eager", "aot_eager", "inductor"])
 def test_an_op_that_only_a_kernel_takes_is_traced_as_casts_around_it(trace):
     torch._dynamo.reset()

@@ -10,8 +10,7 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 import polycast
 from polycast import CastPolicy
 
-# torch's own formulas of forward derivatives are scripted.
-pytestmark = [pytest.mark.usefixtures("engine"), pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")]
+pytestmark = pytest.mark.usefixtures("engine")
 
 
 @pytest.fixture(name="layer")
