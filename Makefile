@@ -33,6 +33,12 @@ check: $(VENV)/polycast.stamp
 demo: $(VENV)/polycast.stamp
 	$(VENV)/bin/polycast demo
 
+# Threads, caches, weights that change and die, generators that are collected, and forks, for longer than a test has.
+STEPS ?= 20000
+stress: $(VENV)/polycast.stamp
+	POLYCAST_ENGINE=native $(VENV)/bin/python tests/engine/stress.py $(STEPS)
+	POLYCAST_ENGINE=reference $(VENV)/bin/python tests/engine/stress.py $(STEPS)
+
 # BENCH takes options: make bench BENCH="--quick --json figures.json".
 bench: $(VENV)/bench.stamp
 	$(VENV)/bin/python -m benchmarks $(BENCH)

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from polycast.engine.choice import choose
 
-from . import models, small, training
+from . import models, once, scenarios, small, training
 from .processes import ImportTime, PeakMemory
 from .timing import Result
 
@@ -40,6 +40,11 @@ BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
     "out-dtype": small.out_dtype,
     "import": ImportTime,
     "memory": PeakMemory,
+    "once": once.by_size,
+    "rates": once.rates,
+    "peak": once.PeakOfThreads,
+    "scenarios": scenarios.scenarios,
+    "leaving": small.leaving,
     "linears": models.linears,
     "gpt2": models.gpt2,
     "training": training.training,

@@ -173,6 +173,26 @@ def lookup() -> Race:
     return Race(sides, ratios)
 
 
+def leaving() -> Race:
+    def suspended() -> Iterator[None]:
+        with polycast.autocast("cpu"):
+            yield
+
+    def run(count: int) -> Any:
+        def close() -> None:
+            generators = [suspended() for _ in range(count)]
+            for generator in generators:
+                next(generator)
+            for generator in generators:
+                generator.close()
+
+        return close
+
+    sides = {f"{count:,}": Side("close()", {"close": run(count)}, per=count) for count in (100, 16_000)}
+    what = "leaving suspended generators oldest first, of 16,000"
+    return Race(sides, [Ratio(what, "of 100", "16,000", "100", 1.5)], rounds=10)
+
+
 def out_dtype() -> Race:
     a, b = (torch.randint(-128, 128, (512, 512), dtype=torch.int8) for _ in range(2))
     names = {"mm": torch.ops.aten.mm.default, "int32": torch.int32, "a": a, "b": b}

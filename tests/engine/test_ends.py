@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -167,3 +168,18 @@ def test_thousands_of_suspended_regions_are_left_in_any_order(engine, order):
         assert torch.is_autocast_enabled("cpu")
         generator.close()
     assert (polycast.autocast_nesting("cpu"), torch.is_autocast_enabled("cpu")) == (0, False)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_threads_caches_weights_generators_and_forks_together(engine, seed):
+    script = Path(__file__).with_name("stress.py")
+    environment = {**os.environ, "POLYCAST_ENGINE": engine}
+    done = subprocess.run(
+        [sys.executable, str(script), "300", str(100 * seed)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert (done.returncode, done.stdout) == (0, "1200 steps, 0 children failed\n"), done.stderr
