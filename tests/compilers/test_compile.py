@@ -294,6 +294,10 @@ def test_a_policy_inside_breaks_the_graph_and_is_heeded(data, make):
 
 
 def test_polycast_does_not_import_dynamo():
-    script = "import sys, polycast\nwith polycast.autocast('cpu'): pass\nprint('torch._dynamo' in sys.modules)"
+    script = """
+import sys, polycast
+with polycast.autocast("cpu"), polycast.autocast("cpu", policy={"aten::mm": polycast.CastPolicy.FP32}):
+    print("torch._dynamo" in sys.modules)
+"""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -273,3 +273,53 @@ def test_a_guard_says_which_policies_it_was_made_for():
     with polycast.autocast("cpu", enabled=False, policy=MM_UP):
         compiled(X)
     assert "policies of polycast.autocast == ''" in reasons[0]
+
+
+def test_what_was_compiled_before_any_policies_is_kept_for_where_there_are_none():
+    compiled, isolated = Compiled(), Compiled(isolate_recompiles=True)
+    for _ in range(2):
+        for function in (compiled, isolated):
+            assert function() == (SINGLE, SINGLE)
+            with policy():
+                assert function() == (HALF, SINGLE)
+            with policy(TANH_DOWN):
+                assert function() == (HALF, HALF)
+    assert compiled.compilations == isolated.compilations == 3
+
+
+def test_what_was_compiled_ahead_of_time_before_any_policies_is_refused_under_some():
+    compiled = torch.compile(dtypes, backend="inductor", fullgraph=True).aot_compile(((X,), {}))
+    assert [y.dtype for y in compiled(X)] == [SINGLE, SINGLE]
+    with polycast.autocast("cpu", enabled=False, policy=MM_UP), pytest.raises(RuntimeError, match="policies of polycast"):
+        compiled(X)
+    assert [y.dtype for y in compiled(X)] == [SINGLE, SINGLE]
+
+
+def test_what_is_compiled_while_the_guard_is_put_in_place_is_for_no_policies():
+    """The first policies of the process are those of a backend, in the middle of a compilation."""
+
+    def backend(graph, inputs):
+        with policy(MM_UP):
+            return graph
+
+    compiled = torch.compile(dtypes, backend=backend, fullgraph=True)
+    assert [y.dtype for y in compiled(X)] == [SINGLE, SINGLE]
+    (entry,) = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(dtypes.__code__)
+    with polycast.autocast("cpu", enabled=False, policy=MM_UP):
+        assert not entry.guard_manager.check({"x": X})
+    assert entry.guard_manager.check({"x": X})
+
+
+def test_uninstalling_takes_the_guard_out_of_dynamo_and_the_next_policies_put_it_in_again():
+    from torch._dynamo.output_graph import OutputGraph
+
+    compiled, own = Compiled(), vars(OutputGraph)["init_ambient_guards"]
+    for _ in range(2):
+        with policy(MM_UP):
+            assert compiled() == (SINGLE, SINGLE)
+        assert vars(OutputGraph)["init_ambient_guards"] is not own
+        polycast.uninstall()
+        assert vars(OutputGraph)["init_ambient_guards"] is own
+        with policy():
+            assert compiled() == (HALF, SINGLE)
+    assert compiled.compilations == 2

@@ -1,8 +1,11 @@
 """torch.utils.checkpoint: what is recomputed in the backward is recomputed in the region of the forward."""
 
+import functools
+import inspect
+
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointError, checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import CheckpointError, CheckpointFunction, checkpoint, checkpoint_sequential
 
 import polycast
 from polycast import CastPolicy
@@ -129,6 +132,51 @@ def test_torch_says_that_a_policy_was_lost_without_one(block):
         y = checkpoint(block, x, use_reentrant=False)
     with pytest.raises(CheckpointError, match="different metadata"):
         y.sum().backward()
+
+
+LOST = r"recomputes Block under other policies.*checkpoint\(polycast.capture\(\).wrap\(function\), ..., use_reentrant=True\)"
+
+
+def test_a_reentrant_one_says_at_its_call_that_a_policy_was_lost(block):
+    x = torch.ones(1, 8, requires_grad=True)
+    with polycast.autocast("cpu", policy=POLICY):
+        line = inspect.currentframe().f_lineno + 1
+        y = checkpoint(block, x, use_reentrant=True)
+    with pytest.warns(UserWarning, match=LOST) as said:
+        y.sum().backward()
+    assert [(warning.filename, warning.lineno) for warning in said] == [(__file__, line)]
+
+
+@pytest.mark.parametrize("forward, backward", [(None, POLICY), (POLICY, {"aten::linear": CastPolicy.PASSTHROUGH})])
+def test_a_reentrant_one_says_that_its_backward_has_other_policies(block, forward, backward):
+    x = torch.ones(1, 8, requires_grad=True)
+    with polycast.autocast("cpu", policy=forward):
+        y = checkpoint(block, x, use_reentrant=True)
+    with polycast.autocast("cpu", policy=backward), pytest.warns(UserWarning, match=LOST):
+        y.sum().backward()
+
+
+def test_a_reentrant_one_says_nothing_where_its_backward_has_the_same_policies(block):
+    x = torch.ones(1, 8, requires_grad=True)
+    with polycast.autocast("cpu", policy=POLICY):
+        checkpoint(block, x, use_reentrant=True).sum().backward()
+    assert block.seen == [torch.float32, torch.float32]
+
+
+def test_a_reentrant_one_says_nothing_of_a_wrapped_snapshot_with_arguments(block):
+    x = torch.ones(1, 8, requires_grad=True)
+    with polycast.autocast("cpu", policy=POLICY):
+        y = checkpoint(functools.partial(polycast.capture().wrap(block)), x, use_reentrant=True)
+    y.sum().backward()
+
+
+def test_torch_has_its_own_checkpoint_back_after_uninstalling():
+    own = vars(CheckpointFunction)["forward"], vars(CheckpointFunction)["backward"]
+    with polycast.autocast("cpu", policy=POLICY):
+        pass
+    assert (vars(CheckpointFunction)["forward"], vars(CheckpointFunction)["backward"]) != own
+    polycast.uninstall()
+    assert (vars(CheckpointFunction)["forward"], vars(CheckpointFunction)["backward"]) == own
 
 
 @modes

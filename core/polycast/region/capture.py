@@ -9,6 +9,7 @@ import torch
 
 from ..engine import state
 from ..engine.state import Settings
+from .checkpoint import TAKES_POLICIES_ALONG
 from .decorate import decorate
 from .suspend import Suspendable
 
@@ -43,7 +44,9 @@ class Snapshot:
 
     def wrap(self, func: _F) -> _F:
         """Return `func` wrapped so that its body runs in the regions; generators and coroutines as in `autocast`."""
-        return decorate(func, self.apply, self._here)
+        wrapped = decorate(func, self.apply, self._here)
+        setattr(wrapped, TAKES_POLICIES_ALONG, True)
+        return wrapped
 
     def _here(self) -> list[Settings]:
         captured = {settings.device_type for settings in self.regions}

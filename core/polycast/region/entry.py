@@ -5,6 +5,7 @@ from ..engine import state
 from ..engine.installation import fully_installed, kernels_of
 from ..engine.state import Settings
 from ..errors import BackendNotFoundError
+from .checkpoint import watch_checkpoints
 
 
 def enter(owner: object, settings: Settings) -> bool:
@@ -22,6 +23,7 @@ def put_in_place(owner: object, settings: Settings) -> None:
             kernels_of(settings.device_type, settings.overlay or ())
         if settings.overlay:
             tell_policies_apart(settings.device_type)
+            watch_checkpoints()
     except BackendNotFoundError:
         if not settings.exact:  # a snapshot's may be of a region of torch's, for what no backend serves
             state.machine.leave(owner)

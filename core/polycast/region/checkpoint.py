@@ -1,0 +1,93 @@
+"""Saying so where a reentrant checkpoint recomputes under other policies than its forward ran under.
+
+``torch.utils.checkpoint`` enters in the recomputation what torch's autocast state was in the forward, and policies are no part
+of that. Without ``use_reentrant`` torch sees for itself that other dtypes come out, and raises; with it nobody does.
+"""
+
+import functools
+import sys
+import warnings
+from typing import Any
+
+import torch
+
+from ..compilers.on_import import Changes
+from ..engine.in_force import policies_in_force
+from ..engine.installation import taken_back
+
+TAKES_POLICIES_ALONG = "_polycast_takes_policies_along"
+"""The attribute of a function that runs under the same policies wherever it is called."""
+_FORWARD = "polycast_forward"
+"""The attribute of a checkpoint's ctx that says under which policies its forward ran, and where it was called."""
+
+_said: dict[str, Any] = {}  # what warnings were given, as Python keeps it for a module
+
+
+def watch_checkpoints() -> None:
+    """Have reentrant checkpoints watched; to be called in each region with policies."""
+    if not _changes.made:
+        _changes.make()
+
+
+def _watch(changes: Changes) -> None:
+    from torch.utils.checkpoint import CheckpointFunction
+
+    forward, backward = (vars(CheckpointFunction)[name].__func__ for name in ("forward", "backward"))
+
+    @functools.wraps(forward)
+    def noting_forward(ctx: Any, run_function: Any, *args: Any) -> Any:
+        policies = policies_in_force()
+        if policies:
+            setattr(ctx, _FORWARD, (policies, _caller()))
+        return forward(ctx, run_function, *args)
+
+    @functools.wraps(backward)
+    def comparing_backward(ctx: Any, *args: Any) -> Any:
+        policies, caller = getattr(ctx, _FORWARD, ("", None))
+        if policies != policies_in_force() and not _takes_policies_along(ctx.run_function):
+            _say(ctx.run_function, caller or _caller())
+        return backward(ctx, *args)
+
+    changes.replace(CheckpointFunction, "forward", staticmethod(noting_forward))
+    changes.replace(CheckpointFunction, "backward", staticmethod(comparing_backward))
+
+
+def _takes_policies_along(function: Any) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, TAKES_POLICIES_ALONG, False)
+
+
+def _caller() -> tuple[str, int, str]:
+    """Return file, line and module of the innermost code that is neither torch's nor ours, or of the outermost code."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "polycast"):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "")
+
+
+def _say(function: Any, caller: tuple[str, int, str]) -> None:
+    name = getattr(function, "__name__", type(function).__name__)
+    filename, line, module = caller
+    warnings.warn_explicit(
+        f"torch.utils.checkpoint(use_reentrant=True) recomputes {name} under other policies (policy= of polycast.autocast) "
+        "than its forward ran under, so dtypes and gradients may not be those of the forward. Take the policies along: "
+        "checkpoint(polycast.capture().wrap(function), ..., use_reentrant=True).",
+        UserWarning,
+        filename,
+        line,
+        module,
+        _said,
+    )
+
+
+def _cannot_watch(reason: str) -> None:
+    warnings.warn(
+        f"polycast cannot see where torch.utils.checkpoint(use_reentrant=True) of this torch ({torch.__version__}) loses "
+        f"policies ({reason}). In a region with policy= checkpoint polycast.capture().wrap(function) in place of function.",
+        stacklevel=2,
+    )
+
+
+_changes = Changes({"torch.utils.checkpoint": _watch}, _cannot_watch)
+taken_back.append(_changes.take_back)
