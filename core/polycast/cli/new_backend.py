@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import keyword
+import os
+import shlex
 import tempfile
 from pathlib import Path
 from string import Template
@@ -37,7 +39,10 @@ def run(
         _write(target.resolve(), _render(name))
     except OSError as error:
         raise _refused(f"{target} cannot be written: {error}") from error
-    typer.echo(f"{target}: the backend of {name}. Edit it, then: pip install '{target}[test]' && pytest {target}")
+    folder = str(target) if target.is_absolute() or str(target).startswith(".") else os.path.join(".", target)
+    # pip looks for a name in the package index, whoever owns it there; for what begins as a path in the folder.
+    install, test = ["pip", "install", f"{folder}[test]"], ["pytest", folder]
+    typer.echo(f"{target}: the backend of {name}. Edit it, then: {shlex.join(install)} && {shlex.join(test)}")
 
 
 def _refused(problem: str) -> typer.Exit:
