@@ -1,6 +1,7 @@
 """What torch itself does with its autocast while it is patched: checkpoint, compile, script, export."""
 
 import contextlib
+import inspect
 import subprocess
 import sys
 import warnings
@@ -71,13 +72,20 @@ def in_deprecated_region(x):
         return x @ x
 
 
+# Dynamo reads the signature of the class, which on Python 3.13.0 that of a deprecated one is not.
+needs_its_signature = pytest.mark.skipif(
+    "dtype" not in inspect.signature(torch.cpu.amp.autocast).parameters,
+    reason="torch's own Dynamo cannot tell the arguments of torch.cpu.amp.autocast on this Python",
+)
+
+
 def in_region_given(x, region):
     with region:
         return x @ x
 
 
 @pytest.mark.usefixtures("dynamo", "engine")
-@pytest.mark.parametrize("function", [in_region, in_deprecated_region])
+@pytest.mark.parametrize("function", [in_region, pytest.param(in_deprecated_region, marks=needs_its_signature)])
 @pytest.mark.filterwarnings("ignore:`torch.cpu.amp.autocast:FutureWarning")
 def test_torch_compile_takes_the_regions_of_a_function_into_its_graph_with_and_without_the_patch(function):
     for patching in (contextlib.nullcontext(), polycast.patch_torch(), contextlib.nullcontext()):
@@ -116,6 +124,7 @@ def test_a_compiled_model_runs_and_trains_in_a_region():
     assert net[0].weight.grad.dtype is torch.float32
 
 
+@needs_its_signature
 def test_torch_compile_that_is_imported_while_patched_knows_torchs_classes_later():
     script = """
 import sys, torch, polycast, warnings
