@@ -130,7 +130,9 @@ def _key_cache(changes: Changes) -> None:
 
     trial = object.__new__(AOTAutogradCacheDetails)
     setattr(trial, _MARK, "never in force")
-    _expect(b"never in force" in pickle.dumps(trial), "the key of the cache is not made of the attributes of its details")
+    _expect(
+        b"never in force" in pickle.dumps(trial), "the key of the cache is not made of the attributes of its details"
+    )
     changes.replace(AOTAutogradCacheDetails, "__init__", init_with_policies)
 
 

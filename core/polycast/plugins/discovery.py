@@ -8,6 +8,7 @@ metadata is read once, at the first look-up, and a plugin is imported when its d
 
 import importlib.metadata
 import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -68,6 +69,10 @@ class Candidate:
         return f"{self.distribution} {self.version} ({self.entry_point.value})"
 
 
+# Taken to begin an import, and held over a fork.
+_gate = threading.Lock()
+
+
 @dataclass
 class Slot:
     """One device type: who offers its backend, and what came of loading it."""
@@ -126,7 +131,8 @@ class Slot:
                 "A plugin must not use its own device at import."
             )
         if self.failure is None:
-            self.loading = True
+            with _gate:
+                self.loading = True
             try:
                 self.loaded = _load_plugin(candidate, self.device_type)
                 return
@@ -170,6 +176,29 @@ class Slot:
             chosen.version if chosen else "",
             tuple(str(candidate) for candidate in self.candidates if candidate is not chosen),
         )
+
+
+class Loads:
+    """A lock that ends the imports of plugins and lets none begin: the child of a fork could never finish one.
+
+    It is not waited for longer than some seconds: a plugin may hang.
+    """
+
+    def __init__(self, loading: Callable[[], Iterable[Slot]]) -> None:
+        self._loading = loading
+        self._held: list[Any] = []
+
+    def acquire(self) -> bool:
+        """Wait for the imports that there are."""
+        _gate.acquire()
+        self._held = [slot.lock for slot in self._loading() if slot.lock.acquire(timeout=10)]
+        return True
+
+    def release(self) -> None:
+        """Let imports begin again."""
+        for lock in self._held:
+            lock.release()
+        _gate.release()
 
 
 def _load_plugin(candidate: Candidate, device_type: str) -> Backend:

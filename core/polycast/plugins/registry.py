@@ -4,7 +4,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
@@ -12,8 +11,8 @@ from .. import env
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError
 from . import hookspecs
 from .backend import Backend, validate
-from .discovery import BackendStatus, Slot, check_availability, discover
-from .fork import Lock, hold_over_forks
+from .discovery import BackendStatus, Loads, Slot, check_availability, discover
+from .fork import hold_over_forks
 
 
 class Registry:
@@ -79,9 +78,9 @@ class Registry:
         """Return the device types that somebody offers a backend for; loads none."""
         return frozenset(self._slots())
 
-    def loading(self) -> list[Lock]:
-        """Return the locks of plugins that are being imported; the child of a fork could never finish such an import."""
-        return [_Patient(slot.lock) for slot in list((self._discovered or {}).values()) if slot.loading]
+    def loading(self) -> list[Slot]:
+        """Return the device types whose plugins are being imported."""
+        return [slot for slot in list((self._discovered or {}).values()) if slot.loading]
 
     def forget_other_threads(self) -> None:
         """In the child of a fork: nobody loads a plugin any more, for it was another thread that did."""
@@ -140,22 +139,6 @@ class Registry:
         self.run_uninstalled([name], change)
 
 
-class _Patient:
-    """The lock of a plugin's import, which a fork waits for, but not for ever: a plugin may hang."""
-
-    def __init__(self, lock: Any) -> None:
-        self._lock = lock
-        self._held = False
-
-    def acquire(self) -> bool:
-        self._held = self._lock.acquire(timeout=10)
-        return self._held
-
-    def release(self) -> None:
-        if self._held:
-            self._lock.release()
-
-
 def _where_not_looked() -> str:
     return "" if env.discovery() else " Third parties' are not looked for, because POLYCAST_DISCOVERY is off."
 
@@ -172,7 +155,7 @@ def _torch_device_type(device: str) -> str | None:
 
 
 registry = Registry()
-hold_over_forks(lambda: [*registry.loading(), registry._lock])
+hold_over_forks(lambda: [Loads(registry.loading), registry._lock])
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=registry.forget_other_threads)
 
