@@ -28,9 +28,15 @@ class AutocastDisabledWarning(UserWarning):
     """A region was asked for that the device or its backend cannot give; it runs with autocast disabled."""
 
 
+_NOT_THE_USERS = {"contextlib", "polycast", "torch"}
+
+
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of something that the user's code led to, in the name of the line of it that called into polycast."""
+    """Warn of what the user's code led to, in the name of the line of it that called into polycast.
+
+    That may be on the way over torch, whose autocast polycast stands in for, or an ExitStack.
+    """
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)

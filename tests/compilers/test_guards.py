@@ -1,5 +1,6 @@
 """Policies around compiled code: it runs under those that it was compiled for, and under equal ones."""
 
+import contextlib
 import gc
 import threading
 
@@ -39,7 +40,7 @@ def policy(policies=None):
 
 
 class Compiled:
-    """The function above, compiled; a call gives the dtypes that it returns, and checks them against those uncompiled."""
+    """The function above, compiled; a call gives the dtypes of what it returns, which are those uncompiled."""
 
     def __init__(self, backend="aot_eager", **options):
         self.counter = CompileCounterWithBackend(backend)
@@ -290,7 +291,10 @@ def test_what_was_compiled_before_any_policies_is_kept_for_where_there_are_none(
 def test_what_was_compiled_ahead_of_time_before_any_policies_is_refused_under_some():
     compiled = torch.compile(dtypes, backend="inductor", fullgraph=True).aot_compile(((X,), {}))
     assert [y.dtype for y in compiled(X)] == [SINGLE, SINGLE]
-    with polycast.autocast("cpu", enabled=False, policy=MM_UP), pytest.raises(RuntimeError, match="policies of polycast"):
+    with (
+        polycast.autocast("cpu", enabled=False, policy=MM_UP),
+        pytest.raises(RuntimeError, match="policies of polycast"),
+    ):
         compiled(X)
     assert [y.dtype for y in compiled(X)] == [SINGLE, SINGLE]
 
@@ -323,3 +327,21 @@ def test_uninstalling_takes_the_guard_out_of_dynamo_and_the_next_policies_put_it
         with policy():
             assert compiled() == (HALF, SINGLE)
     assert compiled.compilations == 2
+
+
+def test_the_key_of_the_cache_on_disk_has_policies_and_the_state_that_some_versions_of_torch_leave_out():
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheDetails
+
+    def ours_in_key(policies, dtype=None):
+        details = object.__new__(AOTAutogradCacheDetails)
+        with polycast.autocast("cpu", dtype=dtype, policy=policies), contextlib.suppress(TypeError):
+            details.__init__()  # torch's own part wants arguments, which ours hands on
+        return vars(details)
+
+    found = [
+        ours_in_key(None),
+        *(ours_in_key(*what) for what in [(MM_UP,), (dict(MM_UP),), (TANH_DOWN,), (MM_UP, HALF)]),
+    ]
+    assert found[0] == {}
+    assert [found.index(key) for key in found] == [0, 1, 1, 3, 1]
+    assert ours_in_key(MM_UP, torch.float16) not in found

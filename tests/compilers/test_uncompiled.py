@@ -142,9 +142,8 @@ def test_a_stance_that_was_set_is_kept_and_one_that_is_set_later_is_heeded():
         compiled(X)
     compiled(X)
     assert counter.frame_count == 1
-    with torch.compiler.set_stance("default"):
-        with policy(MM_UP):
-            assert compiled(X).dtype is SINGLE
+    with torch.compiler.set_stance("default"), policy(MM_UP):
+        assert compiled(X).dtype is SINGLE
     assert counter.frame_count == 1
 
 

@@ -1,16 +1,16 @@
 """A guard of polycast's own in Dynamo, by which compiled code runs under the policies that it was compiled for only.
 
-Dynamo guards all code on the autocast state that torch has: what is enabled, and in which dtype. The policies that regions
-lay over the tables are not part of it. ``policies_in_force`` says them as a text, and by that code is kept apart:
+Dynamo guards all code on the autocast state that torch has: what is enabled, and in which dtype. The policies that
+regions lay over the tables are not part of it. ``policies_in_force`` says them as a text, which keeps code apart:
 
 - what is compiled from now on has a guard that the text is what it was then;
 - what was compiled before has one that there are no policies, for there were none;
 - so has what Dynamo loads, where it was saved by a process that had no guard to give it;
 - in the key of AOTAutograd's cache on disk is the text, with the state that some versions of torch leave out of it.
 
-This is put in place when a region with policies is first entered, in the modules that are imported by then, and in others
-as they are imported: before that, they compile nothing. They are internals of torch. Where they are not what they are
-expected to be, compiled code is kept away from regions with policies.
+This is put in place when a region with policies is first entered, in the modules that are imported by then, and in the
+others as they are imported, before which they compile nothing. They are internals of torch. Where they are not what
+they are expected to be, compiled code is kept away from regions with policies.
 """
 
 import functools
@@ -26,7 +26,7 @@ from . import uncompiled
 from .on_import import Changes
 
 _MARK = "polycast_policies"
-"""The attribute of a guard manager that has the guard."""
+"""The attribute of a guard manager that has the guard, and of what the key of the cache is made of."""
 _SHOWN = 200
 """How many characters of the policies those see who have Dynamo log its guards."""
 
@@ -34,13 +34,12 @@ _SHOWN = 200
 def tell_policies_apart(device_type: str) -> None:
     """Have compiled code heed the policies for a device; to be called in each region that has some."""
     heed(device_type)
-    if not _changes.made:
-        _changes.make()
+    _changes.make()
     uncompiled.keep()
 
 
-def POLICIES_IN_FORCE(builder: Any, guard: Any, seen: str) -> None:  # noqa: N802 - as Dynamo names what makes guards
-    """Make the guard that the policies in force are those that were seen: for Dynamo, which may save it by this name."""
+def guard_policies(builder: Any, guard: Any, seen: str) -> None:
+    """Make the guard that the policies in force are those that were seen; Dynamo may save it, by this name."""
     _add_guard(builder.guard_manager, seen, guard)
 
 
@@ -49,8 +48,8 @@ def _add_guard(manager: Any, seen: str, guard: Any = None) -> None:
 
     shown = seen if len(seen) <= _SHOWN else seen[:_SHOWN] + "..."
     parts = get_verbose_code_parts([f"policies of polycast.autocast == {shown!r}"], guard)
-    # One that is checked after all others: none of them is being checked while Python runs, so that the list of them can
-    # grow while another thread is checking this manager.
+    # One that is checked after all others: another thread may be in the middle of them, in Python, and the list that it
+    # walks is not to grow.
     manager.root.add_epilogue_lambda_guard(
         lambda _: policies_in_force() == seen, parts, None if guard is None else guard.user_stack
     )
@@ -64,27 +63,28 @@ def _add_missing_guard(manager: Any) -> None:
 
 
 def _guard_dynamo(changes: Changes) -> None:
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, _debug_get_precompile_entries
     from torch._dynamo.convert_frame import input_codes
     from torch._dynamo.guards import CheckFunctionManager, GuardManagerWrapper
     from torch._dynamo.output_graph import OutputGraph, OutputGraphCommon
     from torch._dynamo.source import GlobalStateSource
 
+    eval_frame: Any = torch._C._dynamo.eval_frame
+    entries, loaded_entries = eval_frame._debug_get_cache_entry_list, eval_frame._debug_get_precompile_entries
     init_ambient_guards: Any = _method(OutputGraph, "init_ambient_guards", "self")
     compile_check_fn: Any = _method(CheckFunctionManager, "compile_check_fn", "self", "builder")
     check: Any = _method(GuardManagerWrapper, "check", "self", "x")
-    codes = [code for reference in list(input_codes.seen) if (code := reference()) is not None]
+    compiled_codes = [code for reference in list(input_codes.seen) if (code := reference()) is not None]
 
     def new_guard() -> Any:
-        return GlobalStateSource().make_guard(functools.partial(POLICIES_IN_FORCE, seen=policies_in_force()))
+        return GlobalStateSource().make_guard(functools.partial(guard_policies, seen=policies_in_force()))
 
     def is_ours(guard: Any) -> bool:
-        return guard.inner_create_fn() is POLICIES_IN_FORCE
+        return guard.inner_create_fn() is guard_policies
 
     trial: Any = GuardManagerWrapper()
     _add_guard(trial, "never in force")
     _expect(not trial.root.check({}), "a guard that fails has no effect")
-    _expect(is_ours(new_guard()), "a guard does not know what made it")
+    _expect(is_ours(new_guard()), "a guard does not know what makes it")
     _expect(hasattr(OutputGraph, "guards") and hasattr(OutputGraphCommon, "guards"), "a graph has no guards")
 
     @functools.wraps(init_ambient_guards)
@@ -94,16 +94,15 @@ def _guard_dynamo(changes: Changes) -> None:
 
     @functools.wraps(compile_check_fn)
     def compile_check_fn_with_ours(self: Any, builder: Any, *args: Any, **kwargs: Any) -> Any:
-        # Those who filter guards may have dropped it, as they may any; but it is not there to be dropped in what another
-        # process has saved, nor in what this thread was compiling as we came.
+        # Those who filter guards may have dropped ours, as they may any. But it was never there in what another process
+        # has saved, nor in what this one was compiling when the guard was put in place.
         if not any(is_ours(guard) for guard in self.output_graph.guards):
             _add_missing_guard(builder.guard_manager)
         return compile_check_fn(self, builder, *args, **kwargs)
 
     @functools.wraps(check)
     def check_with_ours(self: Any, x: Any) -> bool:
-        # Dynamo's own look-ups do not come here, but those of functions that were compiled ahead of time, which no
-        # code object lists.
+        # The look-ups of Dynamo do not come here, but functions that are compiled ahead of time do: no code lists them.
         _add_missing_guard(self)
         result: bool = check(self, x)
         return result
@@ -111,8 +110,8 @@ def _guard_dynamo(changes: Changes) -> None:
     changes.replace(OutputGraph, "init_ambient_guards", init_ambient_guards_and_ours)
     changes.replace(CheckFunctionManager, "compile_check_fn", compile_check_fn_with_ours)
     changes.replace(GuardManagerWrapper, "check", check_with_ours)
-    for code in codes:
-        for entry in (*_debug_get_cache_entry_list(code), *_debug_get_precompile_entries(code)):
+    for code in compiled_codes:
+        for entry in (*entries(code), *loaded_entries(code)):
             _add_missing_guard(entry.guard_manager)
 
 
@@ -120,19 +119,19 @@ def _key_cache(changes: Changes) -> None:
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheDetails
 
     init: Any = _method(AOTAutogradCacheDetails, "__init__", "self")
-
-    @functools.wraps(init)
-    def init_with_policies(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        policies = policies_in_force()
-        if policies:
-            setattr(self, _MARK, (policies, _autocast_state()))
-
     trial = object.__new__(AOTAutogradCacheDetails)
     setattr(trial, _MARK, "never in force")
     _expect(
         b"never in force" in pickle.dumps(trial), "the key of the cache is not made of the attributes of its details"
     )
+
+    @functools.wraps(init)
+    def init_with_policies(self: Any, *args: Any, **kwargs: Any) -> None:
+        policies = policies_in_force()
+        if policies:
+            setattr(self, _MARK, (policies, _autocast_state()))
+        init(self, *args, **kwargs)
+
     changes.replace(AOTAutogradCacheDetails, "__init__", init_with_policies)
 
 

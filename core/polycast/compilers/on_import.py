@@ -1,10 +1,11 @@
 """Changes to modules of torch's that may not be imported yet: made once they are, and taken back.
 
-What is not imported is not imported for it. A finder on ``sys.meta_path`` lets the others find the module, and has it
-changed as soon as it has been executed, so before whoever imported it has it in his hands.
+No module is imported for it. A finder on ``sys.meta_path`` lets the others find the module, and has it changed as soon
+as it has been executed, so before those who import it have it.
 """
 
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -15,47 +16,53 @@ from typing import Any
 
 
 class Changes(MetaPathFinder):
-    """Changes to modules, by their names: what changes one is called with this object, and replaces through it.
+    """Changes to modules.
 
     Args:
-        changes: for each module what changes it; it may raise anything where the module is not as it expects.
-        refused: is told why, as a text, when it does.
+        changes: for each module, by its name, what changes it; called with this object, whose :meth:`replace` it uses.
+            Where the module is not as it expects, it raises, and has changed nothing.
+        refused: is then called with the reason.
     """
 
     def __init__(self, changes: Mapping[str, Callable[["Changes"], None]], refused: Callable[[str], None]) -> None:
         self._changes = changes
         self._refused = refused
+        self._begun = False
         self._waiting: dict[str, Callable[[Changes], None]] = {}
         self._replaced: list[tuple[Any, str, Any, Any]] = []
-        self._lock = threading.Lock()
-        self.made = False
-        """Whether the modules that are imported are changed, and the others will be."""
+        self._new_lock()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._new_lock)
+
+    def _new_lock(self) -> None:
+        self._lock = threading.RLock()
 
     def make(self) -> None:
         """Change the modules that are imported now, and each of the others once it is."""
-        with self._lock:
-            if self.made:
+        if self._begun:
+            for name in self._waiting:
+                if name in sys.modules:  # by a finder that was asked before this one
+                    break
+            else:
                 return
-            if self not in sys.meta_path:
+        with self._lock:
+            if not self._begun:
                 self._waiting = dict(self._changes)
                 sys.meta_path.insert(0, self)
-            half = False
             for name in self._changes:
                 if sys.modules.get(name) is not None:
                     module = importlib.import_module(name)  # waits for a thread that is importing it
-                    if getattr(module.__spec__, "_initializing", False):
-                        half = True  # by this thread, which calls us from the middle of it: the next call comes later
-                    else:
+                    if not getattr(module.__spec__, "_initializing", False):  # by this thread, which comes back to us
                         self.change(name)
-            self.made = not half
+            self._begun = True
 
     def change(self, name: str) -> None:
-        """Change a module that has just been imported, if that is still to be done."""
+        """Change a module that has been imported, if that is still to be done."""
         change = self._waiting.pop(name, None)
         if change is not None:
             try:
                 change(self)
-            except Exception as error:  # whatever it is, the module is not the one that we know
+            except Exception as error:  # whatever it is, the module is not the one that is known
                 self._refused(f"{name}: {type(error).__name__}: {error}")
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
@@ -64,12 +71,12 @@ class Changes(MetaPathFinder):
         setattr(owner, name, value)
 
     def take_back(self) -> None:
-        """Give the modules back what they had, unless somebody else has replaced it since."""
+        """Give the modules back what they had, but for what somebody else has replaced since."""
         with self._lock:
-            self.made = False
+            self._begun = False
+            self._waiting = {}
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-            self._waiting = {}
             for owner, name, before, ours in reversed(self._replaced):
                 if vars(owner)[name] is ours:
                     setattr(owner, name, before)
@@ -82,7 +89,8 @@ class Changes(MetaPathFinder):
         if fullname not in self._waiting:
             return None
         for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
             if spec is not None and spec.loader is not None:
                 spec.loader = _ThenChange(spec.loader, self)
                 return spec
@@ -90,7 +98,7 @@ class Changes(MetaPathFinder):
 
 
 class _ThenChange(Loader):
-    """A module's loader, until the module is executed."""
+    """The loader of a module, until the module is executed."""
 
     def __init__(self, loader: Any, changes: Changes) -> None:
         self._loader = loader

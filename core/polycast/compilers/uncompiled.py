@@ -1,12 +1,11 @@
 """Keeping compiled code away from regions with policies, where Dynamo is not the one that can be given a guard.
 
-What is called in such a region then runs uncompiled: a function that is compiled, since the compiler's stance is eager on a
-thread with policies; and, where the region is entered in the middle of a compiled function, the rest of that function.
+What is called in such a region then runs uncompiled: functions that are compiled, for on a thread with policies the
+compiler's stance is an eager one, and, where a compiled function enters the region, the rest of that call.
 """
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,12 +14,14 @@ from torch._C._dynamo import eval_frame
 
 from ..engine.disable_dynamo import may_switch_dynamo
 from ..engine.in_force import policies_in_force
+from ..errors import warn_user
 
 _T = TypeVar("_T", bound=type)
+_EAGER = "force_eager"
 
 _entering: list[Any] = []
 _before: list[tuple[Any, Callable[..., Any]]] = []
-"""The classes that enter regions, and what they did so by before; empty where compiled code is not kept away."""
+"""The classes that enter regions and what they did it by before, while compiled code is kept away from policies."""
 
 
 def enters_regions(cls: _T) -> _T:
@@ -37,27 +38,27 @@ def start(reason: str) -> None:
         _before.append((cls, cls.__enter__))
         cls.__enter__ = _switching_dynamo_off(cls.__enter__)
     keep()
-    warnings.warn(
-        f"polycast cannot have the compiler of this torch ({torch.__version__}) tell policies apart ({reason}): functions "
-        "that are called in a region with policy= run uncompiled, which is slower. Use a torch that polycast supports.",
-        stacklevel=2,
+    warn_user(
+        f"polycast cannot have the compiler of this torch ({torch.__version__}) tell policies apart ({reason}). "
+        "Functions that are called in a region with policy= run uncompiled, which is slower: use a torch that polycast "
+        "supports."
     )
 
 
 def keep() -> None:
-    """Set the stance of the compiler to what it is to be, where somebody else has set it since."""
-    stance = _stance()
-    if _before and not isinstance(stance, _EagerUnderPolicies):
+    """Set the compiler's stance to what it has to be, if somebody else has set it since."""
+    if _before and not isinstance(stance := _stance(), _EagerUnderPolicies):
         torch.compiler.set_stance(_EagerUnderPolicies(stance))
 
 
 def stop() -> None:
-    """Let functions run compiled again."""
+    """Let functions run compiled under policies again."""
+    if not _before:
+        return
     while _before:
         cls, enter = _before.pop()
         cls.__enter__ = enter
-    stance = _stance()
-    if isinstance(stance, _EagerUnderPolicies):
+    if isinstance(stance := _stance(), _EagerUnderPolicies):
         torch.compiler.set_stance(str(stance))
 
 
@@ -69,7 +70,7 @@ def _stance() -> str:
 
 
 class _EagerUnderPolicies(str):
-    """A stance of the compiler that is another one on threads where policies are in force: compile nothing."""
+    """A stance of the compiler that is another one, to compile nothing, on threads with policies."""
 
     def __eq__(self, other: object) -> bool:
         return (_EAGER if policies_in_force() else str(self)) == other
@@ -81,11 +82,8 @@ class _EagerUnderPolicies(str):
         return hash(_EAGER if policies_in_force() else str(self))
 
 
-_EAGER = "force_eager"
-
-
 def _switching_dynamo_off(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return what enters a region and, if it has policies, ends the compiled function in which it is entered."""
+    """Return what enters a region and, if that has policies, has the rest of a compiled call run uncompiled."""
 
     @functools.wraps(enter)
     def switching(self: Any) -> Any:

@@ -1,7 +1,7 @@
 """Which policies are in force on this thread, as a text: by it compiled code knows where it may run.
 
-It says what results, whatever regions were entered and however they will be left: the overlay of the innermost region for
-each device, as the state machine has it. That of a disabled region too, for code in it may enable autocast again.
+It says what results, whatever regions were entered and however they will be left: the overlay of the innermost region
+for each device, as the state machine has it. That of a disabled region too, for code in it may enable autocast again.
 """
 
 import threading
@@ -9,7 +9,7 @@ import threading
 from . import state
 
 _devices: tuple[str, ...] = ()
-"""The devices for which policies were ever in force in this process: all others need no asking."""
+"""The devices for which policies were ever in force in this process: others need no asking."""
 _lock = threading.Lock()
 
 

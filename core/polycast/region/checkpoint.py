@@ -1,7 +1,7 @@
 """Saying so where a reentrant checkpoint recomputes under other policies than its forward ran under.
 
-``torch.utils.checkpoint`` enters in the recomputation what torch's autocast state was in the forward, and policies are no part
-of that. Without ``use_reentrant`` torch sees for itself that other dtypes come out, and raises; with it nobody does.
+``torch.utils.checkpoint`` takes torch's autocast state from the forward to the recomputation, and policies are no part
+of it. Without ``use_reentrant`` torch sees for itself that other dtypes come out, and raises; with it nobody does.
 """
 
 import functools
@@ -14,19 +14,19 @@ import torch
 from ..compilers.on_import import Changes
 from ..engine.in_force import policies_in_force
 from ..engine.installation import taken_back
+from ..errors import warn_user
 
 TAKES_POLICIES_ALONG = "_polycast_takes_policies_along"
 """The attribute of a function that runs under the same policies wherever it is called."""
 _FORWARD = "polycast_forward"
 """The attribute of a checkpoint's ctx that says under which policies its forward ran, and where it was called."""
 
-_said: dict[str, Any] = {}  # what warnings were given, as Python keeps it for a module
+_said: dict[str | tuple[str, type[Warning], int], int] = {}  # the warnings given, as Python keeps them
 
 
 def watch_checkpoints() -> None:
     """Have reentrant checkpoints watched; to be called in each region with policies."""
-    if not _changes.made:
-        _changes.make()
+    _changes.make()
 
 
 def _watch(changes: Changes) -> None:
@@ -69,23 +69,18 @@ def _caller() -> tuple[str, int, str]:
 def _say(function: Any, caller: tuple[str, int, str]) -> None:
     name = getattr(function, "__name__", type(function).__name__)
     filename, line, module = caller
-    warnings.warn_explicit(
-        f"torch.utils.checkpoint(use_reentrant=True) recomputes {name} under other policies (policy= of polycast.autocast) "
-        "than its forward ran under, so dtypes and gradients may not be those of the forward. Take the policies along: "
-        "checkpoint(polycast.capture().wrap(function), ..., use_reentrant=True).",
-        UserWarning,
-        filename,
-        line,
-        module,
-        _said,
+    message = (
+        f"torch.utils.checkpoint(use_reentrant=True) recomputes {name} under other policies (policy= of "
+        "polycast.autocast) than its forward ran under: dtypes and gradients may not be those of the forward. Take the "
+        "policies along: checkpoint(polycast.capture().wrap(function), ..., use_reentrant=True)."
     )
+    warnings.warn_explicit(message, UserWarning, filename, line, module, _said)
 
 
 def _cannot_watch(reason: str) -> None:
-    warnings.warn(
-        f"polycast cannot see where torch.utils.checkpoint(use_reentrant=True) of this torch ({torch.__version__}) loses "
-        f"policies ({reason}). In a region with policy= checkpoint polycast.capture().wrap(function) in place of function.",
-        stacklevel=2,
+    warn_user(
+        f"polycast cannot see where torch.utils.checkpoint(use_reentrant=True) of this torch ({torch.__version__}) "
+        f"loses policies ({reason}). In regions with policy=, call checkpoint(polycast.capture().wrap(function), ...)."
     )
 
 

@@ -1,0 +1,110 @@
+"""Policies and compiled code in processes of their own: Dynamo that is imported late, and caches that are on disk."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+BEGIN = """
+import json, os, sys, threading
+import torch, polycast
+from polycast import CastPolicy
+POLICIES = {
+    "none": None,
+    "up": {"aten::mm": CastPolicy.FP32},
+    "as it is": {"aten::mm": CastPolicy.PASSTHROUGH},
+    "down": {"aten::mm": CastPolicy.LOWER_PRECISION_FP},
+}
+x = torch.ones(2, 2)
+def product(x):
+    return torch.mm(x, x)
+def region(name, **settings):
+    return polycast.autocast("cpu", policy=POLICIES[name], **settings)
+"""
+
+
+@pytest.fixture(name="run")
+def _run(tmp_path):
+    """Return a function that runs a script in a process, over folders of caches of the test's own."""
+
+    def run(script, *args):
+        done = subprocess.run(
+            [sys.executable, "-W", "error::UserWarning:polycast", "-c", BEGIN + script, *args],
+            capture_output=True,
+            text=True,
+            env={
+                **os.environ,
+                "POLYCAST_ENGINE": "reference",
+                "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+                "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+                "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+            },
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+@pytest.mark.parametrize("how", ["in the region", "in another thread", "after the region"])
+def test_dynamo_that_is_imported_after_the_first_policies_has_the_guard(run, how):
+    script = """
+how, dtypes = sys.argv[1], []
+def compile_it():
+    global compiled
+    compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
+    compiled(x)
+with region("up"):
+    assert "torch._dynamo" not in sys.modules
+    if how == "in another thread":
+        thread = threading.Thread(target=compile_it)
+        thread.start()
+        thread.join()
+    elif how == "in the region":
+        compile_it()
+if how == "after the region":
+    compile_it()
+for name in 2 * ("none", "up", "down"):
+    with region(name, enabled=name != "none"):
+        dtypes.append(str(compiled(x).dtype))
+print(json.dumps(dtypes))
+"""
+    assert run(script, how) == 2 * ["torch.float32", "torch.float32", "torch.bfloat16"]
+
+
+def test_the_cache_on_disk_keeps_policies_apart(run):
+    """None of them makes a cast, so that the graphs are the same, and nothing but their policies tells them apart."""
+    script = """
+from torch._dynamo.utils import counters
+with region(sys.argv[1]):
+    torch.compile(product, fullgraph=True)(x)
+found = counters["aot_autograd"]
+print(json.dumps([found["autograd_cache_hit"], found["autograd_cache_miss"]]))
+"""
+    hit, miss = [1, 0], [0, 1]
+    assert [run(script, name) for name in ("up", "up", "as it is")] == [miss, hit, miss]
+
+
+def test_code_that_a_process_saved_before_any_policies_is_loaded_for_none(run):
+    script = """
+import torch._dynamo
+torch._dynamo.config.caching_precompile = True
+compiled = torch.compile(product, fullgraph=True)
+if sys.argv[1] == "save":
+    compiled(x)
+    torch.compiler.save_cache_artifacts()
+    print(json.dumps(None))
+else:
+    with region("up"):
+        pass
+    compiled = torch.compile(product, fullgraph=True)
+    entries = torch._C._dynamo.eval_frame._debug_get_precompile_entries(product.__code__)
+    found = [[entry.guard_manager.check({"x": x}) for entry in entries]]
+    with region("up", enabled=False):
+        found.append([entry.guard_manager.check({"x": x}) for entry in entries])
+    print(json.dumps(found))
+"""
+    run(script, "save")
+    assert run(script, "load") == [[True], [False]]
