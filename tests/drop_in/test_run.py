@@ -113,9 +113,9 @@ def test_the_standard_input_belongs_to_the_program(write):
     assert done.stdout == "one two\n\n"
 
 
-def test_a_program_may_come_from_the_standard_input(tmp_path):
-    done = same(tmp_path, "-", "x", stdin="import sys; print(__name__, sys.argv, repr(sys.path[0]))")
-    assert done.stdout == "__main__ ['-', 'x'] ''\n"
+def test_a_program_from_the_standard_input_sees_itself_as_under_python(tmp_path):
+    done = same(tmp_path, "-", "x", stdin=SELF_PORTRAIT + "print(__cached__, __loader__)\n1 / 0")
+    assert done.stdout.startswith("__main__ <stdin> None None None {} type\n")
 
 
 @pytest.mark.parametrize(

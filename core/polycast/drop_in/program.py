@@ -10,6 +10,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
+from typing import Any
+
+_STANDARD_INPUT = "<stdin>"
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Program:
         if self.is_module:
             return lambda: self._run("-m", os.getcwd(), lambda: _run_module(self.name, alter_argv=True))
         if self.name == "-":
-            return lambda: self._run("-", "", lambda: _run_code(sys.stdin.buffer.read(), "<stdin>", None))
+            return lambda: self._run("-", "", lambda: _run_code(sys.stdin.buffer.read(), _STANDARD_INPUT))
         path = self.path
         if not isinstance(pkgutil.get_importer(path), (importlib.machinery.FileFinder, type(None))) or (
             os.path.isdir(path)
@@ -50,7 +53,7 @@ class Program:
         with io.open_code(path) as file:
             content = file.read()
         folder = os.path.dirname(os.path.realpath(path))
-        return lambda: self._run(self.name, folder, lambda: _run_code(content, path, path))
+        return lambda: self._run(self.name, folder, lambda: _run_code(content, path))
 
     def _run(self, argv0: str, folder: str, execute: Callable[[], None], found_in: bool = False) -> None:
         sys.argv = [argv0, *self.arguments]
@@ -90,14 +93,16 @@ def _run_module(name: str, *, alter_argv: bool) -> None:
     runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]
 
 
-def _run_code(content: bytes, filename: str, file: str | None) -> None:
+def _run_code(content: bytes, filename: str) -> None:
     code = pkgutil.read_code(io.BytesIO(content))
-    loader = importlib.machinery.SourceFileLoader if code is None else importlib.machinery.SourcelessFileLoader
+    loader: Any = importlib.machinery.BuiltinImporter  # what python has for its standard input
+    if filename != _STANDARD_INPUT:
+        kind = importlib.machinery.SourceFileLoader if code is None else importlib.machinery.SourcelessFileLoader
+        loader = kind("__main__", filename)
     if code is None:
         code = compile(content, filename, "exec", dont_inherit=True)
     names = vars(sys.modules["__main__"])
-    if file is not None:
-        names.update(__file__=file, __cached__=None, __loader__=loader("__main__", file))
+    names.update(__file__=filename, __cached__=None, __loader__=loader)
     exec(code, names)
 
 
