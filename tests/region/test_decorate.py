@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import inspect
+import types
 
 import pytest
 import torch
@@ -190,6 +191,54 @@ def test_a_cancelled_coroutine_cleans_up_in_the_region(decorate):
 
     asyncio.run(main())
     assert seen == [True]
+
+
+@types.coroutine
+def awaited(first):
+    """A generator that types.coroutine has made a coroutine."""
+    sent = yield first, enabled()
+    return sent, enabled()
+
+
+class Awaited:
+    @types.coroutine
+    def method(self, first):
+        return (yield from awaited(first))
+
+    __call__ = method
+
+
+AWAITED = {
+    "function": awaited,
+    "method": Awaited().method,
+    "callable object": Awaited(),
+    "partial": functools.partial(awaited),
+    "partial of a method": functools.partial(Awaited().method),
+}
+
+
+@pytest.mark.parametrize("kind", AWAITED)
+def test_a_generator_that_is_a_coroutine_can_be_awaited_and_is_in_the_region_while_its_body_runs(decorate, kind):
+    body = decorate(AWAITED[kind])
+
+    async def main():
+        return await body("first")
+
+    steps = main()
+    assert steps.send(None) == ("first", True)
+    assert not enabled()
+    with pytest.raises(StopIteration) as stop:
+        steps.send("sent")
+    assert stop.value.value == ("sent", True)
+    assert inspect.isawaitable(body("first"))
+
+
+def test_a_plain_generator_cannot_be_awaited(decorate):
+    @decorate
+    def body():
+        yield
+
+    assert not inspect.isawaitable(body())
 
 
 def test_an_asynchronous_generator_is_in_the_region_only_while_its_body_runs(decorate):

@@ -7,6 +7,7 @@ so that the caller between the steps, and the event loop, are not in them.
 import functools
 import inspect
 import sys
+import types
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
@@ -67,7 +68,7 @@ def decorate(func: _F, plain: Callable[[], AbstractContextManager[Any]], regions
         def steps(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
             return (yield from _steps(func(*args, **kwargs), Suspendable(*regions())))
 
-        wrapper = steps
+        wrapper = types.coroutine(steps) if _can_be_awaited(kind) else steps
     else:
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -79,6 +80,14 @@ def decorate(func: _F, plain: Callable[[], AbstractContextManager[Any]], regions
     # torch.jit.script reads this off a function that it cannot compile, and says it to the user.
     setattr(wrapper, "__script_unsupported", "@autocast() decorator is not supported in script mode")
     return cast("_F", wrapper)
+
+
+def _can_be_awaited(generator_function: Any) -> bool:
+    """Say whether what a generator function makes can be awaited: whether ``types.coroutine`` marked it."""
+    while not hasattr(generator_function, "__code__"):  # inspect looks into these two as well
+        partial = isinstance(generator_function, functools.partial)
+        generator_function = generator_function.func if partial else generator_function.__func__
+    return bool(generator_function.__code__.co_flags & inspect.CO_ITERABLE_COROUTINE)
 
 
 class _Stepwise:
