@@ -1,6 +1,13 @@
 """The op table of the CPU: the ops that torch treats at AutocastCPU, each with torch's policy."""
 
+import torch
+
 from polycast import CastPolicy, policy_table
+
+# torch 2.14 took the first two out and has the third.
+_COME_AND_GONE = tuple(
+    f"aten::{name}" for name in ("cholesky", "qr", "linalg_matrix_sqrth") if hasattr(torch.ops.aten, name)
+)
 
 POLICIES = policy_table(
     {
@@ -39,7 +46,6 @@ POLICIES = policy_table(
             "aten::binary_cross_entropy",
             "aten::binary_cross_entropy_with_logits",
             "aten::cdist",
-            "aten::cholesky",
             "aten::cholesky_inverse",
             "aten::cholesky_solve",
             "aten::cosine_embedding_loss",
@@ -114,7 +120,6 @@ POLICIES = policy_table(
             "aten::polar",
             "aten::prod",
             "aten::prod.dim_int",
-            "aten::qr",
             "aten::quantile",
             "aten::quantile.scalar",
             "aten::reflection_pad1d",
@@ -131,6 +136,7 @@ POLICIES = policy_table(
             "aten::triangular_solve",
             "aten::triplet_margin_loss",
             "aten::view_as_complex",
+            *_COME_AND_GONE,
         ),
         CastPolicy.PROMOTE: (
             "aten::cat",

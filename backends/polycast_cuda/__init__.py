@@ -11,7 +11,7 @@ from typing_extensions import override
 from polycast import STANDARD_REMEDIES, Availability, Backend, hookimpl
 
 from .kernels import KERNELS
-from .policies import POLICIES
+from .policies import LEFT_TO_TORCH, POLICIES
 
 
 class CudaBackend(Backend):
@@ -22,6 +22,7 @@ class CudaBackend(Backend):
     policies = POLICIES
     kernels = KERNELS
     remedies = STANDARD_REMEDIES
+    left_to_torch = LEFT_TO_TORCH
 
     @override
     def supported_dtypes(self) -> Sequence[torch.dtype]:

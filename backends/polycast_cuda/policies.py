@@ -1,12 +1,20 @@
-"""The op table of CUDA: torch's list for accelerators and the ops of cuDNN.
+"""The op table of CUDA: torch's list for accelerators, the ops of cuDNN, and what torch treats on CUDA besides."""
 
-torch treats ``aten::_cudnn_rnn`` too, in builds that have cuDNN, with a kernel that flattens the cast weights into one
-buffer. It is left to that kernel.
-"""
+import torch
 
 from polycast import STANDARD_POLICIES, CastPolicy, policy_table
 
+# New in torch 2.14.
+_IF_TORCH_HAS_IT = ("aten::linalg_matrix_sqrth",) if hasattr(torch.ops.aten, "linalg_matrix_sqrth") else ()
+
 POLICIES = {
     **STANDARD_POLICIES,
-    **policy_table({CastPolicy.LOWER_PRECISION_FP: ("aten::cudnn_convolution", "aten::cudnn_convolution_transpose")}),
+    **policy_table(
+        {
+            CastPolicy.LOWER_PRECISION_FP: ("aten::cudnn_convolution", "aten::cudnn_convolution_transpose"),
+            CastPolicy.FP32: _IF_TORCH_HAS_IT,
+        }
+    ),
 }
+
+LEFT_TO_TORCH = {"aten::_cudnn_rnn": "its kernel lays the cast weights out anew, in the one buffer that cuDNN reads"}

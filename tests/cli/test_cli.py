@@ -281,12 +281,21 @@ def test_no_drift(polycast_command, hand_made):
     assert result.exit_code == 0
 
 
+def test_no_drift_where_an_op_is_left_to_torch_on_purpose(polycast_command, hand_made):
+    table = dict.fromkeys(torch_ops("cpu") - {"aten::mm"}, polycast.CastPolicy.PASSTHROUGH)
+    hand_made("cpu", policies=table, left_to_torch={"aten::mm": "the driver does it", "aten::of_another": "so it is"})
+    first, *left = polycast_command("ops", "cpu", "--drift").stdout.splitlines()
+    assert first == f"cpu: no drift. The table and torch {torch.__version__} have the same {len(table)} ops."
+    assert left == ["cpu: aten::mm is left to torch's own kernel on purpose: the driver does it"]
+
+
 @pytest.fixture
 def drifted(hand_made):
     """A backend of cpu that lacks an op that torch treats, has one that torch leaves alone, and one that is no op."""
     table = dict.fromkeys(torch_ops("cpu") - {"aten::mm"}, polycast.CastPolicy.PASSTHROUGH)
     table |= {"aten::relu": polycast.CastPolicy.FP32, "acme::gone": polycast.CastPolicy.PROMOTE}
-    return hand_made("cpu", policies=table)
+    del table["aten::bmm"]
+    return hand_made("cpu", policies=table, left_to_torch={"aten::bmm": "the driver does it"})
 
 
 def test_drift_says_what_becomes_of_each_op(polycast_command, drifted):
@@ -296,8 +305,9 @@ def test_drift_says_what_becomes_of_each_op(polycast_command, drifted):
         "aten::mm - only torch treats it: torch's own kernel serves it",
         "aten::relu fp32 only the table has it: torch leaves the op alone",
         "acme::gone promote this torch has no such op: skipped",
+        "cpu: aten::bmm is left to torch's own kernel on purpose: the driver does it",
     ]
-    assert lines[-1] == (
+    assert lines[-2] == (
         f"cpu: the table differs from torch {torch.__version__}: 1 ops only in torch, 1 only in the table, 1 skipped."
     )
     assert result.exit_code == 0
@@ -310,6 +320,7 @@ def test_drift_json(polycast_command, drifted):
         "only_in_torch": ["aten::mm"],
         "only_in_table": ["aten::relu"],
         "skipped": ["acme::gone"],
+        "left_to_torch": {"aten::bmm": "the driver does it"},
     }
 
 

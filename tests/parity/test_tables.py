@@ -4,33 +4,39 @@ import pytest
 import torch
 
 import polycast
+from polycast.engine.drift import drift_of
 from polycast.engine.installation import torch_ops
-from polycast.policy.schemas import find_op
 
 COUNTS = {"cpu": 127, "cuda": 119, "maia": 117, "mps": 95, "mtia": 117, "xpu": 117}  # of torch 2.13
 BUILT_INS = list(COUNTS)
 
-# Ops that torch treats and the table leaves to torch's own kernels, each under its reason.
-LEFT_TO_TORCH = {
-    "named tensors, which torch took out in 2.13": (
-        "aten::cumprod.dimname",
-        "aten::cumsum.dimname",
-        "aten::index_copy.dimname",
-        "aten::log_softmax.Dimname",
-        "aten::norm.names_ScalarOpt_dim",
-        "aten::prod.dim_Dimname",
-        "aten::softmax.Dimname",
-        "aten::sum.dim_DimnameList",
-    ),
-    "flattens the cast weights into the buffer that cuDNN reads": ("aten::_cudnn_rnn",),
+# Ops that torch treats and the table leaves to torch's own kernels.
+NAMED_TENSORS = {
+    "aten::cumprod.dimname",
+    "aten::cumsum.dimname",
+    "aten::index_copy.dimname",
+    "aten::log_softmax.Dimname",
+    "aten::norm.names_ScalarOpt_dim",
+    "aten::prod.dim_Dimname",
+    "aten::softmax.Dimname",
+    "aten::sum.dim_DimnameList",
 }
+LEFT_TO_TORCH = {"cuda": {"aten::_cudnn_rnn"}}
 
 
 @pytest.mark.parametrize("device_type", BUILT_INS)
 def test_the_table_names_exactly_the_ops_that_torch_treats(device_type):
-    left = {name for names in LEFT_TO_TORCH.values() for name in names}
-    table = {name for name in polycast.get_backend(device_type).policies if find_op(name) is not None}
-    assert table == torch_ops(device_type) - left
+    left = NAMED_TENSORS | LEFT_TO_TORCH.get(device_type, set())
+    assert set(polycast.get_backend(device_type).policies) == torch_ops(device_type) - left
+
+
+@pytest.mark.parametrize("device_type", BUILT_INS)
+def test_there_is_no_drift_and_what_is_left_to_torch_is_named_with_its_reason(device_type):
+    drift = drift_of(polycast.get_backend(device_type))
+    left = NAMED_TENSORS | LEFT_TO_TORCH.get(device_type, set())
+    assert not drift, drift
+    assert set(drift.left_to_torch) == left & torch_ops(device_type)
+    assert all(drift.left_to_torch.values())
 
 
 @pytest.mark.parametrize(("device_type", "count"), COUNTS.items())

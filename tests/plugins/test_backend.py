@@ -158,9 +158,10 @@ def test_kernels_are_a_mapping(kernels):
     ]
 
 
-@pytest.mark.parametrize("remedies", [None, [], {"aten::mm": 1}, {1: "do not"}], ids=repr)
-def test_remedies_map_names_to_sentences(remedies):
-    assert problems(with_(remedies=remedies)) == ["remedies must map op names to sentences"]
+@pytest.mark.parametrize("texts", [None, [], {"aten::mm": 1}, {1: "do not"}], ids=repr)
+@pytest.mark.parametrize("attribute", ["remedies", "left_to_torch"])
+def test_remedies_and_what_is_left_to_torch_map_names_to_sentences(attribute, texts):
+    assert problems(with_(**{attribute: texts})) == [f"{attribute} must map op names to sentences"]
 
 
 def test_a_supported_dtype_is_available():

@@ -5,8 +5,9 @@ from typing import Annotated
 
 import torch
 import typer
+from rich.console import Console
 
-from ..engine.drift import drift_of
+from ..engine.drift import Drift, drift_of
 from ..plugins.backend import Backend
 from ..plugins.registry import get_backend
 from ..policy.cast_policy import CastPolicy
@@ -64,16 +65,24 @@ def _show_drift(backend: Backend, as_json: bool) -> None:
                 "only_in_torch": found.only_in_torch,
                 "only_in_table": found.only_in_table,
                 "skipped": found.skipped,
+                "left_to_torch": found.left_to_torch,
             }
         )
         return
     out = console()
-    if not found:
+    if found:
+        _print_differences(backend, found, out)
+    else:
         count = len(backend.policies)
         out.print(
-            f"{backend.device_type}: no drift. The table and torch {torch.__version__} have the same {count} ops."
+            f"{backend.device_type}: no drift. The table and torch {torch.__version__} have the same {count} ops.",
+            soft_wrap=True,
         )
-        return
+    for name, reason in found.left_to_torch.items():
+        out.print(f"{backend.device_type}: {name} is left to torch's own kernel on purpose: {reason}", soft_wrap=True)
+
+
+def _print_differences(backend: Backend, found: Drift, out: Console) -> None:
     rows = table("op", "policy", "difference")
     for name in found.only_in_torch:
         rows.add_row(name, "-", "only torch treats it: torch's own kernel serves it")

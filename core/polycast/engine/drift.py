@@ -1,10 +1,26 @@
 """Where a backend's table and what the running torch does differ."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..plugins.backend import Backend
 from ..policy.schemas import find_op
 from .installation import torch_ops
+
+NAMED_TENSORS = dict.fromkeys(
+    (
+        "aten::cumprod.dimname",
+        "aten::cumsum.dimname",
+        "aten::index_copy.dimname",
+        "aten::log_softmax.Dimname",
+        "aten::norm.names_ScalarOpt_dim",
+        "aten::prod.dim_Dimname",
+        "aten::softmax.Dimname",
+        "aten::sum.dim_DimnameList",
+    ),
+    "for named tensors, which torch took out in 2.13",
+)
+"""The overloads that no table has, and why."""
 
 
 @dataclass(frozen=True)
@@ -15,11 +31,13 @@ class Drift:
         only_in_torch: torch has a kernel at the device's Autocast key, the table has no policy.
         only_in_table: the table has a policy, torch has none for the op.
         skipped: the table has a policy, this torch has no such op.
+        left_to_torch: what only torch has a kernel for on purpose, and why. It is no drift.
     """
 
     only_in_torch: tuple[str, ...]
     only_in_table: tuple[str, ...]
     skipped: tuple[str, ...]
+    left_to_torch: Mapping[str, str]
 
     def __bool__(self) -> bool:
         return bool(self.only_in_torch or self.only_in_table or self.skipped)
@@ -28,9 +46,12 @@ class Drift:
 def drift_of(backend: Backend) -> Drift:
     """Compare a backend's table with the running torch's."""
     in_torch = torch_ops(backend.device_type)
-    in_table = sorted(backend.policies.keys() - in_torch)
+    only_in_torch = sorted(in_torch - backend.policies.keys())
+    only_in_table = sorted(backend.policies.keys() - in_torch)
+    left = {**NAMED_TENSORS, **backend.left_to_torch}
     return Drift(
-        tuple(sorted(in_torch - backend.policies.keys())),
-        tuple(name for name in in_table if find_op(name) is not None),
-        tuple(name for name in in_table if find_op(name) is None),
+        tuple(name for name in only_in_torch if name not in left),
+        tuple(name for name in only_in_table if find_op(name) is not None),
+        tuple(name for name in only_in_table if find_op(name) is None),
+        {name: left[name] for name in only_in_torch if name in left},
     )

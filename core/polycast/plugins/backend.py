@@ -55,6 +55,8 @@ class Backend:
             has the input or the output dtype, outside of autocast and without autograd. It returns a tensor in the
             output dtype, or NotImplemented for arguments that it leaves to torch.
         remedies: for a BANNED op a sentence that says what to use in its place; may be empty.
+        left_to_torch: the ops that torch itself treats for the device and that are not in `policies` on purpose, so
+            that torch's own kernels serve them, each with the reason; may be empty.
     """
 
     device_type: str
@@ -62,6 +64,7 @@ class Backend:
     policies: Mapping[str, CastPolicy]
     kernels: Mapping[KernelKey, Callable[..., Any]] = MappingProxyType({})
     remedies: Mapping[str, str] = MappingProxyType({})
+    left_to_torch: Mapping[str, str] = MappingProxyType({})
 
     _required: ClassVar[tuple[str, ...]] = ("device_type", "default_dtype", "policies")
 
@@ -131,7 +134,8 @@ def validate(backend: object, device_type: str | None = None) -> Backend:
         problems += _dtype_problems(backend.default_dtype)
         problems += [f"policies: {problem}" for problem in table_problems(backend.policies)]
     problems += _kernel_problems(backend.kernels)
-    problems += _remedy_problems(backend.remedies)
+    problems += _text_problems("remedies", backend.remedies)
+    problems += _text_problems("left_to_torch", backend.left_to_torch)
     problems += [
         f"{name}() is not implemented"
         for name in ("supported_dtypes", "availability")
@@ -188,7 +192,7 @@ def _kernel_problems(kernels: object) -> list[str]:
     ]
 
 
-def _remedy_problems(remedies: object) -> list[str]:
-    if isinstance(remedies, Mapping) and all(isinstance(text, str) for pair in remedies.items() for text in pair):
+def _text_problems(attribute: str, texts: object) -> list[str]:
+    if isinstance(texts, Mapping) and all(isinstance(text, str) for pair in texts.items() for text in pair):
         return []
-    return ["remedies must map op names to sentences"]
+    return [f"{attribute} must map op names to sentences"]

@@ -202,7 +202,7 @@ _LINEAR_ALGEBRA: dict[str, Sample] = {
     **_each("_lu_with_info cholesky cholesky_inverse geqrf inverse linalg_cholesky", lambda m: (m.spd(3),)),
     **_each("linalg_cholesky_ex linalg_cond linalg_eig linalg_eigh linalg_eigvals", lambda m: (m.spd(3),)),
     **_each("linalg_eigvalsh linalg_inv linalg_inv_ex linalg_qr linalg_svd linalg_svdvals", lambda m: (m.spd(3),)),
-    **_each("pinverse qr svd", lambda m: (m.spd(3),)),
+    **_each("linalg_matrix_sqrth pinverse qr svd", lambda m: (m.spd(3),)),
     **_each("cholesky_solve triangular_solve", lambda m: (m(3, 2), m.spd(3))),
     "aten::linalg_cond.p_str": lambda m: (m.spd(3), "fro"),
     "aten::linalg_householder_product": lambda m: (m(4, 2), m(2)),
