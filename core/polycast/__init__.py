@@ -3,6 +3,17 @@
 PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has no assertion to rewrite here.
 """
 
+import importlib
+
+try:
+    importlib.import_module("torch")
+except ModuleNotFoundError as error:
+    if error.name != "torch":  # torch is there, and lacks what it needs
+        raise
+    from .errors import torch_is_missing
+
+    raise torch_is_missing() from None
+
 from .drop_in.patch import patch_torch
 from .engine.installation import install, uninstall
 from .engine.register_op import OpRegistration, register_op

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from pathlib import Path
 
 
 class BackendNotFoundError(RuntimeError):
@@ -40,3 +41,14 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+def torch_is_missing() -> BaseException:
+    """Return what importing polycast without torch raises: for the command, an exit that says the same."""
+    text = (
+        "polycast needs torch 2.11 or newer, and no torch is installed here. Install it: `pip install torch`, or as "
+        "https://pytorch.org/get-started/locally/ says for your device."
+    )
+    name = Path(sys.argv[0]).stem if sys.argv else ""  # while Python looks for a module to run it is "-m"
+    is_command = name == "polycast" or (name == "-m" and "polycast" in sys.orig_argv)
+    return SystemExit(f"polycast: {text}") if is_command else ModuleNotFoundError(text, name="torch")

@@ -3,6 +3,7 @@
 The warning says what to do, and where POLYCAST_ENGINE=native asks for the engine, the same text is the error's.
 """
 
+import contextlib
 import errno
 import os
 import pwd
@@ -15,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from polycast.engine import choice
+import polycast
+from polycast.engine import choice, installation
 from polycast.engine.native import build
 
 
@@ -239,3 +241,38 @@ def test_polycast_runs_from_an_archive_and_builds_where_the_sources_are_in_it(co
     assert (name, dtype) == (engine, "torch.bfloat16")
     assert warned.count("its C++ sources are not in") == (engine == "reference")
     assert compiler.calls == (engine == "native")
+
+
+def through_a_stack():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(polycast.autocast("cpu"))
+
+
+def through_a_decorator():
+    polycast.autocast("cpu")(lambda: None)()
+
+
+def through_torchs_name():
+    with polycast.patch_torch(), torch.autocast("cpu"):
+        pass
+
+
+def through_a_module():
+    layer = torch.nn.Linear(1, 1)
+    layer.forward = polycast.autocast("cpu")(layer.forward)
+    layer(torch.ones(1))
+
+
+ENTERING = [through_a_stack, through_a_decorator, through_torchs_name, through_a_module]
+
+
+@pytest.mark.parametrize("enter", ENTERING, ids=lambda enter: enter.__name__)
+def test_the_warning_names_the_users_line(home, monkeypatch, wanted, enter):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("POLYCAST_ENGINE", "auto")
+    installation.forget_choice()
+    with pytest.warns(UserWarning, match="runs on its reference engine") as caught:
+        enter()
+    first, last = enter.__code__.co_firstlineno, max(line for *_, line in enter.__code__.co_lines() if line)
+    assert caught[0].filename == __file__
+    assert first < caught[0].lineno <= last

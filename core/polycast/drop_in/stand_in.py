@@ -53,7 +53,6 @@ class StandIn(autocast):
     """See :class:`polycast.autocast` and :class:`torch.autocast`, whose arguments it takes."""
 
     _jit_override_qualname = ScriptedAsTorch()
-    _warn_at = 3
     _enabled = True  # these two are set as torch's regions set them
     _cache_enabled = True
 

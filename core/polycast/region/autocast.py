@@ -1,7 +1,6 @@
 """The autocast region: a context manager and a decorator that holds settings, and no state."""
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -18,7 +17,7 @@ from ..engine.disable_dynamo import disable_dynamo
 from ..engine.installation import fully_installed
 from ..engine.state import Overlay, Settings
 from ..engine.weight_cache import WeightCache
-from ..errors import AutocastDisabledWarning
+from ..errors import AutocastDisabledWarning, warn_user
 from ..plugins.backend import Availability, Backend
 from ..plugins.discovery import check_availability, check_dtype
 from ..plugins.registry import registry
@@ -76,8 +75,6 @@ class autocast(TorchAutocast):
     """
 
     _jit_override_qualname = ScriptedAsTorch()
-    _warn_at = 2
-    """How far above this class's __init__ the frame is that a warning names; more in a subclass with its own."""
     __jit_unused_properties__ = ["_cache_enabled"]
     _fast_path_device: str | None
     """The device whose kernels, once all installed, leave nothing to entering but state; None where there is more."""
@@ -116,7 +113,7 @@ class autocast(TorchAutocast):
             if not answer.available or dtype is not backend.default_dtype:
                 refusal = why_disabled(backend, dtype, answer)
                 if refusal is not None:
-                    warnings.warn(refusal, AutocastDisabledWarning, stacklevel=self._warn_at)
+                    warn_user(refusal, AutocastDisabledWarning)
                     enabled = False
         if cache_enabled is not None and not isinstance(cache_enabled, bool):
             raise TypeError(f"cache_enabled must be a bool or None, got {cache_enabled!r}")

@@ -1,12 +1,11 @@
 """A gradient scaler that scales where the fast dtype needs it, and only there."""
 
-import warnings
 from typing import Any
 
 import torch
 
 from ..engine import state
-from ..errors import AutocastDisabledWarning
+from ..errors import AutocastDisabledWarning, warn_user
 from ..plugins.discovery import check_availability
 from ..plugins.registry import registry
 from .autocast import why_disabled
@@ -52,6 +51,6 @@ def grad_scaler(
         raise TypeError(f"enabled must be a bool, got {enabled!r}")
     needed = enabled and torch.finfo(dtype).smallest_normal > _FLOAT32_SMALLEST
     if needed and (refusal := why_disabled(backend, dtype, check_availability(backend))) is not None:
-        warnings.warn(refusal, AutocastDisabledWarning, stacklevel=2)
+        warn_user(refusal, AutocastDisabledWarning)
         needed = False
     return torch.amp.GradScaler(backend.device_type, enabled=needed, **options)
