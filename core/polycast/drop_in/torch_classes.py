@@ -27,8 +27,8 @@ def attributes(theirs: type) -> dict[str, Any]:
 def _stand_in_of(theirs: type) -> type[StandIn]:
     """Return what stands in for a class; make it for a deprecated one, which is torch.autocast for one device."""
     if theirs not in stand_ins:
-        body = {"_jit_override_qualname": ScriptedAsTorch(), "_warn_at": StandIn._warn_at + 1}
-        made = type(theirs.__name__, (StandIn,), {**body, "__module__": theirs.__module__})
+        body = {"_jit_override_qualname": ScriptedAsTorch(), "__module__": theirs.__module__}
+        made = type(theirs.__name__, (StandIn,), body)
         # torch's comes first: its __init__ knows the device and the defaults. As a base from the beginning it would
         # warn of a subclass of a deprecated class.
         _set_bases(made, (theirs, StandIn))
@@ -42,7 +42,6 @@ def _init(self: Any, *args: Any, **kwargs: Any) -> None:
     ours = stand_ins.get(type(self))
     if ours is not None:
         self.__class__ = ours
-        self._warn_at = ours._warn_at + 1
     _method_of(self, "__init__")(self, *args, **kwargs)
 
 
