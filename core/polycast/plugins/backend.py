@@ -106,8 +106,8 @@ def _current_stream_captures(device_type: str) -> bool:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device_type:
         return False
-    is_initialized = getattr(torch.get_device_module(device_type), "is_initialized", None)
-    if is_initialized is not None and not is_initialized():
+    is_initialized = getattr(getattr(torch, device_type, None), "is_initialized", None)
+    if is_initialized is None or not is_initialized():
         return False  # to ask for a stream would start the device
     captures: bool = torch.accelerator.current_stream().is_capturing()
     return captures
