@@ -1,7 +1,7 @@
 """Mixed precision on torch.distributed: FSDP2 with the dtypes of the registry's backends.
 
 torch's FSDP2 has one switch for the inputs of a unit. Here the root of a model and the units below it have one each:
-the units leave their inputs to a hook of this module, which knows which unit is the root.
+torch is given a switch that answers when it is asked, for which unit is the root is known then.
 
 Nothing here is needed for regions under DDP and FSDP2. This module imports torch's FSDP2 when a unit is made.
 """
@@ -33,13 +33,16 @@ _REMEDY = (
 class MixedPrecision:
     """The dtypes of a sharded unit; its parameters are kept, and stepped by the optimizer, in the dtype that they have.
 
+    Inputs are those of the unit's forward, and of methods that torch's ``register_fsdp_forward_method`` has made one.
+
     Args:
         param_dtype: the dtype of the parameters while the unit computes. None: the default dtype of the backend of the
             unit's device.
         reduce_dtype: the dtype in which gradients are reduced over the processes. None: float32. Whatever it is, the
             gradients that the optimizer sees have the dtype of their parameters.
         output_dtype: the dtype that the unit's floating-point outputs are cast to. None: they stay as they are.
-        cast_root_forward_inputs: cast the floating-point inputs of the root unit to `param_dtype`.
+        cast_root_forward_inputs: cast the floating-point inputs of the root unit to `param_dtype`: of the outermost of
+            the units that have a mixed precision, and of one that is run without those around it.
         cast_forward_inputs: cast those of each unit, root or not, that has parameters of its own: some that are not in
             a unit nested in it.
 
@@ -134,45 +137,45 @@ def fully_shard(
     accelerator = torch.accelerator.current_accelerator(check_available=True)  # a build may know one that is absent
     device_type = mesh.device_type if mesh is not None else accelerator.type if accelerator is not None else "cpu"
     dtype = _param_dtype(mixed_precision, device_type)
+    casts = _InputCasts(
+        module,
+        as_root=mixed_precision.cast_root_forward_inputs,
+        as_any=mixed_precision.cast_forward_inputs and _has_own_parameters(module, ignored_params or set()),
+    )
     policy = fsdp.MixedPrecisionPolicy(
         param_dtype=dtype,
         reduce_dtype=mixed_precision.reduce_dtype or torch.float32,
         output_dtype=mixed_precision.output_dtype,
-        cast_forward_inputs=False,
+        cast_forward_inputs=casts,  # type: ignore[arg-type]  # torch asks for its truth at each forward
     )
-    casts = _InputCasts(
-        dtype,
-        as_root=mixed_precision.cast_root_forward_inputs,
-        as_any=mixed_precision.cast_forward_inputs and _has_own_parameters(module, ignored_params or set()),
-    )
-    # FSDP2 puts its own hook, which finds out which unit is the root, before those that there are.
-    hook = module.register_forward_pre_hook(casts, prepend=True, with_kwargs=True)
-    try:
-        fsdp.fully_shard(module, mesh=mesh, mp_policy=policy, **options)
-    except BaseException:
-        hook.remove()
-        raise
+    fsdp.fully_shard(module, mesh=mesh, mp_policy=policy, **options)
+    for unit in module.modules():
+        if isinstance(unit, fsdp.FSDPModule):
+            nested = unit._get_fsdp_state()._mp_policy.cast_forward_inputs
+            if isinstance(nested, _InputCasts) and nested is not casts:
+                nested.is_outermost = False
     return module
 
 
 class _InputCasts:
-    """The forward pre-hook of a unit: casts its inputs where its switches say so."""
+    """Whether a unit casts its inputs, as a switch that is asked when it is given some.
 
-    def __init__(self, dtype: torch.dtype, *, as_root: bool, as_any: bool) -> None:
-        self._dtype = dtype
+    Attributes:
+        is_outermost: whether no unit around this one has a mixed precision.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, as_root: bool, as_any: bool) -> None:
+        self._module = module
         self._as_root = as_root
         self._as_any = as_any
+        self.is_outermost = True
 
-    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        # torch has no public word for whether a unit is the root.
-        if not (self._as_any or (self._as_root and module._get_fsdp_state()._is_root)):
-            return None
-        from torch.distributed.utils import _apply_to_tensors  # FSDP2's own walk over inputs
+    def __bool__(self) -> bool:
+        return self._as_any or (self._as_root and (self.is_outermost or self._is_run_alone()))
 
-        return _apply_to_tensors(self._cast, args), _apply_to_tensors(self._cast, kwargs)
-
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+    def _is_run_alone(self) -> bool:
+        module: Any = self._module
+        return bool(module._get_fsdp_state()._is_root)  # torch has no public word for it
 
 
 def _check_arguments(module: object, mixed_precision: object) -> None:

@@ -26,45 +26,118 @@ def name(dtype):
     return str(dtype).removeprefix("torch.")
 
 
+class Child(nn.Module):
+    """A Linear in a module; remembers the dtype of what it is given."""
+
+    def __init__(self, label, seen):
+        super().__init__()
+        self.label, self.seen, self.layer = label, seen, nn.Linear(100, 100)
+
+    def forward(self, x):
+        self.seen[self.label] = name(x.dtype)
+        return self.layer(x)
+
+    def generate(self, x, *, scale):
+        self.seen[f"{self.label}.generate"] = [name(x.dtype), name(scale.dtype)]
+        return self.layer(x) * scale
+
+
 class Pair(nn.Module):
-    """Two Linear children, one after the other; remembers the dtypes of what it and they are given."""
+    """Two children, one after the other; remembers the dtypes of what it and they are given."""
 
     def __init__(self):
         super().__init__()
         self.seen = {}
-        self.c1, self.c2 = self.child("c1"), self.child("c2")
-
-    def child(self, label):
-        pair = self
-
-        class Child(nn.Linear):
-            def forward(self, x):
-                pair.seen[label] = name(x.dtype)
-                return super().forward(x)
-
-        return Child(4, 4)
+        self.c1, self.c2 = Child("c1", self.seen), Child("c2", self.seen)
 
     def forward(self, x):
         self.seen["root"] = name(x.dtype)
         return self.c2(self.c1(x))
 
+    def generate(self, x, *, scale):
+        return self.c2.generate(x, scale=scale)
 
-def inputs_seen(whole, of_root, of_units):
+
+def inputs_seen(units, of_root, of_units):
+    """Shard `units`, the last without mixed precision if it has an asterisk; run forward and backward."""
     model = Pair()
     precision = MixedPrecision(torch.float16, cast_root_forward_inputs=of_root, cast_forward_inputs=of_units)
-    for unit in (model.c1, model.c2, model) if whole else (model.c2,):
-        fully_shard(unit, mixed_precision=precision)
+    for label in units.split():
+        unit = model if label.startswith("model") else getattr(model, label)
+        fully_shard(unit, mixed_precision=None if label.endswith("*") else precision)
     error, grads = None, []
     try:
-        model(torch.ones(2, 4)).sum().backward()
+        model(torch.zeros(2, 100)).sum().backward()
         grads = sorted({name(p.grad.dtype) for p in model.parameters()})
     except RuntimeError as raised:
         error = str(raised)
     return {"seen": model.seen, "error": error, "grads": grads}
 
 
-for flags in [(whole, root, units) for whole in (True, False) for root in (True, False) for units in (True, False)]:
+SHARDED = ["c2 c1 model", "c2 model*", "c2", "c1 c2 model*"]
+
+for flags in [(units, root, each) for units in SHARDED for root in (True, False) for each in (True, False)]:
     CASES["inputs {} {} {}".format(*flags)] = functools.partial(inputs_seen, *flags)
+
+
+@case
+def root_switch_of_nested_units():
+    """A unit that is run alone is its own root; in a larger one with mixed precision it is not."""
+    precision = MixedPrecision(torch.float16, cast_forward_inputs=False)
+    model = Pair()
+    for unit in (model.c1, model.c2):
+        fully_shard(unit, mixed_precision=precision)
+    fully_shard(model, mixed_precision=precision)
+    model.c2(torch.ones(2, 100))
+    outer = nn.Sequential(nn.Linear(100, 100), Pair())
+    for unit in (outer[1].c2, outer[1]):
+        fully_shard(unit, mixed_precision=precision)
+    fully_shard(outer)
+    outer(torch.ones(2, 100)).sum().backward()
+    # Of the units with mixed precision the pair is the outermost; its child is given what its other child makes.
+    return [model.seen, outer[1].seen, name(outer[0].weight.grad.dtype)]
+
+
+@case
+def registered_methods():
+    """What a method that is registered as a forward is given, by FSDP's own policy and by ours."""
+    given = []
+    for of_units in (True, False):
+        theirs = {"mp_policy": fsdp.MixedPrecisionPolicy(torch.float16, cast_forward_inputs=of_units)}
+        ours = MixedPrecision(torch.float16, cast_root_forward_inputs=False, cast_forward_inputs=of_units)
+        for shard, options in [(fsdp.fully_shard, theirs), (fully_shard, {"mixed_precision": ours})]:
+            model = Pair()
+            shard(model.c2, **options)
+            fsdp.fully_shard(model)
+            for unit in (model.c2, model):
+                fsdp.register_fsdp_forward_method(unit, "generate")
+            x = torch.ones(2, 100, dtype=torch.float32 if of_units else torch.float16)
+            y = model.generate(x, scale=torch.ones(()))
+            given.append([model.seen["c2.generate"], name(y.dtype)])
+    return given
+
+
+@case
+def registered_method_of_the_root():
+    model = fully_shard(Child("c", {}), mixed_precision=MixedPrecision(torch.float16, cast_forward_inputs=False))
+    fsdp.register_fsdp_forward_method(model, "generate")
+    y = model.generate(torch.ones(2, 100), scale=torch.ones(()))
+    y.sum().backward()
+    return [model.seen["c.generate"], name(y.dtype), name(model.layer.weight.grad.dtype)]
+
+
+@case
+def recomputed():
+    """What a unit that is checkpointed is given in forward, and again in backward."""
+    given = []
+    unit = Child("c", {})
+    unit.register_forward_pre_hook(lambda module, inputs: given.append(name(inputs[0].dtype)))
+    model = nn.Sequential(fully_shard(unit, mixed_precision=MixedPrecision(torch.float16)))
+    fully_shard(model)
+    for reentrant in (True, False):
+        x = torch.ones(2, 100, requires_grad=True)
+        torch.utils.checkpoint.checkpoint(model[0], x, use_reentrant=reentrant).sum().backward()
+    return given
 
 
 @case
@@ -122,7 +195,7 @@ def own_parameters():
         precision = MixedPrecision(torch.float16, cast_root_forward_inputs=False)
         for unit in [*(getattr(model, label) for label in units), model]:
             fully_shard(unit, mixed_precision=precision)
-        model(torch.ones(2, 4))
+        model(torch.ones(2, 100))
         seen.append(model.seen["root"])
     return seen
 

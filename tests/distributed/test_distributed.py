@@ -43,25 +43,49 @@ HALF, FULL = "float16", "float32"
 
 
 @pytest.mark.parametrize(
-    ("whole", "of_root", "of_units", "seen", "error"),
+    ("units", "of_root", "of_units", "seen", "error"),
     [
-        (True, True, True, [HALF, HALF, HALF], None),
-        (False, True, True, [FULL, FULL, HALF], None),
-        (True, True, False, [HALF, HALF, HALF], None),
-        (False, True, False, [FULL, FULL, HALF], None),
-        (True, False, True, [FULL, HALF, HALF], None),
-        (False, False, True, [FULL, FULL, HALF], None),
-        (True, False, False, [FULL, FULL], MISMATCH),
-        (False, False, False, [FULL, FULL, FULL], MISMATCH),
+        ("c2 c1 model", True, True, [HALF, HALF, HALF], None),
+        ("c2 model*", True, True, [FULL, FULL, HALF], None),
+        ("c2 c1 model", True, False, [HALF, HALF, HALF], None),
+        ("c2 model*", True, False, [FULL, FULL, HALF], None),
+        ("c2 c1 model", False, True, [FULL, HALF, HALF], None),
+        ("c2 model*", False, True, [FULL, FULL, HALF], None),
+        ("c2 c1 model", False, False, [FULL, FULL], MISMATCH),
+        ("c2 model*", False, False, [FULL, FULL, FULL], MISMATCH),
+        # and where the model is no unit, or is the only one without mixed precision
+        ("c2", True, True, [FULL, FULL, HALF], None),
+        ("c2", True, False, [FULL, FULL, HALF], None),
+        ("c2", False, True, [FULL, FULL, HALF], None),
+        ("c2", False, False, [FULL, FULL, FULL], MISMATCH),
+        ("c1 c2 model*", True, False, [FULL, HALF, HALF], None),
+        ("c1 c2 model*", False, False, [FULL, FULL], MISMATCH),
     ],
 )
-def test_the_switches_say_which_units_cast_their_inputs(results, whole, of_root, of_units, seen, error):
-    result = results[f"inputs {whole} {of_root} {of_units}"]
+def test_the_switches_say_which_units_cast_their_inputs(results, units, of_root, of_units, seen, error):
+    result = results[f"inputs {units} {of_root} {of_units}"]
     assert result["seen"] == dict(zip(["root", "c1", "c2"], seen, strict=False))
     if error is None:
         assert (result["error"], result["grads"]) == (None, [FULL])
     else:
         assert result["error"].startswith(error)
+
+
+def test_the_root_of_the_switch_is_the_outermost_unit_with_mixed_precision_that_is_run(results):
+    alone, inside, outer = results["root_switch_of_nested_units"]
+    assert alone == {"c2": HALF}
+    assert inside == {"root": HALF, "c1": HALF, "c2": HALF}
+    assert outer == FULL
+
+
+def test_methods_that_are_registered_as_forwards_are_given_what_torchs_are(results):
+    cast, theirs_uncast = [[HALF, HALF], HALF], [[HALF, FULL], HALF]
+    assert results["registered_methods"] == [cast, cast, theirs_uncast, theirs_uncast]
+    assert results["registered_method_of_the_root"] == [[HALF, HALF], HALF, FULL]
+
+
+def test_a_checkpointed_unit_is_given_the_same_when_it_is_recomputed(results):
+    assert results["recomputed"] == [HALF] * 4
 
 
 def test_none_is_the_default_dtype_of_the_backend_and_reduces_in_float32(results):
