@@ -144,6 +144,8 @@ def main(steps, seed):
     caches = [polycast.WeightCache(), polycast.WeightCache(max_bytes=5 * 32), polycast.WeightCache(verify=True)]
     shared = [torch.nn.Parameter(torch.full((4, 4), float(value))) for value in range(8)]
     torch.optim.SGD(shared, lr=0.0)  # imports what no child could that is forked meanwhile
+    with polycast.autocast("cpu"):
+        pass
     errors, threads = [], [Thread(seed + number, caches, shared) for number in range(THREADS)]
     running = [threading.Thread(target=run, args=(thread, steps, errors)) for thread in threads]
     for one in running:

@@ -117,6 +117,10 @@ def work():
                 torch.mm(X, weight())
             cache.stats()
 
+
+# What is imported at the first use has hooks for forks too.
+with polycast.autocast("cpu", cache=cache):
+    pass
 threads = [threading.Thread(target=work) for _ in range(4)]
 for thread in threads:
     thread.start()

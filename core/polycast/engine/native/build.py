@@ -32,7 +32,8 @@ from .cache import BuildError, UntrustedCacheError, cache_directory, check_folde
 from .engine import NativeEngine
 
 _MODULE = "polycast_native"
-_FLAGS = ("-O2", "-g0", "-fPIC", "-shared", "-std=c++20", "-fvisibility=hidden")
+# NDEBUG as in torch's own libraries: without it at::RecordFunction has another layout than theirs.
+_FLAGS = ("-O2", "-g0", "-DNDEBUG", "-fPIC", "-shared", "-std=c++20", "-fvisibility=hidden")
 
 
 def load() -> NativeEngine:

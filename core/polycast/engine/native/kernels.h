@@ -151,6 +151,7 @@ class Kernel final : public c10::OperatorKernel {
     if (keys - skipped_ == device_keys_) {
       const bool grad = at::GradMode::is_enabled();
       if (!(is_differentiated(args, grad) || ...)) {
+        const at::AutoDispatchBelowADInplaceOrView also_inside;  // what the op is made of
         return handle.redispatch(device_keys_, args...);
       }
     }
