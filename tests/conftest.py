@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+import setuptools  # noqa: F401  # before anybody imports the distutils that it replaces: torch's compiler needs it
 import torch
 from torch._subclasses import FakeTensorMode
 

@@ -95,12 +95,6 @@ def no_locks(monkeypatch, folder):
     monkeypatch.setattr(build, "FileLock", refuse)
 
 
-def no_setuptools(monkeypatch, folder):
-    monkeypatch.setitem(sys.modules, "setuptools", None)
-    monkeypatch.delitem(sys.modules, "torch.utils.cpp_extension", raising=False)
-    monkeypatch.delattr(torch.utils, "cpp_extension", raising=False)
-
-
 def anything_else(monkeypatch, folder):
     def fail():
         raise MemoryError("no room for the answer")
@@ -129,7 +123,6 @@ WAYS = {
     read_only: NO_WRITE.format("Read-only file system"),
     full: NO_WRITE.format("No space left on device"),
     no_locks: NO_WRITE.format("does not appear to support flock"),
-    no_setuptools: r"torch\.utils\.cpp_extension, which .*, cannot be imported: .*setuptools.*\. Install what ",
     anything_else: r"MemoryError: no room for the answer\.",
     no_sources: r"its C\+\+ sources are not in .*\. Install polycast with all its files\.",
 }

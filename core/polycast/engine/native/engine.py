@@ -19,6 +19,9 @@ from ..weights import STALE, storages_are_rewritten
 # The numbers that regions.h's enumeration Policy gives them.
 _POLICIES: dict[CastPolicy | None, int] = {None: -1, **{policy: number for number, policy in enumerate(CastPolicy)}}
 
+# The ops, for all engines of a process: two that are loaded from one file share what is in it.
+_numbers: dict[str, int] = {}
+
 
 class NativeEngine:
     """The engine in C++, once it is built and loaded."""
@@ -31,7 +34,6 @@ class NativeEngine:
             policies, self._native_overlay, self._native_store, storages_are_rewritten, StaleWeightError, STALE
         )
         self._extension = extension
-        self._numbers: dict[str, int] = {}
         self._optimizers: WatchedOptimizers | None = None
         # See StateMachine.
         self.enter: Callable[[object, Settings], bool] = extension.enter
@@ -45,7 +47,7 @@ class NativeEngine:
 
     def number(self, name: str) -> int:
         """Return the number by which kernels and overlays know an op."""
-        return self._numbers.setdefault(name, len(self._numbers))
+        return _numbers.setdefault(name, len(_numbers))
 
     def _native_store(self, cache: WeightCache) -> Any:
         return cache.store(self.name, self._extension.Store)
