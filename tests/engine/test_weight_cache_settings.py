@@ -1,0 +1,117 @@
+"""WeightCache: its bounds, verifying, and what it refuses."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+
+pytestmark = pytest.mark.usefixtures("engine")
+X = torch.ones(4, 4, dtype=torch.bfloat16)
+BYTES = 4 * 4 * 2
+
+
+def parameter(value=1.0, **options):
+    return nn.Parameter(torch.full((4, 4), value), **options)
+
+
+def use(cache, weight, dtype=torch.bfloat16):
+    with polycast.autocast("cpu", dtype, cache=cache):
+        return torch.mm(X.to(dtype), weight)
+
+
+@pytest.fixture
+def cache():
+    return polycast.WeightCache()
+
+
+def test_verify_finds_a_write_through_data():
+    cache = polycast.WeightCache(verify=True)
+    weight = parameter(1.0)
+    use(cache, weight)
+    use(cache, weight)
+    weight.data.mul_(2)
+    with pytest.raises(polycast.StaleWeightError, match=r"a write through \.data.*Call clear\(\) on the cache"):
+        use(cache, weight)
+    cache.clear()
+    assert torch.equal(use(cache, weight), torch.full((4, 4), 8.0, dtype=torch.bfloat16))
+
+
+def test_at_max_bytes_those_go_first_that_are_not_used_any_more():
+    cache = polycast.WeightCache(max_bytes=2 * BYTES)
+    former, model = [parameter() for _ in range(2)], [parameter() for _ in range(2)]
+    for _ in range(9):
+        for weight in former:
+            use(cache, weight)
+    for _ in range(6):
+        for weight in model:
+            use(cache, weight)
+    before = cache.stats()
+    for weight in model:
+        use(cache, weight)
+    assert cache.stats().hits == before.hits + 2
+    assert (before.entries, before.bytes, before.evictions) == (2, 2 * BYTES, 2)
+
+
+@pytest.mark.parametrize("fits", [7, 4, 1])
+def test_a_cache_that_is_too_small_for_a_model_has_hits_on_the_part_that_fits(fits):
+    cache = polycast.WeightCache(max_bytes=fits * BYTES)
+    model = [parameter() for _ in range(8)]
+    for _ in range(3):
+        for weight in model:
+            use(cache, weight)
+    assert cache.stats() == polycast.WeightCacheStats(fits, fits * BYTES, 2 * fits, 24 - 2 * fits, 0)
+
+
+def test_a_cast_larger_than_max_bytes_is_not_kept():
+    cache = polycast.WeightCache(max_bytes=BYTES - 1)
+    weight = parameter()
+    for _ in range(2):
+        assert torch.equal(use(cache, weight), torch.full((4, 4), 4.0, dtype=torch.bfloat16))
+    assert cache.stats() == polycast.WeightCacheStats(entries=0, bytes=0, hits=0, misses=2, evictions=0)
+
+
+@pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy])
+def test_a_cache_belongs_to_its_process(cache, duplicate):
+    with pytest.raises(TypeError, match="cannot be copied or pickled: it holds casts of the weights of this process"):
+        duplicate(cache)
+
+
+def test_a_deep_copy_of_a_model_has_an_empty_cache_with_the_same_settings():
+    model = torch.nn.Linear(4, 4)
+    model.cache = polycast.WeightCache(max_bytes=1000, verify=True)
+    with torch.no_grad(), polycast.autocast("cpu", cache=model.cache):
+        model(X)
+    copied = copy.deepcopy(model).cache
+    assert (copied.max_bytes, copied.verify, copied.stats().entries) == (1000, True, 0)
+    assert model.cache.stats().entries == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"max_bytes": -1}, ValueError, "max_bytes must not be negative, got -1; None means no bound"),
+        ({"max_bytes": 1.5}, TypeError, "max_bytes must be an int or None, got 1.5"),
+        ({"max_bytes": True}, TypeError, "max_bytes must be an int or None, got True"),
+        ({"verify": 1}, TypeError, "verify must be a bool, got 1"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, error, message):
+    with pytest.raises(error, match=f"^{message}$"):
+        polycast.WeightCache(**arguments)
+
+
+def test_a_region_refuses_what_is_no_cache_and_a_cache_that_is_switched_off(cache):
+    with pytest.raises(TypeError, match=r"^cache must be a polycast.WeightCache or None, got \{\}$"):
+        polycast.autocast("cpu", cache={})
+    with pytest.raises(ValueError, match="^cache= asks to keep casts and cache_enabled=False not to"):
+        polycast.autocast("cpu", cache=cache, cache_enabled=False)
+
+
+def test_verify_takes_a_nan_for_what_it_is():
+    cache, weight = polycast.WeightCache(verify=True), parameter(float("nan"))
+    use(cache, weight)
+    assert torch.all(torch.isnan(use(cache, weight)))
