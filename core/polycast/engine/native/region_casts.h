@@ -107,7 +107,7 @@ class RecentBytes {
     largest = std::max(largest, bytes);
     size_t taken = taken_.load(std::memory_order_relaxed);
     do {
-      if (taken + bytes > 2 * largest + kSmall) {
+      if (taken + bytes > 2 * largest + kOfSmallOnes) {
         return false;
       }
     } while (!taken_.compare_exchange_weak(taken, taken + bytes, std::memory_order_relaxed));
@@ -116,7 +116,7 @@ class RecentBytes {
 
   static void give_back(size_t bytes) { taken_.fetch_sub(bytes, std::memory_order_relaxed); }
 
-  static constexpr size_t kSmall = 1 << 20;
+  static constexpr size_t kOfSmallOnes = 1 << 20;
 
  private:
   static inline std::atomic<size_t> taken_{0}, largest_{0};
@@ -243,6 +243,7 @@ class RegionCasts {
   };
 
   static constexpr size_t kSweepAt = 256, kRecent = 4;
+  static constexpr size_t kSmall = 4096;  // as a bias: two larger ones would take more of the processor's cache than one
 
   void see_writes() {
     if (Writes::log().count() == seen_) {
@@ -349,7 +350,7 @@ class RegionCasts {
 
   // Make room for a recent cast, oldest first; what is left of the last one that went is its memory.
   bool make_room(size_t bytes, Tensor& reusable) {
-    size_t others = 0, largest = std::max(bytes, RecentBytes::kSmall);
+    size_t others = 0, largest = std::max(bytes, kSmall);
     for (const Recent& recent : recent_) {
       if (recent.cast) {
         others += recent.cast->cast.nbytes();
@@ -358,7 +359,7 @@ class RegionCasts {
     }
     std::vector<std::unique_ptr<KeptCast>> dying;
     for (size_t i = recent_.size(); i-- > 0;) {  // the oldest is the last
-      if (recent_[i].cast && (i == recent_.size() - 1 || others + bytes > largest + RecentBytes::kSmall)) {
+      if (recent_[i].cast && (i == recent_.size() - 1 || others + bytes > largest + kSmall)) {
         others -= recent_[i].cast->cast.nbytes();
         auto gone = take_out(recent_[i]);
         if (gone->stream == current_stream(gone->cast)) {
