@@ -98,7 +98,7 @@ class _NativeKernels(Kernels):
             self._engine.number(name),
             _POLICIES[policy],
             refusal(self.backend, name),
-            None if with_dtype is None else with_dtype.name(),
+            None if with_dtype is None else f"{with_dtype._schema.name}.{with_dtype._schema.overload_name}",
             self._is_capturing,
         )
 
