@@ -34,6 +34,7 @@ from .plugins.hookspecs import hookimpl
 from .plugins.registry import backends, get_backend, is_autocast_available, register_backend, unregister_backend
 from .policy.cast_policy import CastPolicy, policy_table
 from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
+from .policy.value import Policy
 from .region.autocast import autocast, autocast_decorator
 from .region.capture import Snapshot, capture
 from .region.custom_function import custom_bwd, custom_fwd
@@ -62,6 +63,7 @@ __all__ = [
     "CastPolicy",
     "InvalidBackendError",
     "OpRegistration",
+    "Policy",
     "Snapshot",
     "StaleWeightError",
     "WeightCache",

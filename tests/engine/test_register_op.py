@@ -185,8 +185,8 @@ def test_another_policy_for_the_same_op_and_device_is_refused(scale, registered,
 @pytest.mark.parametrize("op", [None, 7, torch.mm, torch.ops.polycast_test, LOWER], ids=lambda op: type(op).__name__)
 def test_what_is_not_an_op_is_refused(op):
     text = (
-        "op must be an OpOverload such as torch.ops.aten.mm.default, an OpOverloadPacket such as torch.ops.aten.mm, "
-        "what torch.library.custom_op returned, or a name in the dispatcher such as 'aten::mm'; got "
+        "expected a name such as 'mm' or 'acme::scale', an OpOverload such as torch.ops.aten.mm.default, an "
+        "OpOverloadPacket such as torch.ops.aten.mm, or what torch.library.custom_op returned; got "
     )
     with pytest.raises(TypeError, match=f"^{re.escape(text)}"):
         polycast.register_op(op, LOWER)
@@ -195,14 +195,26 @@ def test_what_is_not_an_op_is_refused(op):
 @pytest.mark.parametrize(
     ("op", "policy", "problem"),
     [
-        ("mm", LOWER, "'mm' is not an op name as the dispatcher has it, such as 'aten::mm' or 'aten::norm.Scalar'"),
-        ("acme::absent", LOWER, "torch has no op 'acme::absent' now: load the library that defines it first"),
         (
-            "aten::mm.default",
+            "m m",
             LOWER,
-            "'aten::mm.default' must be written 'aten::mm': the dispatcher has no overload 'default'",
+            "'m m' is not the name of an op: expected a name such as 'softmax', 'sum.dim_IntList' or 'acme::scale'",
         ),
-        (torch.ops.aten.mm.default, "fp32", "the policy of 'aten::mm' must be a CastPolicy, got 'fp32'"),
+        (
+            "acme::absent",
+            LOWER,
+            f"this torch ({torch.__version__}) has no op 'acme::absent' now: load the library that defines it first",
+        ),
+        (
+            "linaer",
+            LOWER,
+            f"this torch ({torch.__version__}) has no op 'linaer'; the nearest are 'linear', 'inner', 'linspace'",
+        ),
+        (
+            torch.ops.aten.mm.default,
+            "fp23",
+            "the policy of 'mm.default' must be a CastPolicy or the name of one, got 'fp23'; the nearest is 'fp32'",
+        ),
         (
             torch.ops.aten.mm.out,
             LOWER,
