@@ -38,6 +38,7 @@ from .policy.value import Policy
 from .region.autocast import autocast, autocast_decorator
 from .region.capture import Snapshot, capture
 from .region.custom_function import custom_bwd, custom_fwd
+from .region.explain import Explanation, explain
 from .region.grad_scaler import grad_scaler
 from .region.thread_state import (
     autocast_nesting,
@@ -61,6 +62,7 @@ __all__ = [
     "BackendNotFoundError",
     "BackendStatus",
     "CastPolicy",
+    "Explanation",
     "InvalidBackendError",
     "OpRegistration",
     "Policy",
@@ -76,6 +78,7 @@ __all__ = [
     "clear_autocast_cache",
     "custom_bwd",
     "custom_fwd",
+    "explain",
     "float32_products",
     "get_autocast_dtype",
     "get_backend",

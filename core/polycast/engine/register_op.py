@@ -79,7 +79,7 @@ def register_op(
     if device is not None and not torch._C._is_autocast_available(device):
         raise RuntimeError(f"torch has no Autocast dispatch key for {device!r}: no policy can be registered for it")
     name = read_op(op)
-    policy = read_policy(policy, repr(name.short))
+    policy = read_policy(policy, f"the policy of {name.short!r}")
     registration = OpRegistration(tuple(ops_with(name, policy)), policy, device)
     installation.register(registration)
     return registration

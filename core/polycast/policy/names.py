@@ -87,6 +87,21 @@ def read_op(op: object) -> OpName:
     return OpName(f"{namespace}::{base}", None if not dot else "" if overload == "default" else overload)
 
 
+def known_overloads(name: OpName, *, writing: bool = False) -> list[str]:
+    """Return the overloads that a name means, by their names in the dispatcher.
+
+    Of several, those that write to their inputs are left out, unless all do or they are asked for.
+
+    Raises:
+        ValueError: torch has no such op.
+    """
+    overloads = name.overloads
+    if not overloads:
+        raise ValueError(_unknown(name))
+    functional = [each for each in overloads if not _writes(each)]
+    return overloads if writing or not functional else functional
+
+
 def ops_with(name: OpName, policy: CastPolicy) -> list[str]:
     """Return the overloads that a name gives a policy, by their names in the dispatcher.
 
@@ -96,11 +111,7 @@ def ops_with(name: OpName, policy: CastPolicy) -> list[str]:
     Raises:
         ValueError: torch has no such op; or it cannot have the policy.
     """
-    overloads = name.overloads
-    if not overloads:
-        raise ValueError(_unknown(name))
-    functional = [each for each in overloads if not _writes(each)]
-    candidates = functional if functional and policy is not CastPolicy.BANNED else overloads
+    candidates = known_overloads(name, writing=policy is CastPolicy.BANNED)
     problems = {each: entry_problem(each, policy) for each in candidates}
     found = [each for each, problem in problems.items() if problem is None]
     if not found:
@@ -108,11 +119,11 @@ def ops_with(name: OpName, policy: CastPolicy) -> list[str]:
     return found
 
 
-def read_policy(policy: object, whose: str) -> CastPolicy:
+def read_policy(policy: object, what: str) -> CastPolicy:
     """Return a policy, which may be its name in text, in upper or lower case.
 
     Raises:
-        ValueError: not a policy; `whose` is what the message says that it would be of.
+        ValueError: not a policy; `what` is what the message says that it would be.
     """
     if isinstance(policy, CastPolicy):
         return policy
@@ -120,7 +131,7 @@ def read_policy(policy: object, whose: str) -> CastPolicy:
     if isinstance(policy, str) and policy.lower() in names:
         return CastPolicy(policy.lower())
     raise ValueError(
-        f"the policy of {whose} must be a CastPolicy or the name of one, got {policy!r}"
+        f"{what} must be a CastPolicy or the name of one, got {policy!r}"
         f"{_nearest(policy, names) or ': expected one of ' + ', '.join(map(repr, names))}"
     )
 
@@ -140,7 +151,7 @@ def read_dtype(name: object) -> torch.dtype:
 
 def nearest(word: object, among: Iterable[str]) -> list[str]:
     """Return the words that look most like one, the most alike first; at most three."""
-    return difflib.get_close_matches(str(word).lower(), list(among), n=3)
+    return difflib.get_close_matches(word.lower(), list(among), n=3) if isinstance(word, str) else []
 
 
 def _nearest(word: object, among: Iterable[str]) -> str:
@@ -152,8 +163,8 @@ def _unknown(name: OpName) -> str:
     others = find_overloads(name.qualified)
     if others:
         had = ", ".join(repr(named(other).overload or "default") for other in others)
-        base = OpName(name.qualified, None).short
-        return f"this torch ({torch.__version__}) has no overload {name.overload!r} of the op {base!r}, which has {had}"
+        base, overload = OpName(name.qualified, None).short, name.overload or "default"
+        return f"this torch ({torch.__version__}) has no overload {overload!r} of the op {base!r}, which has {had}"
     text = f"this torch ({torch.__version__}) has no op {name.short!r}"
     known = {each.partition(".")[0].removeprefix("aten::") for each in torch._C._dispatch_get_all_op_names()}
     alike = _nearest(OpName(name.qualified, None).short, sorted(known))

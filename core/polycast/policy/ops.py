@@ -71,7 +71,7 @@ class Ops(Mapping[str, CastPolicy]):
     @property
     def resolved(self) -> Mapping[str, CastPolicy]:
         """The policies by overload, by their names in the dispatcher of the running torch."""
-        if any(entry.name.overloads for entry in self._missing):  # a library was loaded since
+        if self._missing and any(entry.name.overloads for entry in self._missing):  # a library was loaded since
             self._take(self._entries)
         return MappingProxyType(self._found)
 
@@ -126,7 +126,8 @@ class Ops(Mapping[str, CastPolicy]):
             for entry in self._entries.values()
         }
 
-    def _means(self) -> frozenset[tuple[str, CastPolicy, bool]]:
+    @functools.cached_property
+    def _meaning(self) -> frozenset[tuple[str, CastPolicy, bool]]:
         return frozenset((key, entry.policy, entry.optional) for key, entry in self._entries.items())
 
     @property
@@ -137,11 +138,11 @@ class Ops(Mapping[str, CastPolicy]):
 
     @override
     def __eq__(self, other: object) -> bool:
-        return self._means() == other._means() if isinstance(other, Ops) else NotImplemented
+        return self._meaning == other._meaning if isinstance(other, Ops) else NotImplemented
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash(self._means())
+        return hash(self._meaning)
 
     @override
     def __hash__(self) -> int:
@@ -165,7 +166,7 @@ def _read(written: object, value: object) -> _Entry:
     name = read_op(written)
     spelled = written if isinstance(written, str) else name.short
     if not isinstance(value, Mapping):
-        return _Entry(spelled, name, read_policy(value, repr(spelled)), False)
+        return _Entry(spelled, name, read_policy(value, f"the policy of {spelled!r}"), False)
     said = cast("Mapping[object, object]", value)
     unknown = [key for key in said if key not in ("policy", "optional")]
     if unknown:
@@ -177,4 +178,4 @@ def _read(written: object, value: object) -> _Entry:
     optional = said.get("optional", False)
     if not isinstance(optional, bool):
         raise ValueError(f"optional of {spelled!r} must be true or false, got {optional!r}")
-    return _Entry(spelled, name, read_policy(said.get("policy"), repr(spelled)), optional)
+    return _Entry(spelled, name, read_policy(said.get("policy"), f"the policy of {spelled!r}"), optional)

@@ -120,12 +120,23 @@ class Policy:
 
     def for_device(self, device_type: str) -> "Policy":
         """Return what holds on one device: a policy without `devices`."""
-        own = self.devices.get(device_type)
-        return self._without_devices if own is None else self._without_devices | own
+        if not self.devices:
+            return self
+        part = self._on.get(device_type)
+        if part is None:
+            own = self.devices.get(device_type, Policy())
+            modules = _last(self.modules, own.modules)
+            part = self._on[device_type] = _made(self.ops | own.ops, modules, _NOTHING, self.name or own.name)
+        return part
 
     @functools.cached_property
-    def _without_devices(self) -> "Policy":
-        return _made(self.ops, self.modules, _NOTHING, self.name) if self.devices else self
+    def _on(self) -> dict[str, "Policy"]:
+        return {}
+
+    @functools.cached_property
+    def derived(self) -> dict[str, Any]:
+        """What other rooms have made of it, each under a name of its own."""
+        return {}
 
     def __or__(self, other: object) -> "Policy":
         if not isinstance(other, Policy):

@@ -1,7 +1,7 @@
 """What a region lays over the backend's table, from whatever was given as ``policy=``.
 
-A program makes few policies and many regions, so what was read of one is kept: a Policy is looked up by its value, a
-mapping by its items, a file by what the file system says of it.
+A program makes few policies and many regions. So what was made of a Policy is kept with it; and the policies of the
+last mappings are kept by their items, those of the last files by what the file system says of them.
 """
 
 import functools
@@ -14,6 +14,8 @@ from ..policy.ops import Ops
 from ..policy.value import Policy, PolicyLike
 
 _KEPT = 256
+_NAME = "overlay"
+_NONE: tuple[int, Overlay | None] = (-1, None)
 _by_items: dict[tuple[Any, ...], Policy] = {}
 
 
@@ -25,19 +27,20 @@ def overlay_of(policy: PolicyLike, device_type: str) -> Overlay | None:
     """
     if not isinstance(policy, Policy):
         policy = _kept(policy)
-    ops = _ops_on(policy, device_type)
-    found = ops.resolved
-    return _overlay(ops, policy.name, len(found)) if found else None
-
-
-@functools.lru_cache(maxsize=_KEPT)
-def _ops_on(policy: Policy, device_type: str) -> Ops:
-    return policy.for_device(device_type).ops
+    part = policy.for_device(device_type)
+    found = part.ops.resolved
+    count: int
+    overlay: Overlay | None
+    count, overlay = part.derived.get(_NAME, _NONE)
+    if count != len(found):  # not looked up yet, or a library was loaded since that has an optional op
+        overlay = _overlay(part.ops, part.name, len(found)) if found else None
+        part.derived[_NAME] = len(found), overlay
+    return overlay
 
 
 @functools.lru_cache(maxsize=_KEPT)
 def _overlay(ops: Ops, name: str, _found: int) -> Overlay:
-    """Return an overlay; of optional ops there are more when a library was loaded since."""
+    """Return an overlay: one and the same for equal policies, as long as it is kept."""
     return Overlay(ops.resolved, REGIONS_POLICY._replace(name=name))
 
 
