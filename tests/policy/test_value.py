@@ -148,8 +148,8 @@ def test_what_a_difference_looks_like():
         "- name = 'one'",
         "- ops.softmax = 'fp32'",
         "+ ops.softmax = 'promote'",
-        "- modules.a = 'off'",
-        "+ modules.a = 'off'",
+        "+ modules.b = 'fp32'",
+        "- modules.b = 'fp32'",
         "+ devices.cuda.ops.bmm = 'fp32'",
     ]
 
