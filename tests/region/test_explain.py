@@ -72,7 +72,7 @@ def as_told(told, args, kwargs):
     if told.calls != told.op:
         defaults = find_op(told.op)._schema.arguments
         bound = {each.name: each.default_value for each in defaults if each.has_default_value()} | bound
-    return op(**{"self" if name == "self" else name: value for name, value in bound.items()})
+    return op(**bound)
 
 
 def outcome(function):
@@ -92,6 +92,8 @@ def test_what_is_told_of_every_op_is_what_its_region_does(engine, policy):
         op = find_op(name)
         if op is None or (policy is not None and entry_problem(name, policy) is not None):
             continue
+        if policy is None and explain(op, "cpu").policy is None:
+            continue  # what it is made of is cast in turn
         own = None if policy is None else {op: policy}
         for number, (args, kwargs) in enumerate(variants(split(sample(Maker())))):
             with polycast.autocast("cpu", policy=own):
