@@ -34,9 +34,12 @@ from .plugins.hookspecs import hookimpl
 from .plugins.registry import backends, get_backend, is_autocast_available, register_backend, unregister_backend
 from .policy.cast_policy import CastPolicy, policy_table
 from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
+from .policy.value import Policy
 from .region.autocast import autocast, autocast_decorator
 from .region.capture import Snapshot, capture
 from .region.custom_function import custom_bwd, custom_fwd
+from .region.explain import explain
+from .region.explanation import Explanation
 from .region.grad_scaler import grad_scaler
 from .region.thread_state import (
     autocast_nesting,
@@ -60,8 +63,10 @@ __all__ = [
     "BackendNotFoundError",
     "BackendStatus",
     "CastPolicy",
+    "Explanation",
     "InvalidBackendError",
     "OpRegistration",
+    "Policy",
     "Snapshot",
     "StaleWeightError",
     "WeightCache",
@@ -74,6 +79,7 @@ __all__ = [
     "clear_autocast_cache",
     "custom_bwd",
     "custom_fwd",
+    "explain",
     "float32_products",
     "get_autocast_dtype",
     "get_backend",

@@ -20,14 +20,42 @@ from ..policy.cast_policy import CastPolicy
 from .weight_cache import WeightCache
 
 
-class Overlay(dict[str, CastPolicy]):
-    """The policies that a region lays over the backend's table."""
+class Origin(NamedTuple):
+    """Who asks for the policies of an overlay: the kind of rule, and the name that it has, if any."""
 
-    def __init__(self, policies: Mapping[str, CastPolicy]) -> None:
+    rule: str
+    name: str = ""
+
+
+REGIONS_POLICY = Origin("region's policy")
+
+
+class Overlay(dict[str, CastPolicy]):
+    """The policies that a region lays over the backend's table, and who asks for them."""
+
+    def __init__(
+        self,
+        policies: Mapping[str, CastPolicy],
+        origin: Origin = REGIONS_POLICY,
+        layers: "tuple[Overlay, ...]" = (),
+    ) -> None:
         super().__init__(policies)
+        self.origin = origin
+        self._layers = layers
         self.derived: dict[str, Any] = {}
         """What engines have made of it, each under a name of its own."""
+        self.served_by: dict[str, object] = {}
+        """By device type, the kernels that have one for each of the ops."""
         self._merged: tuple[Overlay, Overlay] | None = None
+
+    @property
+    def layers(self) -> "tuple[Overlay, ...]":
+        """The overlays that this one is laid together of, each of one origin, the innermost first."""
+        return self._layers or (self,)
+
+    def decided_by(self, op: str) -> Origin | None:
+        """Return who asks for the policy that an op has here, if it has one."""
+        return next((layer.origin for layer in self.layers if op in layer), None)
 
     def over(self, below: "Overlay | None") -> "Overlay":
         """Return this overlay laid over that of an enclosing region; the last answer is kept."""
@@ -35,10 +63,15 @@ class Overlay(dict[str, CastPolicy]):
             return self
         merged = self._merged
         if merged is None or merged[0] is not below:
-            # A function that is decorated with policies and recurs lays the same over themselves, at every depth.
-            result = below if below.items() >= self.items() else Overlay({**below, **self})
-            merged = self._merged = (below, result)
+            merged = self._merged = (below, self._laid_over(below))
         return merged[1]
+
+    def _laid_over(self, below: "Overlay") -> "Overlay":
+        others = [layer for layer in below.layers if all(layer is not mine for mine in self.layers)]
+        # A function that is decorated with policies and recurs lays the same over themselves, at every depth.
+        if len(others) < len(below.layers) and below.items() >= self.items():
+            return below
+        return Overlay({**below, **self}, self.origin, (*self.layers, *others))
 
     @functools.cached_property
     def text(self) -> str:
@@ -46,7 +79,7 @@ class Overlay(dict[str, CastPolicy]):
         return "(" + ", ".join(f"{op}={policy.name}" for op, policy in sorted(self.items())) + ")"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Overlay, (dict(self),)
+        return Overlay, (dict(self), self.origin, self._layers)
 
 
 class Settings(NamedTuple):

@@ -1,7 +1,7 @@
 """The autocast region: a context manager and a decorator that holds settings, and no state."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -15,17 +15,16 @@ from ..compilers.uncompiled import enters_regions
 from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.installation import fully_installed
-from ..engine.state import Overlay, Settings
+from ..engine.state import Settings
 from ..engine.weight_cache import WeightCache
 from ..errors import AutocastDisabledWarning, warn_user
 from ..plugins.backend import Availability, Backend
 from ..plugins.discovery import check_availability, check_dtype
 from ..plugins.registry import registry
-from ..policy.cast_policy import CastPolicy
-from ..policy.schemas import find_op
-from ..policy.validation import table_problems
+from ..policy.value import PolicyLike
 from .decorate import decorate
 from .entry import put_in_place
+from .policies import overlay_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -49,15 +48,16 @@ class autocast(TorchAutocast):
             is on this thread, at first True.
         cache: where casts of weights are kept, also after the region. None: where the enclosing region keeps them; in
             the outermost one, in a cache of the thread's own, which is dropped with it.
-        policy: policies for single ops, by their dispatcher names, that are in force in this region and those inside
-            it, over the backend's own.
+        policy: which ops have another policy in this region and those inside it, over the backend's table: a
+            :class:`Policy`, a mapping such as ``{"softmax": "fp32"}``, or the path of a policy file.
 
     Attributes:
         device: the device type.
         fast_dtype: the fast dtype.
 
     Raises:
-        ValueError: `device_type` is not a str; `policy` names what is not an op, or a policy that its op cannot have.
+        ValueError: `device_type` is not a str; `policy` is refused by :class:`Policy`, or its file is no policy file.
+        OSError: the file of `policy` cannot be read.
         TypeError: `dtype` is not a torch.dtype, `cache_enabled` not a bool, or `cache` not a WeightCache.
         RuntimeError: torch does not know the device string; or no backend serves it (see
             :func:`polycast.get_backend`).
@@ -96,7 +96,7 @@ class autocast(TorchAutocast):
         cache_enabled: bool | None = None,
         *,
         cache: WeightCache | None = None,
-        policy: Mapping[str, CastPolicy] | None = None,
+        policy: PolicyLike | None = None,
     ) -> None:
         try:
             backend = registry.ready[device_type]
@@ -125,7 +125,9 @@ class autocast(TorchAutocast):
             _check_cache(cache, cache_enabled)
             overlay = None
             if policy is not None:
-                overlay, self._fast_path_device = _checked(policy), None
+                overlay = overlay_of(policy, self.device)
+                if overlay is not None:
+                    self._fast_path_device = None
             self._settings = Settings(self.device, bool(enabled), dtype, cache_enabled, overlay, cache)
 
     @disable_dynamo
@@ -226,12 +228,3 @@ def _check_cache(cache: WeightCache | None, cache_enabled: bool | None) -> None:
         raise TypeError(f"cache must be a polycast.WeightCache or None, got {cache!r}")
     if cache is not None and cache_enabled is False:
         raise ValueError("cache= asks to keep casts and cache_enabled=False not to: leave out one of the two")
-
-
-def _checked(policy: Mapping[str, CastPolicy]) -> Overlay:
-    problems = table_problems(policy)
-    if not problems:
-        problems = [f"this torch ({torch.__version__}) has no op {name!r}" for name in policy if find_op(name) is None]
-    if problems:
-        raise ValueError("policy: " + "; ".join(problems))
-    return Overlay(policy)
