@@ -28,6 +28,7 @@ class Origin(NamedTuple):
 
 
 REGIONS_POLICY = Origin("region's policy")
+MODULE_RULE = Origin("module rule")
 
 
 class Overlay(dict[str, CastPolicy]):
@@ -69,7 +70,10 @@ class Overlay(dict[str, CastPolicy]):
         # A function that is decorated with policies and recurs lays the same over themselves, at every depth.
         if len(others) < len(below.layers) and below.items() >= self.items():
             return below
-        return Overlay({**below, **self}, self.origin, (*self.layers, *others))
+        # Rules for modules are laid over what regions inside the modules ask for.
+        layers = sorted((*self.layers, *others), key=lambda layer: layer.origin.rule != MODULE_RULE.rule)
+        policies = {op: policy for layer in reversed(layers) for op, policy in layer.items()}
+        return Overlay(policies, self.origin, tuple(layers))
 
     @functools.cached_property
     def text(self) -> str:
