@@ -80,6 +80,12 @@ class Overlay(dict[str, CastPolicy]):
         """The policies as text: the same for equal ones, in every process."""
         return "(" + ", ".join(f"{op}={policy.name}" for op, policy in sorted(self.items())) + ")"
 
+    @classmethod
+    def of_text(cls, text: str, origin: Origin = REGIONS_POLICY) -> "Overlay":
+        """Return the overlay that has a text."""
+        entries = (entry.rpartition("=") for entry in text[1:-1].split(", ") if entry)
+        return cls({op: CastPolicy[policy] for op, _, policy in entries}, origin)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Overlay, (dict(self), self.origin, self._layers)
 

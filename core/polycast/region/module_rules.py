@@ -17,6 +17,7 @@ from typing_extensions import Self
 
 from ..engine import state
 from ..engine.casting import cast_nested
+from ..engine.state import Overlay
 from ..policy.modules import FP32, OFF, ModuleRule, modules_of
 from ..policy.names import read_dtype
 from ..policy.ops import Ops
@@ -40,6 +41,8 @@ class Rule(NamedTuple):
     dtype: torch.dtype | None = None
     cast_inputs: bool = False
     ops: Ops | None = None
+    policies: str = ""
+    """Those of `ops` as the text of an overlay, which compiled code is made from and guarded by."""
 
 
 class ModuleRules:
@@ -93,7 +96,7 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
     whose weight another function uses).
 
     The keys of ``policy.modules`` are globs over the names in ``model.named_modules()``: ``*`` is any part of a name
-    between dots, ``**`` any number of such, none among them, so that ``"**"`` alone is every module and the model itself.
+    between dots, ``**`` any number of such, or none: ``"**"`` alone is every module and the model itself.
     ``"class:torch.nn.LayerNorm"`` means the modules of a class and its subclasses. Of several rules that match, the
     last decides. A container without a forward (nn.ModuleList) passes its rule on to what it contains. A module with
     several names has one rule: the last that matches any of them. The values:
@@ -155,7 +158,10 @@ def _rules_by_module(model: nn.Module, policy: Policy) -> dict[nn.Module, tuple[
             if module is model and policy.ops:
                 rule = rule._replace(ops=policy.ops | (rule.ops or Ops()))
             found[module] = found.get(module, (name,))[0], rule
-    return found
+    return {
+        module: (name, rule if rule.ops is None else rule._replace(policies=Overlay(rule.ops.resolved).text))
+        for module, (name, rule) in found.items()
+    }
 
 
 def _read(key: str, rule: ModuleRule) -> Rule:
@@ -281,8 +287,8 @@ class RuledForward:
     def __globals__(self) -> NoReturn:
         # TorchScript asks for this before it compiles a function.
         raise RuntimeError(
-            "a module under the rules of polycast.apply_policy cannot be scripted, for TorchScript would leave the rules "
-            "out. Remove them before, or use torch.compile."
+            "a module under the rules of polycast.apply_policy cannot be scripted: TorchScript would leave them out. "
+            "Remove the rules before, or use torch.compile."
         )
 
 
@@ -301,7 +307,10 @@ def _region(device: str, rule: Rule) -> autocast:
     if rule.ops is None:
         return autocast(device, rule.dtype, rule.enabled)
     if is_dynamo_compiling():
-        return autocast(device, rule.dtype, rule.enabled, policy=Policy(rule.ops))
+        from ..compilers.dynamo import region_of_rule
+
+        in_graph: autocast = region_of_rule(autocast, device, rule.dtype, rule.enabled, rule.policies, rule.text)
+        return in_graph
     return _ModuleRegion(device, rule)
 
 
@@ -317,6 +326,6 @@ def _switched_off_by_rule(off: Mapping[str, int], device: str) -> bool:
 
 def _refuse_replicas() -> NoReturn:
     raise RuntimeError(
-        "a model under the rules of polycast.apply_policy cannot be replicated by nn.DataParallel, whose replicas would "
-        "call the original's forward. Use DistributedDataParallel, or remove the rules before."
+        "a model under the rules of polycast.apply_policy cannot be replicated by nn.DataParallel: replicas would call "
+        "the original's forward. Use DistributedDataParallel, or remove the rules before."
     )
