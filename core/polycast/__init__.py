@@ -41,6 +41,7 @@ from .region.custom_function import custom_bwd, custom_fwd
 from .region.explain import explain
 from .region.explanation import Explanation
 from .region.grad_scaler import grad_scaler
+from .region.module_rules import ModuleRules, apply_policy
 from .region.thread_state import (
     autocast_nesting,
     clear_autocast_cache,
@@ -65,12 +66,14 @@ __all__ = [
     "CastPolicy",
     "Explanation",
     "InvalidBackendError",
+    "ModuleRules",
     "OpRegistration",
     "Policy",
     "Snapshot",
     "StaleWeightError",
     "WeightCache",
     "WeightCacheStats",
+    "apply_policy",
     "autocast",
     "autocast_decorator",
     "autocast_nesting",
