@@ -6,6 +6,7 @@ import io
 import itertools
 import re
 import threading
+from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
@@ -114,6 +115,32 @@ def test_with_fp32_inputs_are_cast_and_with_off_they_are_not():
             model.head(torch.ones(2, 4, dtype=torch.bfloat16))
         model.head(torch.ones(2, 4))
         assert model.head.seen == ("float32", "float32")
+
+
+class Output(OrderedDict):
+    """A mapping with attributes, as models of transformers return and take."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        setattr(self, key, value)
+
+
+def test_containers_among_the_inputs_stay_what_they_are():
+    class Takes(nn.Module):
+        def forward(self, cache, output, pair, *, options):
+            cache.append(output["x"].dtype)
+            return type(output), output.x.dtype, type(pair), pair.x.dtype, options
+
+    model = Takes()
+    polycast.apply_policy(model, Policy(modules={"**": "fp32"}))
+    pair, half = namedtuple("Pair", "x y"), torch.ones(2, dtype=torch.bfloat16)
+    output, cache, options = Output(x=half), [], {"ids": torch.tensor([1])}
+    with polycast.autocast("cpu"):
+        found = model(cache, output, pair(half, None), options=options)
+    assert found[:4] == (Output, torch.float32, pair, torch.float32)
+    assert found[4] is options
+    assert cache == [torch.float32]
+    assert output.x is half
 
 
 def test_outside_of_an_enabled_region_a_rule_is_nothing():
