@@ -104,6 +104,40 @@ def test_threads_may_end_inside_regions_and_enter_others_as_they_end(engine):
     assert run(THREADS, engine) == (0, "at the end\n", "")
 
 
+LEFT = """
+import weakref
+
+class Enters:
+    def __del__(self):
+        region = polycast.autocast("cpu")
+        region.__enter__()
+        left.append(weakref.ref(region))
+
+def end_late(local):
+    with polycast.autocast("cpu"):
+        pass
+    local.value = Enters()
+
+def use():
+    with polycast.autocast("cpu"):
+        pass
+
+left = []
+for function, *args in [(end_late, threading.local()), (use,)]:
+    thread = threading.Thread(target=function, args=args)
+    thread.start()
+    del args
+    thread.join()
+    del thread
+gc.collect()
+print([reference() for reference in left])
+"""
+
+
+def test_what_a_thread_leaves_behind_as_it_ends_is_freed_by_the_next_one():
+    assert run(LEFT, "native") == (0, "[None]\n", "")
+
+
 FORKS = """
 import time
 cache, stop, local = polycast.WeightCache(max_bytes=8 * 32), [], [weight() for _ in range(12)]

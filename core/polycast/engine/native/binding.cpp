@@ -31,8 +31,9 @@ std::vector<std::mutex*> held_over_fork;
 
 void give_locks_back() {
   while (!held_over_fork.empty()) {
-    held_over_fork.back()->unlock();
-    held_over_fork.pop_back();
+    std::mutex* const held = held_over_fork.back();
+    held_over_fork.pop_back();  // before the last one is given back, for it guards this list
+    held->unlock();
   }
 }
 

@@ -243,7 +243,10 @@ ThreadRegions& here() {
     if (this_thread.regions == nullptr) {
       this_thread.regions = std::make_shared<ThreadRegions>(&device_regions);
     }
-    end_with_thread();
+    LeftBehind::things().free();  // of threads that have ended; this may run Python, which may enter regions
+    if (!this_thread.ends_in_time) {
+      end_with_thread();
+    }
   }
   return *this_thread.regions;
 }
@@ -344,6 +347,7 @@ PyObject* leave(PyObject*, PyObject* owner) {
     at::autocast::clear_cache();
   }
   if (regions.frames.newest() == nullptr) {
+    InFlight::storages().forget_ended();
     regions.casts.end_region();
   }
   return PyBool_FromLong(at::impl::torch_function_mode_enabled());
