@@ -208,6 +208,20 @@ def test_thousands_of_suspended_regions_are_left_in_any_order(engine, order):
     assert (polycast.autocast_nesting("cpu"), torch.is_autocast_enabled("cpu")) == (0, False)
 
 
+@pytest.mark.parametrize("new", [True, False], ids=["a new region each time", "one region"])
+def test_regions_are_left_where_recursion_is_too_deep(engine, new):
+    region = polycast.autocast("cpu")
+
+    def recur():
+        with polycast.autocast("cpu") if new else region:
+            recur()
+
+    for _ in range(3):
+        with pytest.raises(RecursionError):
+            recur()
+        assert (polycast.autocast_nesting("cpu"), torch.is_autocast_enabled("cpu")) == (0, False)
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_threads_caches_weights_generators_and_forks_together(engine, seed):
