@@ -159,8 +159,9 @@ class RegionCasts {
     return make(key, weight, dtype, link);
   }
 
-  // Return a cast that a user's store keeps with the history that it has in this thread's regions.
-  Tensor with_link(const Tensor& weight, ScalarType dtype, const Tensor& cast) {
+  // Return a cast that a user's store keeps with the history that it has in this thread's regions. `writes` is how many there
+  // were before the store was asked: it may have been cleared since.
+  Tensor with_link(const Tensor& weight, ScalarType dtype, const Tensor& cast, uint64_t writes) {
     const Key key{weight.unsafeGetTensorImpl(), dtype};
     see_writes();
     if (const auto found = kept_.find(key); found != kept_.end() && found->second->linked.defined() &&
@@ -168,7 +169,9 @@ class RegionCasts {
       return found->second->linked;
     }
     Tensor linked = with_history(cast, weight);
-    keep(key, std::make_unique<KeptCast>(KeptCast{Content(weight), Tensor(), linked, current_stream(linked)}));
+    if (writes == Writes::log().count()) {
+      keep(key, std::make_unique<KeptCast>(KeptCast{Content(weight), Tensor(), linked, current_stream(linked)}));
+    }
     return linked;
   }
 

@@ -136,6 +136,7 @@ class Store : public std::enable_shared_from_this<Store> {
 
   // Called without the GIL. The weights are not watched any more either, so that nothing refers to them.
   void clear() {
+    Writes::log().add_all();  // what another thread is making is not to be kept after this
     {
       Entries dying;  // before the lock, so that it is destroyed after it is let go
       Watchers watchers;
