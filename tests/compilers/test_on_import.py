@@ -116,3 +116,26 @@ def test_a_module_that_another_finder_has_found_first_is_changed_at_the_next_cal
     assert module.value == 1
     changes.make()
     assert module.value == 2
+
+
+class Noticed(str):
+    """The name of a module, that does something when it is looked up."""
+
+    def __hash__(self):
+        self.then()
+        return super().__hash__()
+
+    def then(self):
+        pass
+
+
+def test_a_module_may_be_changed_by_another_thread_while_those_that_wait_are_looked_through(refusals):
+    first = Noticed("module_that_nobody_imports")
+    changes = Changes({first: lambda _: None, NAME: lambda _: None}, refusals.append)
+    changes.make()
+    first.then = lambda: changes.change(NAME)
+    try:
+        changes.make()
+    finally:
+        changes.take_back()
+    assert refusals == []

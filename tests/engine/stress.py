@@ -1,7 +1,7 @@
 """Threads that enter and leave regions, share caches, change and drop weights, drop generators, and are forked.
 
-`python stress.py STEPS [SEED]` takes so many steps on each of a few threads. Every product is compared with what the
-weight holds. It prints how many steps were taken, and exits with 1 where one went wrong.
+`python stress.py STEPS [SEED [FORKS]]` takes so many steps on each of a few threads. Every product is compared with
+what the weight holds. It prints how many steps were taken, and exits with 1 where one went wrong.
 """
 
 import gc
@@ -16,7 +16,7 @@ import torch
 
 import polycast
 
-THREADS, FORKS = 4, 10
+THREADS = 4
 X = torch.ones(4, 4, dtype=torch.bfloat16)
 torch.set_num_threads(1)
 
@@ -140,7 +140,7 @@ def fork(caches, shared):
     return False
 
 
-def main(steps, seed):
+def main(steps, seed=0, forks=10):
     caches = [polycast.WeightCache(), polycast.WeightCache(max_bytes=5 * 32), polycast.WeightCache(verify=True)]
     shared = [torch.nn.Parameter(torch.full((4, 4), float(value))) for value in range(8)]
     torch.optim.SGD(shared, lr=0.0)  # imports what no child could that is forked meanwhile
@@ -150,7 +150,7 @@ def main(steps, seed):
     running = [threading.Thread(target=run, args=(thread, steps, errors)) for thread in threads]
     for one in running:
         one.start()
-    forked = [fork(caches, shared) for _ in range(FORKS if hasattr(os, "fork") else 0)]
+    forked = [fork(caches, shared) for _ in range(forks if hasattr(os, "fork") else 0)]
     for one in running:
         one.join()
     print(sum(thread.steps for thread in threads), "steps,", forked.count(False), "children failed")
@@ -158,4 +158,4 @@ def main(steps, seed):
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0))
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -104,6 +104,40 @@ def test_threads_may_end_inside_regions_and_enter_others_as_they_end(engine):
     assert run(THREADS, engine) == (0, "at the end\n", "")
 
 
+LEFT = """
+import weakref
+
+class Enters:
+    def __del__(self):
+        region = polycast.autocast("cpu")
+        region.__enter__()
+        left.append(weakref.ref(region))
+
+def end_late(local):
+    with polycast.autocast("cpu"):
+        pass
+    local.value = Enters()
+
+def use():
+    with polycast.autocast("cpu"):
+        pass
+
+left = []
+for function, *args in [(end_late, threading.local()), (use,)]:
+    thread = threading.Thread(target=function, args=args)
+    thread.start()
+    del args
+    thread.join()
+    del thread
+gc.collect()
+print([reference() for reference in left])
+"""
+
+
+def test_what_a_thread_leaves_behind_as_it_ends_is_freed_by_the_next_one():
+    assert run(LEFT, "native") == (0, "[None]\n", "")
+
+
 FORKS = """
 import time
 cache, stop, local = polycast.WeightCache(max_bytes=8 * 32), [], [weight() for _ in range(12)]
@@ -172,6 +206,20 @@ def test_thousands_of_suspended_regions_are_left_in_any_order(engine, order):
         assert torch.is_autocast_enabled("cpu")
         generator.close()
     assert (polycast.autocast_nesting("cpu"), torch.is_autocast_enabled("cpu")) == (0, False)
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["a new region each time", "one region"])
+def test_regions_are_left_where_recursion_is_too_deep(engine, new):
+    region = polycast.autocast("cpu")
+
+    def recur():
+        with polycast.autocast("cpu") if new else region:
+            recur()
+
+    for _ in range(3):
+        with pytest.raises(RecursionError):
+            recur()
+        assert (polycast.autocast_nesting("cpu"), torch.is_autocast_enabled("cpu")) == (0, False)
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -80,6 +80,27 @@ def test_regions_on_several_streams_give_the_same_bits():
     assert all(torch.equal(output, expected) for output in outputs)
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_stream_does_not_use_a_cast_that_another_has_yet_to_make(cached, requires_grad):
+    x = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16)
+    weight = torch.nn.Parameter(torch.ones(64, 64, device="cuda"), requires_grad=requires_grad)
+    cache = polycast.WeightCache() if cached else None
+    late, early = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.no_grad(), polycast.autocast("cuda", cache=cache):
+        with torch.cuda.stream(late):
+            torch.cuda._sleep(100_000_000)
+            torch.mm(x, weight)
+            torch.mm(x, weight)
+        with torch.cuda.stream(early):
+            out = torch.mm(x, weight)
+    torch.cuda.synchronize()
+    assert torch.all(out == 64)
+    if cached:
+        assert cache.stats().entries == 1
+
+
 def test_memory_of_weights_casts_is_given_back():
     net, x = model(), inputs()
     polycast.clear_autocast_cache()

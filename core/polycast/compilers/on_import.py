@@ -40,7 +40,7 @@ class Changes(MetaPathFinder):
     def make(self) -> None:
         """Change the modules that are imported now, and each of the others once it is."""
         if self._begun:
-            for name in self._waiting:
+            for name in list(self._waiting):  # another thread may be importing one
                 if name in sys.modules:  # by a finder that was asked before this one
                     break
             else:

@@ -31,8 +31,9 @@ std::vector<std::mutex*> held_over_fork;
 
 void give_locks_back() {
   while (!held_over_fork.empty()) {
-    held_over_fork.back()->unlock();
-    held_over_fork.pop_back();
+    std::mutex* const held = held_over_fork.back();
+    held_over_fork.pop_back();  // before the last one is given back, for it guards this list
+    held->unlock();
   }
 }
 
@@ -66,7 +67,10 @@ PyMethodDef functions[] = {
      reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&enter)),
      METH_FASTCALL,
      "Enter a region on this thread."},
-    {"leave", &leave, METH_O, "Leave the innermost region that an owner entered on this thread."},
+    {"leave",
+     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&leave)),
+     METH_FASTCALL,
+     "Leave the innermost region that an owner entered on this thread."},
     {"dtype", &dtype, METH_O, "Return the fast dtype of a device on this thread."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -90,8 +90,9 @@ Tensor cast(const Tensor& tensor, ScalarType dtype, DeviceType device, const py:
       if (store == nullptr) {
         return regions->casts.cast(tensor, dtype);
       }
+      const uint64_t writes = Writes::log().count();
       Tensor kept = store->cast(tensor, dtype);
-      return wants_history(tensor) ? regions->casts.with_link(tensor, dtype, kept) : kept;
+      return wants_history(tensor) ? regions->casts.with_link(tensor, dtype, kept, writes) : kept;
     }
   }
   return tensor.to(dtype);

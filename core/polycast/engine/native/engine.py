@@ -1,5 +1,6 @@
 """The native engine: what Python sees of the C++."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,7 @@ _POLICIES: dict[CastPolicy | None, int] = {None: -1, **{policy: number for numbe
 
 # The ops, for all engines of a process: two that are loaded from one file share what is in it.
 _numbers: dict[str, int] = {}
+_unused_numbers = itertools.count()
 
 
 class NativeEngine:
@@ -48,7 +50,7 @@ class NativeEngine:
 
     def number(self, name: str) -> int:
         """Return the number by which kernels and overlays know an op."""
-        return _numbers.setdefault(name, len(_numbers))
+        return _numbers.setdefault(name, next(_unused_numbers))  # two threads never get one for two ops
 
     def _native_store(self, cache: WeightCache) -> Any:
         return cache.store(self.name, self._extension.Store)

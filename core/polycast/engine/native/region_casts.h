@@ -36,7 +36,11 @@ struct KeptCast {
   Content of;
   Tensor cast;                        // without history; or undefined
   Tensor linked;                      // the same memory with history; or undefined
-  std::optional<c10::Stream> stream;  // that it was made on
+  std::optional<c10::Stream> stream;  // that it was made on: nobody says when another may use it
+
+  bool is_that_of(const Tensor& weight) const {
+    return of.is_that_of(weight) && stream == current_stream(weight) && is_unwritten(cast.defined() ? cast : linked);
+  }
 };
 
 // The casts that threads keep for their regions, held weakly.
@@ -53,8 +57,8 @@ class SharedCasts {
     const auto found = casts_.find(key);
     if (found != casts_.end() && found->second->of.is_that_of(weight) && found->second->stream == current_stream(weight) &&
         found->second->seen == Writes::log().count()) {
-      if (auto alive = found->second->cast.lock(); alive.defined()) {
-        cast = Tensor(std::move(alive));
+      if (Tensor alive(found->second->cast.lock()); alive.defined() && is_unwritten(alive)) {
+        cast = std::move(alive);
       }
     }
     return cast;
@@ -137,16 +141,16 @@ class RegionCasts {
     const Key key{weight.unsafeGetTensorImpl(), dtype};
     const bool link = wants_history(weight);
     see_writes();
-    if (const auto found = kept_.find(key); found != kept_.end() && found->second->of.is_that_of(weight)) {
+    if (const auto found = kept_.find(key); found != kept_.end() && found->second->is_that_of(weight)) {
       KeptCast& entry = *found->second;
       if (link) {
         return entry.linked.defined() ? entry.linked : link_kept(key, weight, entry.cast);
       }
       uses_.note_again(key);
-      return entry.cast.defined() ? entry.cast : Tensor(entry.linked.variable_data());
+      return entry.cast.defined() ? entry.cast : alias_of(entry.linked);
     }
     for (Recent& recent : recent_) {
-      if (recent.cast && recent.key == key && recent.cast->of.is_that_of(weight)) {
+      if (recent.cast && recent.key == key && recent.cast->is_that_of(weight)) {
         uses_.note_again(key);
         keep(key, take_out(recent));
         const Tensor cast = kept_.find(key)->second->cast;
@@ -156,16 +160,19 @@ class RegionCasts {
     return make(key, weight, dtype, link);
   }
 
-  // Return a cast that a user's store keeps with the history that it has in this thread's regions.
-  Tensor with_link(const Tensor& weight, ScalarType dtype, const Tensor& cast) {
+  // Return a cast that a user's store keeps with the history that it has in this thread's regions. `writes` is how many there
+  // were before the store was asked: it may have been cleared since.
+  Tensor with_link(const Tensor& weight, ScalarType dtype, const Tensor& cast, uint64_t writes) {
     const Key key{weight.unsafeGetTensorImpl(), dtype};
     see_writes();
     if (const auto found = kept_.find(key); found != kept_.end() && found->second->linked.defined() &&
-        found->second->of.is_that_of(weight)) {
+        found->second->is_that_of(weight)) {
       return found->second->linked;
     }
     Tensor linked = with_history(cast, weight);
-    keep(key, std::make_unique<KeptCast>(KeptCast{Content(weight), Tensor(), linked, std::nullopt}));
+    if (writes == Writes::log().count()) {
+      keep(key, std::make_unique<KeptCast>(KeptCast{Content(weight), Tensor(), linked, current_stream(linked)}));
+    }
     return linked;
   }
 
@@ -380,9 +387,7 @@ class RegionCasts {
       if (recent_[i].cast && (i == recent_.size() - 1 || others + bytes > largest + kSmall)) {
         others -= recent_[i].cast->cast.nbytes();
         auto gone = take_out(recent_[i]);
-        if (gone->stream == current_stream(gone->cast)) {
-          reusable = std::move(gone->cast);
-        }
+        reusable = std::move(gone->cast);
         dying.push_back(std::move(gone));
       }
     }

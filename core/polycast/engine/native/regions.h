@@ -243,7 +243,10 @@ ThreadRegions& here() {
     if (this_thread.regions == nullptr) {
       this_thread.regions = std::make_shared<ThreadRegions>(&device_regions);
     }
-    end_with_thread();
+    LeftBehind::things().free();  // of threads that have ended; this may run Python, which may enter regions
+    if (!this_thread.ends_in_time) {
+      end_with_thread();
+    }
   }
   return *this_thread.regions;
 }
@@ -319,8 +322,13 @@ PyObject* enter(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // leave(owner) -> bool | None; see StateMachine in engine/state.py. What a frame would have restored passes to the frame above
 // it: the device's for the device, the thread's for the cache; where there is none it is restored.
-PyObject* leave(PyObject*, PyObject* owner) {
+//
+// It takes its argument as enter() does: Python checks the depth of recursion for both or for none, so that what could be
+// entered at the last depth can be left.
+PyObject* leave(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
+  TORCH_INTERNAL_ASSERT(count == 1);
+  PyObject* const owner = args[0];
   Frame* const found = this_thread.regions == nullptr ? nullptr : this_thread.regions->frames.find(owner);
   if (found == nullptr) {
     Py_RETURN_NONE;
@@ -344,6 +352,7 @@ PyObject* leave(PyObject*, PyObject* owner) {
     at::autocast::clear_cache();
   }
   if (regions.frames.newest() == nullptr) {
+    InFlight::storages().forget_ended();
     regions.casts.end_region();
   }
   return PyBool_FromLong(at::impl::torch_function_mode_enabled());

@@ -15,6 +15,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -97,11 +98,13 @@ class Store : public std::enable_shared_from_this<Store> {
   // Return a weight in another dtype, without history: the kept cast, or a new one, which is kept where it may be.
   Tensor cast(const Tensor& weight, ScalarType dtype) {
     const Key key{weight.unsafeGetTensorImpl(), dtype};
+    const std::optional<c10::Stream> stream = current_stream(weight);
+    std::optional<c10::Stream> made_on;
     Tensor kept;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       auto found = entries_.find(key);
-      if (found != entries_.end() && found->second->of.is_that_of(weight)) {
+      if (found != entries_.end() && found->second->of.is_that_of(weight) && is_unwritten(found->second->cast)) {
         Entry& entry = *found->second;
         ++hits_;
         if (max_bytes_) {
@@ -109,9 +112,16 @@ class Store : public std::enable_shared_from_this<Store> {
           ages_.splice(ages_.end(), ages_, entry.age);
         }
         kept = entry.cast;
+        if (stream && !entry.is_shared_with(*stream)) {
+          made_on = entry.streams.front();
+        }
       }
     }
     if (kept.defined()) {
+      if (made_on) {
+        share_between(kept, *made_on, *stream);
+        note_shared(key, kept, *stream);
+      }
       if (verify_) {
         verify(weight, kept);
       }
@@ -126,6 +136,7 @@ class Store : public std::enable_shared_from_this<Store> {
 
   // Called without the GIL. The weights are not watched any more either, so that nothing refers to them.
   void clear() {
+    Writes::log().add_all();  // what another thread is making is not to be kept after this
     {
       Entries dying;  // before the lock, so that it is destroyed after it is let go
       Watchers watchers;
@@ -168,6 +179,11 @@ class Store : public std::enable_shared_from_this<Store> {
     Tensor cast;
     int uses;
     std::list<Key>::iterator age;
+    std::vector<c10::Stream> streams;  // that may use it; the first is the one that it was made on
+
+    bool is_shared_with(const c10::Stream& stream) const {
+      return std::find(streams.begin(), streams.end(), stream) != streams.end();
+    }
   };
   using Entries = ska::flat_hash_map<Key, std::shared_ptr<Entry>, KeyHash>;
   using Watchers = std::unordered_map<TensorImpl*, PyObject*>;
@@ -220,14 +236,29 @@ class Store : public std::enable_shared_from_this<Store> {
       const size_t bytes = cast.nbytes();
       // A write that was announced since may be of this weight: the next use looks again.
       if (may_keep && writes == Writes::log().count() && (!max_bytes_ || (bytes <= *max_bytes_ && make_room(key, bytes, dying)))) {
+        std::vector<c10::Stream> streams;
+        if (const auto stream = current_stream(cast)) {
+          streams.push_back(*stream);
+        }
         entries_.emplace(
-            key, std::make_shared<Entry>(Entry{std::move(content), cast, 1, ages_.insert(ages_.end(), key)}));
+            key,
+            std::make_shared<Entry>(
+                Entry{std::move(content), cast, 1, ages_.insert(ages_.end(), key), std::move(streams)}));
         bytes_ += bytes;
         watched = watchers_.count(key.weight) != 0;
       }
     }
     if (!watched) {
       watch(weight);
+    }
+  }
+
+  // A stream that was not to use a cast may now.
+  void note_shared(const Key& key, const Tensor& cast, const c10::Stream& stream) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = entries_.find(key);
+    if (found != entries_.end() && found->second->cast.is_same(cast)) {
+      found->second->streams.push_back(stream);
     }
   }
 

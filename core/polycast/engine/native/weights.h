@@ -7,6 +7,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/MapAllocator.h>
+#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/generated/Functions.h>
@@ -52,6 +53,10 @@ const StorageImpl* storage_of(const Tensor& tensor) {
 //   ops that write and count no version                     writes.h
 //   memory that another process writes                      is_shared(): no cast of it is kept
 //   a write through .data, NumPy, DLPack, a raw pointer     nothing; WeightCache(verify=True) finds it
+//
+// And of the cast itself:
+//   who was given it writes it                              its version: is_unwritten()
+//   a stream that has not seen it made, or uses it longer   the streams that may use it; share_between()
 class Content {
  public:
   explicit Content(const Tensor& weight)
@@ -94,6 +99,7 @@ bool is_shared(const Tensor& weight) {
   return tensor.attr("is_shared")().cast<bool>();
 }
 
+// The stream that work on a tensor is given to now; none on the CPU.
 std::optional<c10::Stream> current_stream(const Tensor& tensor) {
   const auto device = tensor.device();
   if (device.is_cpu() || !c10::impl::hasDeviceGuardImpl(device.type())) {
@@ -102,8 +108,18 @@ std::optional<c10::Stream> current_stream(const Tensor& tensor) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
+// Have a stream wait for what another was given so far, a cast among it, and the memory of the cast for the stream.
+void share_between(const Tensor& cast, const c10::Stream& made_on, const c10::Stream& stream) {
+  const c10::impl::VirtualGuardImpl device(stream.device_type());
+  c10::Event made(stream.device_type());
+  made.record(made_on);
+  made.block(stream);
+  device.recordDataPtrOnStream(cast.storage().data_ptr(), stream);
+}
+
 // Return a weight in another dtype, without history. `reusable` is a former cast that nothing else holds, or undefined: its
-// memory is written again where a new cast would lie the same way in it.
+// memory is written again where a new cast would lie the same way in it. Not on devices with streams: what reads it may still
+// be to run there, and torch's allocator, which knows on which of them, gives the same memory as fast.
 Tensor make_cast(const Tensor& weight, ScalarType dtype, Tensor reusable = {}) {
   std::optional<c10::InferenceMode> normal_tensors;  // one made in inference mode could not be saved for a backward
   if (c10::InferenceMode::is_enabled()) {
@@ -112,13 +128,24 @@ Tensor make_cast(const Tensor& weight, ScalarType dtype, Tensor reusable = {}) {
   // A weight is a plain leaf: autograd has nothing to do for a cast without history.
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   if (reusable.defined() && reusable.use_count() == 1 && reusable.storage().use_count() == 1 &&
-      reusable.scalar_type() == dtype && reusable.device() == weight.device() && reusable.sizes() == weight.sizes() &&
+      reusable.scalar_type() == dtype && reusable.device().is_cpu() && weight.device().is_cpu() && reusable.sizes() == weight.sizes() &&
       weight.is_non_overlapping_and_dense() && reusable.strides() == weight.strides()) {
     reusable.copy_(weight);
     return reusable;
   }
   reusable.reset();  // before the new memory is asked for: it is the next to be given out
   return weight.to(dtype);
+}
+
+// Whether nobody has written a cast. What an op that declares no writes does to its inputs it does to this.
+bool is_unwritten(const Tensor& cast) { return cast.unsafeGetTensorImpl()->version_counter().current_version() == 0; }
+
+// Return another tensor on the memory of a cast, without history; a write of one is seen of both.
+Tensor alias_of(const Tensor& cast) {
+  const TensorImpl* const impl = cast.unsafeGetTensorImpl();
+  auto alias = impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/false);
+  alias->set_autograd_meta(nullptr);
+  return Tensor(std::move(alias));
 }
 
 // Return a node for the backward of a cast. What holds a node is not the same type in all versions of torch.
@@ -141,7 +168,7 @@ void set_history_of(const Tensor& cast, const Tensor& weight) {
 
 // Return a tensor on the memory of `cast` with that history.
 Tensor with_history(const Tensor& cast, const Tensor& weight) {
-  Tensor linked(cast.variable_data());
+  Tensor linked = alias_of(cast);
   set_history_of(linked, weight);
   return linked;
 }

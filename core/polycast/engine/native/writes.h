@@ -16,6 +16,7 @@
 #include <array>
 #include <atomic>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -89,7 +90,6 @@ class InFlight {
 
   void add(Work work, Storages written) {
     std::lock_guard<std::mutex> lock(mutex_);
-    forget_ended();
     pending_.emplace_back(std::move(work), std::move(written));
     any_.store(true, std::memory_order_release);
   }
@@ -98,24 +98,33 @@ class InFlight {
     if (!any_.load(std::memory_order_acquire)) {
       return false;
     }
-    std::lock_guard<std::mutex> lock(mutex_);
     forget_ended();
+    std::lock_guard<std::mutex> lock(mutex_);
     return std::any_of(pending_.begin(), pending_.end(), [&](const auto& one) { return one.second.count(storage) != 0; });
+  }
+
+  // A Work that has ended keeps its tensors for as long as it is referred to, weakly too. Freeing it may run Python.
+  void forget_ended() {
+    if (!any_.load(std::memory_order_acquire)) {
+      return;
+    }
+    Pending ended;  // before the lock, so that it is destroyed after it is let go
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto first_ended =
+        std::partition(pending_.begin(), pending_.end(), [](const auto& one) { return !one.first.expired(); });
+    ended.assign(std::make_move_iterator(first_ended), std::make_move_iterator(pending_.end()));
+    pending_.erase(first_ended, pending_.end());
+    any_.store(!pending_.empty(), std::memory_order_release);
   }
 
   std::mutex& mutex() { return mutex_; }
 
  private:
-  void forget_ended() {
-    pending_.erase(
-        std::remove_if(pending_.begin(), pending_.end(), [](const auto& one) { return one.first.expired(); }),
-        pending_.end());
-    any_.store(!pending_.empty(), std::memory_order_release);
-  }
+  using Pending = std::vector<std::pair<Work, Storages>>;
 
   std::mutex mutex_;
   std::atomic<bool> any_{false};
-  std::vector<std::pair<Work, Storages>> pending_;
+  Pending pending_;
 };
 
 // Set by store.h, whose stores are told at once; a thread's own casts look at the log.
@@ -150,6 +159,7 @@ class Announcing final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     const auto& arguments = handle.schema().arguments();
     Storages written;
+    InFlight::storages().forget_ended();
     for (size_t i = 0; i < arguments.size(); ++i) {
       const auto* const alias = arguments[i].alias_info();
       if (is_collective_ || (alias != nullptr && alias->isWrite())) {

@@ -27,6 +27,10 @@ class _Entry:
     cast: torch.Tensor
     uses: int = 1
 
+    def holds_for(self, weight: torch.Tensor) -> bool:
+        # What an op that declares no writes does to its inputs, or who is given one back, it does to the cast.
+        return self.cast._version == 0 and self.content == _content(weight)
+
 
 class PythonStore:
     """A store of casts: a user's, or (`own`) that of a thread's regions, which has the casts with history too."""
@@ -50,7 +54,7 @@ class PythonStore:
         key = (id(weight), dtype)
         with self._lock:
             entry = self._entries.get(key)
-            if entry is None or entry.content != _content(weight):
+            if entry is None or not entry.holds_for(weight):
                 return self._insert(key, weight)
             self._hits += 1
             entry.uses = min(entry.uses + 1, _MOST_USES)
@@ -64,7 +68,7 @@ class PythonStore:
         key = (id(weight), dtype)
         with self._lock:
             entry = self._linked.get(key)
-            if entry is None or entry.content != _content(weight):
+            if entry is None or not entry.holds_for(weight):
                 entry = self._linked[key] = _Entry(_content(weight), _storage(weight), _link(weight, cast))
             return entry.cast
 
@@ -207,9 +211,19 @@ def _storage(weight: torch.Tensor) -> StorageWeakRef:
 
 
 def _content(weight: torch.Tensor) -> tuple[object, ...]:
-    """Return what tells that a weight is what it was: its version, its memory, and how it lies there."""
+    """Return what tells that a weight is what it was: its version, its memory, and how it lies there.
+
+    And on which stream: nobody says when a cast that was made on another may be used.
+    """
     storage = weight.untyped_storage()
-    return weight._version, storage._cdata, weight.data_ptr(), weight.shape, weight.stride()
+    return weight._version, storage._cdata, weight.data_ptr(), weight.shape, weight.stride(), _stream(weight)
+
+
+def _stream(weight: torch.Tensor) -> object:
+    accelerator = None if weight.is_cpu else torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != weight.device.type:
+        return None
+    return torch.accelerator.current_stream(weight.device.index)
 
 
 class _Linked(torch.autograd.Function):
