@@ -1,29 +1,46 @@
 """Entering a region on this thread, with its kernels in place."""
 
+from collections.abc import Callable
+
 from ..compilers.guards import tell_policies_apart
 from ..engine import state
 from ..engine.installation import fully_installed, kernels_of
+from ..engine.kernels import Kernels
 from ..engine.state import Settings
 from ..errors import BackendNotFoundError
-from .checkpoint import watch_checkpoints
+
+also_put_in_place: list[Callable[[], None]] = []
+"""What else is put in place for a region with policies or a cache, by modules that enter regions themselves."""
 
 
 def enter(owner: object, settings: Settings) -> bool:
     """Enter a region on this thread, with its kernels in place; the answer is that of the state machine."""
     recorded = state.machine.enter(owner, settings)
-    if settings.device_type not in fully_installed or settings.overlay is not None:
+    if settings.device_type not in fully_installed or has_more_than_torch(settings):
         put_in_place(owner, settings)
     return recorded
 
 
-def put_in_place(owner: object, settings: Settings) -> None:
-    """Put in place what a region that `owner` has just entered needs; where that fails, the region is left."""
+def has_more_than_torch(settings: Settings) -> bool:
+    """Say whether a region has what is no part of torch's autocast state: policies, or a cache."""
+    return settings.overlay is not None or settings.cache is not None
+
+
+def put_in_place(owner: object, settings: Settings) -> Kernels | None:
+    """Put in place what a region that `owner` has just entered needs; where that fails, the region is left.
+
+    Returns:
+        The kernels. Another entry with the same settings needs nothing put in place while they are fully installed.
+    """
+    kernels = None
     try:
         if settings.enabled or settings.overlay:
-            kernels_of(settings.device_type, settings.overlay or ())
+            kernels = kernels_of(settings.device_type, settings.overlay or ())
         if settings.overlay:
             tell_policies_apart(settings.device_type)
-            watch_checkpoints()
+        if has_more_than_torch(settings):
+            for put in also_put_in_place:
+                put()
     except BackendNotFoundError:
         if not settings.exact:  # a snapshot's may be of a region of torch's, for what no backend serves
             state.machine.leave(owner)
@@ -31,3 +48,4 @@ def put_in_place(owner: object, settings: Settings) -> None:
     except BaseException:
         state.machine.leave(owner)
         raise
+    return kernels

@@ -73,12 +73,13 @@ class Kernel final : public c10::OperatorKernel {
 
   // The kernel of an op of any signature.
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    if (policy() == Policy::kNone) {  // as if there were no kernel here: what the op is made of is autocast as ever
+    const Policy applied = policy();
+    if (applied == Policy::kNone) {  // as if there were no kernel here: what the op is made of is autocast as ever
       handle.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key_), stack);
       return;
     }
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
-    switch (policy()) {
+    switch (applied) {
       case Policy::kLowerPrecisionFp:
         cast_all(stack, at::autocast::get_autocast_dtype(device_));
         break;
@@ -235,13 +236,7 @@ class Kernel final : public c10::OperatorKernel {
 
   Policy policy() const {
     const Overlay* const overlay = region_of(device_).overlay;
-    if (C10_UNLIKELY(overlay != nullptr)) {
-      const auto found = overlay->policies.find(op_.number);
-      if (found != overlay->policies.end()) {
-        return found->second;
-      }
-    }
-    return op_.policy;
+    return C10_UNLIKELY(overlay != nullptr) ? overlay->over(op_.policy, op_.number) : op_.policy;
   }
 
   c10::IValue& argument(torch::jit::Stack* stack, size_t position) const {
