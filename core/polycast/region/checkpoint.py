@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from ..compilers.on_import import Changes
 from ..engine.disable_dynamo import disable_dynamo
@@ -33,6 +34,7 @@ class _InRegions:
     function: Callable[..., Any]
     snapshot: Snapshot
 
+    @_disable_dynamo  # as torch's checkpoint, which has imported Dynamo by now, does itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.snapshot.apply():
             return self.function(*args, **kwargs)
