@@ -20,6 +20,7 @@ from rich.table import Table
 from polycast.engine.choice import choose
 
 from . import models, once, scenarios, small, training
+from .ops import EveryOp
 from .processes import ImportTime, PeakMemory
 from .timing import Result
 
@@ -34,6 +35,7 @@ BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
     "mm-bfloat16": small.mm_bfloat16,
     "mm-weight": small.mm_weight,
     "relu": small.relu,
+    "ops": EveryOp,
     "depth": small.depth,
     "threads": small.threads,
     "lookup": small.lookup,

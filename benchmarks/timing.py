@@ -31,12 +31,19 @@ class Result:
         return self.measured <= self.at_most
 
 
+def kernels_of(library: str) -> None:
+    """Put the kernels of polycast or of torch in place: polycast's serve torch's regions too while they are there."""
+    if library == "torch":
+        polycast.uninstall()
+    else:
+        polycast.install("cpu")
+
+
 @dataclass(frozen=True)
 class Side:
     """A statement with the names in it, and what is entered around it, which is not timed.
 
-    Its ops run on torch's own Autocast kernels where `kernels` is "torch": polycast's serve torch's regions too while
-    they are in place. `per` is how often the statement does what is measured.
+    Its ops run on the kernels of the library `kernels`. `per` is how often the statement does what is measured.
     """
 
     statement: str
@@ -47,10 +54,7 @@ class Side:
 
     def time(self, calls: int) -> float:
         """Return the seconds of a call."""
-        if self.kernels == "torch":
-            polycast.uninstall()
-        else:
-            polycast.install("cpu")
+        kernels_of(self.kernels)
         timer = Timer(self.statement, globals=dict(self.names), num_threads=torch.get_num_threads())
         with self.around():
             return timer.timeit(calls).median / self.per

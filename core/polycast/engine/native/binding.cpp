@@ -86,7 +86,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         return py::make_tuple(now.entries, now.bytes, now.hits, now.misses, now.evictions);
       });
   py::class_<Library>(module, "Library", py::module_local())
-      .def(py::init<std::string, const std::string&, const std::string&>())
+      .def(py::init<const std::string&, const std::string&>())
       .def("impl", &Library::impl)
       .def("fallthrough", &Library::fallthrough)
       .def("remove", &Library::remove);

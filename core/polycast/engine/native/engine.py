@@ -10,7 +10,8 @@ from typing_extensions import override
 from ...errors import StaleWeightError
 from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
-from ..kernels import Kernels, refusal
+from ...policy.schemas import overload_with_dtype
+from ..kernels import Kernels, autocast_key, refusal
 from ..state import Overlay, Settings
 from ..unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedOptimizers
 from ..weight_cache import WeightCache
@@ -83,29 +84,28 @@ class _NativeKernels(Kernels):
     ) -> None:
         self._engine = engine
         self._extension = extension
-        self._libraries: dict[str, Any] = {}
+        self._library = extension.Library(backend.device_type, autocast_key(backend.device_type))
         # Asking costs the GIL at each cast of a weight, so those that never capture are not asked.
         overridden = type(backend).is_capturing is not Backend.is_capturing or "is_capturing" in vars(backend)
         self._is_capturing = backend.is_capturing if overridden else None
         super().__init__(backend, policies)
 
-    def _library(self, namespace: str) -> Any:
-        if namespace not in self._libraries:
-            self._libraries[namespace] = self._extension.Library(namespace, self.backend.device_type, self.key)
-        return self._libraries[namespace]
-
     @override
     def _register(self, name: str, op: torch._ops.OpOverload, policy: CastPolicy | None) -> None:
-        self._library(name.partition("::")[0]).impl(
-            name, self._engine.number(name), _POLICIES[policy], refusal(self.backend, name), self._is_capturing
+        with_dtype = overload_with_dtype(op)
+        self._library.impl(
+            name,
+            self._engine.number(name),
+            _POLICIES[policy],
+            refusal(self.backend, name),
+            None if with_dtype is None else f"{with_dtype._schema.name}.{with_dtype._schema.overload_name}",
+            self._is_capturing,
         )
 
     @override
     def _let_other_ops_through(self) -> None:
-        self._library("_").fallthrough()
+        self._library.fallthrough()
 
     @override
     def _unregister(self) -> None:
-        for library in self._libraries.values():
-            library.remove()
-        self._libraries = {}
+        self._library.remove()

@@ -1,8 +1,7 @@
 // The kernels at a device's Autocast key: one for each op, and the library that puts them there.
 //
-// Owns the kernels, which live as long as their registration in the dispatcher. A kernel is immutable once it is made, but
-// for the overload that it looks for at its first call (a once_flag). Locks. None on the path of an op; making and removing a
-// library takes the dispatcher's own.
+// Owns the kernels, which live as long as their registration in the dispatcher. A kernel is immutable once it is made. Locks.
+// None on the path of an op; making and removing a library takes the dispatcher's own.
 
 #pragma once
 
@@ -12,19 +11,19 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
 
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "casting.h"
 #include "regions.h"
+#include "signatures.h"
 
 namespace {  // all is one unit, binding.cpp
 
@@ -38,9 +37,129 @@ constexpr c10::DispatchKeySet kNothingToDo{
 
 struct Op {
   int64_t number;
-  std::string name;
   Policy policy;
   std::string refusal;  // what a BANNED op says
+  std::optional<c10::OperatorHandle> with_dtype;  // the overload that takes a dtype more, where there is one
+};
+
+bool to_be_cast(const Tensor& tensor, ScalarType dtype, DeviceType device) {
+  return tensor.scalar_type() != dtype && is_eligible(tensor, device);
+}
+
+// Gathers whether the eligible inputs have different dtypes.
+struct Promotion {
+  DeviceType device;
+  std::optional<ScalarType> seen = std::nullopt;
+  bool different = false;
+
+  void look(const Tensor& tensor) {
+    if (is_eligible(tensor, device)) {
+      different = different || (seen && *seen != tensor.scalar_type());
+      seen = tensor.scalar_type();
+    }
+  }
+
+  void look(const std::optional<Tensor>& tensor) {
+    if (tensor) {
+      look(*tensor);
+    }
+  }
+
+  void look(at::TensorList tensors) {
+    for (const Tensor& tensor : tensors) {
+      look(tensor);
+    }
+  }
+
+  void look(const at::ITensorListRef& tensors) {
+    for (const Tensor& tensor : tensors) {
+      look(tensor);
+    }
+  }
+
+  template <class Other>
+  void look(const Other&) {}
+};
+
+// Whether autograd has to see an argument: for a gradient, where these are recorded, or a tangent.
+struct Differentiation {
+  bool grad;
+
+  bool has(const Tensor& tensor) const {
+    const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
+    return meta != nullptr && ((grad && tensor.requires_grad()) || meta->fw_grad_ != nullptr);
+  }
+
+  bool has(const std::optional<Tensor>& tensor) const { return tensor && has(*tensor); }
+
+  bool has(const at::Scalar&) const { return false; }
+};
+
+// Whether an argument may be a tensor that Differentiation tells apart: so are those of matrix products.
+template <class Arg>
+constexpr bool is_simple = std::is_same_v<Arg, const Tensor&> || std::is_same_v<Arg, const std::optional<Tensor>&> ||
+    std::is_same_v<Arg, const at::Scalar&>;
+
+// Casts the arguments that are to be: a cast one is owned by what comes back, another is borrowed.
+struct Conversion {
+  ScalarType dtype;  // Undefined: nothing is cast
+  DeviceType device;
+  const py::object& is_capturing;
+
+  bool changes(const Tensor& tensor) const {
+    return dtype != ScalarType::Undefined && to_be_cast(tensor, dtype, device);
+  }
+
+  Tensor cast(const Tensor& tensor) const { return ::cast(tensor, dtype, device, is_capturing); }
+
+  c10::MaybeOwned<Tensor> operator()(const Tensor& tensor) const {
+    using Maybe = c10::MaybeOwned<Tensor>;
+    return changes(tensor) ? Maybe::owned(cast(tensor)) : Maybe::borrowed(tensor);
+  }
+
+  class ConvertedOptional {
+   public:
+    ConvertedOptional(const std::optional<Tensor>& tensor, const Conversion& conversion) : tensor_(tensor) {
+      if (tensor && conversion.changes(*tensor)) {
+        cast_ = conversion.cast(*tensor);
+      }
+    }
+
+    const std::optional<Tensor>& operator*() const { return cast_ ? cast_ : tensor_; }
+
+   private:
+    const std::optional<Tensor>& tensor_;
+    std::optional<Tensor> cast_;
+  };
+
+  ConvertedOptional operator()(const std::optional<Tensor>& tensor) const { return {tensor, *this}; }
+
+  template <class List>
+  class Converted {
+   public:
+    Converted(List list, const Conversion& conversion) : list_(list) {
+      if (conversion.dtype != ScalarType::Undefined) {
+        for (const Tensor& tensor : list) {
+          casts_.push_back(conversion.changes(tensor) ? conversion.cast(tensor) : tensor);
+        }
+      }
+    }
+
+    List operator*() const { return casts_.empty() ? list_ : List(casts_); }
+
+   private:
+    List list_;
+    std::vector<Tensor> casts_;
+  };
+
+  Converted<at::TensorList> operator()(at::TensorList tensors) const { return {tensors, *this}; }
+
+  Converted<at::ITensorListRef> operator()(const at::ITensorListRef& tensors) const { return {tensors, *this}; }
+
+  template <class Other>
+  const Other* operator()(const Other& other) const {
+    return &other;
+  }
 };
 
 class Kernel final : public c10::OperatorKernel {
@@ -51,7 +170,8 @@ class Kernel final : public c10::OperatorKernel {
         key_(key),
         device_keys_(c10::parseDispatchKey(std::string(c10::toString(key)).substr(std::strlen("Autocast")))),
         skipped_(c10::DispatchKeySet(key) | kNothingToDo),
-        is_capturing_(std::move(is_capturing)) {
+        is_capturing_(std::move(is_capturing)),
+        is_product_(op_.policy == Policy::kLowerPrecisionFp) {
     const auto& arguments = handle.schema().arguments();
     arity_ = arguments.size();
     for (size_t i = 0; i < arguments.size(); ++i) {
@@ -72,172 +192,126 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   // The kernel of an op of any signature.
-  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    const Policy applied = policy();
-    if (applied == Policy::kNone) {  // as if there were no kernel here: what the op is made of is autocast as ever
-      handle.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key_), stack);
+  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
+    const Policy policy = this->policy();
+    if (policy == Policy::kNone) {
+      handle.redispatchBoxed(keys & below_autocast(), stack);
       return;
     }
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
-    switch (applied) {
-      case Policy::kLowerPrecisionFp:
-        cast_all(stack, at::autocast::get_autocast_dtype(device_));
-        break;
-      case Policy::kFp32:
-        cast_all(stack, at::kFloat);
-        break;
-      case Policy::kFp32SetOptDtype:
-        if (first_is_eligible(stack)) {
-          c10::IValue& dtype = argument(stack, *optional_dtype_);
-          if (dtype.isNone()) {
-            dtype = c10::IValue(static_cast<int64_t>(at::kFloat));
-          }
-        }
-        break;
-      case Policy::kFp32AppendDtype: {
-        const auto dtype = first_is_eligible(stack) ? at::kFloat : argument(stack, 0).toTensor().scalar_type();
-        stack->emplace_back(static_cast<int64_t>(dtype));
-        with_dtype(handle).callBoxed(stack);
-        return;
+    const Conversion conversion{
+        dtype_for(policy, [&](Promotion& promotion) { look(promotion, stack); }), device_, is_capturing_};
+    if (conversion.dtype != ScalarType::Undefined) {
+      cast_all(conversion, stack);
+    } else if (policy == Policy::kFp32SetOptDtype && first_is_eligible(stack)) {
+      c10::IValue& dtype = argument(stack, *optional_dtype_);
+      if (dtype.isNone()) {
+        dtype = c10::IValue(static_cast<int64_t>(at::kFloat));
       }
-      case Policy::kPromote:
-        if (mixed(stack)) {
-          cast_all(stack, at::kFloat);
-        }
-        break;
-      case Policy::kBanned:
-        TORCH_CHECK(false, op_.refusal);
-      case Policy::kPassthrough:
-      case Policy::kNone:
-        break;
+    } else if (policy == Policy::kFp32AppendDtype) {
+      const auto dtype = first_is_eligible(stack) ? at::kFloat : argument(stack, 0).toTensor().scalar_type();
+      stack->emplace_back(static_cast<int64_t>(dtype));
+      op_.with_dtype->callBoxed(stack);
+      return;
     }
     handle.callBoxed(stack);
   }
 
-  // The kernel of an op whose arguments are tensors and scalars, without the way over a stack.
-  template <class... Args>
-  Tensor call(const c10::TypedOperatorHandle<Tensor(Args...)>& handle, c10::DispatchKeySet keys, Args... args) const {
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
-    ScalarType dtype = at::kFloat;
-    switch (policy()) {
-      case Policy::kLowerPrecisionFp:
-        dtype = at::autocast::get_autocast_dtype(device_);
-        break;
-      case Policy::kFp32:
-        break;
-      case Policy::kPromote: {
-        Promotion promotion{device_};
-        (promotion.look(args), ...);
-        if (!promotion.different) {
-          return below(handle, keys, args...);
-        }
-        break;
-      }
-      case Policy::kBanned:
-        TORCH_CHECK(false, op_.refusal);
-      default:  // those that set a dtype need an argument that these ops do not have
-        return below(handle, keys, args...);
+  // The kernel of an op of a known signature that has no overload with a dtype more, without the way over a stack.
+  template <class Result, class... Args>
+  Result call(const c10::TypedOperatorHandle<Result(Args...)>& handle, c10::DispatchKeySet keys, Args... args) const {
+    const Policy policy = this->policy();
+    std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast;
+    if (C10_LIKELY(policy != Policy::kNone)) {
+      no_autocast.emplace(key_);
     }
-    return below(handle, keys, *converted(args, dtype)...);
+    const Conversion converted{
+        dtype_for(policy, [&](Promotion& promotion) { (promotion.look(args), ...); }), device_, is_capturing_};
+    if constexpr ((std::is_same_v<Args, std::optional<ScalarType>> || ...)) {
+      if (policy == Policy::kFp32SetOptDtype && first_is_eligible(args...)) {
+        (set_to_float32(args), ...);
+      }
+    }
+    return below(policy, handle, keys, *converted(args)...);
   }
 
  private:
-  // Call the op again. Where there is nothing for autograd to do, and nothing but autograd is between here and the
-  // device's kernel, this goes there at once.
-  template <class... Args>
-  Tensor below(
-      const c10::TypedOperatorHandle<Tensor(Args...)>& handle,
+  // What is left of the keys of a call where there is no kernel here: what the op is made of is autocast as ever.
+  c10::DispatchKeySet below_autocast() const {
+    return c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key_);
+  }
+
+  // The dtype that the inputs are cast to, or Undefined.
+  template <class Look>
+  ScalarType dtype_for(Policy policy, const Look& look) const {
+    switch (policy) {
+      case Policy::kLowerPrecisionFp:
+        return at::autocast::get_autocast_dtype(device_);
+      case Policy::kFp32:
+        return at::kFloat;
+      case Policy::kPromote: {
+        Promotion promotion{device_};
+        look(promotion);
+        return promotion.different ? at::kFloat : ScalarType::Undefined;
+      }
+      case Policy::kBanned:
+        TORCH_CHECK(false, op_.refusal);
+      default:
+        return ScalarType::Undefined;
+    }
+  }
+
+  // Go on to what is below in the dispatcher. Where nothing but autograd is between here and the device's kernel, and
+  // there is nothing for autograd to do, a product goes there at once; it returns no view of its inputs, which autograd
+  // would have to know.
+  template <class Result, class... Args>
+  Result below(
+      Policy policy,
+      const c10::TypedOperatorHandle<Result(Args...)>& handle,
       c10::DispatchKeySet keys,
       std::type_identity_t<Args>... args) const {
-    if (keys - skipped_ == device_keys_) {
-      const bool grad = at::GradMode::is_enabled();
-      if (!(is_differentiated(args, grad) || ...)) {
-        const at::AutoDispatchBelowADInplaceOrView also_inside;  // what the op is made of
-        return handle.redispatch(device_keys_, args...);
-      }
+    const c10::DispatchKeySet lower = keys & below_autocast();
+    // What is above, such as a Python dispatcher, sees each call.
+    if (C10_UNLIKELY(policy != Policy::kNone && lower.add(key_) != keys)) {
+      torch::jit::Stack stack = c10::impl::boxArgs<Args...>(std::forward<Args>(args)...);
+      handle.callBoxed(&stack);
+      return c10::impl::PopResult<Result>::call(stack);
     }
-    return handle.call(args...);
-  }
-
-  // Whether autograd has to see a tensor: for a gradient, where these are recorded, or a tangent.
-  static bool is_differentiated(const Tensor& tensor, bool grad) {
-    const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
-    return meta != nullptr && ((grad && tensor.requires_grad()) || meta->fw_grad_ != nullptr);
-  }
-
-  static bool is_differentiated(const std::optional<Tensor>& tensor, bool grad) {
-    return tensor && is_differentiated(*tensor, grad);
-  }
-
-  static bool is_differentiated(const at::Scalar&, bool) { return false; }
-
-  // Gathers whether the eligible inputs have different dtypes.
-  struct Promotion {
-    DeviceType device;
-    std::optional<ScalarType> seen = std::nullopt;
-    bool different = false;
-
-    void look(const Tensor& tensor) {
-      if (is_eligible(tensor, device)) {
-        different = different || (seen && *seen != tensor.scalar_type());
-        seen = tensor.scalar_type();
-      }
-    }
-
-    void look(const std::optional<Tensor>& tensor) {
-      if (tensor) {
-        look(*tensor);
-      }
-    }
-
-    void look(const at::Scalar&) {}
-  };
-
-  c10::MaybeOwned<Tensor> converted(const Tensor& tensor, ScalarType dtype) const {
-    using Maybe = c10::MaybeOwned<Tensor>;
-    return to_be_cast(tensor, dtype) ? Maybe::owned(cast(tensor, dtype, device_, is_capturing_))
-                                     : Maybe::borrowed(tensor);
-  }
-
-  std::optional<std::optional<Tensor>> converted(const std::optional<Tensor>& tensor, ScalarType dtype) const {
-    return tensor ? std::optional<Tensor>(*converted(*tensor, dtype)) : tensor;
-  }
-
-  const at::Scalar* converted(const at::Scalar& scalar, ScalarType) const { return &scalar; }
-
-  static bool appends_dtype(const std::vector<c10::Argument>& arguments, const c10::OperatorHandle& candidate) {
-    const auto& others = candidate.schema().arguments();
-    if (others.size() != arguments.size() + 1 || others.back().real_type()->str() != "ScalarType" ||
-        candidate.schema().is_mutable()) {
-      return false;
-    }
-    for (size_t i = 0; i < arguments.size(); ++i) {
-      if (others[i].name() != arguments[i].name()) {
-        return false;
-      }
-    }
-    return true;
-  }
-
-  // The overload that takes a dtype more, looked for when it is first called for: the search goes over all ops.
-  const c10::OperatorHandle& with_dtype(const c10::OperatorHandle& handle) {
-    std::call_once(searched_, [&] {
-      for (const auto& other : c10::Dispatcher::singleton().getAllOpNames()) {
-        if (other.name == handle.schema().name()) {
-          auto candidate = c10::Dispatcher::singleton().findSchema(other);
-          if (candidate && appends_dtype(handle.schema().arguments(), *candidate)) {
-            with_dtype_ = candidate;
-          }
+    std::optional<at::AutoDispatchBelowADInplaceOrView> also_inside;  // what the op is made of
+    if constexpr ((is_simple<Args> && ...)) {
+      if (is_product_ && keys - skipped_ == device_keys_) {
+        const Differentiation differentiation{at::GradMode::is_enabled()};
+        if (!(differentiation.has(args) || ...)) {
+          also_inside.emplace();
         }
       }
-    });
-    return *with_dtype_;
+    }
+    return handle.redispatch(also_inside ? device_keys_ : lower, std::forward<Args>(args)...);
   }
 
   Policy policy() const {
     const Overlay* const overlay = region_of(device_).overlay;
     return C10_UNLIKELY(overlay != nullptr) ? overlay->over(op_.policy, op_.number) : op_.policy;
   }
+
+  template <class... Others>
+  bool first_is_eligible(const Tensor& first, const Others&...) const {
+    return is_eligible(first, device_);
+  }
+
+  template <class... Args>
+  bool first_is_eligible(const Args&...) const {
+    return false;
+  }
+
+  static void set_to_float32(std::optional<ScalarType>& dtype) {
+    if (!dtype) {
+      dtype = at::kFloat;
+    }
+  }
+
+  template <class Other>
+  static void set_to_float32(const Other&) {}
 
   c10::IValue& argument(torch::jit::Stack* stack, size_t position) const {
     return (*stack)[stack->size() - arity_ + position];
@@ -248,38 +322,31 @@ class Kernel final : public c10::OperatorKernel {
     return first.isTensor() && is_eligible(first.toTensor(), device_);
   }
 
-  bool to_be_cast(const Tensor& tensor, ScalarType dtype) const {
-    return tensor.defined() && tensor.scalar_type() != dtype && is_eligible(tensor, device_);
-  }
-
-  void cast_all(torch::jit::Stack* stack, ScalarType dtype) const {
+  void cast_all(const Conversion& conversion, torch::jit::Stack* stack) const {
     for (const size_t position : tensors_) {
       c10::IValue& value = argument(stack, position);
       if (value.isTensor()) {
         const Tensor& tensor = value.toTensor();
-        if (to_be_cast(tensor, dtype)) {
-          value = cast(tensor, dtype, device_, is_capturing_);
+        if (conversion.changes(tensor)) {
+          value = conversion.cast(tensor);
         }
       } else if (value.isTensorList()) {
         c10::List<Tensor> casts;
         for (const Tensor& tensor : value.toTensorVector()) {
-          casts.push_back(to_be_cast(tensor, dtype) ? cast(tensor, dtype, device_, is_capturing_) : tensor);
+          casts.push_back(conversion.changes(tensor) ? conversion.cast(tensor) : tensor);
         }
         value = std::move(casts);
       } else if (value.isOptionalTensorList()) {
         c10::List<std::optional<Tensor>> casts;
         for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector()) {
-          const bool change = tensor && to_be_cast(*tensor, dtype);
-          casts.push_back(change ? std::optional<Tensor>(cast(*tensor, dtype, device_, is_capturing_)) : tensor);
+          casts.push_back(*conversion(tensor));
         }
         value = std::move(casts);
       }
     }
   }
 
-  // Whether the eligible inputs have different dtypes.
-  bool mixed(torch::jit::Stack* stack) const {
-    Promotion promotion{device_};
+  void look(Promotion& promotion, torch::jit::Stack* stack) const {
     for (const size_t position : tensors_) {
       const c10::IValue& value = argument(stack, position);
       if (value.isTensor()) {
@@ -294,7 +361,6 @@ class Kernel final : public c10::OperatorKernel {
         }
       }
     }
-    return promotion.different;
   }
 
   const Op op_;
@@ -302,11 +368,84 @@ class Kernel final : public c10::OperatorKernel {
   const DispatchKey key_;
   const c10::DispatchKeySet device_keys_, skipped_;
   py::object is_capturing_;  // empty where the backend never captures
+  const bool is_product_;
   size_t arity_ = 0;
   std::vector<size_t> tensors_;
   std::optional<size_t> optional_dtype_;
-  std::once_flag searched_;
-  std::optional<c10::OperatorHandle> with_dtype_;
+};
+
+// A kernel of a known signature, as the dispatcher has them.
+template <class Signature>
+class Unboxed;
+
+template <class Result, class... Args>
+class Unboxed<Result(Args...)> final : public c10::OperatorKernel {
+ public:
+  Unboxed(const c10::OperatorHandle& handle, std::unique_ptr<Kernel> kernel)
+      : handle_(handle.typed<Result(Args...)>()), kernel_(std::move(kernel)) {}
+
+  Result operator()(c10::DispatchKeySet keys, Args... args) {
+    return kernel_->template call<Result, Args...>(handle_, keys, std::forward<Args>(args)...);
+  }
+
+ private:
+  const c10::TypedOperatorHandle<Result(Args...)> handle_;
+  const std::unique_ptr<Kernel> kernel_;
+};
+
+// How a kernel enters the dispatcher, by the signature of its op.
+struct Entrance {
+  c10::KernelFunction (*function)(const c10::OperatorHandle&, std::unique_ptr<Kernel>);
+  std::optional<c10::impl::CppSignature> signature;
+};
+
+template <class Signature>
+c10::KernelFunction unboxed(const c10::OperatorHandle& handle, std::unique_ptr<Kernel> kernel) {
+  return c10::KernelFunction::makeFromUnboxedFunctor<false, Unboxed<Signature>>(
+      std::make_unique<Unboxed<Signature>>(handle, std::move(kernel)));
+}
+
+c10::KernelFunction boxed(const c10::OperatorHandle&, std::unique_ptr<Kernel> kernel) {
+  return c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel));
+}
+
+class Entrances {
+ public:
+  static const Entrance& of(const c10::OperatorHandle& handle) {
+    static const Entrances entrances{OpOfEachSignature{}};
+    static const Entrance any{&boxed, std::nullopt};
+    const auto& schema = handle.schema();
+    // What another's kernels are declared with is not known, and has to be the same to the letter.
+    if (schema.getNamespace() == std::string_view("aten") && !schema.is_mutable()) {
+      for (const std::string& key : {c10::toString(handle.operator_name()), signature_of(handle)}) {
+        const auto found = entrances.by_key_.find(key);
+        if (found != entrances.by_key_.end()) {
+          return found->second;
+        }
+      }
+    }
+    return any;
+  }
+
+ private:
+  template <class... Ops>
+  explicit Entrances(OpList<Ops...>) {
+    (add<Ops>(), ...);
+  }
+
+  template <class Op>
+  void add() {
+    using Signature = typename Op::schema;
+    const auto handle = c10::Dispatcher::singleton().findSchema({Op::name, Op::overload_name});
+    if (handle) {
+      const std::string types = signature_of(*handle);
+      by_key_.emplace(
+          types.empty() ? c10::toString(handle->operator_name()) : types,
+          Entrance{&unboxed<Signature>, c10::impl::CppSignature::make<Signature>()});
+    }
+  }
+
+  std::unordered_map<std::string, Entrance> by_key_;  // by the types, or by the name where these do not tell
 };
 
 // torch warns, once in a process, that a kernel is overridden: that is what is meant here.
@@ -317,68 +456,59 @@ struct NoWarnings : c10::WarningHandler {
 // The kernels at one device's key; they are gone, and those before them back, when this is.
 class Library {
  public:
-  Library(std::string space, const std::string& device_type, const std::string& key)
-      : device_(c10::Device(device_type).type()),
-        key_(c10::parseDispatchKey(key)),
-        library_(std::in_place, torch::Library::IMPL, std::move(space), std::optional(key_), __FILE__, __LINE__) {}
+  Library(const std::string& device_type, const std::string& key)
+      : device_(c10::Device(device_type).type()), key_(c10::parseDispatchKey(key)) {}
 
-  void impl(const std::string& name, int64_t number, int policy, std::string refusal, py::object is_capturing) {
+  void impl(
+      const std::string& name,
+      int64_t number,
+      int policy,
+      std::string refusal,
+      const std::optional<std::string>& with_dtype,
+      py::object is_capturing) {
     if (is_capturing.is_none()) {
       is_capturing = py::object();
     }
-    const auto dot = name.find('.');
-    const auto handle = c10::Dispatcher::singleton().findSchemaOrThrow(
-        name.substr(0, dot).c_str(), dot == std::string::npos ? "" : name.substr(dot + 1).c_str());
-    Op op{number, name, static_cast<Policy>(policy), std::move(refusal)};
+    const auto handle = find(name);
+    Op op{number, static_cast<Policy>(policy), std::move(refusal), std::nullopt};
+    if (with_dtype) {
+      op.with_dtype = find(*with_dtype);
+    }
+    const Entrance& entrance = Entrances::of(handle);
+    const bool through_stack = with_dtype || !entrance.signature;
+    auto kernel = std::make_unique<Kernel>(std::move(op), handle, device_, key_, std::move(is_capturing));
     NoWarnings no_warnings;
     const c10::WarningUtils::WarningHandlerGuard guard(&no_warnings);
-    auto kernel = std::make_unique<Kernel>(std::move(op), handle, device_, key_, std::move(is_capturing));
-    const bool in_table = static_cast<Policy>(policy) != Policy::kNone;
-    library_->impl(
-        name.c_str(),
-        in_table ? function(handle, std::move(kernel)) : torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
+    registered_.push_back(c10::Dispatcher::singleton().registerImpl(
+        handle.operator_name(),
+        key_,
+        (through_stack ? &boxed : entrance.function)(handle, std::move(kernel)),
+        through_stack ? std::nullopt : entrance.signature,
+        nullptr,
+        "polycast"));
   }
 
-  void fallthrough() { library_->fallback(torch::CppFunction::makeFallthrough()); }
+  void fallthrough() {
+    registered_.push_back(
+        c10::Dispatcher::singleton().registerFallback(key_, c10::KernelFunction::makeFallthrough(), "polycast"));
+  }
 
-  void remove() { library_.reset(); }
+  void remove() {
+    while (!registered_.empty()) {
+      registered_.pop_back();
+    }
+  }
 
  private:
-  // The matrix products have few signatures; torch's own ops of these go without a stack. What another's kernels are
-  // declared with is not known, and has to be the same to the letter.
-  static torch::CppFunction function(const c10::OperatorHandle& handle, std::unique_ptr<Kernel> kernel) {
-    std::string signature;
-    for (const auto& argument : handle.schema().arguments()) {
-      signature += argument.real_type()->str() + " ";
-    }
-    for (const auto& value : handle.schema().returns()) {
-      signature += "-> " + value.real_type()->str();
-    }
-    if (handle.schema().getNamespace() == std::string_view("aten") && !handle.schema().is_mutable()) {
-      if (signature == "Tensor Tensor -> Tensor") {
-        return unboxed<const Tensor&, const Tensor&>(handle, std::move(kernel));
-      }
-      if (signature == "Tensor Tensor Tensor? -> Tensor") {
-        return unboxed<const Tensor&, const Tensor&, const std::optional<Tensor>&>(handle, std::move(kernel));
-      }
-      if (signature == "Tensor Tensor Tensor Scalar Scalar -> Tensor") {
-        using Scalar = const at::Scalar&;
-        return unboxed<const Tensor&, const Tensor&, const Tensor&, Scalar, Scalar>(handle, std::move(kernel));
-      }
-    }
-    return torch::CppFunction::makeFromBoxedFunctor(std::move(kernel));
-  }
-
-  template <class... Args>
-  static torch::CppFunction unboxed(const c10::OperatorHandle& handle, std::unique_ptr<Kernel> kernel) {
-    return torch::CppFunction(
-        [op = handle.typed<Tensor(Args...)>(), kernel = std::shared_ptr<Kernel>(std::move(kernel))](
-            c10::DispatchKeySet keys, Args... args) -> Tensor { return kernel->template call<Args...>(op, keys, args...); });
+  static c10::OperatorHandle find(const std::string& name) {
+    const auto dot = name.find('.');
+    return c10::Dispatcher::singleton().findSchemaOrThrow(
+        name.substr(0, dot).c_str(), dot == std::string::npos ? "" : name.substr(dot + 1).c_str());
   }
 
   const DeviceType device_;
   const DispatchKey key_;
-  std::optional<torch::Library> library_;
+  std::vector<c10::RegistrationHandleRAII> registered_;
 };
 
 }  // namespace

@@ -15,6 +15,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <c10/util/SmallVector.h>
 #include <c10/util/flat_hash_map.h>
 
 #include <algorithm>
@@ -33,8 +34,8 @@ namespace {
 
 struct KeptCast {
   Content of;
-  Tensor cast;                        // without history; undefined in what is linked for a user's store
-  Tensor linked;                      // the same memory with history
+  Tensor cast;                        // without history; or undefined
+  Tensor linked;                      // the same memory with history; or undefined
   std::optional<c10::Stream> stream;  // that it was made on
 };
 
@@ -174,23 +175,14 @@ class RegionCasts {
     clear();
   }
 
-  void clear() { take_all(); }
+  void clear() { const Dying all = forget_all(); }
 
   // Forget every cast; return what holds them, for the caller to free.
-  std::shared_ptr<void> take_all() {
-    auto all = std::make_shared<std::pair<Kept, std::array<std::unique_ptr<KeptCast>, kRecent>>>();
-    all->first.swap(kept_);
-    for (size_t i = 0; i < kRecent; ++i) {
-      if (recent_[i].cast) {
-        all->second[i] = take_out(recent_[i]);
-      }
-    }
-    sweep_at_ = kSweepAt;
-    return all;
-  }
+  std::shared_ptr<void> take_all() { return std::make_shared<Dying>(forget_all()); }
 
  private:
   using Kept = ska::flat_hash_map<Key, std::unique_ptr<KeptCast>, KeyHash>;
+  using Dying = c10::SmallVector<std::unique_ptr<KeptCast>, 16>;
 
   struct Recent {
     Key key;
@@ -242,8 +234,28 @@ class RegionCasts {
     uint32_t region_ = 2;
   };
 
-  static constexpr size_t kSweepAt = 256, kRecent = 4;
+  static constexpr size_t kSweepAt = 256, kLargeTable = 256, kRecent = 4;
   static constexpr size_t kSmall = 4096;  // as a bias: two larger ones would take more of the processor's cache than one
+
+  Dying forget_all() {
+    Dying all;
+    for (auto& [key, entry] : kept_) {
+      all.push_back(std::move(entry));
+    }
+    // The table serves the next region, unless this one was far larger than most are.
+    if (kept_.bucket_count() > kLargeTable) {
+      Kept().swap(kept_);
+    } else {
+      kept_.clear();
+    }
+    for (Recent& recent : recent_) {
+      if (recent.cast) {
+        all.push_back(take_out(recent));
+      }
+    }
+    sweep_at_ = kSweepAt;
+    return all;
+  }
 
   void see_writes() {
     if (Writes::log().count() == seen_) {
@@ -297,7 +309,13 @@ class RegionCasts {
       }
       cast = make_cast(weight, dtype, std::move(reusable));
     }
-    Tensor linked = link ? with_history(cast, weight) : Tensor();
+    Tensor linked;
+    if (link && shares) {
+      linked = with_history(cast, weight);
+    } else if (link) {
+      set_history_of(cast, weight);
+      linked = std::move(cast);
+    }
     const Tensor result = link ? linked : cast;
     if (may_keep && seen == seen_ && (keeps || reserved.bytes != 0)) {
       auto entry = std::make_unique<KeptCast>(

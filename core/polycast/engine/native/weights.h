@@ -131,13 +131,18 @@ auto new_node() {
   }
 }
 
-// Return a tensor on the memory of `cast` with the history that weight.to(dtype) would have.
-Tensor with_history(const Tensor& cast, const Tensor& weight) {
-  Tensor linked(cast.variable_data());
+// Give a cast that autograd has not seen the history that weight.to(dtype) would have.
+void set_history_of(const Tensor& cast, const Tensor& weight) {
   const auto node = new_node<decltype(torch::autograd::Edge::function)>();
   node->set_next_edges(torch::autograd::collect_next_edges(weight));
   node->self_options = weight.options();
-  torch::autograd::set_history(linked, node);
+  torch::autograd::set_history(cast, node);
+}
+
+// Return a tensor on the memory of `cast` with that history.
+Tensor with_history(const Tensor& cast, const Tensor& weight) {
+  Tensor linked(cast.variable_data());
+  set_history_of(linked, weight);
   return linked;
 }
 

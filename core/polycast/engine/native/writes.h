@@ -11,7 +11,6 @@
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/flat_hash_map.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
@@ -21,7 +20,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -196,17 +194,17 @@ class Announcers {
       if (!handle || handle->hasKernelForDispatchKey(c10::DispatchKey::ADInplaceOrView)) {
         continue;  // not in this torch; or it counts versions by now
       }
-      const std::string space = name.substr(0, name.find(':'));
-      auto& library = libraries_[space];
-      if (library == nullptr) {
-        library = std::make_unique<torch::Library>(
-            torch::Library::IMPL, space, c10::DispatchKey::ADInplaceOrView, __FILE__, __LINE__);
-      }
-      library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Announcing>(is_collective)));
+      registered_.push_back(c10::Dispatcher::singleton().registerImpl(
+          handle->operator_name(),
+          c10::DispatchKey::ADInplaceOrView,
+          c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Announcing>(is_collective)),
+          std::nullopt,
+          nullptr,
+          "polycast"));
     }
   }
 
-  std::unordered_map<std::string, std::unique_ptr<torch::Library>> libraries_;
+  std::vector<c10::RegistrationHandleRAII> registered_;
 };
 
 }  // namespace
