@@ -9,6 +9,8 @@ import warnings
 import torch
 from torch import distributed, nn
 from torch.distributed import fsdp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl as Kind
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 
 import polycast
@@ -141,6 +143,35 @@ def recomputed():
 
 
 @case
+def recomputed_with_policies():
+    """Training of wrapped modules with and without checkpoints, in a region with a policy; what the layers gave then."""
+    results = {}
+    for wrap in WRAP:
+        trained = []
+        for kind in (None, *Kind):
+            torch.manual_seed(0)
+            seen, layers = [], [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)]
+            for layer in layers:
+                layer.register_forward_hook(lambda module, inputs, output, seen=seen: seen.append(name(output.dtype)))
+            model = nn.Sequential(*layers)
+            if kind is not None:
+                model = checkpoint_wrapper(model, checkpoint_impl=kind)
+            model = WRAP[wrap](model)
+            x = torch.ones(4, 8, requires_grad=True)
+            with polycast.autocast("cpu", policy={"aten::linear": polycast.CastPolicy.FP32}):
+                loss = model(x).square().mean()
+            loss.backward()
+            grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+            trained.append(([x.grad.tolist(), *(grad.tolist() for grad in grads)], sorted(set(seen)), len(seen)))
+        results[wrap] = {
+            "same": all(gradients == trained[0][0] for gradients, _, _ in trained),
+            "dtypes": [dtypes for _, dtypes, _ in trained],
+            "runs": [runs for _, _, runs in trained],
+        }
+    return results
+
+
+@case
 def defaults():
     model = fully_shard(nn.Linear(4, 4), mixed_precision=MixedPrecision())
     y = model(torch.ones(2, 4))
@@ -201,7 +232,7 @@ def own_parameters():
 
 
 def sharded(model):
-    for layer in model:
+    for layer in model.modules():
         if isinstance(layer, nn.Linear):
             fully_shard(layer)
     return fully_shard(model)
