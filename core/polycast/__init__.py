@@ -34,10 +34,14 @@ from .plugins.hookspecs import hookimpl
 from .plugins.registry import backends, get_backend, is_autocast_available, register_backend, unregister_backend
 from .policy.cast_policy import CastPolicy, policy_table
 from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
+from .policy.value import Policy
 from .region.autocast import autocast, autocast_decorator
 from .region.capture import Snapshot, capture
 from .region.custom_function import custom_bwd, custom_fwd
+from .region.explain import explain
+from .region.explanation import Explanation
 from .region.grad_scaler import grad_scaler
+from .region.module_rules import ModuleRules, apply_policy
 from .region.thread_state import (
     autocast_nesting,
     clear_autocast_cache,
@@ -60,12 +64,16 @@ __all__ = [
     "BackendNotFoundError",
     "BackendStatus",
     "CastPolicy",
+    "Explanation",
     "InvalidBackendError",
+    "ModuleRules",
     "OpRegistration",
+    "Policy",
     "Snapshot",
     "StaleWeightError",
     "WeightCache",
     "WeightCacheStats",
+    "apply_policy",
     "autocast",
     "autocast_decorator",
     "autocast_nesting",
@@ -74,6 +82,7 @@ __all__ = [
     "clear_autocast_cache",
     "custom_bwd",
     "custom_fwd",
+    "explain",
     "float32_products",
     "get_autocast_dtype",
     "get_backend",

@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import polycast
 from polycast import CastPolicy
 from polycast.engine.in_force import policies_in_force
+from polycast.policy.names import named
 
 pytestmark = [
     pytest.mark.usefixtures("engine"),
@@ -103,7 +104,7 @@ def test_a_thousand_policies_are_told_apart():
     ops = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))[:1000]
     texts = set()
     for op in ops:
-        with policy({op: CastPolicy.PASSTHROUGH}):
+        with policy({named(op).key: CastPolicy.PASSTHROUGH}):
             texts.add(policies_in_force())
     assert len(texts) == 1000
     compiled = Compiled(fullgraph=False)

@@ -280,7 +280,7 @@ thread.join()
 """
 
 
-@pytest.mark.parametrize(("wrap", "dtype"), [("cpu", "bfloat16"), ("cpu:float16", "float16")])
+@pytest.mark.parametrize(("wrap", "dtype"), [("cpu", "bfloat16"), ("cpu:float16", "float16"), ("cpu:fp16", "float16")])
 def test_wrap_runs_the_outermost_call_of_a_module_in_a_region(write, run, wrap, dtype):
     write(WITHOUT_REGIONS)
     done = run("--wrap", wrap, "program.py")
@@ -299,12 +299,12 @@ def test_wrap_runs_the_outermost_call_of_a_module_in_a_region(write, run, wrap, 
         (["--wrap", "not a real device"], "polycast: Invalid device string: 'not a real device'\n"),
         (["--wrap", "hpu"], "polycast: No polycast backend is installed for 'hpu'."),
         (
-            ["--wrap", "cpu:bf16"],
-            "polycast: --wrap cpu:bf16: 'bf16' is not a dtype. Expected DEVICE or DEVICE:DTYPE; cpu supports bfloat16, "
-            "float16.\n",
+            ["--wrap", "cpu:bfloat61"],
+            "polycast: --wrap cpu:bfloat61: 'bfloat61' is not a dtype; the nearest are 'bfloat16', 'float64', "
+            "'float16'. Expected DEVICE or DEVICE:DTYPE; cpu supports bfloat16, float16.\n",
         ),
-        (["--wrap", "cpu:"], "polycast: --wrap cpu:: '' is not a dtype."),
-        (["--wrap", "cpu:Tensor"], "polycast: --wrap cpu:Tensor: 'Tensor' is not a dtype."),
+        (["--wrap", "cpu:"], "polycast: --wrap cpu:: '' is not a dtype"),
+        (["--wrap", "cpu:Tensor"], "polycast: --wrap cpu:Tensor: 'Tensor' is not a dtype"),
         (["--wrap", "cpu:int8"], "polycast: --wrap cpu:int8: cpu supports torch.bfloat16, torch.float16.\n"),
         (["--engine", "fast"], "'fast' is not one of 'auto', 'native', 'reference'"),
         (["--unknown"], "No such option"),

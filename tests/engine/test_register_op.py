@@ -117,6 +117,13 @@ def test_a_packet_stands_for_its_overloads_save_those_that_write(define, registe
         assert many(torch.ones(2), out=torch.ones(2)).dtype is torch.float32
 
 
+@pytest.mark.parametrize("name", ["sum", "aten::sum", torch.ops.aten.sum])
+def test_a_name_is_read_as_in_a_policy_and_the_policy_may_be_its_name(registered, name):
+    registration = registered(name, "passthrough")
+    assert set(registration.ops) == {"aten::sum", "aten::sum.dim_IntList"}
+    assert registration.policy is CastPolicy.PASSTHROUGH
+
+
 def test_banning_a_packet_bans_what_writes_too(define, registered):
     define("many(Tensor x) -> Tensor", "many.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
     assert registered(torch.ops.polycast_test.many, CastPolicy.BANNED).ops[1] == "polycast_test::many.out"
@@ -185,8 +192,8 @@ def test_another_policy_for_the_same_op_and_device_is_refused(scale, registered,
 @pytest.mark.parametrize("op", [None, 7, torch.mm, torch.ops.polycast_test, LOWER], ids=lambda op: type(op).__name__)
 def test_what_is_not_an_op_is_refused(op):
     text = (
-        "op must be an OpOverload such as torch.ops.aten.mm.default, an OpOverloadPacket such as torch.ops.aten.mm, "
-        "what torch.library.custom_op returned, or a name in the dispatcher such as 'aten::mm'; got "
+        "expected a name such as 'mm' or 'acme::scale', an OpOverload such as torch.ops.aten.mm.default, an "
+        "OpOverloadPacket such as torch.ops.aten.mm, or what torch.library.custom_op returned; got "
     )
     with pytest.raises(TypeError, match=f"^{re.escape(text)}"):
         polycast.register_op(op, LOWER)
@@ -195,14 +202,26 @@ def test_what_is_not_an_op_is_refused(op):
 @pytest.mark.parametrize(
     ("op", "policy", "problem"),
     [
-        ("mm", LOWER, "'mm' is not an op name as the dispatcher has it, such as 'aten::mm' or 'aten::norm.Scalar'"),
-        ("acme::absent", LOWER, "torch has no op 'acme::absent' now: load the library that defines it first"),
         (
-            "aten::mm.default",
+            "m m",
             LOWER,
-            "'aten::mm.default' must be written 'aten::mm': the dispatcher has no overload 'default'",
+            "'m m' is not the name of an op: expected a name such as 'softmax', 'sum.dim_IntList' or 'acme::scale'",
         ),
-        (torch.ops.aten.mm.default, "fp32", "the policy of 'aten::mm' must be a CastPolicy, got 'fp32'"),
+        (
+            "acme::absent",
+            LOWER,
+            f"this torch ({torch.__version__}) has no op 'acme::absent' now: load the library that defines it first",
+        ),
+        (
+            "linaer",
+            LOWER,
+            f"this torch ({torch.__version__}) has no op 'linaer'; the nearest are 'linear', 'inner', 'linspace'",
+        ),
+        (
+            torch.ops.aten.mm.default,
+            "fp23",
+            "the policy of 'mm.default' must be a CastPolicy or the name of one, got 'fp23'; the nearest is 'fp32'",
+        ),
         (
             torch.ops.aten.mm.out,
             LOWER,

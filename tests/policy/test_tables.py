@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import polycast
 from polycast import STANDARD_POLICIES, STANDARD_REMEDIES, CastPolicy, policy_table
 from polycast.policy.schemas import find_op, optional_dtype, overload_with_dtype
 from polycast.policy.validation import table_problems
@@ -139,15 +138,3 @@ def test_an_argument_of_another_name_is_not_the_dtype_to_append():
 def test_the_standard_remedies_are_for_the_banned_ops():
     banned = {name for name, policy in STANDARD_POLICIES.items() if policy is CastPolicy.BANNED}
     assert set(STANDARD_REMEDIES) == banned
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("mm", "'mm' is not an op name as the dispatcher has it, such as 'aten::mm' or 'aten::norm.Scalar'"),
-        ("aten::of_another_version", f"this torch ({torch.__version__}) has no op 'aten::of_another_version'"),
-    ],
-)
-def test_a_region_refuses_an_overlay_with_a_problem_or_an_op_that_torch_lacks(name, problem):
-    with pytest.raises(ValueError, match=f"^{re.escape(f'policy: {problem}')}$"):
-        polycast.autocast("cpu", policy={name: CastPolicy.FP32})

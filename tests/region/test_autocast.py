@@ -131,9 +131,9 @@ def test_decorating_what_is_not_callable_is_refused():
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ({"mm": polycast.CastPolicy.FP32}, "'mm' is not an op name as the dispatcher has it"),
-        ({"aten::no_such_op": polycast.CastPolicy.FP32}, r"has no op 'aten::no_such_op'"),
-        ({"aten::mm": "fp32"}, "the policy of 'aten::mm' must be a CastPolicy, got 'fp32'"),
+        ({"m m": polycast.CastPolicy.FP32}, "'m m' is not the name of an op"),
+        ({"aten::no_such_op": polycast.CastPolicy.FP32}, r"has no op 'no_such_op'"),
+        ({"aten::mm": "fp23"}, "the policy of 'aten::mm' must be a CastPolicy or the name of one, got 'fp23'"),
         ({"aten::add_.Tensor": polycast.CastPolicy.FP32}, "in-place and out= variants are never cast"),
         ({"aten::mm": polycast.CastPolicy.FP32_SET_OPT_DTYPE}, "has no optional dtype argument"),
         ([], "must map op names to CastPolicy, got list"),

@@ -1,6 +1,7 @@
 """``polycast ops``: the policy table of a device, and where it differs from what the running torch does."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -8,16 +9,27 @@ import typer
 from rich.console import Console
 
 from ..engine.drift import Drift, drift_of
+from ..engine.state import Settings
 from ..plugins.backend import Backend
 from ..plugins.registry import get_backend
 from ..policy.cast_policy import CastPolicy
+from ..policy.names import read_policy
+from ..region.explain import explain_in
+from ..region.explanation import Explanation
+from ..region.policies import overlay_of
 from .terminal import console, library_errors, print_json, table
 
 
 def show(
     device: Annotated[str, typer.Argument(help="A device such as cpu or cuda; it need not be present.")],
     policy: Annotated[
-        CastPolicy | None, typer.Option(case_sensitive=False, help="Show the ops of this policy only.")
+        str | None, typer.Option(metavar="POLICY", help="Show the ops of this policy only, such as fp32.")
+    ] = None,
+    explain: Annotated[
+        str | None, typer.Option(metavar="OP", help="Say what becomes of an op in a region, and which rule says so.")
+    ] = None,
+    policy_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --explain: in a region with the policy of this file.")
     ] = None,
     drift: Annotated[bool, typer.Option("--drift", help="Show where the table and the running torch differ.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -25,20 +37,39 @@ def show(
     """Show which policy each op has on a device."""
     if drift and policy is not None:
         raise typer.BadParameter("--policy and --drift do not go together: drift is about every op of the table.")
+    if explain is not None and (drift or policy is not None):
+        raise typer.BadParameter("--explain is about one op: leave out --policy and --drift.")
+    if policy_file is not None and explain is None:
+        raise typer.BadParameter("--policy-file is for --explain: name an op.")
     with library_errors():
         backend = get_backend(device)
+        wanted = None if policy is None else read_policy(policy, "--policy")
+        explained = None if explain is None else _explained(explain, backend, policy_file)
+    if explained is not None:
+        if as_json:
+            print_json(explained.to_dict())
+        else:
+            console().print(str(explained), soft_wrap=True)
+        return
     if drift:
         _show_drift(backend, as_json)
         return
     order = list(CastPolicy)
     ops = sorted(
-        ((name, its) for name, its in backend.policies.items() if policy in (None, its)),
+        ((name, its) for name, its in backend.policies.items() if wanted in (None, its)),
         key=lambda op: (order.index(op[1]), op[0]),
     )
     if as_json:
         print_json([{"op": name, "policy": its.value} for name, its in ops])
     else:
         _print(backend.device_type, ops)
+
+
+def _explained(op: str, backend: Backend, policy_file: Path | None) -> Explanation:
+    """Say what becomes of an op in a region of the backend's default dtype, be the device there or not."""
+    overlay = None if policy_file is None else overlay_of(policy_file, backend.device_type)
+    region = Settings(backend.device_type, True, backend.default_dtype, overlay=overlay)
+    return explain_in(region, backend, op)
 
 
 def _print(device_type: str, ops: Sequence[tuple[str, CastPolicy]]) -> None:

@@ -3,6 +3,7 @@
 import enum
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -14,6 +15,8 @@ from ..engine.choice import choose
 from ..plugins.discovery import check_availability, check_dtype
 from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
+from ..policy.names import read_dtype
+from ..policy.value import Policy
 from .terminal import library_errors
 
 
@@ -45,13 +48,16 @@ def run(
         str | None,
         typer.Option(metavar="DEVICE[:DTYPE]", help="Run the outermost call of each module in a region, as in cpu."),
     ] = None,
+    policy: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Lay the policy of a file over the backends' tables.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Write no summary at the end.")] = False,
 ) -> None:
     """Run a program with polycast in place of torch.autocast. Options come before the program."""
     if engine is not None:
         os.environ["POLYCAST_ENGINE"] = engine.value  # for the processes that the program starts, too
     with library_errors():
-        session = Session(Options(weight_cache, None if wrap is None else _parse_wrap(wrap)))
+        session = Session(_options(weight_cache, wrap, policy))
         if engine is not None:
             choose()
     asked = Program(program, tuple(arguments or ()), is_module)
@@ -70,15 +76,26 @@ def run(
     raise Ready(start)
 
 
+def _options(weight_cache: bool, wrap: str | None, policy: Path | None) -> Options:
+    loaded = None if policy is None else Policy.load(policy)
+    if loaded is not None and any(part.modules for part in (loaded, *loaded.devices.values())):
+        raise ValueError(
+            f"--policy {policy}: it has rules for modules, and a program's modules are its own: call "
+            "polycast.apply_policy(model, policy) in it, or leave [modules] out of the file."
+        )
+    return Options(weight_cache, None if wrap is None else _parse_wrap(wrap), loaded)
+
+
 def _parse_wrap(text: str) -> tuple[str, torch.dtype | None]:
     device, colon, name = text.partition(":")
     backend = get_backend(device)
-    dtype = getattr(torch, name, None) if colon else None
-    if colon and not isinstance(dtype, torch.dtype):
+    try:
+        dtype = read_dtype(name) if colon else None
+    except ValueError as error:
         supported = ", ".join(map(dtype_name, backend.supported_dtypes()))
         raise ValueError(
-            f"--wrap {text}: {name!r} is not a dtype. Expected DEVICE or DEVICE:DTYPE; {device} supports {supported}."
-        )
+            f"--wrap {text}: {error}. Expected DEVICE or DEVICE:DTYPE; {device} supports {supported}."
+        ) from None
     answer = check_availability(backend)
     if answer.available and dtype is not None:
         answer = check_dtype(backend, dtype)

@@ -50,6 +50,6 @@ def library_errors() -> Iterator[None]:
     try:
         env.engine()
         yield
-    except (ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         typer.echo(f"polycast: {error}", err=True)
         raise typer.Exit(2) from error

@@ -18,6 +18,8 @@ from ..engine.choice import choose
 from ..engine.state import Settings
 from ..engine.weight_cache import WeightCache
 from ..policy.dtypes import dtype_name
+from ..policy.value import Policy
+from ..region.policies import overlay_of
 from . import stand_in
 from .patch import patch_torch
 
@@ -29,10 +31,12 @@ class Options:
     Attributes:
         weight_cache: keep the casts of weights between regions that are entered under no_grad.
         wrap: device type and dtype of the region that the outermost call of a module runs in; None for no such region.
+        policy: what the outermost regions lay over the tables of the backends.
     """
 
     weight_cache: bool = False
     wrap: tuple[str, torch.dtype | None] | None = None
+    policy: Policy | None = None
 
 
 class Session:
@@ -62,20 +66,22 @@ class Session:
         atexit.register(report)
 
     def _on_entry(self) -> Callable[[Settings], Settings]:
-        cache = self._cache
+        cache, policy = self._cache, self._options.policy
         regions = self._regions
 
         @functools.lru_cache  # a program has few, and enters them often
-        def with_cache(settings: Settings) -> Settings:
-            return settings._replace(cache=cache)
+        def given(settings: Settings, is_outermost: bool, keeps: bool) -> Settings:
+            overlay = overlay_of(policy, settings.device_type) if is_outermost and policy is not None else None
+            return settings._replace(cache=cache if keeps else None, overlay=overlay)
 
         def on_entry(settings: Settings) -> Settings:
             key = settings.device_type, settings.dtype if settings.enabled else None
             next(regions.setdefault(key, itertools.count()))  # threads and forks need no lock for this
-            if cache is None or settings.cache_enabled is False or torch.is_grad_enabled():
+            if cache is None and policy is None:
                 return settings
-            given: Settings = with_cache(settings)
-            return given
+            keeps = cache is not None and settings.cache_enabled is not False and not torch.is_grad_enabled()
+            is_outermost = state.machine.innermost(settings.device_type) is None
+            return given(settings, is_outermost, keeps)
 
         return on_entry
 

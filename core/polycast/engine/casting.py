@@ -4,7 +4,8 @@ Eligible means what torch's autocast means by it (ATen/autocast_mode.h, ``is_eli
 region's device that is not float64.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import copy
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -40,16 +41,26 @@ def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
 
 
 def cast_nested(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """Return `value` with every eligible tensor in it cast, through mappings, lists, tuples, sets and iterators."""
+    """Return `value` with every eligible tensor in it cast, through mappings, lists, tuples, sets and iterators.
+
+    A container in which nothing is cast is returned itself, for who gets it may write to it.
+    """
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if is_eligible(value, device_type) else value
     if isinstance(value, Mapping):
-        return {
-            cast_nested(key, device_type, dtype): cast_nested(item, device_type, dtype) for key, item in value.items()
-        }
+        items = {key: cast_nested(item, device_type, dtype) for key, item in value.items()}
+        if all(item is value[key] for key, item in items.items()):
+            return value
+        if type(value) is dict or not isinstance(value, MutableMapping):
+            return items
+        copied = copy.copy(value)  # such as what models of transformers return, which have attributes too
+        copied.update(items)
+        return copied
     if isinstance(value, (list, tuple, set, frozenset)):
-        items = [cast_nested(item, device_type, dtype) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        elements = [cast_nested(item, device_type, dtype) for item in value]
+        if all(item is old for item, old in zip(elements, value, strict=True)):
+            return value
+        return type(value)(*elements) if hasattr(value, "_fields") else type(value)(elements)
     if isinstance(value, Iterator):
         return (cast_nested(item, device_type, dtype) for item in value)
     return value

@@ -17,6 +17,8 @@ installed: dict[str, Kernels] = {}
 """By device type, the kernels that are in place."""
 fully_installed: set[object] = set()
 """The device types whose kernels are in place and await no more ops, and those kernels: their regions need not look."""
+also_put_in_place: list[Callable[[], None]] = []
+"""What puts something of other rooms into torch, where a region with policies or a cache has been entered."""
 taken_back: list[Callable[[], None]] = []
 """What takes back what other rooms have put into torch, when all kernels are uninstalled."""
 _lock = threading.RLock()

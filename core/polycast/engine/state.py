@@ -20,14 +20,43 @@ from ..policy.cast_policy import CastPolicy
 from .weight_cache import WeightCache
 
 
-class Overlay(dict[str, CastPolicy]):
-    """The policies that a region lays over the backend's table."""
+class Origin(NamedTuple):
+    """Who asks for the policies of an overlay: the kind of rule, and the name that it has, if any."""
 
-    def __init__(self, policies: Mapping[str, CastPolicy]) -> None:
+    rule: str
+    name: str = ""
+
+
+REGIONS_POLICY = Origin("region's policy")
+MODULE_RULE = Origin("module rule")
+
+
+class Overlay(dict[str, CastPolicy]):
+    """The policies that a region lays over the backend's table, and who asks for them."""
+
+    def __init__(
+        self,
+        policies: Mapping[str, CastPolicy],
+        origin: Origin = REGIONS_POLICY,
+        layers: "tuple[Overlay, ...]" = (),
+    ) -> None:
         super().__init__(policies)
+        self.origin = origin
+        self._layers = layers
         self.derived: dict[str, Any] = {}
         """What engines have made of it, each under a name of its own."""
+        self.served_by: dict[str, object] = {}
+        """By device type, the kernels with which a region with this overlay has all that it needs put in place."""
         self._merged: tuple[Overlay, Overlay] | None = None
+
+    @property
+    def layers(self) -> "tuple[Overlay, ...]":
+        """The overlays that this one is laid together of, each of one origin, the innermost first."""
+        return self._layers or (self,)
+
+    def decided_by(self, op: str) -> Origin | None:
+        """Return who asks for the policy that an op has here, if it has one."""
+        return next((layer.origin for layer in self.layers if op in layer), None)
 
     def over(self, below: "Overlay | None") -> "Overlay":
         """Return this overlay laid over that of an enclosing region; the last answer is kept."""
@@ -35,18 +64,32 @@ class Overlay(dict[str, CastPolicy]):
             return self
         merged = self._merged
         if merged is None or merged[0] is not below:
-            # A function that is decorated with policies and recurs lays the same over themselves, at every depth.
-            result = below if below.items() >= self.items() else Overlay({**below, **self})
-            merged = self._merged = (below, result)
+            merged = self._merged = (below, self._laid_over(below))
         return merged[1]
+
+    def _laid_over(self, below: "Overlay") -> "Overlay":
+        others = [layer for layer in below.layers if all(layer is not mine for mine in self.layers)]
+        # A function that is decorated with policies and recurs lays the same over themselves, at every depth.
+        if len(others) < len(below.layers) and below.items() >= self.items():
+            return below
+        # Rules for modules are laid over what regions inside the modules ask for.
+        layers = sorted((*self.layers, *others), key=lambda layer: layer.origin.rule != MODULE_RULE.rule)
+        policies = {op: policy for layer in reversed(layers) for op, policy in layer.items()}
+        return Overlay(policies, self.origin, tuple(layers))
 
     @functools.cached_property
     def text(self) -> str:
         """The policies as text: the same for equal ones, in every process."""
         return "(" + ", ".join(f"{op}={policy.name}" for op, policy in sorted(self.items())) + ")"
 
+    @classmethod
+    def of_text(cls, text: str, origin: Origin = REGIONS_POLICY) -> "Overlay":
+        """Return the overlay that has a text."""
+        entries = (entry.rpartition("=") for entry in text[1:-1].split(", ") if entry)
+        return cls({op: CastPolicy[policy] for op, _, policy in entries}, origin)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return Overlay, (dict(self),)
+        return Overlay, (dict(self), self.origin, self._layers)
 
 
 class Settings(NamedTuple):

@@ -17,6 +17,17 @@ def find_op(name: str) -> torch._ops.OpOverload | None:
     return found
 
 
+def find_overloads(qualified: str) -> list[str]:
+    """Return the overloads of an op such as ``"aten::norm"``, by their names in the dispatcher."""
+    namespace, _, base = qualified.partition("::")
+    packet = getattr(getattr(torch.ops, namespace, None), base, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return []  # a namespace has attributes that are no ops
+    names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
+    qualified_names = (qualified if name == "default" else f"{qualified}.{name}" for name in names)
+    return [name for name in qualified_names if find_op(name) is not None]  # some are TorchScript's alone
+
+
 @functools.cache
 def optional_dtype(op: torch._ops.OpOverload) -> int | None:
     """Return the position of an op's ``ScalarType?`` argument, or None if it has none."""

@@ -1,7 +1,7 @@
 """The autocast region: a context manager and a decorator that holds settings, and no state."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -14,19 +14,18 @@ from ..compilers.torchscript import ScriptedAsTorch
 from ..compilers.uncompiled import enters_regions
 from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
-from ..engine.installation import fully_installed
-from ..engine.state import Overlay, Settings
+from ..engine.installation import also_put_in_place, fully_installed
+from ..engine.state import Settings
 from ..engine.weight_cache import WeightCache
 from ..errors import AutocastDisabledWarning, warn_user
 from ..plugins.backend import Availability, Backend
 from ..plugins.discovery import check_availability, check_dtype
 from ..plugins.registry import registry
-from ..policy.cast_policy import CastPolicy
-from ..policy.schemas import find_op
-from ..policy.validation import table_problems
+from ..policy.value import PolicyLike
 from .checkpoint import carry_regions
 from .decorate import decorate
-from .entry import also_put_in_place, has_more_than_torch, put_in_place
+from .entry import fast_path, has_more_than_torch, put_in_place
+from .policies import overlay_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -51,15 +50,16 @@ class autocast(TorchAutocast):
             is on this thread, at first True.
         cache: where casts of weights are kept, also after the region. None: where the enclosing region keeps them; in
             the outermost one, in a cache of the thread's own, which is dropped with it.
-        policy: policies for single ops, by their dispatcher names, that are in force in this region and those inside
-            it, over the backend's own.
+        policy: which ops have another policy in this region and those inside it, over the backend's table: a
+            :class:`Policy`, a mapping such as ``{"softmax": "fp32"}``, or the path of a policy file.
 
     Attributes:
         device: the device type.
         fast_dtype: the fast dtype.
 
     Raises:
-        ValueError: `device_type` is not a str; `policy` names what is not an op, or a policy that its op cannot have.
+        ValueError: `device_type` is not a str; `policy` is refused by :class:`Policy`, or its file is no policy file.
+        OSError: the file of `policy` cannot be read.
         TypeError: `dtype` is not a torch.dtype, `cache_enabled` not a bool, or `cache` not a WeightCache.
         RuntimeError: torch does not know the device string; or no backend serves it (see
             :func:`polycast.get_backend`).
@@ -80,7 +80,7 @@ class autocast(TorchAutocast):
     __jit_unused_properties__ = ["_cache_enabled"]
     _fast_path: object
     """What leaves nothing to entering but state, as long as it is fully installed: the device; where the region has
-    policies or a cache, the kernels that it was first entered with, and None until then."""
+    policies or a cache, the kernels that it or its overlay was entered with, and None until then."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Return a new region; to Dynamo, which traces this, one that it has a place for in its graphs."""
@@ -99,7 +99,7 @@ class autocast(TorchAutocast):
         cache_enabled: bool | None = None,
         *,
         cache: WeightCache | None = None,
-        policy: Mapping[str, CastPolicy] | None = None,
+        policy: PolicyLike | None = None,
     ) -> None:
         try:
             backend = registry.ready[device_type]
@@ -126,9 +126,9 @@ class autocast(TorchAutocast):
             self._settings = _plain_settings(self.device, bool(enabled), dtype, cache_enabled)
         else:
             _check_cache(cache, cache_enabled)
-            overlay = None if policy is None else _checked(policy)
-            self._fast_path = None
+            overlay = None if policy is None else overlay_of(policy, self.device)
             self._settings = Settings(self.device, bool(enabled), dtype, cache_enabled, overlay, cache)
+            self._fast_path = fast_path(self._settings)
 
     @disable_dynamo
     def __enter__(self) -> Self:
@@ -141,7 +141,7 @@ class autocast(TorchAutocast):
     def _complete_entry(self, settings: Settings, recorded: bool) -> None:
         """Do what entering a region may take besides the state, or leave it."""
         kernels = put_in_place(self, settings)
-        if self._fast_path is None:
+        if has_more_than_torch(settings):
             self._fast_path = kernels
         if recorded:
             try:
@@ -203,7 +203,7 @@ def _restored(cls: type[autocast], settings: Settings) -> autocast:
     region = object.__new__(cls)
     registry.find(settings.device_type)
     region.device, region.fast_dtype, region._settings = settings.device_type, settings.dtype, settings
-    region._fast_path = None if has_more_than_torch(settings) else settings.device_type
+    region._fast_path = fast_path(settings)
     return region
 
 
@@ -230,12 +230,3 @@ def _check_cache(cache: WeightCache | None, cache_enabled: bool | None) -> None:
         raise TypeError(f"cache must be a polycast.WeightCache or None, got {cache!r}")
     if cache is not None and cache_enabled is False:
         raise ValueError("cache= asks to keep casts and cache_enabled=False not to: leave out one of the two")
-
-
-def _checked(policy: Mapping[str, CastPolicy]) -> Overlay:
-    problems = table_problems(policy)
-    if not problems:
-        problems = [f"this torch ({torch.__version__}) has no op {name!r}" for name in policy if find_op(name) is None]
-    if problems:
-        raise ValueError("policy: " + "; ".join(problems))
-    return Overlay(policy)

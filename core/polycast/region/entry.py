@@ -1,22 +1,17 @@
 """Entering a region on this thread, with its kernels in place."""
 
-from collections.abc import Callable
-
 from ..compilers.guards import tell_policies_apart
 from ..engine import state
-from ..engine.installation import fully_installed, kernels_of
+from ..engine.installation import also_put_in_place, fully_installed, kernels_of
 from ..engine.kernels import Kernels
 from ..engine.state import Settings
 from ..errors import BackendNotFoundError
-
-also_put_in_place: list[Callable[[], None]] = []
-"""What else is put in place for a region with policies or a cache, by modules that enter regions themselves."""
 
 
 def enter(owner: object, settings: Settings) -> bool:
     """Enter a region on this thread, with its kernels in place; the answer is that of the state machine."""
     recorded = state.machine.enter(owner, settings)
-    if settings.device_type not in fully_installed or has_more_than_torch(settings):
+    if fast_path(settings) not in fully_installed:
         put_in_place(owner, settings)
     return recorded
 
@@ -24,6 +19,13 @@ def enter(owner: object, settings: Settings) -> bool:
 def has_more_than_torch(settings: Settings) -> bool:
     """Say whether a region has what is no part of torch's autocast state: policies, or a cache."""
     return settings.overlay is not None or settings.cache is not None
+
+
+def fast_path(settings: Settings) -> object:
+    """Return what leaves nothing to entering but state, as long as it is fully installed; None where nothing does."""
+    if settings.overlay is not None:
+        return settings.overlay.served_by.get(settings.device_type)
+    return settings.device_type if settings.cache is None else None
 
 
 def put_in_place(owner: object, settings: Settings) -> Kernels | None:
@@ -48,4 +50,6 @@ def put_in_place(owner: object, settings: Settings) -> Kernels | None:
     except BaseException:
         state.machine.leave(owner)
         raise
+    if settings.overlay and kernels is not None:
+        settings.overlay.served_by[settings.device_type] = kernels
     return kernels

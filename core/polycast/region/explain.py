@@ -1,0 +1,198 @@
+"""``explain``: what becomes of an op in this thread's region, and which rule says so."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
+
+from ..engine import state
+from ..engine.installation import installed
+from ..engine.kernels import autocast_key, refusal
+from ..engine.state import Settings
+from ..plugins.backend import Backend
+from ..plugins.registry import registry
+from ..policy.cast_policy import CastPolicy
+from ..policy.names import OpName, known_overloads, read_op
+from ..policy.registered import registrations
+from ..policy.schemas import find_op, optional_dtype, overload_with_dtype
+from ..policy.value import PolicyLike
+from .explanation import NO_RULE, OTHERS_KERNEL, Argument, Explanation
+from .policies import overlay_of
+
+_Op: TypeAlias = str | OpOverload | OpOverloadPacket | CustomOpDef
+_Rule: TypeAlias = tuple[CastPolicy | None, str, str]
+
+
+def explain(op: _Op, device_type: str, *args: Any, policy: PolicyLike | None = None, **kwargs: Any) -> Explanation:
+    """Say what becomes of an op in this thread's region for a device, and which rule says so. Nothing is run.
+
+    Args:
+        op: a name, as in a :class:`Policy`, or the op itself.
+        device_type: the device whose autocast it is about.
+        args, kwargs: what the op would be called with, to be told of each tensor. They may be fake tensors; one on
+            ``meta`` stands for one on the device. Without any, the rule is told, for each overload that the name means.
+        policy: as if in a region with this ``policy=``, inside the one that there is.
+
+    Returns:
+        The explanation: a value with a readable text.
+
+    Raises:
+        TypeError: the op does not take the arguments, or `op` is none.
+        ValueError: torch has no such op, with the nearest names; or `policy` is refused.
+        ValueError, RuntimeError: as :func:`polycast.get_backend`.
+
+    Example:
+        >>> import torch, polycast
+        >>> with polycast.autocast("cpu"):
+        ...     print(polycast.explain("mm", "cpu", torch.ones(2, 2), torch.ones(2, 2).bfloat16()))
+        aten::mm on cpu, a region of bfloat16
+        lower_precision_fp (backend's table): its inputs are cast to bfloat16
+          self: float32 -> bfloat16
+          mat2: bfloat16, as it is
+    """
+    backend = registry.find(device_type)
+    device_type = backend.device_type
+    region = state.machine.innermost(device_type)
+    overlay = None if region is None else region[0]
+    own = None if policy is None else overlay_of(policy, device_type)
+    here = Settings(
+        device_type,
+        torch.is_autocast_enabled(device_type),
+        state.current_dtype(device_type, backend.default_dtype),
+        overlay=overlay if own is None else own.over(overlay),
+    )
+    return explain_in(here, backend, op, args, kwargs)
+
+
+def explain_in(
+    region: Settings, backend: Backend, op: _Op, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Explanation:
+    """Say what becomes of an op in a region, given as settings that say all; see :func:`explain`."""
+    name, kwargs = read_op(op), kwargs or {}
+    if not args and not kwargs:
+        told = [_without_arguments(each, region, backend) for each in known_overloads(name)]
+        told.sort(key=lambda each: each.policy is None)
+        first, *others = told
+        return replace(first, others=tuple(others))
+    chosen = _overload_for(name, args, kwargs)
+    return _with_arguments(_without_arguments(chosen, region, backend), _bound(chosen, args, kwargs), backend)
+
+
+def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanation:
+    policy, rule, rule_name = _rule(op, region, backend)
+    return Explanation(op, region.device_type, region.enabled, region.dtype, policy, rule, rule_name, calls=op)
+
+
+def _rule(op: str, region: Settings, backend: Backend) -> _Rule:
+    """Return the policy of an op, what decides it, and its name: the first that says something, from the inside out."""
+    if region.overlay is not None and op in region.overlay:
+        origin = region.overlay.decided_by(op)
+        assert origin is not None
+        return region.overlay[op], *origin
+    for scope, rule in ((region.device_type, f"register_op for {region.device_type}"), (None, "register_op")):
+        for registration in registrations:
+            if registration.device_type == scope and op in registration.ops:
+                return registration.policy, rule, ""
+    if op in backend.policies:
+        return backend.policies[op], "backend's table", ""
+    kernels = installed.get(region.device_type)
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(op, autocast_key(region.device_type))
+    if has_kernel and (kernels is None or op not in kernels.ops):
+        return None, OTHERS_KERNEL, ""
+    return None, NO_RULE, ""
+
+
+def _overload_for(name: OpName, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the overload that a call means."""
+    overloads = known_overloads(name, writing=True)
+    if len(overloads) == 1:
+        return overloads[0]
+    try:
+        overload = torch._C._jit_resolve_packet(name.qualified, *args, **kwargs)
+        found = f"{name.qualified}.{overload}" if overload != "default" else name.qualified
+    except RuntimeError:
+        found = ""
+    if found not in overloads:
+        raise _does_not_take(name.short, overloads)
+    return found
+
+
+def _does_not_take(name: str, overloads: Iterable[str]) -> TypeError:
+    schemas = [str(op._schema) for each in overloads if (op := find_op(each)) is not None]
+    return TypeError(f"{name!r} does not take these arguments. Its schemas: {'; '.join(schemas)}")
+
+
+def _bound(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by their names in the op's schema."""
+    overload = find_op(op)
+    assert overload is not None
+    names = [argument.name for argument in overload._schema.arguments]
+    bound = {**dict(zip(names, args, strict=False)), **kwargs}
+    required = [argument.name for argument in overload._schema.arguments if not argument.has_default_value()]
+    if len(args) > len(names) or len(bound) != len(args) + len(kwargs) or not set(required) <= set(bound) <= set(names):
+        raise _does_not_take(op, [op])
+    return bound
+
+
+def _with_arguments(told: Explanation, bound: dict[str, Any], backend: Backend) -> Explanation:
+    overload = find_op(told.op)
+    assert overload is not None
+    tensors = [pair for name, value in bound.items() for pair in _tensors(name, value)]
+    reached = any(_is_on(tensor, told.device_type) for _, tensor in tensors)
+    policy = told.policy if told.enabled and reached else None
+    eligible = {name: tensor for name, tensor in tensors if _is_eligible(tensor, told.device_type)}
+    target: torch.dtype | None = None
+    if policy is CastPolicy.LOWER_PRECISION_FP:
+        target = told.dtype
+    elif policy is CastPolicy.FP32 or (
+        policy is CastPolicy.PROMOTE and len({tensor.dtype for tensor in eligible.values()}) > 1
+    ):
+        target = torch.float32
+    arguments = tuple(
+        Argument(name, tensor.dtype, target if target is not None and name in eligible else tensor.dtype)
+        for name, tensor in tensors
+    )
+    set_dtype, calls = _set_dtype(policy, overload, bound, next(iter(overload._schema.arguments)).name in eligible)
+    return replace(
+        told,
+        arguments=arguments,
+        reached=reached,
+        set_dtype=set_dtype,
+        calls=told.op if calls is overload else str(calls.name()),  # type: ignore[no-untyped-call]
+        refusal=refusal(backend, told.op) if policy is CastPolicy.BANNED else None,
+    )
+
+
+def _set_dtype(
+    policy: CastPolicy | None, op: OpOverload, bound: dict[str, Any], first_is_eligible: bool
+) -> tuple[torch.dtype | None, OpOverload]:
+    """Return the dtype that a policy gives to a call, and the overload that is called."""
+    if policy is CastPolicy.FP32_SET_OPT_DTYPE:
+        position = optional_dtype(op)
+        assert position is not None  # the policy was validated
+        given = bound.get(op._schema.arguments[position].name)
+        return torch.float32 if first_is_eligible and given is None else None, op
+    if policy is CastPolicy.FP32_APPEND_DTYPE:
+        other = overload_with_dtype(op)
+        assert other is not None  # the policy was validated
+        return torch.float32 if first_is_eligible else bound[op._schema.arguments[0].name].dtype, other
+    return None, op
+
+
+def _tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, (list, tuple)):
+        for position, item in enumerate(value):
+            yield from _tensors(f"{name}[{position}]", item)
+
+
+def _is_on(tensor: torch.Tensor, device_type: str) -> bool:
+    return tensor.device.type in (device_type, "meta")
+
+
+def _is_eligible(tensor: torch.Tensor, device_type: str) -> bool:
+    return _is_on(tensor, device_type) and tensor.is_floating_point() and tensor.dtype is not torch.float64

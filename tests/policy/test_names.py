@@ -1,0 +1,169 @@
+"""Names as people say them: what each means in the running torch, and what is said of one that means nothing."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import polycast
+from polycast import CastPolicy
+from polycast.policy.names import OpName, known_overloads, named, ops_with, read_dtype, read_op, read_policy
+from polycast.policy.schemas import find_op
+
+BUILT_IN = ("cpu", "cuda", "maia", "mps", "mtia", "xpu")
+OPS = st.sampled_from(torch._C._dispatch_get_all_op_names())
+EXPECTED = "expected a name such as 'softmax', 'sum.dim_IntList' or 'acme::scale'"
+TORCH = f"this torch ({torch.__version__})"
+
+
+def short(name):
+    """Return an op's name as people say it."""
+    return name.removeprefix("aten::").partition(".")[0]
+
+
+@pytest.mark.parametrize("device_type", BUILT_IN)
+def test_every_op_of_a_table_has_its_policy_by_its_short_name(device_type):
+    table = {name: its for name, its in polycast.get_backend(device_type).policies.items() if find_op(name) is not None}
+    assert len(table) > 50
+    assert [name for name, its in table.items() if name not in ops_with(read_op(short(name)), its)] == []
+
+
+@pytest.mark.parametrize("device_type", BUILT_IN)
+def test_a_short_name_in_a_region_means_that_ops_of_the_table(device_type, fake, hand_made):
+    table = polycast.get_backend(device_type).policies
+    hand_made(device_type, policies=table)
+    for name in table:
+        if find_op(name) is not None:
+            region = polycast.autocast(device_type, policy={short(name): "passthrough"})
+            assert region._settings.overlay[name] is CastPolicy.PASSTHROUGH
+
+
+@settings(deadline=None)
+@given(OPS)
+def test_a_name_in_the_dispatcher_means_itself(name):
+    assert named(name).overloads == read_op(named(name).key).overloads == [name]
+
+
+@settings(deadline=None)
+@given(OPS)
+def test_a_name_without_an_overload_means_all_that_do_not_write(name):
+    packet = OpName(named(name).qualified, None)
+    assert name in packet.overloads
+    writing = find_op(name)._schema.is_mutable
+    others = any(not find_op(other)._schema.is_mutable for other in packet.overloads)
+    assert (name in known_overloads(packet)) is (not writing or not others)
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("softmax", ["aten::softmax.int"]),
+        ("aten::softmax", ["aten::softmax.int"]),
+        ("softmax.int", ["aten::softmax.int"]),
+        ("aten::softmax.int", ["aten::softmax.int"]),
+        ("sum", ["aten::sum", "aten::sum.dim_IntList"]),
+        ("sum.default", ["aten::sum"]),
+        (torch.ops.aten.sum, ["aten::sum", "aten::sum.dim_IntList"]),
+        (torch.ops.aten.sum.default, ["aten::sum"]),
+        (torch.ops.aten.sum.dim_IntList, ["aten::sum.dim_IntList"]),
+    ],
+    ids=str,
+)
+def test_what_a_name_means(said, meant):
+    assert sorted(ops_with(read_op(said), CastPolicy.FP32)) == meant
+
+
+@pytest.mark.parametrize(
+    ("policy", "meant"),
+    [
+        (CastPolicy.FP32_APPEND_DTYPE, ["aten::norm.Scalar", "aten::norm.ScalarOpt_dim"]),
+        (
+            CastPolicy.PASSTHROUGH,
+            [f"aten::norm.{name}" for name in ("Scalar", "ScalarOpt_dim", "ScalarOpt_dim_dtype", "ScalarOpt_dtype")],
+        ),
+    ],
+)
+def test_a_name_means_the_overloads_that_can_have_the_policy(policy, meant):
+    assert sorted(ops_with(read_op("norm"), policy)) == meant
+
+
+def test_a_ban_is_of_what_writes_too():
+    assert "aten::mm.out" in ops_with(read_op("mm"), CastPolicy.BANNED)
+    assert "aten::mm.out" not in ops_with(read_op("mm"), CastPolicy.PASSTHROUGH)
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("sofmax", f"{TORCH} has no op 'sofmax'; the nearest are 'softmax', '_softmax', 'fmax'"),
+        ("aten::layernorm", f"{TORCH} has no op 'layernorm'; the nearest are 'layer_norm', "),
+        ("aten::qqqqqqqq", f"{TORCH} has no op 'qqqqqqqq': {EXPECTED}"),
+        ("acme::qqqqqqqq", f"{TORCH} has no op 'acme::qqqqqqqq' now: load the library that defines it first"),
+        (
+            "softmax.Dimnam",
+            f"{TORCH} has no overload 'Dimnam' of the op 'softmax', which has 'int', ",
+        ),
+        ("softmax.default", f"{TORCH} has no overload 'default' of the op 'softmax', which has "),
+        (
+            "mm.out",
+            "'aten::mm.out' writes to its inputs: in-place and out= variants are never cast, so FP32 cannot hold",
+        ),
+        ("relu_", "'aten::relu_' writes to its inputs: in-place and out= variants are never cast, so FP32 cannot hold"),
+    ],
+)
+def test_what_cannot_have_the_policy_is_told_with_the_nearest_names(name, problem):
+    with pytest.raises(ValueError, match=f"^{re.escape(problem)}"):
+        ops_with(read_op(name), CastPolicy.FP32)
+
+
+def test_a_name_none_of_whose_overloads_can_have_the_policy_is_told_why():
+    problem = "'aten::mm' has no optional dtype argument, which FP32_SET_OPT_DTYPE sets"
+    with pytest.raises(ValueError, match=f"^{re.escape(problem)}$"):
+        ops_with(read_op("mm.default"), CastPolicy.FP32_SET_OPT_DTYPE)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "m m", "aten:mm", "::mm", "aten::", "mm.", ".int", "mm.x.y", "torch.ops.aten.mm", "a::b::c"]
+)
+def test_what_is_not_written_as_a_name_is_refused(name):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{name!r} is not the name of an op: {EXPECTED}')}$"):
+        read_op(name)
+
+
+@pytest.mark.parametrize("name", ["name", "__file__", "op"])
+def test_what_a_namespace_of_torch_has_besides_ops_is_no_op(name):
+    assert read_op(name).overloads == []
+
+
+@pytest.mark.parametrize("policy", CastPolicy)
+def test_a_policy_may_be_its_name(policy):
+    assert {read_policy(each, "it") for each in (policy, policy.value, policy.name)} == {policy}
+
+
+@pytest.mark.parametrize(
+    ("policy", "rest"),
+    [
+        ("fp23", "'fp23'; the nearest is 'fp32'"),
+        ("ban", "'ban'; the nearest is 'banned'"),
+        (None, f"None: expected one of {', '.join(repr(each.value) for each in CastPolicy)}"),
+    ],
+)
+def test_what_is_no_policy_is_told_with_the_nearest(policy, rest):
+    problem = f"the policy of 'mm' must be a CastPolicy or the name of one, got {rest}"
+    with pytest.raises(ValueError, match=f"^{re.escape(problem)}$"):
+        read_policy(policy, "the policy of 'mm'")
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "bf16", "torch.bfloat16", torch.bfloat16])
+def test_a_dtype_by_its_names(name):
+    assert read_dtype(name) is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "rest"), [("bfloat61", "; the nearest are 'bfloat16', 'float64', 'float16'"), ("Tensor", "")]
+)
+def test_what_is_no_dtype_is_told_with_the_nearest(name, rest):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{name!r} is not a dtype{rest}')}$"):
+        read_dtype(name)

@@ -1,0 +1,256 @@
+"""polycast.Policy: a value that can be compared, put together, shown and told apart; what it refuses."""
+
+import copy
+import pickle
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polycast import CastPolicy, Policy
+from polycast.policy.ops import Ops
+
+TORCH = f"this torch ({torch.__version__})"
+NAMES = [
+    *("softmax", "aten::softmax", "softmax.int", "mm", "aten::mm.default", "mm.dtype"),
+    *("norm", "norm.Scalar", "aten::norm.ScalarOpt_dim", "norm.ScalarOpt_dtype", "sum", "sum.default"),
+]
+POLICIES = ["fp32", "passthrough", "promote", "banned", CastPolicy.LOWER_PRECISION_FP]
+
+
+def made(mapping):
+    """Return Ops, without the entries that say something of an op for the second time."""
+    entries = {}
+    for name, policy in mapping.items():
+        if name not in Ops(entries):
+            entries[name] = policy
+    return Ops(entries)
+
+
+SOME_OPS = st.dictionaries(st.sampled_from(NAMES), st.sampled_from(POLICIES), max_size=4)
+APPENDING = st.dictionaries(st.sampled_from(["norm", "norm.Scalar", "sum"]), st.just("fp32"), max_size=2).map(
+    lambda ops: {**ops, "norm": "fp32_append_dtype"}
+)
+OPTIONAL = st.just({"op_of_another_torch": {"policy": "fp32", "optional": True}})
+OPS = st.one_of(SOME_OPS, APPENDING, OPTIONAL).map(made)
+MODULES = st.dictionaries(
+    st.sampled_from(["a.*", "lm_head", "**.attn", "class:torch.nn.LayerNorm"]),
+    st.one_of(st.sampled_from(["fp32", "off", "float16", "bf16"]), SOME_OPS.map(made)),
+    max_size=3,
+)
+FLAT = st.builds(Policy, OPS, MODULES, name=st.sampled_from(["", "one", 'an "other"\n']))
+POLICY = st.builds(
+    lambda flat, devices: Policy(flat.ops, flat.modules, devices, flat.name),
+    FLAT,
+    st.dictionaries(st.sampled_from(["cpu", "cuda"]), FLAT, max_size=2),
+)
+
+
+@settings(deadline=None)
+@given(POLICY)
+def test_the_repr_can_be_pasted(policy):
+    pasted = eval(repr(policy), {"Policy": Policy})
+    assert (pasted, repr(pasted)) == (policy, repr(policy))
+
+
+@settings(deadline=None)
+@given(POLICY)
+def test_a_copy_is_equal_and_has_the_same_hash(policy):
+    for twin in (copy.copy(policy), copy.deepcopy(policy), pickle.loads(pickle.dumps(policy)), policy | Policy()):
+        assert twin == policy
+        assert hash(twin) == hash(policy)
+
+
+@settings(deadline=None)
+@given(POLICY, POLICY)
+def test_the_difference_has_no_lines_just_where_there_is_none(one, another):
+    assert (one.diff(another) == []) is (one == another)
+    assert [line[:2] for line in one.diff(another) if line[:2] not in ("- ", "+ ")] == []
+
+
+@settings(deadline=None)
+@given(OPS, OPS)
+def test_together_the_right_one_decides_what_it_says_something_of(one, another):
+    assert (one | another).resolved == {**one.resolved, **another.resolved}
+
+
+@settings(deadline=None)
+@given(OPS, OPS, OPS)
+def test_it_does_not_matter_which_two_are_put_together_first(one, two, three):
+    assert ((one | two) | three).resolved == (one | (two | three)).resolved
+
+
+@settings(deadline=None)
+@given(POLICY, POLICY, st.sampled_from(["cpu", "cuda", "xpu"]))
+def test_together_the_right_one_decides_on_each_device(one, another, device_type):
+    both = (one | another).for_device(device_type)
+    here, there = one.for_device(device_type), another.for_device(device_type)
+    assert both.ops.resolved == {**here.ops.resolved, **there.ops.resolved}
+    rules = {key: rule for key, rule in here.modules.items() if key not in there.modules}
+    assert [*both.modules.items()] == [*rules.items(), *there.modules.items()]
+
+
+@settings(deadline=None)
+@given(POLICY, st.sampled_from(["cpu", "cuda", "xpu"]))
+def test_a_policy_put_together_with_itself_means_the_same(policy, device_type):
+    twice, once = (policy | policy).for_device(device_type), policy.for_device(device_type)
+    assert (twice.ops.resolved, list(twice.modules.items())) == (once.ops.resolved, list(once.modules.items()))
+
+
+@pytest.mark.parametrize(
+    ("one", "another", "both"),
+    [
+        ({"softmax": "fp32"}, {"aten::softmax.int": "promote"}, {"softmax": "fp32", "aten::softmax.int": "promote"}),
+        ({"aten::softmax.int": "promote"}, {"softmax": "fp32"}, {"softmax": "fp32"}),
+        ({"mm": "fp32"}, {"aten::mm": "promote"}, {"aten::mm": "promote"}),
+        ({"mm": "fp32"}, {"bmm": "promote"}, {"mm": "fp32", "bmm": "promote"}),
+        (
+            {"norm": "fp32"},
+            {"norm": "fp32_append_dtype"},
+            {"norm.ScalarOpt_dim_dtype": "fp32", "norm.ScalarOpt_dtype": "fp32", "norm": "fp32_append_dtype"},
+        ),
+    ],
+)
+def test_how_two_are_put_together(one, another, both):
+    assert repr(Policy(one) | Policy(another)) == repr(Policy(both))
+
+
+def test_the_right_one_wins_over_what_the_left_one_has_for_a_device():
+    both = Policy(devices={"cuda": Policy({"mm": "fp32"}, {"a": "off"})}) | Policy({"mm": "promote"}, {"a": "fp32"})
+    assert both.for_device("cuda") == Policy({"mm": "promote"}, {"a": "fp32"})
+
+
+def test_rules_of_the_right_one_come_last_for_the_last_decides():
+    both = Policy(modules={"a": "off", "b": "off"}) | Policy(modules={"a": "fp32"})
+    assert list(both.modules.items()) == [("b", "off"), ("a", "fp32")]
+
+
+def test_order_is_part_of_the_value_for_modules_only():
+    assert Policy({"mm": "fp32", "bmm": "fp32"}) == Policy({"bmm": "fp32", "mm": "fp32"})
+    assert Policy(modules={"a": "off", "b": "off"}) != Policy(modules={"b": "off", "a": "off"})
+
+
+def test_spellings_are_kept_and_mean_the_same():
+    one, another = Policy({"aten::softmax": "fp32"}), Policy({torch.ops.aten.softmax: CastPolicy.FP32})
+    assert one == another
+    assert hash(one) == hash(another)
+    assert (list(one.ops), list(another.ops)) == (["aten::softmax"], ["softmax"])
+    assert one.ops["softmax"] is another.ops["aten::softmax"] is CastPolicy.FP32
+    assert "softmax.int" not in one.ops
+
+
+def test_what_a_difference_looks_like():
+    one = Policy({"softmax": "fp32", "mm": "fp32"}, {"a": "off", "b": "fp32"}, name="one")
+    another = Policy({"mm": "fp32", "softmax": "promote"}, {"b": "fp32", "a": "off"}, {"cuda": Policy({"bmm": "fp32"})})
+    assert one.diff(another) == [
+        "- name = 'one'",
+        "- ops.softmax = 'fp32'",
+        "+ ops.softmax = 'promote'",
+        "+ modules.b = 'fp32'",
+        "- modules.b = 'fp32'",
+        "+ devices.cuda.ops.bmm = 'fp32'",
+    ]
+
+
+def test_it_cannot_be_changed():
+    policy = Policy({"mm": "fp32"})
+    with pytest.raises(
+        AttributeError, match=r"^a Policy cannot be changed: make another one, such as policy \| Policy"
+    ):
+        policy.name = "other"
+    with pytest.raises(AttributeError, match="^a Policy cannot be changed$"):
+        del policy.ops
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        policy.modules["a"] = "off"
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        policy.ops["mm"] = "off"
+
+
+def test_what_is_no_policy_cannot_be_put_together_with_one():
+    with pytest.raises(TypeError, match=r"unsupported operand type\(s\) for \|: 'Policy' and 'dict'"):
+        Policy() | {"mm": "fp32"}
+    assert Policy() != {}
+
+
+@pytest.mark.parametrize(
+    ("rule", "read"),
+    [("FP32", "fp32"), ("float32", "fp32"), (torch.float16, "float16"), ("bf16", "bfloat16"), ("half", "float16")],
+)
+def test_a_rule_for_modules_by_its_names(rule, read):
+    assert Policy(modules={"a": rule}).modules == {"a": read}
+
+
+def test_an_optional_op_that_torch_lacks_is_kept_and_decides_nothing():
+    policy = Policy({"op_of_another_torch": {"policy": "fp32", "optional": True}, "mm.default": "fp32"})
+    assert dict(policy.ops.resolved) == {"aten::mm": CastPolicy.FP32}
+    assert "op_of_another_torch" in policy.ops
+
+
+def test_an_optional_op_is_found_when_its_library_is_loaded():
+    policy = Policy({"polycast_test::late": {"policy": "fp32", "optional": True}})
+    assert not policy.ops.resolved
+    library = torch.library.Library("polycast_test", "FRAGMENT")
+    library.define("late(Tensor x) -> Tensor")
+    assert dict(policy.ops.resolved) == {"polycast_test::late": CastPolicy.FP32}
+    library._destroy()
+
+
+NO_RULE = "a rule is 'fp32', 'off', the name of a fast dtype such as 'float16', or a mapping of ops to policies; got {}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"ops": []}, "must map op names to CastPolicy, got list"),
+        (
+            {"ops": {"sofmax": "fp32", "mm": "fp23"}},
+            f"{TORCH} has no op 'sofmax'; the nearest are 'softmax', '_softmax', 'fmax'; the policy of 'mm' must be a "
+            "CastPolicy or the name of one, got 'fp23'; the nearest is 'fp32'",
+        ),
+        ({"ops": {"mm": "fp32", "aten::mm": "fp32"}}, "'aten::mm' is named twice, also as 'mm'"),
+        (
+            {"ops": {7: "fp32"}},
+            "expected a name such as 'mm' or 'acme::scale', an OpOverload such as torch.ops.aten.mm",
+        ),
+        (
+            {"ops": {"mm": {"policie": "fp32"}}},
+            "'mm' has 'policie', which is nothing that an op has: did you mean 'poli",
+        ),
+        ({"ops": {"mm": {"policy": "fp32", "optional": 1}}}, "optional of 'mm' must be true or false, got 1"),
+        (
+            {"ops": {"mm.out": {"policy": "fp32", "optional": True}}},
+            "'aten::mm.out' writes to its inputs: in-place and",
+        ),
+        ({"modules": []}, "modules must map names of modules to rules, got list"),
+        ({"modules": {"a": "float15"}}, "modules['a']: " + NO_RULE.format("'float15', the nearest is 'float16'")),
+        ({"modules": {"a": None}}, "modules['a']: " + NO_RULE.format("None")),
+        ({"modules": {"a": "int8"}}, "modules['a']: a fast dtype is a floating-point one, got 'int8'"),
+        (
+            {"modules": {"a": {"sofmax": "fp32"}}},
+            f"modules['a']: {TORCH} has no op 'sofmax'; the nearest are 'softmax'",
+        ),
+        ({"modules": {"": "off"}}, "modules['']: a key is a glob over names of modules, such as 'encoder.*.norm', or "),
+        (
+            {"modules": {"class:": "off"}},
+            "modules['class:']: 'class:' is followed by a class's qualified name, such as",
+        ),
+        ({"devices": []}, "devices must map device types to Policy, got list"),
+        (
+            {"devices": {"cdua": Policy()}},
+            "devices['cdua']: not a device type that torch's autocast knows: did you mean 'cuda'? A device of another "
+            "library has its name once that is imported.",
+        ),
+        ({"devices": {"cuda": {}}}, "devices['cuda'] must be a Policy, got dict"),
+        (
+            {"devices": {"cuda": Policy(devices={"cpu": Policy()})}},
+            "devices['cuda'] is a policy for one device, and cannot have devices of its own",
+        ),
+        ({"name": 7}, "name must be a str, got 7"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(arguments, problem):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'policy: {problem}')}"):
+        Policy(**arguments)

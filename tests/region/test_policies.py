@@ -1,0 +1,229 @@
+"""Regions with policies: whatever they are given as, on both engines, and which rule decides in nested ones."""
+
+import contextlib
+import functools
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
+
+import polycast
+from polycast import CastPolicy, Policy
+from polycast.engine.installation import kernels_of
+from polycast.policy import names
+from polycast.policy.schemas import find_op
+from polycast.region import entry
+from polycast.testing.oracle import call_as
+from polycast.testing.samples import SAMPLES, split
+
+
+@pytest.fixture
+def softmax_in_float32(tmp_path):
+    """Return a function that makes one policy in each way that policy= takes."""
+
+    def make(form):
+        policy = Policy({"softmax": "fp32"})
+        policy.save(tmp_path / "policy.toml")
+        return {
+            "policy": policy,
+            "mapping": {"softmax": "fp32"},
+            "path": tmp_path / "policy.toml",
+            "text": str(tmp_path / "policy.toml"),
+        }[form]
+
+    return make
+
+
+def softmax():
+    return torch.softmax(torch.ones(2, 2, dtype=torch.bfloat16), 0).dtype
+
+
+@pytest.mark.parametrize("form", ["policy", "mapping", "path", "text"])
+def test_a_region_takes_a_policy_a_mapping_or_a_path(softmax_in_float32, form, engine):
+    policy = softmax_in_float32(form)
+    with polycast.autocast("cpu", policy=policy):
+        assert softmax() is torch.float32
+    with polycast.autocast("cpu"):
+        assert softmax() is torch.bfloat16
+    assert polycast.autocast("cpu", policy=policy)(softmax)() is torch.float32
+
+
+@pytest.mark.parametrize("form", ["policy", "mapping", "path", "text"])
+def test_what_was_read_once_is_not_looked_up_again(softmax_in_float32, form, monkeypatch):
+    policy = softmax_in_float32(form)
+    first = polycast.autocast("cpu", policy=policy)._settings.overlay
+    monkeypatch.setattr(names, "find_op", lambda name: pytest.fail(f"{name} is looked up again"))
+    monkeypatch.setattr(names, "find_overloads", lambda name: pytest.fail(f"{name} is looked up again"))
+    assert polycast.autocast("cpu", policy=policy)._settings.overlay is first
+
+
+def test_the_ops_of_a_policy_are_looked_at_once_while_its_kernels_are_in_place(engine, monkeypatch):
+    region, calls = polycast.autocast("cpu", policy={"softmax": "fp32"}), []
+    monkeypatch.setattr(entry, "kernels_of", lambda *given: calls.append(given) or kernels_of(*given))
+    for _ in range(3):
+        with region:
+            assert softmax() is torch.float32
+    assert len(calls) == 1
+    polycast.uninstall()
+    with region:
+        assert softmax() is torch.float32
+    assert len(calls) == 2
+
+
+def test_a_file_that_was_changed_is_read_again(tmp_path):
+    path = tmp_path / "policy.toml"
+    Policy({"mm": "fp32"}).save(path)
+    before = polycast.autocast("cpu", policy=path)._settings.overlay
+    Policy({"mm": "promote"}).save(path)
+    os.utime(path, ns=(1, 1))
+    assert set(before.values()) == {CastPolicy.FP32}
+    assert set(polycast.autocast("cpu", policy=path)._settings.overlay.values()) == {CastPolicy.PROMOTE}
+
+
+def test_equal_policies_share_what_was_made_of_them():
+    one, another = Policy({"mm": "fp32"}), Policy({"aten::mm": CastPolicy.FP32})
+    overlays = [polycast.autocast("cpu", policy=policy)._settings.overlay for policy in (one, another)]
+    assert overlays[0] is overlays[1]
+
+
+def test_a_policy_that_says_nothing_of_the_device_makes_a_plain_region():
+    policy = Policy(modules={"a": "off"}, devices={"cuda": Policy({"mm": "fp32"})})
+    assert polycast.autocast("cpu", policy=policy)._settings == polycast.autocast("cpu")._settings
+
+
+def test_a_mapping_that_is_changed_is_read_again(engine):
+    policy, x = {"mm": "fp32"}, torch.ones(2, 2)
+    with polycast.autocast("cpu", policy=policy):
+        assert torch.mm(x, x).dtype is torch.float32
+    policy["mm"] = "lower_precision_fp"
+    with polycast.autocast("cpu", policy=policy):
+        assert torch.mm(x, x).dtype is torch.bfloat16
+
+
+def test_an_optional_op_is_in_force_once_its_library_is_loaded(engine):
+    policy = Policy({"polycast_test::late": {"policy": "fp32", "optional": True}, "mm": "fp32"})
+    assert "polycast_test::late" not in polycast.autocast("cpu", policy=policy)._settings.overlay
+    library = torch.library.Library("polycast_test", "FRAGMENT")
+    library.define("late(Tensor x) -> Tensor")
+    library.impl("late", lambda x: x.clone(), "CompositeExplicitAutograd")
+    with polycast.autocast("cpu", policy=policy):
+        assert torch.ops.polycast_test.late(torch.ones(2).half()).dtype is torch.float32
+    polycast.uninstall()
+    library._destroy()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of ops that it has deprecated
+def test_every_op_has_another_policy_by_its_short_name(engine):
+    found, said = {}, {}
+    for name, sample in SAMPLES.items():
+        op = find_op(name)
+        if op is not None:
+            args, kwargs = arguments = split(sample(Maker()))
+            short = name.removeprefix("aten::").partition(".")[0]
+            with polycast.autocast("cpu", policy={short: "fp32"}):
+                found[name] = outcome(functools.partial(op, *args, **kwargs))
+            said[name] = outcome(functools.partial(call_as, CastPolicy.FP32, op, arguments, "cpu", torch.bfloat16))
+    assert found == said
+    assert sum(isinstance(dtypes, list) for dtypes in found.values()) > 150
+
+
+class Maker:
+    """Makes bfloat16 samples, which a policy of FP32 casts."""
+
+    def __call__(self, *shape):
+        return torch.full(shape, 0.5, dtype=torch.bfloat16)
+
+    def spd(self, size):
+        return torch.eye(size, dtype=torch.bfloat16)
+
+    def signs(self, *shape):
+        return torch.ones(shape, dtype=torch.bfloat16)
+
+    def integers(self, values, dtype=torch.int64):
+        return torch.tensor(values, dtype=dtype)
+
+
+def outcome(function):
+    try:
+        result = function()
+    except Exception as error:  # what the CPU cannot do is a result too
+        return type(error)
+    return [leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+
+
+OPS = ["polycast_test::seen", "polycast_test::seen.other", "polycast_test::plain"]
+RULES = [CastPolicy.FP32, CastPolicy.LOWER_PRECISION_FP, CastPolicy.PASSTHROUGH, CastPolicy.BANNED]
+WRITTEN = ["polycast_test::seen", "polycast_test::seen.other", "polycast_test::seen.default", "polycast_test::plain"]
+MAPPING = st.dictionaries(st.sampled_from(WRITTEN), st.sampled_from(RULES), max_size=3)
+
+
+class Region:
+    """A region of the property test, and what it says in the small model."""
+
+    def __init__(self, ops, of_device, of_another, enabled, as_mapping):
+        self.ops, self.of_device, self.enabled = ops, of_device, enabled
+        self.policy = ops if as_mapping else Policy(ops, {}, {"cpu": Policy(of_device), "cuda": Policy(of_another)})
+        self.as_mapping = as_mapping
+
+    def says(self, op):
+        """Return the policy that this region alone gives an op: the device's part first, an overload's name first."""
+        name, _, overload = op.partition(".")
+        for ops in [self.ops] if self.as_mapping else [self.of_device, self.ops]:
+            for key in (f"{name}.{overload or 'default'}", name):
+                if key in ops:
+                    return ops[key]
+        return None
+
+
+REGIONS = st.lists(st.builds(Region, MAPPING, MAPPING, MAPPING, st.booleans(), st.booleans()), max_size=4)
+
+
+@pytest.fixture(scope="module")
+def library():
+    """Ops that return what they are given, and so tell what their kernel saw."""
+    made = torch.library.Library("polycast_test", "FRAGMENT")
+    for schema in ("seen(Tensor x)", "seen.other(Tensor x, float by)", "plain(Tensor x)"):
+        made.define(f"{schema} -> Tensor")
+        made.impl(schema.partition("(")[0], lambda x, *rest: x.clone(), "CompositeExplicitAutograd")
+    yield made
+    made._destroy()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(regions=REGIONS, on_device=MAPPING, on_all=MAPPING)
+def test_which_rule_decides(engine, library, regions, on_device, on_all):
+    on_device, on_all = ({key: its for key, its in scope.items() if key in OPS[1:]} for scope in (on_device, on_all))
+    registered = [polycast.register_op(op, its, device_type="cpu") for op, its in on_device.items()]
+    registered += [polycast.register_op(op, its) for op, its in on_all.items()]
+    x, enabled = torch.ones(2, dtype=torch.float16), False
+    try:
+        with contextlib.ExitStack() as stack:
+            for region in regions:
+                stack.enter_context(polycast.autocast("cpu", enabled=region.enabled, policy=region.policy))
+                enabled = region.enabled
+            for op in OPS:
+                said = next((its for region in reversed(regions) if (its := region.says(op)) is not None), None)
+                rule = "region's policy" if said is not None else "none"
+                if said is None and op in on_device:
+                    said, rule = on_device[op], "register_op for cpu"
+                elif said is None and op in on_all:
+                    said, rule = on_all[op], "register_op"
+                arguments = (x, 2.0) if op.endswith("other") else (x,)
+                told = polycast.explain(find_op(op), "cpu", *arguments)
+                assert (told.policy, told.rule, told.enabled) == (said, rule, enabled)
+                if enabled and said is CastPolicy.BANNED:
+                    with pytest.raises(RuntimeError) as caught:
+                        find_op(op)(*arguments)
+                    assert str(caught.value).splitlines()[0] == told.refusal
+                    continue
+                cast = (
+                    {CastPolicy.FP32: torch.float32, CastPolicy.LOWER_PRECISION_FP: torch.bfloat16} if enabled else {}
+                )
+                saw = find_op(op)(*arguments).dtype
+                assert saw is told.arguments[0].seen is cast.get(said, torch.float16)
+    finally:
+        for registration in registered:
+            registration.remove()
