@@ -1,5 +1,6 @@
 """torch.utils.checkpoint: what is recomputed in the backward is recomputed in the region of the forward."""
 
+import contextlib
 import functools
 import sys
 
@@ -215,4 +216,21 @@ def test_a_compiled_function_runs_the_code_of_its_policies_again(block, reentran
     of_policy = [text for text in compilations if text]
     # The reentrant one runs its forward under no_grad, for which Dynamo compiles apart.
     assert len(compilations) == len(of_policy) == (2 if reentrant else 1)
+    torch.compiler.reset()
+
+
+# Dynamo's, of what enters the region again after the break
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")
+@modes
+def test_a_checkpoint_after_a_graph_break_in_a_region_inside_what_is_compiled(block, reentrant):
+    torch.compiler.reset()
+
+    @torch.compile(backend="eager")
+    def compiled(x):
+        with polycast.autocast("cpu", policy={"aten::linear": "fp32"}):
+            torch._dynamo.graph_break()
+            return checkpoint(block, x, use_reentrant=reentrant)
+
+    block.gradients(compiled, contextlib.nullcontext())
+    assert set(block.seen) == {torch.float32}
     torch.compiler.reset()
