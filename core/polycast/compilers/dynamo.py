@@ -15,6 +15,7 @@ import torch
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.ctx_manager import AutocastModeVariable
+from torch.compiler import is_dynamo_compiling
 from torch.fx.node import has_side_effect
 from typing_extensions import Self
 
@@ -31,6 +32,12 @@ _Region = TypeVar("_Region")
 
 class region_with_policies:
     """A region with policies, of constants that code can hold: what a graph enters, and what goes on after a break."""
+
+    def __new__(cls, *values: Any) -> Self:
+        """Return a new region; to Dynamo, which traces what comes after a break, one that graphs have a place for."""
+        if is_dynamo_compiling():
+            return _entered_again(*values)  # type: ignore[no-any-return]
+        return object.__new__(cls)
 
     def __init__(
         self,
@@ -61,6 +68,17 @@ class region_with_policies:
 def enter_with_policies(*values: Any) -> region_with_policies:
     """Enter a region, in a graph; what comes back is left by what leaves torch's regions there."""
     return region_with_policies(*values).__enter__()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _entered_again(
+    device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool | None, policies: str, *origin: str
+) -> Any:
+    region: Any = object.__new__(UnpatchedAutocast)
+    region.fast_dtype, region._enabled, region._cache_enabled = dtype, enabled, cache_enabled
+    region.device = _WithPolicies(device_type)
+    region.device.policies = Overlay.of_text(policies, Origin(*origin))
+    return region
 
 
 class _PolicyRegionVariable(AutocastModeVariable):
@@ -148,9 +166,8 @@ def region_of_rule(
 
 
 def _give_policies(region: Any, policies: Overlay) -> None:
-    device = _WithPolicies(region.device)
-    device.policies = policies
-    region.device = device
+    region.device = _WithPolicies(region.device)
+    region.device.policies = policies
     region._settings = region._settings._replace(overlay=None)
 
 
