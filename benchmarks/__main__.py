@@ -19,8 +19,7 @@ from rich.table import Table
 
 from polycast.engine.choice import choose
 
-from . import models, once, scenarios, small, training
-from .ops import EveryOp
+from . import models, once, ops, scenarios, small, training
 from .processes import ImportTime, PeakMemory
 from .timing import Result
 
@@ -35,7 +34,9 @@ BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
     "mm-bfloat16": small.mm_bfloat16,
     "mm-weight": small.mm_weight,
     "relu": small.relu,
-    "ops": EveryOp,
+    "ops": ops.against_torch,
+    "policy": small.policy,
+    "policy-ops": ops.under_policy,
     "depth": small.depth,
     "threads": small.threads,
     "lookup": small.lookup,

@@ -1,11 +1,12 @@
-"""Every op of the CPU's table on small inputs: what its kernel at the Autocast key costs, against torch's own.
+"""Every op of the CPU's table on small inputs: what it costs in a region, against another.
 
-Here the ops take turns inside a turn of each library, for kernels are put in place for all of them at once.
+Here the ops take turns inside a turn of each region, for kernels are put in place for all of them at once.
 """
 
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch.utils.benchmark import Timer
 import polycast
 from polycast.testing.samples import SAMPLES, split
 
-from .once import LIBRARIES
 from .timing import Result, kernels_of
 
 NOT_SLOWER = 1.03
@@ -69,8 +69,17 @@ def _timers() -> dict[str, Timer]:
 
 @dataclass(frozen=True)
 class EveryOp:
-    """The time of each op, the least of all rounds."""
+    """The time of each op in our region and in theirs, the least of all rounds."""
 
+    ours: AbstractContextManager[Any]
+    theirs: AbstractContextManager[Any]
+    kernels: tuple[str, str]
+    """The libraries whose kernels run in our region and in theirs."""
+    what: str
+    against: str
+    at_most: float
+    of_all: float
+    """The bound of the geometric mean of all ops."""
     rounds: int = 60
     seconds: float = 0.001
     """About what one op takes in one turn."""
@@ -81,20 +90,37 @@ class EveryOp:
             warnings.simplefilter("ignore")  # torch has deprecated some of the ops
             timers = _timers()
             calls = {op: max(1, round(self.seconds / timer.timeit(10).median)) for op, timer in timers.items()}
-            least: dict[tuple[str, str], float] = {}
+            sides = [*zip((self.ours, self.theirs), self.kernels, strict=True)]
+            least: dict[tuple[str, int], float] = {}
             for turn in range(max(3, self.rounds // 5) if quick else self.rounds):
-                for name in sorted(LIBRARIES, reverse=turn % 2 == 0):
-                    kernels_of(name)
-                    with torch.no_grad(), LIBRARIES[name].autocast("cpu"):
+                for side in (turn % 2, 1 - turn % 2):
+                    region, library = sides[side]
+                    kernels_of(library)
+                    with torch.no_grad(), region:
                         for op, timer in timers.items():
                             taken = timer.timeit(calls[op]).median
-                            least[op, name] = min(taken, least.get((op, name), math.inf))
+                            least[op, side] = min(taken, least.get((op, side), math.inf))
                 yield []
-        times = {op: (least[op, "polycast"], least[op, "torch"]) for op in timers}
+        times = {op: (least[op, 0], least[op, 1]) for op in timers}
         ratios = {op: ours / theirs for op, (ours, theirs) in times.items()}
         mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
-        against = "torch's kernel"
+        what = f"the geometric mean of {len(ratios)} ops{self.what}"
         yield [
-            *(Result(op, against, ratio, NOT_SLOWER, times=times[op]) for op, ratio in ratios.items()),
-            Result(f"the geometric mean of {len(ratios)} ops", against, mean, 1.0),
+            *(
+                Result(op + self.what, self.against, ratio, self.at_most, times=times[op])
+                for op, ratio in ratios.items()
+            ),
+            Result(what, self.against, mean, self.of_all),
         ]
+
+
+def against_torch() -> EveryOp:
+    regions = polycast.autocast("cpu"), torch.autocast("cpu")
+    return EveryOp(*regions, ("polycast", "torch"), "", "torch's kernel", NOT_SLOWER, 1.0)
+
+
+def under_policy() -> EveryOp:
+    """Each op under a policy that says of all ops what the table says."""
+    regions = polycast.autocast("cpu", policy=polycast.get_backend("cpu").policies), polycast.autocast("cpu")
+    what, against = ", named in a policy", "a plain region"
+    return EveryOp(*regions, ("polycast", "polycast"), what, against, 1.05, 1.01, rounds=120)

@@ -3,12 +3,13 @@
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 import polycast
+from polycast import CastPolicy
 
 from .timing import Race, Ratio, Side
 
@@ -74,6 +75,27 @@ def mm_weight() -> Race:
 
 def relu() -> Race:
     return _op("an op without a policy (relu)", 1.02, "torch.relu(x)", "torch", x=torch.randn(8, 8))
+
+
+def policy() -> Race:
+    """A region with policies for some ops, against a plain one: in no other, in a plain one, in one with others."""
+    some, others = ({name: CastPolicy.FP32} for name in ("aten::mm", "aten::softmax.int"))
+    regions = {"plain": polycast.autocast("cpu"), "policy": polycast.autocast("cpu", policy=some)}
+    around = {
+        "": nullcontext,
+        " in another": _region(polycast),
+        " in one with policies": _region(polycast, policy=others),
+    }
+    sides = {
+        name + where: Side("with region: pass", {"region": region}, outer)
+        for name, region in regions.items()
+        for where, outer in around.items()
+    }
+    ratios = [
+        Ratio("enter and leave a region with policies" + where, "a plain one", "policy" + where, "plain" + where, 1.2)
+        for where in around
+    ]
+    return Race(sides, ratios)
 
 
 def depth() -> Race:

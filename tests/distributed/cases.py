@@ -9,7 +9,7 @@ import warnings
 import torch
 from torch import distributed, nn
 from torch.distributed import fsdp
-from torch.nn.parallel import DistributedDataParallel
+from training import name, recomputed_with_policies, sharded, training
 
 import polycast
 from polycast.distributed import MixedPrecision, fully_shard
@@ -22,8 +22,8 @@ def case(function):
     return function
 
 
-def name(dtype):
-    return str(dtype).removeprefix("torch.")
+case(training)
+case(recomputed_with_policies)
 
 
 class Child(nn.Module):
@@ -224,51 +224,6 @@ def own_parameters():
         model(torch.ones(2, 100))
         seen.append(model.seen["root"])
     return seen
-
-
-def sharded(model):
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            fully_shard(layer)
-    return fully_shard(model)
-
-
-WRAP = {"ddp": DistributedDataParallel, "fsdp2": sharded}
-
-
-def trained(wrap, cache, enabled=True):
-    torch.manual_seed(0)
-    model = WRAP[wrap](nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, losses, dtypes = torch.randn(4, 8) + distributed.get_rank(), [], []
-    # One region around all steps, so that its own cache lives through them as well.
-    with polycast.autocast("cpu", cache_enabled=enabled, cache=cache):
-        for _ in range(3):
-            y = model(x)
-            loss = y.float().square().mean()
-            loss.backward()
-            dtypes += [y.dtype, *(p.grad.dtype for p in model.parameters())]
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    full = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    return losses, [p.tolist() for p in full], [name(d) for d in dtypes]
-
-
-@case
-def training():
-    results = {}
-    for wrap in WRAP:
-        cache = polycast.WeightCache()
-        plain, own, users = trained(wrap, None, False), trained(wrap, None), trained(wrap, cache)
-        results[wrap] = {
-            "own": own == plain,
-            "users": users == plain,
-            "losses": plain[0],
-            "dtypes": [plain[2][0], *sorted(set(plain[2][1:5]))],
-            "misses": cache.stats().misses,
-        }
-    return results
 
 
 @case

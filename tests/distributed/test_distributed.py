@@ -88,6 +88,14 @@ def test_a_checkpointed_unit_is_given_the_same_when_it_is_recomputed(results):
     assert results["recomputed"] == [HALF] * 4
 
 
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_a_checkpoint_under_it_is_recomputed_with_the_policies_of_the_forward(results, wrap):
+    result = results["recomputed_with_policies"][wrap]
+    assert (result["same"], result["dtypes"]) == (True, 3 * [[FULL]])
+    plain, *checkpointed = result["runs"]
+    assert min(checkpointed) > plain == 3
+
+
 def test_none_is_the_default_dtype_of_the_backend_and_reduces_in_float32(results):
     assert results["defaults"] == ["bfloat16", FULL, FULL, FULL]
 

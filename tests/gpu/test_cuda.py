@@ -1,7 +1,10 @@
 """What fake tensors cannot show: real kernels, graph capture and streams. Runs where torch sees a CUDA device."""
 
+import threading
+
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 import polycast
@@ -135,6 +138,28 @@ def test_training_in_float16_skips_the_step_that_overflows_and_learns():
 def test_without_a_dtype_the_scaler_is_enabled_for_float16():
     assert polycast.grad_scaler("cuda").is_enabled()
     assert not polycast.grad_scaler("cuda", torch.bfloat16).is_enabled()
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+def test_a_checkpoint_is_recomputed_with_the_policies_and_the_cache_of_the_forward(reentrant):
+    """On another thread: the backward of a device has one of its own."""
+    seen, cache = [], polycast.WeightCache()
+
+    def gradients(checkpointed):
+        net = model()
+        net[0].register_forward_hook(lambda module, args, output: seen.append((threading.get_ident(), output.dtype)))
+        x = inputs().requires_grad_()
+        with polycast.autocast("cuda", cache=cache, policy={"aten::linear": polycast.CastPolicy.FP32}):
+            out = torch.utils.checkpoint.checkpoint(net, x, use_reentrant=reentrant) if checkpointed else net(x)
+        out.pow(2).sum().backward()
+        return [x.grad, *(parameter.grad for parameter in net.parameters())]
+
+    expected = gradients(False)
+    seen.clear()
+    for actual, wanted in zip(gradients(True), expected, strict=True):
+        assert torch.equal(actual, wanted)
+    assert [dtype for _, dtype in seen] == [torch.float32, torch.float32]
+    assert seen[0][0] == threading.get_ident() != seen[1][0]
 
 
 def test_replicas_of_data_parallel_run_in_the_region_of_a_patched_torch():

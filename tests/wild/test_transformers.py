@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 
+import polycast
+
 transformers = pytest.importorskip("transformers", reason="transformers is in the extra 'test'")
 
 
@@ -51,6 +53,34 @@ def test_forward_and_backward_give_torchs_bits(on_both, make, dtype, checkpointi
     for name, their in theirs.items():
         assert ours[name].dtype is their.dtype, name
         assert torch.equal(ours[name], their), name
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("make", [bert, gpt2])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+# torch's: the words need no gradient, and the embedding of them is what is checkpointed last
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+def test_gradient_checkpointing_recomputes_with_the_policies_of_the_forward(make, reentrant):
+    def gradients(checkpointing):
+        torch.manual_seed(0)
+        model = make()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        words = torch.randint(64, (2, 16))
+        torch.manual_seed(1)  # the same dropout
+        policy = dict.fromkeys(("aten::linear", "aten::addmm"), polycast.CastPolicy.FP32)
+        with polycast.autocast("cpu", cache=polycast.WeightCache(), policy=policy):
+            out = model.train()(words, labels=words)
+        assert out.logits.dtype is torch.float32
+        out.loss.backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    plain, checkpointed = gradients(False), gradients(True)
+    assert checkpointed.keys() == plain.keys()
+    for name, gradient in plain.items():
+        assert torch.equal(checkpointed[name], gradient), name
 
 
 @pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampling"])

@@ -21,7 +21,7 @@ from typing_extensions import Self
 
 from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
-from ..engine.installation import kernels_of
+from ..engine.installation import also_put_in_place, kernels_of
 from ..engine.state import MODULE_RULE, Origin, Overlay, Settings
 from .torch_autocast import TorchAutocast, UnpatchedAutocast
 
@@ -54,6 +54,8 @@ class region_with_policies:
     @disable_dynamo
     def __enter__(self) -> Self:
         kernels_of(self._settings.device_type, self._settings.overlay or ())
+        for put in also_put_in_place:
+            put()
         state.machine.enter(self, self._settings)
         return self
 

@@ -35,7 +35,6 @@ def tell_policies_apart(device_type: str) -> None:
     """Have compiled code heed the policies for a device; to be called in each region that has some."""
     heed(device_type)
     _changes.make()
-    uncompiled.keep()
 
 
 def guard_policies(builder: Any, guard: Any, seen: str) -> None:

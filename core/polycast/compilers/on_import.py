@@ -14,6 +14,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+_NOTHING = object()
+
 
 class Changes(MetaPathFinder):
     """Changes to modules.
@@ -66,8 +68,8 @@ class Changes(MetaPathFinder):
                 self._refused(f"{name}: {type(error).__name__}: {error}")
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Replace an attribute, until the changes are taken back."""
-        self._replaced.append((owner, name, vars(owner)[name], value))
+        """Replace an attribute, or give the owner one that it has not itself, until the changes are taken back."""
+        self._replaced.append((owner, name, vars(owner).get(name, _NOTHING), value))
         setattr(owner, name, value)
 
     def take_back(self) -> None:
@@ -78,7 +80,11 @@ class Changes(MetaPathFinder):
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
             for owner, name, before, ours in reversed(self._replaced):
-                if vars(owner)[name] is ours:
+                if vars(owner).get(name) is not ours:
+                    continue
+                if before is _NOTHING:
+                    delattr(owner, name)
+                else:
                     setattr(owner, name, before)
             self._replaced = []
 

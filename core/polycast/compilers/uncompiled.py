@@ -91,7 +91,9 @@ def _switching_dynamo_off(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
         try:
             return enter(self)
         finally:
-            if not policies_in_force():
+            if policies_in_force():
+                keep()
+            else:
                 eval_frame.set_eval_frame(callback)
 
     return may_switch_dynamo(switching)

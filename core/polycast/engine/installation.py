@@ -15,8 +15,10 @@ from .weight_cache import caches_alive
 
 installed: dict[str, Kernels] = {}
 """By device type, the kernels that are in place."""
-fully_installed: set[str] = set()
-"""The device types whose kernels are in place and await no more ops: their regions need not look."""
+fully_installed: set[object] = set()
+"""The device types whose kernels are in place and await no more ops, and those kernels: their regions need not look."""
+also_put_in_place: list[Callable[[], None]] = []
+"""What puts something of other rooms into torch, where a region with policies or a cache has been entered."""
 taken_back: list[Callable[[], None]] = []
 """What takes back what other rooms have put into torch, when all kernels are uninstalled."""
 _lock = threading.RLock()
@@ -87,7 +89,7 @@ def _run_uninstalled(device_types: Iterable[str] | None, change: Callable[[], ob
     with _lock:
         names = list(installed) if device_types is None else [name for name in device_types if name in installed]
         taken = {name: installed.pop(name) for name in names}
-        fully_installed.difference_update(names)
+        fully_installed.difference_update(names, taken.values())
         try:
             for name in names:
                 _refuse_if_in_use(name)
@@ -128,7 +130,7 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
                 kernels.look_again()
                 with _lock:
                     if not kernels.awaited and installed.get(device_type) is kernels:
-                        fully_installed.add(device_type)
+                        fully_installed.update((device_type, kernels))
             return kernels
 
 

@@ -46,7 +46,7 @@ class Overlay(dict[str, CastPolicy]):
         self.derived: dict[str, Any] = {}
         """What engines have made of it, each under a name of its own."""
         self.served_by: dict[str, object] = {}
-        """By device type, the kernels that have one for each of the ops."""
+        """By device type, the kernels with which a region with this overlay has all that it needs put in place."""
         self._merged: tuple[Overlay, Overlay] | None = None
 
     @property

@@ -14,7 +14,7 @@ from ..compilers.torchscript import ScriptedAsTorch
 from ..compilers.uncompiled import enters_regions
 from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
-from ..engine.installation import fully_installed
+from ..engine.installation import also_put_in_place, fully_installed
 from ..engine.state import Settings
 from ..engine.weight_cache import WeightCache
 from ..errors import AutocastDisabledWarning, warn_user
@@ -22,14 +22,16 @@ from ..plugins.backend import Availability, Backend
 from ..plugins.discovery import check_availability, check_dtype
 from ..plugins.registry import registry
 from ..policy.value import PolicyLike
+from .checkpoint import carry_regions
 from .decorate import decorate
-from .entry import put_in_place
+from .entry import fast_path, has_more_than_torch, put_in_place
 from .policies import overlay_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 _new = object.__new__
+also_put_in_place.append(carry_regions)
 
 
 @enters_regions
@@ -76,8 +78,9 @@ class autocast(TorchAutocast):
 
     _jit_override_qualname = ScriptedAsTorch()
     __jit_unused_properties__ = ["_cache_enabled"]
-    _fast_path_device: str | None
-    """The device whose kernels, once all installed, leave nothing to entering but state; None where there is more."""
+    _fast_path: object
+    """What leaves nothing to entering but state, as long as it is fully installed: the device; where the region has
+    policies or a cache, the kernels that it or its overlay was entered with, and None until then."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Return a new region; to Dynamo, which traces this, one that it has a place for in its graphs."""
@@ -117,30 +120,29 @@ class autocast(TorchAutocast):
                     enabled = False
         if cache_enabled is not None and not isinstance(cache_enabled, bool):
             raise TypeError(f"cache_enabled must be a bool or None, got {cache_enabled!r}")
-        self.device = self._fast_path_device = backend.device_type
+        self.device = self._fast_path = backend.device_type
         self.fast_dtype = dtype
         if cache is None and policy is None:
             self._settings = _plain_settings(self.device, bool(enabled), dtype, cache_enabled)
         else:
             _check_cache(cache, cache_enabled)
-            overlay = None
-            if policy is not None:
-                overlay = overlay_of(policy, self.device)
-                if overlay is not None:
-                    self._fast_path_device = None
+            overlay = None if policy is None else overlay_of(policy, self.device)
             self._settings = Settings(self.device, bool(enabled), dtype, cache_enabled, overlay, cache)
+            self._fast_path = fast_path(self._settings)
 
     @disable_dynamo
     def __enter__(self) -> Self:
         settings = self._settings
         recorded = state.machine.enter(self, settings)
-        if recorded or self._fast_path_device not in fully_installed:
+        if recorded or self._fast_path not in fully_installed:
             self._complete_entry(settings, recorded)
         return self
 
     def _complete_entry(self, settings: Settings, recorded: bool) -> None:
         """Do what entering a region may take besides the state, or leave it."""
-        put_in_place(self, settings)
+        kernels = put_in_place(self, settings)
+        if has_more_than_torch(settings):
+            self._fast_path = kernels
         if recorded:
             try:
                 record_entry(settings)
@@ -201,7 +203,7 @@ def _restored(cls: type[autocast], settings: Settings) -> autocast:
     region = object.__new__(cls)
     registry.find(settings.device_type)
     region.device, region.fast_dtype, region._settings = settings.device_type, settings.dtype, settings
-    region._fast_path_device = settings.device_type if settings.overlay is None else None
+    region._fast_path = fast_path(settings)
     return region
 
 

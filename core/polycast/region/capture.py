@@ -9,7 +9,6 @@ import torch
 
 from ..engine import state
 from ..engine.state import Settings
-from .checkpoint import TAKES_POLICIES_ALONG
 from .decorate import decorate
 from .suspend import Suspendable
 
@@ -44,9 +43,7 @@ class Snapshot:
 
     def wrap(self, func: _F) -> _F:
         """Return `func` wrapped so that its body runs in the regions; generators and coroutines as in `autocast`."""
-        wrapped = decorate(func, self.apply, self._here)
-        setattr(wrapped, TAKES_POLICIES_ALONG, True)
-        return wrapped
+        return decorate(func, self.apply, self._here)
 
     def _here(self) -> list[Settings]:
         captured = {settings.device_type for settings in self.regions}

@@ -1,88 +1,95 @@
-"""Saying so where a reentrant checkpoint recomputes under other policies than its forward ran under.
+"""torch.utils.checkpoint: what is recomputed in a backward is recomputed in the regions that the forward ran in.
 
-``torch.utils.checkpoint`` takes torch's autocast state from the forward to the recomputation, and policies are no part
-of it. Without ``use_reentrant`` torch sees for itself that other dtypes come out, and raises; with it nobody does.
+torch takes its own autocast state from the forward to the recomputation. Policies and caches are no part of it. Both
+variants keep the function that they will run again in an attribute of an object that lives as long as the graph does.
+There a descriptor keeps what :func:`capture` sees with the function, and gives out the function in those regions. These
+are entered on the thread that recomputes, so nested checkpoints, regions inside, :func:`capture` and compiled code find
+in the recomputation what they found in the forward.
 """
 
-import functools
-import sys
-import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from ..compilers.on_import import Changes
-from ..engine.in_force import policies_in_force
+from ..engine.disable_dynamo import disable_dynamo
 from ..engine.installation import taken_back
 from ..errors import warn_user
-
-TAKES_POLICIES_ALONG = "_polycast_takes_policies_along"
-"""The attribute of a function that runs under the same policies wherever it is called."""
-_FORWARD = "polycast_forward"
-"""The attribute of a checkpoint's ctx that says under which policies its forward ran, and where it was called."""
-
-_said: dict[str | tuple[str, type[Warning], int], int] = {}  # the warnings given, as Python keeps them
+from .capture import Snapshot, capture
+from .entry import has_more_than_torch
 
 
-def watch_checkpoints() -> None:
-    """Have reentrant checkpoints watched; to be called in each region with policies."""
+def carry_regions() -> None:
+    """Have checkpoints carry regions, from now on; to be called in each that has more than torch's state."""
     _changes.make()
 
 
-def _watch(changes: Changes) -> None:
-    from torch.utils.checkpoint import CheckpointFunction
+@dataclass(frozen=True)
+class _InRegions:
+    """A function that runs in the regions of a snapshot."""
 
-    forward, backward = (vars(CheckpointFunction)[name].__func__ for name in ("forward", "backward"))
+    function: Callable[..., Any]
+    snapshot: Snapshot
 
-    @functools.wraps(forward)
-    def noting_forward(ctx: Any, run_function: Any, *args: Any) -> Any:
-        policies = policies_in_force()
-        if policies:
-            setattr(ctx, _FORWARD, (policies, _caller()))
-        return forward(ctx, run_function, *args)
-
-    @functools.wraps(backward)
-    def comparing_backward(ctx: Any, *args: Any) -> Any:
-        policies, caller = getattr(ctx, _FORWARD, ("", None))
-        if policies != policies_in_force() and not _takes_policies_along(ctx.run_function):
-            _say(ctx.run_function, caller or _caller())
-        return backward(ctx, *args)
-
-    changes.replace(CheckpointFunction, "forward", staticmethod(noting_forward))
-    changes.replace(CheckpointFunction, "backward", staticmethod(comparing_backward))
+    @_disable_dynamo  # as torch's checkpoint, which has imported Dynamo by now, does itself
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.snapshot.apply():
+            return self.function(*args, **kwargs)
 
 
-def _takes_policies_along(function: Any) -> bool:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, TAKES_POLICIES_ALONG, False)
+class _Recomputed:
+    """The attribute in which a checkpoint keeps, from its forward on, the function that its backward runs again."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @disable_dynamo
+    def __set__(self, checkpointed: Any, function: Callable[..., Any]) -> None:
+        here = capture()
+        vars(checkpointed)[self._name] = _InRegions(function, here) if _has_more_than_torch(here) else function
+
+    @disable_dynamo
+    def __get__(self, checkpointed: Any, owner: type | None = None) -> Any:
+        if checkpointed is None:
+            return self
+        function = vars(checkpointed)[self._name]
+        if isinstance(function, _InRegions) or not _has_more_than_torch(here := capture()):
+            return function
+        # The forward had no policies and no cache, and this backward runs in a region with some.
+        return _InRegions(
+            function, Snapshot(tuple(region._replace(overlay=None, cache=None) for region in here.regions))
+        )
 
 
-def _caller() -> tuple[str, int, str]:
-    """Return file, line and module of the innermost code that is neither torch's nor ours, or of the outermost code."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "polycast"):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "")
+def _has_more_than_torch(snapshot: Snapshot) -> bool:
+    return any(map(has_more_than_torch, snapshot.regions))
 
 
-def _say(function: Any, caller: tuple[str, int, str]) -> None:
-    name = getattr(function, "__name__", type(function).__name__)
-    filename, line, module = caller
-    message = (
-        f"torch.utils.checkpoint(use_reentrant=True) recomputes {name} under other policies (policy= of "
-        "polycast.autocast) than its forward ran under: dtypes and gradients may not be those of the forward. Take the "
-        "policies along: checkpoint(polycast.capture().wrap(function), ..., use_reentrant=True)."
-    )
-    warnings.warn_explicit(message, UserWarning, filename, line, module, _said)
+def _change(changes: Changes) -> None:
+    from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
+
+    context: Any = CheckpointFunction._backward_cls
+    for method, name in (
+        (CheckpointFunction.forward, "run_function"),
+        (CheckpointFunction.backward, "run_function"),
+        (_CheckpointFrame.__init__, "recompute_fn"),
+    ):
+        if name not in method.__code__.co_names:
+            raise NotImplementedError(f"{method.__qualname__} has no {name}")
+    changes.replace(context, "run_function", _Recomputed("run_function"))
+    changes.replace(_CheckpointFrame, "recompute_fn", _Recomputed("recompute_fn"))
 
 
-def _cannot_watch(reason: str) -> None:
+def _cannot_carry(reason: str) -> None:
     warn_user(
-        f"polycast cannot see where torch.utils.checkpoint(use_reentrant=True) of this torch ({torch.__version__}) "
-        f"loses policies ({reason}). In regions with policy=, call checkpoint(polycast.capture().wrap(function), ...)."
+        f"polycast cannot have torch.utils.checkpoint of this torch ({torch.__version__}) recompute with the policy= "
+        f"and cache= of its forward ({reason}). In regions with either, call "
+        "checkpoint(polycast.capture().wrap(function), ...)."
     )
 
 
-_changes = Changes({"torch.utils.checkpoint": _watch}, _cannot_watch)
+_changes = Changes({"torch.utils.checkpoint": _change}, _cannot_carry)
 taken_back.append(_changes.take_back)

@@ -2,29 +2,47 @@
 
 from ..compilers.guards import tell_policies_apart
 from ..engine import state
-from ..engine.installation import fully_installed, installed, kernels_of
-from ..engine.state import Overlay, Settings
+from ..engine.installation import also_put_in_place, fully_installed, kernels_of
+from ..engine.kernels import Kernels
+from ..engine.state import Settings
 from ..errors import BackendNotFoundError
-from .checkpoint import watch_checkpoints
 
 
 def enter(owner: object, settings: Settings) -> bool:
     """Enter a region on this thread, with its kernels in place; the answer is that of the state machine."""
     recorded = state.machine.enter(owner, settings)
-    if settings.device_type not in fully_installed or settings.overlay is not None:
+    if fast_path(settings) not in fully_installed:
         put_in_place(owner, settings)
     return recorded
 
 
-def put_in_place(owner: object, settings: Settings) -> None:
-    """Put in place what a region that `owner` has just entered needs; where that fails, the region is left."""
+def has_more_than_torch(settings: Settings) -> bool:
+    """Say whether a region has what is no part of torch's autocast state: policies, or a cache."""
+    return settings.overlay is not None or settings.cache is not None
+
+
+def fast_path(settings: Settings) -> object:
+    """Return what leaves nothing to entering but state, as long as it is fully installed; None where nothing does."""
+    if settings.overlay is not None:
+        return settings.overlay.served_by.get(settings.device_type)
+    return settings.device_type if settings.cache is None else None
+
+
+def put_in_place(owner: object, settings: Settings) -> Kernels | None:
+    """Put in place what a region that `owner` has just entered needs; where that fails, the region is left.
+
+    Returns:
+        The kernels. Another entry with the same settings needs nothing put in place while they are fully installed.
+    """
+    kernels = None
     try:
+        if settings.enabled or settings.overlay:
+            kernels = kernels_of(settings.device_type, settings.overlay or ())
         if settings.overlay:
-            _put_kernels_in_place(settings.device_type, settings.overlay)
             tell_policies_apart(settings.device_type)
-            watch_checkpoints()
-        elif settings.enabled:
-            kernels_of(settings.device_type)
+        if has_more_than_torch(settings):
+            for put in also_put_in_place:
+                put()
     except BackendNotFoundError:
         if not settings.exact:  # a snapshot's may be of a region of torch's, for what no backend serves
             state.machine.leave(owner)
@@ -32,9 +50,6 @@ def put_in_place(owner: object, settings: Settings) -> None:
     except BaseException:
         state.machine.leave(owner)
         raise
-
-
-def _put_kernels_in_place(device_type: str, overlay: Overlay) -> None:
-    """Put the kernels of an overlay's ops in place, looking at each op once for as long as the kernels stay there."""
-    if device_type not in fully_installed or overlay.served_by.get(device_type) is not installed.get(device_type):
-        overlay.served_by[device_type] = kernels_of(device_type, overlay)
+    if settings.overlay and kernels is not None:
+        settings.overlay.served_by[settings.device_type] = kernels
+    return kernels

@@ -23,6 +23,7 @@ from ..policy.names import read_dtype
 from ..policy.ops import Ops
 from ..policy.value import Policy, PolicyLike
 from .autocast import autocast
+from .entry import fast_path
 from .policies import overlay_of_rule
 
 _FORWARD = "forward"
@@ -300,7 +301,8 @@ class _ModuleRegion(autocast):
         assert rule.ops is not None
         overlay = overlay_of_rule(rule.ops, rule.text)
         if overlay is not None:
-            self._settings, self._fast_path_device = self._settings._replace(overlay=overlay), None
+            self._settings = self._settings._replace(overlay=overlay)
+            self._fast_path = fast_path(self._settings)
 
 
 def _region(device: str, rule: Rule) -> autocast:

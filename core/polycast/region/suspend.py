@@ -19,7 +19,10 @@ class Suspendable:
 
     def __init__(self, *regions: Settings) -> None:
         self._own = len(regions)
-        self._aside: list[tuple[object, Settings]] = [(self, settings) for settings in regions]
+        self._owner = (
+            object()
+        )  # not this object, which would be among what it puts aside, and live until it is collected
+        self._aside: list[tuple[object, Settings]] = [(self._owner, settings) for settings in regions]
 
     @disable_dynamo
     def __enter__(self) -> None:
@@ -48,4 +51,4 @@ class Suspendable:
             )
             self._aside.insert(0, (owner, reached))
             state.machine.leave(owner)
-            left += owner is self
+            left += owner is self._owner

@@ -78,13 +78,7 @@ PyMethodDef functions[] = {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Overlay, std::shared_ptr<Overlay>>(module, "Overlay", py::module_local())
-      .def(py::init([](const std::unordered_map<int64_t, int>& policies) {
-        auto overlay = std::make_shared<Overlay>();
-        for (const auto& [number, policy] : policies) {
-          overlay->policies.emplace(number, static_cast<Policy>(policy));
-        }
-        return overlay;
-      }));
+      .def(py::init<const std::unordered_map<int64_t, int>&>());
   py::class_<Store, std::shared_ptr<Store>>(module, "Store", py::module_local())
       .def(
           py::init([](std::optional<size_t> max_bytes, bool verify) {

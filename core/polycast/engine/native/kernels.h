@@ -291,13 +291,7 @@ class Kernel final : public c10::OperatorKernel {
 
   Policy policy() const {
     const Overlay* const overlay = region_of(device_).overlay;
-    if (C10_UNLIKELY(overlay != nullptr)) {
-      const auto found = overlay->policies.find(op_.number);
-      if (found != overlay->policies.end()) {
-        return found->second;
-      }
-    }
-    return op_.policy;
+    return C10_UNLIKELY(overlay != nullptr) ? overlay->over(op_.policy, op_.number) : op_.policy;
   }
 
   template <class... Others>

@@ -18,9 +18,11 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/utils/python_strings.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -45,8 +47,24 @@ PyObject* native_overlay = nullptr;  // this engine's Overlay for one of engine/
 PyObject* native_store = nullptr;    // this engine's Store for a WeightCache
 
 // The policies that a region lays over the table, by the number that an op has in this process.
-struct Overlay {
-  std::unordered_map<int64_t, Policy> policies;
+class Overlay {
+ public:
+  explicit Overlay(const std::unordered_map<int64_t, int>& policies) {
+    for (const auto& [number, policy] : policies) {
+      const auto index = static_cast<size_t>(number);
+      policies_.resize(std::max(policies_.size(), index + 1));
+      policies_[index] = static_cast<Policy>(policy);
+    }
+  }
+
+  // The policy of an op: the one that it has here, else the table's.
+  Policy over(Policy of_table, int64_t number) const {
+    const auto index = static_cast<size_t>(number);
+    return index < policies_.size() ? policies_[index].value_or(of_table) : of_table;
+  }
+
+ private:
+  std::vector<std::optional<Policy>> policies_;
 };
 
 // A region that the thread is in; see Frame in state_machine.py.
@@ -270,6 +288,31 @@ DeviceType device_of(PyObject* name) {
   return type;
 }
 
+// Lay the overlay of a new frame over the one below it, or over None. A program enters the same few again and again, so the last
+// answers are kept. Called with the GIL held; runs Python where there is no answer yet.
+void lay_over(Frame& frame, const py::object& below) {
+  struct Answer {
+    py::object overlay, below, result;
+    std::shared_ptr<const Overlay> policies;
+  };
+  static auto* const answers = new std::array<Answer, 16>();
+  static size_t oldest = 0;
+  const Answer* found = std::find_if(answers->begin(), answers->end(), [&](const Answer& answer) {
+    return answer.overlay.is(frame.overlay) && answer.below.is(below);
+  });
+  Answer made;
+  if (found == answers->end()) {
+    py::object result = below.is_none() ? frame.overlay : py::object(frame.overlay.attr("over")(below));
+    auto policies = py::cast<std::shared_ptr<Overlay>>(py::handle(native_overlay)(result));
+    made = {frame.overlay, below, std::move(result), std::move(policies)};
+    std::swap(made, (*answers)[oldest]);  // what was there dies as we return
+    found = &(*answers)[oldest];
+    oldest = (oldest + 1) % answers->size();
+  }
+  frame.policies = found->policies;
+  frame.overlay = found->result;
+}
+
 // enter(owner, settings) -> bool; see StateMachine in engine/state.py.
 PyObject* enter(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
@@ -286,11 +329,8 @@ PyObject* enter(PyObject*, PyObject* const* args, Py_ssize_t count) {
   frame->device = device;
   const bool inherits = settings[6] == Py_False;
   if (!frame->overlay.is_none()) {
-    if (inherits && region_of(device).innermost != nullptr) {
-      const py::object below = region_of(device).innermost->overlay;
-      frame->overlay = frame->overlay.attr("over")(below);
-    }
-    frame->policies = py::cast<std::shared_ptr<Overlay>>(py::handle(native_overlay)(frame->overlay));
+    const Frame* const below = inherits ? region_of(device).innermost : nullptr;
+    lay_over(*frame, below == nullptr ? py::object(py::none()) : below->overlay);
   }
   if (!frame->cache.is_none()) {
     frame->store = py::cast<std::shared_ptr<Store>>(py::handle(native_store)(frame->cache));

@@ -1,0 +1,79 @@
+"""Overlays: laid over each other as regions nest, entered again and again, and let go of."""
+
+import gc
+import itertools
+import random
+
+import pytest
+import torch
+
+import polycast
+from polycast import CastPolicy
+from polycast.engine import state
+from polycast.region import autocast as autocast_module
+
+pytestmark = pytest.mark.usefixtures("engine")
+OPS = {
+    "aten::linear": lambda x: torch.nn.functional.linear(x, x),
+    "aten::hardshrink": torch.hardshrink,  # this and the others are in no table
+    "aten::relu": torch.relu,
+    "aten::tanh": torch.tanh,
+}
+DTYPES = {CastPolicy.FP32: torch.float32, CastPolicy.LOWER_PRECISION_FP: torch.bfloat16}
+
+
+def test_many_overlays_in_turns_are_laid_over_those_around_them():
+    """The native engine keeps the last answers: there are more pairs here than it keeps."""
+    choose, x = random.Random(0), torch.ones(2, 2)
+    policies = [{op: choose.choice([*DTYPES]) for op in choose.sample([*OPS], 2)} for _ in range(12)]
+    regions = [polycast.autocast("cpu", policy=policy) for policy in policies]
+    for _ in range(200):
+        outer, inner = choose.randrange(12), choose.randrange(12)
+        with regions[outer], regions[inner]:
+            expected = {**policies[outer], **policies[inner]}
+            assert state.machine.innermost("cpu")[0] == expected
+            assert {op: OPS[op](x).dtype for op in expected} == {op: DTYPES[p] for op, p in expected.items()}
+        assert state.machine.innermost("cpu") is None
+
+
+def test_overlays_of_regions_that_are_gone_are_let_go_of():
+    pairs = itertools.combinations(sorted(polycast.STANDARD_POLICIES), 2)
+
+    def enter(count):
+        for pair in itertools.islice(pairs, count):
+            with polycast.autocast("cpu", policy=dict.fromkeys(pair, CastPolicy.PASSTHROUGH)):
+                pass
+        gc.collect()
+        return sum(type(thing) is state.Overlay for thing in gc.get_objects())
+
+    assert enter(900) <= enter(600) + 50  # the last some hundred policies are kept
+
+
+@pytest.mark.parametrize("uninstalled", [False, True])
+def test_a_region_that_is_entered_again_looks_for_nothing(monkeypatch, uninstalled):
+    region = polycast.autocast(
+        "cpu", policy={"aten::relu": CastPolicy.LOWER_PRECISION_FP}, cache=polycast.WeightCache()
+    )
+    with region:
+        pass
+    if uninstalled:
+        polycast.uninstall()
+        with region:
+            pass
+    looked = []
+    monkeypatch.setattr(autocast_module, "put_in_place", lambda *arguments: looked.append(arguments))
+    with region, region:
+        assert torch.relu(torch.ones(1)).dtype is torch.bfloat16
+    assert looked == []
+
+
+@pytest.mark.parametrize("device_type", ["cpu", None])
+def test_a_region_that_is_entered_again_after_uninstalling_has_the_kernels_of_its_ops(device_type):
+    region = polycast.autocast("cpu", policy={"aten::relu": CastPolicy.LOWER_PRECISION_FP})
+    with region:
+        pass
+    polycast.uninstall(device_type)
+    with polycast.autocast("cpu"):
+        pass
+    with region:
+        assert torch.relu(torch.ones(1)).dtype is torch.bfloat16
