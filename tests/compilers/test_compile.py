@@ -310,6 +310,25 @@ def test_the_policy_inside_is_gone_where_tracing_fails_in_the_middle(engine, dat
         assert data[1](data[0]).dtype is torch.bfloat16
 
 
+@torch._dynamo.disable(recursive=False)
+def apart(x):
+    return x @ x
+
+
+def test_what_a_compiled_function_calls_in_its_policy_is_compiled_under_it(engine):
+    def function(x):
+        before = apart(x)
+        with polycast.autocast("cpu", policy={"matmul": "fp32"}):
+            inside = apart(x)
+        return before, inside, apart(x)
+
+    compiled = torch.compile(function, backend="aot_eager")
+    for _ in range(2):
+        with polycast.autocast("cpu"):
+            found = [y.dtype for y in compiled(torch.ones(2, 2))]
+            assert found == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
 HELD = polycast.Policy({"linear": "fp32"})
 
 

@@ -23,10 +23,10 @@ from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.installation import also_put_in_place, kernels_of
 from ..engine.state import MODULE_RULE, Origin, Overlay, Settings
+from . import uncompiled
 from .torch_autocast import TorchAutocast, UnpatchedAutocast
 
 _HAS_POLICY = "of policy= a graph can hold a dict of names, that what is compiled makes or is given"
-_EXPORTED = "policies are not part of torch's autocast, which is what an exported program can hold"
 _Region = TypeVar("_Region")
 
 
@@ -140,8 +140,8 @@ def _made_once(cls: type[_Region], policy: dict[str, Any] | None, *args: Any, **
     What the answer depends on, Dynamo guards: the constants, and the thread's dtype, which is part of the autocast
     state that every compiled function is guarded on.
     """
-    if policy is not None and torch.compiler.is_exporting():
-        _break(_EXPORTED)
+    if policy is not None:
+        _check_policies_can_be_held()
     if policy == {}:
         _break(_HAS_POLICY)
     region = object.__new__(cls)
@@ -157,12 +157,18 @@ def region_of_rule(
     cls: type[_Region], device_type: str, dtype: torch.dtype | None, enabled: bool, policies: str, rule: str
 ) -> _Region:
     """Return the region that a rule for a module opens, with policies as the text of an overlay."""
-    if torch.compiler.is_exporting():
-        _break(_EXPORTED)
+    _check_policies_can_be_held()
     region = object.__new__(cls)
     region.__init__(device_type, dtype, enabled)  # type: ignore[misc]
     _give_policies(region, Overlay.of_text(policies, MODULE_RULE._replace(name=rule)))
     return region
+
+
+def _check_policies_can_be_held() -> None:
+    if torch.compiler.is_exporting():
+        _break("policies are not part of torch's autocast, which is what an exported program can hold")
+    if uncompiled.in_effect():
+        _break("policies cannot be told apart in this torch")
 
 
 def _give_policies(region: Any, policies: Overlay) -> None:

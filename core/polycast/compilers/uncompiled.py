@@ -45,6 +45,11 @@ def start(reason: str) -> None:
     )
 
 
+def in_effect() -> bool:
+    """Say whether compiled code is kept away from policies."""
+    return bool(_before)
+
+
 def keep() -> None:
     """Set the compiler's stance to what it has to be, if somebody else has set it since."""
     if _before and not isinstance(stance := _stance(), _EagerUnderPolicies):
