@@ -209,6 +209,11 @@ class RuledForward:
         self._devices = devices
         self._entries: list[tuple[_Mark, Mapping[str, Rule]]] = []
         self._rules: Mapping[str, Rule] = {}
+        self._regions: dict[tuple[str, torch.dtype, int], autocast] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the regions, which are made again where a copy needs them."""
+        return {**vars(self), "_regions": {}}
 
     def add(self, mark: _Mark, rules: Mapping[str, Rule]) -> None:
         """Put the module under rules, the last of which decide."""
@@ -216,12 +221,12 @@ class RuledForward:
             self.module.forward = self
             vars(self.module).setdefault(_REPLICATE, _refuse_replicas)
         self._entries.append((mark, rules))
-        self._rules = rules
+        self._decide()
 
     def drop(self, mark: _Mark) -> None:
         """Take rules back. With the last of them the module has the forward that it had before."""
         self._entries = [entry for entry in self._entries if entry[0] is not mark]
-        self._rules = self._entries[-1][1] if self._entries else {}
+        self._decide()
         attributes = vars(self.module)
         if (
             self._entries or attributes.get(_FORWARD) is not self
@@ -233,6 +238,10 @@ class RuledForward:
             attributes[_FORWARD] = self.inner
         if attributes.get(_REPLICATE) is _refuse_replicas:
             del attributes[_REPLICATE]
+
+    def _decide(self) -> None:
+        self._rules = self._entries[-1][1] if self._entries else {}
+        self._regions = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward as the rules say."""
@@ -259,7 +268,7 @@ class RuledForward:
         if rule.cast_inputs:
             args = tuple([cast_nested(value, device, torch.float32) for value in args])
             kwargs = {name: cast_nested(value, device, torch.float32) for name, value in kwargs.items()}
-        with _region(device, rule):
+        with self._region(device, rule):
             if rule.enabled:
                 return self._run(rules[1:], args, kwargs)
             before = getattr(_thread, "off", None)
@@ -268,6 +277,22 @@ class RuledForward:
                 return self._run(rules[1:], args, kwargs)
             finally:
                 _thread.off = before
+
+    def _region(self, device: str, rule: Rule) -> autocast:
+        if is_dynamo_compiling():
+            if rule.ops is None:
+                return autocast(device, rule.dtype, rule.enabled)
+            from ..compilers.dynamo import region_of_rule
+
+            in_graph: autocast = region_of_rule(autocast, device, rule.dtype, rule.enabled, rule.policies, rule.text)
+            return in_graph
+        dtype = rule.dtype or torch.get_autocast_dtype(device)
+        known = 0 if rule.ops is None else len(rule.ops.resolved)  # a library may bring an op that was optional
+        region = self._regions.get((device, dtype, known))
+        if region is None:
+            region = autocast(device, dtype, rule.enabled) if rule.ops is None else _ModuleRegion(device, dtype, rule)
+            self._regions[device, dtype, known] = region
+        return region
 
     # What others ask of a forward.
 
@@ -296,24 +321,13 @@ class RuledForward:
 class _ModuleRegion(autocast):
     """The region that a rule with policies for ops opens."""
 
-    def __init__(self, device: str, rule: Rule) -> None:
-        super().__init__(device, rule.dtype, rule.enabled)
+    def __init__(self, device: str, dtype: torch.dtype, rule: Rule) -> None:
+        super().__init__(device, dtype, rule.enabled)
         assert rule.ops is not None
         overlay = overlay_of_rule(rule.ops, rule.text)
         if overlay is not None:
             self._settings = self._settings._replace(overlay=overlay)
             self._fast_path = fast_path(self._settings)
-
-
-def _region(device: str, rule: Rule) -> autocast:
-    if rule.ops is None:
-        return autocast(device, rule.dtype, rule.enabled)
-    if is_dynamo_compiling():
-        from ..compilers.dynamo import region_of_rule
-
-        in_graph: autocast = region_of_rule(autocast, device, rule.dtype, rule.enabled, rule.policies, rule.text)
-        return in_graph
-    return _ModuleRegion(device, rule)
 
 
 def _depth(device: str) -> int:
