@@ -18,14 +18,22 @@ def find_op(name: str) -> torch._ops.OpOverload | None:
 
 
 def find_overloads(qualified: str) -> list[str]:
-    """Return the overloads of an op such as ``"aten::norm"``, by their names in the dispatcher."""
+    """Return the overloads of an op such as ``"aten::norm"``, by their names in the dispatcher.
+
+    Not those for dimensions with names, which call the others; torch has them up to 2.12.
+    """
     namespace, _, base = qualified.partition("::")
     packet = getattr(getattr(torch.ops, namespace, None), base, None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return []  # a namespace has attributes that are no ops
     names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
     qualified_names = (qualified if name == "default" else f"{qualified}.{name}" for name in names)
-    return [name for name in qualified_names if find_op(name) is not None]  # some are TorchScript's alone
+    return [name for name in qualified_names if (op := find_op(name)) is not None and not _names_dimensions(op)]
+
+
+@functools.cache
+def _names_dimensions(op: torch._ops.OpOverload) -> bool:
+    return any("Dimname" in str(argument.real_type) for argument in op._schema.arguments)
 
 
 @functools.cache
