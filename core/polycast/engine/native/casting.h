@@ -30,7 +30,7 @@ bool is_eligible(const Tensor& tensor, DeviceType device) {
 // One with a tangent of forward-mode differentiation is left alone: a kept cast would be without it.
 bool is_weight(const Tensor& tensor) {
   const TensorImpl* const impl = tensor.unsafeGetTensorImpl();
-  if (tensor.scalar_type() != at::kFloat || tensor.layout() != at::kStrided || tensor.is_inference() || tensor.is_nested() ||
+  if (tensor.scalar_type() != at::kFloat || tensor.layout() != at::kStrided || !impl->has_storage() || tensor.is_inference() || tensor.is_nested() ||
       impl->key_set().has_any(c10::DispatchKeySet({DispatchKey::Python, DispatchKey::Negative}))) {
     return false;
   }

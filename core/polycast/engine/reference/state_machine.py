@@ -60,7 +60,7 @@ class _ThreadRegions:
     def take_out(self, owner: object) -> Frame | None:
         """Take out the innermost frame of an owner and return it, if there is one."""
         frames = self._by_owner.get(id(owner))
-        if frames is None:
+        if not frames:  # empty where a signal's handler raised in the middle of what is below
             return None
         frame = frames.pop()
         if not frames:
