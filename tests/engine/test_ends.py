@@ -24,7 +24,12 @@ def run(script, engine):
     """Run a script in a fresh process; return its status and what it wrote, and fail where it hangs."""
     environment = {**os.environ, "POLYCAST_ENGINE": engine}
     done = subprocess.run(
-        [sys.executable, "-c", HEAD + script], env=environment, capture_output=True, text=True, timeout=300
+        # Python warns of forks among threads, which is what is tested.
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", HEAD + script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     return done.returncode, done.stdout, done.stderr
 
