@@ -1,5 +1,6 @@
 """The state machine in Python: the one to read."""
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -97,6 +98,13 @@ class PythonStateMachine:
         # thread and no finalizer comes between: a WeakSet is walked in many, and a lock could be held already.
         self._threads: set[weakref.ref[_ThreadRegions]] = set()
         self._local = _Regions(self._threads)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget_other_threads)
+
+    def _forget_other_threads(self) -> None:
+        """Forget the threads that a fork left behind: what they were in the middle of keeps their regions alive."""
+        mine = self._regions
+        self._threads.intersection_update([thread for thread in self._threads.copy() if thread() is mine])
 
     @property
     def _regions(self) -> _ThreadRegions:
