@@ -35,6 +35,8 @@ from .plugins.registry import backends, get_backend, is_autocast_available, regi
 from .policy.cast_policy import CastPolicy, policy_table
 from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
 from .policy.value import Policy
+from .precision.compare import compare
+from .precision.comparison import Comparison
 from .region.autocast import autocast, autocast_decorator
 from .region.capture import Snapshot, capture
 from .region.custom_function import custom_bwd, custom_fwd
@@ -62,6 +64,7 @@ __all__ = [
     "BackendNotFoundError",
     "BackendStatus",
     "CastPolicy",
+    "Comparison",
     "Explanation",
     "InvalidBackendError",
     "OpRegistration",
@@ -76,6 +79,7 @@ __all__ = [
     "backends",
     "capture",
     "clear_autocast_cache",
+    "compare",
     "custom_bwd",
     "custom_fwd",
     "explain",

@@ -1,0 +1,156 @@
+"""``compare``: a model in float32 against the same model in a region, module by module.
+
+The two run in lockstep, each once, and hand each other one module's output at a time. What a module adds by itself is
+found by running it once more where float32's run has just left it: in the region, on float32's inputs, with the modules
+in it in float32. What is left of the difference came in by its inputs.
+"""
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ..plugins.discovery import check_availability
+from ..plugins.registry import get_backend
+from ..policy.value import PolicyLike
+from ..region.autocast import autocast, why_disabled
+from .calls import Call
+from .comparison import Comparison, ModuleErrors
+from .errors import Error, Sums, is_finite
+from .lockstep import Lockstep
+from .progress import progress
+from .survey import Survey, survey
+from .values import tensors_in
+
+
+def compare(
+    model: torch.nn.Module,
+    inputs: Any,
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    policy: PolicyLike | None = None,
+) -> Comparison:
+    """Run a model in float32 and in a region, and say for each module how far apart they are, and what adds to that.
+
+    Both runs are under ``no_grad``, with the same random numbers, in the mode (``train`` or ``eval``) that the model is
+    in. The model is left as it was: parameters, buffers, attributes, gradients, hooks. Compiled modules run uncompiled.
+    At no time is more than one module's output kept besides what two runs of the model take; arguments that a module
+    writes to are copied, as long as it runs.
+
+    Args:
+        model: a module, on the device; what it computes outside all regions is the reference.
+        inputs: a tensor, a tuple of arguments, or a dict of keyword arguments for the model's forward.
+        device_type, dtype, policy: of the region, as in :class:`autocast`.
+
+    Returns:
+        The comparison, a value: ``print`` shows it as a table, with the modules first that add most to the error.
+
+    Raises:
+        TypeError: `inputs` is none of these.
+        RuntimeError: the region cannot run enabled; or the model's forward writes to its parameters.
+        ValueError, RuntimeError: as :class:`autocast`.
+
+    Example:
+        >>> import torch, polycast
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+        >>> comparison = polycast.compare(model, torch.randn(2, 4), "cpu")
+        >>> comparison.modules[0].name, comparison.modules[0].own.relative < 0.02
+        ('0', True)
+    """
+    call = Call.of(inputs)
+    region = enabled_region(device_type, dtype, policy)
+    return compared(model, call, region, survey(model, call, region.device))
+
+
+def enabled_region(device_type: str, dtype: torch.dtype | None, policy: PolicyLike | None = None) -> autocast:
+    """Return a region that runs enabled.
+
+    Raises:
+        RuntimeError: it cannot.
+    """
+    backend = get_backend(device_type)
+    region = autocast(device_type, dtype, enabled=False, policy=policy)
+    refusal = why_disabled(backend, region.fast_dtype, check_availability(backend))
+    if refusal is not None:
+        raise RuntimeError(refusal.replace("Disabling autocast.", "There is no region to look at.", 1))
+    return autocast(device_type, region.fast_dtype, policy=policy)
+
+
+def compared(model: torch.nn.Module, call: Call, region: autocast, seen: Survey) -> Comparison:
+    """Compare a model in float32 with the same model in a region, given what a first run has shown."""
+    with progress("comparing", seen.calls) as advance:
+        record = _Record(seen, advance)
+        reference, output = Lockstep(model, call, region, seen, record).run()
+    return Comparison(
+        region.device,
+        region.fast_dtype,
+        record.modules(),
+        MappingProxyType(_outputs(reference, output)),
+        record.first_nonfinite,
+        tuple(record.parted_in),
+    )
+
+
+class _Found:
+    """What is found of a module, over all its calls."""
+
+    def __init__(self) -> None:
+        self.own, self.total, self.inherited = Sums(), Sums(), Sums()
+        self.calls = 0
+        self.makes_nonfinite = False
+
+
+class _Record:
+    """Adds up what the two runs hand over."""
+
+    def __init__(self, seen: Survey, advance: Callable[[str], None]) -> None:
+        self.found = {module: _Found() for module in seen.modules}
+        self.first_nonfinite: str | None = None
+        self.parted_in: dict[str, None] = {}
+        self._seen, self._advance = seen, advance
+
+    def own(self, module: torch.nn.Module, reference: Any, own: Any) -> None:
+        self.found[module].own.add(Sums.of(reference, own))
+        self._advance(self._seen.modules[module].name or type(module).__name__)
+
+    def total(self, module: torch.nn.Module, reference: Any, own: Any, output: Any, arguments: Any) -> None:
+        found, total = self.found[module], Sums.of(reference, output)
+        found.calls += 1
+        found.total.add(total)
+        found.inherited.add(Sums.of(own, output))
+        if total.made and is_finite(arguments):
+            found.makes_nonfinite = True
+            if self.first_nonfinite is None:
+                self.first_nonfinite = self._seen.modules[module].name
+
+    def parted(self, module: torch.nn.Module) -> None:
+        self.parted_in[self._seen.modules[module].name] = None
+
+    def modules(self) -> tuple[ModuleErrors, ...]:
+        """Return the modules, those first that add most."""
+        said = []
+        for module, called in self._seen.modules.items():
+            found = self.found[module]
+            known = found.calls == called.calls
+            said.append(
+                ModuleErrors(
+                    called.name,
+                    type(module).__name__,
+                    called.calls,
+                    found.own.error(),
+                    found.inherited.relative_to(found.total) if known else None,
+                    found.total.error() if known else None,
+                    found.makes_nonfinite,
+                )
+            )
+        return tuple(sorted(said, key=lambda each: (-each.own.relative, -(each.inherited or 0.0))))
+
+
+def _outputs(reference: Any, output: Any) -> dict[str, Error]:
+    got = dict(tensors_in(output))
+    return {
+        name or "output": Sums.of(tensor, got.get(name)).error()
+        for name, tensor in tensors_in(reference)
+        if tensor.is_floating_point() or tensor.is_complex()
+    }

@@ -1,0 +1,101 @@
+"""A first run of a model, in float32: which modules it calls, and what it writes."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..region.capture import Snapshot
+from .calls import Call
+from .hooks import here, watched
+from .untouched import ModelState, RandomState, written_state
+from .values import State
+
+
+@dataclass
+class Called:
+    """What is known of a module that is called.
+
+    Attributes:
+        name: its first name in the model; that of the model itself is empty.
+        order: how many calls began before its first one.
+        calls: how often it is called.
+        is_leaf: whether none of its calls calls another module.
+        writes_arguments: whether it writes to its arguments.
+        around: the names of the modules that are around all its calls.
+    """
+
+    name: str
+    order: int
+    calls: int = 0
+    is_leaf: bool = True
+    writes_arguments: bool = False
+    around: frozenset[str] = frozenset()
+
+
+@dataclass
+class Survey:
+    """What a first run has shown.
+
+    Attributes:
+        modules: the modules that are called, in the order of their first calls.
+        calls: how many calls there are.
+        output: what the model returns.
+        state: what it writes of itself.
+    """
+
+    modules: dict[torch.nn.Module, Called] = field(default_factory=dict)
+    calls: int = 0
+    output: Any = None
+    state: ModelState = field(default_factory=lambda: ModelState([]))
+
+    def by_name(self) -> dict[str, Called]:
+        """Return the modules that are called by their names, in the order of their first calls."""
+        return {called.name: called for called in self.modules.values()}
+
+
+class _Surveyor:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.survey = Survey()
+        self._names = {module: name for name, module in model.named_modules()}
+        self._open: list[tuple[torch.nn.Module, Any, State]] = []
+
+    def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        survey = self.survey
+        around = frozenset(survey.modules[each].name for each, _, _ in self._open)
+        called = survey.modules.get(module)
+        if called is None:
+            called = survey.modules[module] = Called(self._names[module], survey.calls, around=around)
+        called.calls += 1
+        called.around &= around
+        survey.calls += 1
+        if self._open:
+            survey.modules[self._open[-1][0]].is_leaf = False
+        self._open.append((module, (args, kwargs), State.of((args, kwargs))))
+
+    def leave(self, module: torch.nn.Module, output: Any) -> None:
+        while True:
+            last, arguments, state = self._open.pop()
+            if last is module:
+                break
+        if not state.is_still_that_of(arguments):
+            self.survey.modules[module].writes_arguments = True
+
+
+def survey(model: torch.nn.Module, call: Call, device_type: str) -> Survey:
+    """Run a model once in float32, outside all regions, and leave it as it was.
+
+    Raises:
+        RuntimeError: its forward writes to its parameters.
+    """
+    surveyor = _Surveyor(model)
+
+    def run() -> Any:
+        with watched(model, here(surveyor)):
+            return call.of_model(model)
+
+    with torch.no_grad(), Snapshot(()).apply(), RandomState(device_type).kept():
+        output, state = written_state(model, run)
+    found = surveyor.survey
+    found.output, found.state = output, state
+    return found
