@@ -42,6 +42,7 @@ from .region.capture import Snapshot, capture
 from .region.custom_function import custom_bwd, custom_fwd
 from .region.explain import Explanation, explain
 from .region.grad_scaler import grad_scaler
+from .region.module_rules import ModuleRules, apply_policy
 from .region.thread_state import (
     autocast_nesting,
     clear_autocast_cache,
@@ -67,12 +68,14 @@ __all__ = [
     "Comparison",
     "Explanation",
     "InvalidBackendError",
+    "ModuleRules",
     "OpRegistration",
     "Policy",
     "Snapshot",
     "StaleWeightError",
     "WeightCache",
     "WeightCacheStats",
+    "apply_policy",
     "autocast",
     "autocast_decorator",
     "autocast_nesting",

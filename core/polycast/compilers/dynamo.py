@@ -2,7 +2,8 @@
 
 Dynamo knows torch.autocast. It puts the entering and the leaving of one into its graph, and the graph's ops below it
 are cast where AOTAutograd traces them, by the kernels at the Autocast key, which are polycast's. So a region becomes
-one of torch's in the graph, and the code that is made is the code that torch.autocast would give.
+one of torch's in the graph, and the code that is made is the code that torch.autocast would give. A region with
+policies is entered by a function of polycast's there, which has them as a text.
 
 Imported by Dynamo alone, when it traces the making of a region: nothing here costs a program that does not compile.
 """
@@ -12,18 +13,79 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch._dynamo.exc import unimplemented
+from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.ctx_manager import AutocastModeVariable
+from torch.fx.node import has_side_effect
 
+from ..engine import state
 from ..engine.installation import kernels_of
-from ..engine.state import Settings
+from ..engine.state import MODULE_RULE, Origin, Overlay, Settings
 from .torch_autocast import TorchAutocast, UnpatchedAutocast
 
-_HAS_POLICY = "policy= is not part of torch's autocast, which is what a graph can hold"
+_HAS_POLICY = (
+    "of policy= a graph can hold names of ops and policies, in a dict that the compiled function makes or is given"
+)
 _Region = TypeVar("_Region")
+
+
+class _EnteredWithPolicies:
+    """A region with policies, entered by the code of a graph, or for it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def __enter__(self) -> None:
+        assert self._settings.overlay is not None
+        kernels_of(self._settings.device_type, self._settings.overlay)
+        state.machine.enter(self, self._settings)
+
+    def __exit__(self, *_: object) -> None:
+        state.machine.leave(self)
+
+
+@has_side_effect
+def enter_with_policies(
+    device_type: str,
+    dtype: torch.dtype,
+    enabled: bool,
+    cache_enabled: bool | None,
+    policies: str,
+    origin: str,
+    name: str,
+) -> _EnteredWithPolicies:
+    """Enter a region, in a graph; what comes back is left by what leaves torch's regions there."""
+    overlay = Overlay.of_text(policies, Origin(origin, name))
+    region = _EnteredWithPolicies(Settings(device_type, enabled, dtype, cache_enabled, overlay))
+    region.__enter__()
+    return region
+
+
+_enter_torchs = AutocastModeVariable.enter
+
+
+def _enter_in_graph(self: Any, tx: Any) -> Any:
+    device = self.target_values[0]
+    if not isinstance(device, _WithPolicies):
+        return _enter_torchs(self, tx)
+    policies = device.policies
+    values = (str(device), *self.target_values[1:], policies.text, *policies.origin)
+    region = enter_with_policies(*values)
+    self.set_cleanup_hook(tx, lambda: region.__exit__())
+    self.proxy = tx.output.create_node("call_function", enter_with_policies, values, {})
+    return ConstantVariable.create(None)
+
+
+setattr(AutocastModeVariable, "enter", _enter_in_graph)
 
 if "python_type" not in vars(AutocastModeVariable):
     # Asked of what a class's __new__ returns; later versions of torch have the same answer.
     setattr(AutocastModeVariable, "python_type", lambda self: TorchAutocast)
+
+
+class _WithPolicies(str):
+    """The device of a region with policies, which Dynamo hands to where the region is entered."""
+
+    policies: Overlay
 
 
 def region_in_graph(
@@ -33,22 +95,44 @@ def region_in_graph(
 
     No cast is kept while ops are traced, so a cache would have no part in it.
     """
-    region: _Region = _made_once(cls, policy is not None, *args, **kwargs)
-    return region
+    if policy is None or isinstance(policy, dict):
+        return _made_once(cls, policy, *args, **kwargs)  # type: ignore[no-any-return]
+    return _made_once(cls, {}, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _made_once(cls: type[_Region], has_policy: bool, *args: Any, **kwargs: Any) -> _Region:
+def _made_once(cls: type[_Region], policy: dict[str, Any] | None, *args: Any, **kwargs: Any) -> _Region:
     """Return a new region. Dynamo calls this while it traces, with constants, and keeps the answer.
 
     What the answer depends on, Dynamo guards: the constants, and the thread's dtype, which is part of the autocast
     state that every compiled function is guarded on.
     """
-    if has_policy:
+    if policy == {}:
         _break(_HAS_POLICY)
     region = object.__new__(cls)
-    region.__init__(*args, **kwargs)  # type: ignore[misc]
+    region.__init__(*args, **kwargs, **({} if policy is None else {"policy": policy}))  # type: ignore[misc]
+    settings: Settings = vars(region)["_settings"]
+    if settings.overlay is not None:
+        _give_policies(region, settings.overlay)
     return region
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def region_of_rule(
+    cls: type[_Region], device_type: str, dtype: torch.dtype | None, enabled: bool, policies: str, rule: str
+) -> _Region:
+    """Return the region that a rule for a module opens, with policies as the text of an overlay."""
+    region = object.__new__(cls)
+    region.__init__(device_type, dtype, enabled)  # type: ignore[misc]
+    _give_policies(region, Overlay.of_text(policies, MODULE_RULE._replace(name=rule)))
+    return region
+
+
+def _give_policies(region: Any, policies: Overlay) -> None:
+    device = _WithPolicies(region.device)
+    device.policies = policies
+    region.device = device
+    region._settings = region._settings._replace(overlay=None)
 
 
 def check_region(settings: Settings, overridden: str | None) -> None:
@@ -63,7 +147,7 @@ def check_region(settings: Settings, overridden: str | None) -> None:
     if overridden is not None:
         _break(f"{overridden} has an __enter__ or __exit__ of its own")
     if settings.overlay is not None:
-        _break(_HAS_POLICY)
+        _break("it has a policy= and was made outside of what is compiled")
     if settings.enabled:
         if not _torch_enables(settings):
             _break(f"torch.autocast does not run {settings.dtype} on {settings.device_type}")

@@ -28,6 +28,7 @@ class Origin(NamedTuple):
 
 
 REGIONS_POLICY = Origin("region's policy")
+MODULE_RULE = Origin("module rule")
 
 
 class Overlay(dict[str, CastPolicy]):
@@ -69,12 +70,21 @@ class Overlay(dict[str, CastPolicy]):
         # A function that is decorated with policies and recurs lays the same over themselves, at every depth.
         if len(others) < len(below.layers) and below.items() >= self.items():
             return below
-        return Overlay({**below, **self}, self.origin, (*self.layers, *others))
+        # Rules for modules are laid over what regions inside the modules ask for.
+        layers = sorted((*self.layers, *others), key=lambda layer: layer.origin.rule != MODULE_RULE.rule)
+        policies = {op: policy for layer in reversed(layers) for op, policy in layer.items()}
+        return Overlay(policies, self.origin, tuple(layers))
 
     @functools.cached_property
     def text(self) -> str:
         """The policies as text: the same for equal ones, in every process."""
         return "(" + ", ".join(f"{op}={policy.name}" for op, policy in sorted(self.items())) + ")"
+
+    @classmethod
+    def of_text(cls, text: str, origin: Origin = REGIONS_POLICY) -> "Overlay":
+        """Return the overlay that has a text."""
+        entries = (entry.rpartition("=") for entry in text[1:-1].split(", ") if entry)
+        return cls({op: CastPolicy[policy] for op, _, policy in entries}, origin)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Overlay, (dict(self), self.origin, self._layers)

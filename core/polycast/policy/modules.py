@@ -1,10 +1,13 @@
 """Rules for modules, as people write them: which modules, and what becomes of the ops in them."""
 
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
+from torch import nn
 
 from .dtypes import dtype_name
 from .names import nearest, read_dtype
@@ -67,3 +70,78 @@ def _read_rule(rule: object) -> ModuleRule:
     if not dtype.is_floating_point:
         raise ValueError(f"a fast dtype is a floating-point one, got {dtype_name(dtype)!r}")
     return dtype_name(dtype)
+
+
+def modules_of(model: nn.Module, key: str) -> dict[str, nn.Module]:
+    """Return the modules that the key of a rule means, by name; a container without a forward means what it contains.
+
+    Raises:
+        ValueError: none, with the nearest names.
+    """
+    named = dict(model.named_modules(remove_duplicate=False))
+    if key.startswith(CLASS):
+        wanted = _is_instance_of(key.removeprefix(CLASS))
+        found = {name: module for name, module in named.items() if wanted(module)}
+        known = {CLASS + _full_name(type(module)) for module in named.values()}
+    else:
+        pattern = _pattern(key)
+        found = {name: module for name, module in named.items() if pattern.fullmatch(f".{name}" if name else "")}
+        known = set(named) - {""}
+    if not found:
+        alike = nearest(key, sorted(known))
+        raise ValueError(
+            f"modules[{key!r}] matches no module of the model"
+            + (f"; the nearest {'is' if len(alike) == 1 else 'are'} {', '.join(map(repr, alike))}" if alike else "")
+        )
+    meant: dict[str, nn.Module] = {}
+    for name, module in found.items():
+        meant |= _with_forward(name, module)
+    return meant
+
+
+def _with_forward(name: str, module: nn.Module) -> dict[str, nn.Module]:
+    if type(module).forward is not nn.Module.forward or "forward" in vars(module):
+        return {name: module}
+    meant: dict[str, nn.Module] = {}
+    for child_name, child in module.named_children():
+        meant |= _with_forward(f"{name}.{child_name}".lstrip("."), child)
+    return meant
+
+
+_WILDCARDS = re.compile(r"\*|\?|\[[^]]+]|.")
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    """Return what the names that a glob means match, with a dot before each of their parts."""
+    pattern = ""
+    for part in key.split("."):
+        if part == "**":
+            pattern += r"(?:\.[^.]+)*"
+        else:
+            pattern += r"\." + "".join(map(_translated, _WILDCARDS.findall(part)))
+    return re.compile(pattern)
+
+
+def _translated(token: str) -> str:
+    if token in ("*", "?"):
+        return "[^.]" + token.strip("?")
+    if len(token) > 1:
+        return token.replace("[!", "[^", 1)
+    return re.escape(token)
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _is_instance_of(name: str) -> Callable[[nn.Module], bool]:
+    """Return what tells the modules of a class and its subclasses, by the name where it is defined or exported."""
+    package, _, exported = name.rpartition(".")
+    cls = getattr(sys.modules.get(package), exported, None)
+
+    def is_one(module: nn.Module) -> bool:
+        if isinstance(cls, type):
+            return isinstance(module, cls)
+        return any(name in (_full_name(base), base.__qualname__) for base in type(module).__mro__)
+
+    return is_one

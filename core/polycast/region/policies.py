@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..engine.state import REGIONS_POLICY, Overlay
+from ..engine.state import MODULE_RULE, REGIONS_POLICY, Origin, Overlay
 from ..policy.ops import Ops
 from ..policy.value import Policy, PolicyLike
 
@@ -33,15 +33,21 @@ def overlay_of(policy: PolicyLike, device_type: str) -> Overlay | None:
     overlay: Overlay | None
     count, overlay = part.derived.get(_NAME, _NONE)
     if count != len(found):  # not looked up yet, or a library was loaded since that has an optional op
-        overlay = _overlay(part.ops, part.name, len(found)) if found else None
+        overlay = _overlay(part.ops, REGIONS_POLICY._replace(name=part.name), len(found)) if found else None
         part.derived[_NAME] = len(found), overlay
     return overlay
 
 
+def overlay_of_rule(ops: Ops, name: str) -> Overlay | None:
+    """Return the overlay of the region that a rule for a module opens, by the name of the rule."""
+    found = ops.resolved
+    return _overlay(ops, MODULE_RULE._replace(name=name), len(found)) if found else None
+
+
 @functools.lru_cache(maxsize=_KEPT)
-def _overlay(ops: Ops, name: str, _found: int) -> Overlay:
+def _overlay(ops: Ops, origin: Origin, _found: int) -> Overlay:
     """Return an overlay: one and the same for equal policies, as long as it is kept."""
-    return Overlay(ops.resolved, REGIONS_POLICY._replace(name=name))
+    return Overlay(ops.resolved, origin)
 
 
 def _kept(policy: Mapping[Any, Any] | str | os.PathLike[str]) -> Policy:

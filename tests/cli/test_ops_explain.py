@@ -1,0 +1,50 @@
+"""``polycast ops DEVICE --explain OP``, and names on the command line."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from polycast import Policy
+from polycast.cli import app
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+
+
+def test_an_op_is_explained_in_a_region_of_a_device_that_need_not_be_there():
+    assert call("ops", "xpu", "--explain", "softmax").stdout.splitlines() == [
+        "aten::softmax.int on xpu, a region of float16",
+        "fp32_set_opt_dtype (backend's table): a dtype that the caller leaves out is float32",
+    ]
+
+
+def test_each_overload_that_a_name_means_is_explained():
+    lines = call("ops", "cuda", "--explain", "aten::pow").stdout.splitlines()
+    assert lines[0].startswith("aten::pow.")
+    assert [line.partition(": ")[0] for line in lines[2:]] == ["aten::pow.Tensor_Scalar", "aten::pow.Scalar"]
+
+
+def test_an_op_is_explained_under_a_policy_file(tmp_path):
+    path = tmp_path / "policy.toml"
+    Policy({"mm": "fp32"}, name="careful").save(path)
+    told = json.loads(call("ops", "cpu", "--explain", "mm.default", "--policy-file", str(path), "--json").stdout)
+    assert (told["policy"], told["rule"], told["rule_name"]) == ("fp32", "region's policy", "careful")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--explain", "sofmax"], "has no op 'sofmax'; the nearest are 'softmax', '_softmax', 'fmax'\n"),
+        (["--policy", "fp23"], "--policy must be a CastPolicy or the name of one, got 'fp23'; the nearest is 'fp32'\n"),
+        (["--explain", "mm", "--policy-file", "absent.toml"], "No such file or directory: 'absent.toml'\n"),
+        (["--explain", "mm", "--drift"], "--explain is about one op: leave out --policy and --drift."),
+        (["--explain", "mm", "--policy", "fp32"], "--explain is about one op: leave out --policy and --drift."),
+        (["--policy-file", "absent.toml"], "--policy-file is for --explain: name an op."),
+    ],
+)
+def test_what_cannot_be_shown_is_told(arguments, said):
+    result = call("ops", "cpu", *arguments)
+    assert said in result.stderr
+    assert (result.stdout, result.exit_code) == ("", 2)

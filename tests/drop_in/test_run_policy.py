@@ -1,0 +1,102 @@
+"""``polycast run --policy``: a program under a policy file."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from polycast import Policy
+
+PROGRAM = """
+import multiprocessing, threading, torch, polycast
+
+x = torch.ones(2, 2)
+
+def show():
+    with torch.autocast("cpu"):
+        print(torch.mm(x, x).dtype, torch.bmm(x[None], x[None]).dtype)
+
+if __name__ == "__main__":
+    show()
+    thread = threading.Thread(target=show)
+    thread.start()
+    thread.join()
+    with polycast.autocast("cpu", policy={"mm": "lower_precision_fp"}), torch.autocast("cpu"):
+        print(torch.mm(x, x).dtype)
+    with torch.autocast("cpu", enabled=False):
+        print(torch.mm(x, x).dtype)
+        with torch.autocast("cpu"):
+            print(torch.mm(x, x).dtype)
+    print(torch.autocast("cpu")(lambda: torch.mm(x, x))().dtype)
+    process = multiprocessing.get_context("spawn").Process(target=show)
+    process.start()
+    process.join()
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that calls ``polycast run`` on a program in a folder of its own."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("POLYCAST_")}
+
+    def run(program, *options):
+        (tmp_path / "program.py").write_text(textwrap.dedent(program))
+        command = [sys.executable, "-m", "polycast", "run", *options, "program.py"]
+        return subprocess.run(
+            command, cwd=tmp_path, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+        )
+
+    return run
+
+
+def test_every_region_of_the_program_has_the_policy_under_what_the_program_says_itself(run, tmp_path):
+    Policy({"bmm": "fp32"}, devices={"cpu": Policy({"mm": "fp32"})}).save(tmp_path / "policy.toml")
+    done = run(PROGRAM, "--quiet", "--policy", "policy.toml")
+    fp32, fast = "torch.float32", "torch.bfloat16"
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        f"{fp32} {fp32}",  # the main thread
+        f"{fp32} {fp32}",  # another thread
+        fast,
+        *[fp32] * 3,
+        f"{fp32} {fp32}",  # a spawned process
+    ]
+
+
+def test_it_goes_with_wrap_and_with_a_weight_cache(run, tmp_path):
+    Policy({"linear": "fp32"}).save(tmp_path / "policy.toml")
+    program = """
+        import torch
+
+        linear, conv = torch.nn.Linear(2, 2).half(), torch.nn.Conv1d(1, 1, 1)
+        with torch.no_grad():
+            print(linear(torch.ones(1, 2).half()).dtype, conv(torch.ones(1, 1, 2)).dtype)
+    """
+    done = run(program, "--policy", "policy.toml", "--wrap", "cpu", "--weight-cache")
+    assert done.stdout == "torch.float32 torch.bfloat16\n"
+    assert " 2 regions (cpu bfloat16 2), weight cache: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "polycast: [Errno 2] No such file or directory: 'policy.toml'\n"),
+        (
+            "schema = 1\n[ops]\nmm = 'fp23'\n",
+            "polycast: policy file 'policy.toml': the policy of 'mm' must be a CastPoli",
+        ),
+        (
+            "schema = 1\n[devices.cpu.modules]\nlm_head = 'fp32'\n",
+            "polycast: --policy policy.toml: it has rules for modules, and a program's modules are its own: call "
+            "polycast.apply_policy(model, policy) in it, or leave [modules] out of the file.\n",
+        ),
+    ],
+)
+def test_a_file_that_is_no_policy_for_programs_is_told_before_the_program_runs(run, tmp_path, text, said):
+    if text is not None:
+        (tmp_path / "policy.toml").write_text(text)
+    done = run("print('ran')", "--policy", "policy.toml")
+    assert done.stderr.startswith(said)
+    assert (done.stdout, done.returncode) == ("", 2)
