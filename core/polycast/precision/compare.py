@@ -13,11 +13,13 @@ import torch
 
 from ..plugins.discovery import check_availability
 from ..plugins.registry import get_backend
-from ..policy.value import PolicyLike
+from ..policy.value import Policy, PolicyLike
 from ..region.autocast import autocast, why_disabled
+from ..region.module_rules import apply_policy
 from .calls import Call
 from .comparison import Comparison, ModuleErrors
 from .errors import Error, Sums, is_finite
+from .hooks import Key
 from .lockstep import Lockstep
 from .progress import progress
 from .survey import Survey, survey
@@ -58,9 +60,11 @@ def compare(
         >>> comparison.modules[0].name, comparison.modules[0].own.relative < 0.02
         ('0', True)
     """
-    call = Call.of(inputs)
-    region = enabled_region(device_type, dtype, policy)
-    return compared(model, call, region, survey(model, call, region.device))
+    call, said = Call.of(inputs), Policy.of(policy or {})
+    region = enabled_region(device_type, dtype, said)
+    seen = survey(model, call, region.device)[0]
+    with apply_policy(model, Policy(modules=said.for_device(region.device).modules)):
+        return compared(model, call, region, seen)
 
 
 def enabled_region(device_type: str, dtype: torch.dtype | None, policy: PolicyLike | None = None) -> autocast:
@@ -109,17 +113,20 @@ class _Record:
         self.first_nonfinite: str | None = None
         self.parted_in: dict[str, None] = {}
         self._seen, self._advance = seen, advance
+        self._makers: list[Key] = []
 
     def own(self, module: torch.nn.Module, reference: Any, own: Any) -> None:
         self.found[module].own.add(Sums.of(reference, own))
         self._advance(self._seen.modules[module].name or type(module).__name__)
 
-    def total(self, module: torch.nn.Module, reference: Any, own: Any, output: Any, arguments: Any) -> None:
+    def total(self, key: Key, module: torch.nn.Module, reference: Any, own: Any, output: Any, arguments: Any) -> None:
         found, total = self.found[module], Sums.of(reference, output)
         found.calls += 1
         found.total.add(total)
         found.inherited.add(Sums.of(own, output))
-        if total.made and is_finite(arguments):
+        in_it = any(other[: len(key)] == key for other in self._makers)
+        if total.made and not in_it and is_finite(arguments):
+            self._makers.append(key)
             found.makes_nonfinite = True
             if self.first_nonfinite is None:
                 self.first_nonfinite = self._seen.modules[module].name

@@ -28,7 +28,7 @@ class ModuleErrors:
         own: the error that it makes itself: in the region, given float32's inputs, the modules in it in float32.
         inherited: the relative error that comes in by its inputs, or arises in the modules in it; None if unknown.
         total: the error of what it returns in the region; None where the two runs did not call it alike.
-        makes_nonfinite: whether it returned inf or nan where float32 does not, given finite inputs.
+        makes_nonfinite: whether it returned inf or nan where float32 does not, given finite inputs, and no module in it did.
     """
 
     name: str
@@ -144,7 +144,7 @@ def as_text(value: object) -> str:
     """Return what rich would print of a value, as plain text."""
     from rich.console import Console
 
-    console = Console(width=max(120, Console().width), color_system=None, markup=False, highlight=False, emoji=False)
+    console = Console(width=max(160, Console().width), color_system=None, markup=False, highlight=False, emoji=False)
     with console.capture() as captured:
         console.print(value)
     return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())

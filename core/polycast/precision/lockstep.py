@@ -23,7 +23,7 @@ class Record(Protocol):
     def own(self, module: torch.nn.Module, reference: Any, own: Any) -> None:
         """Be told what a call returns in float32, and what the module itself makes of the same arguments."""
 
-    def total(self, module: torch.nn.Module, reference: Any, own: Any, output: Any, arguments: Any) -> None:
+    def total(self, key: Key, module: torch.nn.Module, reference: Any, own: Any, output: Any, arguments: Any) -> None:
         """Be told what the call returns in the region, besides, and on which arguments."""
 
     def parted(self, module: torch.nn.Module) -> None:
@@ -203,7 +203,7 @@ class _Reduced:
             both.give_turn()
         waiting = both.waiting
         if waiting is not None:
-            both.record.total(module, waiting.output, waiting.own, output, arguments)
+            both.record.total(call.key, module, waiting.output, waiting.own, output, arguments)
             both.generators.set(waiting.random)
             both.waiting = waiting = None
             both.give_turn()

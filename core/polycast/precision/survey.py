@@ -40,13 +40,11 @@ class Survey:
     Attributes:
         modules: the modules that are called, in the order of their first calls.
         calls: how many calls there are.
-        output: what the model returns.
         state: what it writes of itself.
     """
 
     modules: dict[torch.nn.Module, Called] = field(default_factory=dict)
     calls: int = 0
-    output: Any = None
     state: ModelState = field(default_factory=lambda: ModelState([]))
 
     def by_name(self) -> dict[str, Called]:
@@ -82,8 +80,8 @@ class _Surveyor:
             self.survey.modules[module].writes_arguments = True
 
 
-def survey(model: torch.nn.Module, call: Call, device_type: str) -> Survey:
-    """Run a model once in float32, outside all regions, and leave it as it was.
+def survey(model: torch.nn.Module, call: Call, device_type: str) -> tuple[Survey, Any]:
+    """Run a model once in float32, outside all regions, and leave it as it was; return its output, too.
 
     Raises:
         RuntimeError: its forward writes to its parameters.
@@ -96,6 +94,5 @@ def survey(model: torch.nn.Module, call: Call, device_type: str) -> Survey:
 
     with torch.no_grad(), Snapshot(()).apply(), RandomState(device_type).kept():
         output, state = written_state(model, run)
-    found = surveyor.survey
-    found.output, found.state = output, state
-    return found
+    surveyor.survey.state = state
+    return surveyor.survey, output

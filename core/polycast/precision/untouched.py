@@ -84,19 +84,19 @@ def written_state(model: torch.nn.Module, run: Any) -> tuple[Any, ModelState]:
     kept = [(owner, dict(owner)) for owner in dicts if type(owner) is dict]
     parameters = [(name, parameter, _version(parameter)) for name, parameter in model.named_parameters()]
     tensors = [Slot(owner, key) for owner, said in kept for key, value in said.items() if _is_tensor(value)]
-    clones: dict[int, Any] = {}
+    originals, clones = [slot.get() for slot in tensors], dict[int, Any]()
     for slot in tensors:
         slot.put(_clone(slot.get(), clones))
-    put = [(slot, slot.get(), _version(slot.get())) for slot in tensors]
+    put = [(slot, slot.get(), said) for slot, said in zip(tensors, originals, strict=True)]
     try:
         result = run()
-        known = {(id(owner), key) for owner, said in kept for key in said}
-        slots = [slot for slot, clone, version in put if slot.get() is not clone or _version(clone) != version]
+        # Not every kernel that writes counts a version: batch norm's does not.
+        slots = [slot for slot, clone, said in put if slot.get() is not clone or not torch.equal(clone, said)]
         tensors_at = {(id(slot.owner), slot.key) for slot in tensors}
         for owner, said in kept:
             for key in {**said, **owner}:
-                is_tensor = (id(owner), key) in tensors_at
-                if not is_tensor and ((id(owner), key) not in known or owner.get(key, _ABSENT) is not said[key]):
+                is_other = owner.get(key, _ABSENT) is not said.get(key, _ABSENT)
+                if is_other and (id(owner), key) not in tensors_at:
                     slots.append(Slot(owner, key))
     finally:
         for owner, said in kept:
