@@ -105,7 +105,7 @@ class WithPolicy(torch.nn.Module):
 
 
 def test_a_policy_is_refused_strictly():
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="policy= is not part of torch's autocast"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="policies are not part of torch's autocast"):
         torch.export.export(WithPolicy(), (torch.randn(4, 4),), strict=True)
 
 

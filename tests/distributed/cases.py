@@ -141,6 +141,32 @@ def recomputed():
 
 
 @case
+def rules_for_modules():
+    """Return what the modules of sharded and of replicated models compute in under rules, and after them."""
+
+    def seen(wrap):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
+        rules = polycast.apply_policy(model, polycast.Policy(modules={"1": "fp32", "2": {"linear": "fp32"}}))
+        outputs = []
+        for part in (model[0], model[1], model[2]):
+            part.register_forward_hook(lambda *given: outputs.append(name(given[-1].dtype)))
+        wrapped = wrap(model)
+        for _ in range(2):
+            with polycast.autocast("cpu"):
+                loss = wrapped(torch.ones(2, 4)).sum()
+            loss.backward()
+            rules.remove()
+        return outputs, list(model.state_dict())
+
+    def sharded_by_part(model):
+        for part in (model[1], model):
+            fully_shard(part)
+        return model
+
+    return {"fsdp": seen(sharded_by_part), "ddp": seen(nn.parallel.DistributedDataParallel)}
+
+
+@case
 def defaults():
     model = fully_shard(nn.Linear(4, 4), mixed_precision=MixedPrecision())
     y = model(torch.ones(2, 4))

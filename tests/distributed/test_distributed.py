@@ -196,3 +196,11 @@ def test_the_example_learns_the_digits_in_two_processes():
     epochs = [line for line in lines if line.startswith("epoch")]
     assert len(epochs) == 8
     assert float(epochs[-1].split()[-1].rstrip("%")) > 85
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_rules_for_modules_hold_in_models_of_several_processes(results, kind):
+    outputs, names = results["rules_for_modules"][kind]
+    fast = "bfloat16"
+    assert outputs == [fast, FULL, FULL, fast, fast, fast]
+    assert names == ["0.weight", "0.bias", "1.0.weight", "1.0.bias", "2.weight", "2.bias"]

@@ -117,6 +117,13 @@ def test_a_packet_stands_for_its_overloads_save_those_that_write(define, registe
         assert many(torch.ones(2), out=torch.ones(2)).dtype is torch.float32
 
 
+@pytest.mark.parametrize("name", ["sum", "aten::sum", torch.ops.aten.sum])
+def test_a_name_is_read_as_in_a_policy_and_the_policy_may_be_its_name(registered, name):
+    registration = registered(name, "passthrough")
+    assert set(registration.ops) == {"aten::sum", "aten::sum.dim_IntList"}
+    assert registration.policy is CastPolicy.PASSTHROUGH
+
+
 def test_banning_a_packet_bans_what_writes_too(define, registered):
     define("many(Tensor x) -> Tensor", "many.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
     assert registered(torch.ops.polycast_test.many, CastPolicy.BANNED).ops[1] == "polycast_test::many.out"

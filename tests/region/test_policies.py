@@ -12,8 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 import polycast
 from polycast import CastPolicy, Policy
+from polycast.engine.installation import kernels_of
 from polycast.policy import names
 from polycast.policy.schemas import find_op
+from polycast.region import entry
 from polycast.testing.oracle import call_as
 from polycast.testing.samples import SAMPLES, split
 
@@ -56,6 +58,19 @@ def test_what_was_read_once_is_not_looked_up_again(softmax_in_float32, form, mon
     monkeypatch.setattr(names, "find_op", lambda name: pytest.fail(f"{name} is looked up again"))
     monkeypatch.setattr(names, "find_overloads", lambda name: pytest.fail(f"{name} is looked up again"))
     assert polycast.autocast("cpu", policy=policy)._settings.overlay is first
+
+
+def test_the_ops_of_a_policy_are_looked_at_once_while_its_kernels_are_in_place(engine, monkeypatch):
+    region, calls = polycast.autocast("cpu", policy={"softmax": "fp32"}), []
+    monkeypatch.setattr(entry, "kernels_of", lambda *given: calls.append(given) or kernels_of(*given))
+    for _ in range(3):
+        with region:
+            assert softmax() is torch.float32
+    assert len(calls) == 1
+    polycast.uninstall()
+    with region:
+        assert softmax() is torch.float32
+    assert len(calls) == 2
 
 
 def test_a_file_that_was_changed_is_read_again(tmp_path):

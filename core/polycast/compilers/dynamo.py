@@ -16,66 +16,79 @@ from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.ctx_manager import AutocastModeVariable
 from torch.fx.node import has_side_effect
+from typing_extensions import Self
 
 from ..engine import state
+from ..engine.disable_dynamo import disable_dynamo
 from ..engine.installation import kernels_of
 from ..engine.state import MODULE_RULE, Origin, Overlay, Settings
 from .torch_autocast import TorchAutocast, UnpatchedAutocast
 
-_HAS_POLICY = (
-    "of policy= a graph can hold names of ops and policies, in a dict that the compiled function makes or is given"
-)
+_HAS_POLICY = "of policy= a graph can hold a dict of names, that what is compiled makes or is given"
+_EXPORTED = "policies are not part of torch's autocast, which is what an exported program can hold"
 _Region = TypeVar("_Region")
 
 
-class _EnteredWithPolicies:
-    """A region with policies, entered by the code of a graph, or for it."""
+class region_with_policies:
+    """A region with policies, of constants that code can hold: what a graph enters, and what goes on after a break."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        device_type: str,
+        dtype: torch.dtype,
+        enabled: bool,
+        cache_enabled: bool | None,
+        policies: str,
+        *origin: str,
+    ) -> None:
+        overlay = Overlay.of_text(policies, Origin(*origin))
+        self._settings = Settings(device_type, enabled, dtype, cache_enabled, overlay)
 
-    def __enter__(self) -> None:
-        assert self._settings.overlay is not None
-        kernels_of(self._settings.device_type, self._settings.overlay)
+    @disable_dynamo
+    def __enter__(self) -> Self:
+        kernels_of(self._settings.device_type, self._settings.overlay or ())
         state.machine.enter(self, self._settings)
+        return self
 
+    @disable_dynamo
     def __exit__(self, *_: object) -> None:
         state.machine.leave(self)
 
 
 @has_side_effect
-def enter_with_policies(
-    device_type: str,
-    dtype: torch.dtype,
-    enabled: bool,
-    cache_enabled: bool | None,
-    policies: str,
-    origin: str,
-    name: str,
-) -> _EnteredWithPolicies:
+def enter_with_policies(*values: Any) -> region_with_policies:
     """Enter a region, in a graph; what comes back is left by what leaves torch's regions there."""
-    overlay = Overlay.of_text(policies, Origin(origin, name))
-    region = _EnteredWithPolicies(Settings(device_type, enabled, dtype, cache_enabled, overlay))
-    region.__enter__()
-    return region
+    return region_with_policies(*values).__enter__()
 
 
-_enter_torchs = AutocastModeVariable.enter
+class _PolicyRegionVariable(AutocastModeVariable):
+    """A region with policies, to Dynamo."""
+
+    def enter(self, tx: Any) -> Any:
+        region = enter_with_policies(*self.target_values)
+        self.set_cleanup_hook(tx, lambda: region.__exit__())
+        self.proxy = tx.output.create_node("call_function", enter_with_policies, (*self.target_values,), {})
+        return ConstantVariable.create(None)
+
+    def module_name(self) -> str:
+        return __name__
+
+    def fn_name(self) -> str:
+        return region_with_policies.__name__
 
 
-def _enter_in_graph(self: Any, tx: Any) -> Any:
-    device = self.target_values[0]
-    if not isinstance(device, _WithPolicies):
-        return _enter_torchs(self, tx)
-    policies = device.policies
-    values = (str(device), *self.target_values[1:], policies.text, *policies.origin)
-    region = enter_with_policies(*values)
-    self.set_cleanup_hook(tx, lambda: region.__exit__())
-    self.proxy = tx.output.create_node("call_function", enter_with_policies, values, {})
-    return ConstantVariable.create(None)
+_init = AutocastModeVariable.__init__
 
 
-setattr(AutocastModeVariable, "enter", _enter_in_graph)
+def _init_with_policies(self: Any, target_values: Any, *args: Any, **kwargs: Any) -> None:
+    _init(self, target_values, *args, **kwargs)
+    device = target_values[0]
+    if isinstance(device, _WithPolicies):
+        self.__class__ = _PolicyRegionVariable
+        self.target_values = [str(device), *target_values[1:], device.policies.text, *device.policies.origin]
+
+
+setattr(AutocastModeVariable, "__init__", _init_with_policies)
 
 if "python_type" not in vars(AutocastModeVariable):
     # Asked of what a class's __new__ returns; later versions of torch have the same answer.
@@ -107,6 +120,8 @@ def _made_once(cls: type[_Region], policy: dict[str, Any] | None, *args: Any, **
     What the answer depends on, Dynamo guards: the constants, and the thread's dtype, which is part of the autocast
     state that every compiled function is guarded on.
     """
+    if policy is not None and torch.compiler.is_exporting():
+        _break(_EXPORTED)
     if policy == {}:
         _break(_HAS_POLICY)
     region = object.__new__(cls)
@@ -122,6 +137,8 @@ def region_of_rule(
     cls: type[_Region], device_type: str, dtype: torch.dtype | None, enabled: bool, policies: str, rule: str
 ) -> _Region:
     """Return the region that a rule for a module opens, with policies as the text of an overlay."""
+    if torch.compiler.is_exporting():
+        _break(_EXPORTED)
     region = object.__new__(cls)
     region.__init__(device_type, dtype, enabled)  # type: ignore[misc]
     _give_policies(region, Overlay.of_text(policies, MODULE_RULE._replace(name=rule)))

@@ -45,6 +45,8 @@ class Overlay(dict[str, CastPolicy]):
         self._layers = layers
         self.derived: dict[str, Any] = {}
         """What engines have made of it, each under a name of its own."""
+        self.served_by: dict[str, object] = {}
+        """By device type, the kernels that have one for each of the ops."""
         self._merged: tuple[Overlay, Overlay] | None = None
 
     @property

@@ -24,13 +24,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import tomli_w
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 from .names import nearest
 
 SCHEMA = 1
@@ -47,6 +40,12 @@ def read(path: PolicyPath) -> dict[str, Any]:
         OSError: it cannot be read.
         ValueError: it is not a policy file, or one of a newer schema.
     """
+    # Those who have no file need not import what reads them.
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+
     content = Path(path).read_bytes()
     try:
         said = tomllib.loads(content.decode("utf-8"))
@@ -116,10 +115,14 @@ def _section(way: tuple[str, ...], said: Mapping[str, Any]) -> list[str]:
 
 
 def _key(key: str) -> str:
+    import tomli_w
+
     return tomli_w.dumps({key: 0}).removesuffix(" = 0\n")
 
 
 def _value(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + " }"
+    import tomli_w
+
     return tomli_w.dumps({"x": value}).removeprefix("x = ").removesuffix("\n")

@@ -1,5 +1,6 @@
 """Rules for modules, as people write them: which modules, and what becomes of the ops in them."""
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -82,7 +83,7 @@ def modules_of(model: nn.Module, key: str) -> dict[str, nn.Module]:
     if key.startswith(CLASS):
         wanted = _is_instance_of(key.removeprefix(CLASS))
         found = {name: module for name, module in named.items() if wanted(module)}
-        known = {CLASS + _full_name(type(module)) for module in named.values()}
+        known = {CLASS + _shortest_name(type(module)) for module in named.values()}
     else:
         pattern = _pattern(key)
         found = {name: module for name, module in named.items() if pattern.fullmatch(f".{name}" if name else "")}
@@ -100,7 +101,8 @@ def modules_of(model: nn.Module, key: str) -> dict[str, nn.Module]:
 
 
 def _with_forward(name: str, module: nn.Module) -> dict[str, nn.Module]:
-    if type(module).forward is not nn.Module.forward or "forward" in vars(module):
+    forward = inspect.getattr_static(type(module), "forward")  # to get that of a ScriptModule would fail
+    if forward is not nn.Module.forward or "forward" in vars(module):
         return {name: module}
     meant: dict[str, nn.Module] = {}
     for child_name, child in module.named_children():
@@ -132,6 +134,11 @@ def _translated(token: str) -> str:
 
 def _full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _shortest_name(cls: type) -> str:
+    exported = getattr(nn, cls.__qualname__, None) is cls
+    return f"torch.nn.{cls.__qualname__}" if exported else _full_name(cls)
 
 
 def _is_instance_of(name: str) -> Callable[[nn.Module], bool]:

@@ -38,7 +38,7 @@ class Policy:
             value as text, or ``{"policy": "fp32", "optional": True}`` for an op that the running torch may lack.
         modules: rules by module. A key is a glob over the names of ``model.named_modules()``, or ``"class:"`` and a
             class's qualified name; a rule is ``"fp32"``, ``"off"``, a fast dtype such as ``"float16"``, or policies by
-            op. Regions take no notice of them.
+            op. They are for :func:`apply_policy`: regions take no notice of them.
         devices: what holds on one device only, by device type; it goes before what is for all.
         name: a name for people.
 

@@ -2,8 +2,8 @@
 
 from ..compilers.guards import tell_policies_apart
 from ..engine import state
-from ..engine.installation import fully_installed, kernels_of
-from ..engine.state import Settings
+from ..engine.installation import fully_installed, installed, kernels_of
+from ..engine.state import Overlay, Settings
 from ..errors import BackendNotFoundError
 from .checkpoint import watch_checkpoints
 
@@ -19,11 +19,12 @@ def enter(owner: object, settings: Settings) -> bool:
 def put_in_place(owner: object, settings: Settings) -> None:
     """Put in place what a region that `owner` has just entered needs; where that fails, the region is left."""
     try:
-        if settings.enabled or settings.overlay:
-            kernels_of(settings.device_type, settings.overlay or ())
         if settings.overlay:
+            _put_kernels_in_place(settings.device_type, settings.overlay)
             tell_policies_apart(settings.device_type)
             watch_checkpoints()
+        elif settings.enabled:
+            kernels_of(settings.device_type)
     except BackendNotFoundError:
         if not settings.exact:  # a snapshot's may be of a region of torch's, for what no backend serves
             state.machine.leave(owner)
@@ -31,3 +32,9 @@ def put_in_place(owner: object, settings: Settings) -> None:
     except BaseException:
         state.machine.leave(owner)
         raise
+
+
+def _put_kernels_in_place(device_type: str, overlay: Overlay) -> None:
+    """Put the kernels of an overlay's ops in place, looking at each op once for as long as the kernels stay there."""
+    if device_type not in fully_installed or overlay.served_by.get(device_type) is not installed.get(device_type):
+        overlay.served_by[device_type] = kernels_of(device_type, overlay)

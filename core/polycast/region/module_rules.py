@@ -285,8 +285,8 @@ class RuledForward:
 
     @property
     def __globals__(self) -> NoReturn:
-        # TorchScript asks for this before it compiles a function.
-        raise RuntimeError(
+        # TorchScript asks for this before it compiles a function, and nobody else insists on it.
+        raise AttributeError(
             "a module under the rules of polycast.apply_policy cannot be scripted: TorchScript would leave them out. "
             "Remove the rules before, or use torch.compile."
         )

@@ -1,0 +1,114 @@
+"""Rules for modules in compiled, sharded and checkpointed models."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import polycast
+from polycast import Policy
+
+pytestmark = pytest.mark.usefixtures("engine")
+RULES = {"blocks.0": "fp32", "blocks.0.inner": "float16", "blocks.1": {"linear": "fp32"}, "head": "fp32"}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.outer(self.inner(x).float())
+
+
+class Model(nn.Module):
+    """A model that gives what each of its parts does."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        outputs = [self.blocks[0].inner(x), x := self.blocks[0](x), x := self.blocks[1](x)]
+        return *outputs, self.head(x), torch.mm(x, x.T)
+
+
+def dtypes(model, **settings):
+    with polycast.autocast("cpu", **settings):
+        return [y.dtype for y in model(torch.ones(2, 4))]
+
+
+UNDER = [torch.float16, torch.float32, torch.float32, torch.float32, torch.bfloat16]
+PLAIN = [torch.bfloat16] * 5
+
+
+@pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed in the scheduler node")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_in_one_graph_a_model_heeds_the_rules_that_it_is_under_now(backend):
+    model = Model()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    assert dtypes(compiled) == PLAIN
+    handle = polycast.apply_policy(model, Policy(modules=RULES))
+    assert dtypes(compiled) == dtypes(model) == UNDER
+    assert dtypes(compiled, enabled=False) == [torch.float32] * 5
+    with polycast.apply_policy(model, Policy(modules={"head": "float16", "blocks.1": {"linear": "passthrough"}})):
+        assert dtypes(compiled) == dtypes(model) == [*UNDER[:3], torch.float16, UNDER[4]]
+    assert dtypes(compiled) == UNDER
+    handle.remove()
+    assert dtypes(compiled) == PLAIN
+
+
+def test_the_values_and_gradients_of_a_compiled_model_are_those_of_the_interpreted_one():
+    torch.manual_seed(0)
+    model = Model()
+    polycast.apply_policy(model, Policy(modules=RULES))
+
+    def gradients(function):
+        model.zero_grad()
+        with polycast.autocast("cpu"):
+            y = function(torch.linspace(-1, 1, 8).reshape(2, 4))[3]
+        y.sum().backward()
+        return [y.detach(), *(parameter.grad for parameter in model.parameters())]
+
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for expected, found in zip(gradients(model), gradients(compiled), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_recomputes_under_the_rules(reentrant):
+    torch.manual_seed(0)
+    model = Model()
+    polycast.apply_policy(model, Policy(modules=RULES))
+
+    def gradients(block):
+        model.zero_grad()
+        x = torch.linspace(-1, 1, 8).reshape(2, 4).requires_grad_()
+        with polycast.autocast("cpu"):
+            y = block(block(x, model.blocks[0]), model.blocks[1])
+        y.sum().backward()
+        return [x.grad, *(parameter.grad for parameter in model.blocks.parameters())]
+
+    plain = gradients(lambda x, block: block(x))
+    recomputed = gradients(lambda x, block: checkpoint(block, x, use_reentrant=reentrant))
+    for expected, found in zip(plain, recomputed, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_an_exported_program_has_the_rules_for_dtypes_in_it():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    polycast.apply_policy(model, Policy(modules={"1": "fp32"}))
+    with polycast.autocast("cpu"):
+        program = torch.export.export(model, (torch.ones(2, 4),), strict=False)
+        assert program.module()(torch.ones(2, 4)).dtype is torch.float32
+        polycast.apply_policy(model, Policy(modules={"1": {"linear": "fp32"}}))
+        with pytest.raises(RuntimeError, match=r"a region with policy= cannot be exported"):
+            torch.export.export(model, (torch.ones(2, 4),), strict=False)
