@@ -37,6 +37,8 @@ from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
 from .policy.value import Policy
 from .precision.compare import compare
 from .precision.comparison import Comparison
+from .precision.evidence import Evidence, Tuned
+from .precision.tune import tune
 from .region.autocast import autocast, autocast_decorator
 from .region.capture import Snapshot, capture
 from .region.custom_function import custom_bwd, custom_fwd
@@ -66,6 +68,7 @@ __all__ = [
     "BackendStatus",
     "CastPolicy",
     "Comparison",
+    "Evidence",
     "Explanation",
     "InvalidBackendError",
     "ModuleRules",
@@ -73,6 +76,7 @@ __all__ = [
     "Policy",
     "Snapshot",
     "StaleWeightError",
+    "Tuned",
     "WeightCache",
     "WeightCacheStats",
     "apply_policy",
@@ -103,6 +107,7 @@ __all__ = [
     "set_autocast_cache_enabled",
     "set_autocast_dtype",
     "set_autocast_enabled",
+    "tune",
     "uninstall",
     "unregister_backend",
 ]

@@ -89,9 +89,25 @@ def test_the_modules_that_add_most_come_first():
     with torch.no_grad():
         model[1].weight.mul_(1e6)
     comparison = polycast.compare(model, torch.randn(3, 8), "cpu", torch.float16)
-    own = [module.own.relative for module in comparison.modules]
+    adds = [module.adds for module in comparison.modules]
     assert comparison.modules[0].name == "1"
-    assert own == sorted(own, reverse=True)
+    assert adds == sorted(adds, reverse=True)
+
+
+def test_a_module_that_makes_much_of_a_small_error_adds_it():
+    class Norm(nn.Module):
+        def forward(self, x):
+            return x * torch.rsqrt((x * x).sum(-1, keepdim=True))
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Norm(), nn.ReLU()))
+    with torch.no_grad():
+        model[0].weight.mul_(1000.0)
+    comparison = polycast.compare(model, torch.randn(3, 8), "cpu", torch.float16)
+    found = by_name(comparison)
+    assert comparison.modules[0].name == "1.0"
+    assert found["1.0"].own.relative == 0.0
+    assert found["1.0"].adds == pytest.approx(1.0, abs=0.01)
+    assert found["1"].adds == found[""].adds == 0.0
 
 
 def test_the_first_module_that_makes_inf_or_nan_is_named(engine):

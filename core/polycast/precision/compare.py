@@ -20,10 +20,13 @@ from .calls import Call
 from .comparison import Comparison, ModuleErrors
 from .errors import Error, Sums, is_finite
 from .hooks import Key
-from .lockstep import Lockstep
+from .lockstep import Lockstep, Met
 from .progress import progress
 from .survey import Survey, survey
 from .values import tensors_in
+
+_ACCOUNTED = 4.0
+"""How many times more than any of the modules in it a module may add, and it is still they who do."""
 
 
 def compare(
@@ -100,7 +103,7 @@ class _Found:
     """What is found of a module, over all its calls."""
 
     def __init__(self) -> None:
-        self.own, self.total, self.inherited = Sums(), Sums(), Sums()
+        self.own, self.total, self.inherited, self.inputs = Sums(), Sums(), Sums(), Sums()
         self.calls = 0
         self.makes_nonfinite = False
 
@@ -119,23 +122,25 @@ class _Record:
         self.found[module].own.add(Sums.of(reference, own))
         self._advance(self._seen.modules[module].name or type(module).__name__)
 
-    def total(self, key: Key, module: torch.nn.Module, reference: Any, own: Any, output: Any, arguments: Any) -> None:
-        found, total = self.found[module], Sums.of(reference, output)
+    def total(self, call: Met) -> None:
+        found, total = self.found[call.module], Sums.of(call.reference, call.output)
         found.calls += 1
         found.total.add(total)
-        found.inherited.add(Sums.of(own, output))
-        in_it = any(other[: len(key)] == key for other in self._makers)
-        if total.made and not in_it and is_finite(arguments):
-            self._makers.append(key)
+        found.inherited.add(Sums.of(call.own, call.output))
+        found.inputs.add(Sums.of(call.reference_arguments, call.arguments))
+        in_it = any(other[: len(call.key)] == call.key for other in self._makers)
+        if total.made and not in_it and is_finite(call.arguments):
+            self._makers.append(call.key)
             found.makes_nonfinite = True
             if self.first_nonfinite is None:
-                self.first_nonfinite = self._seen.modules[module].name
+                self.first_nonfinite = self._seen.modules[call.module].name
 
     def parted(self, module: torch.nn.Module) -> None:
         self.parted_in[self._seen.modules[module].name] = None
 
     def modules(self) -> tuple[ModuleErrors, ...]:
         """Return the modules, those first that add most."""
+        adds = self._adds()
         said = []
         for module, called in self._seen.modules.items():
             found = self.found[module]
@@ -145,13 +150,29 @@ class _Record:
                     called.name,
                     type(module).__name__,
                     called.calls,
+                    adds[called.name],
                     found.own.error(),
                     found.inherited.relative_to(found.total) if known else None,
                     found.total.error() if known else None,
                     found.makes_nonfinite,
                 )
             )
-        return tuple(sorted(said, key=lambda each: (-each.own.relative, -(each.inherited or 0.0))))
+        return tuple(sorted(said, key=lambda each: (-each.adds, -(each.inherited or 0.0))))
+
+    def _adds(self) -> dict[str, float]:
+        """Return by name what each module adds: from the innermost on, for what those inside add is not added again."""
+        adds: dict[str, float] = {}
+        inside: dict[str, float] = {}
+        for module, called in reversed(self._seen.modules.items()):
+            found = self.found[module]
+            before, after = found.inputs.relative, found.total.relative
+            growth = after - before if before < after else 0.0
+            accounted = growth <= _ACCOUNTED * inside.get(called.name, 0.0)
+            adds[called.name] = max(found.own.relative, 0.0 if accounted else growth)
+            for caller in called.callers:
+                largest = max(adds[called.name], inside.get(called.name, 0.0))
+                inside[caller] = max(inside.get(caller, 0.0), largest)
+        return adds
 
 
 def _outputs(reference: Any, output: Any) -> dict[str, Error]:

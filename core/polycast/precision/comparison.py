@@ -25,15 +25,19 @@ class ModuleErrors:
         name: its name in the model; that of the model itself is empty.
         kind: its class.
         calls: how often it was called in float32.
+        adds: what it adds to the error: its own, or by how much the error of its output is larger than that of its
+            inputs, where that is not what the modules in it add.
         own: the error that it makes itself: in the region, given float32's inputs, the modules in it in float32.
         inherited: the relative error that comes in by its inputs, or arises in the modules in it; None if unknown.
         total: the error of what it returns in the region; None where the two runs did not call it alike.
-        makes_nonfinite: whether it returned inf or nan where float32 does not, given finite inputs, and no module in it did.
+        makes_nonfinite: whether it returned inf or nan where float32 does not, given finite inputs, and no module in it
+            did.
     """
 
     name: str
     kind: str
     calls: int
+    adds: float
     own: Error
     inherited: float | None
     total: Error | None
@@ -45,6 +49,7 @@ class ModuleErrors:
             "name": self.name,
             "kind": self.kind,
             "calls": self.calls,
+            "adds": json_number(self.adds),
             "own": self.own.to_dict(),
             "inherited": json_number(self.inherited),
             "total": None if self.total is None else self.total.to_dict(),
@@ -58,7 +63,7 @@ class Comparison:
 
     Attributes:
         device_type, dtype: the region's.
-        modules: the modules that were called, first those whose own error is largest, then those that inherit most.
+        modules: the modules that were called, those first that add most.
         outputs: the error of each floating-point tensor that the model returns, by how it is reached.
         first_nonfinite: the first module that returned inf or nan, given finite inputs, where float32 does not.
         parted: modules in which the two runs did not call the same, such as one that chooses by what it computes. What
@@ -90,12 +95,20 @@ class Comparison:
         from rich.text import Text
 
         shown = [module for module in self.modules if module.own.relative or module.inherited][:_SHOWN]
-        rows = _table("module", "class", "calls", "own", "inherited", *_MEASURES)
+        rows = _table("module", "class", "calls", "adds", "own", "inherited", *_MEASURES)
         for module in shown:
             inherited = "-" if module.inherited is None else _number(module.inherited)
             measures = ["-"] * len(_MEASURES) if module.total is None else _measures(module.total)
             own = _number(module.own.relative)
-            rows.add_row(module.name or "(model)", module.kind, str(module.calls), own, inherited, *measures)
+            rows.add_row(
+                module.name or "(model)",
+                module.kind,
+                str(module.calls),
+                _number(module.adds),
+                own,
+                inherited,
+                *measures,
+            )
         outputs = _table("output", *_MEASURES)
         for name, error in self.outputs.items():
             outputs.add_row(name, *_measures(error))

@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,14 @@ class Watcher(Protocol):
 
     def leave(self, module: torch.nn.Module, output: Any) -> None:
         """Be told that a module returns."""
+
+
+def uncompiled() -> AbstractContextManager[object]:
+    """Return a context manager in which what is compiled runs as it was written."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled then, and loading it takes a second
+        return nullcontext()
+    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 @contextmanager
@@ -39,8 +47,7 @@ def watched(model: torch.nn.Module, watcher_here: Callable[[], Watcher | None]) 
             watcher.leave(module, output)
 
     with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(uncompiled())
         for module in model.modules():
             first = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
             stack.callback(first.remove)

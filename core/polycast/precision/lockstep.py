@@ -3,7 +3,7 @@
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -17,14 +17,32 @@ from .untouched import RandomState, Values
 from .values import copied, in_float32
 
 
+class Met(NamedTuple):
+    """A call where the two runs have met.
+
+    Attributes:
+        key, module: which call it is.
+        reference_arguments, arguments: what it was given in float32, and in the region; None where it writes to them.
+        reference, own, output: what it returned in float32, what the module itself makes of it, and in the region.
+    """
+
+    key: Key
+    module: torch.nn.Module
+    reference_arguments: Any
+    arguments: Any
+    reference: Any
+    own: Any
+    output: Any
+
+
 class Record(Protocol):
     """Who is told of what comes out."""
 
     def own(self, module: torch.nn.Module, reference: Any, own: Any) -> None:
         """Be told what a call returns in float32, and what the module itself makes of the same arguments."""
 
-    def total(self, key: Key, module: torch.nn.Module, reference: Any, own: Any, output: Any, arguments: Any) -> None:
-        """Be told what the call returns in the region, besides, and on which arguments."""
+    def total(self, call: Met) -> None:
+        """Be told what the call returns in the region, too."""
 
     def parted(self, module: torch.nn.Module) -> None:
         """Be told that the two runs do not call the same in a module."""
@@ -35,6 +53,7 @@ class _Waiting:
     """What float32's run holds out: the output of a call, what the module itself makes of it, the generators' state."""
 
     key: Key
+    arguments: Any
     output: Any
     own: Any
     random: list[torch.Tensor]
@@ -128,7 +147,7 @@ class _Float32:
             call = self._open.pop()
         both, own = self._both, self._repeat(call)
         both.record.own(module, output, own)
-        both.waiting = _Waiting(call.key, output, own, both.generators.get())
+        both.waiting = _Waiting(call.key, call.arguments, output, own, both.generators.get())
         del own
         both.give_turn()
         both.waiting = None
@@ -203,7 +222,18 @@ class _Reduced:
             both.give_turn()
         waiting = both.waiting
         if waiting is not None:
-            both.record.total(call.key, module, waiting.output, waiting.own, output, arguments)
+            known = not both.seen.modules[module].writes_arguments
+            both.record.total(
+                Met(
+                    call.key,
+                    module,
+                    waiting.arguments if known else None,
+                    arguments if known else None,
+                    waiting.output,
+                    waiting.own,
+                    output,
+                )
+            )
             both.generators.set(waiting.random)
             both.waiting = waiting = None
             both.give_turn()

@@ -22,7 +22,7 @@ class Called:
         calls: how often it is called.
         is_leaf: whether none of its calls calls another module.
         writes_arguments: whether it writes to its arguments.
-        around: the names of the modules that are around all its calls.
+        callers: the names of the modules that call it; none for the model itself.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Called:
     calls: int = 0
     is_leaf: bool = True
     writes_arguments: bool = False
-    around: frozenset[str] = frozenset()
+    callers: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -60,15 +60,15 @@ class _Surveyor:
 
     def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         survey = self.survey
-        around = frozenset(survey.modules[each].name for each, _, _ in self._open)
         called = survey.modules.get(module)
         if called is None:
-            called = survey.modules[module] = Called(self._names[module], survey.calls, around=around)
+            called = survey.modules[module] = Called(self._names[module], survey.calls)
         called.calls += 1
-        called.around &= around
         survey.calls += 1
         if self._open:
-            survey.modules[self._open[-1][0]].is_leaf = False
+            caller = survey.modules[self._open[-1][0]]
+            caller.is_leaf = False
+            called.callers.add(caller.name)
         self._open.append((module, (args, kwargs), State.of((args, kwargs))))
 
     def leave(self, module: torch.nn.Module, output: Any) -> None:

@@ -96,7 +96,8 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
     whose weight another function uses).
 
     The keys of ``policy.modules`` are globs over the names in ``model.named_modules()``: ``*`` is any part of a name
-    between dots, ``**`` any number of such, or none: ``"**"`` alone is every module and the model itself.
+    between dots, ``**`` any number of such, or none: ``"**"`` alone is every module and the model itself,
+    which ``""`` alone is.
     ``"class:torch.nn.LayerNorm"`` means the modules of a class and its subclasses. Of several rules that match, the
     last decides. A container without a forward (nn.ModuleList) passes its rule on to what it contains. A module with
     several names has one rule: the last that matches any of them. The values:
