@@ -100,7 +100,9 @@ def test_the_file_of_another_search_is_refused(model, x, state, change, argument
     if change is not None:
         change(model)
     arguments = {"inputs": x, **FLOAT16, **arguments}
-    with pytest.raises(ValueError, match=rf"^state='.*search\.json' is of another search: its {what} was .* now\. Name"):
+    with pytest.raises(
+        ValueError, match=rf"^state='.*search\.json' is of another search: its {what} was .* now\. Name"
+    ):
         polycast.tune(model, **arguments, state=state)
     assert state.read_bytes() == content
 

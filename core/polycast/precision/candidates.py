@@ -1,13 +1,13 @@
 """What can be kept in float32: modules or ops; and the policy that says so of some of them."""
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import contextlib
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..engine.kernels import refusal
 from ..plugins.registry import get_backend
 from ..policy.cast_policy import CastPolicy
 from ..policy.dtypes import dtype_name
@@ -21,7 +21,6 @@ from .search import Members
 from .survey import Survey
 
 FP32 = "fp32"
-_LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 
 class Modules:
@@ -53,43 +52,44 @@ class Ops:
 def ops_seen(model: torch.nn.Module, call: Call, region: autocast) -> list[str]:
     """Run a model in a region, and return the ops that could be kept in float32, those first that the table casts down.
 
-    An op that is called by one that has a policy is none of them: autocast does not see it.
+    Of those, an op is one if autocast sees it, and not only what it is made of: the model is run with all of them
+    banned, without the one that it stops at again, and so on until it does not. The others are those that reach
+    the dispatcher below autocast.
     """
-    table = get_backend(region.device).policies
-    cast = {named(name).qualified for name in table}
-    lower = {named(name).qualified for name, policy in table.items() if policy is CastPolicy.LOWER_PRECISION_FP}
-    with uncompiled(), _quiet_profiler() as profile:
+    backend = get_backend(region.device)
+    lower = [name for name, policy in backend.policies.items() if policy is CastPolicy.LOWER_PRECISION_FP]
+    banned = {refusal(backend, name): named(name).qualified for name in lower}
+    found: list[str] = []
+    while banned:
+        ban = Policy(ops=dict.fromkeys(banned.values(), CastPolicy.BANNED))
         try:
-            with region:
+            with uncompiled(), region, autocast(region.device, region.fast_dtype, policy=ban):
                 call.of_model(model)
-        except RuntimeError:
-            pass  # what was seen until then is all there is
-    names: dict[str, None] = {}
-    for event in profile.events():  # type: ignore[no-untyped-call]
-        if "::" in event.name and not any(around.name in cast for around in _around(event)):
-            names[event.name] = None
-    found = [name for name in names if _can_be_float32(name)]
-    return [read_op(name).short for name in sorted(found, key=lambda name: name not in lower)]
-
-
-@contextmanager
-def _quiet_profiler() -> Iterator[torch.profiler.profile]:
-    """Profile a block; what the profiler writes on stderr when it starts and stops is of no use here."""
-    before = os.environ.get(_LOG_LEVEL)
-    os.environ[_LOG_LEVEL] = "99"
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            yield profile
-    finally:
-        if before is None:
-            del os.environ[_LOG_LEVEL]
+        except RuntimeError as error:
+            if str(error) not in banned:
+                break
+            found.append(banned[str(error)])
+            banned = {text: name for text, name in banned.items() if name != found[-1]}
         else:
-            os.environ[_LOG_LEVEL] = before
+            break
+    below = _Below()
+    with contextlib.suppress(RuntimeError), uncompiled(), region, below:
+        call.of_model(model)
+    known = {named(name).qualified for name in backend.policies} | {"aten::_to_copy"}
+    found += [name for name in below.names if name not in known and _can_be_float32(name)]
+    return [read_op(name).short for name in found]
 
 
-def _around(event: Any) -> Iterator[Any]:
-    while (event := event.cpu_parent) is not None:
-        yield event
+class _Below(TorchDispatchMode):
+    """Notes what reaches the dispatcher below autocast and autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: dict[str, None] = {}
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[named(str(func.name())).qualified] = None  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
 
 
 def _can_be_float32(name: str) -> bool:

@@ -121,14 +121,18 @@ class Tuned(NamedTuple):
         """Whether the policy keeps the tolerance."""
         return self.evidence.met
 
+    def text(self) -> str:
+        """Return the policy as a file, with the evidence as comments at its head."""
+        comments = [f"# {line}\n" for line in ("Found by polycast.tune:", *self.evidence.lines())]
+        return "".join(comments) + "\n" + self.policy.text()
+
     def save(self, path: PolicyPath) -> None:
         """Write the policy as a file, with the evidence as comments at its head; :meth:`Policy.load` reads it.
 
         Raises:
             OSError: it cannot be written.
         """
-        comments = [f"# {line}\n" for line in ("Found by polycast.tune:", *self.evidence.lines())]
-        files.write(path, "".join(comments) + "\n" + self.policy.text())
+        files.write(path, self.text())
 
     def __str__(self) -> str:
         return f"{self.policy!r}\n{self.evidence}"
