@@ -4,6 +4,7 @@ PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has n
 """
 
 import importlib
+from typing import TYPE_CHECKING, Any
 
 try:
     importlib.import_module("torch")
@@ -35,10 +36,6 @@ from .plugins.registry import backends, get_backend, is_autocast_available, regi
 from .policy.cast_policy import CastPolicy, policy_table
 from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
 from .policy.value import Policy
-from .precision.compare import compare
-from .precision.comparison import Comparison
-from .precision.evidence import Evidence, Tuned
-from .precision.tune import tune
 from .region.autocast import autocast, autocast_decorator
 from .region.capture import Snapshot, capture
 from .region.custom_function import custom_bwd, custom_fwd
@@ -55,6 +52,21 @@ from .region.thread_state import (
     set_autocast_dtype,
     set_autocast_enabled,
 )
+
+if TYPE_CHECKING:
+    from .precision.compare import compare
+    from .precision.comparison import Comparison
+    from .precision.evidence import Evidence, Tuned
+    from .precision.tune import tune
+
+_TOOLS = {
+    "Comparison": "comparison",
+    "Evidence": "evidence",
+    "Tuned": "evidence",
+    "compare": "compare",
+    "tune": "tune",
+}
+"""What is for the desk, by its module in `precision`, which a program in production need not wait for."""
 
 __all__ = [
     "STANDARD_POLICIES",
@@ -111,3 +123,14 @@ __all__ = [
     "uninstall",
     "unregister_backend",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _TOOLS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.precision.{_TOOLS[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

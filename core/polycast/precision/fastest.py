@@ -1,6 +1,5 @@
 """The fastest precision for each module, or op: what is proposed, and the race that decides."""
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from typing import Any
@@ -13,7 +12,7 @@ from .calls import Call
 from .hooks import here, watched
 from .search import Members
 from .survey import Survey
-from .timing import ModuleClock, Race, TimedSide, Timings, seconds_of_a_rule
+from .timing import ModuleClock, Race, TimedSide, Timings, median, seconds_of_a_rule
 
 FLOAT32 = "float32"
 PLAIN = "the region without a policy"
@@ -89,7 +88,7 @@ class Stopwatch:
                 if turn:  # the first is slow
                     taken[kind].append({modules[module].name: each for module, each in clock.seconds.items()})
         fast, float32 = (
-            {each.name: statistics.median(one.get(each.name, 0.0) for one in rounds) for each in modules.values()}
+            {each.name: median(one.get(each.name, 0.0) for one in rounds) for each in modules.values()}
             for rounds in taken
         )
         return fast, float32

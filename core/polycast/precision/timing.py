@@ -1,8 +1,7 @@
 """How long a model takes in one precision and in another: sides that take turns, and medians."""
 
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +39,13 @@ class Timings:
         ]
 
 
+def median(values: Iterable[float]) -> float:
+    """Return the value in the middle; statistics has it too, and takes as long to import as the rest of this room."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
 class Race:
     """Times sides in turns, so that what disturbs the machine disturbs all of them."""
 
@@ -73,11 +79,11 @@ class Race:
 
     def seconds(self, side: str) -> float:
         """Return the median seconds of a call."""
-        return statistics.median(each[side] for each in self.rounds)
+        return median(each[side] for each in self.rounds)
 
     def ratio(self, side: str, to: str) -> float:
         """Return the median over the rounds of how long a side takes, as a part of another."""
-        return statistics.median(each[side] / each[to] for each in self.rounds)
+        return median(each[side] / each[to] for each in self.rounds)
 
 
 @dataclass(frozen=True)
