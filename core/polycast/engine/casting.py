@@ -42,7 +42,7 @@ def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
 def cast_nested(value: Any, device_type: str, dtype: torch.dtype) -> Any:
     """Return `value` with every eligible tensor in it cast, through mappings, lists, tuples, sets and iterators."""
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if is_eligible(value, device_type) else value
+        return value.to(dtype) if value.dtype is not dtype and is_eligible(value, device_type) else value
     if isinstance(value, Mapping):
         return {
             cast_nested(key, device_type, dtype): cast_nested(item, device_type, dtype) for key, item in value.items()
