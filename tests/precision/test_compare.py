@@ -249,6 +249,14 @@ def test_a_region_that_cannot_run_enabled_is_refused():
         polycast.compare(nn.Linear(2, 2), torch.ones(1, 2), "cpu", torch.float64)
 
 
+def test_a_scripted_module_is_a_part_of_the_one_that_calls_it():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    found = by_name(polycast.compare(nn.Sequential(nn.Linear(4, 4), scripted), torch.randn(2, 4), "cpu"))
+    assert set(found) == {"", "0"}
+    with pytest.raises(TypeError, match=r"^the model is a ScriptModule: what it calls is not Python's to see\."):
+        polycast.compare(scripted, torch.randn(2, 4), "cpu")
+
+
 def test_threads_that_the_model_starts_are_left_alone(in_thread):
     class Threaded(nn.Module):
         def __init__(self):

@@ -42,7 +42,7 @@ def test_the_fastest_is_chosen_and_the_plainer_one_of_those_that_are_alike(secon
 
 
 def proposed(model, fast, float32, monkeypatch, rule=0.5, forced=()):
-    call, region = Call.of(torch.randn(2, 4)), polycast.autocast("cpu")
+    call, region = Call.of(model, torch.randn(2, 4)), polycast.autocast("cpu")
     watch = Stopwatch(model, call, region, survey(model, call, "cpu")[0])
     monkeypatch.setattr(Stopwatch, "_seconds_by_module", lambda self: (fast, float32))
     monkeypatch.setattr(fastest, "seconds_of_a_rule", lambda *_: rule)

@@ -8,6 +8,9 @@ import torch
 from torch import nn
 
 import polycast
+from polycast.precision.calls import Call
+from polycast.precision.candidates import Modules
+from polycast.precision.survey import survey
 
 FLOAT16 = {"tolerance": 1e-2, "device_type": "cpu", "dtype": torch.float16}
 
@@ -240,6 +243,56 @@ def test_a_set_that_the_model_cannot_run_under_is_infinitely_far_off():
 def test_what_is_refused(arguments, problem):
     with pytest.raises((TypeError, ValueError), match=f"^{problem}"):
         polycast.tune(nn.Linear(4, 4), torch.randn(2, 4), **{**FLOAT16, **arguments})
+
+
+def test_a_model_that_everything_in_float32_would_break_may_need_nothing():
+    assert tune(nn.Linear(4, 4).bfloat16(), torch.randn(2, 4).bfloat16()).policy.modules == {}
+
+
+def test_a_model_that_calls_itself_is_put_under_a_rule():
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, times=2):
+            return self(self.layer(x) * 1e6, times - 1).float() * 1e-6 if times else x
+
+    assert tune(Again(), torch.randn(2, 4)).evidence.distance <= 1e-2
+
+
+def test_only_what_has_parameters_has_a_rule_against_that_of_the_module_around_it():
+    class Inline(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.act, self.last = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.last(self.act(self.first(x)).float() @ torch.eye(4))
+
+    model = Inline()
+    seen, _ = survey(model, Call.of(model, torch.randn(2, 4)), "cpu")
+    assert Modules(seen, torch.float16).policy(("",)).modules == {"": "fp32", "first": "float16", "last": "float16"}
+    assert Modules(seen, torch.float16).policy(("", "act", "last")).modules == {"": "fp32", "first": "float16"}
+    assert Modules(seen, torch.float16).policy(("act",)).modules == {"act": "fp32"}
+
+
+def test_an_output_without_floating_point_needs_a_metric():
+    class Labels(nn.Module):
+        def forward(self, x):
+            return x.argmax(-1)
+
+    model, x = nn.Sequential(nn.Linear(4, 4), Labels()), torch.randn(5, 4)
+    with pytest.raises(
+        ValueError, match=r"^the model returned no floating-point tensor, but Tensor: .* Give one: metric"
+    ):
+        polycast.tune(model, x, **FLOAT16)
+    assert tune(model, x, lambda a, b: (a != b).float().mean(), tolerance=1.0).policy.modules == {}
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match=r"^model must be a torch\.nn\.Module, got function$"):
+        polycast.tune(lambda x: x, torch.randn(5, 4), **FLOAT16)
 
 
 def test_it_leaves_the_model_as_it_was():

@@ -18,12 +18,14 @@ class Call:
     kwargs: Mapping[str, Any]
 
     @classmethod
-    def of(cls, inputs: object) -> "Call":
-        """Return the call that is meant by a tensor, a tuple of arguments or a dict of keyword arguments.
+    def of(cls, model: object, inputs: object) -> "Call":
+        """Return the call of a model that is meant by a tensor, a tuple of arguments or a dict of keyword arguments.
 
         Raises:
-            TypeError: it is none of them.
+            TypeError: it is none of them; or the model is no module.
         """
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if isinstance(inputs, torch.Tensor):
             return cls((inputs,), {})
         if isinstance(inputs, tuple):

@@ -31,13 +31,21 @@ class Modules:
         self._dtype = dtype_name(dtype)
 
     def policy(self, members: Members, name: str = "") -> Policy:
-        """Return rules for the modules in float32, and for those that are in them and are not."""
+        """Return rules for the modules in float32, and for those in them that are not, and have parameters.
+
+        What has none (an activation, a dropout) computes as its caller does, unless it is a member itself.
+        """
         rules: dict[str, str] = {}
-        for called in self._called.values():
-            in_float32 = called.name in members
-            around = {caller in members for caller in called.callers} or {False}
-            if around != {in_float32}:
-                rules[called.name] = FP32 if in_float32 else self._dtype
+        states: dict[str | None, set[bool]] = {None: {False}}
+        for each in self._called.values():
+            around = set[bool]().union(*(states.get(caller, set()) for caller in each.callers))
+            wanted = each.name in members
+            if wanted or each.has_parameters:
+                states[each.name] = {wanted}
+                if around != {wanted}:
+                    rules[each.name] = FP32 if wanted else self._dtype
+            else:
+                states[each.name] = around
         return Policy(modules=rules, name=name)
 
 

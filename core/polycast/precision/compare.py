@@ -52,7 +52,7 @@ def compare(
         The comparison, a value: ``print`` shows it as a table, with the modules first that add most to the error.
 
     Raises:
-        TypeError: `inputs` is none of these.
+        TypeError: `model` or `inputs` is none of these.
         RuntimeError: the region cannot run enabled; or the model's forward writes to its parameters.
         ValueError, RuntimeError: as :class:`autocast`.
 
@@ -63,7 +63,7 @@ def compare(
         >>> comparison.modules[0].name, comparison.modules[0].own.relative < 0.02
         ('0', True)
     """
-    call, said = Call.of(inputs), Policy.of(policy or {})
+    call, said = Call.of(model, inputs), Policy.of(policy or {})
     region = enabled_region(device_type, dtype, said)
     seen = survey(model, call, region.device)[0]
     with apply_policy(model, Policy(modules=said.for_device(region.device).modules)):
@@ -162,7 +162,7 @@ class _Record:
     def _adds(self) -> dict[str, float]:
         """Return by name what each module adds: from the innermost on, for what those inside add is not added again."""
         adds: dict[str, float] = {}
-        inside: dict[str, float] = {}
+        inside: dict[str | None, float] = {}
         for module, called in reversed(self._seen.modules.items()):
             found = self.found[module]
             before, after = found.inputs.relative, found.total.relative

@@ -123,6 +123,11 @@ def relative_error(output: object, reference: object) -> float:
     return Sums.of(reference, output).relative
 
 
+def has_floats(value: object) -> bool:
+    """Say whether there is anything to compare in a value."""
+    return next(_compared(value), None) is not None
+
+
 def is_finite(value: object) -> bool:
     """Say whether no element of the tensors in a value is inf or nan."""
     return all(bool(chunk.isfinite().all()) for tensor in _compared(value) for chunk in _chunks(tensor))

@@ -52,7 +52,8 @@ class Stopwatch:
         root = next(iter(called))
         for name, each in called.items():
             if name != root:
-                inside[min(each.callers, key=lambda caller: called[caller].order)].append(name)
+                callers = (caller for caller in each.callers if caller is not None)
+                inside[min(callers, key=lambda caller: called[caller].order)].append(name)
         # From the innermost on: what each costs in either precision, with the best for all that it calls.
         costs: dict[str, tuple[float, float]] = {}
         for name in reversed(called):

@@ -49,6 +49,8 @@ def watched(model: torch.nn.Module, watcher_here: Callable[[], Watcher | None]) 
     with ExitStack() as stack:
         stack.enter_context(uncompiled())
         for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule):  # it takes no hooks; what it does is its caller's
+                continue
             first = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
             stack.callback(first.remove)
             last = module.register_forward_hook(leave, with_kwargs=True)

@@ -31,6 +31,8 @@ def smallest_set(order: Sequence[str], is_enough: Callable[[Members], bool]) -> 
     """
     everything = tuple(order)
     try:
+        if is_enough(()):
+            return Smallest((), True)
         if not is_enough(everything):
             return None
     except OutOfBudget:
@@ -51,9 +53,9 @@ class _Search:
 
     def find_prefix(self) -> None:
         """Find how many of the first are enough: double the number until they are, then bisect."""
-        everything, too_few, enough = self.best, -1, 0
+        everything, too_few, enough = self.best, 0, 1
         while enough < len(everything) and not self._try(everything[:enough]):
-            too_few, enough = enough, max(1, 2 * enough)
+            too_few, enough = enough, 2 * enough
         enough = min(enough, len(everything))
         while enough - too_few > 1:
             middle = (too_few + enough) // 2

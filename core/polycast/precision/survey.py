@@ -22,7 +22,8 @@ class Called:
         calls: how often it is called.
         is_leaf: whether none of its calls calls another module.
         writes_arguments: whether it writes to its arguments.
-        callers: the names of the modules that call it; none for the model itself.
+        has_parameters: whether it, or a module in it, has some.
+        callers: the names of the modules that call it; None stands for whoever calls the model.
     """
 
     name: str
@@ -30,7 +31,8 @@ class Called:
     calls: int = 0
     is_leaf: bool = True
     writes_arguments: bool = False
-    callers: set[str] = field(default_factory=set)
+    has_parameters: bool = False
+    callers: set[str | None] = field(default_factory=set)
 
 
 @dataclass
@@ -63,12 +65,15 @@ class _Surveyor:
         called = survey.modules.get(module)
         if called is None:
             called = survey.modules[module] = Called(self._names[module], survey.calls)
+            called.has_parameters = next(module.parameters(), None) is not None
         called.calls += 1
         survey.calls += 1
         if self._open:
             caller = survey.modules[self._open[-1][0]]
             caller.is_leaf = False
             called.callers.add(caller.name)
+        else:
+            called.callers.add(None)
         self._open.append((module, (args, kwargs), State.of((args, kwargs))))
 
     def leave(self, module: torch.nn.Module, output: Any) -> None:
@@ -84,8 +89,14 @@ def survey(model: torch.nn.Module, call: Call, device_type: str) -> tuple[Survey
     """Run a model once in float32, outside all regions, and leave it as it was; return its output, too.
 
     Raises:
+        TypeError: the model is a ScriptModule.
         RuntimeError: its forward writes to its parameters.
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            "the model is a ScriptModule: what it calls is not Python's to see. Use the model that it was made of, or "
+            "put it into a module."
+        )
     surveyor = _Surveyor(model)
 
     def run() -> Any:

@@ -17,7 +17,7 @@ from . import fingerprint
 from .calls import Call
 from .candidates import Modules, Ops, ops_seen
 from .compare import compared, enabled_region
-from .errors import relative_error
+from .errors import has_floats, relative_error
 from .evidence import Evidence, Tuned, machine
 from .fastest import PLAIN, Stopwatch, choose
 from .hooks import uncompiled
@@ -81,8 +81,9 @@ def tune(
         The policy and its evidence. It is to be used with :func:`apply_policy`, or for ops as ``policy=`` of regions.
 
     Raises:
-        TypeError: `inputs` or what `metric` returns is none of these.
-        ValueError: another argument is not legal; or `state` is of another search.
+        TypeError: `model`, `inputs` or what `metric` returns is none of these.
+        ValueError: another argument is not legal; `state` is of another search; or there is no `metric`, and no
+            floating-point tensor in the output.
         OSError: `state` cannot be read or written.
         RuntimeError: as :func:`compare`.
 
@@ -98,7 +99,7 @@ def tune(
         ('fp32', True)
     """
     _check(metric, tolerance, over, objective, budget)
-    call = Call.of(inputs)
+    call = Call.of(model, inputs)
     region = enabled_region(device_type, dtype)
     asked = Asked("relative L2 error" if metric is None else fingerprint.of_function(metric), objective)
     file = None
@@ -157,6 +158,11 @@ class _Search:
         self._tolerance = tolerance
         self._generators = RandomState(region.device)
         self._seen, self._reference = survey(model, call, region.device)
+        if metric is relative_error and not has_floats(self._reference):
+            raise ValueError(
+                f"the model returned no floating-point tensor, but {type(self._reference).__name__}: its distance from "
+                "float32's is for a metric to say. Give one: metric(output, reference)."
+            )
         self._candidates: Modules | Ops
         if over == "modules":
             self._candidates, self.names = Modules(self._seen, region.fast_dtype), list(self._seen.by_name())
