@@ -39,7 +39,8 @@ from .policy.value import Policy
 from .region.autocast import autocast, autocast_decorator
 from .region.capture import Snapshot, capture
 from .region.custom_function import custom_bwd, custom_fwd
-from .region.explain import Explanation, explain
+from .region.explain import explain
+from .region.explanation import Explanation
 from .region.grad_scaler import grad_scaler
 from .region.module_rules import ModuleRules, apply_policy
 from .region.thread_state import (

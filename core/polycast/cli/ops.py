@@ -14,7 +14,8 @@ from ..plugins.backend import Backend
 from ..plugins.registry import get_backend
 from ..policy.cast_policy import CastPolicy
 from ..policy.names import read_policy
-from ..region.explain import Explanation, explain_in
+from ..region.explain import explain_in
+from ..region.explanation import Explanation
 from ..region.policies import overlay_of
 from .terminal import console, library_errors, print_json, table
 

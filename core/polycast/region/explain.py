@@ -1,7 +1,7 @@
 """``explain``: what becomes of an op in this thread's region, and which rule says so."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -15,123 +15,15 @@ from ..engine.state import Settings
 from ..plugins.backend import Backend
 from ..plugins.registry import registry
 from ..policy.cast_policy import CastPolicy
-from ..policy.dtypes import dtype_name
 from ..policy.names import OpName, known_overloads, read_op
 from ..policy.registered import registrations
 from ..policy.schemas import find_op, optional_dtype, overload_with_dtype
 from ..policy.value import PolicyLike
+from .explanation import NO_RULE, OTHERS_KERNEL, Argument, Explanation
 from .policies import overlay_of
 
 _Op: TypeAlias = str | OpOverload | OpOverloadPacket | CustomOpDef
 _Rule: TypeAlias = tuple[CastPolicy | None, str, str]
-
-NO_RULE = "none"
-TORCHS_KERNEL = "a kernel that is not polycast's"
-
-_MEANING = {
-    CastPolicy.LOWER_PRECISION_FP: "its inputs are cast to {fast}",
-    CastPolicy.FP32: "its inputs are cast to float32",
-    CastPolicy.FP32_SET_OPT_DTYPE: "a dtype that the caller leaves out is float32",
-    CastPolicy.FP32_APPEND_DTYPE: "the overload that takes a dtype is called, with float32",
-    CastPolicy.PROMOTE: "its inputs are cast to float32 if their dtypes differ",
-    CastPolicy.BANNED: "it raises RuntimeError",
-    CastPolicy.PASSTHROUGH: "it runs on its inputs as they are",
-}
-
-
-@dataclass(frozen=True)
-class Argument:
-    """What becomes of one tensor among the arguments of an op.
-
-    Attributes:
-        name: the argument's name in the op's schema, with the position where it is in a list: ``tensors[1]``.
-        dtype: the dtype that it is given in.
-        seen: the dtype that the op gets it in.
-    """
-
-    name: str
-    dtype: torch.dtype
-    seen: torch.dtype
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether it is cast."""
-        return self.dtype is not self.seen
-
-    def __str__(self) -> str:
-        before, after = dtype_name(self.dtype), dtype_name(self.seen)
-        return f"{self.name}: {before} -> {after}" if self.is_cast else f"{self.name}: {before}, as it is"
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What becomes of an op, and why; ``str()`` of it is for people.
-
-    Attributes:
-        op: the overload, by its name in the dispatcher.
-        device_type: the device whose autocast this is about.
-        enabled: whether autocast is enabled for it; if not, nothing is cast, and the rule is what would decide if so.
-        dtype: the fast dtype.
-        policy: the op's policy; None: it has none, runs as it is, and the ops that it is made of are looked up in turn.
-        rule: what decides that: ``"region's policy"``, ``"register_op for <device>"``, ``"register_op"``, ``"backend's
-            table"``, ``"none"``, or ``"a kernel that is not polycast's"``.
-        rule_name: the name that the rule has, such as that of the region's :class:`Policy`.
-        arguments: what becomes of each tensor; None where no arguments were given.
-        reached: whether autocast sees the call: one of the tensors is on the device.
-        set_dtype: the ``dtype`` that the op is given, where the policy sets one in this call.
-        calls: the overload that is called in the end.
-        refusal: what the call raises, where the op is banned.
-        others: the same for the other overloads that the name means, where there were no arguments to tell which.
-    """
-
-    op: str
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-    policy: CastPolicy | None
-    rule: str
-    rule_name: str = ""
-    arguments: tuple[Argument, ...] | None = None
-    reached: bool = True
-    set_dtype: torch.dtype | None = None
-    calls: str = ""
-    refusal: str | None = None
-    others: "tuple[Explanation, ...]" = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it for programs: texts, bools, None, lists and dicts."""
-        plain: dict[str, Any] = _plain(asdict(self))
-        return plain
-
-    def __str__(self) -> str:
-        region = f"a region of {dtype_name(self.dtype)}" if self.enabled else "autocast is off"
-        lines = [f"{self.op} on {self.device_type}, {region}"]
-        for each in (self, *self.others):
-            lines.append(each._decision() if each is self else f"{each.op}: {each._decision()}")
-        if self.arguments is not None:
-            lines += [f"  {line}" for line in self._outcome()]
-        return "\n".join(lines)
-
-    def _decision(self) -> str:
-        rule = f"{self.rule} {self.rule_name!r}" if self.rule_name else self.rule
-        if self.policy is None:
-            what = "what that does" if self.rule == TORCHS_KERNEL else "it runs as it is, what it is made of in turn"
-            return f"no policy ({rule}): {what}"
-        meaning = _MEANING[self.policy].format(fast=dtype_name(self.dtype))
-        return f"{self.policy.value} ({rule}): {meaning}" + ("" if self.enabled else ", in a region")
-
-    def _outcome(self) -> Iterator[str]:
-        assert self.arguments is not None
-        if not self.reached:
-            yield f"no tensor is on {self.device_type}: autocast for it does not see this call"
-        elif self.refusal is not None:
-            yield f"RuntimeError: {self.refusal}"
-        else:
-            yield from map(str, self.arguments)
-            if self.set_dtype is not None:
-                yield f"dtype: {dtype_name(self.set_dtype)} is given"
-            if self.calls != self.op:
-                yield f"{self.calls} is called"
 
 
 def explain(op: _Op, device_type: str, *args: Any, policy: PolicyLike | None = None, **kwargs: Any) -> Explanation:
@@ -184,13 +76,9 @@ def explain_in(
         told = [_without_arguments(each, region, backend) for each in known_overloads(name)]
         told.sort(key=lambda each: each.policy is None)
         first, *others = told
-        return _replaced(first, others=tuple(others))
+        return replace(first, others=tuple(others))
     chosen = _overload_for(name, args, kwargs)
     return _with_arguments(_without_arguments(chosen, region, backend), _bound(chosen, args, kwargs), backend)
-
-
-def _replaced(explanation: Explanation, **changes: Any) -> Explanation:
-    return Explanation(**{**vars(explanation), **changes})
 
 
 def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanation:
@@ -213,7 +101,7 @@ def _rule(op: str, region: Settings, backend: Backend) -> _Rule:
     kernels = installed.get(region.device_type)
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(op, autocast_key(region.device_type))
     if has_kernel and (kernels is None or op not in kernels.ops):
-        return None, TORCHS_KERNEL, ""
+        return None, OTHERS_KERNEL, ""
     return None, NO_RULE, ""
 
 
@@ -268,7 +156,7 @@ def _with_arguments(told: Explanation, bound: dict[str, Any], backend: Backend) 
         for name, tensor in tensors
     )
     set_dtype, calls = _set_dtype(policy, overload, bound, next(iter(overload._schema.arguments)).name in eligible)
-    return _replaced(
+    return replace(
         told,
         arguments=arguments,
         reached=reached,
@@ -308,13 +196,3 @@ def _is_on(tensor: torch.Tensor, device_type: str) -> bool:
 
 def _is_eligible(tensor: torch.Tensor, device_type: str) -> bool:
     return _is_on(tensor, device_type) and tensor.is_floating_point() and tensor.dtype is not torch.float64
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, CastPolicy):
-        return value.value
-    if isinstance(value, torch.dtype):
-        return dtype_name(value)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

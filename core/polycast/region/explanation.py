@@ -1,0 +1,128 @@
+"""What ``explain`` returns: a value that says what becomes of an op, with a text for people and a dict for programs."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ..policy.cast_policy import CastPolicy
+from ..policy.dtypes import dtype_name
+
+NO_RULE = "none"
+OTHERS_KERNEL = "a kernel that is not polycast's"
+
+_MEANING = {
+    CastPolicy.LOWER_PRECISION_FP: "its inputs are cast to {fast}",
+    CastPolicy.FP32: "its inputs are cast to float32",
+    CastPolicy.FP32_SET_OPT_DTYPE: "a dtype that the caller leaves out is float32",
+    CastPolicy.FP32_APPEND_DTYPE: "the overload that takes a dtype is called, with float32",
+    CastPolicy.PROMOTE: "its inputs are cast to float32 if their dtypes differ",
+    CastPolicy.BANNED: "it raises RuntimeError",
+    CastPolicy.PASSTHROUGH: "it runs on its inputs as they are",
+}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What becomes of one tensor among the arguments of an op.
+
+    Attributes:
+        name: the argument's name in the op's schema, with the position where it is in a list: ``tensors[1]``.
+        dtype: the dtype that it is given in.
+        seen: the dtype that the op gets it in.
+    """
+
+    name: str
+    dtype: torch.dtype
+    seen: torch.dtype
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it is cast."""
+        return self.dtype is not self.seen
+
+    def __str__(self) -> str:
+        before, after = dtype_name(self.dtype), dtype_name(self.seen)
+        return f"{self.name}: {before} -> {after}" if self.is_cast else f"{self.name}: {before}, as it is"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What becomes of an op, and why; ``str()`` of it is for people.
+
+    Attributes:
+        op: the overload, by its name in the dispatcher.
+        device_type: the device whose autocast this is about.
+        enabled: whether autocast is enabled for it; if not, nothing is cast, and the rule is what would decide if so.
+        dtype: the fast dtype.
+        policy: the op's policy; None: it has none, runs as it is, and the ops that it is made of are looked up in turn.
+        rule: what decides that: ``"region's policy"``, ``"register_op for <device>"``, ``"register_op"``, ``"backend's
+            table"``, ``"none"``, or ``"a kernel that is not polycast's"``.
+        rule_name: the name that the rule has, such as that of the region's :class:`Policy`.
+        arguments: what becomes of each tensor; None where no arguments were given.
+        reached: whether autocast sees the call: one of the tensors is on the device.
+        set_dtype: the ``dtype`` that the op is given, where the policy sets one in this call.
+        calls: the overload that is called in the end.
+        refusal: what the call raises, where the op is banned.
+        others: the same for the other overloads that the name means, where there were no arguments to tell which.
+    """
+
+    op: str
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    policy: CastPolicy | None
+    rule: str
+    rule_name: str = ""
+    arguments: tuple[Argument, ...] | None = None
+    reached: bool = True
+    set_dtype: torch.dtype | None = None
+    calls: str = ""
+    refusal: str | None = None
+    others: "tuple[Explanation, ...]" = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for programs: texts, bools, None, lists and dicts."""
+        plain: dict[str, Any] = _plain(asdict(self))
+        return plain
+
+    def __str__(self) -> str:
+        region = f"a region of {dtype_name(self.dtype)}" if self.enabled else "autocast is off"
+        lines = [f"{self.op} on {self.device_type}, {region}"]
+        for each in (self, *self.others):
+            lines.append(each._decision() if each is self else f"{each.op}: {each._decision()}")
+        if self.arguments is not None:
+            lines += [f"  {line}" for line in self._outcome()]
+        return "\n".join(lines)
+
+    def _decision(self) -> str:
+        rule = f"{self.rule} {self.rule_name!r}" if self.rule_name else self.rule
+        if self.policy is None:
+            what = "what that does" if self.rule == OTHERS_KERNEL else "it runs as it is, what it is made of in turn"
+            return f"no policy ({rule}): {what}"
+        meaning = _MEANING[self.policy].format(fast=dtype_name(self.dtype))
+        return f"{self.policy.value} ({rule}): {meaning}" + ("" if self.enabled else ", in a region")
+
+    def _outcome(self) -> Iterator[str]:
+        assert self.arguments is not None
+        if not self.reached:
+            yield f"no tensor is on {self.device_type}: autocast for it does not see this call"
+        elif self.refusal is not None:
+            yield f"RuntimeError: {self.refusal}"
+        else:
+            yield from map(str, self.arguments)
+            if self.set_dtype is not None:
+                yield f"dtype: {dtype_name(self.set_dtype)} is given"
+            if self.calls != self.op:
+                yield f"{self.calls} is called"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, CastPolicy):
+        return value.value
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
