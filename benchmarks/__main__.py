@@ -19,7 +19,7 @@ from rich.table import Table
 
 from polycast.engine.choice import choose
 
-from . import models, once, ops, scenarios, small, training
+from . import models, once, ops, scenarios, small, training, tuned
 from .processes import ImportTime, PeakMemory
 from .timing import Result
 
@@ -51,6 +51,7 @@ BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
     "linears": models.linears,
     "gpt2": models.gpt2,
     "training": training.training,
+    "tuned": tuned.tuned,
 }
 
 

@@ -62,6 +62,17 @@ def test_it_imports_no_plugin_and_nothing_of_the_command_line(seen):
     assert not any(name.startswith("polycast.cli") for name in seen["modules"])
 
 
+def test_it_imports_nothing_of_what_is_for_the_desk(seen):
+    assert not any(name.startswith("polycast.precision") for name in seen["modules"])
+
+
+def test_a_name_that_there_is_not_is_an_attribute_error():
+    import polycast
+
+    assert not hasattr(polycast, "compares")
+    assert set(polycast.__all__) <= set(dir(polycast))
+
+
 def test_it_reads_no_metadata_and_no_variable(seen):
     assert (seen["reads"], seen["reads in use"]) == (0, 1)
 

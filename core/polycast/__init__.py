@@ -4,6 +4,7 @@ PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has n
 """
 
 import importlib
+from typing import TYPE_CHECKING, Any
 
 try:
     importlib.import_module("torch")
@@ -53,6 +54,21 @@ from .region.thread_state import (
     set_autocast_enabled,
 )
 
+if TYPE_CHECKING:
+    from .precision.compare import compare
+    from .precision.comparison import Comparison
+    from .precision.evidence import Evidence, Tuned
+    from .precision.tune import tune
+
+_TOOLS = {
+    "Comparison": "comparison",
+    "Evidence": "evidence",
+    "Tuned": "evidence",
+    "compare": "compare",
+    "tune": "tune",
+}
+"""What is for the desk, by its module in `precision`, which a program in production need not wait for."""
+
 __all__ = [
     "STANDARD_POLICIES",
     "STANDARD_REMEDIES",
@@ -64,6 +80,8 @@ __all__ = [
     "BackendNotFoundError",
     "BackendStatus",
     "CastPolicy",
+    "Comparison",
+    "Evidence",
     "Explanation",
     "InvalidBackendError",
     "ModuleRules",
@@ -71,6 +89,7 @@ __all__ = [
     "Policy",
     "Snapshot",
     "StaleWeightError",
+    "Tuned",
     "WeightCache",
     "WeightCacheStats",
     "apply_policy",
@@ -80,6 +99,7 @@ __all__ = [
     "backends",
     "capture",
     "clear_autocast_cache",
+    "compare",
     "custom_bwd",
     "custom_fwd",
     "explain",
@@ -100,6 +120,18 @@ __all__ = [
     "set_autocast_cache_enabled",
     "set_autocast_dtype",
     "set_autocast_enabled",
+    "tune",
     "uninstall",
     "unregister_backend",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _TOOLS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.precision.{_TOOLS[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

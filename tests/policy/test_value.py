@@ -231,7 +231,7 @@ NO_RULE = "a rule is 'fp32', 'off', the name of a fast dtype such as 'float16', 
             {"modules": {"a": {"sofmax": "fp32"}}},
             f"modules['a']: {TORCH} has no op 'sofmax'; the nearest are 'softmax'",
         ),
-        ({"modules": {"": "off"}}, "modules['']: a key is a glob over names of modules, such as 'encoder.*.norm', or "),
+        ({"modules": {7: "off"}}, "modules[7]: a key is a glob over names of modules, such as 'encoder.*.norm', or "),
         (
             {"modules": {"class:": "off"}},
             "modules['class:']: 'class:' is followed by a class's qualified name, such as",

@@ -46,7 +46,7 @@ def cast_nested(value: Any, device_type: str, dtype: torch.dtype) -> Any:
     A container in which nothing is cast is returned itself, for who gets it may write to it.
     """
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if is_eligible(value, device_type) else value
+        return value.to(dtype) if value.dtype is not dtype and is_eligible(value, device_type) else value
     if isinstance(value, Mapping):
         items = {key: cast_nested(item, device_type, dtype) for key, item in value.items()}
         if all(item is value[key] for key, item in items.items()):

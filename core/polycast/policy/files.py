@@ -83,8 +83,8 @@ def check_keys(said: Mapping[str, Any], known: tuple[str, ...], where: str) -> N
             )
 
 
-def write(path: PolicyPath, said: Mapping[str, Any]) -> None:
-    """Write a policy file, whole or not at all.
+def write(path: PolicyPath, text: str) -> None:
+    """Write a file, whole or not at all.
 
     Raises:
         OSError: it cannot be written.
@@ -92,7 +92,7 @@ def write(path: PolicyPath, said: Mapping[str, Any]) -> None:
     target = Path(path)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
         whole = Path(folder, target.name)
-        whole.write_text(text_of(said), encoding="utf-8", newline="\n")
+        whole.write_text(text, encoding="utf-8", newline="\n")
         whole.replace(target)
 
 

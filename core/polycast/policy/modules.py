@@ -47,7 +47,7 @@ def read_rules(modules: object) -> Mapping[str, ModuleRule]:
 
 
 def _check_key(key: object) -> None:
-    if not isinstance(key, str) or not key:
+    if not isinstance(key, str):
         raise ValueError(f"a key is a glob over names of modules, such as 'encoder.*.norm', or {CLASS!r} and a class")
     if key.startswith(CLASS) and not all(key.removeprefix(CLASS).split(".")):
         raise ValueError(f"{CLASS!r} is followed by a class's qualified name, such as 'class:torch.nn.LayerNorm'")
@@ -116,7 +116,7 @@ _WILDCARDS = re.compile(r"\*|\?|\[[^]]+]|.")
 def _pattern(key: str) -> re.Pattern[str]:
     """Return what the names that a glob means match, with a dot before each of their parts."""
     pattern = ""
-    for part in key.split("."):
+    for part in key.split(".") if key else ():  # the model itself has the empty name
         if part == "**":
             pattern += r"(?:\.[^.]+)*"
         else:

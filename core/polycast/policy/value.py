@@ -116,7 +116,11 @@ class Policy:
         Raises:
             OSError: it cannot be written.
         """
-        files.write(path, self._table())
+        files.write(path, self.text())
+
+    def text(self) -> str:
+        """Return what :meth:`save` writes."""
+        return files.text_of(self._table())
 
     def for_device(self, device_type: str) -> "Policy":
         """Return what holds on one device: a policy without `devices`."""

@@ -34,6 +34,10 @@ _thread = threading.local()
 """Its ``off`` has, by device, how deep in regions this thread was when a rule switched autocast off; never changed."""
 
 
+_enabled_by_excluded: dict[tuple[int, tuple[str, ...]], tuple[str, ...]] = {}
+"""The devices that autocast is enabled for, by the dispatch keys that a thread excludes: asking each takes longer."""
+
+
 class Rule(NamedTuple):
     """What the region for a module is to be; `text` is for people."""
 
@@ -97,7 +101,8 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
     whose weight another function uses).
 
     The keys of ``policy.modules`` are globs over the names in ``model.named_modules()``: ``*`` is any part of a name
-    between dots, ``**`` any number of such, or none: ``"**"`` alone is every module and the model itself.
+    between dots, ``**`` any number of such, or none: ``"**"`` alone is every module and the model itself,
+    which ``""`` alone is.
     ``"class:torch.nn.LayerNorm"`` means the modules of a class and its subclasses. Of several rules that match, the
     last decides. A container without a forward (nn.ModuleList) passes its rule on to what it contains. A module with
     several names has one rule: the last that matches any of them. The values:
@@ -249,14 +254,17 @@ class RuledForward:
 
     def _in_force(self) -> list[tuple[str, Rule]]:
         off = getattr(_thread, "off", None)
+        enabled = _enabled_devices(self._devices)
+        if off is None:
+            devices = enabled
+        else:
+            devices = tuple(each for each in self._devices if each in enabled or _switched_off_by_rule(off, each))
         found = []
-        for device in self._devices:
-            enabled = torch.is_autocast_enabled(device)
-            if enabled or (off is not None and _switched_off_by_rule(off, device)):
-                rule = self._rules.get(device) or self._rules.get(_ANY_DEVICE)
-                # Policies for ops are for a region, and switch none on.
-                if rule is not None and (enabled or rule.dtype is not None or not rule.enabled):
-                    found.append((device, rule))
+        for device in devices:
+            rule = self._rules.get(device) or self._rules.get(_ANY_DEVICE)
+            # Policies for ops are for a region, and switch none on.
+            if rule is not None and (rule.dtype is not None or not rule.enabled or device in enabled):
+                found.append((device, rule))
         return found
 
     def _run(self, rules: list[tuple[str, Rule]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -338,6 +346,17 @@ def _depth(device: str) -> int:
 def _switched_off_by_rule(off: Mapping[str, int], device: str) -> bool:
     """Say whether autocast is off for a rule, and not for a region inside the module that it is for."""
     return device in off and (is_dynamo_compiling() or off[device] == state.machine.nesting(device))
+
+
+def _enabled_devices(devices: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the devices that autocast is enabled for: those whose Autocast key this thread does not exclude."""
+    if is_dynamo_compiling():
+        return tuple(device for device in devices if torch.is_autocast_enabled(device))
+    key = torch._C._dispatch_tls_local_exclude_set().raw_repr(), devices
+    found = _enabled_by_excluded.get(key)
+    if found is None:
+        found = _enabled_by_excluded[key] = tuple(each for each in devices if torch.is_autocast_enabled(each))
+    return found
 
 
 def _refuse_replicas() -> NoReturn:

@@ -1,0 +1,163 @@
+"""What ``compare`` found: a value, for people as a table, for programs as plain data."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..policy.dtypes import dtype_name
+from .errors import Error, json_number
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+SCHEMA = 1
+"""The schema of :meth:`Comparison.to_dict`."""
+_SHOWN = 40
+
+
+@dataclass(frozen=True)
+class ModuleErrors:
+    """How far a module is off, over all its calls.
+
+    Attributes:
+        name: its name in the model; that of the model itself is empty.
+        kind: its class.
+        calls: how often it was called in float32.
+        adds: what it adds to the error: its own, or by how much the error of its output is larger than that of its
+            inputs, where that is not what the modules in it add.
+        own: the error that it makes itself: in the region, given float32's inputs, the modules in it in float32.
+        inherited: the relative error that comes in by its inputs, or arises in the modules in it; None if unknown.
+        total: the error of what it returns in the region; None where the two runs did not call it alike.
+        makes_nonfinite: whether it returned inf or nan where float32 does not, given finite inputs, and no module in it
+            did.
+    """
+
+    name: str
+    kind: str
+    calls: int
+    adds: float
+    own: Error
+    inherited: float | None
+    total: Error | None
+    makes_nonfinite: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for programs."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "calls": self.calls,
+            "adds": json_number(self.adds),
+            "own": self.own.to_dict(),
+            "inherited": json_number(self.inherited),
+            "total": None if self.total is None else self.total.to_dict(),
+            "makes_nonfinite": self.makes_nonfinite,
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A model in float32 against the same model in a region; ``print`` shows the modules that add most to the error.
+
+    Attributes:
+        device_type, dtype: the region's.
+        modules: the modules that were called, those first that add most.
+        outputs: the error of each floating-point tensor that the model returns, by how it is reached.
+        first_nonfinite: the first module that returned inf or nan, given finite inputs, where float32 does not.
+        parted: modules in which the two runs did not call the same, such as one that chooses by what it computes. What
+            they call has no total error then.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    modules: tuple[ModuleErrors, ...]
+    outputs: Mapping[str, Error]
+    first_nonfinite: str | None
+    parted: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for programs, as JSON can have it: numbers that are not finite are texts."""
+        return {
+            "schema": SCHEMA,
+            "torch": torch.__version__,
+            "device_type": self.device_type,
+            "dtype": dtype_name(self.dtype),
+            "modules": [module.to_dict() for module in self.modules],
+            "outputs": {name: error.to_dict() for name, error in self.outputs.items()},
+            "first_nonfinite": self.first_nonfinite,
+            "parted": list(self.parted),
+        }
+
+    def __rich__(self) -> "RenderableType":
+        from rich.console import Group
+        from rich.text import Text
+
+        shown = [module for module in self.modules if module.own.relative or module.inherited][:_SHOWN]
+        rows = _table("module", "class", "calls", "adds", "own", "inherited", *_MEASURES)
+        for module in shown:
+            inherited = "-" if module.inherited is None else _number(module.inherited)
+            measures = ["-"] * len(_MEASURES) if module.total is None else _measures(module.total)
+            own = _number(module.own.relative)
+            rows.add_row(
+                module.name or "(model)",
+                module.kind,
+                str(module.calls),
+                _number(module.adds),
+                own,
+                inherited,
+                *measures,
+            )
+        outputs = _table("output", *_MEASURES)
+        for name, error in self.outputs.items():
+            outputs.add_row(name, *_measures(error))
+        return Group(rows, Text(), outputs, Text(), Text("\n".join(self._sentences(len(shown)))))
+
+    def _sentences(self, shown: int) -> list[str]:
+        said = [f"float32 against a region of {dtype_name(self.dtype)} on {self.device_type}: relative errors."]
+        others = len(self.modules) - shown
+        if others:
+            said.append(f"{others} more {'module is' if others == 1 else 'modules are'} not shown.")
+        if self.first_nonfinite is not None:
+            said.append(f"The first inf or nan: {self.first_nonfinite or '(model)'}.")
+        if self.parted:
+            names = ", ".join(name or "(model)" for name in self.parted)
+            said.append(f"The two runs did not call the same in {names}.")
+        return said
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+
+_MEASURES = ("total", "max", "cosine", "inf", "nan")
+
+
+def _measures(error: Error) -> list[str]:
+    numbers = [_number(error.relative), _number(error.max), f"{error.cosine:.6f}"]
+    return [*numbers, str(error.inf), str(error.nan)]
+
+
+def _number(value: float) -> str:
+    return f"{value:.2e}" if value else "0"
+
+
+def _table(*columns: str) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    new = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for column in columns:
+        is_text = column in ("module", "class", "output")
+        new.add_column(column, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
+    return new
+
+
+def as_text(value: object) -> str:
+    """Return what rich would print of a value, as plain text."""
+    from rich.console import Console
+
+    console = Console(width=max(160, Console().width), color_system=None, markup=False, highlight=False, emoji=False)
+    with console.capture() as captured:
+        console.print(value)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())

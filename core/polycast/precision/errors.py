@@ -1,0 +1,148 @@
+"""How far what a region computes is from what float32 computes."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from .values import tensors_in
+
+_CHUNK = 1 << 20
+"""How many elements are compared at once, in float64 and on the host, which is where every device can have float64."""
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far something is from what it is in float32.
+
+    Attributes:
+        max: the largest absolute error.
+        relative: the L2 norm of the error, as a part of the L2 norm of the float32 values.
+        cosine: the cosine of the angle between the two; nan where an element is infinitely far off.
+        inf, nan: how many elements are inf or nan.
+        made: how many elements are inf or nan that are finite in float32. They are infinitely far off; what is the same
+            inf or nan in both is no error.
+    """
+
+    max: float
+    relative: float
+    cosine: float
+    inf: int
+    nan: int
+    made: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for programs."""
+        return {key: json_number(value) for key, value in asdict(self).items()}
+
+
+def json_number(value: float | int | None) -> float | int | str | None:
+    """Return a number as JSON can have it: what is not finite as text."""
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+class Sums:
+    """What the error of several tensors is made of."""
+
+    def __init__(self) -> None:
+        self._max = self._error = self._reference = self._other = self._product = 0.0
+        self._inf = self._nan = self._made = 0
+
+    @classmethod
+    def of(cls, reference: object, other: object) -> "Sums":
+        """Return what the error of the tensors in a value is made of.
+
+        What has no counterpart, or one of another shape, is infinitely far off.
+        """
+        sums = cls()
+        for expected, got in zip_longest(_compared(reference), _compared(other)):
+            if expected is None or got is None or expected.shape != got.shape:
+                sums._max = sums._error = math.inf
+                continue
+            for one, two in zip(_chunks(expected), _chunks(got), strict=True):
+                sums._add(one, two)
+        return sums
+
+    def add(self, other: "Sums") -> None:
+        """Add what others are made of."""
+        highest = max(self._max, other._max)
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+        self._max = highest
+
+    @property
+    def made(self) -> int:
+        """How many elements are inf or nan that are finite in the reference."""
+        return self._made
+
+    def _add(self, reference: torch.Tensor, other: torch.Tensor) -> None:
+        finite = reference.isfinite()
+        same = (reference == other) | (reference.isnan() & other.isnan())
+        error = torch.where(same, 0.0, (other - reference).abs()).nan_to_num(math.inf, math.inf)
+        self._max = max(self._max, error.max().item())
+        self._error += error.square().sum().item()
+        reference, sound = torch.where(finite, reference, 0.0), torch.where(other.isfinite(), other, 0.0)
+        self._reference += reference.square().sum().item()
+        self._other += sound.square().sum().item()
+        self._product += torch.dot(reference, sound).item()
+        self._inf += int(other.isinf().sum())
+        self._nan += int(other.isnan().sum())
+        self._made += int((finite & ~other.isfinite()).sum())
+
+    @property
+    def relative(self) -> float:
+        """The relative L2 error."""
+        return self.relative_to(self)
+
+    def relative_to(self, other: "Sums") -> float:
+        """Return the L2 norm of this error as a part of that of another's reference."""
+        if self._error == 0:
+            return 0.0
+        return math.sqrt(self._error / other._reference) if other._reference else math.inf
+
+    def error(self) -> Error:
+        """Return the error."""
+        norms = math.sqrt(self._reference) * math.sqrt(self._other)
+        if math.isinf(self._error):
+            cosine = math.nan
+        elif norms == 0:
+            cosine = 1.0 if self._reference == self._other else 0.0
+        else:
+            cosine = max(-1.0, min(1.0, self._product / norms))
+        return Error(self._max, self.relative, cosine, self._inf, self._nan, self._made)
+
+
+def relative_error(output: object, reference: object) -> float:
+    """Return the relative L2 error of an output, over all floating-point tensors in it: the metric where none is given.
+
+    An element that is inf or nan in one of the two only is infinitely far off.
+    """
+    return Sums.of(reference, output).relative
+
+
+def has_floats(value: object) -> bool:
+    """Say whether there is anything to compare in a value."""
+    return next(_compared(value), None) is not None
+
+
+def is_finite(value: object) -> bool:
+    """Say whether no element of the tensors in a value is inf or nan."""
+    return all(bool(chunk.isfinite().all()) for tensor in _compared(value) for chunk in _chunks(tensor))
+
+
+def _compared(value: object) -> Iterator[torch.Tensor]:
+    for _, tensor in tensors_in(value):
+        if tensor.layout is torch.strided:
+            if tensor.is_complex():
+                yield torch.view_as_real(tensor.detach().resolve_conj())
+            elif tensor.is_floating_point():
+                yield tensor.detach()
+
+
+def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    flat = tensor.reshape(-1)
+    for chunk in torch.split(flat, _CHUNK) if flat.numel() else ():
+        yield chunk.cpu().double()

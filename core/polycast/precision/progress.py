@@ -1,0 +1,21 @@
+"""A progress bar on stderr, where that is a terminal."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def progress(what: str, total: int | None) -> Iterator[Callable[[str], None]]:
+    """Show a bar; the function that is yielded advances it by one, and may say what is going on."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        task = shown.add_task(what, total=total)
+
+        def advance(now: str = what) -> None:
+            shown.update(task, advance=1, description=now)
+
+        yield advance

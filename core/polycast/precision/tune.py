@@ -1,0 +1,292 @@
+"""``tune``: what must stay in float32, as a policy with the evidence for it."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from ..errors import warn_user
+from ..policy.dtypes import dtype_name
+from ..region.autocast import autocast
+from ..region.capture import Snapshot
+from ..region.module_rules import apply_policy
+from . import fingerprint
+from .calls import Call
+from .candidates import Modules, Ops, ops_seen
+from .compare import compared, enabled_region
+from .errors import has_floats, relative_error
+from .evidence import Evidence, Tuned, machine
+from .fastest import PLAIN, Stopwatch, choose
+from .hooks import uncompiled
+from .progress import progress
+from .search import Members, OutOfBudget, smallest_set
+from .survey import survey
+from .timing import Timings
+from .trials import StateFile, StatePath, Trial, Trials, distance_of
+from .untouched import RandomState
+
+_OVER = ("modules", "ops")
+_OBJECTIVES = ("accuracy", "time")
+_LEAST_BUDGET = 2
+"""The region without a policy, and everything in float32."""
+
+Metric = Callable[[Any, Any], Any]
+
+
+def tune(
+    model: torch.nn.Module,
+    inputs: Any,
+    metric: Metric | None = None,
+    *,
+    tolerance: float,
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    over: Literal["modules", "ops"] = "modules",
+    objective: Literal["accuracy", "time"] = "accuracy",
+    budget: int | None = None,
+    state: StatePath | None = None,
+) -> Tuned:
+    """Find what of a model must stay in float32 for its output in a region to stay close to float32's.
+
+    With the objective ``"accuracy"`` that is the smallest set of modules, or of ops: :func:`compare` proposes the
+    order, group bisection disposes. What is returned has been evaluated, as a whole and with each member taken out. A
+    module stands for the ops in it that are in no module inside it; so one in float32 may have modules in it that are
+    not.
+
+    With the objective ``"time"`` each module, or op, has the faster of the two precisions, as measured on these inputs
+    under ``no_grad``, within the tolerance. The model under the policy is then timed as a whole, in turns with float32
+    and with the region without a policy: what is returned is the fastest that keeps the tolerance, and the plainer one
+    where two are alike. It holds for these shapes, this machine, and regions without a :class:`WeightCache`.
+
+    The model is left as it was, as by :func:`compare`. Each evaluation has the same random numbers. A set that the
+    model cannot run under (RuntimeError) is infinitely far off.
+
+    Args:
+        model: a module, on the device; what it computes outside all regions is the reference.
+        inputs: a tensor, a tuple of arguments, or a dict of keyword arguments for the model's forward.
+        metric: ``metric(output, reference)``, the distance of an output of the model from float32's: a number, of which
+            nan and inf count as infinite. None: the relative L2 error over all floating-point tensors in the output.
+        tolerance: how large the distance may be.
+        device_type, dtype: of the region, as in :class:`autocast`.
+        over: what is chosen from, ``"modules"`` or ``"ops"``.
+        objective: ``"accuracy"`` or ``"time"``.
+        budget: how many evaluations there may be at most; at least 2. None: four for each candidate, and 16.
+        state: a file to keep the evaluations in. A search that was interrupted goes on from it, and finds what it would
+            have found; of another model, other inputs or arguments (but `budget`) it is refused.
+
+    Returns:
+        The policy and its evidence. It is to be used with :func:`apply_policy`, or for ops as ``policy=`` of regions.
+
+    Raises:
+        TypeError: `model`, `inputs` or what `metric` returns is none of these.
+        ValueError: another argument is not legal; `state` is of another search; or there is no `metric`, and no
+            floating-point tensor in the output.
+        OSError: `state` cannot be read or written.
+        RuntimeError: as :func:`compare`.
+
+    Warns:
+        UserWarning: no policy keeps the tolerance; what is returned is the closest that was found.
+
+    Example:
+        >>> import torch, polycast
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        >>> _ = model[1].weight.data.fill_(1e6)  # more than float16 can hold
+        >>> tuned = polycast.tune(model, torch.ones(1, 4), tolerance=0.01, device_type="cpu", dtype=torch.float16)
+        >>> tuned.policy.modules["1"], tuned.met
+        ('fp32', True)
+    """
+    _check(metric, tolerance, over, objective, budget)
+    call = Call.of(model, inputs)
+    region = enabled_region(device_type, dtype)
+    asked = Asked("relative L2 error" if metric is None else fingerprint.of_function(metric), objective)
+    file = None
+    if state is not None:
+        said = {
+            "model": fingerprint.of_model(model),
+            "inputs": fingerprint.of_call(call),
+            "metric": asked.metric,
+            "tolerance": float(tolerance),
+            "device_type": region.device,
+            "dtype": dtype_name(region.fast_dtype),
+            "over": over,
+            "objective": objective,
+            **machine(region.device),
+        }
+        file = StateFile(state, said)
+    search = _Search(model, call, metric or relative_error, region, over, float(tolerance))
+    limit = max(_LEAST_BUDGET, 4 * len(search.names) + 16) if budget is None else budget
+    return search.run(limit, file, asked)
+
+
+class Asked(NamedTuple):
+    """What the evidence says of the metric, and the objective."""
+
+    metric: str
+    objective: str
+
+
+class _Found(NamedTuple):
+    members: Members
+    met: bool
+    is_minimal: bool
+    reason: str
+
+
+def _check(metric: object, tolerance: object, over: str, objective: str, budget: object) -> None:
+    if metric is not None and not callable(metric):
+        raise TypeError(f"metric must be a function of an output and a reference, or None; got {metric!r}")
+    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
+        raise ValueError(f"tolerance must be a number that is not negative, got {tolerance!r}")
+    for what, said, known in (("over", over, _OVER), ("objective", objective, _OBJECTIVES)):
+        if said not in known:
+            raise ValueError(f"{what} must be {' or '.join(map(repr, known))}, got {said!r}")
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < _LEAST_BUDGET):
+        raise ValueError(
+            f"budget must be a number of evaluations, at least {_LEAST_BUDGET} (the region without a policy, and "
+            f"everything in float32); got {budget!r}"
+        )
+
+
+class _Search:
+    def __init__(
+        self, model: torch.nn.Module, call: Call, metric: Metric, region: autocast, over: str, tolerance: float
+    ) -> None:
+        self._model, self._call, self._metric, self._region, self._over = model, call, metric, region, over
+        self._tolerance = tolerance
+        self._generators = RandomState(region.device)
+        self._seen, self._reference = survey(model, call, region.device)
+        if metric is relative_error and not has_floats(self._reference):
+            raise ValueError(
+                f"the model returned no floating-point tensor, but {type(self._reference).__name__}: its distance from "
+                "float32's is for a metric to say. Give one: metric(output, reference)."
+            )
+        self._candidates: Modules | Ops
+        if over == "modules":
+            self._candidates, self.names = Modules(self._seen, region.fast_dtype), list(self._seen.by_name())
+        else:
+            with self._as_it_was():
+                self._candidates, self.names = Ops(), ops_seen(model, call, region)
+
+    @contextmanager
+    def _as_it_was(self) -> Iterator[None]:
+        """Run a block that calls the model: outside the regions of the caller, without gradients, without a trace."""
+        with torch.no_grad(), Snapshot(()).apply(), self._generators.kept(), self._seen.state.set_aside():
+            yield
+
+    def run(self, budget: int, file: StateFile | None, asked: Asked) -> Tuned:
+        with progress("tuning", None) as advance:
+
+            def evaluate(members: Members) -> Trial:
+                trial = self._evaluate(members)
+                advance(f"{len(members)} in float32: {trial.distance:.3g}")
+                return trial
+
+            order = self._order(file)
+            trials = Trials(evaluate, budget, file)
+            found = self._smallest(order, trials)
+            timings = None
+            if asked.objective == "time" and found.met:
+                found, timings = self._fastest(order, trials, found, advance)
+        return self._tuned(found, trials, timings, asked, budget)
+
+    def _order(self, file: StateFile | None) -> list[str]:
+        if file is not None and file.order is not None:
+            return file.order
+        order = self._propose()
+        if file is not None:
+            file.set_order(order)
+        return order
+
+    def _propose(self) -> list[str]:
+        if self._over == "ops":
+            return self.names
+        try:
+            return [module.name for module in compared(self._model, self._call, self._region, self._seen).modules]
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # the model cannot run in the region without a policy
+            return self.names
+
+    def _evaluate(self, members: Members) -> Trial:
+        with self._as_it_was():
+            try:
+                with uncompiled(), apply_policy(self._model, self._candidates.policy(members)), self._region:
+                    output = self._call.of_model(self._model)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                return Trial(members, math.inf, str(error).partition("\n")[0])
+            return Trial(members, distance_of(self._metric(output, self._reference)))
+
+    def _smallest(self, order: list[str], trials: Trials) -> _Found:
+        everything = tuple(order)
+        trials.of(())
+        trials.of(everything)
+        smallest = smallest_set(order, lambda members: trials.of(members).distance <= self._tolerance)
+        if smallest is None:
+            best = min(trials.made.values(), key=lambda trial: (trial.distance, len(trial.members)))
+            return _Found(best.members, False, False, self._why_not(trials.of(everything)))
+        reason = "" if smallest.is_minimal else f"the budget was spent after {len(trials.made)} evaluations"
+        return _Found(smallest.members, True, smallest.is_minimal, reason)
+
+    def _why_not(self, everything: Trial) -> str:
+        with self._as_it_was():
+            itself = distance_of(self._metric(self._reference, self._reference))
+        if math.isinf(itself):
+            return "no policy keeps the tolerance: the metric of float32's own output and itself is not finite"
+        said = everything.error or f"is {everything.distance:.3g} off"
+        return f"no policy keeps the tolerance: with all {self._over} in float32 the output {said}"
+
+    def _fastest(
+        self, order: list[str], trials: Trials, found: _Found, advance: Callable[[str], None]
+    ) -> tuple[_Found, Timings]:
+        with self._as_it_was():
+            watch = Stopwatch(self._model, self._call, self._region, self._seen)
+            proposed = {PLAIN: (), "all in float32": tuple(order), "the smallest set in float32": found.members}
+            if self._over == "modules":
+                fast = watch.fastest_modules(set(found.members))
+            else:
+                fast = watch.fastest_ops(order, self._candidates.policy) | set(found.members)
+            proposed[f"the fastest of each of the {self._over}"] = tuple(name for name in order if name in fast)
+            sides: dict[str, Members] = {}
+            for side, members in proposed.items():
+                if members not in sides.values() and self._keeps(trials, members):
+                    sides[side] = members
+            policies = {side: self._candidates.policy(members) for side, members in sides.items()}
+            timings = choose(watch.race(policies, advance), list(sides))
+        return _Found(sides[timings.chosen], True, False, found.reason), timings
+
+    def _keeps(self, trials: Trials, members: Members) -> bool:
+        try:
+            return trials.of(members).distance <= self._tolerance
+        except OutOfBudget:
+            return False
+
+    def _tuned(self, found: _Found, trials: Trials, timings: Timings | None, asked: Asked, budget: int) -> Tuned:
+        evidence = Evidence(
+            model=type(self._model).__qualname__,
+            device_type=self._region.device,
+            dtype=self._region.fast_dtype,
+            inputs=str(self._call),
+            over=self._over,
+            objective=asked.objective,
+            metric=asked.metric,
+            tolerance=self._tolerance,
+            budget=budget,
+            members=found.members,
+            candidates=len(self.names),
+            distance=trials.of(found.members).distance,
+            plain=trials.of(()).distance,
+            met=found.met,
+            is_minimal=found.is_minimal,
+            reason=found.reason,
+            trials=tuple(trials.made.values()),
+            timings=timings,
+            machine=MappingProxyType(machine(self._region.device)),
+        )
+        if not found.met:
+            warn_user(f"{found.reason}. The closest that was found is {evidence.distance:.3g} off.")
+        return Tuned(self._candidates.policy(found.members, evidence.name()), evidence)

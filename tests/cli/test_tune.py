@@ -1,0 +1,132 @@
+"""``polycast tune``: the search from the shell."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import polycast
+from polycast.cli import app
+
+SCRIPT = """
+import torch
+from torch import nn
+
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    with torch.no_grad():
+        model[2].weight.mul_(1e6)
+        model[3].weight.mul_(1e-6)
+    return model, torch.randn(4, 8)
+
+
+def with_metric():
+    return *build(), lambda output, reference: 1.0
+
+
+def interrupted():
+    calls = []
+
+    def metric(output, reference):
+        calls.append(output)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return (output - reference).norm() / reference.norm()
+
+    return *build(), metric
+
+
+def only_a_model():
+    return build()[0]
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(__import__("sys").modules, "script", raising=False)
+
+    def run(*arguments):
+        return CliRunner().invoke(app, ["tune", *arguments])
+
+    return run
+
+
+def test_the_policy_is_written_with_its_evidence(run, tmp_path):
+    result = run("script.py:build", "--dtype", "float16")
+    assert (result.exit_code, result.stderr) == (0, "")
+    (tmp_path / "policy.toml").write_text(result.stdout)
+    assert polycast.Policy.load(tmp_path / "policy.toml").modules == {"2": "fp32", "3": "fp32"}
+    assert "# relative L2 error 0.000" in result.stdout
+
+
+def test_it_is_written_to_a_file_and_the_evidence_is_shown(run, tmp_path):
+    result = run("script.py:build", "--dtype", "float16", "--output", "policy.toml")
+    assert result.stdout.splitlines()[0] == "Sequential on cpu, float16: 2 of 7 modules in float32"
+    assert result.stdout.splitlines()[-1] == "written: policy.toml"
+    assert polycast.Policy.load(tmp_path / "policy.toml").modules == {"2": "fp32", "3": "fp32"}
+
+
+def test_it_searches_over_ops(run):
+    result = run("script.py:build", "--dtype", "float16", "--over", "ops")
+    assert '[ops]\nlinear = "fp32"\n' in result.stdout
+
+
+def test_it_tunes_for_time(run):
+    result = run("script.py:build", "--objective", "time")
+    assert result.exit_code == 0
+    assert "# chosen: " in result.stdout
+    assert "tuned for time with float32 (4, 8) on " in result.stdout
+
+
+def test_where_the_tolerance_is_not_met_the_status_says_so(run):
+    result = run("script.py:with_metric", "--tolerance", "0.5")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "polycast: no policy keeps the tolerance: with all modules in float32 the output is 1 off. The closest that "
+        "was found is written.\n"
+    )
+    assert "NOT within the tolerance of 0.5" in result.stdout
+
+
+def test_an_interrupted_search_goes_on(run, tmp_path):
+    arguments = ("--dtype", "float16", "--state", "state.json")
+    result = run("script.py:interrupted", *arguments)
+    assert (result.exit_code, result.stderr) == (
+        130,
+        "polycast: interrupted: the same command goes on from state.json\n",
+    )
+    assert len(json.loads((tmp_path / "state.json").read_text())["trials"]) == 2
+    assert run("script.py:interrupted", *arguments).exit_code == 130  # its third evaluation of two more
+    assert run("script.py:interrupted", *arguments).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["script.py"], "expected a file and a function in it, such as model.py:build"),
+        (["other.py:build"], "there is no file 'other.py'"),
+        (["script.py:other"], "has no function 'other'"),
+        (["script.py:only_a_model"], "returned Sequential. It must return (model, inputs) or"),
+        (["script.py:build", "--dtype", "float17"], "'float17' is not a dtype"),
+        (["script.py:build", "--device", "nowhere"], "nowhere"),
+        (["script.py:build", "--budget", "1"], "budget must be a number of evaluations, at least 2"),
+        (["script.py:build", "--output", "nowhere/policy.toml"], "nowhere"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_refused(run, arguments, problem):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert problem in " ".join(result.stderr.replace("│", "").split())
+
+
+def test_the_search_can_be_done_twice_in_a_process(run):
+    first = run("script.py:build", "--dtype", "float16").stdout
+    assert run("script.py:build", "--dtype", "float16").stdout == first
+    assert torch.is_grad_enabled()

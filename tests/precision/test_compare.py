@@ -1,0 +1,272 @@
+"""What ``compare`` finds in models whose errors are known."""
+
+import json
+import math
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def by_name(comparison):
+    return {module.name: module for module in comparison.modules}
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.a(x) + self.b(x)
+
+
+class Attention(nn.Module):
+    """What it computes itself is the product of queries and keys."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.q, self.k = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return torch.softmax(self.q(x) @ self.k(x).transpose(-1, -2), -1)
+
+
+def test_a_region_that_casts_nothing_is_bit_equal(engine):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    comparison = polycast.compare(model, torch.randn(3, 8), "cpu", policy={"linear": "fp32"})
+    assert {module.total.relative for module in comparison.modules} == {0.0}
+    assert comparison.outputs["output"].cosine == pytest.approx(1.0)
+
+
+def test_the_total_error_of_a_module_is_that_of_its_output_in_a_region(engine):
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(3, 8)
+    comparison = polycast.compare(model, x, "cpu")
+    with torch.no_grad():
+        expected = model(x)
+        with polycast.autocast("cpu"):
+            error = model(x).float() - expected
+    total = by_name(comparison)["2"].total
+    assert total.max == pytest.approx(error.abs().max().item(), rel=1e-5)
+    assert total.relative == pytest.approx((error.norm() / expected.norm()).item(), rel=1e-5)
+
+
+def test_the_own_error_of_a_module_is_that_on_the_inputs_of_float32(engine):
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(3, 8)
+    own = by_name(polycast.compare(model, x, "cpu"))["2"].own
+    with torch.no_grad():
+        hidden = model[:2](x)
+        expected = model[2](hidden)
+        with polycast.autocast("cpu"):
+            error = model[2](hidden).float() - expected
+    assert own.relative == pytest.approx((error.norm() / expected.norm()).item(), rel=1e-5)
+
+
+def test_what_is_not_a_modules_own_error_it_inherits():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    found = by_name(polycast.compare(model, torch.randn(3, 8), "cpu"))
+    assert (found["0"].inherited, found["1"].own.relative) == (0.0, 0.0)
+    assert found["1"].inherited == found["1"].total.relative > 0
+
+
+def test_the_own_error_of_a_container_is_that_of_the_ops_outside_its_modules():
+    found = by_name(polycast.compare(nn.Sequential(Residual(8), Attention(8)), torch.randn(3, 8), "cpu"))
+    assert found["0"].own.relative == 0.0
+    assert found["0"].total.relative > 0
+    assert found["1"].own.relative > 0
+
+
+def test_the_modules_that_add_most_come_first():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU())
+    with torch.no_grad():
+        model[1].weight.mul_(1e6)
+    comparison = polycast.compare(model, torch.randn(3, 8), "cpu", torch.float16)
+    adds = [module.adds for module in comparison.modules]
+    assert comparison.modules[0].name == "1"
+    assert adds == sorted(adds, reverse=True)
+
+
+def test_a_module_that_makes_much_of_a_small_error_adds_it():
+    class Norm(nn.Module):
+        def forward(self, x):
+            return x * torch.rsqrt((x * x).sum(-1, keepdim=True))
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(Norm(), nn.ReLU()))
+    with torch.no_grad():
+        model[0].weight.mul_(1000.0)
+    comparison = polycast.compare(model, torch.randn(3, 8), "cpu", torch.float16)
+    found = by_name(comparison)
+    assert comparison.modules[0].name == "1.0"
+    assert found["1.0"].own.relative == 0.0
+    assert found["1.0"].adds == pytest.approx(1.0, abs=0.01)
+    assert found["1"].adds == found[""].adds == 0.0
+
+
+def test_the_first_module_that_makes_inf_or_nan_is_named(engine):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.LayerNorm(8))
+    with torch.no_grad():
+        model[1][0].weight.fill_(1e5)
+    comparison = polycast.compare(model, torch.rand(3, 8) + 1, "cpu", torch.float16)
+    found = by_name(comparison)
+    assert comparison.first_nonfinite == "1.0"
+    assert [name for name, module in found.items() if module.makes_nonfinite] == ["1.0"]
+    assert found["1.0"].total.inf + found["1.0"].total.nan == found["1.0"].total.made == 24
+    assert math.isnan(found["1.0"].total.cosine)
+
+
+def test_a_sum_of_two_that_overflows_is_the_containers():
+    model = Residual(4)
+    with torch.no_grad():
+        for layer in (model.a, model.b):
+            layer.weight.fill_(10_000.0)
+    comparison = polycast.compare(model, torch.ones(1, 4), "cpu", torch.float16)
+    assert comparison.first_nonfinite == ""
+    assert [module.name for module in comparison.modules if module.makes_nonfinite] == [""]
+
+
+def test_inf_and_nan_that_float32_has_too_are_no_error():
+    class Masked(nn.Module):
+        def forward(self, x):
+            return x.masked_fill(x > 0, -math.inf)
+
+    comparison = polycast.compare(nn.Sequential(nn.Linear(4, 4), Masked()), torch.randn(3, 4), "cpu")
+    error = comparison.outputs["output"]
+    assert error.inf > error.made == 0
+    assert math.isfinite(error.relative)
+    assert comparison.first_nonfinite is None
+
+
+def test_a_module_with_two_names_and_several_calls_is_one_row():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = self.second = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.second(self.first(x).tanh())
+
+    found = by_name(polycast.compare(Twice(), torch.randn(3, 4), "cpu"))
+    assert (list(found), found["first"].calls) == (["first", ""], 2)
+
+
+def test_arguments_come_as_tensor_tuple_or_dict():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, *, scale):
+            return {"scaled": self.layer(x) * scale, "count": 3}
+
+    x, scale = torch.randn(2, 4), torch.tensor(2.0)
+    comparison = polycast.compare(Two(), {"x": x, "scale": scale}, "cpu")
+    assert list(comparison.outputs) == ["scaled"]
+    assert list(polycast.compare(nn.Linear(4, 4), (x,), "cpu").outputs) == ["output"]
+
+
+def test_other_inputs_are_refused():
+    expected = (
+        r"^inputs must be a tensor, a tuple of arguments or a dict of keyword arguments for the model's forward; got "
+        r"list\. One argument of another type goes into a tuple: \(argument,\)\.$"
+    )
+    with pytest.raises(TypeError, match=expected):
+        polycast.compare(nn.Linear(2, 2), [torch.ones(2)], "cpu")
+
+
+def test_runs_that_part_meet_again_where_they_agree():
+    class Chooses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.one(x) if self.gate(x).dtype is torch.float32 else self.two(x)
+
+    model = nn.Sequential(nn.Linear(4, 4), Chooses(), nn.Linear(4, 4))
+    comparison = polycast.compare(model, torch.randn(2, 4), "cpu")
+    found = by_name(comparison)
+    assert comparison.parted == ("1",)
+    assert found["1.one"].total is None
+    assert found["1.one"].own.relative > 0
+    assert None not in (found["1.gate"].total, found["1"].total, found["2"].total, found[""].total)
+
+
+def test_calls_in_another_order_are_matched_by_which_they_are():
+    class Order(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            first = self.gate(x).dtype is torch.float32
+            layers = (self.one, self.two) if first else (self.two, self.one)
+            return sum(layer(x) for layer in layers)
+
+    found = by_name(polycast.compare(Order(), torch.randn(2, 4), "cpu"))
+    assert found["one"].total is not None
+    assert found["one"].total.relative < 0.1
+
+
+def test_rules_for_modules_are_in_force_in_the_region():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    policy = polycast.Policy(modules={"0": "fp32"})
+    found = by_name(polycast.compare(model, torch.randn(2, 4), "cpu", policy=policy))
+    assert (found["0"].own.relative, found["0"].total.relative) == (0.0, 0.0)
+    assert found["1"].own.relative > 0
+    assert "forward" not in vars(model[0])
+
+
+def test_it_is_the_same_inside_a_region():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
+    outside = polycast.compare(model, x, "cpu", torch.float16)
+    with polycast.autocast("cpu", policy={"linear": "fp32"}):
+        assert polycast.compare(model, x, "cpu", torch.float16) == outside
+
+
+def test_it_can_be_printed_and_written_as_json():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with torch.no_grad():
+        model[0].weight.fill_(1e6)
+    comparison = polycast.compare(model, torch.ones(2, 4), "cpu", torch.float16)
+    said = json.loads(json.dumps(comparison.to_dict(), allow_nan=False))
+    assert (said["schema"], said["dtype"], said["first_nonfinite"]) == (1, "float16", "0")
+    assert (said["modules"][0]["name"], said["modules"][0]["own"]["relative"]) == ("0", "inf")
+    text = str(comparison)
+    assert "The first inf or nan: 0." in text
+    assert "(model)   Sequential" in text
+
+
+def test_a_region_that_cannot_run_enabled_is_refused():
+    with pytest.raises(RuntimeError, match=r"There is no region to look at\."):
+        polycast.compare(nn.Linear(2, 2), torch.ones(1, 2), "cpu", torch.float64)
+
+
+def test_a_scripted_module_is_a_part_of_the_one_that_calls_it():
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    found = by_name(polycast.compare(nn.Sequential(nn.Linear(4, 4), scripted), torch.randn(2, 4), "cpu"))
+    assert set(found) == {"", "0"}
+    with pytest.raises(TypeError, match=r"^the model is a ScriptModule: what it calls is not Python's to see\."):
+        polycast.compare(scripted, torch.randn(2, 4), "cpu")
+
+
+def test_threads_that_the_model_starts_are_left_alone(in_thread):
+    class Threaded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            in_thread(lambda: self.layer(x.detach()))
+            return self.layer(x)
+
+    found = by_name(polycast.compare(Threaded(), torch.randn(2, 4), "cpu"))
+    assert found["layer"].calls == 1
+    assert threading.active_count() == 1

@@ -1,0 +1,170 @@
+"""What ``compare`` leaves as it was, whatever a model's forward does and however it ends."""
+
+import random
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+from polycast.precision import errors
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def everything(model):
+    """Return what a model is made of: the objects, their values and versions."""
+    tensors = [*model.state_dict(keep_vars=True).items()]
+    dicts = [(name, dict(vars(module)), dict(module._buffers)) for name, module in model.named_modules()]
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    return [(name, id(t), t._version, t.tolist()) for name, t in tensors], str(dicts), hooks
+
+
+class Counting(nn.Module):
+    """Its forward depends on what it did before: a buffer that is written, one that is replaced, and attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("written", torch.zeros(4))
+        self.register_buffer("replaced", torch.zeros(4))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.written += 1
+        self.replaced = self.replaced + 1
+        self.last = x
+        return self.layer(x) + self.written + self.replaced + self.calls
+
+
+MODELS = {
+    "batch norm": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
+    "attributes": lambda: nn.Sequential(Counting(), Counting()),
+    "in place": lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.ReLU(inplace=True)),
+    "dropout": lambda: nn.Sequential(nn.Dropout(), nn.Linear(4, 4), nn.Dropout()),
+}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_a_model_its_inputs_and_the_generators_are_what_they_were(make):
+    model, x = make(), torch.randn(3, 4, requires_grad=True)
+    model(x.clone()).sum().backward()
+    gradients = [(id(p.grad), p.grad.tolist()) for p in model.parameters() if p.grad is not None]
+    before, given, state = everything(model), (x._version, x.tolist()), (torch.get_rng_state(), random.getstate())
+    polycast.compare(model, (x,), "cpu")
+    assert everything(model) == before
+    assert [(id(p.grad), p.grad.tolist()) for p in model.parameters() if p.grad is not None] == gradients
+    assert (x._version, x.tolist()) == given
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert random.getstate() == state[1]
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_each_run_sees_the_same_state_and_random_numbers(make):
+    policy = {"linear": "fp32"}  # so what differs is not what is cast
+    comparison = polycast.compare(make(), torch.randn(3, 4), "cpu", policy=policy)
+    assert {(module.own.relative, module.total.relative) for module in comparison.modules} == {(0.0, 0.0)}
+
+
+def test_a_key_value_cache_is_that_of_each_run():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50)).eval()
+    policy = {"addmm": "fp32", "linear": "fp32", "scaled_dot_product_attention": "fp32"}
+    comparison = polycast.compare(model, torch.randint(50, (1, 5)), "cpu", policy=policy)
+    assert {module.own.relative for module in comparison.modules} == {0.0}
+    assert len(comparison.outputs) == 5
+
+
+@pytest.mark.parametrize("where", ["float32", "the region", "the repeated call"])
+def test_an_exception_leaves_nothing_behind(where):
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.inner = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.layer(x)
+            is_worker = threading.current_thread() is not threading.main_thread()
+            repeated = not is_worker and torch.is_autocast_enabled("cpu")
+            if {"float32": not torch.is_autocast_enabled("cpu"), "the region": is_worker}.get(where, repeated):
+                raise ZeroDivisionError(where)
+            return self.inner(y)
+
+    model = nn.Sequential(nn.Linear(4, 4), Fails(), nn.BatchNorm1d(4))
+    before = everything(model)
+    with pytest.raises(ZeroDivisionError, match=where):
+        polycast.compare(model, torch.randn(3, 4), "cpu")
+    assert everything(model) == before
+    assert threading.active_count() == 1
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_an_op_that_is_banned_raises_what_it_raises_in_a_region():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), Loss())
+    with pytest.raises(RuntimeError, match="binary_cross_entropy"):
+        polycast.compare(model, torch.randn(3, 4), "cpu", policy={"binary_cross_entropy": "banned"})
+    assert threading.active_count() == 1
+
+
+class Loss(nn.Module):
+    def forward(self, x):
+        return nn.functional.binary_cross_entropy(x, torch.ones_like(x))
+
+
+def test_an_interrupt_ends_both_runs(monkeypatch):
+    seen = []
+
+    def interrupted(value):
+        seen.append(value)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("polycast.precision.compare.is_finite", interrupted)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        model[0].weight.fill_(1e6)
+    with pytest.raises(KeyboardInterrupt):
+        polycast.compare(model, torch.ones(3, 4), "cpu", torch.float16)
+    assert len(seen) == 1
+    assert threading.active_count() == 1
+
+
+def test_a_forward_that_writes_to_parameters_is_refused():
+    expected = r"writes to its parameter '0\.weight' \(as nn\.Embedding does with max_norm\)"
+    with pytest.raises(RuntimeError, match=expected):
+        polycast.compare(nn.Sequential(nn.Embedding(4, 4, max_norm=0.1)), torch.tensor([1, 2]), "cpu")
+
+
+def test_no_more_than_one_modules_outputs_are_kept(monkeypatch):
+    """Beside what the two runs hold, that is: in a chain, the input and the output of one layer each."""
+    alive, most = weakref.WeakSet(), []
+    measured = errors.Sums.of.__func__
+
+    def of(cls, reference, other):
+        most.append(len(alive))
+        return measured(cls, reference, other)
+
+    class Noted(nn.Linear):
+        def forward(self, x):
+            output = super().forward(x)
+            alive.add(output)
+            return output
+
+    monkeypatch.setattr(errors.Sums, "of", classmethod(of))
+    polycast.compare(nn.Sequential(*(Noted(4, 4) for _ in range(20))), torch.randn(2, 4), "cpu")
+    assert max(most) <= 5
+
+
+def test_a_compiled_model_is_compared_uncompiled():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    compiled, x = torch.compile(model, backend="aot_eager"), torch.randn(2, 4)
+    found = {module.name: module.total for module in polycast.compare(compiled, x, "cpu").modules}
+    expected = {module.name: module.total for module in polycast.compare(model, x, "cpu").modules}
+    assert {name: found[f"_orig_mod.{name}".rstrip(".")] for name in expected} == expected

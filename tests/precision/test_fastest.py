@@ -1,0 +1,171 @@
+"""``tune(objective="time")``: what is proposed for given times, and what the race makes of it."""
+
+import math
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+from polycast.precision import fastest
+from polycast.precision.calls import Call
+from polycast.precision.fastest import FLOAT32, PLAIN, Stopwatch, choose
+from polycast.precision.hooks import here, watched
+from polycast.precision.survey import survey
+from polycast.precision.timing import ModuleClock, Race
+
+
+class Made(Race):
+    """A race that was run before: each side took the same in each round."""
+
+    def __init__(self, **seconds):
+        self.sides = dict.fromkeys(seconds)
+        self.rounds = [seconds] * 3
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ({"plain": 1.0, "all": 2.0, "some": 3.0}, "plain"),
+        ({"plain": 2.0, "all": 1.0, "some": 3.0}, "all"),
+        ({"plain": 3.0, "all": 2.0, "some": 1.0}, "some"),
+        ({"plain": 1.01, "all": 1.005, "some": 1.0}, "plain"),
+        ({"plain": 2.0, "all": 1.01, "some": 1.0}, "all"),
+    ],
+    ids=str,
+)
+def test_the_fastest_is_chosen_and_the_plainer_one_of_those_that_are_alike(seconds, chosen):
+    timings = choose(Made(float32=1.0, **seconds), list(seconds))
+    assert timings.chosen == chosen
+    assert timings.seconds == {"float32": 1.0, **seconds}
+
+
+def proposed(model, fast, float32, monkeypatch, rule=0.5, forced=()):
+    call, region = Call.of(model, torch.randn(2, 4)), polycast.autocast("cpu")
+    watch = Stopwatch(model, call, region, survey(model, call, "cpu")[0])
+    monkeypatch.setattr(Stopwatch, "_seconds_by_module", lambda self: (fast, float32))
+    monkeypatch.setattr(fastest, "seconds_of_a_rule", lambda *_: rule)
+    return watch.fastest_modules(set(forced))
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+
+
+NAMES = ["", "0", "1", "1.0", "1.1", "2"]
+
+
+def seconds(**changed):
+    return {name: changed.get("m" + name.replace(".", "_"), 0.0 if name in ("", "1") else 10.0) for name in NAMES}
+
+
+def test_each_module_has_its_faster_precision(model, monkeypatch):
+    assert proposed(model, seconds(), seconds(m0=1.0), monkeypatch) == {"0"}
+    assert proposed(model, seconds(), seconds(m0=100.0), monkeypatch) == set()
+
+
+def test_a_module_is_not_worth_a_rule_that_takes_longer_than_it_saves(model, monkeypatch):
+    assert proposed(model, seconds(), seconds(m0=9.8), monkeypatch) == set()
+
+
+def test_one_rule_serves_for_all_that_a_module_calls(model, monkeypatch):
+    faster = seconds(m1_0=9.7, m1_1=9.7)
+    assert proposed(model, seconds(), faster, monkeypatch) == {"1", "1.0", "1.1"}
+
+
+def test_where_float32_is_faster_everywhere_one_rule_does(model, monkeypatch):
+    everywhere = dict.fromkeys(NAMES, 0.0)
+    assert proposed(model, seconds(), everywhere, monkeypatch) == set(NAMES)
+
+
+def test_what_must_be_in_float32_is_whatever_it_takes(model, monkeypatch):
+    assert proposed(model, seconds(), seconds(m2=100.0), monkeypatch, forced={"2"}) == {"2"}
+
+
+def test_a_module_is_timed_without_those_that_it_calls():
+    class Waits(nn.Module):
+        def __init__(self, seconds, *inner):
+            super().__init__()
+            self.seconds, self.inner = seconds, nn.ModuleList(inner)
+
+        def forward(self, x):
+            end = time.perf_counter() + self.seconds
+            while time.perf_counter() < end:
+                pass
+            for layer in self.inner:
+                x = layer(x)
+            return x
+
+    inner = Waits(0.02)
+    model, clock = Waits(0.0, inner, inner), ModuleClock("cpu")
+    with watched(model, here(clock)):
+        model(torch.ones(1))
+    assert clock.seconds[inner] >= 0.04
+    assert clock.seconds[model] < 0.02
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Have races take no time; `faster` says which side wins."""
+
+    def quick(faster):
+        def run(self, advance=None):
+            self.rounds = [{side: 1.0 if side == faster else 2.0 for side in self.sides}]
+            return self
+
+        monkeypatch.setattr(Race, "run", run)
+
+    return quick
+
+
+def tune(model, x, **arguments):
+    return polycast.tune(model, x, tolerance=1e-2, device_type="cpu", objective="time", **arguments)
+
+
+def test_where_the_plain_region_is_the_fastest_no_policy_is_needed(quick):
+    quick(PLAIN)
+    tuned = tune(nn.Linear(8, 8), torch.randn(4, 8))
+    assert tuned.policy.modules == {}
+    assert tuned.evidence.timings.chosen == PLAIN
+
+
+def test_where_float32_is_the_fastest_the_model_is_in_float32(quick):
+    quick("all in float32")
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
+    tuned = tune(model, x)
+    assert tuned.policy.modules == {"": "fp32"}
+    assert set(tuned.evidence.timings.seconds) >= {FLOAT32, PLAIN, "all in float32"}
+    expected = model(x)
+    with polycast.apply_policy(model, tuned.policy), polycast.autocast("cpu"):
+        assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("over", ["modules", "ops"])
+def test_what_is_fastest_keeps_the_tolerance(quick, over):
+    torch.manual_seed(0)
+    quick(PLAIN)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.no_grad():
+        model[0].weight.mul_(1e6)
+    tuned = tune(model, torch.randn(4, 8), dtype=torch.float16, over=over)
+    assert tuned.evidence.plain == math.inf
+    assert tuned.met
+    assert PLAIN not in tuned.evidence.timings.seconds
+
+
+def test_the_policy_says_what_it_was_measured_with_and_on(quick):
+    quick(PLAIN)
+    tuned = tune(nn.Linear(8, 8), torch.randn(4, 8))
+    assert "tuned for time with float32 (4, 8) on " in tuned.policy.name
+    assert torch.__version__ in tuned.policy.name
+    assert "ms a call: float32 2e+03, the region without a policy 1e+03" in str(tuned.evidence)
+
+
+@pytest.mark.parametrize("over", ["modules", "ops"])
+def test_a_real_race_is_run(over):
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8)
+    timings = tune(model, x, over=over).evidence.timings
+    assert all(0 < each < 1 for each in timings.seconds.values())
+    assert timings.chosen in timings.seconds

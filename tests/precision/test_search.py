@@ -1,0 +1,102 @@
+"""The search for a smallest set, by itself: over questions whose answers are made up."""
+
+import math
+import zlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polycast.precision.search import OutOfBudget, smallest_set
+
+NAMES = [f"m{number}" for number in range(200)]
+
+
+class Asked:
+    """A question that counts how often it is asked, each set once, up to a budget."""
+
+    def __init__(self, is_enough, budget=math.inf):
+        self.is_enough, self.budget, self.answers = is_enough, budget, {}
+
+    def __call__(self, members):
+        if members not in self.answers:
+            if len(self.answers) >= self.budget:
+                raise OutOfBudget
+            self.answers[members] = self.is_enough(frozenset(members))
+        return self.answers[members]
+
+
+def needs(*culprits):
+    return lambda members: members >= set(culprits)
+
+
+@given(st.integers(1, 200), st.data())
+@settings(max_examples=200, deadline=None)
+def test_planted_culprits_are_found_and_nothing_else(size, data):
+    names = NAMES[:size]
+    culprits = data.draw(st.sets(st.sampled_from(names), max_size=5))
+    assert smallest_set(names, Asked(needs(*culprits))) == (tuple(n for n in names if n in culprits), True)
+
+
+@given(st.integers(1, 200), st.data())
+@settings(max_examples=200, deadline=None)
+def test_it_takes_a_bounded_number_of_questions(size, data):
+    names = NAMES[:size]
+    culprits = data.draw(st.sets(st.sampled_from(names), max_size=5))
+    asked = Asked(needs(*culprits))
+    smallest_set(names, asked)
+    prefix = max((names.index(each) + 1 for each in culprits), default=1)
+    levels = math.ceil(math.log2(prefix)) + 2
+    assert len(asked.answers) <= 2 * levels + 2 * (len(culprits) + 1) * levels
+
+
+@given(st.lists(st.sets(st.sampled_from(NAMES[:12]), max_size=4), min_size=1, max_size=6))
+@settings(max_examples=200, deadline=None)
+def test_of_several_ways_one_is_found_of_which_no_member_can_be_taken_out(ways):
+    def is_enough(members):
+        return any(members >= way for way in ways)
+
+    found = smallest_set(NAMES[:12], Asked(is_enough))
+    members = frozenset(found.members)
+    assert is_enough(members)
+    assert not any(is_enough(members - {each}) for each in members)
+
+
+@given(st.integers(0, 2**32), st.integers(2, 12))
+@settings(max_examples=200, deadline=None)
+def test_it_takes_nothing_for_granted_of_the_answers(seed, size):
+    """Where more can be worse, what is found has been asked about, and so has each set with one member less."""
+    names = NAMES[:size]
+    asked = Asked(lambda members: len(members) == size or zlib.crc32(f"{seed} {sorted(members)}".encode()) % 3 == 0)
+    found = smallest_set(names, asked)
+    assert found.is_minimal
+    assert asked.answers[found.members]
+    for name in found.members:
+        assert asked.answers[tuple(each for each in found.members if each != name)] is False
+
+
+@given(st.integers(1, 60), st.sets(st.sampled_from(NAMES[:64]), max_size=4))
+@settings(max_examples=200, deadline=None)
+def test_a_budget_is_kept_and_what_is_found_within_it_is_enough(budget, culprits):
+    asked = Asked(needs(*culprits), budget)
+    found = smallest_set(NAMES[:64], asked)
+    assert len(asked.answers) <= budget
+    assert asked.answers[found.members]
+    assert found.is_minimal <= (set(found.members) == culprits)
+
+
+def test_where_not_even_all_are_enough_nothing_is_found():
+    assert smallest_set(NAMES, Asked(lambda members: False)) is None
+
+
+@pytest.mark.parametrize("budget", [0, 1])
+def test_without_a_budget_nothing_is_known(budget):
+    assert smallest_set(NAMES, Asked(needs("m1"), budget)) in (None, (tuple(NAMES), False))
+
+
+def test_a_good_order_saves_questions():
+    last, first = Asked(needs("m199")), Asked(needs("m0"))
+    smallest_set(NAMES, last)
+    smallest_set(NAMES, first)
+    assert len(first.answers) == 3  # all, none, the first
+    assert len(last.answers) < 40

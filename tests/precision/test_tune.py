@@ -1,0 +1,328 @@
+"""What ``tune`` finds: culprits that were planted, every time; and what it says where there is nothing to be found."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+from polycast.precision.calls import Call
+from polycast.precision.candidates import Modules
+from polycast.precision.survey import survey
+
+FLOAT16 = {"tolerance": 1e-2, "device_type": "cpu", "dtype": torch.float16}
+
+
+def tune(model, inputs, metric=None, **arguments):
+    """Tune, and check what is promised of every result that is met: with the tolerance kept, and minimal."""
+    tuned = polycast.tune(model, inputs, metric, **{**FLOAT16, **arguments})
+    evidence = tuned.evidence
+    distances = {frozenset(trial.members): trial.distance for trial in evidence.trials}
+    assert tuned.met
+    assert evidence.is_minimal
+    assert evidence.distance <= evidence.tolerance
+    for name in evidence.members:
+        assert distances[frozenset(evidence.members) - {name}] > evidence.tolerance
+    return tuned
+
+
+def distance(model, x, policy, dtype=torch.float16):
+    with torch.no_grad():
+        expected = model(x)
+        with polycast.apply_policy(model, policy), polycast.autocast("cpu", dtype):
+            output = model(x)
+    return ((output.float() - expected).norm() / expected.norm()).item()
+
+
+class Overflowing(nn.Module):
+    """Two layers with a value between them that float16 cannot hold, if `much`."""
+
+    def __init__(self, width, much):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+        with torch.no_grad():
+            self.up.weight.mul_(1e6 if much else 1)
+            self.down.weight.mul_(1e-6 if much else 1)
+
+    def forward(self, x):
+        return x + self.down(self.up(x))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("culprits", [(), (4,), (0, 7, 11)], ids=str)
+def test_layers_that_overflow_are_found(culprits, seed, engine):
+    torch.manual_seed(seed)
+    model, x = nn.Sequential(*(Overflowing(8, n in culprits) for n in range(12))), torch.randn(4, 8)
+    tuned = tune(model, x)
+    assert set(tuned.evidence.members) == {f"{n}.{part}" for n in culprits for part in ("up", "down")}
+    assert distance(model, x, tuned.policy) == pytest.approx(tuned.evidence.distance)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_layers_that_overflow_only_together_are_found(seed):
+    torch.manual_seed(seed)
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+            for layer in (self.a, self.b):
+                nn.init.constant_(layer.weight, 5000.0)
+
+        def forward(self, x):  # 40,000 each
+            return (self.a(x) + self.b(x)).float() / 80_000
+
+    model = nn.Sequential(nn.Linear(8, 8), Sum(), nn.Linear(8, 8))
+    with torch.no_grad():
+        model[0].weight.zero_()
+        model[0].bias.fill_(1.0)
+    members = tune(model, torch.randn(4, 8)).evidence.members
+    assert members in {("1.a",), ("1.b",)}  # a sum with a float32 one is in float32
+
+
+def test_two_layers_one_behind_the_other_that_overflow_only_together_are_found():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(8)))
+    with torch.no_grad():
+        for n, factor in ((2, 1000.0), (3, 1000.0), (4, 1e-6)):
+            model[n].weight.mul_(factor)
+    members = tune(model, torch.randn(4, 8).clamp(-1, 1) * 30).evidence.members
+    assert set(members) <= {"2", "3", "4"}
+    assert "3" in members
+
+
+@pytest.mark.parametrize("over", ["modules", "ops"])
+def test_a_softmax_with_large_logits_is_found(over, engine):
+    torch.manual_seed(0)
+
+    class Attention(nn.Module):
+        def __init__(self, scale):
+            super().__init__()
+            self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+            self.scale = scale
+
+        def forward(self, x):
+            logits = (self.q(x) * self.scale) @ (self.k(x) * self.scale).transpose(-1, -2)
+            return x + self.out(torch.softmax(logits / self.scale**2, -1) @ self.v(x))
+
+    model = nn.Sequential(Attention(1.0), Attention(600.0), Attention(1.0))
+    tuned = tune(model, torch.randn(2, 5, 16), over=over)
+    if over == "modules":
+        assert tuned.policy.modules["1"] == "fp32"
+        assert {name.partition(".")[0] for name in tuned.evidence.members} == {"1"}
+    else:
+        assert "matmul" in tuned.policy.ops
+
+
+def test_a_layer_norm_over_a_large_sum_is_found():
+    torch.manual_seed(0)
+
+    class Norm(nn.Module):
+        def forward(self, x):
+            return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+    layers = [layer for _ in range(4) for layer in (nn.Linear(64, 64), Norm())]
+    model = nn.Sequential(*layers)
+    with torch.no_grad():
+        model[4].weight.mul_(1000.0)
+    assert tune(model, torch.randn(4, 64)).policy.modules == {"5": "fp32"}
+
+
+def test_the_layers_of_bert_that_overflow_are_found():
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64, vocab_size=99)
+    model = BertModel(config).eval()
+    culprits = (model.encoder.layer[1].intermediate.dense, model.encoder.layer[3].output.dense)
+    with torch.no_grad():
+        for layer in culprits:
+            layer.weight.mul_(2e6)
+    names = {name for name, module in model.named_modules() if module in culprits}
+    inputs = {"input_ids": torch.randint(99, (2, 7)), "attention_mask": torch.ones(2, 7, dtype=torch.long)}
+    tuned = tune(model, inputs)
+    assert names <= set(tuned.evidence.members)
+    assert tuned.evidence.plain == math.inf
+    assert len(tuned.evidence.members) <= 8
+
+
+def test_it_is_deterministic():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Overflowing(8, n == 3) for n in range(6)), nn.Dropout()), torch.randn(4, 8)
+    one, two = polycast.tune(model, x, **FLOAT16), polycast.tune(model, x, **FLOAT16)
+    assert one == two
+    assert one.policy.text() == two.policy.text()
+
+
+def test_a_policy_and_its_evidence_can_be_unpacked():
+    policy, evidence = polycast.tune(nn.Linear(4, 4), torch.randn(2, 4), **FLOAT16)
+    assert policy.modules == {}
+    assert evidence.members == ()
+    assert evidence.met
+
+
+def test_the_metric_decides():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Overflowing(8, True), Overflowing(8, True)), torch.randn(4, 8)
+    seen = []
+
+    def metric(output, reference):
+        seen.append((output.dtype, reference.dtype, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+        return (output.float() - reference)[:, 0].abs().max()
+
+    tuned = tune(model, x, metric, tolerance=0.05)
+    assert {each[1:] for each in seen} == {(torch.float32, False, False)}
+    assert "metric" in tuned.evidence.metric
+
+
+@pytest.mark.parametrize("metric", [lambda a, b: math.nan, lambda a, b: torch.tensor(math.inf)], ids=["nan", "inf"])
+def test_a_metric_that_is_not_finite_in_float32_is_told(metric):
+    with pytest.warns(UserWarning, match="the metric of float32's own output and itself is not finite"):
+        tuned = polycast.tune(nn.Linear(4, 4), torch.randn(2, 4), metric, **FLOAT16)
+    assert (tuned.met, tuned.evidence.distance) == (False, math.inf)
+    assert "NOT within the tolerance" in str(tuned)
+
+
+def test_where_no_policy_keeps_the_tolerance_the_closest_is_returned():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Overflowing(8, False), Overflowing(8, True)), torch.randn(4, 8)
+
+    def metric(output, reference):
+        error = (output - reference).norm()
+        return 1.0 + error
+
+    expected = "no policy keeps the tolerance: with all modules in float32 the output is 1 off. The closest that was "
+    with pytest.warns(UserWarning, match=expected):
+        tuned = polycast.tune(model, x, metric, **FLOAT16)
+    assert not tuned.met
+    assert tuned.evidence.distance == min(trial.distance for trial in tuned.evidence.trials) == 1.0
+
+
+def test_a_budget_is_kept():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Overflowing(8, n % 3 == 0) for n in range(12))), torch.randn(4, 8)
+    tuned = polycast.tune(model, x, **FLOAT16, budget=6)
+    assert tuned.met
+    assert not tuned.evidence.is_minimal
+    assert len(tuned.evidence.trials) == 6
+    assert tuned.evidence.reason == "the budget was spent after 6 evaluations"
+
+
+def test_a_set_that_the_model_cannot_run_under_is_infinitely_far_off():
+    class Strict(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.layer(x)
+            if y.dtype is torch.float16:
+                raise RuntimeError("no float16 here\nat all")
+            return y
+
+    tuned = tune(nn.Sequential(Strict()), torch.randn(2, 4))
+    assert tuned.policy.modules == {"0.layer": "fp32"}
+    assert tuned.evidence.trials[0].error == "no float16 here"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"tolerance": -1}, "tolerance must be a number that is not negative, got -1"),
+        ({"tolerance": math.nan}, "tolerance must be a number that is not negative, got nan"),
+        ({"over": "layers"}, "over must be 'modules' or 'ops', got 'layers'"),
+        ({"objective": "speed"}, "objective must be 'accuracy' or 'time', got 'speed'"),
+        ({"budget": 1}, "budget must be a number of evaluations, at least 2"),
+        ({"metric": 3}, "metric must be a function of an output and a reference, or None; got 3"),
+        ({"metric": lambda a, b: "far"}, "metric must return a number, the distance of the output from the reference"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(arguments, problem):
+    with pytest.raises((TypeError, ValueError), match=f"^{problem}"):
+        polycast.tune(nn.Linear(4, 4), torch.randn(2, 4), **{**FLOAT16, **arguments})
+
+
+def test_a_model_that_everything_in_float32_would_break_may_need_nothing():
+    assert tune(nn.Linear(4, 4).bfloat16(), torch.randn(2, 4).bfloat16()).policy.modules == {}
+
+
+def test_a_model_that_calls_itself_is_put_under_a_rule():
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, times=2):
+            return self(self.layer(x) * 1e6, times - 1).float() * 1e-6 if times else x
+
+    assert tune(Again(), torch.randn(2, 4)).evidence.distance <= 1e-2
+
+
+def test_only_what_has_parameters_has_a_rule_against_that_of_the_module_around_it():
+    class Inline(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.act, self.last = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.last(self.act(self.first(x)).float() @ torch.eye(4))
+
+    model = Inline()
+    seen, _ = survey(model, Call.of(model, torch.randn(2, 4)), "cpu")
+    assert Modules(seen, torch.float16).policy(("",)).modules == {"": "fp32", "first": "float16", "last": "float16"}
+    assert Modules(seen, torch.float16).policy(("", "act", "last")).modules == {"": "fp32", "first": "float16"}
+    assert Modules(seen, torch.float16).policy(("act",)).modules == {"act": "fp32"}
+
+
+def test_an_output_without_floating_point_needs_a_metric():
+    class Labels(nn.Module):
+        def forward(self, x):
+            return x.argmax(-1)
+
+    model, x = nn.Sequential(nn.Linear(4, 4), Labels()), torch.randn(5, 4)
+    with pytest.raises(
+        ValueError, match=r"^the model returned no floating-point tensor, but Tensor: .* Give one: metric"
+    ):
+        polycast.tune(model, x, **FLOAT16)
+    assert tune(model, x, lambda a, b: (a != b).float().mean(), tolerance=1.0).policy.modules == {}
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match=r"^model must be a torch\.nn\.Module, got function$"):
+        polycast.tune(lambda x: x, torch.randn(5, 4), **FLOAT16)
+
+
+def test_it_leaves_the_model_as_it_was():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Overflowing(4, True), nn.BatchNorm1d(4), nn.Dropout()), torch.randn(4, 4)
+    before = [(name, id(t), t._version, t.tolist()) for name, t in model.state_dict(keep_vars=True).items()]
+    state = torch.get_rng_state()
+    tune(model, x)
+    assert [(name, id(t), t._version, t.tolist()) for name, t in model.state_dict(keep_vars=True).items()] == before
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [name for name, module in model.named_modules() if "forward" in vars(module)] == []
+    assert [p.grad for p in model.parameters()] == [None] * 6
+
+
+def test_a_saved_policy_has_its_evidence_as_comments(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(Overflowing(8, True), nn.Linear(8, 8))
+    tuned = tune(model, torch.randn(4, 8))
+    tuned.save(tmp_path / "policy.toml")
+    text = (tmp_path / "policy.toml").read_text()
+    assert polycast.Policy.load(tmp_path / "policy.toml") == tuned.policy
+    assert f"torch {torch.__version__}" in text
+    assert "# relative L2 error" in text
+    assert "float32 (4, 8)" in tuned.policy.name
+
+
+def test_the_evidence_can_be_written_as_json():
+    torch.manual_seed(0)
+    said = tune(nn.Sequential(Overflowing(8, True)), torch.randn(4, 8)).evidence.to_dict()
+    again = json.loads(json.dumps(said, allow_nan=False))
+    assert again == said
+    assert (again["schema"], again["dtype"], again["plain"]) == (1, "float16", "inf")
+    assert again["trials"][0] == {"members": [], "distance": "inf"}
