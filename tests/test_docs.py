@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import polycast
-from polycast import env
+from polycast.plugins import env
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -11,13 +11,13 @@ ROOT = Path(polycast.__file__).parent
 FLOORS = [
     {"cli", "testing"},
     {"drop_in"},
-    {"distributed"},
+    {"distributed", "precision"},
     {"region"},
     {"compilers", "out_dtype"},
     {"engine"},
     {"plugins"},
     {"policy"},
-    {"env", "errors"},
+    {"errors"},
 ]
 """The rooms, from the top. A room imports from those below its floor; none imports from another on its own."""
 MODULES = {

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import torch
 
-from .. import env
 from ..errors import warn_user
+from ..plugins import env
 from ..plugins.backend import Backend
 from ..plugins.fork import hold_over_forks
 from ..plugins.signals import raised_by_signal_handler

@@ -15,9 +15,8 @@ from typing import Any, Literal, TypeAlias
 import pluggy
 import torch
 
-from .. import env
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError, InvalidBackendError
-from . import hookspecs
+from . import env, hookspecs
 from .backend import Availability, Backend, validate
 from .signals import raised_by_signal_handler
 

@@ -7,9 +7,8 @@ from types import MappingProxyType
 
 import torch
 
-from .. import env
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError
-from . import hookspecs
+from . import env, hookspecs
 from .backend import Backend, validate
 from .discovery import BackendStatus, Loads, Slot, check_availability, discover
 from .fork import hold_over_forks
