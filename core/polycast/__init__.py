@@ -35,6 +35,7 @@ from .plugins.registry import backends, get_backend, is_autocast_available, regi
 from .policy.cast_policy import CastPolicy, policy_table
 from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
 from .policy.value import Policy
+from .precision.observe.observation import Observation
 from .region.autocast import autocast, autocast_decorator
 from .region.capture import Snapshot, capture
 from .region.custom_function import custom_bwd, custom_fwd
@@ -67,6 +68,7 @@ __all__ = [
     "Explanation",
     "InvalidBackendError",
     "ModuleRules",
+    "Observation",
     "OpRegistration",
     "Policy",
     "Snapshot",

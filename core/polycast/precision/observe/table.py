@@ -1,0 +1,78 @@
+"""An observation as tables, for a terminal and for a notebook."""
+
+import io
+from collections.abc import Iterable, Mapping
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .facts import Facts, share, total_of
+from .records import Finding
+
+_MOST = 30
+_WIDTH = 120
+
+
+def shown(facts: Facts, findings: Iterable[Finding]) -> Group:
+    """Return what people see of an observation: the run, the ops, what was found."""
+    parts: list[RenderableType] = [Text(line) for line in _run_lines(facts)]
+    parts.append(_ops(facts))
+    if len(facts.ops) > _MOST:
+        parts.append(Text(f"... and {len(facts.ops) - _MOST} more ops, in to_dict()"))
+    found = [Text(f"- {finding}") for finding in findings]
+    if found:
+        parts += [Text(""), Text("Findings", style="bold"), *found]
+    return Group(*parts)
+
+
+def _run_lines(facts: Facts) -> Iterable[str]:
+    run, total = facts.run, total_of(facts.ops)
+    what = ", ".join(f"{device} in {' and '.join(dtypes)}" for device, dtypes in run.devices.items()) or "no region"
+    yield f"{what}; {run.engine} engine, {run.seconds:.2f} s"
+    fast = share(total, run.devices)
+    if fast is not None:
+        yield f"{fast:.0%} of the floating-point ops computed in a fast dtype"
+    cast = f"{total.casts:,} casts, {total.cast_bytes:,} bytes; kept casts: {total.hits:,} found, {total.misses:,} not"
+    yield cast + (f"; {total.cast_seconds:.3f} s of casting" if run.timing else "")
+
+
+def _ops(facts: Facts) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for column in ("op", "pass", "calls", "policy", "by", "inputs", "computes in", "outputs", "casts", "bytes"):
+        number = column in ("calls", "casts", "bytes")
+        table.add_column(column, justify="right" if number else "left", no_wrap=number or column == "op")
+    for op in facts.ops[:_MOST]:
+        rule = f"{op.rule} {op.rule_name!r}" if op.rule_name else op.rule
+        dtypes = (_dtypes(each) for each in (op.input_dtypes, op.compute_dtypes, op.output_dtypes))
+        table.add_row(
+            *(
+                Text(cell)
+                for cell in (op.op.removeprefix("aten::"), op.phase, f"{op.calls:,}", op.policy or "", rule, *dtypes)
+            ),
+            Text(f"{op.casts:,}" if op.casts else ""),
+            Text(f"{op.cast_bytes:,}" if op.cast_bytes else ""),
+        )
+    return table
+
+
+def _dtypes(counts: Mapping[str, int]) -> str:
+    return ", ".join(counts)
+
+
+def as_text(shown: Group) -> str:
+    """Return it as text."""
+    console = Console(file=io.StringIO(), width=_WIDTH, markup=False, highlight=False, emoji=False)
+    with console.capture() as capture:
+        console.print(shown)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def as_html(shown: Group) -> str:
+    """Return it as HTML."""
+    console = Console(
+        file=io.StringIO(), width=_WIDTH, record=True, force_jupyter=False, markup=False, highlight=False, emoji=False
+    )
+    console.print(shown)
+    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
