@@ -8,15 +8,16 @@ from types import FrameType
 import torch
 
 _MOST = 32
-_NOT_THE_PROGRAM = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, __file__)) + (
+_NOT_THE_PROGRAM = (
+    str(Path(torch.__file__).parent) + os.sep,
     str(Path(__file__).parent.parent) + os.sep,
-    os.path.dirname(os.__file__) + os.sep + "contextlib.py",
+    str(Path(os.__file__).with_name("contextlib.py")),
 )
 
 
 def stack_now() -> tuple[str, ...]:
     """Return the lines that this thread is at, the innermost last, as ``"file.py:12 function"``."""
-    found = []
+    found: list[str] = []
     frame: FrameType | None = sys._getframe()
     while frame is not None and len(found) < _MOST:
         if not frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):

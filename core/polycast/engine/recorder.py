@@ -28,6 +28,7 @@ class Reading(TypedDict):
             _Dtypes,  # of the inputs
             _Dtypes,  # that it computed in
             _Dtypes,  # of the outputs
+            Sequence[tuple[torch.dtype | None, float]],  # seconds, by what it computed in; of calls in no other op
             _Casts,
             Sequence[str] | None,  # the stack of the first call
         ]

@@ -90,7 +90,7 @@ class Backend:
         return Availability(False, f"{self.device_type} supports {', '.join(map(str, supported))}")
 
     def emulates(self, dtype: torch.dtype) -> str | None:
-        """Say why a fast dtype is slow here: what the device lacks to compute in it. None: it is not, as far as is known.
+        """Say why a fast dtype is slow: what the device lacks to compute in it. None: it is not, as far as is known.
 
         :func:`polycast.observe` tells who computes in it.
         """

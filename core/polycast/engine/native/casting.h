@@ -11,8 +11,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <chrono>
-
 #include "observe.h"
 #include "regions.h"
 #include "store.h"

@@ -58,6 +58,11 @@ class NativeEngine:
         self.enter_module: Callable[[object], None] = extension.enter_module
         self.leave_module: Callable[[object], None] = extension.leave_module
         self.note_compiling: Callable[[bool], None] = extension.note_compiling
+        # See Listener in the reference engine, whose casts and regions recorders count, too.
+        self.note_overlay = extension.note_overlay
+        self.note_cast = extension.note_cast
+        self.note_entry = extension.note_entry
+        self.note_exit = extension.note_exit
 
     def number(self, name: str) -> int:
         """Return the number by which kernels and overlays know an op."""

@@ -202,8 +202,10 @@ bool is_finite(const Tensor& tensor) {
 bool is_finite_number(const c10::IValue& value) { return !value.isDouble() || std::isfinite(value.toDouble()); }
 
 // Seeing a thread's backward pass, whose ops belong to the modules that made its nodes.
-struct ObservedNode final : at::ObserverContext {
-  Watch* watch;
+struct ObservedNode final : Observed {
+  ObservedNode() : Observed(true) {}
+
+  Watch* watch = nullptr;
   c10::SmallVector<std::shared_ptr<Table>, 2> tables;
   c10::SmallVector<Table::Node, 2> before;
   std::vector<std::shared_ptr<Recorder>> recorders;
@@ -211,7 +213,13 @@ struct ObservedNode final : at::ObserverContext {
   bool timing_before, looks_before;
 };
 
-std::unique_ptr<at::ObserverContext> enter_node(Watch& watch, const at::RecordFunction& event) {
+// A range of autograd's engine begins, in which it evaluates a node.
+std::unique_ptr<at::ObserverContext> enter_node(Watch& watch) {
+  const auto running = torch::autograd::get_current_node();
+  if (!running) {
+    return nullptr;
+  }
+  const uint64_t made_on = running->thread_id();
   auto node = std::make_unique<ObservedNode>();
   node->watch = &watch;
   node->timing_before = watch.timing;
@@ -220,13 +228,13 @@ std::unique_ptr<at::ObserverContext> enter_node(Watch& watch, const at::RecordFu
     {
       std::lock_guard<std::mutex> lock(Recorders::running().mutex);
       for (const auto& recorder : Recorders::running().recorders) {
-        if (recorder->thread_number == event.forwardThreadId()) {
+        if (recorder->thread_number == made_on) {
           node->recorders.push_back(recorder);
         }
       }
     }
     for (const auto& recorder : node->recorders) {
-      watch.tables.push_back(recorder->table_of(event.forwardThreadId()));
+      watch.tables.push_back(recorder->table_of(made_on));
       watch.timing |= recorder->timing;
       watch.looks_for_nonfinite |= recorder->nonfinite != NonFinitePolicy::kIgnore;
     }
@@ -235,40 +243,45 @@ std::unique_ptr<at::ObserverContext> enter_node(Watch& watch, const at::RecordFu
     }
     node->borrowed = true;
   }
-  const auto running = torch::autograd::get_current_node();
-  const auto* const accumulate =
-      event.seqNr() < 0 && running ? dynamic_cast<const torch::autograd::AccumulateGrad*>(running.get()) : nullptr;
+  const auto* const accumulate = dynamic_cast<const torch::autograd::AccumulateGrad*>(running.get());
   for (const auto& table : watch.tables) {
     int module = kNoModule;
     if (accumulate != nullptr) {
       module = table->recorder->module_of_parameter(accumulate->variable.unsafeGetTensorImpl());
-    } else if (event.seqNr() >= 0) {
-      const auto made_in = event.forwardThreadId() == at::RecordFunction::currentThreadId()
+    } else {
+      const auto made_in = made_on == at::RecordFunction::currentThreadId()
           ? table
-          : table->recorder->existing_table_of(event.forwardThreadId());
-      module = made_in == nullptr ? kNoModule : made_in->module_at(event.seqNr());
+          : table->recorder->existing_table_of(made_on);
+      module = made_in == nullptr ? kNoModule : made_in->module_at(running->sequence_nr());
     }
     node->before.push_back(table->enter_node(module));
     node->tables.push_back(table);
   }
-  // The first node of a pass has the gradient of what backward was called on.
+  return node;
+}
+
+// The first node of a pass has the gradient of what backward was called on.
+void look_at_root(Watch& watch, const at::RecordFunction& event) {
   const int task = torch::autograd::get_current_graph_task_id();
-  if (task != watch.last_graph_task) {
-    watch.last_graph_task = task;
-    const auto inputs = event.inputs();
-    if (inputs.size() == 1 && inputs[0].isTensor() && inputs[0].toTensor().defined() && inputs[0].toTensor().numel() == 1 &&
-        is_fast(inputs[0].toTensor().scalar_type())) {
-      for (const auto& table : watch.tables) {
-        const Chain chain{
-            ChainKind::kLossRoot, {interned(event.name())}, nullptr, table->module(), -1, inputs[0].toTensor().scalar_type()};
-        std::lock_guard<std::mutex> lock(table->mutex);
-        ChainCounts& counts = table->chains[chain];
-        ++counts.count;
-        counts.bytes += inputs[0].toTensor().nbytes();
-      }
+  if (task == watch.last_graph_task) {
+    return;
+  }
+  watch.last_graph_task = task;
+  const auto inputs = event.inputs();
+  if (inputs.size() != 1 || !inputs[0].isTensor() || !inputs[0].toTensor().defined()) {
+    return;
+  }
+  const Tensor& gradient = inputs[0].toTensor();
+  if (gradient.numel() == 1 && is_fast(gradient.scalar_type())) {
+    for (const auto& table : watch.tables) {
+      const Chain chain{
+          ChainKind::kLossRoot, {interned(event.name())}, nullptr, table->module(), -1, gradient.scalar_type()};
+      std::lock_guard<std::mutex> lock(table->mutex);
+      ChainCounts& counts = table->chains[chain];
+      ++counts.count;
+      counts.bytes += gradient.nbytes();
     }
   }
-  return node;
 }
 
 void leave_node(ObservedNode& node) {
@@ -383,6 +396,9 @@ std::unique_ptr<at::ObserverContext> start_op(Watch& watch, const at::RecordFunc
     note_op_in_region(watch, op->device);
   }
   watch.op = observed_op = op.get();
+  if (watch.timing) {
+    op->began = std::chrono::steady_clock::now();
+  }
   return op;
 }
 
@@ -414,7 +430,8 @@ void hold_overlay(Recorder& recorder, const void* overlay, DeviceType device) {
   recorder.overlays.emplace(overlay, std::move(held));
 }
 
-void add_counts(Table& table, const ObservedOp& op, const Where& where, const DtypeCounts& outputs, ScalarType computes) {
+void add_counts(
+    Table& table, const ObservedOp& op, const Where& where, const DtypeCounts& outputs, ScalarType computes, double seconds) {
   std::unique_lock<std::mutex> lock(table.mutex);
   auto found = table.counts.find(where);
   if (found == table.counts.end()) {
@@ -439,6 +456,11 @@ void add_counts(Table& table, const ObservedOp& op, const Where& where, const Dt
   counts.outputs.add(outputs);
   if (computes != ScalarType::Undefined) {
     counts.computes.add(computes);
+  }
+  if (op.watch->timing && !op.inner) {
+    const auto same =
+        std::find_if(counts.seconds.begin(), counts.seconds.end(), [&](const auto& each) { return each.first == computes; });
+    same == counts.seconds.end() ? counts.seconds.emplace_back(computes, seconds) : *same = {computes, same->second + seconds};
   }
   for (const CastCounts& casts : op.casts) {
     counts.casts.add(casts);
@@ -499,7 +521,9 @@ void note_nonfinite(const ObservedOp& op, const Tensor& output) {
 }
 
 void end_op(ObservedOp& op, const at::RecordFunction& event) {
+  using Clock = std::chrono::steady_clock;
   Watch& watch = *op.watch;
+  const double seconds = watch.timing ? std::chrono::duration<double>(Clock::now() - op.began).count() : 0;
   watch.op = observed_op = op.outer;
   const auto& outputs = event.outputs();
   const size_t skipped = outputs.size() > op.op->returns ? outputs.size() - op.op->returns : 0;
@@ -568,7 +592,7 @@ void end_op(ObservedOp& op, const at::RecordFunction& event) {
   }
   for (const auto& table : watch.tables) {
     const Where where{op.op, op.overlay, table->module(), op.device, op.fast, op.backward};
-    add_counts(*table, op, where, dtypes, computes);
+    add_counts(*table, op, where, dtypes, computes, seconds);
   }
 }
 
@@ -578,7 +602,12 @@ std::unique_ptr<at::ObserverContext> start_event(const at::RecordFunction& event
     return nullptr;
   }
   if (event.scope() == at::RecordScope::BACKWARD_FUNCTION) {
-    return enter_node(*watch, event);
+    look_at_root(*watch, event);
+    return nullptr;
+  }
+  constexpr const char* kNode = "autograd::engine::evaluate_function";
+  if (event.name()[0] == 'a' && event.name()[2] == 't' && std::strncmp(event.name(), kNode, std::strlen(kNode)) == 0) {
+    return enter_node(*watch);
   }
   return watch->tables.empty() ? nullptr : start_op(*watch, event);
 }
@@ -604,10 +633,10 @@ void end_event(const at::RecordFunction& event, at::ObserverContext* context) {
   if (context == nullptr) {
     return;
   }
-  if (event.scope() == at::RecordScope::BACKWARD_FUNCTION) {
-    leave_node(*static_cast<ObservedNode*>(context));
+  if (auto* const op = static_cast<Observed*>(context); op->is_node) {
+    leave_node(*static_cast<ObservedNode*>(op));
   } else {
-    end_op(*static_cast<ObservedOp*>(context), event);
+    end_op(*static_cast<ObservedOp*>(op), event);
   }
 }
 
@@ -744,7 +773,7 @@ class Reading {
       {
         std::lock_guard<std::mutex> lock(table->mutex);
         for (const auto& [where, each] : table->counts) {
-          rows.emplace_back(where, Plain{each->calls, each->inner_calls, each->inputs, each->computes, each->outputs, each->casts, each->stack});
+          rows.emplace_back(where, Plain{each->calls, each->inner_calls, each->inputs, each->computes, each->outputs, each->seconds, each->casts, each->stack});
         }
         entered = table->entries;
         chained = table->chains;
@@ -754,7 +783,7 @@ class Reading {
       for (const auto& [where, row] : rows) {
         counts.append(py::make_tuple(
             where.op->name, where.backward, where.module, device(where.device), dtype(where.fast), address(where.overlay),
-            row.calls, row.inner_calls, dtypes(row.inputs), dtypes(row.computes), dtypes(row.outputs), casts(row.casts),
+            row.calls, row.inner_calls, dtypes(row.inputs), dtypes(row.computes), dtypes(row.outputs), seconds(row.seconds), casts(row.casts),
             row.stack == 0 ? py::object(py::none()) : stack_of(recorder, row.stack)));
       }
       for (const auto& [module, count] : entered) {
@@ -804,6 +833,7 @@ class Reading {
   struct Plain {
     uint64_t calls, inner_calls;
     DtypeCounts inputs, computes, outputs;
+    decltype(Counts::seconds) seconds;
     CastsByKind casts;
     size_t stack;
   };
@@ -830,6 +860,14 @@ class Reading {
     py::list found;
     for (const auto& [type, count] : counts) {
       found.append(py::make_tuple(dtype(type), count));
+    }
+    return found;
+  }
+
+  static py::list seconds(const decltype(Counts::seconds)& by_dtype) {
+    py::list found;
+    for (const auto& [type, sum] : by_dtype) {
+      found.append(py::make_tuple(dtype(type), sum));
     }
     return found;
   }

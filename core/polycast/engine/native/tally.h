@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <map>
 #include <memory>
@@ -149,6 +150,7 @@ struct WhereHash {
 struct Counts {
   uint64_t calls = 0, inner_calls = 0;
   DtypeCounts inputs, computes, outputs;
+  c10::SmallVector<std::pair<ScalarType, double>, 1> seconds;  // of calls that are in no other, by what they compute in
   CastsByKind casts;
   size_t stack = 0;  // of the first call, where these are kept: its number with the recorder, from 1 on
 };
@@ -477,8 +479,16 @@ struct Watch {
   }
 };
 
+struct Observed : at::ObserverContext {
+  explicit Observed(bool is_node) : is_node(is_node) {}
+
+  const bool is_node;  // or an op
+};
+
 // A call of an op that is being counted.
-struct ObservedOp final : at::ObserverContext {
+struct ObservedOp final : Observed {
+  ObservedOp() : Observed(false) {}
+
   Watch* watch = nullptr;
   ObservedOp* outer = nullptr;
   const OpInfo* op = nullptr;
@@ -488,6 +498,7 @@ struct ObservedOp final : at::ObserverContext {
   bool backward = false, inner = false, check = false, cast_down = false;
   DtypeCounts inputs;
   ScalarType widest = ScalarType::Undefined;
+  std::chrono::steady_clock::time_point began;
   int fast_inputs = 0, float32_inputs = 0;  // with dimensions
   const OpInfo* fast_before = nullptr;
   std::optional<Producer> copied;

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,7 +63,7 @@ class _Counted:
             op, phase, module, device, dtype = row[0], _phase(row[1]), row[2], row[3], row[4]
             of_this = [
                 Cast(op, phase, self._name(module), dtype_name(source), dtype_name(target), _kind(weight), *numbers)
-                for source, target, weight, *numbers in _in_order(row[11])
+                for source, target, weight, *numbers in _in_order(row[12])
             ]
             casts += of_this
             decision = Decision(device or "", *self._decide(op, device, dtype, row[5]), calls=row[6])
@@ -75,6 +75,7 @@ class _Counted:
                 input_dtypes=_by_name(row[8]),
                 compute_dtypes=_by_name(row[9]),
                 output_dtypes=_by_name(row[10]),
+                seconds={"" if dtype is None else dtype_name(dtype): seconds for dtype, seconds in row[11]},
                 casts=sum(cast.count for cast in of_this),
                 cast_bytes=sum(cast.bytes for cast in of_this),
                 cast_seconds=sum(cast.seconds for cast in of_this),
@@ -85,7 +86,7 @@ class _Counted:
                 op=op,
                 phase=phase,
                 decisions=(decision,),
-                stack=tuple(row[12] or ()),
+                stack=tuple(row[13] or ()),
             )
             in_modules.setdefault(module, []).append(with_main_decision(counted))
         ops = combine((), (op for ops in in_modules.values() for op in ops))
@@ -187,7 +188,7 @@ class _Counted:
         return self._decisions[key]
 
 
-def _fields(counts: Counts) -> dict[str, object]:
+def _fields(counts: Counts) -> dict[str, Any]:
     return {name: getattr(counts, name) for name in Counts.__dataclass_fields__}
 
 
@@ -199,7 +200,7 @@ def _kind(weight: bool) -> str:
     return "weight" if weight else "activation"
 
 
-def _in_order(casts: Iterable[tuple[object, ...]]) -> Iterable[tuple[object, ...]]:
+def _in_order(casts: Iterable[tuple[Any, ...]]) -> Iterable[tuple[Any, ...]]:
     """Return casts with their numbers in the order of the fields of a Cast."""
     for source, target, weight, count, size, hits, misses, recasts, recast_bytes, seconds in casts:
         yield source, target, weight, count, size, seconds, hits, misses, recasts, recast_bytes

@@ -1,7 +1,7 @@
 """Which module computes now, told to the engine while somebody observes a model.
 
-``nn.Module.__call__`` is wrapped meanwhile. Global hooks would do too, but make Dynamo compile again when they come and go,
-warn those who call what it compiled, and are not called when an exception such as KeyboardInterrupt leaves a module.
+``nn.Module.__call__`` is wrapped meanwhile. Global hooks would do too, but make Dynamo compile again when they come and
+go, warn those who call what it compiled, and are not called when KeyboardInterrupt leaves a module.
 """
 
 import threading

@@ -62,12 +62,9 @@ class observe:
     ) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
-        for name, value in (("timing", timing), ("stacks", stacks)):
-            if not isinstance(value, bool):
-                raise TypeError(f"{name} must be a bool, got {value!r}")
-        for name, value, legal in (("nonfinite", nonfinite, NONFINITE), ("threads", threads, _THREADS)):
-            if value not in legal:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, legal))}, got {value!r}")
+        _check_options(timing=timing, stacks=stacks)
+        _check_option("nonfinite", nonfinite, NONFINITE)
+        _check_option("threads", threads, _THREADS)
         self._model = None if model is None else weakref.ref(model)
         self._options = Run(
             model=None if model is None else type(model).__name__,
@@ -170,6 +167,17 @@ class _Observing:
             f"{found.op} {module} turned finite inputs into {found.what} ({found.dtype}, in the {found.phase} pass). "
             f"It was called at:{called}"
         )
+
+
+def _check_options(**options: object) -> None:
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {value!r}")
+
+
+def _check_option(name: str, value: object, legal: tuple[str, ...]) -> None:
+    if value not in legal:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, legal))}, got {value!r}")
 
 
 def _forget(recorder: Recorder, address: int, _: object) -> None:
