@@ -44,11 +44,11 @@ class observe:
 
     Example:
         >>> import torch, polycast
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
         >>> with polycast.observe(model) as seen, polycast.autocast("cpu"):
         ...     output = model(torch.ones(2, 4))
         >>> {module.module: module.output_dtypes for module in seen.modules if module.calls}
-        {'0': {'bfloat16': 1}, '1': {'float32': 1}}
+        {'0': {'bfloat16': 1}, '1': {'bfloat16': 1}}
     """
 
     def __init__(
