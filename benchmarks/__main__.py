@@ -19,7 +19,7 @@ from rich.table import Table
 
 from polycast.engine.choice import choose
 
-from . import models, once, ops, scenarios, small, training, tuned
+from . import models, observing, once, ops, scenarios, small, training, tuned
 from .processes import ImportTime, PeakMemory
 from .timing import Result
 
@@ -34,6 +34,8 @@ BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
     "mm-bfloat16": small.mm_bfloat16,
     "mm-weight": small.mm_weight,
     "relu": small.relu,
+    "observing": observing.ops,
+    "observing-training": observing.training,
     "ops": ops.against_torch,
     "policy": small.policy,
     "policy-ops": ops.under_policy,

@@ -58,13 +58,17 @@ if TYPE_CHECKING:
     from .precision.compare import compare
     from .precision.comparison import Comparison
     from .precision.evidence import Evidence, Tuned
+    from .precision.observe.observation import Observation
+    from .precision.observe.observe import observe
     from .precision.tune import tune
 
 _TOOLS = {
     "Comparison": "comparison",
     "Evidence": "evidence",
+    "Observation": "observe.observation",
     "Tuned": "evidence",
     "compare": "compare",
+    "observe": "observe.observe",
     "tune": "tune",
 }
 """What is for the desk, by its module in `precision`, which a program in production need not wait for."""
@@ -85,6 +89,7 @@ __all__ = [
     "Explanation",
     "InvalidBackendError",
     "ModuleRules",
+    "Observation",
     "OpRegistration",
     "Policy",
     "Snapshot",
@@ -112,6 +117,7 @@ __all__ = [
     "is_autocast_available",
     "is_autocast_cache_enabled",
     "is_autocast_enabled",
+    "observe",
     "out_dtype",
     "patch_torch",
     "policy_table",

@@ -1,0 +1,1 @@
+"""What ran in which dtype and why, what it cost, and what to do about it."""

@@ -1,0 +1,195 @@
+"""``Observation``: what was seen of a run, as a value: to read, to print, to keep in a file, to compare."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rich.console import Group
+
+from . import table
+from .facts import LISTS, Facts, Run, combined, share, total_of
+from .findings import findings_of
+from .records import Cast, Compiled, Counts, Finding, Module, NonFinite, Op, Region, plain, read
+
+SCHEMA = 1
+"""The schema that is written, and the newest that is read."""
+
+_Path: TypeAlias = str | os.PathLike[str]
+
+
+class Observation:
+    """What :func:`polycast.observe` saw, while it goes on and afterwards.
+
+    ``print()`` shows a table, and so does a notebook. Observations add up (``a + b``: of two runs together) and
+    subtract (``a - b``: what `a` has more than `b`; counts may be negative).
+
+    Example:
+        >>> import torch, polycast
+        >>> model = torch.nn.Linear(4, 4)
+        >>> with polycast.autocast("cpu"), polycast.observe(model) as seen:
+        ...     output = model(torch.ones(2, 4))
+        >>> (op,) = [op for op in seen.ops if op.op == "aten::linear"]
+        >>> op.calls, op.policy, op.rule, op.output_dtypes
+        (1, 'lower_precision_fp', "backend's table", {'bfloat16': 1})
+    """
+
+    def __init__(self, facts: "Facts | Callable[[], Facts]") -> None:
+        self._facts = facts
+        """The facts, or while observing goes on what tells them."""
+
+    @property
+    def facts(self) -> Facts:
+        """All that was counted."""
+        return self._facts() if callable(self._facts) else self._facts
+
+    @property
+    def run(self) -> Run:
+        """Where, how and how long."""
+        return self.facts.run
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """What was counted by op and pass, the most called first."""
+        return self.facts.ops
+
+    @property
+    def modules(self) -> tuple[Module, ...]:
+        """What was counted by module of the model, in the order of ``model.named_modules()``; none without a model."""
+        return self.facts.modules
+
+    @property
+    def casts(self) -> tuple[Cast, ...]:
+        """The casts, by op and module, those that wrote the most first."""
+        return self.facts.casts
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The regions that were entered, by place."""
+        return self.facts.regions
+
+    @property
+    def compiled(self) -> tuple[Compiled, ...]:
+        """The compiled code that ran."""
+        return self.facts.compiled
+
+    @property
+    def nonfinite(self) -> NonFinite | None:
+        """The first op that turned finite inputs into inf or nan, if there was one and it was looked for."""
+        return self.facts.nonfinite
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What costs time or accuracy, in words."""
+        return findings_of(self.facts)
+
+    @property
+    def total(self) -> Counts:
+        """The counts of all ops."""
+        return total_of(self.facts.ops)
+
+    @property
+    def fast_share(self) -> float | None:
+        """The share of the calls with floating-point tensors that computed in a fast dtype; None: there were none."""
+        return share(self.total.compute_dtypes, self.facts.run.devices)
+
+    @property
+    def fast_time_share(self) -> float | None:
+        """The share of the time in ops that those which computed in a fast dtype took; None without ``timing=True``."""
+        return share(self.total.seconds, self.facts.run.devices)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON-safe values.
+
+        The keys: ``schema`` (an int), ``run`` (:class:`Run`), ``total`` (:class:`Counts` of all ops),
+        ``fast_share``, ``fast_time_share``,
+        ``ops``, ``modules``, ``casts``, ``regions``, ``compiled``, ``chains``, ``findings``: lists of what the
+        attributes of these names have, and ``nonfinite``: one of these, or None. A record is a mapping of its fields.
+        """
+        facts = self.facts
+        total = total_of(facts.ops)
+        return {
+            "schema": SCHEMA,
+            "run": asdict(facts.run),
+            "total": plain(total),
+            "fast_share": share(total.compute_dtypes, facts.run.devices),
+            "fast_time_share": share(total.seconds, facts.run.devices),
+            **{name: [plain(record) for record in getattr(facts, name)] for name in LISTS},
+            "findings": [plain(finding) for finding in findings_of(facts)],
+            "nonfinite": None if facts.nonfinite is None else plain(facts.nonfinite),
+        }
+
+    @classmethod
+    def from_dict(cls, said: dict[str, Any]) -> "Observation":
+        """Return the observation that :meth:`to_dict` gave the values of.
+
+        Raises:
+            ValueError: they are of no observation, or of a newer schema.
+        """
+        schema = said.get("schema") if isinstance(said, dict) else None
+        if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
+            raise ValueError(f'an observation has "schema": {SCHEMA}, got {schema!r}')
+        if schema > SCHEMA:
+            raise ValueError(
+                f"it has schema {schema}, and this polycast reads up to {SCHEMA}: read it with a newer polycast"
+            )
+        try:
+            lists = {name: tuple(read(kind, each) for each in said[name]) for name, kind in LISTS.items()}
+            nonfinite = None if said["nonfinite"] is None else read(NonFinite, said["nonfinite"])
+            return cls(Facts(run=read(Run, said["run"]), nonfinite=nonfinite, **lists))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"it is not an observation: {type(error).__name__}: {error}") from error
+
+    def save(self, path: _Path) -> None:
+        """Write it to a file, as JSON.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: _Path) -> "Observation":
+        """Return the observation that :meth:`save` wrote to a file.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it has no observation, or one of a newer schema.
+        """
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except ValueError as error:  # of json, of the text's encoding, and of from_dict
+            raise ValueError(f"{os.fspath(path)}: {error}") from error
+
+    def __add__(self, other: object) -> "Observation":
+        """Return what was seen in both."""
+        return self._combined(other, 1)
+
+    def __sub__(self, other: object) -> "Observation":
+        """Return what was seen here more than in another."""
+        return self._combined(other, -1)
+
+    def _combined(self, other: object, sign: int) -> "Observation":
+        if not isinstance(other, Observation):
+            return NotImplemented  # type: ignore[no-any-return]
+        return Observation(combined(self.facts, other.facts, sign))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Observation) and self.facts == other.facts
+
+    __hash__ = object.__hash__
+
+    def __rich__(self) -> Group:
+        return table.shown(self.facts, self.findings)
+
+    def __str__(self) -> str:
+        return table.as_text(self.__rich__())
+
+    def _repr_html_(self) -> str:
+        return table.as_html(self.__rich__())
+
+    def __repr__(self) -> str:
+        facts = self.facts
+        return f"<Observation of {total_of(facts.ops).calls} calls of {len(facts.ops)} ops>"

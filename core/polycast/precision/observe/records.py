@@ -1,0 +1,351 @@
+"""What an observation is made of: counts, by op, by module, by cast and by region.
+
+All are values with JSON-safe fields. Times are seconds, sizes are bytes, dtypes are names such as ``"bfloat16"``, and a
+mapping from dtypes has counts.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+Dtypes = Mapping[str, int]
+"""How many, by dtype."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was counted for an op, or for the ops of a module.
+
+    Attributes:
+        calls: how often it was called; of a module, how often its ops were.
+        inner_calls: those of `calls` that another op made which is counted too, such as the bmm in an einsum. An op
+            that autocast does not look at inside another one (the addmm in a linear that has a policy) is not counted.
+        input_dtypes: the floating-point tensors that it was given, by their dtype before any cast.
+        compute_dtypes: its calls by the dtype of what they computed: of the first floating-point tensor that they
+            returned; without one, the widest of those that they were given. Other calls are in none.
+        output_dtypes: the floating-point tensors that it returned.
+        seconds: how long the calls that no other op made took, by the dtype that they computed in (``""``: none), casts
+            included; empty without ``timing=True``.
+        casts: the casts that autocast made for it: of float32 weights, of activations; kept ones that were found are
+            `hits` and no casts.
+        cast_bytes: the bytes of what these casts wrote.
+        cast_seconds: how long they took; 0.0 without ``timing=True``.
+        hits: how often the cast of a weight was found where casts are kept: by the region or a WeightCache.
+        misses: how often it was looked for there and not found, so that it was made.
+        recasts: those of `casts` whose weight had been cast to the same dtype before and not been written since.
+        recast_bytes: the bytes of what these wrote.
+    """
+
+    calls: int = 0
+    inner_calls: int = 0
+    input_dtypes: Dtypes = field(default_factory=dict)
+    compute_dtypes: Dtypes = field(default_factory=dict)
+    output_dtypes: Dtypes = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    casts: int = 0
+    cast_bytes: int = 0
+    cast_seconds: float = 0.0
+    hits: int = 0
+    misses: int = 0
+    recasts: int = 0
+    recast_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Calls of an op that one rule decided for.
+
+    Attributes:
+        device: the device whose autocast looked at the calls; empty: none did, for autocast was off there.
+        policy: the policy, as ``polycast.CastPolicy`` spells it; None: the op has none there, and ran as it is.
+        rule: what decided, as in :func:`polycast.explain`: ``"region's policy"``, ``"module rule"``, ``"backend's
+            table"``, ``"register_op"``, ``"none"``, ...; ``"autocast is off"`` where none looked.
+        rule_name: the name that the rule has, if any.
+        calls: how many calls.
+    """
+
+    device: str
+    policy: str | None
+    rule: str
+    rule_name: str
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class Op(Counts):
+    """An op, in the forward or the backward pass.
+
+    Attributes:
+        op: its name in the dispatcher: ``"aten::linear"``, ``"aten::add.Tensor"``.
+        phase: ``"forward"`` or ``"backward"``: whether autograd called it.
+        policy, rule, rule_name: what decided for most of its calls; see :class:`Decision`.
+        decisions: all that decided, that of most calls first.
+        stack: with ``stacks=True`` the Python stack of its first call, innermost last, as ``"file:line function"``.
+    """
+
+    op: str = ""
+    phase: str = "forward"
+    policy: str | None = None
+    rule: str = ""
+    rule_name: str = ""
+    decisions: tuple[Decision, ...] = ()
+    stack: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Module(Counts):
+    """A module of the model: what its ops did that are in no module inside it, and what all in it did together.
+
+    The counts that it has itself are of its own ops, in both passes; see :class:`Counts`.
+
+    Attributes:
+        module: the name in ``model.named_modules()``; the model itself is ``""``.
+        kind: the name of its class.
+        entries: how often its forward was called.
+        total: as the counts, for it and the modules that it called.
+        ops: its own ops.
+    """
+
+    module: str = ""
+    kind: str = ""
+    entries: int = 0
+    total: Counts = field(default_factory=Counts)
+    ops: tuple[Op, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Casts that autocast made, or found, of one kind, for one op, in one module.
+
+    Attributes:
+        op, phase: the op that they were made for.
+        module: the module that the op ran in; None: in none of the model's.
+        source, target: the dtypes.
+        of: ``"weight"`` (a float32 leaf or parameter) or ``"activation"``, which is every other tensor.
+        count, bytes, seconds: as casts, cast_bytes and cast_seconds of :class:`Counts`; as do the others there.
+    """
+
+    op: str
+    phase: str
+    module: str | None
+    source: str
+    target: str
+    of: str
+    count: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    hits: int = 0
+    misses: int = 0
+    recasts: int = 0
+    recast_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Region:
+    """Regions that were entered at one place in the program, with one outcome.
+
+    Attributes:
+        where: ``"file.py:12"``, the line that entered them.
+        device, enabled, dtype: what they set.
+        reason: where they are disabled, why.
+        entries: how often they were entered.
+        unused: how many of those were left without an op that autocast looked at.
+        ops: how many ops autocast looked at in them.
+    """
+
+    where: str
+    device: str
+    enabled: bool
+    dtype: str
+    reason: str = ""
+    entries: int = 0
+    unused: int = 0
+    ops: int = 0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Compiled code that ran: what torch tells of it, and no more; ops that the compiler fused are in no count.
+
+    Attributes:
+        region: as torch names it, ``"Torch-Compiled Region: 0/0"``: the number of the frame and of its compilation.
+        module: the module that called it; None: none of the model's.
+        calls: how often it ran.
+    """
+
+    region: str
+    module: str | None
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Ops, each of which took what the one before it returned, that one kind of finding is about.
+
+    Attributes:
+        kind: the finding's.
+        ops: the ops, in order.
+        module: the module that the op it is about ran in; None: none of the model's.
+        dtype: the fast dtype that it is about.
+        count: how often.
+        bytes: the bytes of what was computed or cast there in a wider dtype, or to and fro.
+    """
+
+    kind: str
+    ops: tuple[str, ...]
+    module: str | None
+    dtype: str
+    count: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The first op that turned finite inputs into inf or nan.
+
+    Attributes:
+        op, phase, module: the op, and where it ran.
+        what: ``"inf"``, ``"nan"`` or ``"inf and nan"``.
+        dtype: that of its output.
+        stack: the Python stack that called it, innermost last, as ``"file:line function"``; of a call in the backward
+            pass, that of the call of backward.
+        count: how many outputs of all ops so far were not finite while the inputs were.
+    """
+
+    op: str
+    phase: str
+    module: str | None
+    what: str
+    dtype: str
+    stack: tuple[str, ...] = ()
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that costs time or accuracy, in words.
+
+    Attributes:
+        kind: ``"weights_cast_again"``, ``"round_trip"``, ``"float32_by_one_input"``, ``"unlisted_float32_op"``,
+            ``"nonfinite"``, ``"slow_dtype"``, ``"disabled_region"``, ``"unused_region"`` or ``"loss_in_fast_dtype"``.
+        where: the module, the place in the program or the device, for people.
+        what: what was seen, and how much of it.
+        remedy: what to do.
+        module: the module, if it is about one.
+        ops: the ops, if it is about some.
+        count: how often.
+        bytes: the bytes that it cost, written by casts.
+        bytes_per_second: the same by the seconds that were observed.
+    """
+
+    kind: str
+    where: str
+    what: str
+    remedy: str
+    module: str | None = None
+    ops: tuple[str, ...] = ()
+    count: int = 0
+    bytes: int = 0
+    bytes_per_second: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what} {self.remedy}"
+
+
+_R = TypeVar("_R")
+
+
+def plain(record: Any) -> dict[str, Any]:
+    """Return a record as a mapping of JSON-safe values."""
+    return {name: _jsonable(value) for name, value in asdict(record).items()}
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _jsonable(item) for key, item in value.items()}
+    return [_jsonable(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def read(cls: type[_R], said: Mapping[str, Any]) -> _R:
+    """Return the record that a mapping says; what it does not know of it, a later version wrote."""
+    known: dict[str, Any] = {}
+    for each in fields(cls):  # type: ignore[arg-type]
+        if each.name not in said:
+            continue
+        value = said[each.name]
+        nested = _NESTED.get((cls, each.name))
+        if nested is Counts:
+            value = read(Counts, value)
+        elif nested is not None:
+            value = tuple(read(nested, item) for item in value)
+        elif isinstance(value, list):
+            value = tuple(value)
+        known[each.name] = value
+    return cls(**known)
+
+
+_NESTED: dict[tuple[type[Any], str], type[Any]] = {
+    (Op, "decisions"): Decision,
+    (Module, "ops"): Op,
+    (Module, "total"): Counts,
+}
+_IDENTITY: dict[type[Any], tuple[str, ...]] = {
+    Op: ("op", "phase"),
+    Decision: ("device", "policy", "rule", "rule_name"),
+    Module: ("module",),
+    Cast: ("op", "phase", "module", "source", "target", "of"),
+    Region: ("where", "device", "enabled", "dtype", "reason"),
+    Compiled: ("region", "module"),
+    Chain: ("kind", "ops", "module", "dtype"),
+}
+
+
+def combine(left: Iterable[_R], right: Iterable[_R], sign: int = 1) -> tuple[_R, ...]:
+    """Return records with the counts of both added, or (sign -1) subtracted; those in which nothing is left are not."""
+    found: dict[tuple[Any, ...], _R] = {}
+    for record, factor in (*((each, 1) for each in left), *((each, sign) for each in right)):
+        key = tuple(getattr(record, name) for name in _IDENTITY[type(record)])
+        found[key] = add(found.get(key), record, factor)
+    return tuple(record for record in found.values() if any(_numbers(record)))
+
+
+def add(record: _R | None, other: _R, factor: int = 1) -> _R:
+    """Return a record with the counts of another added to its own, `factor` times."""
+    changed: dict[str, Any] = {}
+    for each in fields(other):  # type: ignore[arg-type]
+        mine, value = getattr(record, each.name, None), getattr(other, each.name)
+        if isinstance(value, bool) or each.name in _IDENTITY.get(type(other), ()):
+            continue
+        if isinstance(value, (int, float)):
+            changed[each.name] = (mine or 0) + factor * value
+        elif isinstance(value, Mapping):
+            sums = {key: (mine or {}).get(key, 0) + factor * value.get(key, 0) for key in {**(mine or {}), **value}}
+            changed[each.name] = {key: count for key, count in sums.items() if count}
+        elif isinstance(value, Counts):
+            changed[each.name] = add(mine, value, factor)
+        elif (type(other), each.name) in _NESTED:
+            changed[each.name] = combine(mine or (), value, factor)
+        elif mine:
+            changed[each.name] = mine
+    result = replace(other, **changed)  # type: ignore[type-var]
+    return with_main_decision(result) if isinstance(result, Op) else result  # type: ignore[return-value]
+
+
+def with_main_decision(op: Op) -> Op:
+    """Return an op with the decision of most calls as its own."""
+    if not op.decisions:
+        return op
+    decisions = tuple(sorted(op.decisions, key=lambda each: -abs(each.calls)))
+    main = decisions[0]
+    return replace(op, decisions=decisions, policy=main.policy, rule=main.rule, rule_name=main.rule_name)
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    for each in fields(value):
+        item = getattr(value, each.name)
+        if isinstance(item, (int, float)) and not isinstance(item, bool):
+            yield item
+        elif isinstance(item, Mapping):
+            yield from item.values()
+        elif isinstance(item, Counts):
+            yield from _numbers(item)
