@@ -238,7 +238,7 @@ def test_what_is_not_an_op_is_refused(op):
 def test_an_op_with_a_problem_is_refused_and_nothing_changes(op, policy, problem):
     polycast.install("cpu")
     before = kernels_of("cpu").ops
-    with pytest.raises(ValueError, match=f"^{re.escape(problem)}$"):
+    with pytest.raises(ValueError, match=f"^{re.escape(problem)}"):
         polycast.register_op(op, policy)
     assert kernels_of("cpu").ops == before
     assert registrations == []

@@ -175,7 +175,8 @@ def _caster(device_type: str, dtype: torch.dtype, cast_weight: _CastWeight | Non
             if value.dtype is dtype or not is_eligible(value, device_type):
                 return value
             if telling.listener is not None:
-                return telling.told_cast(value, dtype, is_weight(value), cast_weight, telling.listener)
+                of_weight = (cast_weight is not None or caching_is_safe()) and is_weight(value)
+                return telling.told_cast(value, dtype, of_weight, cast_weight, telling.listener)
             return cast_weight(value, dtype, None) if cast_weight is not None and is_weight(value) else value.to(dtype)
         if isinstance(value, (list, tuple)):
             return [cast(item) for item in value]
