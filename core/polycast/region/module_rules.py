@@ -299,10 +299,11 @@ class RuledForward:
 
     def _region(self, device: str, rule: Rule) -> autocast:
         if is_dynamo_compiling():
-            if rule.ops is None:
-                return autocast(device, rule.dtype, rule.enabled)
-            from ..compilers.dynamo import region_of_rule
+            from ..compilers.dynamo import region_of_rule, rule_decides
 
+            if rule.ops is None:
+                rule_decides(device)
+                return autocast(device, rule.dtype, rule.enabled)
             in_graph: autocast = region_of_rule(autocast, device, rule.dtype, rule.enabled, rule.policies, rule.text)
             return in_graph
         dtype = rule.dtype or torch.get_autocast_dtype(device)
