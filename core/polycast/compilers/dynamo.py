@@ -23,7 +23,8 @@ from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.installation import also_put_in_place, kernels_of
 from ..engine.state import MODULE_RULE, Origin, Overlay, Settings
-from . import uncompiled
+from . import backward, uncompiled
+from .guards import tell_policies_apart
 from .torch_autocast import TorchAutocast, UnpatchedAutocast
 
 _HAS_POLICY = "of policy= a graph can hold a dict of names, that what is compiled makes or is given"
@@ -164,6 +165,13 @@ def region_of_rule(
     return region
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def rule_decides(device_type: str) -> None:
+    """Note that a rule for a module decides in what is being compiled."""
+    tell_policies_apart(device_type)
+    backward.mark()
+
+
 def _check_policies_can_be_held() -> None:
     if torch.compiler.is_exporting():
         _break("policies are not part of torch's autocast, which is what an exported program can hold")
@@ -172,6 +180,8 @@ def _check_policies_can_be_held() -> None:
 
 
 def _give_policies(region: Any, policies: Overlay) -> None:
+    tell_policies_apart(region.device)
+    backward.mark()
     region.device = _WithPolicies(region.device)
     region.device.policies = policies
     region._settings = region._settings._replace(overlay=None)

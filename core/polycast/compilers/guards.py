@@ -6,7 +6,8 @@ regions lay over the tables are not part of it. ``policies_in_force`` says them 
 - what is compiled from now on has a guard that the text is what it was then;
 - what was compiled before has one that there are no policies, for there were none;
 - so has what Dynamo loads, where it was saved by a process that had no guard to give it;
-- in the key of AOTAutograd's cache on disk is the text, with the state that some versions of torch leave out of it.
+- in the key of AOTAutograd's cache on disk is the text, with the state that some versions of torch leave out of it, and
+  with whether there are policies or rules in the code itself, which its backward depends on.
 
 This is put in place when a region with policies is first entered, in the modules that are imported by then, and in the
 others as they are imported, before which they compile nothing. They are internals of torch. Where they are not what
@@ -22,7 +23,7 @@ import torch
 
 from ..engine.in_force import heed, policies_in_force
 from ..engine.installation import taken_back
-from . import uncompiled
+from . import backward, uncompiled
 from .on_import import Changes
 
 _MARK = "polycast_policies"
@@ -35,6 +36,7 @@ def tell_policies_apart(device_type: str) -> None:
     """Have compiled code heed the policies for a device; to be called in each region that has some."""
     heed(device_type)
     _changes.make()
+    backward.trace_outside_of_regions()
 
 
 def guard_policies(builder: Any, guard: Any, seen: str) -> None:
@@ -126,9 +128,9 @@ def _key_cache(changes: Changes) -> None:
 
     @functools.wraps(init)
     def init_with_policies(self: Any, *args: Any, **kwargs: Any) -> None:
-        policies = policies_in_force()
-        if policies:
-            setattr(self, _MARK, (policies, _autocast_state()))
+        policies, inside = policies_in_force(), backward.is_marked()
+        if policies or inside:
+            setattr(self, _MARK, (policies, inside, _autocast_state()))
         init(self, *args, **kwargs)
 
     changes.replace(AOTAutogradCacheDetails, "__init__", init_with_policies)

@@ -51,6 +51,7 @@ def _check_key(key: object) -> None:
         raise ValueError(f"a key is a glob over names of modules, such as 'encoder.*.norm', or {CLASS!r} and a class")
     if key.startswith(CLASS) and not all(key.removeprefix(CLASS).split(".")):
         raise ValueError(f"{CLASS!r} is followed by a class's qualified name, such as 'class:torch.nn.LayerNorm'")
+    _pattern(key)
 
 
 def _read_rule(rule: object) -> ModuleRule:
@@ -110,7 +111,8 @@ def _with_forward(name: str, module: nn.Module) -> dict[str, nn.Module]:
     return meant
 
 
-_WILDCARDS = re.compile(r"\*|\?|\[[^]]+]|.")
+_WILDCARDS = re.compile(r"\*|\?|\[[^]]+]|.", re.DOTALL)
+_RANGES = re.compile(r".-.|.", re.DOTALL)
 
 
 def _pattern(key: str) -> re.Pattern[str]:
@@ -128,8 +130,15 @@ def _translated(token: str) -> str:
     if token in ("*", "?"):
         return "[^.]" + token.strip("?")
     if len(token) > 1:
-        return token.replace("[!", "[^", 1)
+        negated = token.startswith("[!") and len(token) > len("[!]")
+        return f"[{'^' * negated}{''.join(map(_range, _RANGES.findall(token[1 + negated : -1])))}]"
     return re.escape(token)
+
+
+def _range(text: str) -> str:
+    if len(text) == len("a-z") and text[0] > text[-1]:
+        raise ValueError(f"the range {text!r} has nothing in it: did you mean {text[::-1]!r}?")
+    return "-".join(map(re.escape, text[::2]))
 
 
 def _full_name(cls: type) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from ..engine import state
 from ..engine.state import Settings
+from . import switched_off
 from .decorate import decorate
 from .suspend import Suspendable
 
@@ -20,6 +21,8 @@ class Snapshot:
     """What :func:`capture` saw. It holds settings only, and can be applied any number of times, on any thread."""
 
     regions: tuple[Settings, ...]
+    switched_off: frozenset[str] = frozenset()
+    """The devices that autocast is off for because of a rule for a module."""
 
     @contextmanager
     def apply(self) -> Iterator[None]:
@@ -38,7 +41,7 @@ class Snapshot:
             >>> thread.start(); thread.join()
             True
         """
-        with Suspendable(*self._here()):
+        with Suspendable(*self._here()), switched_off.for_devices(self.switched_off):
             yield
 
     def wrap(self, func: _F) -> _F:
@@ -72,4 +75,4 @@ def capture() -> Snapshot:
     Autocast state belongs to a thread. Give a snapshot to code that starts threads (a data-parallel loop, an
     executor), and enter it there with ``snapshot.apply()`` or ``snapshot.wrap(function)``.
     """
-    return Snapshot(tuple(_active(enabled=True)))
+    return Snapshot(tuple(_active(enabled=True)), switched_off.devices())

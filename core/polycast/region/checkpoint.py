@@ -65,7 +65,7 @@ class _Recomputed:
 
 
 def _has_more_than_torch(snapshot: Snapshot) -> bool:
-    return any(map(has_more_than_torch, snapshot.regions))
+    return bool(snapshot.switched_off) or any(map(has_more_than_torch, snapshot.regions))
 
 
 def _change(changes: Changes) -> None:

@@ -6,7 +6,6 @@ pickled with the module, rule and all; the class of the module, its names, hooks
 """
 
 import inspect
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -15,23 +14,21 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
-from ..engine import state
 from ..engine.casting import cast_nested
 from ..engine.state import Overlay
 from ..policy.modules import FP32, OFF, ModuleRule, modules_of
 from ..policy.names import read_dtype
 from ..policy.ops import Ops
 from ..policy.value import Policy, PolicyLike
+from . import switched_off
 from .autocast import autocast
+from .checkpoint import carry_regions
 from .entry import fast_path
 from .policies import overlay_of_rule
 
 _FORWARD = "forward"
 _REPLICATE = "_replicate_for_data_parallel"
 _ANY_DEVICE = ""
-
-_thread = threading.local()
-"""Its ``off`` has, by device, how deep in regions this thread was when a rule switched autocast off; never changed."""
 
 
 _enabled_by_excluded: dict[tuple[int, tuple[str, ...]], tuple[str, ...]] = {}
@@ -81,10 +78,11 @@ class ModuleRules:
     def __repr__(self) -> str:
         return f"<rules of polycast.apply_policy for {len(self.rules)} modules>"
 
-    def _put(self, name: str, module: nn.Module, rules: Mapping[str, Rule], devices: tuple[str, ...]) -> None:
-        forward = vars(module).get(_FORWARD)
-        if not isinstance(forward, RuledForward):
-            forward = RuledForward(module, forward, devices)
+    def _put(self, name: str, module: nn.Module, rules: Mapping[str, Rule]) -> None:
+        forward = _rules_of(module)
+        if forward is None:
+            forward = RuledForward(module, vars(module).get(_FORWARD))
+            forward.put()
         forward.add(self._mark, rules)
         self._forwards.append(forward)
         self.rules[name] = ", ".join(
@@ -139,7 +137,6 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     policy = Policy.of(policy)
-    devices = tuple(torch._C._autocast_supported_devices())
     found: dict[nn.Module, tuple[str, dict[str, Rule]]] = {}
     for device in (_ANY_DEVICE, *policy.devices):
         part = policy.for_device(device) if device else policy
@@ -148,8 +145,12 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
     for module, (name, _) in found.items():
         _check(name, module)
     handle = ModuleRules(policy)
-    for module, (name, rules) in found.items():
-        handle._put(name, module, rules, devices)
+    try:
+        for module, (name, rules) in found.items():
+            handle._put(name, module, rules)
+    except BaseException:  # of a module that lets nobody set its forward
+        handle.remove()
+        raise
     return handle
 
 
@@ -191,9 +192,21 @@ def _check(name: str, module: nn.Module) -> None:
             f"{what} is run by nn.DataParallel, whose replicas would call the original's forward: it cannot be under a "
             "rule. Use DistributedDataParallel."
         )
+    if isinstance(inspect.getattr_static(type(module), _FORWARD), (staticmethod, classmethod)):
+        raise TypeError(f"{what} has a forward that is no method of its instances: it cannot be under a rule")
     forward = getattr(module, _FORWARD)
     if inspect.isgeneratorfunction(forward) or inspect.iscoroutinefunction(forward):
         raise TypeError(f"{what} has a forward that is suspended in the middle: it cannot be under a rule")
+
+
+def _rules_of(module: nn.Module) -> "RuledForward | None":
+    """Return what has the rules that a module is under, also where somebody has wrapped it since."""
+    forward = vars(module).get(_FORWARD)
+    while forward is not None:
+        if isinstance(forward, RuledForward):
+            return forward if forward.module is module else None
+        forward = getattr(forward, "__wrapped__", None)
+    return None
 
 
 class _Mark:
@@ -208,23 +221,28 @@ class RuledForward:
         inner: what was the instance's own forward before; None where it had none, and its class's is called.
     """
 
-    def __init__(self, module: nn.Module, inner: Callable[..., Any] | None, devices: tuple[str, ...]) -> None:
+    def __init__(self, module: nn.Module, inner: Callable[..., Any] | None) -> None:
         self.module = module
         self.inner = inner
-        self._devices = devices
+        self._devices = _known_devices()
         self._entries: list[tuple[_Mark, Mapping[str, Rule]]] = []
         self._rules: Mapping[str, Rule] = {}
         self._regions: dict[tuple[str, torch.dtype, int], autocast] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the regions, which are made again where a copy needs them."""
-        return {**vars(self), "_regions": {}}
+        """Leave out the regions, which are made again where a copy needs them, and what this process's torch knows."""
+        return {**vars(self), "_regions": {}, "_devices": ()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _devices=_known_devices())
+
+    def put(self) -> None:
+        """Be the forward of the module."""
+        self.module.forward = self
+        vars(self.module).setdefault(_REPLICATE, _refuse_replicas)
 
     def add(self, mark: _Mark, rules: Mapping[str, Rule]) -> None:
         """Put the module under rules, the last of which decide."""
-        if not self._entries:
-            self.module.forward = self
-            vars(self.module).setdefault(_REPLICATE, _refuse_replicas)
         self._entries.append((mark, rules))
         self._decide()
 
@@ -253,12 +271,9 @@ class RuledForward:
         return self._run(self._in_force(), args, kwargs)
 
     def _in_force(self) -> list[tuple[str, Rule]]:
-        off = getattr(_thread, "off", None)
-        enabled = _enabled_devices(self._devices)
-        if off is None:
-            devices = enabled
-        else:
-            devices = tuple(each for each in self._devices if each in enabled or _switched_off_by_rule(off, each))
+        devices = enabled = _enabled_devices(self._devices)
+        if switched_off.anywhere():
+            devices = tuple(each for each in self._devices if each in enabled or switched_off.by_rule(each))
         found = []
         for device in devices:
             rule = self._rules.get(device) or self._rules.get(_ANY_DEVICE)
@@ -279,19 +294,21 @@ class RuledForward:
         with self._region(device, rule):
             if rule.enabled:
                 return self._run(rules[1:], args, kwargs)
-            before = getattr(_thread, "off", None)
-            _thread.off = {**(before or {}), device: _depth(device)}
+            if not is_dynamo_compiling():
+                carry_regions()  # into checkpoints: that it is a rule that has switched autocast off is not torch's
+            before = switched_off.enter(device)
             try:
                 return self._run(rules[1:], args, kwargs)
             finally:
-                _thread.off = before
+                switched_off.leave(before)
 
     def _region(self, device: str, rule: Rule) -> autocast:
         if is_dynamo_compiling():
-            if rule.ops is None:
-                return autocast(device, rule.dtype, rule.enabled)
-            from ..compilers.dynamo import region_of_rule
+            from ..compilers.dynamo import region_of_rule, rule_decides
 
+            if rule.ops is None:
+                rule_decides(device)
+                return autocast(device, rule.dtype, rule.enabled)
             in_graph: autocast = region_of_rule(autocast, device, rule.dtype, rule.enabled, rule.policies, rule.text)
             return in_graph
         dtype = rule.dtype or torch.get_autocast_dtype(device)
@@ -338,14 +355,9 @@ class _ModuleRegion(autocast):
             self._fast_path = fast_path(self._settings)
 
 
-def _depth(device: str) -> int:
-    """Return how deep in regions this thread is; compiled code, whose regions are torch's, has no count of them."""
-    return 0 if is_dynamo_compiling() else state.machine.nesting(device)
-
-
-def _switched_off_by_rule(off: Mapping[str, int], device: str) -> bool:
-    """Say whether autocast is off for a rule, and not for a region inside the module that it is for."""
-    return device in off and (is_dynamo_compiling() or off[device] == state.machine.nesting(device))
+def _known_devices() -> tuple[str, ...]:
+    """Return the devices of this process's torch: another may know more, or fewer."""
+    return tuple(torch._C._autocast_supported_devices())
 
 
 def _enabled_devices(devices: tuple[str, ...]) -> tuple[str, ...]:

@@ -1,0 +1,74 @@
+"""The backward of compiled code, where policies or rules for modules decide what its forward computes in.
+
+An uncompiled backward runs outside of regions, as a rule. That of compiled code AOTAutograd traces in the autocast
+state that the function was called in, save where it is configured otherwise. With the tables that makes little
+difference: a product has inputs of the fast dtype, and so has its backward. But what is kept in float32 would have its
+gradients computed in the fast dtype, in which they are rounded, and may overflow. So there it is configured to have
+autocast off.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+
+from ..engine.in_force import policies_in_force
+from ..engine.installation import taken_back
+from ..errors import warn_user
+from .on_import import Changes
+
+_MARK = "polycast_policies"
+"""The attribute of the context of what is being compiled that says that there are policies or rules in it."""
+
+
+def trace_outside_of_regions() -> None:
+    """Have the backward of what has policies traced with autocast off, from now on."""
+    _changes.make()
+
+
+def mark() -> None:
+    """Note that there are policies or rules in what is being compiled."""
+    context: Any = TracingContext.try_get()
+    if context is not None:
+        setattr(context, _MARK, True)
+
+
+def is_marked() -> bool:
+    """Say whether there are policies or rules in what is being compiled."""
+    return getattr(TracingContext.try_get(), _MARK, False)
+
+
+def _change(changes: Changes) -> None:
+    from torch._functorch import config
+    from torch._functorch._aot_autograd import graph_capture
+
+    create_joint: Any = vars(graph_capture)["create_joint"]
+    with config.patch(backward_pass_autocast="off"):
+        pass  # where there is no such thing, this raises
+
+    @functools.wraps(create_joint)
+    def create_joint_outside_of_regions(*args: Any, **kwargs: Any) -> Any:
+        joint = create_joint(*args, **kwargs)
+
+        @functools.wraps(joint)
+        def joint_outside_of_regions(*args: Any, **kwargs: Any) -> Any:
+            if config.backward_pass_autocast != "same_as_forward" or not (policies_in_force() or is_marked()):
+                return joint(*args, **kwargs)
+            with config.patch(backward_pass_autocast="off"):
+                return joint(*args, **kwargs)
+
+        return joint_outside_of_regions
+
+    changes.replace(graph_capture, "create_joint", create_joint_outside_of_regions)
+
+
+def _cannot_trace(reason: str) -> None:
+    warn_user(
+        f"polycast cannot have the compiler of this torch ({torch.__version__}) trace backwards with autocast off "
+        f"({reason}). In compiled code, gradients of what policies keep in float32 are computed in the fast dtype."
+    )
+
+
+_changes = Changes({"torch._functorch._aot_autograd.graph_capture": _change}, _cannot_trace)
+taken_back.append(_changes.take_back)

@@ -1,0 +1,91 @@
+"""What is kept in float32 has its gradients computed in float32 in compiled code too."""
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+from polycast import Policy
+from polycast.compilers import backward
+
+pytestmark = pytest.mark.usefixtures("engine")
+POLICY = {"linear": "fp32"}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Model(nn.Module):
+    def __init__(self, rule=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(64, 64)
+        if rule is not None:
+            polycast.apply_policy(self, Policy(modules={"layer": rule}))
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class WithPolicy(Model):
+    def forward(self, x):
+        with polycast.autocast("cpu", policy={"linear": "fp32"}):
+            return self.layer(x)
+
+
+class SwitchedOff(Model):
+    def forward(self, x):
+        with polycast.autocast("cpu", enabled=False):
+            return self.layer(x)
+
+
+def gradient(model, region=None, backend=None):
+    call = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
+    x = torch.linspace(-1, 1, 2048).reshape(32, 64)
+    if region is None:
+        y = call(x)
+    else:
+        with region:
+            y = call(x)
+    assert y.dtype is torch.float32
+    y.square().sum().backward()
+    return model.layer.weight.grad
+
+
+@pytest.mark.parametrize(
+    ("make", "policy"),
+    [
+        (Model, POLICY),
+        (WithPolicy, None),
+        (lambda: Model("fp32"), None),
+        (lambda: Model("off"), None),
+        (lambda: Model(POLICY), None),
+    ],
+)
+def test_a_compiled_backward_is_traced_outside_of_regions_as_it_runs_uncompiled(make, policy):
+    found = gradient(make(), polycast.autocast("cpu", policy=policy), "aot_eager")
+    torch.testing.assert_close(found, gradient(Model()))
+
+
+def test_where_a_backward_is_configured_to_be_autocast_it_is():
+    with torch._functorch.config.patch(backward_pass_autocast=[{"device_type": "cpu"}]):
+        found = gradient(Model("fp32"), polycast.autocast("cpu"), "aot_eager")
+    assert not torch.allclose(found, gradient(Model()), rtol=1e-5, atol=1e-5)
+
+
+def test_a_cache_tells_a_backward_under_rules_from_one_without(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    expected = gradient(Model())
+    for make, is_exact in ((SwitchedOff, False), (lambda: Model("off"), True), (SwitchedOff, False)):
+        torch.compiler.reset()
+        found = gradient(make(), polycast.autocast("cpu"), "inductor")
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5) is is_exact
+
+
+def test_a_torch_whose_backward_cannot_be_configured_is_told(monkeypatch):
+    with pytest.warns(UserWarning, match=r"cannot have the compiler of this torch .* trace backwards"):
+        backward._cannot_trace("test")

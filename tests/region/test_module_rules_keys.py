@@ -1,0 +1,117 @@
+"""Keys of rules that mean what they say, and modules that cannot be under one: nothing is changed then."""
+
+import functools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+from polycast import Policy
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+
+class Named(nn.Module):
+    def __init__(self, *names):
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(2, 2))
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("key", "found"),
+    [
+        ("[^0]", {"0", "^"}),
+        ("[!^]", {"0", "d", "-", "\\"}),
+        (r"[\d]", {"d", "\\"}),
+        ("[[0]", {"0"}),
+        ("[a-d]", {"d"}),
+        ("[0-]", {"0", "-"}),
+        ("[a&&0]", {"0"}),
+        ("[--0]", {"0", "-"}),
+    ],
+)
+def test_what_is_in_brackets_is_those_characters_and_ranges(key, found):
+    model = Named("0", "d", "^", "-", "\\")
+    assert set(polycast.apply_policy(model, Policy(modules={key: "fp32"})).rules) == found
+
+
+@pytest.mark.parametrize("key", ["0\n", "[!]", "[]"])
+def test_a_key_means_all_of_its_characters(key):
+    with pytest.raises(ValueError, match="matches no module"):
+        polycast.apply_policy(Named("0"), Policy(modules={key: "fp32"}))
+
+
+def test_a_range_with_nothing_in_it_is_refused():
+    with pytest.raises(ValueError, match=r"the range '3-0' has nothing in it: did you mean '0-3'\?"):
+        Policy(modules={"layers.[3-0]": "fp32"})
+
+
+class Closed(nn.Module):
+    def __setattr__(self, name, value):
+        if name == "forward":
+            raise AttributeError("closed")
+        super().__setattr__(name, value)
+
+    def forward(self, x):
+        return x
+
+
+def test_a_module_that_lets_nobody_set_its_forward_leaves_the_others_as_they_were():
+    model = nn.Sequential(nn.Linear(2, 2), Closed())
+    before = [set(vars(module)) for module in model.modules()]
+    with pytest.raises(AttributeError, match="closed"):
+        polycast.apply_policy(model, Policy(modules={"**": "fp32"}))
+    assert [set(vars(module)) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("kind", [staticmethod, classmethod])
+def test_a_forward_that_is_no_method_is_refused(kind):
+    module = type("Odd", (nn.Module,), {"forward": kind(lambda *args: args[-1])})()
+    with pytest.raises(TypeError, match="has a forward that is no method of its instances"):
+        polycast.apply_policy(module, Policy(modules={"**": "fp32"}))
+
+
+def wrap(module):
+    """Put a forward of one's own over the one that is there, as libraries do that move weights for a call."""
+    inner = module.forward
+
+    def forward(module, *args):
+        return inner(*args)
+
+    module.forward = functools.update_wrapper(functools.partial(forward, module), inner)
+
+
+def test_later_rules_decide_also_where_a_forward_was_put_over_the_earlier_ones():
+    module = nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+    found = []
+    with polycast.autocast("cpu"):
+        first = polycast.apply_policy(module, Policy(modules={"**": "fp32"}))
+        wrap(module)
+        second = polycast.apply_policy(module, Policy(modules={"**": "float16"}))
+        found.append(module(x).dtype)
+        second.remove()
+        found.append(module(x).dtype)
+        first.remove()
+        found.append(module(x).dtype)
+        polycast.apply_policy(module, Policy(modules={"**": "float16"}))
+        found.append(module(x).dtype)
+    assert found == [torch.float16, torch.float32, torch.bfloat16, torch.float16]
+    assert isinstance(module.forward, functools.partial)
+
+
+def test_a_model_from_where_torch_knows_a_device_more_runs_here(monkeypatch):
+    known = torch._C._autocast_supported_devices()
+    with monkeypatch.context() as there:
+        there.setattr(torch._C, "_autocast_supported_devices", lambda: [*known, "strange"])
+        model = nn.Linear(2, 2)
+        polycast.apply_policy(model, Policy(modules={"**": "fp32"}, devices={"strange": Policy({"mm": "fp32"})}))
+        saved = pickle.dumps(model)
+    with polycast.autocast("cpu"):
+        assert pickle.loads(saved)(torch.ones(1, 2)).dtype is torch.float32
