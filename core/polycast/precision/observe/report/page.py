@@ -1,0 +1,272 @@
+"""What a report shows, of one run or of two side by side: the rows, in order, before any of it is HTML.
+
+Where a value is `of` the runs, it is a tuple with one entry for each: of one run, or of the one before and the one after.
+An entry that a run lacks is None.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from ..facts import Facts, Run, share, total_of
+from ..findings import findings_of
+from ..records import Cast, Compiled, Counts, Finding, Module, Op, Region
+
+PHASES = ("forward", "backward")
+_MOST_CASTS = 25
+_OPEN_MODULES = 40
+
+_TIMES = {"cast_seconds", "stack"}
+
+_R = TypeVar("_R")
+_Of = tuple[_R | None, ...]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in few lines.
+
+    Attributes:
+        run: where and how it was observed.
+        total: the counts of all ops.
+        phases: the same, of the forward and of the backward pass.
+        fast_calls: how many calls computed in a fast dtype, of `float_calls`.
+        fast_share: the one as a share of the other; None: no op had floating-point tensors.
+    """
+
+    run: Run
+    total: Counts
+    phases: Mapping[str, Counts]
+    fast_calls: int
+    float_calls: int
+    fast_share: float | None
+
+
+@dataclass(frozen=True)
+class FoundRow:
+    """A finding; `state` is ``"gone"`` or ``"new"`` where one of two runs has it, and empty otherwise.
+
+    `target` is the row of the module that it is about, `stack` the Python stack of what it is about, if either is known.
+    """
+
+    finding: Finding
+    state: str
+    target: str
+    stack: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """An op in one pass."""
+
+    op: str
+    phase: str
+    of: _Of[Op]
+    changed: bool
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """A module, in the order in which a tree is written.
+
+    Attributes:
+        id: its anchor in the page.
+        name: its whole name; that of the model itself is empty.
+        kind: the name of its class.
+        depth: how many modules are around it.
+        of: what the runs say of it.
+        casts, bytes: its share of what the module around it has, for each run, from 0 to 1; of two runs, in that which has more.
+        ops: its own ops.
+        changed: whether the runs differ in it, or in what is in it.
+        inner: whether modules are in it.
+        is_open: whether it shows them from the start.
+        closes: how many modules end with it: itself, and those around it whose last one it is.
+    """
+
+    id: str
+    name: str
+    kind: str
+    depth: int
+    of: _Of[Module]
+    casts: tuple[float, ...]
+    bytes: tuple[float, ...]
+    ops: tuple[OpRow, ...]
+    changed: bool
+    inner: bool
+    is_open: bool
+    closes: int
+
+    @property
+    def label(self) -> str:
+        """The last part of its name, or of the model the class."""
+        return self.name.rpartition(".")[2] or self.kind or "model"
+
+
+@dataclass(frozen=True)
+class Page:
+    """All that a report shows."""
+
+    runs: tuple[Summary, ...]
+    found: tuple[FoundRow, ...]
+    modules: tuple[ModuleRow, ...]
+    ops: tuple[OpRow, ...]
+    casts: tuple[_Of[Cast], ...]
+    more_casts: int
+    regions: tuple[_Of[Region], ...]
+    compiled: tuple[_Of[Compiled], ...]
+
+    @property
+    def compares(self) -> bool:
+        """Whether it shows two runs."""
+        return len(self.runs) == 2
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtypes that ops computed in, the most used first."""
+        counts: dict[str, int] = {}
+        for run in self.runs:
+            for dtype, count in run.total.compute_dtypes.items():
+                counts[dtype] = counts.get(dtype, 0) + count
+        return tuple(sorted(counts, key=lambda dtype: -counts[dtype]))
+
+
+def page_of(facts: Facts, against: Facts | None = None) -> Page:
+    """Return the page of a run, or of a run and the one after it."""
+    runs = (facts,) if against is None else (facts, against)
+    modules = _module_rows(runs)
+    casts = sorted(
+        _together(runs, lambda each: each.casts, lambda each: (each.op, each.phase, each.module, each.target, each.of)),
+        key=lambda of: -_most(of, "bytes"),
+    )
+    return Page(
+        runs=tuple(map(_summary, runs)),
+        found=tuple(_found(runs, {row.name: row.id for row in modules})),
+        modules=modules,
+        ops=_op_rows(tuple(each.ops for each in runs)),
+        casts=tuple(casts[:_MOST_CASTS]),
+        more_casts=len(casts[_MOST_CASTS:]),
+        regions=_together(
+            runs, lambda each: each.regions, lambda each: (each.where, each.device, each.enabled, each.dtype)
+        ),
+        compiled=_together(runs, lambda each: each.compiled, lambda each: (each.region, each.module)),
+    )
+
+
+def _summary(facts: Facts) -> Summary:
+    total = total_of(facts.ops)
+    float_calls = sum(total.compute_dtypes.values())
+    fast_share = share(total, facts.run.devices)
+    return Summary(
+        run=facts.run,
+        total=total,
+        phases={phase: total_of(tuple(op for op in facts.ops if op.phase == phase)) for phase in PHASES},
+        fast_calls=round((fast_share or 0.0) * float_calls),
+        float_calls=float_calls,
+        fast_share=fast_share,
+    )
+
+
+def _found(runs: tuple[Facts, ...], ids: Mapping[str, str]) -> Iterator[FoundRow]:
+    of = [{(each.kind, each.where, each.ops): each for each in findings_of(facts)} for facts in runs]
+    for key in dict.fromkeys(key for each in reversed(of) for key in each):
+        finding = next(each[key] for each in reversed(of) if key in each)
+        state = "" if all(key in each for each in of) else "new" if key in of[-1] else "gone"
+        stacks = (facts.nonfinite.stack for facts in reversed(runs) if facts.nonfinite is not None)
+        stack = next(stacks, ()) if finding.kind == "nonfinite" else ()
+        yield FoundRow(finding, state, ids.get(finding.module, "") if finding.module is not None else "", stack)
+
+
+def _op_rows(of: tuple[tuple[Op, ...], ...]) -> tuple[OpRow, ...]:
+    rows = (
+        OpRow(*_first(each, "op", "phase"), of=each, changed=_differ(each))
+        for each in _together(of, lambda ops: ops, lambda op: (op.op, op.phase))
+    )
+    return tuple(sorted(rows, key=lambda row: -_most(row.of, "calls")))
+
+
+def _module_rows(runs: tuple[Facts, ...]) -> tuple[ModuleRow, ...]:
+    of = {
+        _first(each, "module")[0]: each for each in _together(runs, lambda each: each.modules, lambda each: each.module)
+    }
+    inner: dict[str | None, list[str]] = {}
+    for name in of:
+        inner.setdefault(_around(name, of), []).append(name)
+    rows: list[ModuleRow] = []
+    # Written in order and not recursively, for models that are nested deeper than Python's stack.
+    waiting = [(name, 0, 0) for name in reversed(inner.get(None, []))]
+    while waiting:
+        name, depth, closes_around = waiting.pop()
+        within = inner.get(name, [])
+        closes = 0 if within else closes_around + 1
+        rows.append(
+            ModuleRow(
+                id=f"m{len(rows)}",
+                name=name,
+                kind=_first(of[name], "kind")[0],
+                depth=depth,
+                of=of[name],
+                casts=_share_of_around(of, name, "casts"),
+                bytes=_share_of_around(of, name, "cast_bytes"),
+                ops=_op_rows(tuple(() if each is None else each.ops for each in of[name])),
+                changed=_differ(of[name]),
+                inner=bool(within),
+                is_open=bool(within) and (depth == 0 or (depth == 1 and len(of) <= _OPEN_MODULES)),
+                closes=closes,
+            )
+        )
+        waiting += [(each, depth + 1, closes_around + 1 if each == within[-1] else 0) for each in reversed(within)]
+    return tuple(rows)
+
+
+def _around(name: str, names: Mapping[str, Any]) -> str | None:
+    """Return the name of the module that is around another, among those that there are."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in names:
+            return name
+    return None
+
+
+def _share_of_around(of: Mapping[str, _Of[Module]], name: str, count: str) -> tuple[float, ...]:
+    outer = _around(name, of)
+    whole = max(_totals(of[name if outer is None else outer], count))
+    return tuple(min(max(part / whole, 0.0), 1.0) if whole > 0 else 0.0 for part in _totals(of[name], count))
+
+
+def _totals(of: _Of[Module], count: str) -> list[float]:
+    return [0 if each is None else getattr(each.total, count) for each in of]
+
+
+def _together(
+    runs: Iterable[Any], records: Callable[[Any], Iterable[_R]], identity: Callable[[_R], Any]
+) -> tuple[_Of[_R], ...]:
+    """Return what the runs say of the same thing, for each thing that one of them knows."""
+    of = [{identity(record): record for record in records(run)} for run in runs]
+    return tuple(tuple(each.get(key) for each in of) for key in dict.fromkeys(key for each in of for key in each))
+
+
+def _first(of: _Of[Any], *names: str) -> tuple[Any, ...]:
+    record = next(each for each in of if each is not None)
+    return tuple(getattr(record, name) for name in names)
+
+
+def _most(of: _Of[Any], name: str) -> float:
+    return max(getattr(each, name) for each in of if each is not None)
+
+
+def _differ(of: _Of[Counts]) -> bool:
+    return len({_without_times(each) for each in of}) > 1
+
+
+def _without_times(record: Counts | None) -> str:
+    """Return what a record says, but for how long it took and where its first call was, which no two runs share."""
+    if record is None:
+        return ""
+    said = {each.name: getattr(record, each.name) for each in fields(record)}
+    nested = [_without_times(each) for each in (*said.pop("ops", ()), *filter(None, [said.pop("total", None)]))]
+    plain = [
+        sorted(value.items()) if isinstance(value, Mapping) else value
+        for name, value in said.items()
+        if name not in _TIMES
+    ]
+    return repr((plain, nested))
