@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from polycast import Availability, Backend, hookimpl
 
+from .instructions import missing_instructions
 from .kernels import KERNELS
 from .policies import POLICIES
 
@@ -31,6 +32,10 @@ class CpuBackend(Backend):
     @override
     def availability(self) -> Availability:
         return _ALWAYS
+
+    @override
+    def emulates(self, dtype: torch.dtype) -> str | None:
+        return missing_instructions(dtype)
 
 
 @hookimpl

@@ -36,6 +36,7 @@ from .policy.cast_policy import CastPolicy, policy_table
 from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
 from .policy.value import Policy
 from .precision.observe.observation import Observation
+from .precision.observe.observe import observe
 from .region.autocast import autocast, autocast_decorator
 from .region.capture import Snapshot, capture
 from .region.custom_function import custom_bwd, custom_fwd
@@ -94,6 +95,7 @@ __all__ = [
     "is_autocast_available",
     "is_autocast_cache_enabled",
     "is_autocast_enabled",
+    "observe",
     "out_dtype",
     "patch_torch",
     "policy_table",

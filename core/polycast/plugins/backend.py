@@ -89,6 +89,13 @@ class Backend:
             return Availability(True)
         return Availability(False, f"{self.device_type} supports {', '.join(map(str, supported))}")
 
+    def emulates(self, dtype: torch.dtype) -> str | None:
+        """Say why a fast dtype is slow: what the device lacks to compute in it. None: it is not, as far as is known.
+
+        :func:`polycast.observe` tells who computes in it.
+        """
+        return None
+
     def is_capturing(self) -> bool:
         """Say whether the device is recording a graph (as CUDA graphs do): no cast is kept from one then.
 

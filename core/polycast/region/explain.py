@@ -82,11 +82,11 @@ def explain_in(
 
 
 def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanation:
-    policy, rule, rule_name = _rule(op, region, backend)
+    policy, rule, rule_name = deciding_rule(op, region, backend)
     return Explanation(op, region.device_type, region.enabled, region.dtype, policy, rule, rule_name, calls=op)
 
 
-def _rule(op: str, region: Settings, backend: Backend) -> _Rule:
+def deciding_rule(op: str, region: Settings, backend: Backend) -> _Rule:
     """Return the policy of an op, what decides it, and its name: the first that says something, from the inside out."""
     if region.overlay is not None and op in region.overlay:
         origin = region.overlay.decided_by(op)

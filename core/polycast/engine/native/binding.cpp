@@ -1,7 +1,7 @@
 // The native engine's Python module: the semantics of the reference engine at the speed of torch's own kernels.
 //
 // Compiled as one unit with the files it includes: parsing torch's headers is most of the build, and is done once so. From
-// the bottom: store.h, regions.h, casting.h, kernels.h. Each says what it owns and which lock it takes.
+// the bottom: store.h, tally.h, regions.h, observe.h, casting.h, kernels.h. Each says what it owns and which lock it takes.
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "observe.h"
 #include "regions.h"
 #include "store.h"
 
@@ -54,6 +55,13 @@ void hold_locks_over_forks() {
           take(InFlight::storages().mutex());
           take(Writes::log().mutex());
           take(LeftBehind::things().mutex());
+          take(Recorders::running().mutex);
+          for (const auto& recorder : Recorders::running().recorders) {
+            take(recorder->mutex);
+            for (const auto& [number, table] : recorder->tables) {
+              take(table->mutex);
+            }
+          }
         },
         &give_locks_back,
         &give_locks_back);
@@ -68,6 +76,8 @@ PyMethodDef functions[] = {
      "Enter a region on this thread."},
     {"leave", &leave, METH_O, "Leave the innermost region that an owner entered on this thread."},
     {"dtype", &dtype, METH_O, "Return the fast dtype of a device on this thread."},
+    {"enter_module", &pass_module<true>, METH_O, "A module begins to compute."},
+    {"leave_module", &pass_module<false>, METH_O, "A module has computed."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
@@ -96,6 +106,24 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("impl", &Library::impl)
       .def("fallthrough", &Library::fallthrough)
       .def("remove", &Library::remove);
+  py::class_<Recorder, std::shared_ptr<Recorder>>(module, "Recorder", py::module_local())
+      .def(py::init<bool, bool, int, bool>())
+      .def("start", &start_recorder)
+      .def("stop", &stop_recorder)
+      .def("read", &Reading::of)
+      .def("nonfinite_count", &Recorder::nonfinite_seen)
+      .def("add_module", &Recorder::add_module)
+      .def("forget_module", &Recorder::forget_module)
+      .def("add_parameter", &Recorder::add_parameter);
+  module.def("note_compiling", &note_compiling);
+  module.def("note_overlay", &note_overlay);
+  module.def("note_cast", &note_python_cast);
+  module.def("note_entry", [](uintptr_t id, const py::object& device, bool enabled, py::object dtype) {
+    note_entry(
+        reinterpret_cast<const void*>(id), device_of(device.ptr()), enabled,
+        reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
+  });
+  module.def("note_exit", [](uintptr_t id) { note_exit(reinterpret_cast<const void*>(id)); });
   module.def("watch_writes", [](const std::vector<std::string>& ops, const std::vector<std::string>& collectives) {
     announcers = std::make_unique<Announcers>(ops, collectives);
   });
@@ -120,11 +148,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
          py::object store,
          py::object rewritten,
          py::object error,
-         std::string text) {
+         std::string text,
+         py::object stack,
+         py::object place) {
         TORCH_CHECK(std::equal(policies.begin(), policies.end(), kPolicyNames.begin(), kPolicyNames.end()));
         native_overlay = overlay.release().ptr();
         native_store = store.release().ptr();
         storages_are_rewritten = rewritten.release().ptr();
+        stack_now = stack.release().ptr();
+        place_now = place.release().ptr();
         hold_locks_over_forks();
         stale_weight_error = error.release().ptr();
         stale_weight_message = std::move(text);

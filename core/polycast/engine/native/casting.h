@@ -11,12 +11,12 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "observe.h"
 #include "regions.h"
 #include "store.h"
 
 namespace {  // all is one unit, binding.cpp
 
-using c10::DispatchKey;
 
 // Set by bind(); it lives as long as the process.
 PyObject* storages_are_rewritten = nullptr;
@@ -61,25 +61,17 @@ bool caching_is_safe() {
   return !c10::impl::tls_local_dispatch_key_set().included_.has_any(kWatchers);
 }
 
-// Whether the device records a graph now. `is_capturing` is the backend's own answer, empty where it has none: then the
-// device's stream is asked, where this torch's streams can tell.
-template <class Stream = c10::Stream>
-bool captures(const Tensor& tensor, const py::object& is_capturing) {
-  if (is_capturing) {
-    const py::gil_scoped_acquire gil;
-    return is_capturing().cast<bool>();
-  }
-  if constexpr (requires(const Stream& stream) { stream.is_capturing(); }) {
-    const std::optional<Stream> stream = current_stream(tensor);
-    return stream && stream->is_capturing();
-  }
-  return false;
-}
+// What became of a cast.
+struct Outcome {
+  bool looked_for = false;  // where casts are kept
+  bool made = true;
+  bool in_torchs_region = false;
+};
 
-// Cast an eligible tensor of another dtype.
-Tensor cast(const Tensor& tensor, ScalarType dtype, DeviceType device, const py::object& is_capturing) {
+Tensor find_or_cast(const Tensor& tensor, ScalarType dtype, DeviceType device, const py::object& is_capturing, Outcome& outcome) {
   const DeviceRegion& region = region_of(device);
   if (region.innermost == nullptr) {
+    outcome.in_torchs_region = true;
     return at::autocast::cached_cast(dtype, tensor, device);  // a region of torch's has torch's cache
   }
   if (dtype != at::kFloat && is_weight(tensor) && at::autocast::is_autocast_cache_enabled() && caching_is_safe()) {
@@ -87,14 +79,59 @@ Tensor cast(const Tensor& tensor, ScalarType dtype, DeviceType device, const py:
     const std::shared_ptr<Store> store = region.store == nullptr ? nullptr : region.store->shared_from_this();
     const std::shared_ptr<ThreadRegions> regions = this_thread.regions;
     if (!is_rewritten(tensor) && !captures(tensor, is_capturing)) {
+      outcome = {true, false};
       if (store == nullptr) {
-        return regions->casts.cast(tensor, dtype);
+        return regions->casts.cast(tensor, dtype, outcome.made);
       }
-      Tensor kept = store->cast(tensor, dtype);
+      Tensor kept = store->cast(tensor, dtype, outcome.made);
       return wants_history(tensor) ? regions->casts.with_link(tensor, dtype, kept) : kept;
     }
   }
   return tensor.to(dtype);
+}
+
+// Cast for an op that somebody observes.
+Tensor observed_cast(
+    ObservedOp& op, const Tensor& tensor, ScalarType dtype, DeviceType device, const py::object& is_capturing) {
+  using Clock = std::chrono::steady_clock;
+  using Last = Watch::Last;
+  CastCounts counts{tensor.scalar_type(), dtype, is_weight(tensor)};
+  const auto begin = op.watch->timing ? Clock::now() : Clock::time_point();
+  Outcome outcome;
+  Tensor cast = find_or_cast(tensor, dtype, device, is_capturing, outcome);
+  if (op.watch->timing) {
+    counts.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+  }
+  const bool can_be_kept = counts.of_weight && dtype != at::kFloat;
+  const Last last = can_be_kept && (outcome.made || outcome.in_torchs_region) ? op.watch->note_cast(tensor, cast) : Last::kNone;
+  if (outcome.in_torchs_region && last == Last::kSameCast) {
+    outcome = {true, false};
+  }
+  if (outcome.made) {
+    counts.count = 1;
+    counts.bytes = cast.nbytes();
+    counts.misses = outcome.looked_for;
+    if (last != Last::kNone) {
+      counts.recasts = 1;
+      counts.recast_bytes = counts.bytes;
+    }
+  } else {
+    counts.hits = 1;
+  }
+  op.casts.add(counts);
+  if (!op.backward && !counts.of_weight) {
+    note_chain(op, tensor, dtype, cast.nbytes());
+  }
+  return cast;
+}
+
+// Cast an eligible tensor of another dtype.
+Tensor cast(const Tensor& tensor, ScalarType dtype, DeviceType device, const py::object& is_capturing) {
+  if (C10_UNLIKELY(observed_op != nullptr)) {
+    return observed_cast(*observed_op, tensor, dtype, device, is_capturing);
+  }
+  Outcome outcome;
+  return find_or_cast(tensor, dtype, device, is_capturing, outcome);
 }
 
 }  // namespace

@@ -12,6 +12,8 @@ from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import overload_with_dtype
 from ..kernels import Kernels, autocast_key, refusal
+from ..places import place_now, stack_now
+from ..recorder import Recorder
 from ..state import Overlay, Settings
 from ..unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedOptimizers
 from ..weight_cache import WeightCache
@@ -32,7 +34,14 @@ class NativeEngine:
     def __init__(self, extension: ModuleType) -> None:
         policies = [policy.name for policy in CastPolicy]
         extension.bind(
-            policies, self._native_overlay, self._native_store, storages_are_rewritten, StaleWeightError, STALE
+            policies,
+            self._native_overlay,
+            self._native_store,
+            storages_are_rewritten,
+            StaleWeightError,
+            STALE,
+            stack_now,
+            place_now,
         )
         self._extension = extension
         self._optimizers: WatchedOptimizers | None = None
@@ -45,6 +54,15 @@ class NativeEngine:
         self.open_regions = extension.open_regions
         self.dtype: Callable[[str], torch.dtype] = extension.dtype
         self.clear_own_casts = extension.clear_own_casts
+        # See Recorder, and the hooks beside it.
+        self.enter_module: Callable[[object], None] = extension.enter_module
+        self.leave_module: Callable[[object], None] = extension.leave_module
+        self.note_compiling: Callable[[bool], None] = extension.note_compiling
+        # See Listener in the reference engine, whose casts and regions recorders count, too.
+        self.note_overlay = extension.note_overlay
+        self.note_cast = extension.note_cast
+        self.note_entry = extension.note_entry
+        self.note_exit = extension.note_exit
 
     def number(self, name: str) -> int:
         """Return the number by which kernels and overlays know an op."""
@@ -72,6 +90,11 @@ class NativeEngine:
             self._optimizers.remove()
             self._optimizers = None
             self._extension.unwatch_writes()
+
+    def recorder(self, all_threads: bool, timing: bool, nonfinite: int, stacks: bool) -> Recorder:
+        """Return a recorder that is to be started."""
+        made: Recorder = self._extension.Recorder(all_threads, timing, nonfinite, stacks)
+        return made
 
     def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy]) -> Kernels:
         """Put a backend's kernels in place."""

@@ -132,8 +132,8 @@ class RegionCasts {
   RegionCasts(const RegionCasts&) = delete;
   ~RegionCasts() { clear(); }
 
-  // Return a weight in another dtype, with history where that is wanted.
-  Tensor cast(const Tensor& weight, ScalarType dtype) {
+  // Return a weight in another dtype, with history where that is wanted; `made` says whether it was cast now.
+  Tensor cast(const Tensor& weight, ScalarType dtype, bool& made) {
     const Key key{weight.unsafeGetTensorImpl(), dtype};
     const bool link = wants_history(weight);
     see_writes();
@@ -153,7 +153,7 @@ class RegionCasts {
         return link ? link_kept(key, weight, cast) : cast;
       }
     }
-    return make(key, weight, dtype, link);
+    return make(key, weight, dtype, link, made);
   }
 
   // Return a cast that a user's store keeps with the history that it has in this thread's regions.
@@ -290,7 +290,7 @@ class RegionCasts {
     ~Reserved() { RecentBytes::give_back(bytes); }
   };
 
-  Tensor make(const Key& key, const Tensor& weight, ScalarType dtype, bool link) {
+  Tensor make(const Key& key, const Tensor& weight, ScalarType dtype, bool link, bool& made) {
     const bool keeps = uses_.note(key) || link;
     const bool may_keep = !is_shared(weight) && !InFlight::storages().has(storage_of(weight));
     const bool shares = keeps && may_keep && threads_with_regions.load(std::memory_order_relaxed) > 1;
@@ -308,6 +308,7 @@ class RegionCasts {
         reserved.bytes = make_room(bytes, reusable) ? bytes : 0;
       }
       cast = make_cast(weight, dtype, std::move(reusable));
+      made = true;
     }
     Tensor linked;
     if (link && shares) {

@@ -28,6 +28,7 @@
 
 #include "region_casts.h"
 #include "store.h"
+#include "tally.h"
 
 namespace {  // all is one unit, binding.cpp
 
@@ -292,6 +293,9 @@ PyObject* enter(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (!frame->cache.is_none()) {
     frame->store = py::cast<std::shared_ptr<Store>>(py::handle(native_store)(frame->cache));
   }
+  if (C10_UNLIKELY(Recorders::count.load(std::memory_order_relaxed) != 0)) {
+    note_entry(frame.get(), device, settings[1] == Py_True, dtype);
+  }
   // Python may have run until here, and have entered and left regions; from here on it does not.
   if (const Frame* const below = region_of(device).innermost; below != nullptr && inherits) {
     if (frame->policies == nullptr) {
@@ -338,6 +342,7 @@ PyObject* leave(PyObject*, PyObject* owner) {
     at::autocast::set_autocast_enabled(found->device, found->enabled_before);
     at::autocast::set_autocast_dtype(found->device, found->dtype_before);
   }
+  note_exit(found);
   // It is freed at the end, for that may run Python.
   const std::unique_ptr<Frame> frame = regions.frames.take_out(found);
   if (at::autocast::decrement_nesting() == 0) {

@@ -95,7 +95,7 @@ class Store : public std::enable_shared_from_this<Store> {
   }
 
   // Return a weight in another dtype, without history: the kept cast, or a new one, which is kept where it may be.
-  Tensor cast(const Tensor& weight, ScalarType dtype) {
+  Tensor cast(const Tensor& weight, ScalarType dtype, bool& made) {
     const Key key{weight.unsafeGetTensorImpl(), dtype};
     Tensor kept;
     {
@@ -120,6 +120,7 @@ class Store : public std::enable_shared_from_this<Store> {
     const uint64_t writes = Writes::log().count();
     Content content(weight);
     kept = make_cast(weight, dtype);
+    made = true;
     insert(key, weight, std::move(content), kept, writes);
     return kept;
   }

@@ -102,6 +102,21 @@ std::optional<c10::Stream> current_stream(const Tensor& tensor) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
+// Whether the device records a graph now. `is_capturing` is the backend's own answer, empty where it has none: then the
+// device's stream is asked, where this torch's streams can tell.
+template <class Stream = c10::Stream>
+bool captures(const Tensor& tensor, const py::object& is_capturing) {
+  if (is_capturing) {
+    const py::gil_scoped_acquire gil;
+    return is_capturing().cast<bool>();
+  }
+  if constexpr (requires(const Stream& stream) { stream.is_capturing(); }) {
+    const std::optional<Stream> stream = current_stream(tensor);
+    return stream && stream->is_capturing();
+  }
+  return false;
+}
+
 // Return a weight in another dtype, without history. `reusable` is a former cast that nothing else holds, or undefined: its
 // memory is written again where a new cast would lie the same way in it.
 Tensor make_cast(const Tensor& weight, ScalarType dtype, Tensor reusable = {}) {

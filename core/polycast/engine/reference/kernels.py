@@ -19,11 +19,12 @@ from ..casting import is_eligible, promotion
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, dispatch_key, refusal
 from ..weights import caching_is_safe, is_weight
+from . import telling
 from .state_machine import PythonStateMachine
 
 _Args: TypeAlias = tuple[Any, ...]
 _Kwargs: TypeAlias = dict[str, Any]
-_CastWeight: TypeAlias = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+_CastWeight: TypeAlias = Callable[[torch.Tensor, torch.dtype, list[bool] | None], torch.Tensor]
 
 
 class PythonKernels(Kernels):
@@ -88,6 +89,10 @@ class _Kernel:
         if policy is None:  # as if there were no kernel here: what the op is made of is autocast as ever
             return self.op.redispatch(keys & self.below, *args, **kwargs)
         with torch._C._ExcludeDispatchKeyGuard(self.key_set):
+            if telling.listener is not None:
+                region = self.machine.innermost(self.device_type)
+                if region is not None and region[0] is not None:
+                    telling.listener.note_overlay(region[0])
             return _RULES[policy](self, args, kwargs)
 
     def cast_to(self, dtype: torch.dtype, args: _Args, kwargs: _Kwargs) -> Any:
@@ -169,7 +174,9 @@ def _caster(device_type: str, dtype: torch.dtype, cast_weight: _CastWeight | Non
         if isinstance(value, torch.Tensor):
             if value.dtype is dtype or not is_eligible(value, device_type):
                 return value
-            return cast_weight(value, dtype) if cast_weight is not None and is_weight(value) else value.to(dtype)
+            if telling.listener is not None:
+                return telling.told_cast(value, dtype, is_weight(value), cast_weight, telling.listener)
+            return cast_weight(value, dtype, None) if cast_weight is not None and is_weight(value) else value.to(dtype)
         if isinstance(value, (list, tuple)):
             return [cast(item) for item in value]
         return value

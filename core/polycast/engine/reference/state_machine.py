@@ -3,13 +3,17 @@
 import threading
 import weakref
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
 from ...policy.cast_policy import CastPolicy
 from ..state import Overlay, Settings
 from ..weight_cache import WeightCache
+from . import telling
 from .store import PythonStore
+
+_CastWeight: TypeAlias = Callable[[torch.Tensor, torch.dtype, list[bool] | None], torch.Tensor]
 
 
 class Frame:
@@ -106,7 +110,10 @@ class PythonStateMachine:
         """See :class:`StateMachine`, as for the other methods."""
         regions = self._regions
         device_type = settings.device_type
-        regions.push(Frame(owner, settings, regions.innermost.get(device_type)))
+        frame = Frame(owner, settings, regions.innermost.get(device_type))
+        if telling.listener is not None:
+            telling.listener.note_entry(id(frame), device_type, settings.enabled, settings.dtype)
+        regions.push(frame)
         torch.set_autocast_enabled(device_type, settings.enabled)
         torch.set_autocast_dtype(device_type, settings.dtype)
         if settings.cache_enabled is not None:
@@ -134,6 +141,8 @@ class PythonStateMachine:
             torch.clear_autocast_cache()
         if regions.newest is None:
             regions.store.clear()
+        if telling.listener is not None:
+            telling.listener.note_exit(id(frame))
         return torch._C._is_torch_function_mode_enabled()
 
     def last(self) -> tuple[object, Settings] | None:
@@ -172,16 +181,19 @@ class PythonStateMachine:
         overlay = None if region is None else region[0]
         return default if overlay is None else overlay.get(name, default)
 
-    def weight_caster(self, device_type: str) -> Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None:
-        """Return what casts a weight in this thread's region, and keeps the cast; None where it is in none."""
+    def weight_caster(self, device_type: str) -> _CastWeight | None:
+        """Return what casts a weight in this thread's region, and keeps the cast; None where it is in none.
+
+        A list that it is given gets an item where the cast was made now.
+        """
         region = self.innermost(device_type)
         if region is None:
             return None
         own = self._regions.store
         store = own if region[1] is None else region[1].store("reference", PythonStore)
 
-        def cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-            kept = store.cast(weight, dtype)
+        def cast(weight: torch.Tensor, dtype: torch.dtype, made: list[bool] | None) -> torch.Tensor:
+            kept = store.cast(weight, dtype, made)
             return own.with_link(weight, dtype, kept) if weight.requires_grad and torch.is_grad_enabled() else kept
 
         return cast

@@ -45,12 +45,17 @@ class PythonStore:
         with _stores_lock:
             _stores.add(self)
 
-    def cast(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return `weight` in `dtype`, without history: a kept cast if it still holds, else a new one, which is kept."""
+    def cast(self, weight: torch.Tensor, dtype: torch.dtype, made: list[bool] | None = None) -> torch.Tensor:
+        """Return `weight` in `dtype`, without history: a kept cast if it still holds, else a new one, which is kept.
+
+        The list `made` gets an item where it is a new one.
+        """
         key = (id(weight), dtype)
         with self._lock:
             entry = self._entries.get(key)
             if entry is None or entry.content != _content(weight):
+                if made is not None:
+                    made.append(True)
                 return self._insert(key, weight)
             self._hits += 1
             entry.uses = min(entry.uses + 1, _MOST_USES)

@@ -1,5 +1,6 @@
 """All that was counted of a run, and how two of them are combined."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,11 +71,11 @@ def total_of(ops: tuple[Op, ...]) -> Counts:
     return total
 
 
-def share(counts: Counts, devices: dict[str, list[str]]) -> float | None:
-    """Return the share of calls that computed in one of the fast dtypes."""
-    calls = sum(counts.compute_dtypes.values())
+def share(numbers: Mapping[str, float], devices: Mapping[str, Iterable[str]]) -> float | None:
+    """Return the share that the fast dtypes have of numbers by dtype; None: there are none."""
+    everything = sum(numbers.values())
     fast = {dtype for dtypes in devices.values() for dtype in dtypes if dtype != "float32"}
-    return sum(counts.compute_dtypes.get(dtype, 0) for dtype in fast) / calls if calls else None
+    return sum(numbers.get(dtype, 0) for dtype in fast) / everything if everything else None
 
 
 def combined(left: Facts, right: Facts, sign: int) -> Facts:

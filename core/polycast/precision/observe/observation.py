@@ -93,12 +93,18 @@ class Observation:
     @property
     def fast_share(self) -> float | None:
         """The share of the calls with floating-point tensors that computed in a fast dtype; None: there were none."""
-        return share(self.total, self.facts.run.devices)
+        return share(self.total.compute_dtypes, self.facts.run.devices)
+
+    @property
+    def fast_time_share(self) -> float | None:
+        """The share of the time in ops that those which computed in a fast dtype took; None without ``timing=True``."""
+        return share(self.total.seconds, self.facts.run.devices)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-safe values.
 
-        The keys: ``schema`` (an int), ``run`` (:class:`Run`), ``total`` (:class:`Counts` of all ops), ``fast_share``,
+        The keys: ``schema`` (an int), ``run`` (:class:`Run`), ``total`` (:class:`Counts` of all ops),
+        ``fast_share``, ``fast_time_share``,
         ``ops``, ``modules``, ``casts``, ``regions``, ``compiled``, ``chains``, ``findings``: lists of what the
         attributes of these names have, and ``nonfinite``: one of these, or None. A record is a mapping of its fields.
         """
@@ -108,7 +114,8 @@ class Observation:
             "schema": SCHEMA,
             "run": asdict(facts.run),
             "total": plain(total),
-            "fast_share": share(total, facts.run.devices),
+            "fast_share": share(total.compute_dtypes, facts.run.devices),
+            "fast_time_share": share(total.seconds, facts.run.devices),
             **{name: [plain(record) for record in getattr(facts, name)] for name in LISTS},
             "findings": [plain(finding) for finding in findings_of(facts)],
             "nonfinite": None if facts.nonfinite is None else plain(facts.nonfinite),

@@ -21,9 +21,11 @@ class Counts:
         inner_calls: those of `calls` that another op made which is counted too, such as the bmm in an einsum. An op
             that autocast does not look at inside another one (the addmm in a linear that has a policy) is not counted.
         input_dtypes: the floating-point tensors that it was given, by their dtype before any cast.
-        compute_dtypes: its calls by the widest dtype that the floating-point inputs had once autocast had cast them;
-            without such inputs, that of the outputs. Calls without floating-point tensors are in none.
+        compute_dtypes: its calls by the dtype of what they computed: of the first floating-point tensor that they
+            returned; without one, the widest of those that they were given. Other calls are in none.
         output_dtypes: the floating-point tensors that it returned.
+        seconds: how long the calls that no other op made took, by the dtype that they computed in (``""``: none), casts
+            included; empty without ``timing=True``.
         casts: the casts that autocast made for it: of float32 weights, of activations; kept ones that were found are
             `hits` and no casts.
         cast_bytes: the bytes of what these casts wrote.
@@ -39,6 +41,7 @@ class Counts:
     input_dtypes: Dtypes = field(default_factory=dict)
     compute_dtypes: Dtypes = field(default_factory=dict)
     output_dtypes: Dtypes = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
     casts: int = 0
     cast_bytes: int = 0
     cast_seconds: float = 0.0

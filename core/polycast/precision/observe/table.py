@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .facts import Facts, share, total_of
-from .records import Finding
+from .records import Finding, Op
 
 _MOST = 30
 _WIDTH = 120
@@ -19,8 +19,9 @@ def shown(facts: Facts, findings: Iterable[Finding]) -> Group:
     """Return what people see of an observation: the run, the ops, what was found."""
     parts: list[RenderableType] = [Text(line) for line in _run_lines(facts)]
     parts.append(_ops(facts))
-    if len(facts.ops) > _MOST:
-        parts.append(Text(f"... and {len(facts.ops) - _MOST} more ops, in to_dict()"))
+    others = len(facts.ops) - len(_called(facts)[:_MOST])
+    if others:
+        parts.append(Text(f"... and {others} more, with those that other ops are made of, in to_dict()"))
     found = [Text(f"- {finding}") for finding in findings]
     if found:
         parts += [Text(""), Text("Findings", style="bold"), *found]
@@ -31,9 +32,10 @@ def _run_lines(facts: Facts) -> Iterable[str]:
     run, total = facts.run, total_of(facts.ops)
     what = ", ".join(f"{device} in {' and '.join(dtypes)}" for device, dtypes in run.devices.items()) or "no region"
     yield f"{what}; {run.engine} engine, {run.seconds:.2f} s"
-    fast = share(total, run.devices)
+    fast, of_time = share(total.compute_dtypes, run.devices), share(total.seconds, run.devices)
     if fast is not None:
-        yield f"{fast:.0%} of the floating-point ops computed in a fast dtype"
+        in_time = "" if of_time is None else f", {of_time:.0%} of the time in ops"
+        yield f"{fast:.0%} of the floating-point ops computed in a fast dtype{in_time}"
     cast = f"{total.casts:,} casts, {total.cast_bytes:,} bytes; kept casts: {total.hits:,} found, {total.misses:,} not"
     yield cast + (f"; {total.cast_seconds:.3f} s of casting" if run.timing else "")
 
@@ -43,7 +45,7 @@ def _ops(facts: Facts) -> Table:
     for column in ("op", "pass", "calls", "policy", "by", "inputs", "computes in", "outputs", "casts", "bytes"):
         number = column in ("calls", "casts", "bytes")
         table.add_column(column, justify="right" if number else "left", no_wrap=number or column == "op")
-    for op in facts.ops[:_MOST]:
+    for op in _called(facts)[:_MOST]:
         rule = f"{op.rule} {op.rule_name!r}" if op.rule_name else op.rule
         dtypes = (_dtypes(each) for each in (op.input_dtypes, op.compute_dtypes, op.output_dtypes))
         table.add_row(
@@ -55,6 +57,11 @@ def _ops(facts: Facts) -> Table:
             Text(f"{op.cast_bytes:,}" if op.cast_bytes else ""),
         )
     return table
+
+
+def _called(facts: Facts) -> list[Op]:
+    """Return the ops that the program called itself, and those that autocast has a policy for."""
+    return [op for op in facts.ops if op.calls != op.inner_calls or op.policy is not None]
 
 
 def _dtypes(counts: Mapping[str, int]) -> str:

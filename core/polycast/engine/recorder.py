@@ -1,0 +1,79 @@
+"""What an engine counts while somebody observes: the contract of recorders, and what is read of one."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeAlias, TypedDict
+
+import torch
+
+_Dtypes: TypeAlias = Sequence[tuple[torch.dtype, int]]
+_Casts: TypeAlias = Sequence[tuple[torch.dtype, torch.dtype, bool, int, int, int, int, int, int, float]]
+"""(source, target, of a weight, count, bytes, hits, misses, recasts, their bytes, seconds)"""
+
+NO_MODULE = -1
+
+
+class Reading(TypedDict):
+    """What was counted so far. Modules have the numbers that they were added with; overlays, a number for each."""
+
+    counts: Sequence[
+        tuple[
+            str,  # the op
+            bool,  # in the backward pass
+            int,  # the module
+            str | None,  # the device whose autocast looked
+            torch.dtype | None,  # its fast dtype
+            int,  # the overlay; 0: none
+            int,  # calls
+            int,  # those of them inside other ops
+            _Dtypes,  # of the inputs
+            _Dtypes,  # that it computed in
+            _Dtypes,  # of the outputs
+            Sequence[tuple[torch.dtype | None, float]],  # seconds, by what it computed in; of calls in no other op
+            _Casts,
+            Sequence[str] | None,  # the stack of the first call
+        ]
+    ]
+    entries: Sequence[tuple[int, int]]
+    """(module, how often it was called)"""
+    chains: Sequence[tuple[int, Sequence[str], int, int, str | None, torch.dtype | None, int, int]]
+    """(kind, ops, overlay, module, device, fast dtype, count, bytes); see CHAIN_KINDS"""
+    regions: Sequence[tuple[str, str, bool, torch.dtype, int, int, int]]
+    """(where, device, enabled, dtype, entries, unused, ops)"""
+    compiled: Sequence[tuple[str, int, int]]
+    """(region, module, calls)"""
+    overlays: dict[int, tuple[Any, ...]]
+    """By number, the overlay first."""
+    nonfinite: tuple[str, bool, int, bool, bool, torch.dtype, Sequence[str] | None, int] | None
+    """(op, in the backward pass, module, inf, nan, dtype, stack, how often)"""
+
+
+CHAIN_KINDS = ("round_trip", "float32_by_one_input", "unlisted_float32_op", "loss", "loss_root")
+"""The kinds of chains, by their numbers: those of findings, and what a loss in the fast dtype is found by."""
+
+NONFINITE = ("ignore", "record", "raise")
+"""What becomes of inf and nan, by number."""
+
+
+class Recorder(Protocol):
+    """One observation."""
+
+    def start(self) -> None:
+        """Count from now on, on this thread or on all."""
+
+    def stop(self) -> None:
+        """Count no more; on any thread."""
+
+    def read(self) -> Reading:
+        """Return what was counted so far."""
+
+    def nonfinite_count(self) -> int:
+        """Return how many ops turned finite inputs into others so far."""
+
+    def add_module(self, address: int, number: int, /) -> None:
+        """Know a module, by its ``id``."""
+
+    def forget_module(self, address: int, /) -> None:
+        """Know it no more: it has died."""
+
+    def add_parameter(self, parameter: torch.Tensor, module: int, /) -> None:
+        """Know which module a parameter is of."""

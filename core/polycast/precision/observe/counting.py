@@ -1,0 +1,246 @@
+"""What a recorder counted, as facts: the modules by their names, and what decided for the ops."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ...engine.installation import installed
+from ...engine.kernels import autocast_key
+from ...engine.recorder import CHAIN_KINDS, NO_MODULE, Reading
+from ...engine.state import Overlay, Settings
+from ...plugins.backend import Backend
+from ...plugins.discovery import check_availability
+from ...plugins.registry import registry
+from ...policy.dtypes import dtype_name
+from ...region.autocast import why_disabled
+from ...region.explain import deciding_rule
+from ...region.explanation import NO_RULE, OTHERS_KERNEL
+from .facts import Facts, Run, total_of
+from .records import (
+    Cast,
+    Chain,
+    Compiled,
+    Counts,
+    Decision,
+    Module,
+    NonFinite,
+    Op,
+    Region,
+    combine,
+    with_main_decision,
+)
+
+AUTOCAST_IS_OFF = "autocast is off"
+
+
+class Known(NamedTuple):
+    """A module, as it was when observing began."""
+
+    name: str
+    kind: str
+
+
+def facts_of(reading: Reading, modules: Sequence[Known], run: Run) -> Facts:
+    """Return the facts that a recorder counted in a run."""
+    return _Counted(reading, modules).facts(run)
+
+
+class _Counted:
+    def __init__(self, reading: Reading, modules: Sequence[Known]) -> None:
+        self._reading = reading
+        self._modules = modules
+        self._overlays: dict[int, Overlay] = {number: held[0] for number, held in reading["overlays"].items()}
+        self._decisions: dict[tuple[object, ...], tuple[str | None, str, str]] = {}
+
+    def facts(self, run: Run) -> Facts:
+        in_modules: dict[int, list[Op]] = {}
+        casts: list[Cast] = []
+        fast: Counter[tuple[str, str]] = Counter()
+        for row in self._reading["counts"]:
+            op, phase, module, device, dtype = row[0], _phase(row[1]), row[2], row[3], row[4]
+            of_this = [
+                Cast(op, phase, self._name(module), dtype_name(source), dtype_name(target), _kind(weight), *numbers)
+                for source, target, weight, *numbers in _in_order(row[12])
+            ]
+            casts += of_this
+            decision = Decision(device or "", *self._decide(op, device, dtype, row[5]), calls=row[6])
+            if device is not None and dtype is not None:
+                fast[device, dtype_name(dtype)] += row[6]
+            counted = Op(
+                calls=row[6],
+                inner_calls=row[7],
+                input_dtypes=_by_name(row[8]),
+                compute_dtypes=_by_name(row[9]),
+                output_dtypes=_by_name(row[10]),
+                seconds={"" if dtype is None else dtype_name(dtype): seconds for dtype, seconds in row[11]},
+                casts=sum(cast.count for cast in of_this),
+                cast_bytes=sum(cast.bytes for cast in of_this),
+                cast_seconds=sum(cast.seconds for cast in of_this),
+                hits=sum(cast.hits for cast in of_this),
+                misses=sum(cast.misses for cast in of_this),
+                recasts=sum(cast.recasts for cast in of_this),
+                recast_bytes=sum(cast.recast_bytes for cast in of_this),
+                op=op,
+                phase=phase,
+                decisions=(decision,),
+                stack=tuple(row[13] or ()),
+            )
+            in_modules.setdefault(module, []).append(with_main_decision(counted))
+        ops = combine((), (op for ops in in_modules.values() for op in ops))
+        regions = self._regions()
+        for region in regions:
+            if region.enabled:
+                fast[region.device, region.dtype] += 0
+        devices: dict[str, list[str]] = {}
+        for (device, name), _ in fast.most_common():
+            devices.setdefault(device, []).append(name)
+        return Facts(
+            run=replace(run, devices=devices, emulated=_emulated(devices)),
+            ops=tuple(sorted(ops, key=lambda op: (-op.calls, op.op, op.phase))),
+            modules=tuple(self._in_modules(in_modules)),
+            casts=tuple(sorted(combine((), casts), key=lambda cast: (-cast.bytes, cast.op, cast.module or ""))),
+            regions=regions,
+            compiled=combine(
+                (), (Compiled(name, self._name(module), calls) for name, module, calls in self._reading["compiled"])
+            ),
+            chains=self._chains(),
+            nonfinite=self._nonfinite(),
+        )
+
+    def _in_modules(self, ops: Mapping[int, list[Op]]) -> Iterable[Module]:
+        entries: Counter[int] = Counter()
+        for module, count in self._reading["entries"]:
+            entries[module] += count
+        own = {number: total_of(tuple(of_module)) for number, of_module in ops.items()}
+        for number, (name, kind) in enumerate(self._modules):
+            inside = [
+                Op(**_fields(own[other]))
+                for other in own
+                if other == number
+                or (other != NO_MODULE and (not name or self._modules[other].name.startswith(f"{name}.")))
+            ]
+            yield Module(
+                **_fields(own.get(number, Counts())),
+                module=name,
+                kind=kind,
+                entries=entries[number],
+                total=total_of(tuple(inside)),
+                ops=tuple(sorted(combine((), ops.get(number, ())), key=lambda op: (-op.calls, op.op, op.phase))),
+            )
+
+    def _regions(self) -> tuple[Region, ...]:
+        found = []
+        for where, device, enabled, dtype, entries, unused, ops in self._reading["regions"]:
+            reason = "" if enabled else _refusal(device, dtype)
+            found.append(Region(where, device, enabled, dtype_name(dtype), reason, entries, unused, ops))
+        return combine((), found)
+
+    def _chains(self) -> tuple[Chain, ...]:
+        found, roots = [], []
+        for number, ops, overlay, module, device, dtype, count, size in self._reading["chains"]:
+            kind, fast = CHAIN_KINDS[number], "" if dtype is None else dtype_name(dtype)
+            if kind == "loss_root":
+                roots.append(Chain("loss_in_fast_dtype", tuple(ops), self._name(module), fast, count, size))
+                continue
+            about = ops[1] if kind == "unlisted_float32_op" else ops[0]
+            policy = self._decide(about, device, dtype, overlay)[0]
+            if kind == "unlisted_float32_op" and policy is not None:
+                continue
+            if kind == "float32_by_one_input" and policy not in (None, "promote", "passthrough"):
+                continue
+            kind = "loss_in_fast_dtype" if kind == "loss" else kind
+            found.append(Chain(kind, tuple(ops), self._name(module), fast, count, size))
+        losses = {_letters(chain.ops[0]) for chain in found if chain.kind == "loss_in_fast_dtype"}
+        # A node is named for the op that made it: MseLossBackward0 for aten::mse_loss.
+        found += [chain for chain in roots if _letters(chain.ops[0]) not in losses]
+        return tuple(sorted(combine((), found), key=lambda chain: (-chain.bytes, chain.kind, chain.ops)))
+
+    def _nonfinite(self) -> NonFinite | None:
+        found = self._reading["nonfinite"]
+        if found is None:
+            return None
+        op, backward, module, inf, nan, dtype, stack, count = found
+        what = " and ".join(name for name, is_there in (("inf", inf), ("nan", nan)) if is_there)
+        return NonFinite(op, _phase(backward), self._name(module), what, dtype_name(dtype), tuple(stack or ()), count)
+
+    def _name(self, module: int) -> str | None:
+        return None if module == NO_MODULE else self._modules[module].name
+
+    def _decide(
+        self, op: str, device: str | None, dtype: torch.dtype | None, overlay: int
+    ) -> tuple[str | None, str, str]:
+        """Return the policy of an op, what decided it, and the name of that."""
+        if device is None or dtype is None:
+            return None, AUTOCAST_IS_OFF, ""
+        key = op, device, overlay
+        if key not in self._decisions:
+            backend = _backend(device)
+            if backend is None or device not in installed:
+                theirs = torch._C._dispatch_has_kernel_for_dispatch_key(op, autocast_key(device))
+                self._decisions[key] = None, OTHERS_KERNEL if theirs else NO_RULE, ""
+            else:
+                settings = Settings(device, True, dtype, overlay=self._overlays.get(overlay))
+                policy, rule, rule_name = deciding_rule(op, settings, backend)
+                self._decisions[key] = None if policy is None else policy.value, rule, rule_name
+        return self._decisions[key]
+
+
+def _fields(counts: Counts) -> dict[str, Any]:
+    return {name: getattr(counts, name) for name in Counts.__dataclass_fields__}
+
+
+def _phase(backward: bool) -> str:
+    return "backward" if backward else "forward"
+
+
+def _kind(weight: bool) -> str:
+    return "weight" if weight else "activation"
+
+
+def _in_order(casts: Iterable[tuple[Any, ...]]) -> Iterable[tuple[Any, ...]]:
+    """Return casts with their numbers in the order of the fields of a Cast."""
+    for source, target, weight, count, size, hits, misses, recasts, recast_bytes, seconds in casts:
+        yield source, target, weight, count, size, seconds, hits, misses, recasts, recast_bytes
+
+
+def _by_name(dtypes: Iterable[tuple[torch.dtype, int]]) -> dict[str, int]:
+    return {dtype_name(dtype): count for dtype, count in sorted(dtypes, key=lambda each: -each[1])}
+
+
+def _letters(name: str) -> str:
+    base = name.removeprefix("aten::").partition(".")[0].rstrip("0123456789").removesuffix("Backward")
+    return base.replace("_", "").lower()
+
+
+def _backend(device: str) -> Backend | None:
+    try:
+        return registry.find(device)
+    except RuntimeError:  # nobody serves it, or who does is broken: torch's own autocast may have run on it
+        return None
+
+
+def _refusal(device: str, dtype: torch.dtype) -> str:
+    """Say why a region cannot be enabled; nothing if it can, so that being disabled was asked for."""
+    backend = _backend(device)
+    if backend is None:
+        return ""
+    refusal = why_disabled(backend, dtype, check_availability(backend)) or ""
+    return refusal.replace("Disabling autocast.", "").replace("\n", "").strip().rstrip(".")
+
+
+def _emulated(devices: Mapping[str, Iterable[str]]) -> dict[str, str]:
+    found = {}
+    for device, names in devices.items():
+        backend = _backend(device)
+        for name in names if backend is not None else ():
+            assert backend is not None
+            try:
+                reason = backend.emulates(getattr(torch, name))
+            except Exception:  # a plugin's: what it cannot say is not said
+                reason = None
+            if isinstance(reason, str) and reason:
+                found[f"{device} {name}"] = reason
+    return found

@@ -1,0 +1,184 @@
+"""``observe``: seeing what runs, in which dtype, why, and at what cost, without changing it."""
+
+import functools
+import importlib.metadata
+import platform
+import time
+import weakref
+from types import TracebackType
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ...engine.choice import choose
+from ...engine.recorder import NONFINITE, Recorder
+from .compilations import tell_compilations, tell_compilations_no_more
+from .counting import Known, facts_of
+from .facts import Facts, Run
+from .module_calls import after_modules, tell_modules, tell_modules_no_more
+from .observation import Observation
+
+_THREADS = ("this", "all")
+
+
+class observe:
+    """See what runs in a block: a context manager, whose value is an :class:`Observation`.
+
+    Casts, kept casts, results and graphs are those of a run that is not observed. What was seen is kept when the block
+    raises. Observers may be nested, and each sees all.
+
+    Args:
+        model: what ran is told by its modules too, of which it holds none: they may come and go.
+        timing: take the time of each cast. On a device that computes asynchronously that is the time to ask for it.
+        nonfinite: ``"record"``: look for the first op that turns finite inputs into inf or nan. ``"raise"``: the same,
+            and raise FloatingPointError as soon as the module that it ran in is done, or at the end of the block. It
+            looks at every value that an op returns: a device waits for that.
+        stacks: keep the Python stack of the first call of each op, by module.
+        threads: ``"this"``: what this thread runs, with the backward passes that it starts; or ``"all"``.
+
+    Raises:
+        TypeError: `model` is not a module, or an option not a bool.
+        ValueError: `nonfinite` or `threads` is none of those.
+        FloatingPointError: as `nonfinite` says; it names the op and the module.
+
+    Example:
+        >>> import torch, polycast
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1))
+        >>> with polycast.observe(model) as seen, polycast.autocast("cpu"):
+        ...     output = model(torch.ones(2, 4))
+        >>> {module.module: module.output_dtypes for module in seen.modules if module.calls}
+        {'0': {'bfloat16': 1}, '1': {'float32': 1}}
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        timing: bool = False,
+        nonfinite: Literal["ignore", "record", "raise"] = "ignore",
+        stacks: bool = False,
+        threads: Literal["this", "all"] = "this",
+    ) -> None:
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
+        _check_options(timing=timing, stacks=stacks)
+        _check_option("nonfinite", nonfinite, NONFINITE)
+        _check_option("threads", threads, _THREADS)
+        self._model = None if model is None else weakref.ref(model)
+        self._options = Run(
+            model=None if model is None else type(model).__name__,
+            threads=threads,
+            timing=timing,
+            nonfinite=nonfinite,
+            stacks=stacks,
+        )
+        self._running: list[_Observing] = []
+
+    def __enter__(self) -> Observation:
+        running = _Observing(self._options, None if self._model is None else self._model())
+        running.start()
+        self._running.append(running)
+        return running.observation
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if not self._running:
+            raise RuntimeError("this observer was not entered")
+        running = self._running.pop()
+        running.stop()
+        if error is None:
+            running.raise_nonfinite()
+
+
+class _Observing:
+    """One block that is observed."""
+
+    def __init__(self, options: Run, model: nn.Module | None) -> None:
+        engine = choose()
+        self._run = options
+        self._engine_name = engine.name
+        self._recorder: Recorder = engine.recorder(
+            options.threads == "all", options.timing, NONFINITE.index(options.nonfinite), options.stacks
+        )
+        self._tells_modules = model is not None
+        self._modules: list[Known] = []
+        self._alive: list[weakref.ref[nn.Module]] = []
+        if model is not None:
+            self._know(model)
+        self._raised = False
+        self._began = time.perf_counter()
+        self.observation = Observation(self._facts)
+
+    def _know(self, model: nn.Module) -> None:
+        for number, (name, module) in enumerate(model.named_modules()):
+            self._modules.append(Known(name, type(module).__name__))
+            self._recorder.add_module(id(module), number)
+            forget = functools.partial(_forget, self._recorder, id(module))
+            self._alive.append(weakref.ref(module, forget))
+            for parameter in module.parameters(recurse=False):
+                self._recorder.add_parameter(parameter, number)
+
+    def start(self) -> None:
+        tell_compilations()
+        if self._tells_modules:
+            tell_modules()
+        if self._run.nonfinite == "raise":
+            after_modules.append(self.raise_nonfinite)
+        self._began = time.perf_counter()
+        self._recorder.start()
+
+    def stop(self) -> None:
+        self._recorder.stop()
+        self.observation._facts = self._facts()
+        if self.raise_nonfinite in after_modules:
+            after_modules.remove(self.raise_nonfinite)
+        if self._tells_modules:
+            tell_modules_no_more()
+        tell_compilations_no_more()
+        self._alive.clear()
+
+    def _facts(self) -> Facts:
+        run = Run(
+            **{
+                **vars(self._run),
+                "seconds": time.perf_counter() - self._began,
+                "engine": self._engine_name,
+                "versions": {
+                    "polycast": importlib.metadata.version("polycast"),
+                    "torch": torch.__version__,
+                    "python": platform.python_version(),
+                },
+            }
+        )
+        return facts_of(self._recorder.read(), self._modules, run)
+
+    def raise_nonfinite(self) -> None:
+        """Raise what ``nonfinite="raise"`` asks for, once."""
+        if self._run.nonfinite != "raise" or self._raised or not self._recorder.nonfinite_count():
+            return
+        self._raised = True
+        found = self.observation.nonfinite
+        assert found is not None
+        module = "outside of the model's modules" if found.module is None else f"in the module {found.module!r}"
+        called = "".join(f"\n  {line}" for line in found.stack)
+        raise FloatingPointError(
+            f"{found.op} {module} turned finite inputs into {found.what} ({found.dtype}, in the {found.phase} pass). "
+            f"It was called at:{called}"
+        )
+
+
+def _check_options(**options: object) -> None:
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {value!r}")
+
+
+def _check_option(name: str, value: object, legal: tuple[str, ...]) -> None:
+    if value not in legal:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, legal))}, got {value!r}")
+
+
+def _forget(recorder: Recorder, address: int, _: object) -> None:
+    recorder.forget_module(address)
