@@ -33,8 +33,8 @@ def _template() -> jinja2.Template:
     )
     environment.filters.update(
         size=size,
-        count=lambda number: f"{number:,}",
-        percent=lambda part: "–" if part is None else f"{part:.0%}",
+        count="{:,}".format,
+        percent="{:.0%}".format,
         duration=_duration,
         pattern=lambda dtype: _PATTERNS.get(dtype, _OTHER),
         in_order=lambda counts: sorted(counts.items(), key=lambda each: _PATTERNS.get(each[0], _OTHER)),

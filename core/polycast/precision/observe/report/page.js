@@ -62,11 +62,12 @@ if (table) {
   const pass = document.getElementById("filter-pass");
   const dtype = document.getElementById("filter-dtype");
   const changed = document.getElementById("filter-changed");
+  const inner = document.getElementById("filter-inner");
   let order = "the most calls first";
 
   const say = () => {
     const shown = rows.filter((row) => !row.hidden).length;
-    status.textContent = `${shown} of ${rows.length} ops, ${order}.`;
+    status.textContent = `${shown} of ${rows.length} ops shown, ${order}.`;
   };
   const filter = () => {
     const wanted = text.value.trim().toLowerCase().split(/\s+/).filter(Boolean);
@@ -76,7 +77,8 @@ if (table) {
         wanted.every((word) => said.includes(word)) &&
         (!pass.value || row.dataset.pass === pass.value) &&
         (!dtype.value || row.dataset.dtypes.split(" ").includes(dtype.value)) &&
-        (!changed?.checked || "changed" in row.dataset)
+        (!changed?.checked || "changed" in row.dataset) &&
+        (inner?.checked || !("inner" in row.dataset))
       );
     }
     say();
@@ -110,5 +112,6 @@ if (table) {
     head.replaceChildren(button);
   });
   document.getElementById("filter").addEventListener("submit", (event) => event.preventDefault());
-  for (const each of [text, pass, dtype, changed]) each?.addEventListener("input", filter);
+  for (const each of [text, pass, dtype, changed, inner]) each?.addEventListener("input", filter);
+  filter();
 }

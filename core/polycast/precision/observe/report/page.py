@@ -1,7 +1,7 @@
 """What a report shows, of one run or of two side by side: the rows, in order, before any of it is HTML.
 
-Where a value is `of` the runs, it is a tuple with one entry for each: of one run, or of the one before and the one after.
-An entry that a run lacks is None.
+Where a value is `of` the runs, it is a tuple with one entry for each: of one run, or of the one before and
+the one after. An entry that a run lacks is None.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +16,7 @@ PHASES = ("forward", "backward")
 _MOST_CASTS = 25
 _OPEN_MODULES = 40
 
-_TIMES = {"cast_seconds", "stack"}
+_NOT_COMPARED = {"seconds", "cast_seconds", "stack"}
 
 _R = TypeVar("_R")
 _Of = tuple[_R | None, ...]
@@ -32,6 +32,7 @@ class Summary:
         phases: the same, of the forward and of the backward pass.
         fast_calls: how many calls computed in a fast dtype, of `float_calls`.
         fast_share: the one as a share of the other; None: no op had floating-point tensors.
+        fast_time_share: the share of the time in ops; None: it was not taken.
     """
 
     run: Run
@@ -40,13 +41,14 @@ class Summary:
     fast_calls: int
     float_calls: int
     fast_share: float | None
+    fast_time_share: float | None
 
 
 @dataclass(frozen=True)
 class FoundRow:
     """A finding; `state` is ``"gone"`` or ``"new"`` where one of two runs has it, and empty otherwise.
 
-    `target` is the row of the module that it is about, `stack` the Python stack of what it is about, if either is known.
+    `target` is the row of the module that it is about, `stack` the Python stack of the call, if either is known.
     """
 
     finding: Finding
@@ -57,12 +59,18 @@ class FoundRow:
 
 @dataclass(frozen=True)
 class OpRow:
-    """An op in one pass."""
+    """An op in one pass.
+
+    Attributes:
+        changed: whether the runs differ in it.
+        inner: whether only other ops called it, and no table has it.
+    """
 
     op: str
     phase: str
     of: _Of[Op]
     changed: bool
+    inner: bool
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,8 @@ class ModuleRow:
         kind: the name of its class.
         depth: how many modules are around it.
         of: what the runs say of it.
-        casts, bytes: its share of what the module around it has, for each run, from 0 to 1; of two runs, in that which has more.
+        casts, bytes: its share of what the module around it has, for each run, from 0 to 1; with
+            two runs, of what it has in that which has more.
         ops: its own ops.
         changed: whether the runs differ in it, or in what is in it.
         inner: whether modules are in it.
@@ -121,6 +130,11 @@ class Page:
         return len(self.runs) == 2
 
     @property
+    def timed(self) -> bool:
+        """Whether a run knows how long its ops took."""
+        return any(run.run.timing for run in self.runs)
+
+    @property
     def dtypes(self) -> tuple[str, ...]:
         """The dtypes that ops computed in, the most used first."""
         counts: dict[str, int] = {}
@@ -155,7 +169,7 @@ def page_of(facts: Facts, against: Facts | None = None) -> Page:
 def _summary(facts: Facts) -> Summary:
     total = total_of(facts.ops)
     float_calls = sum(total.compute_dtypes.values())
-    fast_share = share(total, facts.run.devices)
+    fast_share = share(total.compute_dtypes, facts.run.devices)
     return Summary(
         run=facts.run,
         total=total,
@@ -163,6 +177,7 @@ def _summary(facts: Facts) -> Summary:
         fast_calls=round((fast_share or 0.0) * float_calls),
         float_calls=float_calls,
         fast_share=fast_share,
+        fast_time_share=share(total.seconds, facts.run.devices),
     )
 
 
@@ -178,10 +193,14 @@ def _found(runs: tuple[Facts, ...], ids: Mapping[str, str]) -> Iterator[FoundRow
 
 def _op_rows(of: tuple[tuple[Op, ...], ...]) -> tuple[OpRow, ...]:
     rows = (
-        OpRow(*_first(each, "op", "phase"), of=each, changed=_differ(each))
+        OpRow(*_first(each, "op", "phase"), of=each, changed=_differ(each), inner=all(map(_is_inner, each)))
         for each in _together(of, lambda ops: ops, lambda op: (op.op, op.phase))
     )
     return tuple(sorted(rows, key=lambda row: -_most(row.of, "calls")))
+
+
+def _is_inner(op: Op | None) -> bool:
+    return op is None or (op.calls == op.inner_calls and op.policy is None)
 
 
 def _module_rows(runs: tuple[Facts, ...]) -> tuple[ModuleRow, ...]:
@@ -207,7 +226,11 @@ def _module_rows(runs: tuple[Facts, ...]) -> tuple[ModuleRow, ...]:
                 of=of[name],
                 casts=_share_of_around(of, name, "casts"),
                 bytes=_share_of_around(of, name, "cast_bytes"),
-                ops=_op_rows(tuple(() if each is None else each.ops for each in of[name])),
+                ops=tuple(
+                    row
+                    for row in _op_rows(tuple(() if each is None else each.ops for each in of[name]))
+                    if not row.inner
+                ),
                 changed=_differ(of[name]),
                 inner=bool(within),
                 is_open=bool(within) and (depth == 0 or (depth == 1 and len(of) <= _OPEN_MODULES)),
@@ -267,6 +290,6 @@ def _without_times(record: Counts | None) -> str:
     plain = [
         sorted(value.items()) if isinstance(value, Mapping) else value
         for name, value in said.items()
-        if name not in _TIMES
+        if name not in _NOT_COMPARED
     ]
     return repr((plain, nested))
