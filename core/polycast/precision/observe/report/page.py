@@ -45,15 +45,29 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class FoundRow:
-    """A finding; `state` is ``"gone"`` or ``"new"`` where one of two runs has it, and empty otherwise.
+class Place:
+    """Where something was found: `target` is the row of the module that it is about, if there is one."""
 
-    `target` is the row of the module that it is about, `stack` the Python stack of the call, if either is known.
+    where: str
+    what: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """Findings of one kind that one thing is to be done about.
+
+    Attributes:
+        kind, remedy: what they share.
+        state: ``"gone"`` or ``"new"`` where one of two runs has them, and empty otherwise.
+        places: where, those that cost most bytes first.
+        stack: the Python stack of the call that it is about, if it is known.
     """
 
-    finding: Finding
+    kind: str
+    remedy: str
     state: str
-    target: str
+    places: tuple[Place, ...]
     stack: tuple[str, ...]
 
 
@@ -116,7 +130,7 @@ class Page:
     """All that a report shows."""
 
     runs: tuple[Summary, ...]
-    found: tuple[FoundRow, ...]
+    found: tuple[Found, ...]
     modules: tuple[ModuleRow, ...]
     ops: tuple[OpRow, ...]
     casts: tuple[_Of[Cast], ...]
@@ -181,14 +195,24 @@ def _summary(facts: Facts) -> Summary:
     )
 
 
-def _found(runs: tuple[Facts, ...], ids: Mapping[str, str]) -> Iterator[FoundRow]:
-    of = [{(each.kind, each.where, each.ops): each for each in findings_of(facts)} for facts in runs]
-    for key in dict.fromkeys(key for each in reversed(of) for key in each):
-        finding = next(each[key] for each in reversed(of) if key in each)
-        state = "" if all(key in each for each in of) else "new" if key in of[-1] else "gone"
-        stacks = (facts.nonfinite.stack for facts in reversed(runs) if facts.nonfinite is not None)
-        stack = next(stacks, ()) if finding.kind == "nonfinite" else ()
-        yield FoundRow(finding, state, ids.get(finding.module, "") if finding.module is not None else "", stack)
+def _found(runs: tuple[Facts, ...], ids: Mapping[str | None, str]) -> Iterator[Found]:
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for of in _together(runs, findings_of, lambda each: (each.kind, each.where, each.ops)):
+        finding = next(each for each in reversed(of) if each is not None)
+        state = "" if None not in of else "new" if of[-1] is not None else "gone"
+        groups.setdefault((finding.kind, finding.remedy, state), []).append(finding)
+    stacks = [facts.nonfinite.stack for facts in runs if facts.nonfinite is not None]
+    for (kind, remedy, state), findings in groups.items():
+        yield Found(
+            kind=kind,
+            remedy=remedy,
+            state=state,
+            places=tuple(
+                Place(each.where, each.what, ids.get(each.module, ""))
+                for each in sorted(findings, key=lambda each: -each.bytes)
+            ),
+            stack=stacks[-1] if kind == "nonfinite" else (),
+        )
 
 
 def _op_rows(of: tuple[tuple[Op, ...], ...]) -> tuple[OpRow, ...]:
