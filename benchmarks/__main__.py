@@ -19,7 +19,7 @@ from rich.table import Table
 
 from polycast.engine.choice import choose
 
-from . import models, once, scenarios, small, training
+from . import models, observing, once, scenarios, small, training
 from .ops import EveryOp
 from .processes import ImportTime, PeakMemory
 from .timing import Result
@@ -35,6 +35,8 @@ BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
     "mm-bfloat16": small.mm_bfloat16,
     "mm-weight": small.mm_weight,
     "relu": small.relu,
+    "observing": observing.ops,
+    "observing-training": observing.training,
     "ops": EveryOp,
     "depth": small.depth,
     "threads": small.threads,

@@ -4,6 +4,7 @@ PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has n
 """
 
 import importlib
+from typing import TYPE_CHECKING, Any
 
 try:
     importlib.import_module("torch")
@@ -35,8 +36,6 @@ from .plugins.registry import backends, get_backend, is_autocast_available, regi
 from .policy.cast_policy import CastPolicy, policy_table
 from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
 from .policy.value import Policy
-from .precision.observe.observation import Observation
-from .precision.observe.observe import observe
 from .region.autocast import autocast, autocast_decorator
 from .region.capture import Snapshot, capture
 from .region.custom_function import custom_bwd, custom_fwd
@@ -54,6 +53,10 @@ from .region.thread_state import (
     set_autocast_dtype,
     set_autocast_enabled,
 )
+
+if TYPE_CHECKING:
+    from .precision.observe.observation import Observation
+    from .precision.observe.observe import observe
 
 __all__ = [
     "STANDARD_POLICIES",
@@ -107,3 +110,21 @@ __all__ = [
     "uninstall",
     "unregister_backend",
 ]
+
+_IMPORTED_AT_FIRST_USE = {
+    "Observation": "precision.observe.observation",
+    "observe": "precision.observe.observe",
+}
+"""What few programs use, and takes a while to import."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _IMPORTED_AT_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_IMPORTED_AT_FIRST_USE[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -65,7 +65,8 @@ class observe:
         _check_options(timing=timing, stacks=stacks)
         _check_option("nonfinite", nonfinite, NONFINITE)
         _check_option("threads", threads, _THREADS)
-        self._model = None if model is None else weakref.ref(model)
+        self._model = model  # until the block begins: it may die in there
+        self._weak_model = None if model is None else weakref.ref(model)
         self._options = Run(
             model=None if model is None else type(model).__name__,
             threads=threads,
@@ -76,7 +77,10 @@ class observe:
         self._running: list[_Observing] = []
 
     def __enter__(self) -> Observation:
-        running = _Observing(self._options, None if self._model is None else self._model())
+        model, self._model = self._model, None
+        if model is None and self._weak_model is not None:
+            model = self._weak_model()
+        running = _Observing(self._options, model)
         running.start()
         self._running.append(running)
         return running.observation

@@ -13,6 +13,7 @@ from .records import Finding, Op
 
 _MOST = 30
 _WIDTH = 120
+_SHORT = {"backend's table": "table", "autocast is off": "off"}
 
 
 def shown(facts: Facts, findings: Iterable[Finding]) -> Group:
@@ -41,21 +42,15 @@ def _run_lines(facts: Facts) -> Iterable[str]:
 
 
 def _ops(facts: Facts) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for column in ("op", "pass", "calls", "policy", "by", "inputs", "computes in", "outputs", "casts", "bytes"):
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for column in ("op", "pass", "calls", "policy", "by", "inputs", "outputs", "casts", "bytes"):
         number = column in ("calls", "casts", "bytes")
-        table.add_column(column, justify="right" if number else "left", no_wrap=number or column == "op")
+        table.add_column(column, justify="right" if number else "left", no_wrap=column != "by", overflow="fold")
     for op in _called(facts)[:_MOST]:
-        rule = f"{op.rule} {op.rule_name!r}" if op.rule_name else op.rule
-        dtypes = (_dtypes(each) for each in (op.input_dtypes, op.compute_dtypes, op.output_dtypes))
-        table.add_row(
-            *(
-                Text(cell)
-                for cell in (op.op.removeprefix("aten::"), op.phase, f"{op.calls:,}", op.policy or "", rule, *dtypes)
-            ),
-            Text(f"{op.casts:,}" if op.casts else ""),
-            Text(f"{op.cast_bytes:,}" if op.cast_bytes else ""),
-        )
+        rule = f"{op.rule} {op.rule_name!r}" if op.rule_name else _SHORT.get(op.rule, op.rule)
+        numbers = (f"{number:,}" if number else "" for number in (op.casts, op.cast_bytes))
+        cells = (op.op.removeprefix("aten::"), op.phase, f"{op.calls:,}", op.policy or "", rule)
+        table.add_row(*map(Text, (*cells, _dtypes(op.input_dtypes), _dtypes(op.output_dtypes), *numbers)))
     return table
 
 

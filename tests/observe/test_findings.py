@@ -1,0 +1,233 @@
+"""Findings: each is there for a model that has the fault, and not for one that has not."""
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+
+
+def findings(kind, run, model=None, **options):
+    with polycast.observe(model, **options) as seen:
+        run()
+    return [found for found in seen.findings if found.kind == kind]
+
+
+def in_region(call, count=1, **arguments):
+    def run():
+        with torch.no_grad():
+            for _ in range(count):
+                with polycast.autocast("cpu", **arguments):
+                    call()
+
+    return run
+
+
+def test_weights_that_are_cast_again_and_again(engine):
+    net, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), torch.ones(1, 64)
+    (found,) = findings("weights_cast_again", in_region(lambda: net(x), 3), net)
+    again = 2 * 2 * (64 * 64 + 64 + 64 * 8 + 8)
+    assert (found.where, found.module, found.count, found.bytes) == ("0 and 1 other module", "0", 8, again)
+    assert found.bytes_per_second > 0
+    assert found.what.startswith("weights were cast again 8 times that nothing had written since: 18.7 KB, ")
+    assert "cache=polycast.WeightCache()" in found.remedy
+    assert findings("weights_cast_again", in_region(lambda: net(x), 3, cache=polycast.WeightCache()), net) == []
+
+
+def test_weights_that_are_trained_are_cast_once_a_step(engine):
+    net, x = nn.Linear(8, 8), torch.ones(1, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def train():
+        for _ in range(3):
+            with polycast.autocast("cpu"):
+                loss = net(x).float().sum()
+            loss.backward()
+            optimizer.step()
+
+    assert findings("weights_cast_again", train, net) == []
+
+
+class Norm(nn.Module):
+    """Ends in float32, as a layer that is kept there does."""
+
+    def forward(self, x):
+        return x.float().exp().log()
+
+
+def test_an_activation_that_goes_to_the_fast_dtype_and_back(engine):
+    net, x = nn.Sequential(Norm(), nn.Linear(8, 8), nn.LogSoftmax(-1)), torch.ones(2, 8)
+    policy = {"log_softmax": "fp32", "exp": "fp32", "log": "fp32"}
+    (found,) = findings("round_trip", in_region(lambda: net(x), 2, policy=policy), net)
+    assert found.ops == ("aten::linear", "aten::log_softmax.int")
+    assert (found.where, found.count) == ("2", 2)
+    assert found.what == (
+        "an activation goes to bfloat16 for aten::linear and back to float32 for aten::log_softmax.int, 2 times: "
+        "128 bytes cast."
+    )
+    stays = {**policy, "linear": "fp32"}
+    assert findings("round_trip", in_region(lambda: net(x), 2, policy=stays), net) == []
+
+
+class Scaled(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.scale = torch.ones(8, dtype=dtype)
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def test_an_op_in_float32_because_of_one_input(engine):
+    x = torch.ones(2, 8)
+    net = nn.Sequential(nn.Linear(8, 8), Scaled(torch.float32))
+    (found,) = findings("float32_by_one_input", in_region(lambda: net(x)), net)
+    assert (found.where, found.ops, found.count, found.bytes) == ("1", ("aten::mul.Tensor",), 1, 64)
+    assert "because one of its inputs is float32 and the others are bfloat16" in found.what
+    net = nn.Sequential(nn.Linear(8, 8), Scaled(torch.bfloat16))
+    assert findings("float32_by_one_input", in_region(lambda: net(x)), net) == []
+
+
+def test_an_op_that_promotes_because_of_one_input(engine):
+    narrow, wide = torch.ones(4).bfloat16(), torch.ones(4)
+    (found,) = findings("float32_by_one_input", in_region(lambda: torch.cat([narrow, narrow, wide])))
+    assert (found.where, found.ops) == ("outside of the model's modules", ("aten::cat",))
+    assert findings("float32_by_one_input", in_region(lambda: torch.cat([narrow, narrow]))) == []
+
+
+def test_an_op_that_a_table_has_in_float32_is_none(engine):
+    narrow, wide = torch.ones(2, 4).bfloat16(), torch.ones(2, 4)
+    loss = nn.functional.mse_loss
+    assert findings("float32_by_one_input", in_region(lambda: loss(narrow, wide))) == []
+
+
+class Activation(nn.Module):
+    def __init__(self, cast):
+        super().__init__()
+        self.cast = cast
+
+    def forward(self, x):
+        return nn.functional.gelu(x.float() if self.cast else x)
+
+
+@pytest.mark.parametrize("cast", [True, False])
+def test_an_unlisted_op_in_float32_between_two_that_are_not(engine, cast):
+    net, x = nn.Sequential(nn.Linear(8, 8), Activation(cast), nn.Linear(8, 8)), torch.ones(2, 8)
+    found = findings("unlisted_float32_op", in_region(lambda: net(x)), net)
+    assert [each.ops for each in found] == [("aten::linear", "aten::gelu", "aten::linear")] * cast
+    for each in found:
+        assert each.what == (
+            "aten::gelu is in no table and runs in float32, once, between aten::linear and aten::linear, which run in "
+            "bfloat16: 64 bytes of outputs."
+        )
+
+
+def test_inf_or_nan(engine):
+    (found,) = findings("nonfinite", lambda: torch.zeros(4).log(), nonfinite="record")
+    assert found.ops == ("aten::log",)
+    assert "the first op to turn finite inputs into inf (float32, forward); once in all" in found.what
+    assert findings("nonfinite", lambda: torch.ones(4).log(), nonfinite="record") == []
+
+
+def test_a_dtype_that_the_device_emulates(engine, hand_made):
+    def run():
+        with polycast.autocast("cpu"):
+            torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+
+    table = polycast.get_backend("cpu").policies
+    hand_made("cpu", default_dtype=torch.bfloat16, policies=table, emulates=lambda dtype: f"no {dtype} here")
+    (found,) = findings("slow_dtype", run)
+    assert (found.where, found.what) == ("cpu", "bfloat16 is emulated: no torch.bfloat16 here.")
+    polycast.unregister_backend("cpu")
+    hand_made("cpu", default_dtype=torch.bfloat16, policies=table)
+    assert findings("slow_dtype", run) == []
+
+
+def test_a_backend_that_cannot_say_whether_it_emulates_is_let_be(engine, hand_made):
+    def emulates(dtype):
+        raise OSError("no such file")
+
+    hand_made("cpu", default_dtype=torch.bfloat16, emulates=emulates)
+    assert findings("slow_dtype", in_region(lambda: torch.ones(2).relu())) == []
+
+
+def test_a_region_that_is_disabled_says_why(engine, hand_made):
+    class Absent(type(hand_made("xpu"))):
+        def availability(self):
+            return polycast.Availability(False, "no device is plugged in")
+
+    polycast.unregister_backend("xpu")
+    polycast.register_backend(Absent("xpu"))
+
+    def refused():
+        with pytest.warns(polycast.AutocastDisabledWarning), polycast.autocast("xpu"):
+            pass
+
+    (found,) = findings("disabled_region", refused)
+    assert "test_findings.py:" in found.where
+    assert found.what == "the region for xpu is disabled, once: xpu is not available: no device is plugged in."
+
+    def asked_for():
+        with polycast.autocast("cpu", enabled=False):
+            pass
+
+    (found,) = findings("disabled_region", asked_for)
+    assert found.what == "the region for cpu is disabled, once: enabled=False asks for that."
+    assert findings("disabled_region", in_region(lambda: torch.ones(2).relu())) == []
+
+
+def test_a_region_that_never_ran_an_op(engine):
+    (found,) = findings("unused_region", in_region(lambda: None, 2))
+    assert "test_findings.py:" in found.where
+    assert (found.count, found.what) == (
+        2,
+        "the region for cpu was left without an op that autocast for cpu looked at, every time.",
+    )
+    assert findings("unused_region", in_region(lambda: torch.ones(2).relu())) == []
+
+
+def test_a_region_that_runs_ops_in_another_inside_it_is_used(engine):
+    def nested():
+        with polycast.autocast("cpu"), polycast.autocast("cpu", torch.float16):
+            torch.ones(2).relu()
+
+    assert findings("unused_region", nested) == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "op"),
+    [
+        (lambda y: (y * y).mean(), "MeanBackward0"),
+        (lambda y: nn.functional.mse_loss(y, torch.zeros_like(y)), "aten::mse_loss"),
+    ],
+)
+def test_a_loss_in_the_fast_dtype(engine, loss, op):
+    net, x = nn.Linear(8, 8), torch.ones(2, 8)
+    policy = {"mse_loss": "passthrough"}
+
+    def train(in_float32):
+        def run():
+            with polycast.autocast("cpu", policy=policy):
+                y = net(x)
+                value = loss(y.float() if in_float32 else y)
+            value.backward()
+
+        return run
+
+    (found,) = findings("loss_in_fast_dtype", train(in_float32=False), net)
+    assert found.ops == (op,)
+    assert found.what == f"a loss is computed in bfloat16, by {op}, once."
+    assert findings("loss_in_fast_dtype", train(in_float32=True), net) == []
+
+
+def test_a_model_without_faults_has_no_findings(engine):
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4)), torch.ones(2, 8)
+
+    def train():
+        with polycast.autocast("cpu"):
+            loss = nn.functional.cross_entropy(net(x), torch.zeros(2, dtype=torch.int64))
+        loss.backward()
+
+    with polycast.observe(net, nonfinite="record") as seen:
+        train()
+    assert [found for found in seen.findings if found.kind != "slow_dtype"] == []

@@ -1,0 +1,162 @@
+"""What an observation says of modules: which one an op ran in, forward and backward."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import polycast
+
+
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4)), nn.Linear(4, 2))
+
+
+def calls(seen, module, op, phase="forward"):
+    (found,) = [each for each in seen.modules if each.module == module]
+    return sum(each.calls for each in found.ops if (each.op, each.phase) == (op, phase))
+
+
+def test_ops_are_told_by_the_innermost_module(engine):
+    net = model()
+    with torch.no_grad(), polycast.observe(net) as seen, polycast.autocast("cpu"):
+        net(torch.ones(1, 4))
+        net[0](torch.ones(1, 4))
+    assert [module.module for module in seen.modules] == ["", "0", "1", "1.0", "1.1", "2"]
+    assert [module.kind for module in seen.modules][:3] == ["Sequential", "Linear", "Sequential"]
+    assert [module.entries for module in seen.modules] == [1, 2, 1, 1, 1, 1]
+    assert [calls(seen, name, "aten::linear") for name in ("", "0", "1", "1.1", "2")] == [0, 2, 0, 1, 1]
+    assert calls(seen, "1.0", "aten::relu") == 1
+
+
+def test_a_module_has_the_counts_of_those_inside_it_as_its_total(engine):
+    net = model()
+    with torch.no_grad(), polycast.observe(net) as seen, polycast.autocast("cpu"):
+        net(torch.ones(1, 4))
+    total = {module.module: module.total for module in seen.modules}
+    assert total[""].casts == sum(module.casts for module in seen.modules) == 7
+    assert total["1"].casts == 2
+    assert {module.module: module.casts for module in seen.modules}["1"] == 0
+
+
+def test_ops_of_the_backward_pass_belong_to_the_module_that_made_their_node(engine):
+    net = model()
+    with polycast.observe(net) as seen:
+        with polycast.autocast("cpu"):
+            loss = net(torch.ones(1, 4)).float().sum()
+        loss.backward()
+    assert [calls(seen, name, "aten::mm", "backward") for name in ("0", "1.1", "2")] == [1, 2, 2]
+    assert calls(seen, "1.0", "aten::threshold_backward", "backward") == 1
+
+
+def test_a_gradient_that_is_accumulated_belongs_to_the_module_of_its_parameter(engine):
+    net = model()
+    with polycast.observe(net) as seen:
+        for _ in range(2):
+            net(torch.ones(1, 4)).sum().backward()
+    assert [calls(seen, name, "aten::add_.Tensor", "backward") for name in ("0", "1.1", "2")] == [2, 2, 2]
+
+
+def test_what_a_checkpoint_computes_again_belongs_to_its_module_in_the_backward_pass(engine):
+    net = model()
+    with polycast.observe(net) as seen:
+        checkpoint(net[1], torch.ones(1, 4, requires_grad=True), use_reentrant=False).sum().backward()
+    assert calls(seen, "1.1", "aten::linear") == 1
+    assert calls(seen, "1.1", "aten::linear", "backward") == 1
+
+
+def test_a_reentrant_checkpoint_is_seen(engine):
+    net = model()
+    with polycast.observe(net) as seen:
+        checkpoint(net[1], torch.ones(1, 4, requires_grad=True), use_reentrant=True).sum().backward()
+    assert calls(seen, "1.1", "aten::linear", "backward") == 1
+    assert calls(seen, "1.1", "aten::mm", "backward") >= 1
+
+
+def test_ops_outside_of_modules_are_in_none(engine):
+    net = model()
+    with torch.no_grad(), polycast.observe(net) as seen:
+        net(torch.ones(1, 4))
+        torch.ones(2).relu()
+    assert sum(op.calls for op in seen.ops if op.op == "aten::relu") == 2
+    assert sum(calls(seen, module.module, "aten::relu") for module in seen.modules) == 1
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_module_that_an_exception_leaves_is_left(engine, error):
+    class Raises(nn.Module):
+        def forward(self, x):
+            if x.numel() == 1:
+                raise error
+            return x.relu()
+
+    net = nn.Sequential(Raises())
+    with polycast.observe(net) as seen:
+        with pytest.raises(error):
+            net(torch.ones(1))
+        torch.ones(2).relu()
+        net(torch.ones(2))
+    assert calls(seen, "0", "aten::relu") == 1
+    assert sum(op.calls for op in seen.ops if op.op == "aten::relu") == 2
+
+
+def test_a_model_may_die_while_it_is_observed(engine):
+    net = model()
+    kept, died = net[2], weakref.ref(net)
+    with torch.no_grad(), polycast.observe(net) as seen:
+        net(torch.ones(1, 4))
+        del net
+        gc.collect()
+        assert died() is None
+        others = [nn.Linear(4, 2) for _ in range(100)]
+        for other in others:
+            other(torch.ones(1, 4))
+        kept(torch.ones(1, 4))
+    assert sum(module.entries for module in seen.modules) == 7
+    assert calls(seen, "2", "aten::linear") == 2
+
+
+def test_modules_that_are_not_the_models_are_part_of_the_module_that_calls_them(engine):
+    class Calls(nn.Module):
+        def forward(self, x):
+            return copy.deepcopy(helper)(x)
+
+    helper, net = nn.ReLU(), nn.Sequential(Calls())
+    with polycast.observe(net) as seen:
+        net(torch.ones(2))
+    assert calls(seen, "0", "aten::relu") == 1
+
+
+def test_two_observers_each_have_their_own_model(engine):
+    net = model()
+    with torch.no_grad(), polycast.observe(net) as outer, polycast.observe(net[1]) as inner:
+        net(torch.ones(1, 4))
+    assert calls(outer, "1.1", "aten::linear") == calls(inner, "1", "aten::linear") == 1
+    assert [module.entries for module in inner.modules] == [1, 1, 1]
+    assert sum(op.calls for op in inner.ops) == sum(op.calls for op in outer.ops)
+
+
+def test_casts_are_told_by_module(engine):
+    net = model()
+    with torch.no_grad(), polycast.observe(net) as seen, polycast.autocast("cpu"):
+        net(torch.ones(1, 4))
+    assert {(cast.module, cast.of): cast.count for cast in seen.casts} == {
+        ("0", "weight"): 2,
+        ("0", "activation"): 1,
+        ("1.1", "weight"): 2,
+        ("2", "weight"): 2,
+    }
+
+
+def test_nothing_is_left_in_torch(engine):
+    call = nn.Module.__call__
+    with polycast.observe(model()):
+        assert nn.Module.__call__ is not call
+        with polycast.observe(model()):
+            pass
+        assert nn.Module.__call__ is not call
+    assert nn.Module.__call__ is call

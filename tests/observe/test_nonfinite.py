@@ -1,0 +1,115 @@
+"""Finding the first op that turns finite inputs into inf or nan."""
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+
+
+class Overflows(nn.Module):
+    def forward(self, x):
+        return (x * 100).exp()
+
+
+def test_the_first_op_and_its_module_are_told_with_the_stack(engine):
+    net = nn.Sequential(nn.ReLU(), Overflows())
+    with polycast.observe(net, nonfinite="record") as seen:
+        net(torch.ones(4)).log()
+    found = seen.nonfinite
+    assert (found.op, found.phase, found.module, found.what, found.dtype) == (
+        "aten::exp",
+        "forward",
+        "1",
+        "inf",
+        "float32",
+    )
+    assert found.stack[-1].endswith(" forward")
+    assert "test_nonfinite.py" in found.stack[-1]
+    assert found.count == 1
+
+
+def test_it_is_not_looked_for_by_default(engine):
+    with polycast.observe() as seen:
+        torch.zeros(4).log()
+    assert seen.nonfinite is None
+
+
+def test_an_op_of_the_backward_pass_is_told(engine):
+    weight = torch.zeros(4, requires_grad=True)
+    with polycast.observe(nonfinite="record") as seen:
+        weight.sqrt().sum().backward()
+    assert (seen.nonfinite.phase, seen.nonfinite.what) == ("backward", "inf")
+
+
+def test_an_input_that_overflows_as_it_is_cast_is_told(engine):
+    with polycast.observe(nonfinite="record") as seen, polycast.autocast("cpu", torch.float16):
+        torch.mm(torch.full((2, 2), 1e5), torch.ones(2, 2))
+    assert (seen.nonfinite.op, seen.nonfinite.dtype) == ("aten::mm", "float16")
+
+
+def test_inf_that_was_asked_for_is_none(engine):
+    with polycast.observe(nonfinite="record") as seen:
+        mask = torch.full((4, 4), float("-inf")).triu(1)
+        scores = torch.ones(4, 4) + mask
+        scores.masked_fill(mask == 0, float("inf"))
+        torch.softmax(scores, -1)
+        torch.empty(1000).view(10, 100)
+    assert seen.nonfinite is None
+
+
+def test_an_op_that_writes_to_its_input_is_told(engine):
+    x = torch.ones(4)
+    with polycast.observe(nonfinite="record") as seen:
+        x.mul_(2)
+        x.div_(0)
+        x.add_(1)
+    assert (seen.nonfinite.op, seen.nonfinite.count) == ("aten::div_.Tensor", 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("divisor", "what"), [(0, "inf"), (float("nan"), None)])
+def test_every_dtype_is_looked_at(engine, dtype, divisor, what):
+    with polycast.observe(nonfinite="record") as seen:
+        torch.ones(5000, dtype=dtype) / torch.full((5000,), divisor, dtype=dtype)
+    assert (seen.nonfinite and seen.nonfinite.what) == what
+
+
+def test_nan_is_told_from_inf(engine):
+    with polycast.observe(nonfinite="record") as seen:
+        torch.zeros(4) / torch.zeros(4)
+    assert seen.nonfinite.what == "nan"
+
+
+def test_raising_names_op_and_module_and_leaves_the_state_as_it_was(engine):
+    net, later = nn.Sequential(Overflows(), nn.ReLU()), []
+    net[1].register_forward_hook(lambda *_: later.append(1))
+    with (
+        pytest.raises(FloatingPointError) as raised,
+        polycast.observe(net, nonfinite="raise") as seen,
+        polycast.autocast("cpu"),
+    ):
+        net(torch.ones(4))
+    assert later == []
+    assert str(raised.value).startswith(
+        "aten::exp in the module '0' turned finite inputs into inf (float32, in the forward pass). It was called at:\n"
+    )
+    assert "test_nonfinite.py" in str(raised.value)
+    assert polycast.autocast_nesting("cpu") == 0
+    assert seen.nonfinite.op == "aten::exp"
+    torch.zeros(4).log()  # nobody looks any more
+
+
+def test_raising_at_the_end_of_the_block_where_no_module_ends(engine):
+    with pytest.raises(FloatingPointError, match="outside of the model's modules"), polycast.observe(nonfinite="raise"):
+        torch.zeros(4).log()
+
+
+def test_another_exception_is_not_replaced(engine):
+    def run():
+        with polycast.observe(nonfinite="raise"):
+            torch.zeros(4).log()
+            raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        run()

@@ -1,0 +1,152 @@
+"""Observations as values: written, read, added, subtracted, printed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+from polycast import Observation
+
+SAMPLE = Path(__file__).with_name("sample.json")
+
+
+@pytest.fixture
+def run(engine):
+    """Return a function that observes a model some times."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def observe(count):
+        with torch.no_grad(), polycast.observe(net) as seen:
+            for _ in range(count):
+                with polycast.autocast("cpu"):
+                    net(torch.ones(1, 4))
+        return seen
+
+    return observe
+
+
+def calls(seen):
+    return {row.op: row.calls for row in seen.ops}
+
+
+def test_a_dict_of_it_is_json_and_has_a_schema(run):
+    said = run(3).to_dict()
+    assert json.loads(json.dumps(said)) == said
+    assert said["schema"] == 1
+    (linear,) = [row for row in said["ops"] if row["op"] == "aten::linear"]
+    assert (linear["calls"], linear["output_dtypes"]) == (3, {"bfloat16": 3})
+    assert [(row["module"], row["entries"]) for row in said["modules"]] == [("", 3), ("0", 3), ("1", 3)]
+    assert said["nonfinite"] is None
+    assert said["run"]["engine"] in ("native", "reference")
+    assert said["run"]["devices"] == {"cpu": ["bfloat16"]}
+
+
+def test_the_sample_has_the_fields_of_today(run):
+    sample, said = json.loads(SAMPLE.read_text(encoding="utf-8")), run(2).to_dict()
+    assert list(sample) == list(said)
+    for name in ("run", "total"):
+        assert list(sample[name]) == list(said[name])
+    for name in ("ops", "modules", "casts", "regions", "findings"):
+        assert list(sample[name][0]) == list(said[name][0])
+
+
+def test_what_is_saved_is_read_back(run, tmp_path):
+    seen = run(2)
+    seen.save(tmp_path / "seen.json")
+    assert Observation.load(tmp_path / "seen.json") == seen
+    assert Observation.load(str(SAMPLE)).to_dict() == json.loads(SAMPLE.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", 'an observation has "schema": 1, got None'),
+        ('{"schema": 2}', "it has schema 2, and this polycast reads up to 1"),
+        ('{"schema": true}', 'an observation has "schema": 1, got True'),
+        ('{"schema": 1}', "it is not an observation: KeyError: 'ops'"),
+    ],
+)
+def test_what_is_no_observation_is_refused_with_the_file(tmp_path, text, problem):
+    path = tmp_path / "seen.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"seen\.json") as raised:
+        Observation.load(path)
+    assert str(raised.value).startswith(f"{path}: ")
+    assert problem in str(raised.value)
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        Observation.load(tmp_path / "none.json")
+
+
+def test_a_newer_polycasts_fields_are_passed_over():
+    said = json.loads(SAMPLE.read_text(encoding="utf-8"))
+    said["ops"][0]["news"] = 1
+    assert Observation.from_dict(said) == Observation.load(SAMPLE)
+
+
+def test_runs_add_up(run):
+    both = run(2) + run(3)
+    assert calls(both) == calls(run(5))
+    assert both.run.runs == 2
+    assert [module.entries for module in both.modules] == [5, 5, 5]
+    assert both.total.casts == run(2).total.casts + run(3).total.casts
+    (linear,) = [row for row in both.ops if row.op == "aten::linear"]
+    assert [decision.calls for decision in linear.decisions] == [5]
+
+
+def test_runs_subtract(run):
+    more = run(5) - run(3)
+    assert calls(more) == calls(run(2))
+    assert (run(2) - run(2)).ops == ()
+    assert calls(run(1) - run(2))["aten::relu"] == -1
+
+
+def test_a_difference_has_the_findings_that_are_more(run):
+    kinds = [[found.kind for found in seen.findings] for seen in (run(3) - run(2), run(2) - run(3))]
+    assert "weights_cast_again" in kinds[0]
+    assert "weights_cast_again" not in kinds[1]
+
+
+def test_nothing_else_can_be_added(run):
+    with pytest.raises(TypeError):
+        run(1) + 1
+    with pytest.raises(TypeError):
+        run(1) - None
+
+
+def test_it_prints_as_a_table_with_the_findings(run):
+    text = str(run(2))
+    lines = text.splitlines()
+    assert lines[0].startswith("cpu in bfloat16; ")
+    assert any(line.split()[:3] == ["linear", "forward", "2"] for line in lines)
+    assert "Findings" in lines
+    assert "polycast.WeightCache()" in text
+
+
+def test_a_notebook_shows_what_is_escaped():
+    html = Observation.load(SAMPLE)._repr_html_()
+    assert html.startswith("<pre")
+    seen = Observation.from_dict({**json.loads(SAMPLE.read_text()), "regions": [_region("<b>.py:1")]})
+    assert "<b>" not in seen._repr_html_()
+    assert "&lt;b&gt;.py:1" in seen._repr_html_()
+
+
+def _region(where):
+    return {"where": where, "device": "cpu", "enabled": True, "dtype": "bfloat16", "entries": 1, "unused": 1}
+
+
+def test_its_repr_is_short():
+    assert repr(Observation.load(SAMPLE)) == "<Observation of 42 calls of 10 ops>"
+
+
+def test_shares_are_of_the_fast_dtypes(run):
+    seen = run(1)
+    total = seen.total.compute_dtypes
+    assert seen.fast_share == total["bfloat16"] / sum(total.values())
+    assert seen.fast_time_share is None

@@ -1,0 +1,246 @@
+"""What an observation says of ops: calls, dtypes, casts, caches, and which rule decided."""
+
+import pytest
+import torch
+
+import polycast
+
+
+def rows(seen, op, phase="forward"):
+    return [row for row in seen.ops if row.op == op and row.phase == phase]
+
+
+def row(seen, op, phase="forward"):
+    (found,) = rows(seen, op, phase)
+    return found
+
+
+def test_an_op_of_the_table_is_counted_with_its_casts(engine):
+    x, y = torch.ones(4, 4), torch.ones(4, 4).bfloat16()
+    with polycast.observe() as seen, polycast.autocast("cpu"):
+        torch.mm(x, y)
+        torch.mm(x, y)
+    mm = row(seen, "aten::mm")
+    assert (mm.calls, mm.inner_calls) == (2, 0)
+    assert mm.input_dtypes == {"float32": 2, "bfloat16": 2}
+    assert mm.compute_dtypes == mm.output_dtypes == {"bfloat16": 2}
+    assert (mm.casts, mm.cast_bytes, mm.hits, mm.misses) == (2, 2 * 16 * 2, 0, 0)
+    assert (mm.policy, mm.rule) == ("lower_precision_fp", "backend's table")
+
+
+def test_an_op_that_passes_by_autocast_is_counted(engine):
+    with polycast.observe() as seen, polycast.autocast("cpu"):
+        torch.ones(4).relu()
+    relu = row(seen, "aten::relu")
+    assert (relu.calls, relu.policy, relu.rule) == (1, None, "none")
+    assert relu.output_dtypes == {"float32": 1}
+
+
+def test_an_op_outside_of_regions_is_counted_once_without_what_it_is_made_of(engine):
+    linear, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
+    with torch.no_grad(), polycast.observe() as seen:
+        linear(x)
+    assert [(each.op, each.calls, each.rule) for each in seen.ops] == [("aten::linear", 1, "autocast is off")]
+
+
+def test_ops_in_an_op_that_autocast_looks_at_are_counted_as_inner_ones(engine):
+    x = torch.ones(4, 4)
+    with polycast.observe() as seen, polycast.autocast("cpu"):
+        torch.einsum("ij,jk->ik", x, x)
+    bmm = row(seen, "aten::bmm")
+    assert (bmm.calls, bmm.inner_calls, bmm.policy) == (1, 1, "lower_precision_fp")
+    assert row(seen, "aten::einsum").inner_calls == 0
+
+
+def test_the_casts_of_an_op_are_no_ops_of_the_program(engine):
+    x = torch.ones(4, 4)
+    with polycast.observe() as seen, polycast.autocast("cpu"):
+        torch.mm(x, x)
+    assert [each.op for each in seen.ops] == ["aten::mm"]
+
+
+def test_the_backward_pass_is_apart(engine):
+    weight = torch.ones(4, 4, requires_grad=True)
+    with polycast.observe() as seen:
+        with polycast.autocast("cpu"):
+            loss = torch.mm(weight, weight).float().sum()
+        loss.backward()
+    assert row(seen, "aten::mm").calls == 1
+    backward = row(seen, "aten::mm", "backward")
+    assert backward.calls == 2
+    assert backward.output_dtypes == {"bfloat16": 2}
+    assert backward.rule == "autocast is off"
+
+
+@pytest.mark.parametrize(
+    ("op", "call"),
+    [
+        ("aten::exp", lambda x: x.exp()),
+        ("aten::cat", lambda x: torch.cat([x, x.float()])),
+        ("aten::cumsum", lambda x: x.cumsum(0)),
+    ],
+)
+def test_an_op_says_what_explain_says(engine, op, call):
+    x = torch.ones(4).bfloat16()
+    with polycast.observe() as seen, polycast.autocast("cpu", policy={"cumsum": "fp32"}):
+        call(x)
+        told = polycast.explain(op, "cpu")
+    found = row(seen, op)
+    assert (found.policy, found.rule, found.rule_name) == (
+        told.policy and told.policy.value,
+        told.rule,
+        told.rule_name,
+    )
+
+
+def test_each_rule_that_decided_for_an_op_is_told_with_its_calls(engine):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    policy = polycast.Policy({"linear": "fp32"}, name="careful")
+    rules = polycast.Policy(modules={"1": {"linear": "passthrough"}})
+    x = torch.ones(1, 2)
+    with torch.no_grad(), polycast.observe() as seen:
+        with polycast.autocast("cpu"):
+            model[0](x), model[0](x), model[0](x)
+        with polycast.autocast("cpu", policy=policy):
+            model[0](x), model[0](x)
+        with polycast.apply_policy(model, rules), polycast.autocast("cpu"):
+            model[1](x)
+    linear = row(seen, "aten::linear")
+    assert [(each.policy, each.rule, each.rule_name, each.calls) for each in linear.decisions] == [
+        ("lower_precision_fp", "backend's table", "", 3),
+        ("fp32", "region's policy", "careful", 2),
+        ("passthrough", "module rule", "1 = {'linear': 'passthrough'}", 1),
+    ]
+    assert (linear.policy, linear.rule) == ("lower_precision_fp", "backend's table")
+
+
+def test_an_op_that_is_registered_says_so(engine):
+    registered = polycast.register_op("aten::sort", polycast.CastPolicy.FP32)
+    with registered, polycast.observe() as seen, polycast.autocast("cpu"):
+        torch.ones(4).bfloat16().sort()
+    assert (row(seen, "aten::sort").policy, row(seen, "aten::sort").rule) == ("fp32", "register_op")
+
+
+def test_kept_casts_are_hits_and_others_misses(engine):
+    weight, x = torch.nn.Parameter(torch.ones(4, 4)), torch.ones(4, 4).bfloat16()
+    cache = polycast.WeightCache()
+    with torch.no_grad(), polycast.observe() as seen:
+        for _ in range(3):
+            with polycast.autocast("cpu", cache=cache):
+                torch.mm(x, weight)
+    mm = row(seen, "aten::mm")
+    assert (mm.casts, mm.hits, mm.misses, mm.recasts) == (1, 2, 1, 0)
+    assert (cache.stats().hits, cache.stats().misses) == (2, 1)
+    (cast,) = seen.casts
+    assert (cast.of, cast.source, cast.target, cast.count, cast.bytes) == ("weight", "float32", "bfloat16", 1, 32)
+
+
+def test_a_weight_that_is_cast_again_unchanged_is_a_recast(engine):
+    weight, x = torch.nn.Parameter(torch.ones(4, 4)), torch.ones(4, 4).bfloat16()
+    with torch.no_grad(), polycast.observe() as seen:
+        for _ in range(3):
+            with polycast.autocast("cpu"):
+                torch.mm(x, weight)
+        weight.add_(1)
+        with polycast.autocast("cpu"):
+            torch.mm(x, weight)
+    assert (row(seen, "aten::mm").casts, row(seen, "aten::mm").recasts) == (4, 2)
+
+
+@pytest.mark.parametrize("timing", [True, False])
+def test_times_are_taken_where_they_are_asked_for(engine, timing):
+    with polycast.observe(timing=timing) as seen, polycast.autocast("cpu"):
+        torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+    mm = row(seen, "aten::mm")
+    assert (mm.cast_seconds > 0) == timing
+    assert (sum(mm.seconds.values()) > mm.cast_seconds) == timing
+    assert (seen.fast_time_share is not None) == timing
+
+
+def test_the_stack_of_the_first_call_is_kept(engine):
+    def called():
+        return torch.ones(4).relu()
+
+    with polycast.observe(stacks=True) as seen:
+        for _ in range(2):
+            called()
+    assert row(seen, "aten::relu").stack[-1].endswith(" called")
+    assert "test_ops.py" in row(seen, "aten::relu").stack[-1]
+
+
+def test_inputs_in_lists_and_outputs_in_lists_are_counted(engine):
+    with polycast.observe() as seen:
+        torch.cat([torch.ones(2), torch.ones(2)]).split(2)
+    assert row(seen, "aten::cat").input_dtypes == {"float32": 2}
+    assert row(seen, "aten::split.Tensor").output_dtypes == {"float32": 2}
+
+
+def test_a_custom_op_is_counted(engine):
+    @torch.library.custom_op("polycast_observe::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    with polycast.observe() as seen:
+        twice(torch.ones(4))
+    assert row(seen, "polycast_observe::twice").calls == 1
+
+
+def test_an_op_under_a_dispatch_mode_is_counted_once(engine):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    with polycast.observe() as seen, polycast.autocast("cpu"), Mode():
+        torch.ones(4).relu()
+        torch.mm(torch.ones(4, 4), torch.ones(4, 4))
+    assert (row(seen, "aten::relu").calls, row(seen, "aten::mm").calls) == (1, 1)
+
+
+def test_what_raises_is_counted_too_and_what_was_seen_is_kept(engine):
+    observer = polycast.observe()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), observer as seen:
+        torch.mm(torch.ones(4).relu().view(2, 2), torch.ones(3, 3))
+    assert (row(seen, "aten::relu").calls, row(seen, "aten::mm").calls) == (1, 1)
+
+
+def test_it_can_be_read_while_it_goes_on(engine):
+    with polycast.observe() as seen:
+        torch.ones(4).relu()
+        before = row(seen, "aten::relu").calls
+        torch.ones(4).relu()
+        assert (before, row(seen, "aten::relu").calls) == (1, 2)
+
+
+def test_regions_are_told_by_place(engine):
+    with polycast.observe() as seen:
+        for _ in range(2):
+            with polycast.autocast("cpu"):
+                torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    (region,) = seen.regions
+    assert "test_ops.py:" in region.where
+    assert (region.device, region.dtype, region.enabled) == ("cpu", "bfloat16", True)
+    assert (region.entries, region.unused) == (2, 0)
+    assert region.ops >= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"model": 3}, TypeError, "model must be a torch.nn.Module or None, got int"),
+        ({"timing": 1}, TypeError, "timing must be a bool, got 1"),
+        ({"stacks": "yes"}, TypeError, "stacks must be a bool, got 'yes'"),
+        ({"nonfinite": "stop"}, ValueError, "nonfinite must be one of 'ignore', 'record', 'raise', got 'stop'"),
+        ({"threads": 4}, ValueError, "threads must be one of 'this', 'all', got 4"),
+    ],
+)
+def test_options_that_are_none_are_refused(arguments, error, text):
+    with pytest.raises(error) as raised:
+        polycast.observe(**arguments)
+    assert str(raised.value) == text
+
+
+def test_leaving_what_was_not_entered_is_refused():
+    with pytest.raises(RuntimeError, match="this observer was not entered"):
+        polycast.observe().__exit__(None, None, None)

@@ -1,0 +1,183 @@
+"""Who sees which threads, observers in observers, and observers that end at the wrong time."""
+
+import os
+import threading
+
+import pytest
+import torch
+
+import polycast
+
+
+def calls(seen, op="aten::relu"):
+    return sum(row.calls for row in seen.ops if row.op == op)
+
+
+X = torch.ones(4)
+
+
+def test_other_threads_are_not_seen(engine, in_thread):
+    with polycast.observe() as seen:
+        in_thread(lambda: X.relu())
+    assert calls(seen) == 0
+
+
+def test_all_threads_are_seen_where_that_is_asked_for(engine, in_thread):
+    def compute():
+        with polycast.autocast("cpu"):
+            torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+
+    with polycast.observe(threads="all") as seen:
+        in_thread(compute)
+        compute()
+        started = threading.Thread(target=compute)
+        started.start()
+        started.join()
+    (mm,) = [row for row in seen.ops if row.op == "aten::mm"]
+    assert (mm.calls, mm.casts) == (3, 6)
+    assert mm.policy == "lower_precision_fp"
+    assert sum(region.entries for region in seen.regions) == 3
+
+
+def test_modules_are_told_on_all_threads(engine, in_thread):
+    net = torch.nn.Sequential(torch.nn.ReLU())
+    with polycast.observe(net, threads="all") as seen:
+        in_thread(lambda: net(X))
+    assert [module.entries for module in seen.modules] == [1, 1]
+
+
+def test_a_thread_that_runs_on_after_the_block_is_counted_no_more(engine):
+    go, on = threading.Barrier(2), threading.Barrier(2)
+
+    def compute():
+        X.relu()
+        go.wait()
+        on.wait()
+        X.relu()
+
+    thread = threading.Thread(target=compute)
+    with polycast.observe(threads="all") as seen:
+        thread.start()
+        go.wait()
+    on.wait()
+    thread.join()
+    assert calls(seen) == 1
+
+
+def test_observers_in_observers_all_see_all(engine):
+    with polycast.observe() as outer:
+        X.relu()
+        with polycast.observe(threads="all") as middle:
+            X.relu()
+            with polycast.observe() as inner:
+                X.relu()
+            X.relu()
+        X.relu()
+    assert [calls(seen) for seen in (outer, middle, inner)] == [5, 3, 1]
+
+
+def test_one_observer_can_be_used_again_and_in_itself(engine):
+    observer = polycast.observe()
+    with observer as first:
+        X.relu()
+        with observer as second:
+            X.relu()
+    with observer as third:
+        X.relu()
+    assert [calls(seen) for seen in (first, second, third)] == [2, 1, 1]
+
+
+def test_an_observer_can_be_left_on_another_thread(engine, in_thread):
+    observer = polycast.observe()
+    seen = observer.__enter__()
+    X.relu()
+    in_thread(lambda: observer.__exit__(None, None, None))
+    X.relu()
+    assert calls(seen) == 1
+    with polycast.observe() as again:
+        X.relu()
+    assert calls(again) == 1
+
+
+def test_a_thread_may_end_while_it_is_observed(engine, in_thread):
+    observer = polycast.observe()
+
+    def begin():
+        seen = observer.__enter__()
+        X.relu()
+        return seen
+
+    seen = in_thread(begin)
+    observer.__exit__(None, None, None)
+    assert calls(seen) == 1
+
+
+def test_an_observer_that_is_never_left_ends_with_the_process(engine, in_thread):
+    seen = in_thread(lambda: polycast.observe().__enter__())
+    assert calls(seen) == 0
+
+
+def test_an_exception_ends_the_inner_observer_alone(engine):
+    with polycast.observe() as outer:
+        observer = polycast.observe()
+        with pytest.raises(RuntimeError, match="shape"), observer as inner:
+            X.relu().view(3)
+        X.relu()
+    assert (calls(outer), calls(inner)) == (2, 1)
+
+
+def test_the_backward_pass_on_threads_of_its_own_is_seen(engine):
+    class Reenters(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            with torch.enable_grad():
+                inner = torch.ones(2, requires_grad=True)
+                inner.relu().sum().backward()
+            return grad
+
+    with polycast.observe() as seen:
+        x = torch.ones(2, requires_grad=True)
+        for _ in range(3):
+            x = Reenters.apply(x)
+        x.sum().backward()
+    assert [(row.op, row.calls) for row in seen.ops if row.op == "aten::threshold_backward"] == [
+        ("aten::threshold_backward", 3)
+    ]
+
+
+def test_a_million_ops_take_no_more_memory_than_a_thousand(engine):
+    weight, x = torch.ones(1), torch.ones(1)
+
+    def size(rounds):
+        with polycast.observe(stacks=True) as seen, polycast.autocast("cpu"), torch.no_grad():
+            for _ in range(rounds):
+                weight.add_(x)
+        assert calls(seen, "aten::add_.Tensor") == rounds
+        return len(str(seen.to_dict()))
+
+    few = size(1_000)
+    before = _resident()
+    assert size(1_000_000 if engine == "native" else 100_000) < 1.1 * few
+    assert _resident() - before < 20e6
+
+
+def _resident():
+    with open("/proc/self/statm") as pages:
+        return int(pages.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_child_that_is_forked_goes_on_by_itself(engine):
+    with polycast.observe() as seen:
+        X.relu()
+        child = os.fork()
+        if child == 0:
+            X.relu()
+            os._exit(0 if calls(seen) == 2 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert calls(seen) == 1

@@ -1,0 +1,119 @@
+"""A run that is observed is the one that is not: results, casts, kept casts, graphs, compiled code."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import nn
+from torch.autograd.graph import Node
+
+import polycast
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 2))
+
+
+def graph(node: Node | None):
+    if node is None:
+        return None
+    return node.name(), tuple(graph(next_node) for next_node, _ in node.next_functions)
+
+
+def train(net, cache, observed, **options):
+    """Return all that a few steps leave: losses, gradients, graphs, and what the cache says."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    found = []
+    for _ in range(3):
+        observer = polycast.observe(net, **options) if observed else torch.enable_grad()
+        with observer, polycast.autocast("cpu", cache=cache):
+            loss = net(x).float().square().sum() + net(x).float().sum()
+            found += [loss.detach().clone(), graph(loss.grad_fn)]
+            loss.backward()
+        found += [parameter.grad.clone() for parameter in net.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = None if cache is None else cache.stats()
+    return found, stats
+
+
+@pytest.mark.parametrize("options", [{}, {"timing": True, "stacks": True}, {"nonfinite": "record"}, {"threads": "all"}])
+@pytest.mark.parametrize("make_cache", [lambda: None, polycast.WeightCache], ids=["own", "WeightCache"])
+def test_results_graphs_and_kept_casts_are_the_same(engine, options, make_cache):
+    plain, plain_stats = train(model(), make_cache(), observed=False)
+    seen, seen_stats = train(model(), make_cache(), observed=True, **options)
+    assert len(plain) == len(seen)
+    for one, other in zip(plain, seen, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    assert plain_stats == seen_stats
+
+
+def test_weights_are_cast_as_often(engine, in_thread):
+    """Told by torch's own profiler, which sees all in an observed block too; a thread remembers what it cast before."""
+
+    def copies(observed):
+        net, x = model(), torch.ones(1, 8)
+        observer = polycast.observe(net) if observed else torch.no_grad()
+        with torch.profiler.profile() as profile, observer, torch.no_grad(), polycast.autocast("cpu"):
+            net(x)
+            net(x)
+        return {event.key: event.count for event in profile.key_averages() if event.key.startswith("aten::")}
+
+    assert in_thread(lambda: copies(observed=True)) == in_thread(lambda: copies(observed=False))
+
+
+def test_nothing_holds_the_tensors_that_were_seen(engine):
+    with polycast.observe(nonfinite="record"), polycast.autocast("cpu"):
+        x = torch.ones(4, 4)
+        storage = torch.multiprocessing.reductions.StorageWeakRef(x.untyped_storage())
+        torch.mm(x, x)
+        del x
+        assert storage.expired()
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiled_code_is_the_same_and_is_told(engine, fullgraph):
+    counter = torch._dynamo.testing.CompileCounter()
+    net, x = model(), torch.ones(4, 8)
+    compiled = torch.compile(net, backend=counter, fullgraph=fullgraph)
+    seen = []
+    for observed in (True, False, True):
+        with torch.no_grad(), polycast.observe(net) if observed else torch.no_grad() as each:
+            compiled(x)
+        seen.append(each)
+    assert counter.frame_count == 1
+    for each in (seen[0], seen[2]):
+        assert [code.calls for code in each.compiled] == [1]
+        assert each.compiled[0].region.startswith("Torch-Compiled Region")
+    torch._dynamo.reset()
+
+
+def test_what_the_compiler_runs_is_not_counted(engine):
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
+    compiled = torch.compile(net, backend="aot_eager")
+    with torch.no_grad(), polycast.observe() as first, polycast.autocast("cpu"):
+        compiled(x)
+    with torch.no_grad(), polycast.observe() as second, polycast.autocast("cpu"):
+        compiled(x)
+    assert {(op.op, op.calls) for op in first.ops} == {(op.op, op.calls) for op in second.ops}
+    torch._dynamo.reset()
+
+
+def test_what_is_exported_is_the_same_and_not_counted(engine):
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
+    plain = torch.export.export(net, (x,)).graph_module.code
+    with polycast.observe(net) as seen:
+        observed = torch.export.export(net, (x,)).graph_module.code
+    assert observed == plain
+    assert "aten::relu" not in {op.op for op in seen.ops}
+
+
+def test_a_traced_module_is_the_same(engine):
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
+    plain = str(torch.fx.symbolic_trace(net).graph)
+    with polycast.observe(net) as seen:
+        assert str(torch.fx.symbolic_trace(net).graph) == plain
+        net(x)
+    assert [module.entries for module in seen.modules] == [1, 1, 1]
+    assert nn.Module.__call__ is nn.Module._wrapped_call_impl
