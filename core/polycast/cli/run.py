@@ -99,7 +99,7 @@ def _wanted(table: bool, report: Path | None, quiet: bool) -> Wanted | None:
         try:
             check_target(report)
         except ValueError as error:
-            raise ValueError(f"--report: {error}.") from error
+            raise ValueError(f"--report: {error}") from error
     if not table and report is None:
         return None
     return Wanted(table, None if report is None else str(report.absolute()), quiet)

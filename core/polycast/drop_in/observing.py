@@ -50,8 +50,8 @@ class ObservedProcess:
         self._enter()
         atexit.register(self._end)
         os.register_at_fork(after_in_child=self._begin_in_fork)
-        # A process of multiprocessing, forked or spawned, ends without what is registered with atexit, and as it begins it
-        # forgets what its own finalizers were.
+        # A process of multiprocessing, forked or spawned, ends without what is registered with atexit, and as it begins
+        # it forgets what its finalizers were.
         multiprocessing.util.register_after_fork(self, ObservedProcess._end_with_process)
 
     def _enter(self) -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,8 +21,10 @@ from ..policy.dtypes import dtype_name
 from ..policy.value import Policy
 from ..region.policies import overlay_of
 from . import stand_in
-from .observing import ObservedProcess, Wanted
 from .patch import patch_torch
+
+if TYPE_CHECKING:
+    from .observing import Wanted
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Options:
     weight_cache: bool = False
     wrap: tuple[str, torch.dtype | None] | None = None
     policy: Policy | None = None
-    observed: Wanted | None = None
+    observed: "Wanted | None" = None
 
 
 class Session:
@@ -58,6 +60,8 @@ class Session:
             _wrap_modules(*self._options.wrap)
         _extend_to_spawned(self._options)
         if self._options.observed is not None:
+            from .observing import ObservedProcess  # which few programs need, and takes a while to import
+
             self._observed = ObservedProcess(self._options.observed, is_first=is_first)
             self._observed.start()
 

@@ -4,7 +4,7 @@ Where a value is `of` the runs, it is a tuple with one entry for each: of one ru
 the one after. An entry that a run lacks is None.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -163,7 +163,7 @@ def page_of(facts: Facts, against: Facts | None = None) -> Page:
     runs = (facts,) if against is None else (facts, against)
     modules = _module_rows(runs)
     casts = sorted(
-        _together(runs, lambda each: each.casts, lambda each: (each.op, each.phase, each.module, each.target, each.of)),
+        _together([each.casts for each in runs], "op", "phase", "module", "source", "target", "of"),
         key=lambda of: -_most(of, "bytes"),
     )
     return Page(
@@ -173,10 +173,8 @@ def page_of(facts: Facts, against: Facts | None = None) -> Page:
         ops=_op_rows(tuple(each.ops for each in runs)),
         casts=tuple(casts[:_MOST_CASTS]),
         more_casts=len(casts[_MOST_CASTS:]),
-        regions=_together(
-            runs, lambda each: each.regions, lambda each: (each.where, each.device, each.enabled, each.dtype)
-        ),
-        compiled=_together(runs, lambda each: each.compiled, lambda each: (each.region, each.module)),
+        regions=_together([each.regions for each in runs], "where", "device", "enabled", "dtype", "reason"),
+        compiled=_together([each.compiled for each in runs], "region", "module"),
     )
 
 
@@ -197,7 +195,7 @@ def _summary(facts: Facts) -> Summary:
 
 def _found(runs: tuple[Facts, ...], ids: Mapping[str | None, str]) -> Iterator[Found]:
     groups: dict[tuple[str, str, str], list[Finding]] = {}
-    for of in _together(runs, findings_of, lambda each: (each.kind, each.where, each.ops)):
+    for of in _together(map(findings_of, runs), "kind", "where", "ops"):
         finding = next(each for each in reversed(of) if each is not None)
         state = "" if None not in of else "new" if of[-1] is not None else "gone"
         groups.setdefault((finding.kind, finding.remedy, state), []).append(finding)
@@ -216,10 +214,11 @@ def _found(runs: tuple[Facts, ...], ids: Mapping[str | None, str]) -> Iterator[F
 
 
 def _op_rows(of: tuple[tuple[Op, ...], ...]) -> tuple[OpRow, ...]:
-    rows = (
-        OpRow(*_first(each, "op", "phase"), of=each, changed=_differ(each), inner=all(map(_is_inner, each)))
-        for each in _together(of, lambda ops: ops, lambda op: (op.op, op.phase))
-    )
+    rows = [
+        OpRow(op, phase, of=each, changed=_differ(each), inner=all(map(_is_inner, each)))
+        for each in _together(of, "op", "phase")
+        for op, phase in [_first(each, "op", "phase")]
+    ]
     return tuple(sorted(rows, key=lambda row: -_most(row.of, "calls")))
 
 
@@ -228,9 +227,7 @@ def _is_inner(op: Op | None) -> bool:
 
 
 def _module_rows(runs: tuple[Facts, ...]) -> tuple[ModuleRow, ...]:
-    of = {
-        _first(each, "module")[0]: each for each in _together(runs, lambda each: each.modules, lambda each: each.module)
-    }
+    of = {_first(each, "module")[0]: each for each in _together([each.modules for each in runs], "module")}
     inner: dict[str | None, list[str]] = {}
     for name in of:
         inner.setdefault(_around(name, of), []).append(name)
@@ -284,11 +281,9 @@ def _totals(of: _Of[Module], count: str) -> list[float]:
     return [0 if each is None else getattr(each.total, count) for each in of]
 
 
-def _together(
-    runs: Iterable[Any], records: Callable[[Any], Iterable[_R]], identity: Callable[[_R], Any]
-) -> tuple[_Of[_R], ...]:
-    """Return what the runs say of the same thing, for each thing that one of them knows."""
-    of = [{identity(record): record for record in records(run)} for run in runs]
+def _together(runs: Iterable[Iterable[_R]], *names: str) -> tuple[_Of[_R], ...]:
+    """Return what the runs say of the same thing, which fields of these names tell, for each that one of them knows."""
+    of = [{tuple(getattr(record, name) for name in names): record for record in run} for run in runs]
     return tuple(tuple(each.get(key) for each in of) for key in dict.fromkeys(key for each in of for key in each))
 
 
@@ -298,7 +293,7 @@ def _first(of: _Of[Any], *names: str) -> tuple[Any, ...]:
 
 
 def _most(of: _Of[Any], name: str) -> float:
-    return max(getattr(each, name) for each in of if each is not None)
+    return max(float(getattr(each, name)) for each in of if each is not None)
 
 
 def _differ(of: _Of[Counts]) -> bool:

@@ -14,10 +14,10 @@ def check_target(path: str | os.PathLike[str]) -> None:
     target = Path(path)
     folder = target.parent
     if target.is_dir():
-        raise ValueError(f"{target} is a folder: name a file in it, such as {target / 'report.html'}")
+        raise ValueError(f"{target} is a folder: name a file in it, such as {target / 'report.html'}.")
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "is not there"
-        raise ValueError(f"{target} cannot be written: {folder} {what}. Make it, or name another")
+        raise ValueError(f"{target} cannot be written: {folder} {what}. Make it, or name another.")
     try:
         # Only trying tells: what may be written is not for the mode of a folder alone to say.
         if target.exists():
@@ -27,4 +27,4 @@ def check_target(path: str | os.PathLike[str]) -> None:
             pass
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ValueError(f"{target} cannot be written: {reason}. Name a file that can be") from error
+        raise ValueError(f"{target} cannot be written: {reason}. Name a file that can be.") from error
