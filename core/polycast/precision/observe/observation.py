@@ -162,7 +162,7 @@ class Observation:
             TypeError: `against` is no observation.
         """
         if against is not None and not isinstance(against, Observation):
-            raise TypeError(f"against is to be a polycast.Observation, got {type(against).__name__}")
+            raise TypeError(f"against must be a polycast.Observation or None, got {type(against).__name__}")
         from .report import html, page  # Jinja2 is for reports alone
 
         shown = page.page_of(self.facts, None if against is None else against.facts)

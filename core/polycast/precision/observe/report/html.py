@@ -18,7 +18,13 @@ _NAMES = ("before", "after")
 
 def render(page: Page) -> str:
     """Return the text of a page."""
-    return _template().render(page=page, style=_part("page.css"), script=_part("page.js"), policy=_content_policy())
+    style, script = _dense(_part("page.css")), _dense(_part("page.js"))
+    return _dense(_template().render(page=page, style=style, script=script, policy=_content_policy(script))) + "\n"
+
+
+def _dense(text: str) -> str:
+    """Return a text without its empty lines, of which templates make many."""
+    return "\n".join(line for line in text.split("\n") if line and not line.isspace())
 
 
 @functools.cache
@@ -53,11 +59,10 @@ def _part(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-@functools.cache
-def _content_policy() -> str:
+def _content_policy(script: str) -> str:
     """Return what the browser is to allow the page: its own script, styles, and nothing from anywhere else."""
-    script = base64.b64encode(hashlib.sha256(_part("page.js").encode()).digest()).decode()
-    return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{script}'"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
 
 
 def _duration(seconds: float) -> str:

@@ -112,6 +112,7 @@ if (table) {
     head.replaceChildren(button);
   });
   document.getElementById("filter").addEventListener("submit", (event) => event.preventDefault());
-  for (const each of [text, pass, dtype, changed, inner]) each?.addEventListener("input", filter);
+  text.addEventListener("input", filter);
+  for (const each of [pass, dtype, changed, inner]) each?.addEventListener("change", filter);
   filter();
 }
