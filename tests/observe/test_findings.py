@@ -176,6 +176,13 @@ def test_a_region_that_is_disabled_says_why(engine, hand_made):
     assert findings("disabled_region", in_region(lambda: torch.ones(2).relu())) == []
 
 
+def test_a_region_that_a_rule_for_a_module_disables_says_so(engine):
+    net = nn.Sequential(nn.Linear(2, 2))
+    with polycast.apply_policy(net, polycast.Policy(modules={"0": "fp32"})):
+        (found,) = findings("disabled_region", in_region(lambda: net(torch.ones(1, 2)), 2), net)
+    assert found.what == "the region for cpu is disabled, 2 times: a rule for the module asks for that."
+
+
 def test_a_region_that_never_ran_an_op(engine):
     (found,) = findings("unused_region", in_region(lambda: None, 2))
     assert "test_findings.py:" in found.where

@@ -4,6 +4,9 @@ import pytest
 import torch
 
 import polycast
+from polycast.engine import installation
+from polycast.engine.native import build
+from polycast.engine.native.cache import BuildError
 
 
 def rows(seen, op, phase="forward"):
@@ -244,3 +247,19 @@ def test_options_that_are_none_are_refused(arguments, error, text):
 def test_leaving_what_was_not_entered_is_refused():
     with pytest.raises(RuntimeError, match="this observer was not entered"):
         polycast.observe().__exit__(None, None, None)
+
+
+def test_without_the_native_engines_code_there_is_a_reason(monkeypatch):
+    def fails():
+        raise BuildError("no C++ compiler is found. Install one (c++), or name it in the variable CXX.")
+
+    installation.forget_choice()
+    monkeypatch.setenv("POLYCAST_ENGINE", "reference")
+    monkeypatch.setattr(build, "load", fails)
+    with pytest.raises(RuntimeError) as raised:
+        polycast.observe().__enter__()
+    assert str(raised.value) == (
+        "polycast.observe needs the C++ of the native engine on this one, too, and it cannot be built: no C++ compiler "
+        "is found. Install one (c++), or name it in the variable CXX."
+    )
+    installation.forget_choice()

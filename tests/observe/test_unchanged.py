@@ -55,7 +55,7 @@ def test_weights_are_cast_as_often(engine, in_thread):
     def copies(observed):
         net, x = model(), torch.ones(1, 8)
         observer = polycast.observe(net) if observed else torch.no_grad()
-        with torch.profiler.profile() as profile, observer, torch.no_grad(), polycast.autocast("cpu"):
+        with torch.autograd.profiler.profile() as profile, observer, torch.no_grad(), polycast.autocast("cpu"):
             net(x)
             net(x)
         return {event.key: event.count for event in profile.key_averages() if event.key.startswith("aten::")}

@@ -7,6 +7,8 @@ from types import FrameType
 
 import torch
 
+BY_MODULE_RULE = " (module rule)"
+_MODULE_RULES = "module_rules.py"
 _MOST = 32
 _NOT_THE_PROGRAM = (
     str(Path(torch.__file__).parent) + os.sep,
@@ -27,11 +29,14 @@ def stack_now() -> tuple[str, ...]:
 
 
 def place_now() -> str:
-    """Return the innermost of these lines, as ``"file.py:12"``."""
+    """Return the innermost of these lines, as ``"file.py:12"``, and, where a rule for a module is followed, that."""
     frame: FrameType | None = sys._getframe()
+    rule = ""
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
+        if frame.f_code.co_filename.endswith(_MODULE_RULES):
+            rule = BY_MODULE_RULE
         frame = frame.f_back
-    return "" if frame is None else _line(frame)
+    return "" if frame is None else _line(frame) + rule
 
 
 def _line(frame: FrameType) -> str:

@@ -1,7 +1,7 @@
 // The native engine's Python module: the semantics of the reference engine at the speed of torch's own kernels.
 //
 // Compiled as one unit with the files it includes: parsing torch's headers is most of the build, and is done once so. From
-// the bottom: store.h, tally.h, regions.h, observe.h, casting.h, kernels.h. Each says what it owns and which lock it takes.
+// the bottom: store.h, tally.h, regions.h, observe.h, reading.h, casting.h, kernels.h. Each says what it owns and which lock it takes.
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -20,6 +20,7 @@
 
 #include "kernels.h"
 #include "observe.h"
+#include "reading.h"
 #include "regions.h"
 #include "store.h"
 
@@ -55,6 +56,7 @@ void hold_locks_over_forks() {
           take(InFlight::storages().mutex());
           take(Writes::log().mutex());
           take(LeftBehind::things().mutex());
+          take(OpInfos::all().mutex());
           take(Recorders::running().mutex);
           for (const auto& recorder : Recorders::running().recorders) {
             take(recorder->mutex);

@@ -15,37 +15,33 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <cmath>
 #include <cstring>
 
+#include "nonfinite.h"
 #include "regions.h"
 #include "tally.h"
 
 namespace {
 
-using c10::DispatchKey;
-
 // Set by bind(); it lives as long as the process.
 PyObject* stack_now = nullptr;
 
-// The ops that were seen so far, in any thread.
+// The ops that were seen so far, in any thread, and other names that chains hold.
 class OpInfos {
  public:
-  static const OpInfo* of(const at::RecordFunction& event) {
-    static auto* const all = new OpInfos();
-    return all->find(event);
+  static OpInfos& all() {
+    static auto* const only = new OpInfos();
+    return *only;
   }
 
-  std::mutex mutex;
-
- private:
-  const OpInfo* find(const at::RecordFunction& event) {
+  // The op of an event, or null where it is another range.
+  const OpInfo* of(const at::RecordFunction& event) {
     const auto schema = event.operator_schema();
     if (!schema) {
       return nullptr;
     }
     std::string name = c10::toString(schema->operator_name());
-    std::lock_guard<std::mutex> lock(mutex);
+    std::lock_guard<std::mutex> lock(mutex_);
     auto& info = infos_[name];
     if (info == nullptr) {
       info = std::make_unique<OpInfo>();
@@ -60,28 +56,29 @@ class OpInfos {
       const std::string base = schema->name();
       const auto has = [&base](const char* part) { return base.find(part) != std::string::npos; };
       info->makes_nothing_up = !has("empty") && !has("::resize") && !has("::set_");
-      info->copies = has("::to") || has("_to_copy") || has("::clone") || has("::contiguous");
+      info->copies = base == "aten::to" || has("_to_copy") || has("::clone") || has("::contiguous");
       info->is_loss = has("_loss") || has("::binary_cross_entropy") || has("::kl_div");
       info->name = std::move(name);
     }
     return info.get();
   }
 
+  const OpInfo* named(const std::string& name) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto& info = infos_[name];
+    if (info == nullptr) {
+      info = std::make_unique<OpInfo>();
+      info->name = name;
+    }
+    return info.get();
+  }
+
+  std::mutex& mutex() { return mutex_; }
+
+ private:
+  std::mutex mutex_;
   std::unordered_map<std::string, std::unique_ptr<OpInfo>> infos_;
 };
-
-// A name that chains may hold.
-const void* interned(const char* name) {
-  static auto* const mutex = new std::mutex();
-  static auto* const names = new std::unordered_map<std::string, std::unique_ptr<OpInfo>>();
-  std::lock_guard<std::mutex> lock(*mutex);
-  auto& info = (*names)[name];
-  if (info == nullptr) {
-    info = std::make_unique<OpInfo>();
-    info->name = name;
-  }
-  return info.get();
-}
 
 // The op of an event, or null where it is another range. It is told by the address of its name, and by the name.
 const OpInfo* op_of(Watch& watch, const at::RecordFunction& event) {
@@ -95,7 +92,7 @@ const OpInfo* op_of(Watch& watch, const at::RecordFunction& event) {
       return found->second;
     }
   }
-  const OpInfo* const info = OpInfos::of(event);
+  const OpInfo* const info = OpInfos::all().of(event);
   if (info != nullptr) {
     watch.ops[name] = info;
   }
@@ -133,73 +130,7 @@ void each_tensor(const c10::IValue& value, const Each& each) {
   }
 }
 
-bool is_real(const Tensor& tensor) {
-  return tensor.has_storage() && tensor.layout() == at::kStrided && !tensor.is_meta() &&
-      !tensor.unsafeGetTensorImpl()->key_set().has(DispatchKey::Python);
-}
-
 bool is_fast(ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
-
-template <class Word, Word exponent>
-bool all_finite(const void* data, size_t count) {
-  const auto* const words = static_cast<const Word*>(data);
-  constexpr size_t kBlock = 4096;
-  for (size_t begin = 0; begin < count; begin += kBlock) {
-    Word found = 0;
-    for (size_t i = begin, end = std::min(begin + kBlock, count); i < end; ++i) {
-      found |= static_cast<Word>((words[i] & exponent) == exponent);
-    }
-    if (found != 0) {
-      return false;
-    }
-  }
-  return true;
-}
-
-// Ops that are called here are the observer's own.
-struct Unobserved {
-  at::RecordFunctionGuard no_events{false};
-  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-};
-
-bool is_finite(const Tensor& tensor) {
-  if (!tensor.is_floating_point() || !is_real(tensor) || tensor.numel() == 0) {
-    return true;
-  }
-  try {
-    if (tensor.is_cpu()) {
-      const size_t count = tensor.numel();
-      Tensor dense = tensor;
-      if (!tensor.is_non_overlapping_and_dense()) {
-        const Unobserved unobserved;
-        dense = tensor.contiguous();
-      }
-      const void* const data = dense.const_data_ptr();
-      switch (tensor.scalar_type()) {
-        case at::kFloat:
-          return all_finite<uint32_t, 0x7f800000u>(data, count);
-        case at::kBFloat16:
-          return all_finite<uint16_t, 0x7f80u>(data, count);
-        case at::kHalf:
-          return all_finite<uint16_t, 0x7c00u>(data, count);
-        case at::kDouble:
-          return all_finite<uint64_t, 0x7ff0000000000000ull>(data, count);
-        default:
-          return true;
-      }
-    }
-    if (captures(tensor, py::object())) {
-      return true;  // nothing can be asked of what is only recorded
-    }
-    const Unobserved unobserved;
-    return at::isfinite(tensor).all().item<bool>();
-  } catch (const c10::Error&) {  // the device has no such op
-    return true;
-  }
-}
-
-bool is_finite_number(const c10::IValue& value) { return !value.isDouble() || std::isfinite(value.toDouble()); }
 
 // Seeing a thread's backward pass, whose ops belong to the modules that made its nodes.
 struct ObservedNode final : Observed {
@@ -275,7 +206,7 @@ void look_at_root(Watch& watch, const at::RecordFunction& event) {
   if (gradient.numel() == 1 && is_fast(gradient.scalar_type())) {
     for (const auto& table : watch.tables) {
       const Chain chain{
-          ChainKind::kLossRoot, {interned(event.name())}, nullptr, table->module(), -1, gradient.scalar_type()};
+          ChainKind::kLossRoot, {OpInfos::all().named(event.name())}, nullptr, table->module(), -1, gradient.scalar_type()};
       std::lock_guard<std::mutex> lock(table->mutex);
       ChainCounts& counts = table->chains[chain];
       ++counts.count;
@@ -712,13 +643,15 @@ void note_compiling(bool begins) {
 
 // For kernels in Python: the overlay that an op runs under, and a cast.
 void note_overlay(const py::object& overlay) {
-  if (observed_op == nullptr) {
+  ObservedOp* const op = observed_op;
+  if (op == nullptr) {
     return;
   }
-  observed_op->overlay = overlay.ptr();
-  for (const auto& table : observed_op->watch->tables) {
+  op->overlay = overlay.ptr();
+  const py::object held = py::make_tuple(overlay);  // before a lock: Python may run
+  for (const auto& table : op->watch->tables) {
     std::lock_guard<std::mutex> lock(table->recorder->mutex);
-    table->recorder->overlays.try_emplace(overlay.ptr(), py::make_tuple(overlay));
+    table->recorder->overlays.try_emplace(overlay.ptr(), held);
   }
 }
 
@@ -746,141 +679,5 @@ void note_python_cast(
     note_chain(op, tensor, counts.target, cast.nbytes());
   }
 }
-
-// What a recorder has counted, for Python; called with the GIL held.
-class Reading {
- public:
-  static py::dict of(Recorder& recorder) {
-    py::list counts, entries, chains, regions, compiled;
-    std::vector<std::shared_ptr<Table>> tables;
-    py::dict overlays;
-    py::object first = py::none();
-    uint64_t nonfinite_count;
-    {
-      std::lock_guard<std::mutex> lock(recorder.mutex);
-      for (const auto& [number, table] : recorder.tables) {
-        tables.push_back(table);
-      }
-      nonfinite_count = recorder.nonfinite_count;
-    }
-    for (const auto& table : tables) {
-      // Nothing of Python is made or dropped with the lock held.
-      std::vector<std::pair<Where, Plain>> rows;
-      decltype(table->entries) entered;
-      decltype(table->chains) chained;
-      decltype(table->regions) of_regions;
-      decltype(table->compiled) of_compiled;
-      {
-        std::lock_guard<std::mutex> lock(table->mutex);
-        for (const auto& [where, each] : table->counts) {
-          rows.emplace_back(where, Plain{each->calls, each->inner_calls, each->inputs, each->computes, each->outputs, each->seconds, each->casts, each->stack});
-        }
-        entered = table->entries;
-        chained = table->chains;
-        of_regions = table->regions;
-        of_compiled = table->compiled;
-      }
-      for (const auto& [where, row] : rows) {
-        counts.append(py::make_tuple(
-            where.op->name, where.backward, where.module, device(where.device), dtype(where.fast), address(where.overlay),
-            row.calls, row.inner_calls, dtypes(row.inputs), dtypes(row.computes), dtypes(row.outputs), seconds(row.seconds), casts(row.casts),
-            row.stack == 0 ? py::object(py::none()) : stack_of(recorder, row.stack)));
-      }
-      for (const auto& [module, count] : entered) {
-        entries.append(py::make_tuple(module, count));
-      }
-      for (const auto& [chain, count] : chained) {
-        py::list ops;
-        for (const void* op : chain.ops) {
-          if (op != nullptr) {
-            ops.append(static_cast<const OpInfo*>(op)->name);
-          }
-        }
-        chains.append(py::make_tuple(
-            static_cast<int>(chain.kind), ops, address(chain.overlay), chain.module, device(chain.device), dtype(chain.fast),
-            count.count, count.bytes));
-      }
-      for (const auto& [key, count] : of_regions) {
-        const auto& [where, on, enabled, fast] = key;
-        regions.append(py::make_tuple(
-            where, device(on), enabled, dtype(fast), count.entries, count.unused, count.ops));
-      }
-      for (const auto& [key, count] : of_compiled) {
-        compiled.append(py::make_tuple(key.first, key.second, count));
-      }
-    }
-    std::lock_guard<std::mutex> lock(recorder.mutex);
-    for (const auto& [address_of, held] : recorder.overlays) {
-      overlays[address(address_of)] = held;
-    }
-    if (recorder.first) {
-      const FirstNonFinite& found = *recorder.first;
-      first = py::make_tuple(
-          found.op->name, found.backward, found.module, found.inf, found.nan, dtype(found.dtype), found.stack, nonfinite_count);
-    }
-    py::dict reading;
-    reading["counts"] = counts;
-    reading["entries"] = entries;
-    reading["chains"] = chains;
-    reading["regions"] = regions;
-    reading["compiled"] = compiled;
-    reading["overlays"] = overlays;
-    reading["nonfinite"] = first;
-    return reading;
-  }
-
- private:
-  struct Plain {
-    uint64_t calls, inner_calls;
-    DtypeCounts inputs, computes, outputs;
-    decltype(Counts::seconds) seconds;
-    CastsByKind casts;
-    size_t stack;
-  };
-
-  static py::object stack_of(Recorder& recorder, size_t number) {
-    std::lock_guard<std::mutex> lock(recorder.mutex);
-    return recorder.python_stacks[number - 1];
-  }
-
-  static py::object address(const void* of) { return py::int_(reinterpret_cast<uintptr_t>(of)); }
-
-  static py::object device(int8_t type) {
-    return type < 0 ? py::object(py::none())
-                    : py::object(py::str(c10::DeviceTypeName(static_cast<DeviceType>(type), /*lower_case=*/true)));
-  }
-
-  static py::object dtype(ScalarType type) {
-    return type == ScalarType::Undefined
-        ? py::object(py::none())
-        : py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(type)));
-  }
-
-  static py::list dtypes(const DtypeCounts& counts) {
-    py::list found;
-    for (const auto& [type, count] : counts) {
-      found.append(py::make_tuple(dtype(type), count));
-    }
-    return found;
-  }
-
-  static py::list seconds(const decltype(Counts::seconds)& by_dtype) {
-    py::list found;
-    for (const auto& [type, sum] : by_dtype) {
-      found.append(py::make_tuple(dtype(type), sum));
-    }
-    return found;
-  }
-
-  static py::list casts(const CastsByKind& by_kind) {
-    py::list found;
-    for (const CastCounts& each : by_kind) {
-      found.append(py::make_tuple(
-          dtype(each.source), dtype(each.target), each.of_weight, each.count, each.bytes, each.hits, each.misses, each.recasts,
-          each.recast_bytes, each.seconds));
-    }
-    return found;
-  }
-};
 
 }  // namespace

@@ -160,7 +160,7 @@ enum class ChainKind : int8_t { kRoundTrip, kFloat32ByOneInput, kUnlistedFloat32
 
 struct Chain {
   ChainKind kind;
-  std::array<const void*, 3> ops;  // OpInfo, or the name of a node
+  std::array<const OpInfo*, 3> ops;  // or one that has the name of a node
   const void* overlay;             // of the op that it is about
   int module;
   int8_t device;
@@ -602,9 +602,11 @@ void note_exit(const void* id) {
   }
   for (const auto& table : watch->tables) {
     std::lock_guard<std::mutex> lock(table->mutex);
-    RegionCounts& counts = table->regions[left.key];
-    counts.ops += left.ops;
-    counts.unused += left.ops == 0;
+    const auto counts = table->regions.find(left.key);
+    if (counts != table->regions.end()) {  // or it was entered before this one observed
+      counts->second.ops += left.ops;
+      counts->second.unused += left.ops == 0;
+    }
   }
 }
 

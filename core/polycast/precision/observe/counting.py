@@ -9,6 +9,7 @@ import torch
 
 from ...engine.installation import installed
 from ...engine.kernels import autocast_key
+from ...engine.places import BY_MODULE_RULE
 from ...engine.recorder import CHAIN_KINDS, NO_MODULE, Reading
 from ...engine.state import Overlay, Settings
 from ...plugins.backend import Backend
@@ -134,7 +135,10 @@ class _Counted:
     def _regions(self) -> tuple[Region, ...]:
         found = []
         for where, device, enabled, dtype, entries, unused, ops in self._reading["regions"]:
-            reason = "" if enabled else _refusal(device, dtype)
+            reason = ""
+            if not enabled:
+                by_rule = where.endswith(BY_MODULE_RULE)
+                reason = "a rule for the module asks for that" if by_rule else _refusal(device, dtype)
             found.append(Region(where, device, enabled, dtype_name(dtype), reason, entries, unused, ops))
         return combine((), found)
 

@@ -137,7 +137,7 @@ def _disabled_regions(facts: Facts) -> Iterator[Finding]:
                 "disabled_region",
                 region.where,
                 f"the region for {region.device} is disabled, {_times(region.entries)}: {region.reason or asked}.",
-                "Nothing is cast in it." if not region.reason else "Change what is asked for, and it will cast.",
+                "Nothing is cast in it.",
                 count=region.entries,
             )
 

@@ -21,7 +21,7 @@ _modules_call: Callable[..., Any] = nn.Module.__call__
 """What was there before."""
 _engine: Engine
 after_modules: list[Callable[[], None]] = []
-"""What is called after each module that computed; it may raise."""
+"""What is called after each module that computed, on its thread; it may raise."""
 
 
 def _observed_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

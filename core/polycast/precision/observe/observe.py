@@ -3,6 +3,7 @@
 import functools
 import importlib.metadata
 import platform
+import threading
 import time
 import weakref
 from types import TracebackType
@@ -44,11 +45,11 @@ class observe:
 
     Example:
         >>> import torch, polycast
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
         >>> with polycast.observe(model) as seen, polycast.autocast("cpu"):
         ...     output = model(torch.ones(2, 4))
         >>> {module.module: module.output_dtypes for module in seen.modules if module.calls}
-        {'0': {'bfloat16': 1}, '1': {'float32': 1}}
+        {'0': {'bfloat16': 1}, '1': {'bfloat16': 1}}
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class _Observing:
         if model is not None:
             self._know(model)
         self._raised = False
+        self._thread = threading.get_ident()
         self._began = time.perf_counter()
         self.observation = Observation(self._facts)
 
@@ -129,15 +131,15 @@ class _Observing:
         if self._tells_modules:
             tell_modules()
         if self._run.nonfinite == "raise":
-            after_modules.append(self.raise_nonfinite)
+            after_modules.append(self._after_module)
         self._began = time.perf_counter()
         self._recorder.start()
 
     def stop(self) -> None:
         self._recorder.stop()
         self.observation._facts = self._facts()
-        if self.raise_nonfinite in after_modules:
-            after_modules.remove(self.raise_nonfinite)
+        if self._after_module in after_modules:
+            after_modules.remove(self._after_module)
         if self._tells_modules:
             tell_modules_no_more()
         tell_compilations_no_more()
@@ -150,13 +152,17 @@ class _Observing:
                 "seconds": time.perf_counter() - self._began,
                 "engine": self._engine_name,
                 "versions": {
-                    "polycast": importlib.metadata.version("polycast"),
-                    "torch": torch.__version__,
+                    "polycast": _polycast_version(),
+                    "torch": str(torch.__version__),
                     "python": platform.python_version(),
                 },
             }
         )
         return facts_of(self._recorder.read(), self._modules, run)
+
+    def _after_module(self) -> None:
+        if self._run.threads == "all" or threading.get_ident() == self._thread:
+            self.raise_nonfinite()
 
     def raise_nonfinite(self) -> None:
         """Raise what ``nonfinite="raise"`` asks for, once."""
@@ -171,6 +177,14 @@ class _Observing:
             f"{found.op} {module} turned finite inputs into {found.what} ({found.dtype}, in the {found.phase} pass). "
             f"It was called at:{called}"
         )
+
+
+@functools.cache
+def _polycast_version() -> str:
+    try:
+        return importlib.metadata.version("polycast")
+    except importlib.metadata.PackageNotFoundError:  # a source tree or an archive on the path
+        return "unknown"
 
 
 def _check_options(**options: object) -> None:

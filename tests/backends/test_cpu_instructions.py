@@ -1,0 +1,35 @@
+"""Which fast dtypes the CPU's backend says are emulated."""
+
+import platform
+
+import pytest
+import torch
+
+import polycast
+
+
+@pytest.mark.parametrize(
+    ("machine", "there", "dtype", "reason"),
+    [
+        ("x86_64", {"avx2": True}, torch.bfloat16, "the processor has none of avx512_bf16, amx_bf16, avx10_2"),
+        ("AMD64", {"avx512_bf16": False}, torch.float16, "the processor has none of avx512_fp16, amx_fp16, avx10_2"),
+        ("x86_64", {"avx512_bf16": True}, torch.bfloat16, None),
+        ("x86_64", {"amx_fp16": True}, torch.float16, None),
+        ("x86_64", {}, torch.bfloat16, None),
+        ("x86_64", {"avx2": True}, torch.float32, None),
+        ("aarch64", {"neon": True}, torch.bfloat16, None),
+    ],
+)
+def test_a_dtype_is_emulated_where_the_processor_has_no_instructions_for_it(monkeypatch, machine, there, dtype, reason):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: there, raising=False)
+    assert polycast.get_backend("cpu").emulates(dtype) == reason
+
+
+def test_a_torch_that_does_not_know_its_processor_says_nothing(monkeypatch):
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    assert polycast.get_backend("cpu").emulates(torch.bfloat16) is None
+
+
+def test_a_backend_that_says_nothing_emulates_nothing(hand_made):
+    assert hand_made("xpu").emulates(torch.float16) is None
