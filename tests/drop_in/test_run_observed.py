@@ -177,6 +177,13 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_program_runs(tmp_
     assert done.stderr.startswith(said)
 
 
+def test_what_cannot_be_observed_is_refused_before_the_program_runs(run, tmp_path):
+    done = run("print('it ran')", "--observe", CXX="no-such-compiler", XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "polycast: " in done.stderr
+    assert "cannot be built" in done.stderr
+
+
 def test_an_observed_program_computes_what_it_computes_unobserved(run):
     program = "torch.manual_seed(0)\nwith torch.autocast('cpu'):\n    print(torch.nn.Linear(4, 4)(torch.ones(1, 4)))"
     assert run(program, "--observe").stdout == run(program).stdout

@@ -18,6 +18,7 @@ from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
 from ..policy.names import read_dtype
 from ..policy.value import Policy
+from ..precision.observe.observe import observe
 from ..precision.observe.report.target import check_target
 from .terminal import library_errors
 
@@ -53,7 +54,7 @@ def run(
     policy: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Lay the policy of a file over the backends' tables.")
     ] = None,
-    observe: Annotated[
+    show_observed: Annotated[
         bool, typer.Option("--observe", help="Show at the end what ran in which dtype, on stderr.")
     ] = False,
     report: Annotated[
@@ -65,7 +66,7 @@ def run(
     if engine is not None:
         os.environ["POLYCAST_ENGINE"] = engine.value  # for the processes that the program starts, too
     with library_errors():
-        session = Session(_options(weight_cache, wrap, policy, _wanted(observe, report, quiet)))
+        session = Session(_options(weight_cache, wrap, policy, _wanted(show_observed, report, quiet)))
         if engine is not None:
             choose()
     asked = Program(program, tuple(arguments or ()), is_module)
@@ -102,6 +103,8 @@ def _wanted(table: bool, report: Path | None, quiet: bool) -> Wanted | None:
             raise ValueError(f"--report: {error}") from error
     if not table and report is None:
         return None
+    with observe():  # what it needs may not be there, which is to be said before the program runs
+        pass
     return Wanted(table, None if report is None else str(report.absolute()), quiet)
 
 
