@@ -184,7 +184,7 @@ def test_a_custom_op_is_counted(engine):
         return x + x
 
     with polycast.observe() as seen:
-        twice(torch.ones(4))
+        torch.ops.polycast_observe.twice(torch.ones(4))  # twice() itself passes by the dispatcher from torch 2.15 on
     assert row(seen, "polycast_observe::twice").calls == 1
 
 
