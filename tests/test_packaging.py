@@ -83,9 +83,12 @@ def test_the_requirements_of_each_extra():
     assert set(requirements[""]) == {
         "torch>=2.11",
         "filelock>=3.12",
+        "jinja2>=3.1",
         "pluggy>=1.5",
         "typing-extensions>=4.10",
         "rich>=13",
+        'tomli>=2; python_version < "3.11"',
+        "tomli-w>=1",
         "typer>=0.15",
     }
     assert requirements["demo"] == ["scikit-learn>=1.4"]
@@ -110,6 +113,11 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
     }
     assert {name for name in names if ".dist-info/" not in name} == sources
     assert {name.partition("/")[0] for name in sources} == set(PACKAGES)
+
+
+def test_the_wheel_carries_what_reports_are_made_of(wheel):
+    names = {name.removeprefix("polycast/precision/observe/report/") for name in wheel.namelist()}
+    assert {"page.html", "page.css", "page.js"} <= names
 
 
 def test_the_wheel_carries_the_licence(wheel):

@@ -1,7 +1,9 @@
 """The demo: what it measures, what it demands of its result, and how it says that it failed."""
 
+import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from polycast.cli.demo.digits import Digits, load_digits, network
 from polycast.cli.demo.timing import ROUNDS, Timing
 from polycast.cli.demo.training import FLOAT32, MODES, POLYCAST, TORCH, Run, train
 from polycast.plugins.registry import registry
+from polycast.precision.observe.facts import Facts
 
 pytest.importorskip("sklearn", reason="the demo's digits are scikit-learn's")
 
@@ -27,6 +30,7 @@ GOOD = Result(
         "polycast.autocast": Run("polycast.autocast", 0.97, 0.02, 1.0, AUTOCAST_DTYPES),
     },
     (Timing(1, ({"float32": 0.001, "torch.autocast": 0.002, "polycast.autocast": 0.003},)),),
+    polycast.Observation(Facts()),
 )
 
 
@@ -64,6 +68,12 @@ def kernel_of_mm():
         line for line in torch._C._dispatch_dump_table("aten::mm").splitlines() if line.startswith("AutocastCPU")
     )
     return line
+
+
+@pytest.fixture(autouse=True)
+def _temporary_files(tmp_path, monkeypatch):
+    """Have the command write its report, where it is not told where to, in a folder of the test."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
 def run_demo(*arguments):
@@ -246,6 +256,30 @@ def test_command_runs_from_end_to_end(engine, monkeypatch):
     assert f"engine: {engine}.\n" in result.stdout
     assert "OK on cpu: every run is at least 95% right" in result.stdout
     assert result.exit_code == 0
+    said = re.fullmatch(r"Report in (.+/report.html): (.+)\.", result.stdout.splitlines()[-1])
+    assert "of the floating-point ops and" in said[2]
+    assert "time in bfloat16; " in said[2]
+    assert "Sequential" in Path(said[1]).read_text(encoding="utf-8")
+
+
+def test_a_report_goes_where_it_is_asked_for_also_of_a_wrong_result(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "measure", lambda *_: with_run("polycast.autocast", accuracy=0.5))
+    result = run_demo("--report", str(tmp_path / "mine.html"))
+    assert (
+        result.stdout.splitlines()[-1] == f"Report in {tmp_path}/mine.html: no op ran; 0 casts of 0 bytes; no findings."
+    )
+    assert (tmp_path / "mine.html").is_file()
+    assert result.exit_code == 1
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(tmp_path):
+    folder = tmp_path / "missing"
+    result = run_demo("--report", str(folder / "report.html"))
+    assert result.stderr == (
+        f"polycast: {folder}/report.html cannot be written: {folder} is not there. Make it, or name another.\n"
+    )
+    assert result.stdout == ""
+    assert result.exit_code == 2
 
 
 def test_command_without_scikit_learn(monkeypatch):

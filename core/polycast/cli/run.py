@@ -9,6 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
+from ..drop_in.observing import Wanted
 from ..drop_in.program import Program
 from ..drop_in.session import Options, Session
 from ..engine.choice import choose
@@ -17,6 +18,8 @@ from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
 from ..policy.names import read_dtype
 from ..policy.value import Policy
+from ..precision.observe.observe import observe
+from ..precision.observe.report.target import check_target
 from .terminal import library_errors
 
 
@@ -51,13 +54,19 @@ def run(
     policy: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Lay the policy of a file over the backends' tables.")
     ] = None,
+    show_observed: Annotated[
+        bool, typer.Option("--observe", help="Show at the end what ran in which dtype, on stderr.")
+    ] = False,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page at the end: what ran in which dtype, and why.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Write no summary at the end.")] = False,
 ) -> None:
     """Run a program with polycast in place of torch.autocast. Options come before the program."""
     if engine is not None:
         os.environ["POLYCAST_ENGINE"] = engine.value  # for the processes that the program starts, too
     with library_errors():
-        session = Session(_options(weight_cache, wrap, policy))
+        session = Session(_options(weight_cache, wrap, policy, _wanted(show_observed, report, quiet)))
         if engine is not None:
             choose()
     asked = Program(program, tuple(arguments or ()), is_module)
@@ -76,14 +85,27 @@ def run(
     raise Ready(start)
 
 
-def _options(weight_cache: bool, wrap: str | None, policy: Path | None) -> Options:
+def _options(weight_cache: bool, wrap: str | None, policy: Path | None, observed: Wanted | None) -> Options:
     loaded = None if policy is None else Policy.load(policy)
     if loaded is not None and any(part.modules for part in (loaded, *loaded.devices.values())):
         raise ValueError(
             f"--policy {policy}: it has rules for modules, and a program's modules are its own: call "
             "polycast.apply_policy(model, policy) in it, or leave [modules] out of the file."
         )
-    return Options(weight_cache, None if wrap is None else _parse_wrap(wrap), loaded)
+    return Options(weight_cache, None if wrap is None else _parse_wrap(wrap), loaded, observed)
+
+
+def _wanted(table: bool, report: Path | None, quiet: bool) -> Wanted | None:
+    if report is not None:
+        try:
+            check_target(report)
+        except ValueError as error:
+            raise ValueError(f"--report: {error}") from error
+    if not table and report is None:
+        return None
+    with observe():  # what it needs may not be there, which is to be said before the program runs
+        pass
+    return Wanted(table, None if report is None else str(report.absolute()), quiet)
 
 
 def _parse_wrap(text: str) -> tuple[str, torch.dtype | None]:

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,9 @@ from ..region.policies import overlay_of
 from . import stand_in
 from .patch import patch_torch
 
+if TYPE_CHECKING:
+    from .observing import Wanted
+
 
 @dataclass(frozen=True)
 class Options:
@@ -32,11 +35,13 @@ class Options:
         weight_cache: keep the casts of weights between regions that are entered under no_grad.
         wrap: device type and dtype of the region that the outermost call of a module runs in; None for no such region.
         policy: what the outermost regions lay over the tables of the backends.
+        observed: what is to be written of what runs; None: nothing, and it is not observed.
     """
 
     weight_cache: bool = False
     wrap: tuple[str, torch.dtype | None] | None = None
     policy: Policy | None = None
+    observed: "Wanted | None" = None
 
 
 class Session:
@@ -47,13 +52,18 @@ class Session:
         self._regions: dict[tuple[str, torch.dtype | None], Iterator[int]] = {}
         self._cache = WeightCache() if options.weight_cache else None
 
-    def start(self) -> None:
-        """Put it in force; in the processes that are spawned too."""
+    def start(self, *, is_first: bool = True) -> None:
+        """Put it in force; in the processes that are spawned too, of which none `is_first`."""
         patch_torch().start()
         stand_in.on_entry = self._on_entry()
         if self._options.wrap is not None:
             _wrap_modules(*self._options.wrap)
         _extend_to_spawned(self._options)
+        if self._options.observed is not None:
+            from .observing import ObservedProcess  # which few programs need, and takes a while to import
+
+            self._observed = ObservedProcess(self._options.observed, is_first=is_first)
+            self._observed.start()
 
     def report_at_exit(self) -> None:
         """Write the summary when this process ends, after all that the program does."""
@@ -132,7 +142,7 @@ class _InSpawned:
 
 
 def _start_in_spawned(options: Options) -> None:
-    Session(options).start()
+    Session(options).start(is_first=False)
 
 
 def _extend_to_spawned(options: Options) -> None:

@@ -1,9 +1,13 @@
 """``polycast demo``: the main job on real data, on every device that can be used now, with a check of the result."""
 
+import functools
+import operator
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -12,12 +16,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ...engine.installation import uninstall
 from ...plugins.registry import backends
+from ...precision.observe.headline import headline
+from ...precision.observe.observation import Observation
+from ...precision.observe.report.target import check_target
 from ..terminal import console, engine_name, library_errors
 from .checks import MIN_ACCURACY, Result, problems
 from .digits import Digits, load_digits
 from .report import print_result
 from .timing import ROUNDS, time_inference
-from .training import MODES, batches, train
+from .training import MODES, batches, observe_training, train
 
 
 def measure(
@@ -42,9 +49,10 @@ def measure(
             time_inference(device_type, dtype, here, images, partial(advance, f"{device_type}: inference"))
             for images in (1, len(digits.test_images))
         )
+        seen = observe_training(device_type, dtype, here)
     finally:
         uninstall(device_type)
-    return Result(device_type, dtype, runs, timings)
+    return Result(device_type, dtype, runs, timings, seen)
 
 
 def steps(digits: Digits, epochs: int) -> int:
@@ -54,12 +62,20 @@ def steps(digits: Digits, epochs: int) -> int:
 
 def run(
     epochs: Annotated[int, typer.Option(min=1, help="How often to go through the training images.")] = 4,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where to write the report; by default in a new temporary folder."),
+    ] = None,
 ) -> None:
     """Train a small network on handwritten digits, with and without autocast, on each device there is.
+
+    At the end it writes a report of a few steps: what ran in which dtype, and why.
 
     Exits with status 1 where a run is not accurate, or where torch's autocast and polycast's do not agree.
     """
     with library_errors():
+        if report is not None:
+            check_target(report)
         statuses, engine = backends(), engine_name()
     try:
         digits = load_digits()
@@ -84,7 +100,10 @@ def run(
     for result in results:
         out.print()
         print_result(result, out)
-    _conclude(results, time.perf_counter() - started)
+    problems_found = _conclude(results, time.perf_counter() - started)
+    _write_report([result.seen for result in results], report)
+    if problems_found:
+        raise typer.Exit(1)
 
 
 @contextmanager
@@ -97,12 +116,13 @@ def _progress(total: int) -> Iterator[Callable[[str], object]]:
         yield lambda doing: bar.update(task, advance=1, description=doing)
 
 
-def _conclude(results: list[Result], seconds: float) -> None:
+def _conclude(results: list[Result], seconds: float) -> bool:
+    """Say whether the results are what they should be; return whether they are not."""
     found = [problem for result in results for problem in problems(result)]
     for problem in found:
         typer.echo(f"polycast: {problem}", err=True)
     if found:
-        raise typer.Exit(1)
+        return True
     for result in results:
         difference = result.loss_difference()
         apart = f"{difference:.1e} of their size apart" if difference else "equal to the last bit"
@@ -111,3 +131,13 @@ def _conclude(results: list[Result], seconds: float) -> None:
             f"two autocasts are {apart}."
         )
     typer.echo(f"Done in {seconds:.0f} s.")
+    return False
+
+
+def _write_report(seen: list[Observation], path: Path | None) -> None:
+    together = functools.reduce(operator.add, seen)
+    if path is None:
+        path = Path(tempfile.mkdtemp(prefix="polycast-demo-")) / "report.html"
+    with library_errors():
+        together.to_html(path)
+    typer.echo(f"Report in {path}: {headline(together)}.")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ...policy.dtypes import dtype_name
+from ...precision.observe.observation import Observation
 from .timing import Timing
 from .training import POLYCAST, TORCH, Run
 
@@ -21,12 +22,13 @@ precision sets them 1e-3 to 3e-2 apart on the cpu, and 4e-4 after no more than t
 
 @dataclass(frozen=True)
 class Result:
-    """What the demo found on one device: a run for each mode, by the mode's name, and timings."""
+    """What the demo found on one device: a run for each mode, by the mode's name, timings, and what was observed."""
 
     device_type: str
     dtype: torch.dtype
     runs: dict[str, Run]
     timings: tuple[Timing, ...]
+    seen: Observation
 
     def loss_difference(self) -> float:
         """Return how far the final losses of the two autocasts are apart, as a part of the larger."""

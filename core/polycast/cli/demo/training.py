@@ -12,11 +12,14 @@ from torch import nn
 
 from ...engine.installation import install, uninstall
 from ...policy.dtypes import dtype_name
+from ...precision.observe.observation import Observation
+from ...precision.observe.observe import observe
 from ...region.autocast import autocast
 from .digits import SEED, Digits, network
 
 BATCH = 64
 LEARNING_RATE = 2e-3
+OBSERVED_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,16 @@ def train(
         seconds = time.perf_counter() - start
     right = int((trainer.predict(digits.test_images) == digits.test_labels.cpu()).sum())
     return Run(mode.name, right / len(digits.test_images), loss, seconds, trainer.output_dtypes(digits))
+
+
+def observe_training(device_type: str, dtype: torch.dtype, digits: Digits) -> Observation:
+    """Return what is seen of a few steps under polycast's autocast; they are no part of what is timed."""
+    POLYCAST.use_kernels(device_type)
+    trainer = _Trainer(POLYCAST, device_type, dtype)
+    with observe(trainer._network, timing=True, stacks=True, nonfinite="record") as seen:
+        for first in range(0, OBSERVED_STEPS * BATCH, BATCH):
+            trainer.step(digits.images[first : first + BATCH], digits.labels[first : first + BATCH])
+    return seen
 
 
 def batches(digits: Digits) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from .facts import Facts
 from .records import Chain, Finding, Region
+from .units import size as _bytes
 
 _Finder = Callable[[Facts], Iterator[Finding]]
 
@@ -180,11 +181,3 @@ def _short(op: str) -> str:
 
 def _times(count: int) -> str:
     return "once" if count == 1 else f"{count:,} times"
-
-
-def _bytes(size: float) -> str:
-    for unit in ("bytes", "KB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"

@@ -150,6 +150,24 @@ class Observation:
         """
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
+    def to_html(self, path: _Path, *, against: "Observation | None" = None) -> None:
+        """Write a report to a file: one page of HTML, for a browser, which loads nothing from anywhere.
+
+        Args:
+            path: the file.
+            against: what was seen of a run after this one, to show both side by side.
+
+        Raises:
+            OSError: the file cannot be written.
+            TypeError: `against` is no observation.
+        """
+        if against is not None and not isinstance(against, Observation):
+            raise TypeError(f"against must be a polycast.Observation or None, got {type(against).__name__}")
+        from .report import html, page  # Jinja2 is for reports alone
+
+        shown = page.page_of(self.facts, None if against is None else against.facts)
+        Path(path).write_text(html.render(shown), encoding="utf-8")
+
     @classmethod
     def load(cls, path: _Path) -> "Observation":
         """Return the observation that :meth:`save` wrote to a file.

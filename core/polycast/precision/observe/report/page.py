@@ -1,0 +1,314 @@
+"""What a report shows, of one run or of two side by side: the rows, in order, before any of it is HTML.
+
+Where a value is `of` the runs, it is a tuple with one entry for each: of one run, or of the one before and
+the one after. An entry that a run lacks is None.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from ..facts import Facts, Run, share, total_of
+from ..findings import findings_of
+from ..records import Cast, Compiled, Counts, Finding, Module, Op, Region
+
+PHASES = ("forward", "backward")
+_MOST_CASTS = 25
+_OPEN_MODULES = 40
+
+_NOT_COMPARED = {"seconds", "cast_seconds", "stack"}
+
+_R = TypeVar("_R")
+_Of = tuple[_R | None, ...]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in few lines.
+
+    Attributes:
+        run: where and how it was observed.
+        total: the counts of all ops.
+        phases: the same, of the forward and of the backward pass.
+        fast_calls: how many calls computed in a fast dtype, of `float_calls`.
+        fast_share: the one as a share of the other; None: no op had floating-point tensors.
+        fast_time_share: the share of the time in ops; None: it was not taken.
+    """
+
+    run: Run
+    total: Counts
+    phases: Mapping[str, Counts]
+    fast_calls: int
+    float_calls: int
+    fast_share: float | None
+    fast_time_share: float | None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something was found: `target` is the row of the module that it is about, if there is one."""
+
+    where: str
+    what: str
+    target: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """Findings of one kind that one thing is to be done about.
+
+    Attributes:
+        kind, remedy: what they share.
+        state: ``"gone"`` or ``"new"`` where one of two runs has them, and empty otherwise.
+        places: where, those that cost most bytes first.
+        stack: the Python stack of the call that it is about, if it is known.
+    """
+
+    kind: str
+    remedy: str
+    state: str
+    places: tuple[Place, ...]
+    stack: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """An op in one pass.
+
+    Attributes:
+        changed: whether the runs differ in it.
+        inner: whether only other ops called it, and no table has it.
+    """
+
+    op: str
+    phase: str
+    of: _Of[Op]
+    changed: bool
+    inner: bool
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """A module, in the order in which a tree is written.
+
+    Attributes:
+        id: its anchor in the page.
+        name: its whole name; that of the model itself is empty.
+        kind: the name of its class.
+        depth: how many modules are around it.
+        of: what the runs say of it.
+        casts, bytes: its share of what the module around it has, for each run, from 0 to 1; with
+            two runs, of what it has in that which has more.
+        ops: its own ops.
+        changed: whether the runs differ in it, or in what is in it.
+        inner: whether modules are in it.
+        is_open: whether it shows them from the start.
+        closes: how many modules end with it: itself, and those around it whose last one it is.
+    """
+
+    id: str
+    name: str
+    kind: str
+    depth: int
+    of: _Of[Module]
+    casts: tuple[float, ...]
+    bytes: tuple[float, ...]
+    ops: tuple[OpRow, ...]
+    changed: bool
+    inner: bool
+    is_open: bool
+    closes: int
+
+    @property
+    def label(self) -> str:
+        """The last part of its name, or of the model the class."""
+        return self.name.rpartition(".")[2] or self.kind or "model"
+
+
+@dataclass(frozen=True)
+class Page:
+    """All that a report shows."""
+
+    runs: tuple[Summary, ...]
+    found: tuple[Found, ...]
+    modules: tuple[ModuleRow, ...]
+    ops: tuple[OpRow, ...]
+    casts: tuple[_Of[Cast], ...]
+    more_casts: int
+    regions: tuple[_Of[Region], ...]
+    compiled: tuple[_Of[Compiled], ...]
+
+    @property
+    def compares(self) -> bool:
+        """Whether it shows two runs."""
+        return len(self.runs) == 2
+
+    @property
+    def timed(self) -> bool:
+        """Whether a run knows how long its ops took."""
+        return any(run.run.timing for run in self.runs)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The dtypes that ops computed in, the most used first."""
+        counts: dict[str, int] = {}
+        for run in self.runs:
+            for dtype, count in run.total.compute_dtypes.items():
+                counts[dtype] = counts.get(dtype, 0) + count
+        return tuple(sorted(counts, key=lambda dtype: -counts[dtype]))
+
+
+def page_of(facts: Facts, against: Facts | None = None) -> Page:
+    """Return the page of a run, or of a run and the one after it."""
+    runs = (facts,) if against is None else (facts, against)
+    modules = _module_rows(runs)
+    casts = sorted(
+        _together([each.casts for each in runs], "op", "phase", "module", "source", "target", "of"),
+        key=lambda of: -_most(of, "bytes"),
+    )
+    return Page(
+        runs=tuple(map(_summary, runs)),
+        found=tuple(_found(runs, {row.name: row.id for row in modules})),
+        modules=modules,
+        ops=_op_rows(tuple(each.ops for each in runs)),
+        casts=tuple(casts[:_MOST_CASTS]),
+        more_casts=len(casts[_MOST_CASTS:]),
+        regions=_together([each.regions for each in runs], "where", "device", "enabled", "dtype", "reason"),
+        compiled=_together([each.compiled for each in runs], "region", "module"),
+    )
+
+
+def _summary(facts: Facts) -> Summary:
+    total = total_of(facts.ops)
+    float_calls = sum(total.compute_dtypes.values())
+    fast_share = share(total.compute_dtypes, facts.run.devices)
+    return Summary(
+        run=facts.run,
+        total=total,
+        phases={phase: total_of(tuple(op for op in facts.ops if op.phase == phase)) for phase in PHASES},
+        fast_calls=round((fast_share or 0.0) * float_calls),
+        float_calls=float_calls,
+        fast_share=fast_share,
+        fast_time_share=share(total.seconds, facts.run.devices),
+    )
+
+
+def _found(runs: tuple[Facts, ...], ids: Mapping[str | None, str]) -> Iterator[Found]:
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for of in _together(map(findings_of, runs), "kind", "where", "ops"):
+        finding = next(each for each in reversed(of) if each is not None)
+        state = "" if None not in of else "new" if of[-1] is not None else "gone"
+        groups.setdefault((finding.kind, finding.remedy, state), []).append(finding)
+    stacks = [facts.nonfinite.stack for facts in runs if facts.nonfinite is not None]
+    for (kind, remedy, state), findings in groups.items():
+        yield Found(
+            kind=kind,
+            remedy=remedy,
+            state=state,
+            places=tuple(
+                Place(each.where, each.what, ids.get(each.module, ""))
+                for each in sorted(findings, key=lambda each: -each.bytes)
+            ),
+            stack=stacks[-1] if kind == "nonfinite" else (),
+        )
+
+
+def _op_rows(of: tuple[tuple[Op, ...], ...]) -> tuple[OpRow, ...]:
+    rows = [
+        OpRow(op, phase, of=each, changed=_differ(each), inner=all(map(_is_inner, each)))
+        for each in _together(of, "op", "phase")
+        for op, phase in [_first(each, "op", "phase")]
+    ]
+    return tuple(sorted(rows, key=lambda row: -_most(row.of, "calls")))
+
+
+def _is_inner(op: Op | None) -> bool:
+    return op is None or (op.calls == op.inner_calls and op.policy is None)
+
+
+def _module_rows(runs: tuple[Facts, ...]) -> tuple[ModuleRow, ...]:
+    of = {_first(each, "module")[0]: each for each in _together([each.modules for each in runs], "module")}
+    inner: dict[str | None, list[str]] = {}
+    for name in of:
+        inner.setdefault(_around(name, of), []).append(name)
+    rows: list[ModuleRow] = []
+    # Written in order and not recursively, for models that are nested deeper than Python's stack.
+    waiting = [(name, 0, 0) for name in reversed(inner.get(None, []))]
+    while waiting:
+        name, depth, closes_around = waiting.pop()
+        within = inner.get(name, [])
+        closes = 0 if within else closes_around + 1
+        rows.append(
+            ModuleRow(
+                id=f"m{len(rows)}",
+                name=name,
+                kind=_first(of[name], "kind")[0],
+                depth=depth,
+                of=of[name],
+                casts=_share_of_around(of, name, "casts"),
+                bytes=_share_of_around(of, name, "cast_bytes"),
+                ops=tuple(
+                    row
+                    for row in _op_rows(tuple(() if each is None else each.ops for each in of[name]))
+                    if not row.inner
+                ),
+                changed=_differ(of[name]),
+                inner=bool(within),
+                is_open=bool(within) and (depth == 0 or (depth == 1 and len(of) <= _OPEN_MODULES)),
+                closes=closes,
+            )
+        )
+        waiting += [(each, depth + 1, closes_around + 1 if each == within[-1] else 0) for each in reversed(within)]
+    return tuple(rows)
+
+
+def _around(name: str, names: Mapping[str, Any]) -> str | None:
+    """Return the name of the module that is around another, among those that there are."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in names:
+            return name
+    return None
+
+
+def _share_of_around(of: Mapping[str, _Of[Module]], name: str, count: str) -> tuple[float, ...]:
+    outer = _around(name, of)
+    whole = max(_totals(of[name if outer is None else outer], count))
+    return tuple(min(max(part / whole, 0.0), 1.0) if whole > 0 else 0.0 for part in _totals(of[name], count))
+
+
+def _totals(of: _Of[Module], count: str) -> list[float]:
+    return [0 if each is None else getattr(each.total, count) for each in of]
+
+
+def _together(runs: Iterable[Iterable[_R]], *names: str) -> tuple[_Of[_R], ...]:
+    """Return what the runs say of the same thing, which fields of these names tell, for each that one of them knows."""
+    of = [{tuple(getattr(record, name) for name in names): record for record in run} for run in runs]
+    return tuple(tuple(each.get(key) for each in of) for key in dict.fromkeys(key for each in of for key in each))
+
+
+def _first(of: _Of[Any], *names: str) -> tuple[Any, ...]:
+    record = next(each for each in of if each is not None)
+    return tuple(getattr(record, name) for name in names)
+
+
+def _most(of: _Of[Any], name: str) -> float:
+    return max(float(getattr(each, name)) for each in of if each is not None)
+
+
+def _differ(of: _Of[Counts]) -> bool:
+    return len({_without_times(each) for each in of}) > 1
+
+
+def _without_times(record: Counts | None) -> str:
+    """Return what a record says, but for how long it took and where its first call was, which no two runs share."""
+    if record is None:
+        return ""
+    said = {each.name: getattr(record, each.name) for each in fields(record)}
+    nested = [_without_times(each) for each in (*said.pop("ops", ()), *filter(None, [said.pop("total", None)]))]
+    plain = [
+        sorted(value.items()) if isinstance(value, Mapping) else value
+        for name, value in said.items()
+        if name not in _NOT_COMPARED
+    ]
+    return repr((plain, nested))

@@ -1,0 +1,10 @@
+"""Sizes in words."""
+
+
+def size(count: float) -> str:
+    """Return a number of bytes for people: ``1.5 KB``."""
+    for unit in ("bytes", "KB", "MB"):
+        if abs(count) < 1000:
+            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

@@ -1,0 +1,189 @@
+"""``polycast run --report`` and ``--observe``: what is written of a program, however it ends, and of what it starts."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from polycast.cli import app
+
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if not name.startswith("POLYCAST_") and name != "RANK"},
+    "OMP_NUM_THREADS": "1",
+}
+WORK = """
+import multiprocessing, os, sys, threading, torch
+def work(size=2):
+    with torch.autocast("cpu"):
+        torch.mm(torch.ones(size, size), torch.ones(size, size))
+def ranked(rank):
+    os.environ["RANK"] = rank
+    work()
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that calls ``polycast run`` on what follows WORK, in a folder of its own."""
+
+    def run(program, *options, **environment):
+        (tmp_path / "program.py").write_text(WORK + textwrap.dedent(program))
+        command = [sys.executable, "-m", "polycast", "run", *options, "program.py"]
+        return subprocess.run(command, cwd=tmp_path, env={**ENVIRONMENT, **environment}, capture_output=True, text=True)
+
+    return run
+
+
+def reports(folder):
+    """Return by the name of each report how often it says that mm was called."""
+    found = {}
+    for path in folder.glob("*.html"):
+        calls = re.search(
+            r'<th scope="row">mm.*?<td data-of="calls" class="n" data-value="(\d+)"', path.read_text(), re.S
+        )
+        found[path.name] = int(calls[1]) if calls else 0
+    return found
+
+
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_a_report_of_a_program_that_nobody_changed(run, tmp_path, engine):
+    done = run("work(); os.chdir('/')", "--engine", engine, "--report", "out.html")
+    assert reports(tmp_path) == {"out.html": 1}
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith(f"polycast: report in {tmp_path}/out.html: ")
+    assert lines[0].endswith(" casts of 16 bytes; no findings")
+    assert lines[1:] == [f"polycast: {engine} engine, 1 region (cpu bfloat16 1)"]
+
+
+def test_quiet_leaves_the_lines_out_and_writes_the_report(run, tmp_path):
+    assert run("work()", "--quiet", "--report", "out.html").stderr == ""
+    assert reports(tmp_path) == {"out.html": 1}
+
+
+def test_observe_shows_a_table_on_stderr(run, tmp_path):
+    done = run("work(); print('mine')", "--observe")
+    assert done.stdout == "mine\n"
+    assert done.stderr.startswith("polycast: observed in the program\ncpu in bfloat16; ")
+    assert re.search(r"^ *mm +forward +1 +lower_precision_fp ", done.stderr, re.MULTILINE)
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".html"] == []
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("raise ValueError('wrong')", 1), ("sys.exit(7)", 7), ("import atexit; atexit.register(work)", 0)],
+)
+def test_a_report_of_a_program_however_it_ends(run, tmp_path, end, code):
+    assert run(f"work()\n{end}", "--report", "out.html").returncode == code
+    assert reports(tmp_path) == {"out.html": 2 if "atexit" in end else 1}
+
+
+def test_a_report_has_what_ran_on_all_threads(run, tmp_path):
+    run("thread = threading.Thread(target=work); thread.start(); work(); thread.join()", "--report", "out.html")
+    assert reports(tmp_path) == {"out.html": 2}
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_each_process_that_is_started_has_a_report_of_its_own(run, tmp_path, method):
+    program = f"""
+    if __name__ == "__main__":
+        work()
+        for _ in range(2):
+            process = multiprocessing.get_context("{method}").Process(target=work, name="the worker/1")
+            process.start()
+            process.join()
+    """
+    done = run(program, "--observe", "--report", "out.html")
+    found = reports(tmp_path)
+    assert list(found.values()) == [1, 1, 1]
+    (other,) = found.keys() - {"out.html", "out.the-worker-1.html"}
+    assert re.fullmatch(r"out\.the-worker-1\.\d+\.html", other)
+    assert done.stderr.count("polycast: observed in the worker/1\n") == 2
+
+
+def test_processes_are_named_by_the_rank_that_they_have(run, tmp_path):
+    program = """
+    if __name__ == "__main__":
+        context = multiprocessing.get_context("fork")
+        for target, arguments in [(ranked, ("3",)), (work, ())]:
+            process = context.Process(target=target, args=arguments, name="worker")
+            process.start()
+            process.join()
+        work()
+    """
+    run(program, "--report", "out.html")
+    assert set(reports(tmp_path)) == {"out.html", "out.rank3.html", "out.worker.html"}
+
+
+def test_a_worker_of_a_rank_does_not_take_its_name(run, tmp_path):
+    program = """
+    if __name__ == "__main__":
+        work()
+        process = multiprocessing.get_context("fork").Process(target=work, name="loader")
+        process.start()
+        process.join()
+    """
+    run(program, "--report", "out.html", RANK="1")
+    assert set(reports(tmp_path)) == {"out.rank1.html", "out.rank1.loader.html"}
+
+
+def test_a_process_that_is_forked_by_hand_has_a_report_of_its_own(run, tmp_path):
+    run("work()\nif os.fork() == 0:\n    work(); work(3); sys.exit()\nos.wait()", "--report", "out.html")
+    found = reports(tmp_path)
+    assert found.pop("out.html") == 1
+    ((name, calls),) = found.items()
+    assert re.fullmatch(r"out\.process\d+\.html", name)
+    assert calls == 2
+
+
+def test_a_process_without_an_op_writes_nothing(run, tmp_path):
+    run("work()\nif os.fork() == 0:\n    sys.exit()\nos.wait()", "--report", "out.html")
+    assert list(reports(tmp_path)) == ["out.html"]
+
+
+def test_a_report_of_another_run_is_written_over(run, tmp_path):
+    (tmp_path / "out.rank0.html").write_text("old")
+    run("work()", "--report", "out.html", RANK="0")
+    assert reports(tmp_path) == {"out.rank0.html": 1}
+
+
+def test_a_folder_that_goes_away_is_told_and_changes_nothing(run, tmp_path):
+    (tmp_path / "folder").mkdir()
+    done = run("work(); os.rmdir('folder'); sys.exit(3)", "--quiet", "--report", "folder/out.html")
+    assert done.returncode == 3
+    assert re.fullmatch(r"polycast: the report cannot be written: .*No such file or directory: .*\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        ("missing/out.html", "polycast: --report: missing/out.html cannot be written: missing is not there."),
+        (".", "polycast: --report: . is a folder: name a file in it, such as report.html.\n"),
+        ("/proc/out.html", "polycast: --report: /proc/out.html cannot be written: "),
+        ("", "polycast: --report: . is a folder"),
+    ],
+)
+def test_a_report_that_cannot_be_written_is_refused_before_the_program_runs(tmp_path, monkeypatch, report, said):
+    if report.startswith("/proc") and not Path("/proc/self").exists():
+        pytest.skip("there is no /proc here, which nobody can make files in")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "program.py").write_text("print('it ran')")
+    done = CliRunner().invoke(app, ["run", "--report", report, "program.py"])  # would raise Ready
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith(said)
+
+
+def test_what_cannot_be_observed_is_refused_before_the_program_runs(run, tmp_path):
+    done = run("print('it ran')", "--observe", CXX="no-such-compiler", XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "polycast: " in done.stderr
+    assert "cannot be built" in done.stderr
+
+
+def test_an_observed_program_computes_what_it_computes_unobserved(run):
+    program = "torch.manual_seed(0)\nwith torch.autocast('cpu'):\n    print(torch.nn.Linear(4, 4)(torch.ones(1, 4)))"
+    assert run(program, "--observe").stdout == run(program).stdout

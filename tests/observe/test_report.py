@@ -1,0 +1,279 @@
+"""The report: what its page shows, of one run and of two, and that it is one page that needs nothing else."""
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+import polycast
+from polycast.precision.observe.facts import Facts, Run
+from polycast.precision.observe.headline import headline
+from polycast.precision.observe.records import Counts, Module, Op
+from polycast.precision.observe.report.html import render
+from polycast.precision.observe.report.page import page_of
+from polycast.precision.observe.report.target import check_target
+
+HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)>\'"&{{ 7 * 7 }}'
+VOID = {"meta", "link", "input", "br", "img"}
+
+
+@pytest.fixture(scope="module")
+def sample():
+    return polycast.Observation.load(Path(__file__).with_name("sample.json"))
+
+
+class Reader(HTMLParser):
+    """Reads a page: its words, its elements with their attributes, and which of them are open."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.words, self.elements, self.open = [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not {"script", "style"} & set(self.open):
+            self.words += data.split()
+
+    @property
+    def text(self):
+        return " ".join(self.words)
+
+
+def page(seen, against=None):
+    text = render(page_of(seen.facts, None if against is None else against.facts))
+    read = Reader(text)
+    assert read.open == []
+    return read
+
+
+def changed(seen, **fields):
+    """Return the observation with the linear of the forward pass changed."""
+    ops = tuple(replace(op, **fields) if (op.op, op.phase) == ("aten::linear", "forward") else op for op in seen.ops)
+    return polycast.Observation(replace(seen.facts, ops=ops))
+
+
+def test_the_run_is_told_in_five_lines(sample):
+    text = page(sample).text
+    assert "Device cpu Fast dtype bfloat16 cpu bfloat16 is emulated Engine native Versions polycast 0.1.0, " in text
+    assert re.search(r"In the fast dtype 67% of the ops \(28 of 42 calls\), \d+% of their time", text)
+
+
+def test_each_finding_is_there_with_what_to_do(sample):
+    text = page(sample).text
+    for finding in sample.findings:
+        assert " ".join(finding.what.split()) in text
+        assert " ".join(finding.remedy.split()) in text
+
+
+def test_a_finding_leads_to_its_module(sample):
+    read = page(sample)
+    targets = {attributes["href"][1:] for tag, attributes in read.elements if tag == "a"}
+    assert targets <= {attributes.get("id") for _, attributes in read.elements}
+    rows = {row.name: row.id for row in page_of(sample.facts).modules}
+    assert {rows["head"], rows["layers.0"]} <= targets
+
+
+def test_findings_that_one_thing_is_to_be_done_about_are_told_together():
+    net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1)) for _ in range(3)))
+    with polycast.observe(net) as seen, polycast.autocast("cpu"):
+        net(torch.ones(1, 4))
+    found = page_of(seen.facts).found
+    assert len({(each.kind, each.remedy) for each in found}) == len(found)
+    assert sum(len(each.places) for each in found) == len(seen.findings)
+
+
+def test_modules_are_a_tree(sample):
+    rows = page_of(sample.facts).modules
+    assert [(row.name, row.depth) for row in rows][:4] == [
+        ("", 0),
+        ("layers", 1),
+        ("layers.0", 2),
+        (rows[3].name, 3),
+    ]
+    assert sum(row.closes for row in rows) == len(rows)
+    assert [row.label for row in rows][:3] == ["TinyGPT", "layers", "0"]
+
+
+def test_the_bars_of_a_module_are_its_share_of_what_is_around_it(sample):
+    rows = {row.name: row for row in page_of(sample.facts).modules}
+    assert rows[""].bytes == (1.0,)
+    assert rows["layers"].bytes == (180224 / 311296,)
+    assert rows["layers.0"].bytes == (1.0,)
+
+
+def test_modules_that_are_nested_deeper_than_the_stack_of_python():
+    names = [".".join(["m"] * depth) for depth in range(1500)]
+    modules = tuple(Module(module=name, kind="Deep", entries=1, calls=1, total=Counts(calls=1)) for name in names)
+    read = page(polycast.Observation(Facts(modules=modules)))
+    assert read.text.count("Deep") >= 1500
+
+
+def test_forward_and_backward_are_told_apart(sample):
+    text = page(sample).text
+    forward, backward = (sum(op.calls for op in sample.ops if op.phase == phase) for phase in ("forward", "backward"))
+    assert re.search(rf"Forward bfloat16 \d+ , float32 \d+ Op calls {forward} ", text)
+    assert re.search(rf"Backward bfloat16 \d+ Op calls {backward} ", text)
+
+
+def test_ops_are_in_the_order_of_their_calls(sample):
+    calls = [row.of[0].calls for row in page_of(sample.facts).ops]
+    assert calls == sorted(calls, reverse=True)
+
+
+def test_ops_that_only_other_ops_called_are_marked():
+    with polycast.observe() as seen, polycast.autocast("cpu"):
+        torch.einsum("ij,jk->ik", torch.ones(2, 2), torch.ones(2, 2))
+    inner = {row.op: row.inner for row in page_of(seen.facts).ops}
+    assert not inner["aten::einsum"]
+    assert inner["aten::permute"]
+
+
+def test_two_runs_are_told_side_by_side(sample):
+    text = page(sample, changed(sample, calls=11, casts=2)).text
+    assert "TinyGPT, before and after" in text
+    assert re.search(r"linear (first call .+? )?forward before: 8 after: 11 ", text)
+
+
+def test_what_two_runs_share_is_told_once(sample):
+    text = page(sample, sample).text
+    assert "before:" not in text
+    assert not any(row.changed for row in page_of(sample.facts, sample.facts).ops)
+
+
+def test_times_are_no_difference_between_two_runs(sample):
+    other = changed(sample, cast_seconds=9.0, seconds={"bfloat16": 9.0}, stack=("elsewhere.py:1 f",))
+    assert not any(row.changed for row in page_of(sample.facts, other.facts).ops)
+
+
+def test_findings_of_one_of_two_runs_are_marked(sample):
+    after = polycast.Observation(replace(sample.facts, nonfinite=None))
+    states = {each.kind: each.state for each in page_of(sample.facts, after.facts).found}
+    assert states["nonfinite"] == "gone"
+    assert states["weights_cast_again"] == ""
+    assert {each.kind: each.state for each in page_of(after.facts, sample.facts).found}["nonfinite"] == "new"
+    assert "Nonfinite only before" in page(sample, after).text
+
+
+def test_an_op_of_one_of_two_runs_is_none_in_the_other(sample):
+    after = polycast.Observation(replace(sample.facts, ops=(*sample.ops, Op(op="acme::new", calls=3))))
+    assert "acme::new forward before: none after: 3 " in page(sample, after).text
+
+
+@pytest.mark.parametrize("name", [HOSTILE, "x" * 20_000, "ünï‮cödé\n"], ids=["hostile", "long", "unicode"])
+def test_names_are_shown_and_not_obeyed(sample, name):
+    facts = replace(
+        sample.facts,
+        run=replace(sample.run, model=name),
+        ops=tuple(replace(op, op=name, policy=name, rule=name, rule_name=name, stack=(name,)) for op in sample.ops),
+        modules=tuple(replace(module, module=f"m{i}.{name}", kind=name) for i, module in enumerate(sample.modules)),
+        casts=tuple(replace(cast, op=name, module=name, source=name) for cast in sample.casts),
+        regions=tuple(replace(region, where=name, device=name, reason=name) for region in sample.regions),
+        compiled=tuple(replace(each, region=name, module=name) for each in sample.compiled),
+        chains=tuple(replace(chain, ops=tuple(name for _ in chain.ops), module=name) for chain in sample.facts.chains),
+        nonfinite=replace(sample.nonfinite, op=name, module=name, stack=(name,)),
+    )
+    read = page(polycast.Observation(facts))
+    assert [tag for tag, _ in read.elements if tag == "img"] == []
+    assert sum(tag == "script" for tag, _ in read.elements) == 1
+    assert not any(key.startswith("on") for _, attributes in read.elements for key in attributes)
+    assert " ".join(name.split()) in read.text
+
+
+def test_the_page_loads_nothing(sample):
+    read = page(sample)
+    addresses = {
+        value
+        for _, attributes in read.elements
+        for key, value in attributes.items()
+        if key in ("src", "href", "action")
+    }
+    assert {address for address in addresses if not address.startswith("#")} == {"data:,"}
+    (policy,) = (given["content"] for _, given in read.elements if given.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'; ")
+    assert "script-src 'sha256-" in policy
+
+
+def test_an_observation_of_nothing_is_a_page_too():
+    text = page(polycast.Observation(Facts(run=Run()))).text
+    assert "Nothing that costs time or accuracy was found." in text
+    assert "No op ran." in text
+    assert "no op had floating-point tensors" in text
+
+
+def test_the_page_of_a_large_model_stays_small():
+    net = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 12)
+    with polycast.observe(net, timing=True, stacks=True) as seen, polycast.autocast("cpu"):
+        net(torch.ones(3, 1, 8)).sum().backward()
+    assert len(render(page_of(seen.facts)).encode()) < 1_000_000
+
+
+def test_to_html_writes_the_page(sample, tmp_path):
+    sample.to_html(tmp_path / "one.html")
+    sample.to_html(str(tmp_path / "two.html"), against=sample)
+    assert (tmp_path / "one.html").read_text(encoding="utf-8").startswith("<!doctype html>\n")
+    assert "before and after" in (tmp_path / "two.html").read_text(encoding="utf-8")
+
+
+def test_to_html_into_a_folder_that_is_not_there(sample, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        sample.to_html(tmp_path / "missing" / "report.html")
+
+
+def test_to_html_against_what_is_no_observation(sample, tmp_path):
+    with pytest.raises(TypeError, match=r"^against must be a polycast.Observation or None, got dict$"):
+        sample.to_html(tmp_path / "report.html", against={})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_can_be_written_is_left_as_it_is(tmp_path):
+    (tmp_path / "there.html").write_text("old")
+    check_target(tmp_path / "there.html")
+    check_target(tmp_path / "new.html")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"there.html": "old"}
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (
+            "missing/report.html",
+            "{0}/missing/report.html cannot be written: {0}/missing is not there. Make it, or name",
+        ),
+        ("file/report.html", "{0}/file/report.html cannot be written: {0}/file is not a folder. Make it, or name"),
+        ("folder", "{0}/folder is a folder: name a file in it, such as {0}/folder/report.html."),
+        ("/proc/report.html", "/proc/report.html cannot be written: "),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_told(tmp_path, path, said):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    if path.startswith("/proc") and not Path("/proc/self").exists():
+        pytest.skip("there is no /proc here, which nobody can make files in")
+    with pytest.raises(ValueError, match="^" + re.escape(said.format(tmp_path))):
+        check_target(tmp_path / path)
+
+
+def test_the_line_of_a_run(sample):
+    assert re.fullmatch(
+        r"67% of the floating-point ops( and \d+% of their time)? in bfloat16; 18 casts of 319\.5 KB; "
+        r"findings: nonfinite, slow dtype, .+",
+        headline(sample),
+    )
+
+
+def test_the_line_of_a_run_without_a_region():
+    with polycast.observe() as seen:
+        torch.ones(1).exp()
+    assert headline(seen).endswith(" calls of ops, no region was enabled; 0 casts of 0 bytes; no findings")
