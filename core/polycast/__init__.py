@@ -39,10 +39,7 @@ from .policy.value import Policy
 from .region.autocast import autocast, autocast_decorator
 from .region.capture import Snapshot, capture
 from .region.custom_function import custom_bwd, custom_fwd
-from .region.explain import explain
-from .region.explanation import Explanation
 from .region.grad_scaler import grad_scaler
-from .region.module_rules import ModuleRules, apply_policy
 from .region.thread_state import (
     autocast_nesting,
     clear_autocast_cache,
@@ -61,17 +58,24 @@ if TYPE_CHECKING:
     from .precision.observe.observation import Observation
     from .precision.observe.observe import observe
     from .precision.tune import tune
+    from .region.explain import explain
+    from .region.explanation import Explanation
+    from .region.module_rules import ModuleRules, apply_policy
 
-_TOOLS = {
-    "Comparison": "comparison",
-    "Evidence": "evidence",
-    "Observation": "observe.observation",
-    "Tuned": "evidence",
-    "compare": "compare",
-    "observe": "observe.observe",
-    "tune": "tune",
+_AT_FIRST_USE = {
+    "Comparison": "precision.comparison",
+    "Evidence": "precision.evidence",
+    "Explanation": "region.explanation",
+    "ModuleRules": "region.module_rules",
+    "Observation": "precision.observe.observation",
+    "Tuned": "precision.evidence",
+    "apply_policy": "region.module_rules",
+    "compare": "precision.compare",
+    "explain": "region.explain",
+    "observe": "precision.observe.observe",
+    "tune": "precision.tune",
 }
-"""What is for the desk, by its module in `precision`, which a program in production need not wait for."""
+"""What few programs use, by its module: the others need not wait for it."""
 
 __all__ = [
     "STANDARD_POLICIES",
@@ -133,9 +137,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _TOOLS:
+    if name not in _AT_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.precision.{_TOOLS[name]}"), name)
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_AT_FIRST_USE[name]}"), name)
     return value
 
 
