@@ -4,13 +4,13 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import polycast
 from polycast import CastPolicy
 from polycast.policy.names import OpName, known_overloads, named, ops_with, read_dtype, read_op, read_policy
-from polycast.policy.schemas import find_op
+from polycast.policy.schemas import find_op, names_dimensions
 
 BUILT_IN = ("cpu", "cuda", "maia", "mps", "mtia", "xpu")
 OPS = st.sampled_from(torch._C._dispatch_get_all_op_names())
@@ -50,7 +50,9 @@ def test_a_name_in_the_dispatcher_means_itself(name):
 @given(OPS)
 def test_a_name_without_an_overload_means_all_that_do_not_write(name):
     packet = OpName(named(name).qualified, None)
-    assert name in packet.overloads
+    for_named_tensors = names_dimensions(find_op(name))  # which torch had up to 2.12, and call the others
+    assert (name in packet.overloads) is not for_named_tensors
+    assume(not for_named_tensors)
     writing = find_op(name)._schema.is_mutable
     others = any(not find_op(other)._schema.is_mutable for other in packet.overloads)
     assert (name in known_overloads(packet)) is (not writing or not others)

@@ -4,23 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..plugins.backend import Backend
-from ..policy.schemas import find_op
+from ..policy.schemas import find_op, names_dimensions
 from .installation import torch_ops
 
-NAMED_TENSORS = dict.fromkeys(
-    (
-        "aten::cumprod.dimname",
-        "aten::cumsum.dimname",
-        "aten::index_copy.dimname",
-        "aten::log_softmax.Dimname",
-        "aten::norm.names_ScalarOpt_dim",
-        "aten::prod.dim_Dimname",
-        "aten::softmax.Dimname",
-        "aten::sum.dim_DimnameList",
-    ),
-    "for named tensors, which torch took out in 2.13",
-)
-"""The overloads that no table has, and why."""
+_NAMED_TENSORS = "for named tensors, which torch took out in 2.13"
+"""Why overloads for those are in no table."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +36,8 @@ def drift_of(backend: Backend) -> Drift:
     in_torch = torch_ops(backend.device_type)
     only_in_torch = sorted(in_torch - backend.policies.keys())
     only_in_table = sorted(backend.policies.keys() - in_torch)
-    left = {**NAMED_TENSORS, **backend.left_to_torch}
+    of_names = (name for name in only_in_torch if (op := find_op(name)) is not None and names_dimensions(op))
+    left = {**dict.fromkeys(of_names, _NAMED_TENSORS), **backend.left_to_torch}
     return Drift(
         tuple(name for name in only_in_torch if name not in left),
         tuple(name for name in only_in_table if find_op(name) is not None),

@@ -28,12 +28,13 @@ def find_overloads(qualified: str) -> list[str]:
         return []  # a namespace has attributes that are no ops
     names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
     qualified_names = (qualified if name == "default" else f"{qualified}.{name}" for name in names)
-    return [name for name in qualified_names if (op := find_op(name)) is not None and not _names_dimensions(op)]
+    return [name for name in qualified_names if (op := find_op(name)) is not None and not names_dimensions(op)]
 
 
 @functools.cache
-def _names_dimensions(op: torch._ops.OpOverload) -> bool:
-    return any("Dimname" in str(argument.real_type) for argument in op._schema.arguments)
+def names_dimensions(op: torch._ops.OpOverload) -> bool:
+    """Say whether an overload is for named tensors, whose dimensions it takes by name; a schema has texts for these."""
+    return any(argument.name == "dim" and "str" in str(argument.real_type) for argument in op._schema.arguments)
 
 
 @functools.cache

@@ -99,11 +99,10 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
     whose weight another function uses).
 
     The keys of ``policy.modules`` are globs over the names in ``model.named_modules()``: ``*`` is any part of a name
-    between dots, ``**`` any number of such, or none: ``"**"`` alone is every module and the model itself,
-    which ``""`` alone is.
-    ``"class:torch.nn.LayerNorm"`` means the modules of a class and its subclasses. Of several rules that match, the
-    last decides. A container without a forward (nn.ModuleList) passes its rule on to what it contains. A module with
-    several names has one rule: the last that matches any of them. The values:
+    between dots, ``**`` any number of such, or none: ``"**"`` alone is every module and the model itself, which ``""``
+    alone is. ``"class:torch.nn.LayerNorm"`` means the modules of a class and its subclasses. Of several rules that
+    match, the last decides. A container without a forward (nn.ModuleList) passes its rule on to what it contains. A
+    module with several names has one rule: the last that matches any of them. The values:
 
     - ``"fp32"``: autocast is off in the module, and its floating-point inputs are cast to float32 (not float64 ones);
     - ``"off"``: autocast is off in it, and inputs are as they are;
@@ -251,9 +250,7 @@ class RuledForward:
         self._entries = [entry for entry in self._entries if entry[0] is not mark]
         self._decide()
         attributes = vars(self.module)
-        if (
-            self._entries or attributes.get(_FORWARD) is not self
-        ):  # under the forward of another, it calls the inner one
+        if self._entries or attributes.get(_FORWARD) is not self:  # another's is over it, and calls it
             return
         if self.inner is None:
             del attributes[_FORWARD]
