@@ -29,10 +29,7 @@ from .policies import overlay_of_rule
 _FORWARD = "forward"
 _REPLICATE = "_replicate_for_data_parallel"
 _ANY_DEVICE = ""
-
-
-_enabled_by_excluded: dict[tuple[int, tuple[str, ...]], tuple[str, ...]] = {}
-"""The devices that autocast is enabled for, by the dispatch keys that a thread excludes: asking each takes longer."""
+_excluded_keys = torch._C._dispatch_tls_local_exclude_set
 
 
 class Rule(NamedTuple):
@@ -208,6 +205,10 @@ def _rules_of(module: nn.Module) -> "RuledForward | None":
     return None
 
 
+_InForce = tuple[tuple[str, Rule], ...]
+"""The rules that decide on a call, each with the device whose region it is about."""
+
+
 class _Mark:
     """What the rules of one call of apply_policy have in common; a copied model has another."""
 
@@ -226,11 +227,12 @@ class RuledForward:
         self._devices = _known_devices()
         self._entries: list[tuple[_Mark, Mapping[str, Rule]]] = []
         self._rules: Mapping[str, Rule] = {}
+        self._usual: dict[int, _InForce] = {}
         self._regions: dict[tuple[str, torch.dtype, int], autocast] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the regions, which are made again where a copy needs them, and what this process's torch knows."""
-        return {**vars(self), "_regions": {}, "_devices": ()}
+        """Leave out what is made again where a copy needs it, and what this process's torch knows."""
+        return {**vars(self), "_usual": {}, "_regions": {}, "_devices": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _devices=_known_devices())
@@ -261,25 +263,34 @@ class RuledForward:
 
     def _decide(self) -> None:
         self._rules = self._entries[-1][1] if self._entries else {}
+        self._usual = {}
         self._regions = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward as the rules say."""
-        return self._run(self._in_force(), args, kwargs)
+        if is_dynamo_compiling() or switched_off.anywhere():
+            return self._run(self._in_force(), args, kwargs)
+        # Which devices autocast is enabled for: those whose Autocast key this thread does not exclude.
+        excluded = _excluded_keys().raw_repr()
+        rules = self._usual.get(excluded)
+        if rules is None:
+            rules = self._usual[excluded] = self._in_force()
+        return self._run(rules, args, kwargs)
 
-    def _in_force(self) -> list[tuple[str, Rule]]:
-        devices = enabled = _enabled_devices(self._devices)
+    def _in_force(self) -> "_InForce":
+        enabled = tuple([device for device in self._devices if torch.is_autocast_enabled(device)])
+        devices = enabled
         if switched_off.anywhere():
-            devices = tuple(each for each in self._devices if each in enabled or switched_off.by_rule(each))
+            devices = tuple([each for each in self._devices if each in enabled or switched_off.by_rule(each)])
         found = []
         for device in devices:
             rule = self._rules.get(device) or self._rules.get(_ANY_DEVICE)
             # Policies for ops are for a region, and switch none on.
             if rule is not None and (rule.dtype is not None or not rule.enabled or device in enabled):
                 found.append((device, rule))
-        return found
+        return tuple(found)
 
-    def _run(self, rules: list[tuple[str, Rule]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, rules: "_InForce", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not rules:
             if self.inner is None:
                 return type(self.module).forward(self.module, *args, **kwargs)
@@ -287,7 +298,8 @@ class RuledForward:
         device, rule = rules[0]
         if rule.cast_inputs:
             args = tuple([cast_nested(value, device, torch.float32) for value in args])
-            kwargs = {name: cast_nested(value, device, torch.float32) for name, value in kwargs.items()}
+            if kwargs:
+                kwargs = {name: cast_nested(value, device, torch.float32) for name, value in kwargs.items()}
         with self._region(device, rule):
             if rule.enabled:
                 return self._run(rules[1:], args, kwargs)
@@ -355,17 +367,6 @@ class _ModuleRegion(autocast):
 def _known_devices() -> tuple[str, ...]:
     """Return the devices of this process's torch: another may know more, or fewer."""
     return tuple(torch._C._autocast_supported_devices())
-
-
-def _enabled_devices(devices: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the devices that autocast is enabled for: those whose Autocast key this thread does not exclude."""
-    if is_dynamo_compiling():
-        return tuple(device for device in devices if torch.is_autocast_enabled(device))
-    key = torch._C._dispatch_tls_local_exclude_set().raw_repr(), devices
-    found = _enabled_by_excluded.get(key)
-    if found is None:
-        found = _enabled_by_excluded[key] = tuple(each for each in devices if torch.is_autocast_enabled(each))
-    return found
 
 
 def _refuse_replicas() -> NoReturn:

@@ -12,18 +12,23 @@ from torch.compiler import is_dynamo_compiling
 
 from ..engine import state
 
-_thread = threading.local()
-"""Its ``off`` has, by device, how deep in regions this thread was when a rule switched autocast off; never changed."""
+
+class _Thread(threading.local):
+    off: Mapping[str, int] | None = None
+    """By device, how deep in regions this thread was when a rule switched autocast off; never changed."""
+
+
+_thread = _Thread()
 
 
 def anywhere() -> bool:
     """Say whether it may be off for a rule on any device; costs less than asking for each."""
-    return getattr(_thread, "off", None) is not None
+    return _thread.off is not None
 
 
 def by_rule(device: str) -> bool:
     """Say whether autocast is off for a rule, and not for a region inside the module that it is for."""
-    off = getattr(_thread, "off", None)
+    off = _thread.off
     if off is None or device not in off:
         return False
     # Compiled code, whose regions are torch's, has no count of them.
@@ -32,7 +37,7 @@ def by_rule(device: str) -> bool:
 
 def enter(device: str) -> Mapping[str, int] | None:
     """Note that a rule has just switched autocast off; return what :func:`leave` is to be given."""
-    before: Mapping[str, int] | None = getattr(_thread, "off", None)
+    before = _thread.off
     _thread.off = {**(before or {}), device: 0 if is_dynamo_compiling() else state.machine.nesting(device)}
     return before
 
@@ -44,15 +49,15 @@ def leave(before: Mapping[str, int] | None) -> None:
 
 def devices() -> frozenset[str]:
     """Return the devices that autocast is off for, here, for a rule."""
-    if not anywhere():
-        return frozenset()
-    return frozenset(device for device in _thread.off if not torch.is_autocast_enabled(device) and by_rule(device))
+    return frozenset(
+        device for device in _thread.off or () if not torch.is_autocast_enabled(device) and by_rule(device)
+    )
 
 
 @contextmanager
 def for_devices(off: Collection[str]) -> Iterator[None]:
     """Return a context manager in which the regions of now are off for a rule on these devices, and on no others."""
-    before: Mapping[str, int] | None = getattr(_thread, "off", None)
+    before = _thread.off
     _thread.off = {device: state.machine.nesting(device) for device in off} or None
     try:
         yield
