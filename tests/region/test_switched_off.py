@@ -88,3 +88,20 @@ def test_a_snapshot_of_elsewhere_knows_nothing_of_the_rule_that_it_is_applied_un
             return inner(x)
 
     assert seen_in(call, "fp32") == [torch.float32]
+
+
+def test_the_steps_of_a_generator_in_a_snapshot_are_under_the_rule_too():
+    def in_steps(inner, x):
+        def steps():
+            yield inner(x)
+            yield inner(x)
+
+        wrapped = polycast.capture().wrap(steps)()
+        found = []
+        thread = threading.Thread(target=lambda: found.extend(wrapped))
+        thread.start()
+        thread.join()
+        return found[1]
+
+    assert seen_in(in_steps, "fp32") == [torch.float16, torch.float16]
+    assert not polycast.capture().switched_off

@@ -8,6 +8,8 @@ autocast off.
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,6 +41,18 @@ def is_marked() -> bool:
     return getattr(TracingContext.try_get(), _MARK, False)
 
 
+@contextmanager
+def outside_of_regions() -> Iterator[None]:
+    """Return a context manager in which backwards are traced with autocast off, if there are policies or rules."""
+    from torch._functorch import config
+
+    if config.backward_pass_autocast != "same_as_forward" or not (policies_in_force() or is_marked()):
+        yield
+    else:
+        with config.patch(backward_pass_autocast="off"):
+            yield
+
+
 def _change(changes: Changes) -> None:
     from torch._functorch import config
     from torch._functorch._aot_autograd import graph_capture
@@ -53,9 +67,7 @@ def _change(changes: Changes) -> None:
 
         @functools.wraps(joint)
         def joint_outside_of_regions(*args: Any, **kwargs: Any) -> Any:
-            if config.backward_pass_autocast != "same_as_forward" or not (policies_in_force() or is_marked()):
-                return joint(*args, **kwargs)
-            with config.patch(backward_pass_autocast="off"):
+            with outside_of_regions():
                 return joint(*args, **kwargs)
 
         return joint_outside_of_regions

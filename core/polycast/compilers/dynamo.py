@@ -23,7 +23,7 @@ from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.installation import also_put_in_place, kernels_of
 from ..engine.state import MODULE_RULE, Origin, Overlay, Settings
-from . import backward, uncompiled
+from . import backward, nested_regions, uncompiled
 from .guards import tell_policies_apart
 from .torch_autocast import TorchAutocast, UnpatchedAutocast
 
@@ -141,6 +141,7 @@ def _made_once(cls: type[_Region], policy: dict[str, Any] | None, *args: Any, **
     What the answer depends on, Dynamo guards: the constants, and the thread's dtype, which is part of the autocast
     state that every compiled function is guarded on.
     """
+    nested_regions.tell_apart()
     if policy is not None:
         _check_policies_can_be_held()
     if policy == {}:
@@ -196,6 +197,7 @@ def check_region(settings: Settings, overridden: str | None) -> None:
         settings: those of the region.
         overridden: the name of its class, where that enters or leaves in a way of its own.
     """
+    nested_regions.tell_apart()
     if overridden is not None:
         _break(f"{overridden} has an __enter__ or __exit__ of its own")
     if settings.overlay is not None:

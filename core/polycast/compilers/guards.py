@@ -23,7 +23,7 @@ import torch
 
 from ..engine.in_force import heed, policies_in_force
 from ..engine.installation import taken_back
-from . import backward, uncompiled
+from . import backward, nested_regions, uncompiled
 from .on_import import Changes
 
 _MARK = "polycast_policies"
@@ -37,6 +37,7 @@ def tell_policies_apart(device_type: str) -> None:
     heed(device_type)
     _changes.make()
     backward.trace_outside_of_regions()
+    nested_regions.tell_apart()
 
 
 def guard_policies(builder: Any, guard: Any, seen: str) -> None:
@@ -130,15 +131,10 @@ def _key_cache(changes: Changes) -> None:
     def init_with_policies(self: Any, *args: Any, **kwargs: Any) -> None:
         policies, inside = policies_in_force(), backward.is_marked()
         if policies or inside:
-            setattr(self, _MARK, (policies, inside, _autocast_state()))
+            setattr(self, _MARK, (inside, nested_regions.autocast_state()))
         init(self, *args, **kwargs)
 
     changes.replace(AOTAutogradCacheDetails, "__init__", init_with_policies)
-
-
-def _autocast_state() -> list[tuple[str, bool, str]]:
-    devices = torch._C._autocast_supported_devices()
-    return [(name, torch.is_autocast_enabled(name), str(torch.get_autocast_dtype(name))) for name in devices]
 
 
 def _method(owner: Any, name: str, *parameters: str) -> Any:

@@ -26,6 +26,7 @@ from .checkpoint import carry_regions
 from .decorate import decorate
 from .entry import fast_path, has_more_than_torch, put_in_place
 from .policies import overlay_of
+from .suspend import Suspendable
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -165,7 +166,7 @@ class autocast(TorchAutocast):
                 f"autocast()(func) requires a callable, but got {type(func).__name__}. To run a block in the region, "
                 f"write: with polycast.autocast({self.device!r}): ..."
             )
-        return decorate(func, lambda: self, lambda: [self._settings])
+        return decorate(func, lambda: self, lambda: Suspendable(self._settings))
 
     @property
     def _enabled(self) -> bool:  # type: ignore[override]

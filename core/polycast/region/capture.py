@@ -41,16 +41,17 @@ class Snapshot:
             >>> thread.start(); thread.join()
             True
         """
-        with Suspendable(*self._here()), switched_off.for_devices(self.switched_off):
+        with self._here():
             yield
 
     def wrap(self, func: _F) -> _F:
         """Return `func` wrapped so that its body runs in the regions; generators and coroutines as in `autocast`."""
         return decorate(func, self.apply, self._here)
 
-    def _here(self) -> list[Settings]:
+    def _here(self) -> Suspendable:
         captured = {settings.device_type for settings in self.regions}
-        return [*self.regions, *(other for other in _active() if other.device_type not in captured)]
+        others = (other for other in _active() if other.device_type not in captured)
+        return Suspendable(*self.regions, *others, off_by_rule=self.switched_off)
 
 
 def _active(enabled: bool = False) -> Iterator[Settings]:

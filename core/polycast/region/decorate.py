@@ -12,19 +12,18 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
-from ..engine.state import Settings
 from .suspend import Suspendable
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def decorate(func: _F, plain: Callable[[], AbstractContextManager[Any]], regions: Callable[[], list[Settings]]) -> _F:
+def decorate(func: _F, plain: Callable[[], AbstractContextManager[Any]], suspendable: Callable[[], Suspendable]) -> _F:
     """Return `func` wrapped so that its body runs in regions.
 
     Args:
         func: a function, or one whose call makes a generator, a coroutine or an asynchronous generator.
         plain: makes the context manager that a plain function's body runs in.
-        regions: gives what to enter for each step of a body that runs in steps; asked when the body is called.
+        suspendable: makes what each step of a body that runs in steps is run in; called when the body is.
     """
     is_function = inspect.isroutine(func) or isinstance(func, functools.partial)
     kind = func if is_function else type(func).__call__
@@ -33,7 +32,7 @@ def decorate(func: _F, plain: Callable[[], AbstractContextManager[Any]], regions
 
         async def async_steps(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
             body: AsyncGenerator[Any, Any] = func(*args, **kwargs)
-            active = Suspendable(*regions())
+            active = suspendable()
             try:
                 # The loop closes every asynchronous generator that it knows; the body is the wrapper's to close.
                 hooks = sys.get_asyncgen_hooks()
@@ -60,13 +59,13 @@ def decorate(func: _F, plain: Callable[[], AbstractContextManager[Any]], regions
     elif inspect.iscoroutinefunction(kind):
 
         async def coroutine(*args: Any, **kwargs: Any) -> Any:
-            return await _Stepwise(func(*args, **kwargs), Suspendable(*regions()))
+            return await _Stepwise(func(*args, **kwargs), suspendable())
 
         wrapper = coroutine
     elif inspect.isgeneratorfunction(kind):
 
         def steps(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-            return (yield from _steps(func(*args, **kwargs), Suspendable(*regions())))
+            return (yield from _steps(func(*args, **kwargs), suspendable()))
 
         wrapper = types.coroutine(steps) if _can_be_awaited(kind) else steps
     else:

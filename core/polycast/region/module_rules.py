@@ -340,6 +340,15 @@ class RuledForward:
         return self.module
 
     @property
+    def __func__(self) -> Callable[..., Any]:
+        """A function of the module and the arguments."""
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        return forward
+
+    @property
     def __name__(self) -> str:
         return _FORWARD
 

@@ -1,11 +1,15 @@
 """Regions that are left when the code in them is suspended, and entered again when it goes on."""
 
+from collections.abc import Collection
+from contextlib import nullcontext
+
 import torch
 
 from ..compilers.uncompiled import enters_regions
 from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.state import Settings
+from . import switched_off
 from .entry import enter
 
 
@@ -15,9 +19,15 @@ class Suspendable:
 
     Leaving takes out what was entered since, too: a ``with`` block that the generator's body is suspended in is put
     aside, with the state it had reached, and is in force again when the next step begins, on whatever thread.
+
+    Args:
+        regions: what to enter.
+        off_by_rule: the devices that autocast is off for in them because of a rule for a module; None: those of where
+            they are entered.
     """
 
-    def __init__(self, *regions: Settings) -> None:
+    def __init__(self, *regions: Settings, off_by_rule: Collection[str] | None = None) -> None:
+        self._off_by_rule = off_by_rule
         self._own = len(regions)
         self._owner = (
             object()
@@ -35,9 +45,13 @@ class Suspendable:
             for owner in reversed(entered):
                 state.machine.leave(owner)
             raise
+        off = self._off_by_rule
+        self._rules = nullcontext() if off is None else switched_off.for_devices(off)
+        self._rules.__enter__()
 
     @disable_dynamo
     def __exit__(self, *_: object) -> None:
+        self._rules.__exit__(None, None, None)
         self._aside = []
         left = 0
         while left < self._own:

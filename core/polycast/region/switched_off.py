@@ -14,8 +14,9 @@ from ..engine import state
 
 
 class _Thread(threading.local):
-    off: Mapping[str, int] | None = None
-    """By device, how deep in regions this thread was when a rule switched autocast off; never changed."""
+    def __init__(self) -> None:
+        self.off: Mapping[str, int] | None = None
+        """By device, how deep in regions this thread was when a rule switched autocast off; never changed."""
 
 
 _thread = _Thread()
