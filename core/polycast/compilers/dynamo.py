@@ -3,7 +3,8 @@
 Dynamo knows torch.autocast. It puts the entering and the leaving of one into its graph, and the graph's ops below it
 are cast where AOTAutograd traces them, by the kernels at the Autocast key, which are polycast's. So a region becomes
 one of torch's in the graph, and the code that is made is the code that torch.autocast would give. A region with
-policies is entered by a function of polycast's there, which has them as a text.
+policies or a cache is entered by a function of polycast's there, which has the policies as a text, and of the cache the
+number by which it is known in this process.
 
 Imported by Dynamo alone, when it traces the making of a region: nothing here costs a program that does not compile.
 """
@@ -23,7 +24,8 @@ from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.installation import also_put_in_place, kernels_of
 from ..engine.state import MODULE_RULE, Origin, Overlay, Settings
-from . import backward, nested_regions, uncompiled
+from ..engine.weight_cache import WeightCache, cache_by_identity
+from . import backward, kept_casts, nested_regions, uncompiled
 from .guards import tell_policies_apart
 from .torch_autocast import TorchAutocast, UnpatchedAutocast
 
@@ -31,8 +33,8 @@ _HAS_POLICY = "of policy= a graph can hold a dict of names, that what is compile
 _Region = TypeVar("_Region")
 
 
-class region_with_policies:
-    """A region with policies, of constants that code can hold: what a graph enters, and what goes on after a break."""
+class region_with_more:
+    """A region with policies or a cache, of constants: what a graph enters, and what goes on after a break."""
 
     def __new__(cls, *values: Any) -> Self:
         """Return a new region; to Dynamo, which traces what comes after a break, one that graphs have a place for."""
@@ -46,11 +48,12 @@ class region_with_policies:
         dtype: torch.dtype,
         enabled: bool,
         cache_enabled: bool | None,
+        cache: int,
         policies: str,
         *origin: str,
     ) -> None:
-        overlay = Overlay.of_text(policies, Origin(*origin))
-        self._settings = Settings(device_type, enabled, dtype, cache_enabled, overlay)
+        overlay = Overlay.of_text(policies, Origin(*origin)) if policies else None
+        self._settings = Settings(device_type, enabled, dtype, cache_enabled, overlay, cache_by_identity(cache))
 
     @disable_dynamo
     def __enter__(self) -> Self:
@@ -58,84 +61,82 @@ class region_with_policies:
         for put in also_put_in_place:
             put()
         state.machine.enter(self, self._settings)
+        kept_casts.enter_in_graph(self._settings.cache)
         return self
 
     @disable_dynamo
     def __exit__(self, *_: object) -> None:
+        kept_casts.leave_in_graph(self._settings.cache)
         state.machine.leave(self)
 
 
 @has_side_effect
-def enter_with_policies(*values: Any) -> region_with_policies:
+def enter_with_more(*values: Any) -> region_with_more:
     """Enter a region, in a graph; what comes back is left by what leaves torch's regions there."""
-    return region_with_policies(*values).__enter__()
+    return region_with_more(*values).__enter__()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _entered_again(
-    device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool | None, policies: str, *origin: str
-) -> Any:
+def _entered_again(device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool | None, *more: Any) -> Any:
     region: Any = object.__new__(UnpatchedAutocast)
     region.fast_dtype, region._enabled, region._cache_enabled = dtype, enabled, cache_enabled
-    region.device = _WithPolicies(device_type)
-    region.device.policies = Overlay.of_text(policies, Origin(*origin))
+    region.device = _WithMore(device_type)
+    region.device.more = more
     return region
 
 
-class _PolicyRegionVariable(AutocastModeVariable):
-    """A region with policies, to Dynamo."""
+class _RegionWithMoreVariable(AutocastModeVariable):
+    """A region with policies or a cache, to Dynamo."""
 
     def enter(self, tx: Any) -> Any:
-        region = enter_with_policies(*self.target_values)
+        region = enter_with_more(*self.target_values)
         self.set_cleanup_hook(tx, lambda: region.__exit__())
-        self.proxy = tx.output.create_node("call_function", enter_with_policies, (*self.target_values,), {})
+        self.proxy = tx.output.create_node("call_function", enter_with_more, (*self.target_values,), {})
         return ConstantVariable.create(None)
 
     def module_name(self) -> str:
         return __name__
 
     def fn_name(self) -> str:
-        return region_with_policies.__name__
+        return region_with_more.__name__
 
 
 _init = AutocastModeVariable.__init__
 
 
-def _init_with_policies(self: Any, target_values: Any, *args: Any, **kwargs: Any) -> None:
+def _init_with_more(self: Any, target_values: Any, *args: Any, **kwargs: Any) -> None:
     _init(self, target_values, *args, **kwargs)
     device = target_values[0]
-    if isinstance(device, _WithPolicies):
-        self.__class__ = _PolicyRegionVariable
-        self.target_values = [str(device), *target_values[1:], device.policies.text, *device.policies.origin]
+    if isinstance(device, _WithMore):
+        self.__class__ = _RegionWithMoreVariable
+        self.target_values = [str(device), *target_values[1:], *device.more]
 
 
-setattr(AutocastModeVariable, "__init__", _init_with_policies)
+setattr(AutocastModeVariable, "__init__", _init_with_more)
 
 if "python_type" not in vars(AutocastModeVariable):
     # Asked of what a class's __new__ returns; later versions of torch have the same answer.
     setattr(AutocastModeVariable, "python_type", lambda self: TorchAutocast)
 
 
-class _WithPolicies(str):
-    """The device of a region with policies, which Dynamo hands to where the region is entered."""
+class _WithMore(str):
+    """The device of a region with policies or a cache, which Dynamo hands to where the region is entered."""
 
-    policies: Overlay
+    more: tuple[Any, ...]
+    """The cache, the policies and their origin, as ``region_with_more`` takes them."""
 
 
-def region_in_graph(
-    cls: type[_Region], *args: Any, cache: object = None, policy: object = None, **kwargs: Any
-) -> _Region:
-    """Return the region that is made in code that Dynamo traces; Dynamo traces this too.
-
-    No cast is kept while ops are traced, so a cache would have no part in it.
-    """
+def region_in_graph(cls: type[_Region], *args: Any, cache: Any = None, policy: object = None, **kwargs: Any) -> _Region:
+    """Return the region that is made in code that Dynamo traces; Dynamo traces this too."""
+    # As a text: of a number that differs from call to call Dynamo would make a variable.
+    number = cache.number if isinstance(cache, WeightCache) else "" if cache is None else "none"
     if policy is None or isinstance(policy, dict):
-        return _made_once(cls, policy, *args, **kwargs)  # type: ignore[no-any-return]
-    return _made_once(cls, {}, *args, **kwargs)  # type: ignore[no-any-return]
+        return _made_once(cls, number, policy, *args, **kwargs)  # type: ignore[no-any-return]
+    return _made_once(cls, number, {}, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _made_once(cls: type[_Region], policy: dict[str, Any] | None, *args: Any, **kwargs: Any) -> _Region:
+def _made_once(cls: type[_Region], number: str, policy: dict[str, Any] | None, *args: Any, **kwargs: Any) -> _Region:
     """Return a new region. Dynamo calls this while it traces, with constants, and keeps the answer.
 
     What the answer depends on, Dynamo guards: the constants, and the thread's dtype, which is part of the autocast
@@ -146,11 +147,15 @@ def _made_once(cls: type[_Region], policy: dict[str, Any] | None, *args: Any, **
         _check_policies_can_be_held()
     if policy == {}:
         _break(_HAS_POLICY)
+    if number == "none":
+        _break("its cache= is no WeightCache")
+    cache = cache_by_identity(int(number)) if number and kept_casts.can_be() else None
     region = object.__new__(cls)
-    region.__init__(*args, **kwargs, **({} if policy is None else {"policy": policy}))  # type: ignore[misc]
+    region.__init__(  # type: ignore[misc]
+        *args, **kwargs, **({} if policy is None else {"policy": policy}), **({} if cache is None else {"cache": cache})
+    )
     settings: Settings = vars(region)["_settings"]
-    if settings.overlay is not None:
-        _give_policies(region, settings.overlay)
+    _give_more(region, settings.overlay, settings.cache)
     return region
 
 
@@ -162,7 +167,7 @@ def region_of_rule(
     _check_policies_can_be_held()
     region = object.__new__(cls)
     region.__init__(device_type, dtype, enabled)  # type: ignore[misc]
-    _give_policies(region, Overlay.of_text(policies, MODULE_RULE._replace(name=rule)))
+    _give_more(region, Overlay.of_text(policies, MODULE_RULE._replace(name=rule)), None)
     return region
 
 
@@ -180,12 +185,18 @@ def _check_policies_can_be_held() -> None:
         _break("policies cannot be told apart in this torch")
 
 
-def _give_policies(region: Any, policies: Overlay) -> None:
-    tell_policies_apart(region.device)
-    backward.mark()
-    region.device = _WithPolicies(region.device)
-    region.device.policies = policies
-    region._settings = region._settings._replace(overlay=None)
+def _give_more(region: Any, policies: Overlay | None, cache: WeightCache | None) -> None:
+    if policies is None and cache is None:
+        return
+    if policies is not None:
+        tell_policies_apart(region.device)
+        backward.mark()
+    region.device = _WithMore(region.device)
+    region.device.more = (
+        0 if cache is None else cache.identity,
+        *(("",) if policies is None else (policies.text, *policies.origin)),
+    )
+    region._settings = region._settings._replace(overlay=None, cache=None)
 
 
 def check_region(settings: Settings, overridden: str | None) -> None:

@@ -1,13 +1,13 @@
 """A guard of polycast's own in Dynamo, by which compiled code runs under the policies that it was compiled for only.
 
 Dynamo guards all code on the autocast state that torch has: what is enabled, and in which dtype. The policies that
-regions lay over the tables are not part of it. ``policies_in_force`` says them as a text, which keeps code apart:
+regions lay over the tables are not part of it. ``in_force`` says them as a text, which keeps code apart:
 
 - what is compiled from now on has a guard that the text is what it was then;
 - what was compiled before has one that there are no policies, for there were none;
-- so has what Dynamo loads, where it was saved by a process that had no guard to give it;
-- in the key of AOTAutograd's cache on disk is the text, with the state that some versions of torch leave out of it, and
-  with whether there are policies or rules in the code itself, which its backward depends on.
+- so has what Dynamo loads, where it was saved by a process that had no guard to give it.
+
+The caches on disk are told apart by cache_key.py.
 
 This is put in place when a region with policies is first entered, in the modules that are imported by then, and in the
 others as they are imported, before which they compile nothing. They are internals of torch. Where they are not what
@@ -15,19 +15,17 @@ they are expected to be, compiled code is kept away from regions with policies.
 """
 
 import functools
-import inspect
-import pickle
 from typing import Any
 
 import torch
 
-from ..engine.in_force import heed, policies_in_force
+from ..engine.in_force import heed, in_force
 from ..engine.installation import taken_back
-from . import backward, nested_regions, uncompiled
-from .on_import import Changes
+from . import backward, cache_key, nested_regions, uncompiled
+from .on_import import Changes, expect, method_of
 
 _MARK = "polycast_policies"
-"""The attribute of a guard manager that has the guard, and of what the key of the cache is made of."""
+"""The attribute of a guard manager that has the guard."""
 _SHOWN = 200
 """How many characters of the policies those see who have Dynamo log its guards."""
 
@@ -36,6 +34,7 @@ def tell_policies_apart(device_type: str) -> None:
     """Have compiled code heed the policies for a device; to be called in each region that has some."""
     heed(device_type)
     _changes.make()
+    cache_key.tell_apart()
     backward.trace_outside_of_regions()
     nested_regions.tell_apart()
 
@@ -53,7 +52,7 @@ def _add_guard(manager: Any, seen: str, guard: Any = None) -> None:
     # One that is checked after all others: another thread may be in the middle of them, in Python, and the list that it
     # walks is not to grow.
     manager.root.add_epilogue_lambda_guard(
-        lambda _: policies_in_force() == seen, parts, None if guard is None else guard.user_stack
+        lambda _: in_force() == seen, parts, None if guard is None else guard.user_stack
     )
     setattr(manager, _MARK, seen)
 
@@ -72,22 +71,22 @@ def _guard_dynamo(changes: Changes) -> None:
 
     eval_frame: Any = torch._C._dynamo.eval_frame
     entries, loaded_entries = eval_frame._debug_get_cache_entry_list, eval_frame._debug_get_precompile_entries
-    init_ambient_guards: Any = _method(OutputGraph, "init_ambient_guards", "self")
-    compile_check_fn: Any = _method(CheckFunctionManager, "compile_check_fn", "self", "builder")
-    check: Any = _method(GuardManagerWrapper, "check", "self", "x")
+    init_ambient_guards: Any = method_of(OutputGraph, "init_ambient_guards", "self")
+    compile_check_fn: Any = method_of(CheckFunctionManager, "compile_check_fn", "self", "builder")
+    check: Any = method_of(GuardManagerWrapper, "check", "self", "x")
     compiled_codes = [code for reference in list(input_codes.seen) if (code := reference()) is not None]
 
     def new_guard() -> Any:
-        return GlobalStateSource().make_guard(functools.partial(guard_policies, seen=policies_in_force()))
+        return GlobalStateSource().make_guard(functools.partial(guard_policies, seen=in_force()))
 
     def is_ours(guard: Any) -> bool:
         return guard.inner_create_fn() is guard_policies
 
     trial: Any = GuardManagerWrapper()
     _add_guard(trial, "never in force")
-    _expect(not trial.root.check({}), "a guard that fails has no effect")
-    _expect(is_ours(new_guard()), "a guard does not know what makes it")
-    _expect(hasattr(OutputGraph, "guards") and hasattr(OutputGraphCommon, "guards"), "a graph has no guards")
+    expect(not trial.root.check({}), "a guard that fails has no effect")
+    expect(is_ours(new_guard()), "a guard does not know what makes it")
+    expect(hasattr(OutputGraph, "guards") and hasattr(OutputGraphCommon, "guards"), "a graph has no guards")
 
     @functools.wraps(init_ambient_guards)
     def init_ambient_guards_and_ours(self: Any) -> None:
@@ -117,42 +116,7 @@ def _guard_dynamo(changes: Changes) -> None:
             _add_missing_guard(entry.guard_manager)
 
 
-def _key_cache(changes: Changes) -> None:
-    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheDetails
-
-    init: Any = _method(AOTAutogradCacheDetails, "__init__", "self")
-    trial = object.__new__(AOTAutogradCacheDetails)
-    setattr(trial, _MARK, "never in force")
-    _expect(
-        b"never in force" in pickle.dumps(trial), "the key of the cache is not made of the attributes of its details"
-    )
-
-    @functools.wraps(init)
-    def init_with_policies(self: Any, *args: Any, **kwargs: Any) -> None:
-        policies, inside = policies_in_force(), backward.is_marked()
-        if policies or inside:
-            setattr(self, _MARK, (inside, nested_regions.autocast_state()))
-        init(self, *args, **kwargs)
-
-    changes.replace(AOTAutogradCacheDetails, "__init__", init_with_policies)
-
-
-def _method(owner: Any, name: str, *parameters: str) -> Any:
-    """Return a method as its class has it, whose first parameters are to have these names."""
-    method = vars(owner)[name]
-    names = list(inspect.signature(method).parameters)
-    _expect(names[: len(parameters)] == list(parameters), f"{owner.__name__}.{name} takes {names}")
-    return method
-
-
-def _expect(condition: bool, otherwise: str) -> None:
-    if not condition:
-        raise NotImplementedError(otherwise)
-
-
-_changes = Changes(
-    {"torch._dynamo": _guard_dynamo, "torch._functorch._aot_autograd.autograd_cache": _key_cache}, uncompiled.start
-)
+_changes = Changes({"torch._dynamo": _guard_dynamo}, uncompiled.start)
 
 
 def _take_back() -> None:

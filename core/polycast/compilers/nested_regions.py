@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..engine import state
-from ..engine.in_force import policies_in_force
+from ..engine.in_force import in_force
 from ..engine.installation import taken_back
 from ..engine.state import Settings
 from ..errors import warn_user
@@ -39,10 +39,10 @@ def tell_apart() -> None:
 
 
 def autocast_state() -> tuple[object, ...]:
-    """Return what code that is traced now depends on: for each device what torch has, and the policies."""
+    """Return what code that is traced now depends on: for each device what torch has, and what polycast has."""
     devices = torch._C._autocast_supported_devices()
     return (
-        policies_in_force(),
+        in_force(),
         *((name, torch.is_autocast_enabled(name), str(torch.get_autocast_dtype(name))) for name in devices),
     )
 
@@ -66,7 +66,9 @@ def _is_told_code(method: Callable[..., Any]) -> bool:
 def _by_state(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def method_by_state(self: Any, code: object, *args: Any, **kwargs: Any) -> Any:
-        return method(self, (code, autocast_state()), *args, **kwargs)
+        regions = map(state.machine.innermost, torch._C._autocast_supported_devices())
+        caches = tuple(None if region is None else region[1] for region in regions)
+        return method(self, (code, autocast_state(), caches), *args, **kwargs)
 
     return method_by_state
 

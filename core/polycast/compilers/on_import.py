@@ -5,6 +5,7 @@ as it has been executed, so before those who import it have it.
 """
 
 import importlib
+import inspect
 import os
 import sys
 import threading
@@ -122,3 +123,17 @@ class _ThenChange(Loader):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
+
+
+def method_of(owner: Any, name: str, *parameters: str) -> Any:
+    """Return a method as its class has it, whose first parameters are to have these names."""
+    method = vars(owner)[name]
+    names = list(inspect.signature(method).parameters)
+    expect(names[: len(parameters)] == list(parameters), f"{owner.__name__}.{name} takes {names}")
+    return method
+
+
+def expect(condition: bool, otherwise: str) -> None:
+    """Raise what says that a module is not as a change expects it."""
+    if not condition:
+        raise NotImplementedError(otherwise)

@@ -1,7 +1,8 @@
-"""Which policies are in force on this thread, as a text: by it compiled code knows where it may run.
+"""Which policies are in force on this thread, and in which regions casts are kept: as a text, a guard of compiled code.
 
-It says what results, whatever regions were entered and however they will be left: the overlay of the innermost region
-for each device, as the state machine has it. That of a disabled region too, for code in it may enable autocast again.
+It says what results, whatever regions were entered and however they will be left: the overlay and the cache of the
+innermost region for each device, as the state machine has it. Those of a disabled region too, for code in it may enable
+autocast again.
 """
 
 import threading
@@ -20,6 +21,16 @@ def policies_in_force() -> str:
         region = state.machine.innermost(device_type)
         if region is not None and region[0]:
             found += device_type + region[0].text
+    return found
+
+
+def in_force() -> str:
+    """Return the policies of this thread's regions, and which of these have a cache; for neither an empty text."""
+    found = policies_in_force()
+    for device_type in _devices:
+        region = state.machine.innermost(device_type)
+        if region is not None and region[1] is not None:
+            found += f"+{device_type} cache"
     return found
 
 

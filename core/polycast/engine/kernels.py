@@ -55,6 +55,7 @@ class Kernels(ABC):
             # Ops that are not in the table pass by the key. torch sees to it for the devices that it has tables for.
             if not torch._C._dispatch_has_backend_fallback(dispatch_key(self.key)):
                 self._let_other_ops_through()
+            self._serve_kept_casts()
             for name, policy in policies.items():
                 self.add(name, policy)
         except BaseException:
@@ -109,6 +110,9 @@ class Kernels(ABC):
 
     @abstractmethod
     def _register(self, name: str, op: torch._ops.OpOverload, policy: CastPolicy | None) -> None: ...
+
+    @abstractmethod
+    def _serve_kept_casts(self) -> None: ...
 
     @abstractmethod
     def _let_other_ops_through(self) -> None: ...

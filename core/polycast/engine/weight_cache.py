@@ -8,6 +8,7 @@ same memory with history.
 The stores themselves are the engines': reference/store.py is the one to read, native/store.h the other.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,8 +47,14 @@ class CastStore(Protocol):
 
 
 _Store = TypeVar("_Store", bound=CastStore)
-caches_alive: "weakref.WeakSet[WeightCache]" = weakref.WeakSet()
-"""The caches that there are: as long as there is one, writes of weights are watched."""
+caches_alive: "weakref.WeakValueDictionary[int, WeightCache]" = weakref.WeakValueDictionary()
+"""The caches that there are, by identity: as long as there is one, writes of weights are watched."""
+_identities = itertools.count(1)
+
+
+def cache_by_identity(identity: int) -> "WeightCache | None":
+    """Return the cache that compiled code names, if it is alive."""
+    return caches_alive.get(identity)
 
 
 class WeightCache:
@@ -90,7 +97,9 @@ class WeightCache:
         self.max_bytes = max_bytes
         self.verify = verify
         self._stores: dict[str, CastStore] = {}
-        caches_alive.add(self)
+        self.identity = next(_identities)
+        self.number = str(self.identity)
+        caches_alive[self.identity] = self
 
     def store(self, engine: str, make: Callable[[int | None, bool], _Store]) -> _Store:
         """Return the store that an engine keeps for this cache, made with `make` at its first use."""

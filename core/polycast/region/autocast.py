@@ -8,6 +8,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
+from ..compilers import kept_casts  # noqa: F401  it decides what the kernels do while code is compiled
 from ..compilers.export import record_entry, record_exit
 from ..compilers.torch_autocast import TorchAutocast
 from ..compilers.torchscript import ScriptedAsTorch

@@ -38,7 +38,7 @@ def put_in_place(owner: object, settings: Settings) -> Kernels | None:
     try:
         if settings.enabled or settings.overlay:
             kernels = kernels_of(settings.device_type, settings.overlay or ())
-        if settings.overlay:
+        if settings.overlay or settings.cache is not None:
             tell_policies_apart(settings.device_type)
         if has_more_than_torch(settings):
             for put in also_put_in_place:

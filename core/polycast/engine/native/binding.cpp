@@ -104,6 +104,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Library>(module, "Library", py::module_local())
       .def(py::init<const std::string&, const std::string&>())
       .def("impl", &Library::impl)
+      .def("kept_cast", &Library::kept_cast)
       .def("fallthrough", &Library::fallthrough)
       .def("remove", &Library::remove);
   py::class_<Recorder, std::shared_ptr<Recorder>>(module, "Recorder", py::module_local())
@@ -150,13 +151,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
          py::object error,
          std::string text,
          py::object stack,
-         py::object place) {
+         py::object place,
+         py::object of_traced,
+         py::object by_identity) {
         TORCH_CHECK(std::equal(policies.begin(), policies.end(), kPolicyNames.begin(), kPolicyNames.end()));
         native_overlay = overlay.release().ptr();
         native_store = store.release().ptr();
         storages_are_rewritten = rewritten.release().ptr();
         stack_now = stack.release().ptr();
         place_now = place.release().ptr();
+        kept_cast_of_traced = of_traced.release().ptr();
+        store_by_identity = by_identity.release().ptr();
         hold_locks_over_forks();
         stale_weight_error = error.release().ptr();
         stale_weight_message = std::move(text);

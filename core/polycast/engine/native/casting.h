@@ -18,8 +18,9 @@
 namespace {  // all is one unit, binding.cpp
 
 
-// Set by bind(); it lives as long as the process.
+// Set by bind(); they live as long as the process.
 PyObject* storages_are_rewritten = nullptr;
+PyObject* kept_cast_of_traced = nullptr;
 
 bool is_eligible(const Tensor& tensor, DeviceType device) {
   return tensor.defined() && tensor.is_floating_point() && tensor.scalar_type() != at::kDouble &&
@@ -68,6 +69,24 @@ struct Outcome {
   bool in_torchs_region = false;
 };
 
+// Whether a cast of a tensor may be kept now. Python may run, and the region end.
+bool may_be_kept(const Tensor& tensor, ScalarType dtype, const py::object& is_capturing) {
+  return dtype != at::kFloat && is_weight(tensor) && at::autocast::is_autocast_cache_enabled() && caching_is_safe() &&
+      !is_rewritten(tensor) && !captures(tensor, is_capturing);
+}
+
+// Return the cast of what stands for a weight in code that is being compiled, or an undefined tensor.
+Tensor cast_of_traced(const Tensor& tensor, ScalarType dtype, DeviceType device) {
+  if (tensor.scalar_type() != at::kFloat || !tensor.key_set().has(DispatchKey::Python)) {
+    return Tensor();
+  }
+  const py::gil_scoped_acquire gil;
+  const auto traced = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+  auto* const as = reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype));
+  const py::object cast = py::handle(kept_cast_of_traced)(traced, py::handle(as), c10::DeviceTypeName(device, /*lower_case=*/true));
+  return cast.is_none() ? Tensor() : cast.cast<Tensor>();
+}
+
 Tensor find_or_cast(const Tensor& tensor, ScalarType dtype, DeviceType device, const py::object& is_capturing, Outcome& outcome) {
   const DeviceRegion& region = region_of(device);
   if (region.innermost == nullptr) {
@@ -86,6 +105,11 @@ Tensor find_or_cast(const Tensor& tensor, ScalarType dtype, DeviceType device, c
       const uint64_t writes = Writes::log().count();
       Tensor kept = store->cast(tensor, dtype, outcome.made);
       return wants_history(tensor) ? regions->casts.with_link(tensor, dtype, kept, writes) : kept;
+    }
+  }
+  if (C10_UNLIKELY(dtype != at::kFloat && !caching_is_safe())) {
+    if (Tensor traced = cast_of_traced(tensor, dtype, device); traced.defined()) {
+      return traced;
     }
   }
   return tensor.to(dtype);

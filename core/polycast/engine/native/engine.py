@@ -12,12 +12,13 @@ from ...errors import StaleWeightError
 from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import overload_with_dtype
+from .. import kept_cast
 from ..kernels import Kernels, autocast_key, refusal
 from ..places import place_now, stack_now
 from ..recorder import Recorder
 from ..state import Overlay, Settings
 from ..unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedOptimizers
-from ..weight_cache import WeightCache
+from ..weight_cache import WeightCache, cache_by_identity
 from ..weights import STALE, storages_are_rewritten
 
 # The numbers that regions.h's enumeration Policy gives them.
@@ -44,6 +45,8 @@ class NativeEngine:
             STALE,
             stack_now,
             place_now,
+            kept_cast.of_traced,
+            self._store_by_identity,
         )
         self._extension = extension
         self._optimizers: WatchedOptimizers | None = None
@@ -72,6 +75,10 @@ class NativeEngine:
 
     def _native_store(self, cache: WeightCache) -> Any:
         return cache.store(self.name, self._extension.Store)
+
+    def _store_by_identity(self, identity: int) -> Any:
+        cache = cache_by_identity(identity)
+        return None if cache is None else self._native_store(cache)
 
     def _native_overlay(self, overlay: Overlay) -> Any:
         native = overlay.derived.get(self.name)
@@ -126,6 +133,10 @@ class _NativeKernels(Kernels):
             None if with_dtype is None else f"{with_dtype._schema.name}.{with_dtype._schema.overload_name}",
             self._is_capturing,
         )
+
+    @override
+    def _serve_kept_casts(self) -> None:
+        self._library.kept_cast(self._is_capturing)
 
     @override
     def _let_other_ops_through(self) -> None:

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "casting.h"
+#include "kept_cast.h"
 #include "regions.h"
 #include "signatures.h"
 
@@ -486,6 +487,25 @@ class Library {
         through_stack ? std::nullopt : entrance.signature,
         nullptr,
         "polycast"));
+  }
+
+  // The kernels of polycast::kept_cast.
+  void kept_cast(py::object is_capturing) {
+    using Signature = Tensor(const Tensor&, ScalarType, int64_t);
+    if (is_capturing.is_none()) {
+      is_capturing = py::object();
+    }
+    const std::string device = std::string(c10::toString(key_)).substr(std::strlen("Autocast"));
+    const auto put = [](const std::string& key, c10::KernelFunction kernel) {
+      return c10::Dispatcher::singleton().registerImpl(
+          {kKeptCast, ""}, c10::parseDispatchKey(key), std::move(kernel), c10::impl::CppSignature::make<Signature>(), nullptr,
+          "polycast");
+    };
+    registered_.push_back(put(
+        device, c10::KernelFunction::makeFromUnboxedFunctor<false, KeptCastKernel>(
+                    std::make_unique<KeptCastKernel>(device_, std::move(is_capturing)))));
+    registered_.push_back(put(
+        "Autograd" + device, c10::KernelFunction::makeFromUnboxedFunctor<false, KeptCastAutograd>(std::make_unique<KeptCastAutograd>())));
   }
 
   void fallthrough() {

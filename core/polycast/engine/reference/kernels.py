@@ -15,12 +15,15 @@ from typing_extensions import override
 from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import optional_dtype, overload_with_dtype
+from .. import kept_cast
 from ..casting import is_eligible, promotion
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, dispatch_key, refusal
+from ..weight_cache import cache_by_identity
 from ..weights import caching_is_safe, is_weight
 from . import telling
 from .state_machine import PythonStateMachine
+from .store import PythonStore
 
 _Args: TypeAlias = tuple[Any, ...]
 _Kwargs: TypeAlias = dict[str, Any]
@@ -50,6 +53,13 @@ class PythonKernels(Kernels):
             self._library(namespace).impl(  # type: ignore[no-untyped-call]
                 name_in_it, kernel, self.key, with_keyset=True, allow_override=True
             )
+
+    @override
+    def _serve_kept_casts(self) -> None:
+        device = self.key.removeprefix("Autocast")
+        library = self._library("polycast")
+        library.impl("kept_cast", _KeptCast(self.backend, self._machine), device)  # type: ignore[no-untyped-call]
+        library.impl("kept_cast", _kept_cast_with_history, "Autograd" + device)  # type: ignore[no-untyped-call]
 
     @override
     def _let_other_ops_through(self) -> None:
@@ -164,6 +174,44 @@ _RULES: dict[CastPolicy, Callable[[_Kernel, _Args, _Kwargs], Any]] = {
 }
 
 
+class _KeptCast:
+    """The device's kernel of polycast::kept_cast: a cast without history, on the memory of what is kept."""
+
+    def __init__(self, backend: Backend, machine: PythonStateMachine) -> None:
+        self._backend = backend
+        self._machine = machine
+
+    def __call__(self, weight: torch.Tensor, dtype: torch.dtype, cache: int = 0) -> torch.Tensor:
+        device = self._backend.device_type
+        keeps = is_weight(weight) and torch.is_autocast_cache_enabled() and caching_is_safe()
+        with torch.no_grad():
+            if not keeps or self._backend.is_capturing():
+                return weight.to(dtype)
+            region = None if cache else self._machine.innermost(device)
+            named = cache_by_identity(cache) if region is None else region[1]
+            return weight.to(dtype) if named is None else named.store("reference", PythonStore).cast(weight, dtype)
+
+
+class _WithHistory(torch.autograd.Function):
+    """Autograd's kernel of it: another tensor on that memory, a write of which is a write of both."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, dtype: torch.dtype, cache: int) -> torch.Tensor:
+        ctx.dtype = weight.dtype
+        with torch._C._AutoDispatchBelowAutograd():
+            cast: torch.Tensor = torch.ops.polycast.kept_cast(weight, dtype, cache)
+        return cast.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient.to(ctx.dtype), None, None
+
+
+def _kept_cast_with_history(weight: torch.Tensor, dtype: torch.dtype, cache: int = 0) -> torch.Tensor:
+    cast: torch.Tensor = _WithHistory.apply(weight, dtype, cache)  # type: ignore[no-untyped-call]
+    return cast
+
+
 def _caster(device_type: str, dtype: torch.dtype, cast_weight: _CastWeight | None) -> Callable[[Any], Any]:
     """Return a function that casts one argument of an op: a tensor, a list of tensors, or anything else, unchanged.
 
@@ -177,7 +225,10 @@ def _caster(device_type: str, dtype: torch.dtype, cast_weight: _CastWeight | Non
             if telling.listener is not None:
                 of_weight = (cast_weight is not None or caching_is_safe()) and is_weight(value)
                 return telling.told_cast(value, dtype, of_weight, cast_weight, telling.listener)
-            return cast_weight(value, dtype, None) if cast_weight is not None and is_weight(value) else value.to(dtype)
+            if cast_weight is not None and is_weight(value):
+                return cast_weight(value, dtype, None)
+            traced = None if dtype is torch.float32 else kept_cast.of_traced(value, dtype, device_type)
+            return value.to(dtype) if traced is None else traced
         if isinstance(value, (list, tuple)):
             return [cast(item) for item in value]
         return value

@@ -1,0 +1,78 @@
+"""The keys of the caches on disk, in which is what code under polycast depends on and torch's own keys leave out.
+
+In AOTAutograd's that is the policies in force, as a text, with the state that some versions of torch leave out; whether
+there are policies or rules in the code itself, which its backward depends on; and whether casts of weights may be kept
+in it, which are an operator of polycast's. Where none of these is, the key is torch's: code is shared with it.
+"""
+
+import functools
+import pickle
+from typing import Any
+
+import torch
+
+from ..engine import state
+from ..engine.in_force import policies_in_force
+from ..engine.installation import taken_back
+from . import backward, uncompiled
+from .nested_regions import autocast_state
+from .on_import import Changes, expect, method_of
+
+_MARK = "polycast"
+"""The attribute of what the key is made of."""
+_CODE = 1
+"""What kind of code the operators and regions of polycast's compile to: another number for each that was published."""
+
+
+def tell_apart() -> None:
+    """Have the cache on disk tell apart what polycast does, from now on."""
+    _changes.make()
+
+
+def _in_a_cache() -> bool:
+    regions = map(state.machine.innermost, torch._C._autocast_supported_devices())
+    return any(region is not None and region[1] is not None for region in regions)
+
+
+def _change(changes: Changes) -> None:
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheDetails
+
+    init: Any = method_of(AOTAutogradCacheDetails, "__init__", "self")
+    trial = object.__new__(AOTAutogradCacheDetails)
+    setattr(trial, _MARK, "never in force")
+    expect(
+        b"never in force" in pickle.dumps(trial), "the key of the cache is not made of the attributes of its details"
+    )
+
+    @functools.wraps(init)
+    def init_with_ours(self: Any, *args: Any, **kwargs: Any) -> None:
+        policies, inside, kept = policies_in_force(), backward.is_marked(), _in_a_cache()
+        if policies or inside or kept:
+            setattr(self, _MARK, (inside, kept, autocast_state(), _CODE))
+        init(self, *args, **kwargs)
+
+    changes.replace(AOTAutogradCacheDetails, "__init__", init_with_ours)
+
+
+def _change_inductors(changes: Changes) -> None:
+    from torch._inductor.codecache import FxGraphHashDetails
+
+    init: Any = method_of(FxGraphHashDetails, "__init__", "self", "gm")
+
+    @functools.wraps(init)
+    def init_with_ours(self: Any, gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> None:
+        if gm.graph.find_nodes(op="call_function", target=torch.ops.polycast.kept_cast.default):
+            setattr(self, _MARK, _CODE)
+        init(self, gm, *args, **kwargs)
+
+    changes.replace(FxGraphHashDetails, "__init__", init_with_ours)
+
+
+_changes = Changes(
+    {
+        "torch._functorch._aot_autograd.autograd_cache": _change,
+        "torch._inductor.codecache": _change_inductors,
+    },
+    uncompiled.start,
+)
+taken_back.append(_changes.take_back)

@@ -1,0 +1,139 @@
+"""Kept casts in compiled code: casts of weights that are looked up where the code runs, and that nothing there writes.
+
+Where AOTAutograd traces a region with a cache, a parameter's cast to the fast dtype becomes ``polycast::kept_cast``.
+What is exported keeps torch's ops. So does code in other regions: a compiler fuses casts that are of no use later, and
+has one memory for all of them.
+
+Inductor writes the memory of what it has made and nobody else uses: it is told of each kept cast that somebody does.
+The keys of the caches on disk say whether there may be kept casts: a process without polycast has no such op.
+"""
+
+import functools
+import threading
+from typing import Any
+
+import torch
+from torch._guards import TracingContext
+
+from ..engine import kept_cast, state
+from ..engine.installation import taken_back
+from ..engine.weight_cache import WeightCache
+from ..errors import warn_user
+from . import cache_key, uncompiled
+from .on_import import Changes, method_of
+
+LEAST_ELEMENTS = 1024
+"""Of a weight that is worth an operator: a compiler fuses the cast of a smaller one into what uses it."""
+
+
+_KEPT = "polycast_kept_casts"
+"""The attribute of what inductor makes of a graph that has the names of its kept casts."""
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.caches: list[WeightCache] = []
+        """Those of the regions in graphs that this thread is in."""
+
+
+_thread = _Thread()
+
+
+def enter_in_graph(cache: WeightCache | None) -> None:
+    """Note that a region in a graph is entered: what is traced in it will find its cache by the number."""
+    if cache is not None:
+        _thread.caches.append(cache)
+
+
+def leave_in_graph(cache: WeightCache | None) -> None:
+    """Note that such a region is left."""
+    if cache is not None:
+        _thread.caches.remove(cache)
+
+
+def can_be() -> bool:
+    """Say whether there may be kept casts in what is being compiled."""
+    return _can_be_kept and not uncompiled.in_effect() and not torch.compiler.is_exporting()
+
+
+def _cast_of_traced(tensor: torch.Tensor, dtype: torch.dtype, device_type: str) -> torch.Tensor | None:
+    region = state.machine.innermost(device_type)
+    if region is None or region[1] is None or TracingContext.try_get() is None:
+        return None
+    cache_key.tell_apart()  # Dynamo has the kernels called before AOTAutograd does, and before the key is made
+    _changes.make()
+    if not can_be():
+        return None
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    if not isinstance(tensor, FunctionalTensor):
+        return None
+    weight = torch._from_functional_tensor(tensor.elem)
+    if not isinstance(weight, torch.nn.Parameter) or weight.numel() < LEAST_ELEMENTS or not _is_dense(weight):
+        return None
+    in_graph = [cache.identity for cache in _thread.caches if cache is region[1]]
+    cast: torch.Tensor = torch.ops.polycast.kept_cast(tensor, dtype, in_graph[-1] if in_graph else 0)
+    return cast
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor's elements fill its memory, each in a place of its own: so do those of a cast of it."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _keep_from_inductor(changes: Changes) -> None:
+    from torch._inductor import ir, lowering
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    op = torch.ops.polycast.kept_cast.default
+    fall_back = lowering.fallback_handler(op, add_to_fallback_set=False)  # type: ignore[no-untyped-call]
+    output: Any = method_of(GraphLowering, "output", "self", "target", "args", "kwargs")
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        cast = fall_back(*args, **kwargs)
+        name = cast.get_name()
+        V.graph.never_reuse_buffers.add(name)
+        vars(V.graph).setdefault(_KEPT, set()).add(name)
+        return cast
+
+    def is_kept(value: Any) -> bool:
+        if not isinstance(value, ir.TensorBox) or not ir.is_storage_and_layout(value):
+            return False
+        return ir.as_storage_and_layout(value, freeze=False)[0].get_name() in vars(V.graph)[_KEPT]
+
+    @functools.wraps(output)
+    def output_without_kept(self: Any, target: Any, args: Any, kwargs: Any) -> Any:
+        # What is given to the user may be written, and the compiled code gives it out with a version of its own.
+        if _KEPT in vars(self) and isinstance(args[0], (tuple, list)):
+            users = V.graph.current_node.meta.get("user_visible_output_idxs", range(len(args[0])))
+            copied = [
+                lowering.clone(value) if index in users and is_kept(value) else value
+                for index, value in enumerate(args[0])
+            ]
+            args = (type(args[0])(copied), *args[1:])
+        return output(self, target, args, kwargs)
+
+    changes.replace(GraphLowering, "output", output_without_kept)
+    lowering.lowerings[op] = kept  # for an op of ours: it stays
+
+
+def _cannot_keep(reason: str) -> None:
+    global _can_be_kept
+    _can_be_kept = False
+    warn_user(
+        f"polycast cannot keep the compiler of this torch ({torch.__version__}) from writing kept casts ({reason}). "
+        "Compiled code casts each weight at each call."
+    )
+
+
+_can_be_kept = True
+_changes = Changes({"torch._inductor.graph": _keep_from_inductor}, _cannot_keep)
+taken_back.append(_changes.take_back)
+kept_cast.decided_by(_cast_of_traced)

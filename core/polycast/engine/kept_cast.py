@@ -1,0 +1,51 @@
+"""``polycast::kept_cast``: the cast of a weight in compiled code, looked up where the code runs.
+
+Where a compiler traces a region, autocast's kernels are called with what stands for the weights, and what they do is
+what the compiled code will do at each call. In a region with a cache they leave the cast of a weight to an operator. At
+run time that gives what they would give for the weight there and then: the cast in the cache of the region that the
+thread is in, or of the one in the compiled code; or a new one, where there is neither.
+
+What it returns is the memory that is kept. To those who write what nobody else uses, its fake implementation says that
+it lies in the weight's own storage. The compilers that have to be told more are told in compilers/kept_casts.py.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.library import Library
+
+# What the device records would go on to use what it has recorded when the weight has another cast.
+_TAGS = tuple(
+    getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, name)
+)
+
+_library = Library("polycast", "DEF")  # type: ignore[no-untyped-call]
+_library.define("kept_cast(Tensor weight, ScalarType dtype, int cache=0) -> Tensor", tags=_TAGS)  # type: ignore[no-untyped-call]
+
+
+def _cast(weight: torch.Tensor, dtype: torch.dtype, cache: int = 0) -> torch.Tensor:
+    """Return the cast on a device for which no kernels of polycast's are in place."""
+    return weight.to(dtype)
+
+
+def _fake(weight: torch.Tensor, dtype: torch.dtype, cache: int = 0) -> torch.Tensor:
+    cast = torch.empty(0, dtype=dtype, device=weight.device)
+    return cast.set_(weight.untyped_storage(), 0, weight.size(), weight.stride())
+
+
+_library.impl("kept_cast", _cast, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.impl("kept_cast", _fake, "Meta")  # type: ignore[no-untyped-call]
+
+_CastOfTraced = Callable[[torch.Tensor, torch.dtype, str], torch.Tensor | None]
+_cast_of_traced: _CastOfTraced = lambda tensor, dtype, device_type: None  # noqa: E731
+
+
+def of_traced(tensor: torch.Tensor, dtype: torch.dtype, device_type: str) -> torch.Tensor | None:
+    """Return the cast of what stands for a weight in what is compiled, as the operator; None: it is not for that."""
+    return _cast_of_traced(tensor, dtype, device_type)
+
+
+def decided_by(decide: _CastOfTraced) -> None:
+    """Have it decided by what knows the compilers."""
+    global _cast_of_traced
+    _cast_of_traced = decide

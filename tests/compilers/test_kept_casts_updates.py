@@ -1,0 +1,154 @@
+"""Weights that change between calls of compiled code with kept casts: each call computes with what they are."""
+
+import copy
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import polycast
+from polycast import WeightCache
+
+pytestmark = pytest.mark.usefixtures("engine")
+SIZE = 64
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Linear(SIZE, SIZE, bias=False)
+
+
+def in_step(model, change):
+    """Check that compiled code with kept casts sees what a change does, as eager code in a region without a cache."""
+    cache, x = WeightCache(verify=True), torch.randn(4, SIZE)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    seen = []
+    for _ in range(3):
+        with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+            first, again = compiled(x), compiled(x)
+        with torch.no_grad(), polycast.autocast("cpu"):
+            expected = model(x)
+        assert torch.equal(first, expected)
+        assert torch.equal(again, expected)
+        seen.append(expected)
+        change(model)
+    assert not torch.equal(seen[0], seen[-1])
+
+
+OPTIMIZERS = {
+    "plain": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+
+
+@pytest.mark.parametrize("compiled_step", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_an_optimizers_step(model, optimizer, kind, compiled_step):
+    steps = optimizer(model.parameters(), lr=0.1, **OPTIMIZERS[kind])
+    step = torch.compile(steps.step, backend="aot_eager") if compiled_step else steps.step
+
+    def change(model):
+        model.weight.grad = torch.randn_like(model.weight)
+        step()
+
+    in_step(model, change)
+
+
+def test_a_step_in_the_same_compiled_function(model):
+    def change(model):
+        with torch.no_grad():
+            double(model.weight)
+
+    @torch.compile(backend="inductor", fullgraph=True)
+    def double(weight):
+        weight.mul_(2)
+
+    in_step(model, change)
+
+
+def test_a_weight_that_the_code_itself_changes(model):
+    cache, x = WeightCache(verify=True), torch.randn(4, SIZE)
+
+    def function(x):
+        y = model(x)
+        model.weight.mul_(2)
+        return y, model(x)
+
+    other = copy.deepcopy(model)
+    compiled = torch.compile(function, fullgraph=True)
+    for _ in range(3):
+        with torch.no_grad():
+            with polycast.autocast("cpu", cache=cache):
+                before, after = compiled(x)
+            with polycast.autocast("cpu"):
+                torch.testing.assert_close(before, other(x), rtol=0.02, atol=0.02)
+                other.weight.mul_(2)
+                torch.testing.assert_close(after, other(x), rtol=0.02, atol=0.02)
+
+
+def test_load_state_dict(model):
+    in_step(model, lambda model: model.load_state_dict({"weight": torch.randn(SIZE, SIZE)}))
+
+
+def test_new_data(model):
+    def change(model):
+        model.weight.data = torch.randn(SIZE, SIZE)
+
+    in_step(model, change)
+
+
+def test_another_parameter(model):
+    def change(model):
+        model.weight = nn.Parameter(torch.randn(SIZE, SIZE))
+
+    in_step(model, change)
+
+
+def test_a_collective(model, tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=30))
+    try:
+        weight = torch.randn(SIZE, SIZE)
+
+        def change(model):
+            with torch.no_grad():
+                model.weight.detach().copy_(weight * 2)
+            dist.all_reduce(model.weight.detach())
+            weight.add_(1)
+
+        in_step(model, change)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_memory_that_processes_share(model):
+    model.share_memory()
+
+    def change(model):
+        model.weight.data.mul_(2)  # as another process would: counted nowhere
+
+    in_step(model, change)
+
+
+def test_swapped_weights(model):
+    cache, x = WeightCache(verify=True), torch.randn(4, SIZE)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+        compiled(x)
+        cache.clear()  # it watches the weight, and torch swaps nothing that is watched
+        torch.utils.swap_tensors(model.weight, nn.Parameter(torch.randn(SIZE, SIZE)))
+        y = compiled(x)
+    with torch.no_grad(), polycast.autocast("cpu"):
+        assert torch.equal(y, model(x))
