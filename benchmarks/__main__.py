@@ -19,7 +19,7 @@ from rich.table import Table
 
 from polycast.engine.choice import choose
 
-from . import models, observing, once, ops, scenarios, small, training, tuned
+from . import compiled, models, observing, once, ops, scenarios, small, training, tuned
 from .processes import ImportTime, PeakMemory
 from .timing import Result
 
@@ -53,6 +53,9 @@ BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
     "linears": models.linears,
     "gpt2": models.gpt2,
     "training": training.training,
+    "compiled": compiled.inference,
+    "compiled-training": compiled.training,
+    "compiled-memory": compiled.Memory,
     "tuned": tuned.tuned,
 }
 
