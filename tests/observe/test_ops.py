@@ -216,6 +216,16 @@ def test_it_can_be_read_while_it_goes_on(engine):
         assert (before, row(seen, "aten::relu").calls) == (1, 2)
 
 
+def test_a_program_whose_folder_has_gone_is_observed(engine, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with polycast.observe(stacks=True) as seen, polycast.autocast("cpu"):
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    assert "test_ops.py:" in seen.regions[0].where
+    assert "test_ops.py:" in row(seen, "aten::mm").stack[-1]
+
+
 def test_regions_are_told_by_place(engine):
     with polycast.observe() as seen:
         for _ in range(2):
