@@ -35,7 +35,7 @@ def _observed_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _another_observed_call(modules_call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper for what has the first one below it. Dynamo guards what it closes over, so it is not the usual one."""
+    """Return a wrapper of what has the usual one below it. Dynamo guards its closure, so it is not the usual one."""
 
     def observed_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _call_in_force is not observed_call:
