@@ -175,3 +175,13 @@ def test_a_mode_does_not_see_that_it_is_looked_for(engine):
         torch.zeros(4).log()
     assert mode.seen == ["aten.zeros.default", "aten.log.default"]
     assert (seen.nonfinite.what, seen.nonfinite.count) == ("inf", 1)
+
+
+def test_raising_as_the_module_is_done_without_a_model_too(engine):
+    after = []
+    with pytest.raises(FloatingPointError, match=r"^aten::exp outside of the model's modules "):  # noqa: PT012, SIM117
+        with polycast.observe(nonfinite="raise"):
+            Overflows()(torch.ones(4))
+            after.append(1)
+    assert after == []
+    assert nn.Module.__call__ is nn.Module._wrapped_call_impl

@@ -452,6 +452,12 @@ class Recorder {
 
   void add_parameter(const Tensor& parameter, int module) {
     std::lock_guard<std::mutex> lock(mutex);
+    if (parameters.size() >= most_parameters_) {  // those that have died still keep a little memory
+      for (auto each = parameters.begin(); each != parameters.end();) {
+        each = each->second.first.expired() ? parameters.erase(each) : std::next(each);
+      }
+      most_parameters_ = std::max<size_t>(2 * parameters.size(), 1024);
+    }
     parameters.try_emplace(
         parameter.unsafeGetTensorImpl(),
         c10::weak_intrusive_ptr<TensorImpl, c10::UndefinedTensorImpl>(parameter.getIntrusivePtr()), module);
@@ -476,6 +482,7 @@ class Recorder {
 
  private:
   static constexpr size_t kMostEndedThreads = 64;
+  size_t most_parameters_ = 1024;
   std::deque<std::pair<uint64_t, std::shared_ptr<Table>>> ended_;
 };
 

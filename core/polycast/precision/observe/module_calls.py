@@ -24,8 +24,17 @@ _call_in_force: Callable[..., Any] | None = None
 _stays = False
 """Whether the wrapper is below another's that was not taken out."""
 _engine: Engine
+before_modules: list[Callable[[nn.Module, nn.Module], None]] = []
+"""What is called before each module computes, on its thread, with it and with the outermost one that computes there."""
 after_modules: list[Callable[[], None]] = []
 """What is called after each module that computed, on its thread; it may raise."""
+
+
+class _OfThread(threading.local):
+    outermost: nn.Module | None = None
+
+
+_of_thread = _OfThread()
 
 
 def _observed_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -47,12 +56,20 @@ def _another_observed_call(modules_call: Callable[..., Any]) -> Callable[..., An
 
 
 def _tell(modules_call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    outermost = _of_thread.outermost
+    if before_modules:
+        for meet in tuple(before_modules):
+            meet(module, module if outermost is None else outermost)
+    if outermost is None:
+        _of_thread.outermost = module
     _engine.enter_module(module)
     try:
         result = modules_call(module, *args, **kwargs)
     finally:
         _engine.leave_module(module)
-    for call in after_modules:
+        if outermost is None:
+            _of_thread.outermost = None
+    for call in tuple(after_modules):
         call()
     return result
 
