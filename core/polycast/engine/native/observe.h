@@ -195,6 +195,32 @@ size_t lend_recorders(Watch& watch, uint64_t made_on) {
   return count;
 }
 
+// The first node of a pass takes the gradient of what backward was called on: of a loss.
+void look_at_root(Watch& watch, const torch::autograd::Node& node) {
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task == watch.last_graph_task) {
+    return;
+  }
+  watch.last_graph_task = task;
+  if (node.num_inputs() != 1) {
+    return;
+  }
+  const auto& of_gradient = node.input_metadata(0);
+  const ScalarType dtype = c10::typeMetaToScalarType(of_gradient.options().dtype());
+  if (!is_fast(dtype) || of_gradient.is_nested_tensor()) {
+    return;
+  }
+  const auto sizes = of_gradient.shape_as_dim_vector();
+  if (!std::all_of(sizes.begin(), sizes.end(), [](const c10::SymInt& size) { return size.maybe_as_int() == 1; })) {
+    return;
+  }
+  for (const auto& table : watch.tables) {
+    const Chain chain{ChainKind::kLossRoot, {OpInfos::all().named(node.name())}, nullptr, table->module(), -1, dtype};
+    std::lock_guard<std::mutex> lock(table->mutex);
+    table->chains[chain].add({1, c10::elementSize(dtype)});
+  }
+}
+
 // A range of autograd's engine begins, in which it evaluates a node.
 std::unique_ptr<at::ObserverContext> enter_node(Watch& watch) {
   const auto running = torch::autograd::get_current_node();
@@ -229,31 +255,8 @@ std::unique_ptr<at::ObserverContext> enter_node(Watch& watch) {
     node->before.push_back(table->enter_node(module));
     node->tables.push_back(table);
   }
+  look_at_root(watch, *running);
   return node;
-}
-
-// The first node of a pass has the gradient of what backward was called on.
-void look_at_root(Watch& watch, const at::RecordFunction& event) {
-  const int task = torch::autograd::get_current_graph_task_id();
-  if (task == watch.last_graph_task) {
-    return;
-  }
-  watch.last_graph_task = task;
-  const auto inputs = event.inputs();
-  if (inputs.size() != 1 || !inputs[0].isTensor() || !inputs[0].toTensor().defined()) {
-    return;
-  }
-  const Tensor& gradient = inputs[0].toTensor();
-  if (is_fast(gradient.scalar_type()) && has_known_sizes(gradient) && gradient.numel() == 1) {
-    for (const auto& table : watch.tables) {
-      const Chain chain{
-          ChainKind::kLossRoot, {OpInfos::all().named(event.name())}, nullptr, table->module(), -1, gradient.scalar_type()};
-      std::lock_guard<std::mutex> lock(table->mutex);
-      ChainCounts& counts = table->chains[chain];
-      ++counts.count;
-      counts.bytes += bytes_of(gradient);
-    }
-  }
 }
 
 void leave_node(ObservedNode& node) {
@@ -295,9 +298,11 @@ void look_at_input(ObservedOp& op, const Tensor& tensor, const c10::impl::LocalD
   if (op.device < 0) {
     op.device = device_of_autocast(tensor, keys);
   }
-  op.is_wrapped = op.is_wrapped || is_wrapper(tensor);
-  if (op.watch->looks_for_nonfinite && (tensor.is_floating_point() || tensor.is_complex())) {
-    op.tensors.push_back(tensor);
+  if (op.watch->looks_for_nonfinite) {
+    op.is_wrapped = op.is_wrapped || is_wrapper(tensor);
+    if (tensor.is_floating_point() || tensor.is_complex()) {
+      op.tensors.push_back(tensor);
+    }
   }
   if (!tensor.is_floating_point()) {
     return;
@@ -311,7 +316,7 @@ void look_at_input(ObservedOp& op, const Tensor& tensor, const c10::impl::LocalD
     op.fast_inputs += is_fast(dtype);
     op.float32_inputs += dtype == at::kFloat;
   }
-  if (tensor.has_storage()) {
+  if ((!op.backward || op.watch->looks_for_nonfinite) && tensor.has_storage()) {
     op.storages.push_back(storage_of(tensor));
   }
   if (!op.backward) {
@@ -621,7 +626,7 @@ void end_op(ObservedOp& op, const at::RecordFunction& event) {
   const auto outputs = outputs_of(op, event);
   DtypeCounts dtypes;
   ScalarType computes = ScalarType::Undefined;
-  uint64_t bytes = 0;
+  const Tensor* first = nullptr;
   for (const c10::IValue& output : outputs) {
     each_tensor(output, [&](const Tensor& tensor) {
       if (!tensor.is_floating_point()) {
@@ -630,7 +635,7 @@ void end_op(ObservedOp& op, const at::RecordFunction& event) {
       dtypes.add(tensor.scalar_type());
       if (computes == ScalarType::Undefined) {
         computes = tensor.scalar_type();
-        bytes = bytes_of(tensor);
+        first = &tensor;
       }
     });
   }
@@ -640,10 +645,10 @@ void end_op(ObservedOp& op, const at::RecordFunction& event) {
   }
   if (!op.backward && op.device >= 0 && returns_floats) {
     if (op.op->is_loss && is_fast(computes)) {
-      op.chains.push_back({Chain{ChainKind::kLoss, {op.op}, op.overlay, kNoModule, op.device, computes}, bytes});
+      op.chains.push_back({Chain{ChainKind::kLoss, {op.op}, op.overlay, kNoModule, op.device, computes}, bytes_of(*first)});
     }
     if (computes == at::kFloat && op.float32_inputs == 1 && op.fast_inputs > 0 && op.op->written.empty()) {
-      op.chains.push_back({Chain{ChainKind::kFloat32ByOneInput, {op.op}, op.overlay, kNoModule, op.device, op.fast}, bytes});
+      op.chains.push_back({Chain{ChainKind::kFloat32ByOneInput, {op.op}, op.overlay, kNoModule, op.device, op.fast}, bytes_of(*first)});
     }
   }
   for (const c10::IValue& output : op.backward ? c10::ArrayRef<c10::IValue>() : outputs) {
@@ -679,10 +684,6 @@ void end_op(ObservedOp& op, const at::RecordFunction& event) {
 std::unique_ptr<at::ObserverContext> start_event(const at::RecordFunction& event) {
   Watch* const watch = refreshed_watch(true);
   if (watch == nullptr) {
-    return nullptr;
-  }
-  if (event.scope() == at::RecordScope::BACKWARD_FUNCTION) {
-    look_at_root(*watch, event);
     return nullptr;
   }
   constexpr const char* kNode = "autograd::engine::evaluate_function";
@@ -724,7 +725,7 @@ at::RecordFunctionCallback callback(at::RecordFunctionCallback::StartCallback st
   return at::RecordFunctionCallback(start, &end_event)
       .needsInputs(true)
       .needsOutputs(true)
-      .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION});
+      .scopes({at::RecordScope::FUNCTION});
 }
 
 at::CallbackHandle callback_of_all = 0;  // guarded by the mutex of Recorders

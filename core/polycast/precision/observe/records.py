@@ -276,11 +276,12 @@ def read(cls: type[_R], said: Mapping[str, Any]) -> _R:
     if not isinstance(said, Mapping):
         raise TypeError(f"a {cls.__name__} is a mapping, got {type(said).__name__}")
     known: dict[str, Any] = {}
+    hints = _hints(cls)  # type: ignore[arg-type]
     for each in fields(cls):  # type: ignore[arg-type]
         if each.name not in said:
             continue
         value = said[each.name]
-        if not _fits(value, _hints(cls)[each.name]):
+        if not _fits(value, hints[each.name]):
             raise TypeError(f"{each.name} of a {cls.__name__} cannot be {value!r:.100}")
         nested = _NESTED.get((cls, each.name))
         if nested is Counts:
