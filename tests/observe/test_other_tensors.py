@@ -140,3 +140,26 @@ def test_the_schema_of_an_op_that_is_defined_anew_is_read_anew(engine):
     ops = [row(seen, "polycast_observe_anew::op") for seen in (before, after)]
     assert [op.input_dtypes for op in ops] == [{"float32": 1}, {"float32": 2}]
     assert [op.output_dtypes for op in ops] == [{"float32": 1}, {"float32": 2}]
+
+
+def test_casts_of_a_subclass_ask_it_nothing_more(engine):
+    def compute():
+        Asked.asked.clear()
+        x = Asked(torch.ones(2, 2))
+        with polycast.autocast("cpu"):
+            torch.mm(x, x)
+        return list(Asked.asked)
+
+    plain = compute()
+    with polycast.observe(timing=True, stacks=True) as seen:
+        observed = compute()
+    assert observed == plain
+    assert row(seen, "aten::mm").casts == 2
+
+
+def test_casts_of_sparse_tensors_are_counted_by_their_values(engine):
+    eye = torch.eye(3).to_sparse()
+    with polycast.observe() as seen, polycast.autocast("cpu"):
+        product = torch.mm(eye, torch.ones(3, 3))
+    assert product.dtype == torch.bfloat16
+    assert row(seen, "aten::mm").cast_bytes == 3 * 2 + 9 * 2
