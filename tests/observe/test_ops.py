@@ -280,7 +280,7 @@ def test_the_stack_of_an_op_that_raises_is_kept_and_its_error_is_raised(engine):
         raise LookupError("refused")
 
     x = torch.ones(4, requires_grad=True)
-    with polycast.observe(stacks=True) as seen, torch.autograd.graph.saved_tensors_hooks(refuse, refuse):
-        with pytest.raises(LookupError, match="refused"):
-            x.exp()
+    hooks = torch.autograd.graph.saved_tensors_hooks(refuse, refuse)
+    with polycast.observe(stacks=True) as seen, hooks, pytest.raises(LookupError, match="refused"):
+        x.exp()
     assert "test_ops.py" in row(seen, "aten::exp").stack[-1]
