@@ -273,3 +273,14 @@ def test_without_the_native_engines_code_there_is_a_reason(monkeypatch):
         "is found. Install one (c++), or name it in the variable CXX."
     )
     installation.forget_choice()
+
+
+def test_the_stack_of_an_op_that_raises_is_kept_and_its_error_is_raised(engine):
+    def refuse(tensor):
+        raise LookupError("refused")
+
+    x = torch.ones(4, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(refuse, refuse)
+    with polycast.observe(stacks=True) as seen, hooks, pytest.raises(LookupError, match="refused"):
+        x.exp()
+    assert "test_ops.py" in row(seen, "aten::exp").stack[-1]

@@ -434,6 +434,7 @@ std::unique_ptr<at::ObserverContext> start_op(Watch& watch, const at::RecordFunc
 // it lets no callback raise.
 py::object python_stack() {
   const py::gil_scoped_acquire gil;
+  const py::error_scope of_the_op;  // which may have raised
   try {
     return py::handle(stack_now)();
   } catch (py::error_already_set& error) {
