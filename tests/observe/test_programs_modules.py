@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 
 from polycast.precision.observe.observe import observe_program
