@@ -187,3 +187,36 @@ def test_what_cannot_be_observed_is_refused_before_the_program_runs(run, tmp_pat
 def test_an_observed_program_computes_what_it_computes_unobserved(run):
     program = "torch.manual_seed(0)\nwith torch.autocast('cpu'):\n    print(torch.nn.Linear(4, 4)(torch.ones(1, 4)))"
     assert run(program, "--observe").stdout == run(program).stdout
+
+
+def test_a_report_has_the_modules_of_a_program_that_nobody_changed(run, tmp_path):
+    run("net = torch.nn.Sequential(torch.nn.ReLU())\nnet(torch.ones(2))", "--report", "out.html")
+    assert re.search(r'<section id="modules".*Sequential.*ReLU', (tmp_path / "out.html").read_text(), re.S)
+
+
+def test_a_report_of_a_program_whose_name_is_no_text(run, tmp_path):
+    (tmp_path / os.fsdecode(b"w\xe9.py")).write_text("import torch\ntorch.ones(2).relu()\nopen('<b>', 'w')")
+    run(f"import runpy; runpy.run_path({os.fsdecode(b'w')!r} + chr(0xdce9) + '.py'); work()", "--report", "out.html")
+    assert reports(tmp_path) == {"out.html": 1}
+
+
+def test_the_workers_of_torchrun_have_a_report_each(tmp_path):
+    (tmp_path / "program.py").write_text(
+        textwrap.dedent(
+            """
+            import torch
+            torch.distributed.init_process_group("gloo")
+            net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+            with torch.autocast("cpu"):
+                net(torch.ones(2, 4)).float().sum().backward()
+            torch.distributed.destroy_process_group()
+            """
+        )
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    program = [sys.executable, "-m", "polycast", "run", "--quiet", "--report", "out.html", "program.py"]
+    done = subprocess.run([*torchrun, *program], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert set(reports(tmp_path)) == {"out.rank0.html", "out.rank1.html"}
+    for report in tmp_path.glob("*.html"):
+        assert "DistributedDataParallel.module" in report.read_text()

@@ -160,3 +160,27 @@ def test_nothing_is_left_in_torch(engine):
             pass
         assert nn.Module.__call__ is not call
     assert nn.Module.__call__ is call
+
+
+def test_who_wraps_the_call_of_modules_meanwhile_may_leave_it_wrapped(engine):
+    net = nn.Sequential(nn.ReLU())
+    told = []
+    with polycast.observe(net):
+        below = nn.Module.__call__
+
+        def wrapped(self, *args, **kwargs):
+            told.append(self)
+            return below(self, *args, **kwargs)
+
+        nn.Module.__call__ = wrapped
+    try:
+        with polycast.observe(net) as seen:
+            net(torch.ones(2))
+        assert nn.Module.__call__ is wrapped
+    finally:
+        nn.Module.__call__ = below
+    with polycast.observe(net):  # takes its own out, too
+        pass
+    assert nn.Module.__call__ is nn.Module._wrapped_call_impl
+    assert told[0] is net
+    assert [module.entries for module in seen.modules] == [1, 1]

@@ -113,3 +113,75 @@ def test_another_exception_is_not_replaced(engine):
 
     with pytest.raises(ValueError, match="mine"):
         run()
+
+
+@pytest.mark.parametrize(
+    ("compute", "op"),
+    [
+        (lambda x, y: torch.log(x, out=y), "aten::log.out"),
+        (lambda x, y: x.add_(1e38).mul_(10).add_(x), "aten::mul_.Tensor"),
+        (lambda x, y: x.fill_(3e38).add_(x), "aten::add_.Tensor"),
+        (lambda x, y: y.copy_(x).neg_().log_(), "aten::log_"),
+    ],
+)
+def test_what_an_op_writes_is_no_input_unless_it_is_read(engine, compute, op):
+    x, y = torch.zeros(4), torch.full((4,), float("inf"))
+    with polycast.observe(nonfinite="record") as seen:
+        compute(x, y)
+    assert (seen.nonfinite and seen.nonfinite.op) == op
+
+
+def test_inf_in_other_memory_of_what_is_written_is_an_input(engine):
+    both = torch.tensor([[1.0], [float("inf")]])
+    with polycast.observe(nonfinite="record") as seen:
+        both[0].add_(both[1])
+    assert seen.nonfinite is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "what"),
+    [(torch.complex64, "inf and nan"), (torch.complex128, "inf and nan"), (torch.float8_e5m2, "inf")],
+)
+def test_dtypes_that_are_no_usual_floats_are_looked_at(engine, dtype, what):
+    with polycast.observe(nonfinite="record") as seen:
+        torch.full((4,), 1e9).to(dtype) if what == "inf" else torch.ones(4, dtype=dtype).div(0)
+    assert (seen.nonfinite.what, seen.nonfinite.dtype) == (what, str(dtype).removeprefix("torch."))
+
+
+def test_values_between_others_in_memory_are_those_that_are_looked_at(engine):
+    every = torch.zeros(8, 8)
+    every[:, 1::2] = float("inf")
+    with polycast.observe(nonfinite="record") as seen:
+        every[:, ::2].t().cos_()
+    assert seen.nonfinite is None
+    with polycast.observe(nonfinite="record") as seen:
+        every[:, ::2].t().sub_(2).sqrt_()
+    assert seen.nonfinite.what == "nan"
+
+
+def test_a_mode_does_not_see_that_it_is_looked_for(engine):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with polycast.observe(nonfinite="record") as seen, Mode() as mode:
+        torch.zeros(4).log()
+    assert mode.seen == ["aten.zeros.default", "aten.log.default"]
+    assert (seen.nonfinite.what, seen.nonfinite.count) == ("inf", 1)
+
+
+def test_raising_as_the_module_is_done_without_a_model_too(engine):
+    after = []
+    with pytest.raises(FloatingPointError, match=r"^aten::exp outside of the model's modules "):  # noqa: PT012, SIM117
+        with polycast.observe(nonfinite="raise"):
+            Overflows()(torch.ones(4))
+            after.append(1)
+    assert after == []
+    assert nn.Module.__call__ is nn.Module._wrapped_call_impl

@@ -1,6 +1,8 @@
 """Observations as values: written, read, added, subtracted, printed."""
 
+import copy
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -150,3 +152,59 @@ def test_shares_are_of_the_fast_dtypes(run):
     total = seen.total.compute_dtypes
     assert seen.fast_share == total["bfloat16"] / sum(total.values())
     assert seen.fast_time_share is None
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda seen: pickle.loads(pickle.dumps(seen))])
+def test_copies_have_what_was_counted_so_far(duplicate):
+    with polycast.observe(torch.nn.Sequential(torch.nn.ReLU())) as seen:
+        torch.ones(2).relu()
+        taken = duplicate(seen)
+        torch.ones(2).relu()
+    assert [[op.calls for op in each.ops if op.op == "aten::relu"] for each in (taken, seen)] == [[1], [2]]
+    assert duplicate(seen) == seen
+
+
+def _of(name, **values):
+    return lambda said: said[name][0].update(values)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (_of("ops", calls="x"), "calls of a Op cannot be 'x'"),
+        (_of("ops", calls=None), "calls of a Op cannot be None"),
+        (_of("ops", calls=10**400), "calls of a Op cannot be 1000"),
+        (_of("ops", op=3), "op of a Op cannot be 3"),
+        (_of("ops", output_dtypes=[1]), "output_dtypes of a Op cannot be"),
+        (_of("ops", output_dtypes={"float32": "many"}), "output_dtypes of a Op cannot be"),
+        (_of("ops", decisions=3), "decisions of a Op cannot be 3"),
+        (lambda said: said.update(ops=["aten::mm"]), "a Op is a mapping, got str"),
+        (lambda said: said["run"].update(seconds="a"), "seconds of a Run cannot be 'a'"),
+        (lambda said: said["run"].update(devices=[1]), "devices of a Run cannot be"),
+        (lambda said: said.update(run=[]), "a Run is a mapping, got list"),
+        (
+            lambda said: said["chains"].append(
+                {"kind": "round_trip", "ops": ["a"], "module": None, "dtype": "", "count": 1}
+            ),
+            "not enough values",
+        ),
+    ],
+)
+def test_a_file_with_values_that_cannot_be_is_refused(spoil, problem):
+    said = json.loads(Path(__file__).with_name("sample.json").read_text())
+    spoil(said)
+    with pytest.raises(ValueError, match="it is not an observation: ") as refused:
+        Observation.from_dict(said)
+    assert problem in str(refused.value)
+
+
+def test_a_file_that_is_nested_too_deep_is_refused(tmp_path):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"deep\.json: "):
+        Observation.load(tmp_path / "deep.json")
+
+
+def test_a_finding_that_a_later_polycast_knows_is_passed_over():
+    said = json.loads(Path(__file__).with_name("sample.json").read_text())
+    said["chains"].append({"kind": "later", "ops": ["a"], "module": None, "dtype": "", "count": 1})
+    assert "later" not in {finding.kind for finding in Observation.from_dict(said).findings}

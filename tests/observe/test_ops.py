@@ -216,6 +216,16 @@ def test_it_can_be_read_while_it_goes_on(engine):
         assert (before, row(seen, "aten::relu").calls) == (1, 2)
 
 
+def test_a_program_whose_folder_has_gone_is_observed(engine, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with polycast.observe(stacks=True) as seen, polycast.autocast("cpu"):
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    assert "test_ops.py:" in seen.regions[0].where
+    assert "test_ops.py:" in row(seen, "aten::mm").stack[-1]
+
+
 def test_regions_are_told_by_place(engine):
     with polycast.observe() as seen:
         for _ in range(2):
@@ -263,3 +273,14 @@ def test_without_the_native_engines_code_there_is_a_reason(monkeypatch):
         "is found. Install one (c++), or name it in the variable CXX."
     )
     installation.forget_choice()
+
+
+def test_the_stack_of_an_op_that_raises_is_kept_and_its_error_is_raised(engine):
+    def refuse(tensor):
+        raise LookupError("refused")
+
+    x = torch.ones(4, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(refuse, refuse)
+    with polycast.observe(stacks=True) as seen, hooks, pytest.raises(LookupError, match="refused"):
+        x.exp()
+    assert "test_ops.py" in row(seen, "aten::exp").stack[-1]

@@ -181,3 +181,61 @@ def test_a_child_that_is_forked_goes_on_by_itself(engine):
             os._exit(0 if calls(seen) == 2 else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert calls(seen) == 1
+
+
+def test_threads_that_end_leave_their_counts_and_no_more(engine):
+    def compute():
+        X.relu()
+
+    observer = polycast.observe(threads="all")
+    with observer as seen:
+        for _ in range(200):
+            thread = threading.Thread(target=compute)
+            thread.start()
+            thread.join()
+        rows = [row for row in observer._running[-1]._recorder.read()["counts"] if row[0] == "aten::relu"]
+    assert calls(seen) == 200
+    assert len(rows) < 10  # the last of them may be about to end
+
+
+def test_a_graph_of_a_thread_that_has_ended_knows_its_modules(engine):
+    net, results = torch.nn.Sequential(torch.nn.Tanh()), []
+    x = torch.ones(4, requires_grad=True)
+    with polycast.observe(net, threads="all") as seen:
+        thread = threading.Thread(target=lambda: results.append(net(x)))
+        thread.start()
+        thread.join()
+        results[0].sum().backward()
+    (tanh,) = [op for op in seen.modules[1].ops if op.op == "aten::tanh_backward"]
+    assert (tanh.calls, tanh.phase) == (1, "backward")
+
+
+def test_observers_may_come_and_go_while_a_stack_is_taken(engine, monkeypatch):
+    from polycast.engine import places
+
+    def observe_others():
+        monkeypatch.undo()
+        for _ in range(3):
+            with polycast.observe():
+                X.tanh()
+        return "/"
+
+    with polycast.observe(stacks=True) as outer, polycast.observe(stacks=True) as inner:
+        monkeypatch.setattr(places.os, "getcwd", observe_others)
+        X.relu()
+    assert calls(outer) == calls(inner) == 1
+    assert calls(outer, "aten::tanh") == calls(inner, "aten::tanh") == 3
+
+
+def test_what_a_signal_raises_while_a_stack_is_taken_is_raised(engine, monkeypatch):
+    from polycast.engine import places
+
+    def interrupted():
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with polycast.observe(stacks=True) as seen:
+        monkeypatch.setattr(places.os, "getcwd", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(map(torch.relu, [X]))
+    assert calls(seen) == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..precision.observe.headline import headline
 from ..precision.observe.observation import Observation
-from ..precision.observe.observe import observe
+from ..precision.observe.observe import observe, observe_program
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ObservedProcess:
     def _begin(self) -> None:
         self._process = os.getpid()
         self._rank = os.environ.get("RANK")
-        self._observer: observe | None = observe(threads="all", timing=True, stacks=True)
+        self._observer: observe | None = observe_program(threads="all", timing=True, stacks=True)
 
     def start(self) -> None:
         """Observe from now on."""

@@ -41,5 +41,8 @@ def place_now() -> str:
 
 def _line(frame: FrameType) -> str:
     file = frame.f_code.co_filename
-    here = os.getcwd() + os.sep
+    try:
+        here = os.getcwd() + os.sep
+    except OSError:  # the folder has gone
+        here = ""
     return f"{file.removeprefix(here)}:{frame.f_lineno}"

@@ -61,6 +61,7 @@ void hold_locks_over_forks() {
           take(Recorders::running().mutex);
           for (const auto& recorder : Recorders::running().recorders) {
             take(recorder->mutex);
+            take(recorder->of_ended_threads.mutex);
             for (const auto& [number, table] : recorder->tables) {
               take(table->mutex);
             }

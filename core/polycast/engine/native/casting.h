@@ -120,7 +120,7 @@ Tensor observed_cast(
     ObservedOp& op, const Tensor& tensor, ScalarType dtype, DeviceType device, const py::object& is_capturing) {
   using Clock = std::chrono::steady_clock;
   using Last = Watch::Last;
-  CastCounts counts{tensor.scalar_type(), dtype, is_weight(tensor)};
+  CastCounts counts{tensor.scalar_type(), dtype, has_known_sizes(tensor) && is_weight(tensor)};
   const auto begin = op.watch->timing ? Clock::now() : Clock::time_point();
   Outcome outcome;
   Tensor cast = find_or_cast(tensor, dtype, device, is_capturing, outcome);
@@ -134,7 +134,7 @@ Tensor observed_cast(
   }
   if (outcome.made) {
     counts.count = 1;
-    counts.bytes = cast.nbytes();
+    counts.bytes = bytes_of(cast);
     counts.misses = outcome.looked_for;
     if (last != Last::kNone) {
       counts.recasts = 1;
@@ -145,7 +145,7 @@ Tensor observed_cast(
   }
   op.casts.add(counts);
   if (!op.backward && !counts.of_weight) {
-    note_chain(op, tensor, dtype, cast.nbytes());
+    note_chain(op, tensor, dtype, bytes_of(cast));
   }
   return cast;
 }

@@ -51,6 +51,9 @@ class OpInfos {
         const auto* const alias = schema->arguments()[i].alias_info();
         if (alias != nullptr && alias->isWrite()) {
           info->written.push_back(i);
+          if (schema->arguments()[i].is_out()) {
+            info->out.push_back(i);
+          }
         }
       }
       const std::string base = schema->name();
@@ -75,14 +78,41 @@ class OpInfos {
 
   std::mutex& mutex() { return mutex_; }
 
+  // Changes where an op goes, and another may come by its name.
+  static inline std::atomic<uint64_t> generation{0};
+
  private:
+  class Gone final : public c10::OpRegistrationListener {
+    void onOperatorRegistered(const c10::OperatorHandle&) override {}
+    void onOperatorDeregistered(const c10::OperatorHandle& op) override { all().forget(c10::toString(op.operator_name())); }
+  };
+
+  OpInfos() : told_(c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Gone>())) {}
+
+  void forget(const std::string& name) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = infos_.find(name);
+    if (found != infos_.end()) {
+      gone_.push_back(std::move(found->second));  // there are counts of it
+      infos_.erase(found);
+      ++generation;
+    }
+  }
+
   std::mutex mutex_;
   std::unordered_map<std::string, std::unique_ptr<OpInfo>> infos_;
+  std::vector<std::unique_ptr<OpInfo>> gone_;
+  c10::RegistrationHandleRAII told_;
 };
 
 // The op of an event, or null where it is another range. It is told by the address of its name, and by the name.
 const OpInfo* op_of(Watch& watch, const at::RecordFunction& event) {
   const char* const name = event.name();
+  const uint64_t generation = OpInfos::generation.load(std::memory_order_relaxed);
+  if (generation != watch.ops_generation) {
+    watch.ops.clear();
+    watch.ops_generation = generation;
+  }
   const auto found = watch.ops.find(name);
   if (found != watch.ops.end()) {
     const std::string& known = found->second->name;
@@ -137,12 +167,59 @@ struct ObservedNode final : Observed {
   ObservedNode() : Observed(true) {}
 
   Watch* watch = nullptr;
-  c10::SmallVector<std::shared_ptr<Table>, 2> tables;
+  Watch::Tables tables;
   c10::SmallVector<Table::Node, 2> before;
-  std::vector<std::shared_ptr<Recorder>> recorders;
-  bool borrowed = false;  // the tables are those of the thread that called backward
-  bool timing_before, looks_before;
+  size_t lent = 0;  // recorders
 };
+
+// Lend a thread of autograd's own the recorders of the thread that called backward, and made the node; return how many. torch
+// takes the callbacks of that thread along.
+size_t lend_recorders(Watch& watch, uint64_t made_on) {
+  if (watch.callback || at::get_record_function_tls_().sorted_tls_callbacks_.empty()) {
+    return 0;
+  }
+  size_t count = 0;
+  {
+    std::lock_guard<std::mutex> lock(Recorders::running().mutex);
+    for (const auto& recorder : Recorders::running().recorders) {
+      const bool has_it = std::find(watch.lent.begin(), watch.lent.end(), recorder) != watch.lent.end();
+      if (!recorder->all_threads && recorder->thread_number == made_on && !has_it) {
+        watch.lent.push_back(recorder);
+        ++count;
+      }
+    }
+  }
+  if (count != 0) {
+    watch.find_tables();
+  }
+  return count;
+}
+
+// The first node of a pass takes the gradient of what backward was called on: of a loss.
+void look_at_root(Watch& watch, const torch::autograd::Node& node) {
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task == watch.last_graph_task) {
+    return;
+  }
+  watch.last_graph_task = task;
+  if (node.num_inputs() != 1) {
+    return;
+  }
+  const auto& of_gradient = node.input_metadata(0);
+  const ScalarType dtype = c10::typeMetaToScalarType(of_gradient.options().dtype());
+  if (!is_fast(dtype) || of_gradient.is_nested_tensor()) {
+    return;
+  }
+  const auto sizes = of_gradient.shape_as_dim_vector();
+  if (!std::all_of(sizes.begin(), sizes.end(), [](const c10::SymInt& size) { return size.maybe_as_int() == 1; })) {
+    return;
+  }
+  for (const auto& table : watch.tables) {
+    const Chain chain{ChainKind::kLossRoot, {OpInfos::all().named(node.name())}, nullptr, table->module(), -1, dtype};
+    std::lock_guard<std::mutex> lock(table->mutex);
+    table->chains[chain].add({1, c10::elementSize(dtype)});
+  }
+}
 
 // A range of autograd's engine begins, in which it evaluates a node.
 std::unique_ptr<at::ObserverContext> enter_node(Watch& watch) {
@@ -151,30 +228,20 @@ std::unique_ptr<at::ObserverContext> enter_node(Watch& watch) {
     return nullptr;
   }
   const uint64_t made_on = running->thread_id();
+  size_t lent = 0;
+  if (static_cast<size_t>(Recorders::count.load(std::memory_order_relaxed)) != watch.tables.size()) {
+    lent = lend_recorders(watch, made_on);
+  }
+  if (watch.tables.empty()) {
+    return nullptr;
+  }
   auto node = std::make_unique<ObservedNode>();
   node->watch = &watch;
-  node->timing_before = watch.timing;
-  node->looks_before = watch.looks_for_nonfinite;
-  if (watch.tables.empty()) {  // one of autograd's own threads
-    {
-      std::lock_guard<std::mutex> lock(Recorders::running().mutex);
-      for (const auto& recorder : Recorders::running().recorders) {
-        if (recorder->thread_number == made_on) {
-          node->recorders.push_back(recorder);
-        }
-      }
-    }
-    for (const auto& recorder : node->recorders) {
-      watch.tables.push_back(recorder->table_of(made_on));
-      watch.timing |= recorder->timing;
-      watch.looks_for_nonfinite |= recorder->nonfinite != NonFinitePolicy::kIgnore;
-    }
-    if (watch.tables.empty()) {
-      return nullptr;
-    }
-    node->borrowed = true;
-  }
-  const auto* const accumulate = dynamic_cast<const torch::autograd::AccumulateGrad*>(running.get());
+  node->lent = lent;
+  const auto& its_class = *running;
+  const auto* const accumulate = typeid(its_class) == typeid(torch::autograd::AccumulateGrad)
+      ? static_cast<const torch::autograd::AccumulateGrad*>(running.get())
+      : nullptr;
   for (const auto& table : watch.tables) {
     int module = kNoModule;
     if (accumulate != nullptr) {
@@ -188,41 +255,18 @@ std::unique_ptr<at::ObserverContext> enter_node(Watch& watch) {
     node->before.push_back(table->enter_node(module));
     node->tables.push_back(table);
   }
+  look_at_root(watch, *running);
   return node;
-}
-
-// The first node of a pass has the gradient of what backward was called on.
-void look_at_root(Watch& watch, const at::RecordFunction& event) {
-  const int task = torch::autograd::get_current_graph_task_id();
-  if (task == watch.last_graph_task) {
-    return;
-  }
-  watch.last_graph_task = task;
-  const auto inputs = event.inputs();
-  if (inputs.size() != 1 || !inputs[0].isTensor() || !inputs[0].toTensor().defined()) {
-    return;
-  }
-  const Tensor& gradient = inputs[0].toTensor();
-  if (gradient.numel() == 1 && is_fast(gradient.scalar_type())) {
-    for (const auto& table : watch.tables) {
-      const Chain chain{
-          ChainKind::kLossRoot, {OpInfos::all().named(event.name())}, nullptr, table->module(), -1, gradient.scalar_type()};
-      std::lock_guard<std::mutex> lock(table->mutex);
-      ChainCounts& counts = table->chains[chain];
-      ++counts.count;
-      counts.bytes += gradient.nbytes();
-    }
-  }
 }
 
 void leave_node(ObservedNode& node) {
   for (size_t i = 0; i < node.tables.size(); ++i) {
     node.tables[i]->leave_node(node.before[i]);
   }
-  if (node.borrowed) {
-    node.watch->tables.clear();
-    node.watch->timing = node.timing_before;
-    node.watch->looks_for_nonfinite = node.looks_before;
+  if (node.lent != 0) {
+    auto& lent = node.watch->lent;
+    lent.resize(lent.size() - node.lent);
+    node.watch->find_tables();
   }
 }
 
@@ -234,12 +278,30 @@ bool is_traced() {
       (Modes::get_mode(Mode::FAKE) || Modes::get_mode(Mode::PROXY) || Modes::get_mode(Mode::FUNCTIONAL));
 }
 
-void look_at_input(ObservedOp& op, const Tensor& tensor, const c10::impl::LocalDispatchKeySet& keys, bool is_written) {
-  if (op.device < 0) {
+// The device whose autocast looks at a tensor, as its dispatch keys have it; -1: none.
+int8_t device_of_autocast(const Tensor& tensor, const c10::impl::LocalDispatchKeySet& keys) {
+  const auto& known = autocast_keys();
+  if (!tensor.key_set().has(DispatchKey::Python)) {
     const auto device = static_cast<size_t>(tensor.device().type());
-    const DispatchKey key = autocast_keys()[device];
-    if (key != DispatchKey::Undefined && !keys.excluded_.has(key)) {
-      op.device = static_cast<int8_t>(device);
+    return known[device] != DispatchKey::Undefined && !keys.excluded_.has(known[device]) ? static_cast<int8_t>(device) : -1;
+  }
+  const auto its = tensor.key_set();
+  for (size_t device = 0; device < known.size(); ++device) {
+    if (known[device] != DispatchKey::Undefined && its.has(known[device]) && !keys.excluded_.has(known[device])) {
+      return static_cast<int8_t>(device);
+    }
+  }
+  return -1;
+}
+
+void look_at_input(ObservedOp& op, const Tensor& tensor, const c10::impl::LocalDispatchKeySet& keys) {
+  if (op.device < 0) {
+    op.device = device_of_autocast(tensor, keys);
+  }
+  if (op.watch->looks_for_nonfinite) {
+    op.is_wrapped = op.is_wrapped || is_wrapper(tensor);
+    if (tensor.is_floating_point() || tensor.is_complex()) {
+      op.tensors.push_back(tensor);
     }
   }
   if (!tensor.is_floating_point()) {
@@ -247,19 +309,15 @@ void look_at_input(ObservedOp& op, const Tensor& tensor, const c10::impl::LocalD
   }
   const ScalarType dtype = tensor.scalar_type();
   op.inputs.add(dtype);
-  op.widest = op.widest == ScalarType::Undefined ? dtype : c10::promoteTypes(op.widest, dtype);
-  if (tensor.dim() > 0) {
+  if (op.widest == ScalarType::Undefined || c10::elementSize(dtype) > c10::elementSize(op.widest)) {
+    op.widest = dtype;
+  }
+  if (has_known_sizes(tensor) && tensor.dim() > 0) {
     op.fast_inputs += is_fast(dtype);
     op.float32_inputs += dtype == at::kFloat;
   }
-  if (tensor.has_storage()) {
+  if ((!op.backward || op.watch->looks_for_nonfinite) && tensor.has_storage()) {
     op.storages.push_back(storage_of(tensor));
-  }
-  if (op.watch->looks_for_nonfinite) {
-    op.tensors.push_back(tensor);
-    if (is_written) {
-      op.inputs_were_finite = op.inputs_were_finite && is_finite(tensor);
-    }
   }
   if (!op.backward) {
     if (const Producer* const producer = op.watch->producers.find(tensor)) {
@@ -275,10 +333,44 @@ void look_at_input(ObservedOp& op, const Tensor& tensor, const c10::impl::LocalD
   }
 }
 
+// Of what an op writes it is asked before whether it was finite, and of other inputs when its outputs are not.
+void look_at_written(ObservedOp& op, c10::ArrayRef<const c10::IValue> inputs) {
+  const auto& written = op.op->written;
+  const auto& out = op.op->out;
+  op.inputs_were_finite = std::all_of(inputs.begin(), inputs.end(), is_finite_number);
+  if (written.empty()) {
+    return;
+  }
+  c10::SmallVector<const StorageImpl*, 2> changed, replaced;
+  for (const size_t i : written) {
+    const bool is_out = std::find(out.begin(), out.end(), i) != out.end();
+    if (i < inputs.size()) {
+      each_tensor(inputs[i], [&](const Tensor& tensor) {
+        if (tensor.has_storage()) {
+          (is_out ? replaced : changed).push_back(storage_of(tensor));
+        }
+      });
+    }
+  }
+  const auto has = [](const auto& storages, const Tensor& tensor) {
+    return tensor.has_storage() && std::find(storages.begin(), storages.end(), storage_of(tensor)) != storages.end();
+  };
+  decltype(op.tensors) others;
+  for (Tensor& tensor : op.tensors) {
+    if (has(changed, tensor)) {
+      op.inputs_were_finite = op.inputs_were_finite && is_finite(tensor);
+    } else if (!has(replaced, tensor)) {
+      others.push_back(std::move(tensor));
+    }
+  }
+  op.tensors = std::move(others);
+}
+
 std::unique_ptr<at::ObserverContext> start_op(Watch& watch, const at::RecordFunction& event) {
   const auto keys = c10::impl::tls_local_dispatch_key_set();
-  // Inside another op those count that autocast looks at.
-  if (watch.op != nullptr && keys.excluded_.has_all(c10::autocast_dispatch_keyset)) {
+  // Inside another op those count that autocast looks at. Those that run on what is in a wrapper are looked at, too.
+  const bool in_wrapper = watch.op != nullptr && watch.looks_for_nonfinite && watch.op->is_wrapped && !watch.looking;
+  if (watch.op != nullptr && keys.excluded_.has_all(c10::autocast_dispatch_keyset) && !in_wrapper) {
     return nullptr;
   }
   if (watch.compiling != 0 || is_traced()) {
@@ -305,20 +397,25 @@ std::unique_ptr<at::ObserverContext> start_op(Watch& watch, const at::RecordFunc
   if (inputs.size() > info->arguments) {  // a whole stack
     inputs = inputs.slice(inputs.size() - info->arguments);
   }
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    const bool is_written = !info->written.empty() &&
-        std::find(info->written.begin(), info->written.end(), i) != info->written.end();
-    each_tensor(inputs[i], [&](const Tensor& tensor) { look_at_input(*op, tensor, keys, is_written); });
-    if (watch.looks_for_nonfinite && !is_finite_number(inputs[i])) {
-      op->inputs_were_finite = false;
-    }
+  for (const c10::IValue& input : inputs) {
+    each_tensor(input, [&](const Tensor& tensor) { look_at_input(*op, tensor, keys); });
   }
-  if (watch.op != nullptr && (op->device < 0 || watch.op->op == info)) {
-    if (watch.op->op == info && watch.op->device < 0) {  // a mode or a subclass calls it again
+  if (watch.op != nullptr && (op->device < 0 || watch.op->op == info || keys.excluded_.has_all(c10::autocast_dispatch_keyset))) {
+    const bool is_called_again = watch.op->op == info;
+    if (is_called_again && watch.op->device < 0) {  // by a mode or a subclass
       watch.op->device = op->device;
       watch.op->fast = op->device < 0 ? watch.op->fast : at::autocast::get_autocast_dtype(static_cast<DeviceType>(op->device));
     }
-    return nullptr;
+    if (!in_wrapper) {
+      return nullptr;
+    }
+    op->only_looks = watch.looking = true;
+    watch.op->looks = false;
+    look_at_written(*op, inputs);
+    return op;
+  }
+  if (watch.looks_for_nonfinite) {
+    look_at_written(*op, inputs);
   }
   if (op->device >= 0) {
     const auto device = static_cast<DeviceType>(op->device);
@@ -333,12 +430,23 @@ std::unique_ptr<at::ObserverContext> start_op(Watch& watch, const at::RecordFunc
   return op;
 }
 
-// Called with the GIL held, or not.
+// Called with the GIL held, or not. What a signal's handler raises meanwhile is the program's, and is raised once torch is done:
+// it lets no callback raise.
 py::object python_stack() {
   const py::gil_scoped_acquire gil;
+  const py::error_scope of_the_op;  // which may have raised
   try {
     return py::handle(stack_now)();
-  } catch (const py::error_already_set&) {
+  } catch (py::error_already_set& error) {
+    PyObject* const raised = error.value().inc_ref().ptr();
+    const auto raise = [](void* value) {
+      const auto its = py::reinterpret_steal<py::object>(static_cast<PyObject*>(value));
+      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(its.ptr())), its.ptr());
+      return -1;
+    };
+    if (Py_AddPendingCall(raise, raised) != 0) {
+      Py_DECREF(raised);
+    }
     return py::none();
   }
 }
@@ -361,47 +469,81 @@ void hold_overlay(Recorder& recorder, const void* overlay, DeviceType device) {
   recorder.overlays.emplace(overlay, std::move(held));
 }
 
-void add_counts(
-    Table& table, const ObservedOp& op, const Where& where, const DtypeCounts& outputs, ScalarType computes, double seconds) {
-  std::unique_lock<std::mutex> lock(table.mutex);
-  auto found = table.counts.find(where);
+// What a call of an op adds to the counts.
+struct Call {
+  const ObservedOp& op;
+  const DtypeCounts& outputs;
+  ScalarType computes;
+  double seconds;
+
+  Where where(const Table& table) const { return {op.op, op.overlay, table.module(), op.device, op.fast, op.backward}; }
+
+  // Called with the table locked.
+  void add_to(Table& table, Counts& counts, int module) const {
+    ++counts.calls;
+    counts.inner_calls += op.inner;
+    counts.inputs.add(op.inputs);
+    counts.outputs.add(outputs);
+    if (computes != ScalarType::Undefined) {
+      counts.computes.add(computes);
+    }
+    if (op.watch->timing && !op.inner) {
+      counts.add_seconds(computes, seconds);
+    }
+    for (const CastCounts& casts : op.casts) {
+      counts.casts.add(casts);
+    }
+    for (const auto& [chain, bytes] : op.chains) {
+      Chain here = chain;
+      here.module = module;
+      table.chains[here].add({1, bytes});
+    }
+  }
+};
+
+// Count a call where others like it have been counted; return whether there were any.
+bool add_to_known(Table& table, const Call& call) {
+  const Where where = call.where(table);
+  std::lock_guard<std::mutex> lock(table.mutex);
+  const auto found = table.counts.find(where);
   if (found == table.counts.end()) {
-    lock.unlock();
-    auto fresh = std::make_unique<Counts>();
-    if (table.recorder->stacks) {
-      py::object stack = python_stack();
-      std::lock_guard<std::mutex> of_recorder(table.recorder->mutex);
-      table.recorder->python_stacks.push_back(std::move(stack));
-      fresh->stack = table.recorder->python_stacks.size();
+    return false;
+  }
+  call.add_to(table, *found->second, where.module);
+  return true;
+}
+
+// Count the first call of its kind. Python may run: called with a table that stays, as does its recorder.
+void add_first(Table& table, const Call& call) {
+  const Where where = call.where(table);
+  auto fresh = std::make_unique<Counts>();
+  if (table.recorder->stacks) {
+    py::object stack = python_stack();
+    std::lock_guard<std::mutex> of_recorder(table.recorder->mutex);
+    table.recorder->python_stacks.push_back(std::move(stack));
+    fresh->stack = table.recorder->python_stacks.size();
+  }
+  if (where.overlay != nullptr) {
+    hold_overlay(*table.recorder, where.overlay, static_cast<DeviceType>(where.device));
+  }
+  std::lock_guard<std::mutex> lock(table.mutex);
+  call.add_to(table, *table.counts.emplace(where, std::move(fresh)).first->second, where.module);
+}
+
+void add_counts(const Watch& watch, const Call& call) {
+  size_t known = 0;
+  while (known < watch.tables.size() && add_to_known(*watch.tables[known], call)) {
+    ++known;
+  }
+  if (known == watch.tables.size()) {
+    return;
+  }
+  const auto tables = watch.tables;
+  const auto recorders = watch.recorders, lent = watch.lent;  // which the tables refer to
+  for (; known < tables.size(); ++known) {
+    if (!add_to_known(*tables[known], call)) {
+      add_first(*tables[known], call);
     }
-    if (where.overlay != nullptr) {
-      hold_overlay(*table.recorder, where.overlay, static_cast<DeviceType>(where.device));
-    }
-    lock.lock();
-    found = table.counts.emplace(where, std::move(fresh)).first;
-  }
-  Counts& counts = *found->second;
-  ++counts.calls;
-  counts.inner_calls += op.inner;
-  counts.inputs.add(op.inputs);
-  counts.outputs.add(outputs);
-  if (computes != ScalarType::Undefined) {
-    counts.computes.add(computes);
-  }
-  if (op.watch->timing && !op.inner) {
-    const auto same =
-        std::find_if(counts.seconds.begin(), counts.seconds.end(), [&](const auto& each) { return each.first == computes; });
-    same == counts.seconds.end() ? counts.seconds.emplace_back(computes, seconds) : *same = {computes, same->second + seconds};
-  }
-  for (const CastCounts& casts : op.casts) {
-    counts.casts.add(casts);
-  }
-  for (const auto& [chain, bytes] : op.chains) {
-    Chain here = chain;
-    here.module = where.module;
-    ChainCounts& chains = table.chains[here];
-    ++chains.count;
-    chains.bytes += bytes;
   }
 }
 
@@ -425,15 +567,12 @@ void note_chain(ObservedOp& op, const Tensor& tensor, ScalarType target, uint64_
   }
 }
 
-// Note that an op returned inf or nan where its inputs had none.
+// Note that an op returned inf or nan where its inputs had none. Python may run.
 void note_nonfinite(const ObservedOp& op, const Tensor& output) {
-  bool inf, nan;
-  {
-    const Unobserved unobserved;
-    inf = at::isinf(output).any().item<bool>();
-    nan = at::isnan(output).any().item<bool>();
-  }
-  for (const auto& table : op.watch->tables) {
+  const auto [inf, nan] = inf_and_nan(output);
+  const auto tables = op.watch->tables;
+  const auto recorders = op.watch->recorders, lent = op.watch->lent;
+  for (const auto& table : tables) {
     Recorder& recorder = *table->recorder;
     if (recorder.nonfinite == NonFinitePolicy::kIgnore) {
       continue;
@@ -451,26 +590,53 @@ void note_nonfinite(const ObservedOp& op, const Tensor& output) {
   }
 }
 
+// Look at what an op returned: is it finite, if what it was given is?
+void look_at_outputs(const ObservedOp& op, c10::ArrayRef<c10::IValue> outputs) {
+  bool noted = !op.inputs_were_finite || !op.op->makes_nothing_up;
+  for (const c10::IValue& output : outputs) {
+    each_tensor(output, [&](const Tensor& tensor) {
+      const bool is_view = op.op->written.empty() && tensor.has_storage() &&
+          std::find(op.storages.begin(), op.storages.end(), storage_of(tensor)) != op.storages.end();
+      if (noted || is_view || is_finite(tensor)) {
+        return;
+      }
+      noted = true;
+      if (std::all_of(op.tensors.begin(), op.tensors.end(), is_finite)) {
+        note_nonfinite(op, tensor);
+      }
+    });
+  }
+}
+
+// Without what a boxed call has below them on its stack.
+c10::ArrayRef<c10::IValue> outputs_of(const ObservedOp& op, const at::RecordFunction& event) {
+  const c10::ArrayRef<c10::IValue> outputs = event.outputs();
+  return outputs.size() > op.op->returns ? outputs.slice(outputs.size() - op.op->returns) : outputs;
+}
+
 void end_op(ObservedOp& op, const at::RecordFunction& event) {
   using Clock = std::chrono::steady_clock;
   Watch& watch = *op.watch;
+  if (op.only_looks) {
+    watch.looking = false;
+    look_at_outputs(op, outputs_of(op, event));
+    return;
+  }
   const double seconds = watch.timing ? std::chrono::duration<double>(Clock::now() - op.began).count() : 0;
   watch.op = observed_op = op.outer;
-  const auto& outputs = event.outputs();
-  const size_t skipped = outputs.size() > op.op->returns ? outputs.size() - op.op->returns : 0;
+  const auto outputs = outputs_of(op, event);
   DtypeCounts dtypes;
   ScalarType computes = ScalarType::Undefined;
-  uint64_t bytes = 0;
-  bool noted = false;
-  for (size_t i = skipped; i < outputs.size(); ++i) {
-    each_tensor(outputs[i], [&](const Tensor& tensor) {
+  const Tensor* first = nullptr;
+  for (const c10::IValue& output : outputs) {
+    each_tensor(output, [&](const Tensor& tensor) {
       if (!tensor.is_floating_point()) {
         return;
       }
       dtypes.add(tensor.scalar_type());
       if (computes == ScalarType::Undefined) {
         computes = tensor.scalar_type();
-        bytes = tensor.nbytes();
+        first = &tensor;
       }
     });
   }
@@ -480,14 +646,14 @@ void end_op(ObservedOp& op, const at::RecordFunction& event) {
   }
   if (!op.backward && op.device >= 0 && returns_floats) {
     if (op.op->is_loss && is_fast(computes)) {
-      op.chains.push_back({Chain{ChainKind::kLoss, {op.op}, op.overlay, kNoModule, op.device, computes}, bytes});
+      op.chains.push_back({Chain{ChainKind::kLoss, {op.op}, op.overlay, kNoModule, op.device, computes}, bytes_of(*first)});
     }
     if (computes == at::kFloat && op.float32_inputs == 1 && op.fast_inputs > 0 && op.op->written.empty()) {
-      op.chains.push_back({Chain{ChainKind::kFloat32ByOneInput, {op.op}, op.overlay, kNoModule, op.device, op.fast}, bytes});
+      op.chains.push_back({Chain{ChainKind::kFloat32ByOneInput, {op.op}, op.overlay, kNoModule, op.device, op.fast}, bytes_of(*first)});
     }
   }
-  for (size_t i = skipped; i < outputs.size(); ++i) {
-    each_tensor(outputs[i], [&](const Tensor& tensor) {
+  for (const c10::IValue& output : op.backward ? c10::ArrayRef<c10::IValue>() : outputs) {
+    each_tensor(output, [&](const Tensor& tensor) {
       if (!tensor.is_floating_point() || !tensor.has_storage()) {
         return;
       }
@@ -496,44 +662,29 @@ void end_op(ObservedOp& op, const at::RecordFunction& event) {
       if (is_inputs && op.op->written.empty()) {
         return;  // a view
       }
-      if (!op.backward) {
-        Producer producer;
-        if (op.copied) {
-          producer = *op.copied;
-        } else {
-          producer.op = op.op;
-          producer.overlay = op.overlay;
-          producer.device = op.device;
-          producer.computes = op.storages.empty() ? ScalarType::Undefined : computes;
-          producer.cast_down = op.cast_down;
-          producer.fast_before = computes == at::kFloat && op.casts.empty() ? op.fast_before : nullptr;
-        }
-        watch.producers.set(tensor, std::move(producer));
+      Producer producer;
+      if (op.copied) {
+        producer = *op.copied;
+      } else {
+        producer.op = op.op;
+        producer.overlay = op.overlay;
+        producer.device = op.device;
+        producer.computes = op.storages.empty() ? ScalarType::Undefined : computes;
+        producer.cast_down = op.cast_down;
+        producer.fast_before = computes == at::kFloat && op.casts.empty() ? op.fast_before : nullptr;
       }
-      if (watch.looks_for_nonfinite && !noted && op.op->makes_nothing_up && op.inputs_were_finite && !is_finite(tensor)) {
-        noted = true;
-        const bool inputs_are_finite = std::all_of(op.tensors.begin(), op.tensors.end(), [&](const Tensor& input) {
-          return storage_of(input) == storage_of(tensor) || is_finite(input);
-        });
-        if (inputs_are_finite) {
-          note_nonfinite(op, tensor);
-        }
-      }
+      watch.producers.set(tensor, std::move(producer));
     });
   }
-  for (const auto& table : watch.tables) {
-    const Where where{op.op, op.overlay, table->module(), op.device, op.fast, op.backward};
-    add_counts(*table, op, where, dtypes, computes, seconds);
+  if (watch.looks_for_nonfinite && op.looks) {
+    look_at_outputs(op, outputs);
   }
+  add_counts(watch, Call{op, dtypes, computes, seconds});
 }
 
 std::unique_ptr<at::ObserverContext> start_event(const at::RecordFunction& event) {
   Watch* const watch = refreshed_watch(true);
   if (watch == nullptr) {
-    return nullptr;
-  }
-  if (event.scope() == at::RecordScope::BACKWARD_FUNCTION) {
-    look_at_root(*watch, event);
     return nullptr;
   }
   constexpr const char* kNode = "autograd::engine::evaluate_function";
@@ -575,7 +726,7 @@ at::RecordFunctionCallback callback(at::RecordFunctionCallback::StartCallback st
   return at::RecordFunctionCallback(start, &end_event)
       .needsInputs(true)
       .needsOutputs(true)
-      .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION});
+      .scopes({at::RecordScope::FUNCTION});
 }
 
 at::CallbackHandle callback_of_all = 0;  // guarded by the mutex of Recorders
@@ -666,7 +817,7 @@ void note_python_cast(
     counts.hits = 1;
   } else {
     counts.count = 1;
-    counts.bytes = cast.nbytes();
+    counts.bytes = bytes_of(cast);
     counts.misses = found.has_value();
     counts.seconds = op.watch->timing ? seconds : 0;
     if (of_weight && counts.target != at::kFloat && op.watch->note_cast(tensor, cast) != Watch::Last::kNone) {
@@ -676,7 +827,7 @@ void note_python_cast(
   }
   op.casts.add(counts);
   if (!op.backward && !of_weight) {
-    note_chain(op, tensor, counts.target, cast.nbytes());
+    note_chain(op, tensor, counts.target, bytes_of(cast));
   }
 }
 

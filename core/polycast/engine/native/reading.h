@@ -23,44 +23,30 @@ class Reading {
  public:
   static py::dict of(Recorder& recorder) {
     py::list counts, entries, chains, regions, compiled;
-    std::vector<std::shared_ptr<Table>> tables;
     py::dict overlays;
     py::object first = py::none();
     uint64_t nonfinite_count;
+    // Nothing of Python is made or dropped with a lock held.
+    std::vector<Copied> tables;
     {
-      std::lock_guard<std::mutex> lock(recorder.mutex);
+      std::lock_guard<std::mutex> lock(recorder.mutex);  // until all are copied: a thread that ends moves its counts
+      tables.emplace_back(recorder.of_ended_threads);
       for (const auto& [number, table] : recorder.tables) {
-        tables.push_back(table);
+        tables.emplace_back(*table);
       }
       nonfinite_count = recorder.nonfinite_count;
     }
-    for (const auto& table : tables) {
-      // Nothing of Python is made or dropped with the lock held.
-      std::vector<std::pair<Where, Plain>> rows;
-      decltype(table->entries) entered;
-      decltype(table->chains) chained;
-      decltype(table->regions) of_regions;
-      decltype(table->compiled) of_compiled;
-      {
-        std::lock_guard<std::mutex> lock(table->mutex);
-        for (const auto& [where, each] : table->counts) {
-          rows.emplace_back(where, Plain{each->calls, each->inner_calls, each->inputs, each->computes, each->outputs, each->seconds, each->casts, each->stack});
-        }
-        entered = table->entries;
-        chained = table->chains;
-        of_regions = table->regions;
-        of_compiled = table->compiled;
-      }
-      for (const auto& [where, row] : rows) {
+    for (const Copied& table : tables) {
+      for (const auto& [where, row] : table.rows) {
         counts.append(py::make_tuple(
             where.op->name, where.backward, where.module, device(where.device), dtype(where.fast), address(where.overlay),
             row.calls, row.inner_calls, dtypes(row.inputs), dtypes(row.computes), dtypes(row.outputs), seconds(row.seconds), casts(row.casts),
             row.stack == 0 ? py::object(py::none()) : stack_of(recorder, row.stack)));
       }
-      for (const auto& [module, count] : entered) {
+      for (const auto& [module, count] : table.entries) {
         entries.append(py::make_tuple(module, count));
       }
-      for (const auto& [chain, count] : chained) {
+      for (const auto& [chain, count] : table.chains) {
         py::list ops;
         for (const OpInfo* op : chain.ops) {
           if (op != nullptr) {
@@ -71,12 +57,12 @@ class Reading {
             static_cast<int>(chain.kind), ops, address(chain.overlay), chain.module, device(chain.device), dtype(chain.fast),
             count.count, count.bytes));
       }
-      for (const auto& [key, count] : of_regions) {
+      for (const auto& [key, count] : table.regions) {
         const auto& [where, on, enabled, fast] = key;
         regions.append(py::make_tuple(
             where, device(on), enabled, dtype(fast), count.entries, count.unused, count.ops));
       }
-      for (const auto& [key, count] : of_compiled) {
+      for (const auto& [key, count] : table.compiled) {
         compiled.append(py::make_tuple(key.first, key.second, count));
       }
     }
@@ -113,6 +99,29 @@ class Reading {
     decltype(Counts::seconds) seconds;
     CastsByKind casts;
     size_t stack;
+  };
+
+  // What a table has, without its lock.
+  struct Copied {
+    explicit Copied(Table& table) {
+      std::lock_guard<std::mutex> lock(table.mutex);
+      for (const auto& [where, each] : table.counts) {
+        rows.emplace_back(
+            where,
+            Plain{each->calls, each->inner_calls, each->inputs, each->computes, each->outputs, each->seconds, each->casts,
+                  each->stack});
+      }
+      entries = table.entries;
+      chains = table.chains;
+      regions = table.regions;
+      compiled = table.compiled;
+    }
+
+    std::vector<std::pair<Where, Plain>> rows;
+    decltype(Table::entries) entries;
+    decltype(Table::chains) chains;
+    decltype(Table::regions) regions;
+    decltype(Table::compiled) compiled;
   };
 
   static py::object stack_of(Recorder& recorder, size_t number) {

@@ -28,6 +28,7 @@
 #include <string>
 #include <thread>
 #include <tuple>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -43,6 +44,7 @@ struct OpInfo {
   std::string name;
   size_t arguments = 0, returns = 0;
   std::vector<size_t> written;  // the arguments that it writes to
+  std::vector<size_t> out;      // those that it reads nothing of
   bool makes_nothing_up = true;  // what it returns is computed, and not memory as it was found
   bool copies = false;           // what it returns has the value of what it is given
   bool is_loss = false;
@@ -153,6 +155,30 @@ struct Counts {
   c10::SmallVector<std::pair<ScalarType, double>, 1> seconds;  // of calls that are in no other, by what they compute in
   CastsByKind casts;
   size_t stack = 0;  // of the first call, where these are kept: its number with the recorder, from 1 on
+
+  void add_seconds(ScalarType dtype, double more) {
+    for (auto& [seen, sum] : seconds) {
+      if (seen == dtype) {
+        sum += more;
+        return;
+      }
+    }
+    seconds.emplace_back(dtype, more);
+  }
+
+  void add(const Counts& other) {
+    calls += other.calls;
+    inner_calls += other.inner_calls;
+    inputs.add(other.inputs);
+    computes.add(other.computes);
+    outputs.add(other.outputs);
+    for (const auto& [dtype, sum] : other.seconds) {
+      add_seconds(dtype, sum);
+    }
+    for (const CastCounts& each : other.casts) {
+      casts.add(each);
+    }
+  }
 };
 
 // Ops one after the other that a finding may be about; see Chain in precision/observe/records.py.
@@ -172,6 +198,11 @@ struct Chain {
 
 struct ChainCounts {
   uint64_t count = 0, bytes = 0;
+
+  void add(const ChainCounts& other) {
+    count += other.count;
+    bytes += other.bytes;
+  }
 };
 
 // A region by the place that entered it.
@@ -179,11 +210,17 @@ using RegionKey = std::tuple<std::string, int8_t, bool, ScalarType>;
 
 struct RegionCounts {
   uint64_t entries = 0, unused = 0, ops = 0;
+
+  void add(const RegionCounts& other) {
+    entries += other.entries;
+    unused += other.unused;
+    ops += other.ops;
+  }
 };
 
 class Recorder;
 
-// What one thread counts for one recorder.
+// What one thread counts for one recorder, or what threads that have ended have counted.
 class Table {
  public:
   explicit Table(Recorder* recorder) : recorder(recorder) {}
@@ -231,6 +268,34 @@ class Table {
   }
 
   bool in_node() const { return in_node_; }
+
+  // Take the counts of another, and leave it none. Called with neither locked.
+  void take_counts(Table& other) {
+    const std::scoped_lock lock(mutex, other.mutex);
+    for (auto& [where, theirs] : other.counts) {
+      auto& ours = counts[where];
+      if (ours == nullptr) {
+        ours = std::move(theirs);
+      } else {
+        ours->add(*theirs);
+      }
+    }
+    const auto add = [](auto& ours, auto& theirs) {
+      for (const auto& [key, number] : theirs) {
+        if constexpr (std::is_same_v<std::decay_t<decltype(number)>, uint64_t>) {
+          ours[key] += number;
+        } else {
+          ours[key].add(number);
+        }
+      }
+      theirs.clear();
+    };
+    other.counts.clear();
+    add(entries, other.entries);
+    add(chains, other.chains);
+    add(regions, other.regions);
+    add(compiled, other.compiled);
+  }
 
   struct Node {
     bool in_node;
@@ -323,9 +388,10 @@ class Recorder {
   const std::thread::id thread = std::this_thread::get_id();
   const uint64_t thread_number = at::RecordFunction::currentThreadId();
 
-  // The rest is guarded by the mutex.
+  // The rest is guarded by the mutex, which is taken before that of a table.
   std::mutex mutex;
   std::unordered_map<uint64_t, std::shared_ptr<Table>> tables;  // by torch's number of the thread
+  Table of_ended_threads{this};
   std::unordered_map<const void*, py::object> overlays;
   std::vector<py::object> python_stacks;
   ska::flat_hash_map<const PyObject*, int> modules;
@@ -346,7 +412,31 @@ class Recorder {
   std::shared_ptr<Table> existing_table_of(uint64_t thread_number) {
     std::lock_guard<std::mutex> lock(mutex);
     const auto found = tables.find(thread_number);
-    return found == tables.end() ? nullptr : found->second;
+    if (found != tables.end()) {
+      return found->second;
+    }
+    for (const auto& [number, table] : ended_) {
+      if (number == thread_number) {
+        return table;
+      }
+    }
+    return nullptr;
+  }
+
+  // A thread ends. What it has counted is kept with what others have that ended; and for the last of them, which module made
+  // their nodes, for whoever runs these backward.
+  void end_thread(uint64_t thread_number) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto found = tables.find(thread_number);
+    if (found == tables.end()) {
+      return;
+    }
+    of_ended_threads.take_counts(*found->second);
+    ended_.emplace_back(thread_number, std::move(found->second));
+    tables.erase(found);
+    if (ended_.size() > kMostEndedThreads) {
+      ended_.pop_front();
+    }
   }
 
   // Modules are known by address, until they die.
@@ -362,6 +452,12 @@ class Recorder {
 
   void add_parameter(const Tensor& parameter, int module) {
     std::lock_guard<std::mutex> lock(mutex);
+    if (parameters.size() >= most_parameters_) {  // those that have died still keep a little memory
+      for (auto each = parameters.begin(); each != parameters.end();) {
+        each = each->second.first.expired() ? parameters.erase(each) : std::next(each);
+      }
+      most_parameters_ = std::max<size_t>(2 * parameters.size(), 1024);
+    }
     parameters.try_emplace(
         parameter.unsafeGetTensorImpl(),
         c10::weak_intrusive_ptr<TensorImpl, c10::UndefinedTensorImpl>(parameter.getIntrusivePtr()), module);
@@ -383,6 +479,11 @@ class Recorder {
     const auto found = parameters.find(parameter);
     return found == parameters.end() ? kNoModule : found->second.second;
   }
+
+ private:
+  static constexpr size_t kMostEndedThreads = 64;
+  size_t most_parameters_ = 1024;
+  std::deque<std::pair<uint64_t, std::shared_ptr<Table>>> ended_;
 };
 
 // What an op returned, for the ops that take it.
@@ -437,10 +538,14 @@ struct EnteredRegion {
   uint64_t ops = 0;
 };
 
-// What a thread knows of those who observe it.
+// What a thread knows of those who observe it. Its recorders and tables change wherever Python may run: whoever walks them
+// while it may has a copy.
 struct Watch {
+  using Tables = c10::SmallVector<std::shared_ptr<Table>, 2>;
+
   std::vector<std::shared_ptr<Recorder>> recorders;
-  c10::SmallVector<std::shared_ptr<Table>, 2> tables;  // of each
+  std::vector<std::shared_ptr<Recorder>> lent;  // those that see a thread of autograd's for as long as it runs a node
+  Tables tables;                                // of each
   uint64_t generation = 0;
   std::optional<at::CallbackHandle> callback;  // this thread's own
   ObservedOp* op = nullptr;                    // the innermost
@@ -455,9 +560,25 @@ struct Watch {
   std::vector<EnteredRegion> regions;
   uint64_t writes_seen = 0;
   ska::flat_hash_map<const char*, const OpInfo*> ops;
+  uint64_t ops_generation = 0;
   bool timing = false, looks_for_nonfinite = false;
+  bool looking = false;  // in an op that only looks
 
   static constexpr size_t kMostWeights = 1 << 16;
+
+  // Called after the recorders have changed.
+  void find_tables() {
+    Tables found;
+    timing = looks_for_nonfinite = false;
+    for (const auto* const those : {&recorders, &lent}) {
+      for (const auto& recorder : *those) {
+        found.push_back(recorder->table_of(at::RecordFunction::currentThreadId()));
+        timing |= recorder->timing;
+        looks_for_nonfinite |= recorder->nonfinite != NonFinitePolicy::kIgnore;
+      }
+    }
+    tables.swap(found);
+  }
 
   enum class Last : int8_t { kNone, kSameContent, kSameCast };
 
@@ -495,7 +616,10 @@ struct ObservedOp final : Observed {
   const void* overlay = nullptr;
   int8_t device = -1;
   ScalarType fast = ScalarType::Undefined;
-  bool backward = false, inner = false, check = false, cast_down = false;
+  bool backward = false, inner = false, cast_down = false;
+  bool is_wrapped = false;   // a tensor that it was given has others in it, on which ops run that this op is made of
+  bool only_looks = false;   // for inf and nan, in an op that is counted
+  bool looks = true;         // unless the op that it is made of does
   DtypeCounts inputs;
   ScalarType widest = ScalarType::Undefined;
   std::chrono::steady_clock::time_point began;
@@ -505,8 +629,8 @@ struct ObservedOp final : Observed {
   CastsByKind casts;
   c10::SmallVector<const StorageImpl*, 6> storages;    // of the inputs
   c10::SmallVector<std::pair<Chain, uint64_t>, 1> chains;  // with bytes
-  c10::SmallVector<Tensor, 4> tensors;                 // the inputs, where it is asked whether they are finite
-  bool inputs_were_finite = true;                      // of those that are written, and numbers
+  c10::SmallVector<Tensor, 4> tensors;  // the inputs that nothing writes, where it is asked whether they are finite
+  bool inputs_were_finite = true;       // those that are written, and numbers
 };
 
 // How many recorders there are that see all threads.
@@ -515,6 +639,7 @@ std::atomic<int> recorders_of_all{0};
 // The thread's, or null. What kernels look at is the op alone.
 constinit thread_local Watch* watch_of_thread = nullptr;
 constinit thread_local ObservedOp* observed_op = nullptr;
+constinit thread_local bool watch_has_ended = false;  // with its thread
 
 // Which recorders see this thread has changed: look again. Returns null where none does.
 Watch* refreshed_watch(bool create) {
@@ -526,12 +651,18 @@ Watch* refreshed_watch(bool create) {
   static thread_local struct Owner {
     std::unique_ptr<Watch> watch;
     ~Owner() {
+      watch_has_ended = true;
       watch_of_thread = nullptr;
       observed_op = nullptr;
+      if (watch != nullptr) {
+        for (const auto& recorder : watch->recorders) {
+          recorder->end_thread(at::RecordFunction::currentThreadId());
+        }
+      }
     }
   } owner;
   if (watch == nullptr) {
-    if (!create || owner.watch != nullptr) {
+    if (!create || watch_has_ended) {
       return nullptr;
     }
     owner.watch = std::make_unique<Watch>();
@@ -547,20 +678,13 @@ Watch* refreshed_watch(bool create) {
       }
     }
   }
-  decltype(watch->tables) tables;
-  watch->timing = watch->looks_for_nonfinite = false;
-  for (const auto& recorder : found) {
-    tables.push_back(recorder->table_of(at::RecordFunction::currentThreadId()));
-    watch->timing |= recorder->timing;
-    watch->looks_for_nonfinite |= recorder->nonfinite != NonFinitePolicy::kIgnore;
-  }
   if (found.empty()) {
     watch->producers.clear();
     watch->weights.clear();
     watch->regions.clear();
   }
-  watch->tables.swap(tables);
   watch->recorders.swap(found);
+  watch->find_tables();
   return watch;
 }
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,6 +20,7 @@ from ...region.autocast import why_disabled
 from ...region.explain import deciding_rule
 from ...region.explanation import NO_RULE, OTHERS_KERNEL
 from .facts import Facts, Run, total_of
+from .known_modules import Known
 from .records import (
     Cast,
     Chain,
@@ -35,13 +36,6 @@ from .records import (
 )
 
 AUTOCAST_IS_OFF = "autocast is off"
-
-
-class Known(NamedTuple):
-    """A module, as it was when observing began."""
-
-    name: str
-    kind: str
 
 
 def facts_of(reading: Reading, modules: Sequence[Known], run: Run) -> Facts:

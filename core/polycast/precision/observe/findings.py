@@ -58,7 +58,7 @@ def _weights_cast_again(facts: Facts) -> Iterator[Finding]:
 
 def _chains(facts: Facts) -> Iterator[Finding]:
     for chain in facts.chains:
-        if chain.count > 0:
+        if chain.count > 0 and chain.kind in _CHAINS:  # or a later version wrote it
             what, remedy = _CHAINS[chain.kind](chain)
             yield Finding(
                 chain.kind,

@@ -138,9 +138,11 @@ class Observation:
         try:
             lists = {name: tuple(read(kind, each) for each in said[name]) for name, kind in LISTS.items()}
             nonfinite = None if said["nonfinite"] is None else read(NonFinite, said["nonfinite"])
-            return cls(Facts(run=read(Run, said["run"]), nonfinite=nonfinite, **lists))
-        except (KeyError, TypeError, AttributeError) as error:
+            facts = Facts(run=read(Run, said["run"]), nonfinite=nonfinite, **lists)
+            findings_of(facts)  # for which chains have to be whole
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"it is not an observation: {type(error).__name__}: {error}") from error
+        return cls(facts)
 
     def save(self, path: _Path) -> None:
         """Write it to a file, as JSON.
@@ -166,7 +168,8 @@ class Observation:
         from .report import html, page  # Jinja2 is for reports alone
 
         shown = page.page_of(self.facts, None if against is None else against.facts)
-        Path(path).write_text(html.render(shown), encoding="utf-8")
+        # Names of files and modules need not be text: what cannot be encoded is shown by its number.
+        Path(path).write_text(html.render(shown), encoding="utf-8", errors="backslashreplace")
 
     @classmethod
     def load(cls, path: _Path) -> "Observation":
@@ -178,7 +181,7 @@ class Observation:
         """
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except ValueError as error:  # of json, of the text's encoding, and of from_dict
+        except (ValueError, RecursionError) as error:  # of json, of the text's encoding, and of from_dict
             raise ValueError(f"{os.fspath(path)}: {error}") from error
 
     def __add__(self, other: object) -> "Observation":
@@ -198,6 +201,10 @@ class Observation:
         return isinstance(other, Observation) and self.facts == other.facts
 
     __hash__ = object.__hash__
+
+    def __reduce__(self) -> "tuple[type[Observation], tuple[Facts]]":
+        """Copy and pickle what was counted so far: what goes on counting is of this process."""
+        return Observation, (self.facts,)
 
     def __rich__(self) -> Group:
         return table.shown(self.facts, self.findings)

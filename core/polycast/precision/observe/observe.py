@@ -15,9 +15,10 @@ from torch import nn
 from ...engine.choice import choose
 from ...engine.recorder import NONFINITE, Recorder
 from .compilations import tell_compilations, tell_compilations_no_more
-from .counting import Known, facts_of
+from .counting import facts_of
 from .facts import Facts, Run
-from .module_calls import after_modules, tell_modules, tell_modules_no_more
+from .known_modules import KnownModules
+from .module_calls import after_modules, before_modules, tell_modules, tell_modules_no_more
 from .observation import Observation
 
 _THREADS = ("this", "all")
@@ -33,8 +34,8 @@ class observe:
         model: what ran is told by its modules too, of which it holds none: they may come and go.
         timing: take the time of each cast. On a device that computes asynchronously that is the time to ask for it.
         nonfinite: ``"record"``: look for the first op that turns finite inputs into inf or nan. ``"raise"``: the same,
-            and raise FloatingPointError as soon as the module that it ran in is done, or at the end of the block. It
-            looks at every value that an op returns: a device waits for that.
+            and raise FloatingPointError as soon as the module that it ran in is done, of whichever model, or at the end
+            of the block. It looks at every value that an op returns: a device waits for that.
         stacks: keep the Python stack of the first call of each op, by module.
         threads: ``"this"``: what this thread runs, with the backward passes that it starts; or ``"all"``.
 
@@ -51,6 +52,9 @@ class observe:
         >>> {module.module: module.output_dtypes for module in seen.modules if module.calls}
         {'0': {'bfloat16': 1}, '1': {'bfloat16': 1}}
     """
+
+    _finds_modules = False
+    """Whether modules are told apart that are met as they are called."""
 
     def __init__(
         self,
@@ -81,7 +85,7 @@ class observe:
         model, self._model = self._model, None
         if model is None and self._weak_model is not None:
             model = self._weak_model()
-        running = _Observing(self._options, model)
+        running = _Observing(self._options, model, self._finds_modules)
         running.start()
         self._running.append(running)
         return running.observation
@@ -97,40 +101,40 @@ class observe:
             running.raise_nonfinite()
 
 
+class observe_program(observe):
+    """See what runs in a program whose models are not known: a model has the name of its class once it is called."""
+
+    _finds_modules = True
+
+
 class _Observing:
     """One block that is observed."""
 
-    def __init__(self, options: Run, model: nn.Module | None) -> None:
+    def __init__(self, options: Run, model: nn.Module | None, finds_modules: bool) -> None:
         engine = choose()
         self._run = options
         self._engine_name = engine.name
         self._recorder: Recorder = engine.recorder(
             options.threads == "all", options.timing, NONFINITE.index(options.nonfinite), options.stacks
         )
-        self._tells_modules = model is not None
-        self._modules: list[Known] = []
-        self._alive: list[weakref.ref[nn.Module]] = []
+        self._finds_modules = finds_modules
+        self._raises = options.nonfinite == "raise"
+        self._tells_modules = model is not None or finds_modules or self._raises
+        self._modules = KnownModules(self._recorder)
         if model is not None:
-            self._know(model)
+            self._modules.add(model)
         self._raised = False
         self._thread = threading.get_ident()
         self._began = time.perf_counter()
         self.observation = Observation(self._facts)
 
-    def _know(self, model: nn.Module) -> None:
-        for number, (name, module) in enumerate(model.named_modules()):
-            self._modules.append(Known(name, type(module).__name__))
-            self._recorder.add_module(id(module), number)
-            forget = functools.partial(_forget, self._recorder, id(module))
-            self._alive.append(weakref.ref(module, forget))
-            for parameter in module.parameters(recurse=False):
-                self._recorder.add_parameter(parameter, number)
-
     def start(self) -> None:
         tell_compilations()
         if self._tells_modules:
             tell_modules()
-        if self._run.nonfinite == "raise":
+        if self._finds_modules:
+            before_modules.append(self._modules.meet)
+        if self._raises:
             after_modules.append(self._after_module)
         self._began = time.perf_counter()
         self._recorder.start()
@@ -138,12 +142,14 @@ class _Observing:
     def stop(self) -> None:
         self._recorder.stop()
         self.observation._facts = self._facts()
-        if self._after_module in after_modules:
+        if self._finds_modules:
+            before_modules.remove(self._modules.meet)
+        if self._raises:
             after_modules.remove(self._after_module)
         if self._tells_modules:
             tell_modules_no_more()
         tell_compilations_no_more()
-        self._alive.clear()
+        self._modules.clear()
 
     def _facts(self) -> Facts:
         run = Run(
@@ -158,7 +164,7 @@ class _Observing:
                 },
             }
         )
-        return facts_of(self._recorder.read(), self._modules, run)
+        return facts_of(self._recorder.read(), self._modules.named, run)
 
     def _after_module(self) -> None:
         if self._run.threads == "all" or threading.get_ident() == self._thread:
@@ -166,7 +172,7 @@ class _Observing:
 
     def raise_nonfinite(self) -> None:
         """Raise what ``nonfinite="raise"`` asks for, once."""
-        if self._run.nonfinite != "raise" or self._raised or not self._recorder.nonfinite_count():
+        if not self._raises or self._raised or not self._recorder.nonfinite_count():
             return
         self._raised = True
         found = self.observation.nonfinite
@@ -196,7 +202,3 @@ def _check_options(**options: object) -> None:
 def _check_option(name: str, value: object, legal: tuple[str, ...]) -> None:
     if value not in legal:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, legal))}, got {value!r}")
-
-
-def _forget(recorder: Recorder, address: int, _: object) -> None:
-    recorder.forget_module(address)

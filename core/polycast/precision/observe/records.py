@@ -4,9 +4,10 @@ All are values with JSON-safe fields. Times are seconds, sizes are bytes, dtypes
 mapping from dtypes has counts.
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 Dtypes = Mapping[str, int]
 """How many, by dtype."""
@@ -267,12 +268,21 @@ def _jsonable(value: Any) -> Any:
 
 
 def read(cls: type[_R], said: Mapping[str, Any]) -> _R:
-    """Return the record that a mapping says; what it does not know of it, a later version wrote."""
+    """Return the record that a mapping says; what it does not know of it, a later version wrote.
+
+    Raises:
+        TypeError: a value is none that its field can have.
+    """
+    if not isinstance(said, Mapping):
+        raise TypeError(f"a {cls.__name__} is a mapping, got {type(said).__name__}")
     known: dict[str, Any] = {}
+    hints = _hints(cls)  # type: ignore[arg-type]
     for each in fields(cls):  # type: ignore[arg-type]
         if each.name not in said:
             continue
         value = said[each.name]
+        if not _fits(value, hints[each.name]):
+            raise TypeError(f"{each.name} of a {cls.__name__} cannot be {value!r:.100}")
         nested = _NESTED.get((cls, each.name))
         if nested is Counts:
             value = read(Counts, value)
@@ -283,6 +293,29 @@ def read(cls: type[_R], said: Mapping[str, Any]) -> _R:
         known[each.name] = value
     return cls(**known)
 
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value that was read from JSON can be one of a type, as far as the fields of records need it."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (dict, Mapping):
+        return isinstance(value, Mapping) and all(_fits(item, arguments[1]) for item in value.values())
+    if origin in (tuple, list):
+        return isinstance(value, (tuple, list)) and all(_fits(item, arguments[0]) for item in value)
+    if origin is not None:
+        return any(_fits(value, each) for each in arguments)
+    if is_dataclass(hint):
+        return True  # it is read by itself
+    if hint in (int, float):
+        return isinstance(value, (int, hint)) and not isinstance(value, bool) and not abs(value) >= _MOST
+    return isinstance(value, hint)
+
+
+_MOST = 2**63
 
 _NESTED: dict[tuple[type[Any], str], type[Any]] = {
     (Op, "decisions"): Decision,
