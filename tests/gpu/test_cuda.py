@@ -178,3 +178,20 @@ def test_the_deprecated_class_of_the_device_is_polycasts_while_patched():
         with region:
             assert polycast.autocast_nesting("cuda") == 1
             assert model()(inputs()).dtype is torch.float16
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_compiled_code_with_kept_casts_sees_updates_of_the_weights(mode):
+    """Inductor's CUDA graphs among them, which would replay what they recorded."""
+    torch.compiler.reset()
+    net, x, cache = nn.Linear(64, 64).cuda(), inputs(), polycast.WeightCache(verify=True)
+    compiled = torch.compile(net, mode=mode, fullgraph=True)
+    with torch.no_grad():
+        for _ in range(3):
+            for _ in range(3):
+                with polycast.autocast("cuda", cache=cache):
+                    y = compiled(x).clone()
+            with polycast.autocast("cuda"):
+                torch.testing.assert_close(y, net(x), rtol=0.02, atol=0.02)
+            net.weight.mul_(2)
+    assert cache.stats().hits >= 3
