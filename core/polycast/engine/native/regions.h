@@ -90,6 +90,7 @@ struct DeviceRegion {
   Frame* innermost = nullptr;
   const Overlay* overlay = nullptr;
   Store* store = nullptr;
+  RegionCasts* casts = nullptr;  // the thread's own
   int depth = 0;
 };
 
@@ -102,7 +103,7 @@ DeviceRegion& region_of(DeviceType device) { return device_regions[static_cast<s
 // The frames of one thread.
 class Frames {
  public:
-  explicit Frames(DeviceRegions* devices) : devices_(devices) {}
+  Frames(DeviceRegions* devices, RegionCasts* casts) : devices_(devices), casts_(casts) {}
 
   Frame* newest() const { return newest_; }
 
@@ -180,6 +181,7 @@ class Frames {
     region.innermost = frame;
     region.overlay = frame ? frame->policies.get() : nullptr;
     region.store = frame ? frame->store.get() : nullptr;
+    region.casts = frame ? casts_ : nullptr;
   }
 
   // Frames are left backwards, save by generators that are closed late: and of these there may be many.
@@ -194,6 +196,7 @@ class Frames {
   }
 
   DeviceRegions* const devices_;  // the thread's
+  RegionCasts* const casts_;
   Frame* newest_ = nullptr;
   std::unordered_map<PyObject*, std::vector<Frame*>> by_owner_;  // oldest first; empty as long as a walk does
 };
@@ -201,10 +204,10 @@ class Frames {
 // What a thread has: the frames of its regions, and their casts.
 class ThreadRegions {
  public:
-  explicit ThreadRegions(DeviceRegions* devices) : frames(devices) {}
+  explicit ThreadRegions(DeviceRegions* devices) : frames(devices, &casts) {}
 
-  Frames frames;
   RegionCasts casts;
+  Frames frames;
 
   // Take everything out, for the caller to free with the GIL held. The thread is in no region any more.
   std::shared_ptr<void> end() {
