@@ -177,7 +177,7 @@ Tensor observed_cast(
 }
 
 // Cast an eligible tensor of another dtype.
-Tensor cast(const Tensor& tensor, const CastTo& to, const DeviceRegion& region, const py::object& is_capturing) {
+C10_NOINLINE Tensor cast(const Tensor& tensor, const CastTo& to, const DeviceRegion& region, const py::object& is_capturing) {
   if (C10_UNLIKELY(observed_op != nullptr)) {
     return observed_cast(*observed_op, tensor, to, region, is_capturing);
   }

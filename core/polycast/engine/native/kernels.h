@@ -220,22 +220,22 @@ class Kernel final : public c10::OperatorKernel {
   // The kernel of an op of a known signature that has no overload with a dtype more, without the way over a stack.
   template <class Result, class... Args>
   C10_ALWAYS_INLINE Result
-  call(const c10::TypedOperatorHandle<Result(Args...)>& handle, c10::DispatchKeySet keys, Args... args) const {
+  call(const Functions<Result(Args...)>& op, c10::DispatchKeySet keys, Args... args) const {
     const DeviceRegion& region = region_of(device_);
     const Policy policy = this->policy(region);
-    if (C10_UNLIKELY(policy == Policy::kNone)) {
-      return handle.redispatch(keys & below_, std::forward<Args>(args)...);
+    std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast;
+    if (C10_LIKELY(policy != Policy::kNone)) {
+      no_autocast.emplace(keys_);
     }
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(keys_);
     const Conversion converted{
-        dtype_for(policy, [&](Promotion& promotion) { (promotion.look(args), ...); }), device_, has_plain_keys(keys), region,
-        is_capturing_};
+        dtype_for(policy, [&](Promotion& promotion) { (promotion.look(args), ...); }), device_,
+        policy != Policy::kNone && has_plain_keys(keys), region, is_capturing_};
     if constexpr ((std::is_same_v<Args, std::optional<ScalarType>> || ...)) {
       if (policy == Policy::kFp32SetOptDtype && first_is_eligible(args...)) {
         (set_to_float32(args), ...);
       }
     }
-    return below(converted.has_plain_keys, handle, keys, *converted(args)...);
+    return below(policy, converted.has_plain_keys, op, keys, *converted(args)...);
   }
 
  private:
@@ -270,37 +270,39 @@ class Kernel final : public c10::OperatorKernel {
         return promotion.different ? at::kFloat : ScalarType::Undefined;
       }
       case Policy::kBanned:
-        TORCH_CHECK(false, op_.refusal);
+        refuse();
       default:
         return ScalarType::Undefined;
     }
   }
 
+  [[noreturn]] C10_NOINLINE void refuse() const { TORCH_CHECK(false, op_.refusal); }
+
   // Go on to what is below in the dispatcher: the device's kernel at once where autograd, which alone is between, has nothing
   // to do.
   template <class Result, class... Args>
   C10_ALWAYS_INLINE Result below(
+      Policy policy,
       bool has_plain_keys,
-      const c10::TypedOperatorHandle<Result(Args...)>& handle,
+      const Functions<Result(Args...)>& op,
       c10::DispatchKeySet keys,
       std::type_identity_t<Args>... args) const {
+    c10::DispatchKeySet lower = keys & below_;
+    // What is above, such as a Python dispatcher, sees each call.
+    if (C10_UNLIKELY(policy != Policy::kNone && (lower | keys_) != keys)) {
+      return op.call(std::forward<Args>(args)...);
+    }
+    std::optional<at::AutoDispatchBelowADInplaceOrView> also_inside;  // what the op is made of
     if constexpr (!(is_opaque<Args> || ...)) {
       if (has_plain_keys && passes_autograd_by_) {
         const Differentiation differentiation;
         if (!(differentiation.has(args) || ...)) {
-          const at::AutoDispatchBelowADInplaceOrView also_inside;  // what the op is made of
-          return handle.redispatch(device_keys_, std::forward<Args>(args)...);
+          also_inside.emplace();
+          lower = device_keys_;
         }
       }
     }
-    const c10::DispatchKeySet lower = keys & below_;
-    // What is above, such as a Python dispatcher, sees each call.
-    if (C10_UNLIKELY((lower | keys_) != keys)) {
-      torch::jit::Stack stack = c10::impl::boxArgs<Args...>(std::forward<Args>(args)...);
-      handle.callBoxed(&stack);
-      return c10::impl::PopResult<Result>::call(stack);
-    }
-    return handle.redispatch(lower, std::forward<Args>(args)...);
+    return op.redispatch(lower, std::forward<Args>(args)...);
   }
 
   C10_ALWAYS_INLINE Policy policy(const DeviceRegion& region) const {
@@ -396,50 +398,55 @@ class Unboxed;
 template <class Result, class... Args>
 class Unboxed<Result(Args...)> final : public c10::OperatorKernel {
  public:
-  Unboxed(const c10::OperatorHandle& handle, std::unique_ptr<Kernel> kernel)
-      : handle_(handle.typed<Result(Args...)>()), kernel_(std::move(kernel)) {}
+  Unboxed(const Functions<Result(Args...)>& op, std::unique_ptr<Kernel> kernel) : op_(op), kernel_(std::move(kernel)) {}
 
   Result operator()(c10::DispatchKeySet keys, Args... args) {
-    return kernel_->template call<Result, Args...>(handle_, keys, std::forward<Args>(args)...);
+    return kernel_->template call<Result, Args...>(op_, keys, std::forward<Args>(args)...);
   }
 
+  const Kernel& boxed() const { return *kernel_; }
+
  private:
-  const c10::TypedOperatorHandle<Result(Args...)> handle_;
+  const Functions<Result(Args...)> op_;
   const std::unique_ptr<Kernel> kernel_;
 };
 
-// How a kernel enters the dispatcher, by the signature of its op.
+}  // namespace
+
+// What the dispatcher calls with a stack: torch's would take the arguments off it, and put them on another below.
+template <class Signature>
+struct c10::impl::make_boxed_from_unboxed_functor<Unboxed<Signature>, false> final {
+  static void call(c10::OperatorKernel* functor, const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack* stack) {
+    static_cast<Unboxed<Signature>*>(functor)->boxed()(handle, keys, stack);
+  }
+};
+
+namespace {
+
+// How a kernel enters the dispatcher.
 struct Entrance {
-  c10::KernelFunction (*function)(const c10::OperatorHandle&, std::unique_ptr<Kernel>);
+  c10::KernelFunction (*function)(const void* functions, std::unique_ptr<Kernel>);
+  const void* functions;  // the op's, of its signature
   std::optional<c10::impl::CppSignature> signature;
 };
 
 template <class Signature>
-c10::KernelFunction unboxed(const c10::OperatorHandle& handle, std::unique_ptr<Kernel> kernel) {
+c10::KernelFunction unboxed(const void* functions, std::unique_ptr<Kernel> kernel) {
   return c10::KernelFunction::makeFromUnboxedFunctor<false, Unboxed<Signature>>(
-      std::make_unique<Unboxed<Signature>>(handle, std::move(kernel)));
+      std::make_unique<Unboxed<Signature>>(*static_cast<const Functions<Signature>*>(functions), std::move(kernel)));
 }
 
-c10::KernelFunction boxed(const c10::OperatorHandle&, std::unique_ptr<Kernel> kernel) {
+c10::KernelFunction boxed(const void*, std::unique_ptr<Kernel> kernel) {
   return c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel));
 }
 
 class Entrances {
  public:
   static const Entrance& of(const c10::OperatorHandle& handle) {
-    static const Entrances entrances{OpOfEachSignature{}};
-    static const Entrance any{&boxed, std::nullopt};
-    const auto& schema = handle.schema();
-    // What another's kernels are declared with is not known, and has to be the same to the letter.
-    if (schema.getNamespace() == std::string_view("aten") && !schema.is_mutable()) {
-      for (const std::string& key : {c10::toString(handle.operator_name()), signature_of(handle)}) {
-        const auto found = entrances.by_key_.find(key);
-        if (found != entrances.by_key_.end()) {
-          return found->second;
-        }
-      }
-    }
-    return any;
+    static const Entrances entrances{at::_ops::UnboxedOps{}};
+    static const Entrance any{&boxed, nullptr, std::nullopt};
+    const auto found = entrances.by_name_.find(c10::toString(handle.operator_name()));
+    return found == entrances.by_name_.end() ? any : found->second;
   }
 
  private:
@@ -450,17 +457,21 @@ class Entrances {
 
   template <class Op>
   void add() {
-    using Signature = typename Op::schema;
-    const auto handle = c10::Dispatcher::singleton().findSchema({Op::name, Op::overload_name});
-    if (handle) {
-      const std::string types = signature_of(*handle);
-      by_key_.emplace(
-          types.empty() ? c10::toString(handle->operator_name()) : types,
-          Entrance{&unboxed<Signature>, c10::impl::CppSignature::make<Signature>()});
+    if constexpr (requires { typename Op::schema; }) {
+      add(Op::name, Op::overload_name, entrance<typename Op::schema>(&functions_of<Op>));
     }
   }
 
-  std::unordered_map<std::string, Entrance> by_key_;  // by the types, or by the name where these do not tell
+  template <class Signature>
+  static Entrance entrance(const void* functions) {
+    return {&unboxed<Signature>, functions, c10::impl::CppSignature::make<Signature>()};
+  }
+
+  void add(const char* name, const char* overload_name, Entrance entrance) {
+    by_name_.emplace(c10::toString(c10::OperatorName(name, overload_name)), std::move(entrance));
+  }
+
+  std::unordered_map<std::string, Entrance> by_name_;
 };
 
 // torch warns, once in a process, that a kernel is overridden: that is what is meant here.
@@ -497,7 +508,7 @@ class Library {
     registered_.push_back(c10::Dispatcher::singleton().registerImpl(
         handle.operator_name(),
         key_,
-        (through_stack ? &boxed : entrance.function)(handle, std::move(kernel)),
+        through_stack ? boxed(nullptr, std::move(kernel)) : entrance.function(entrance.functions, std::move(kernel)),
         through_stack ? std::nullopt : entrance.signature,
         nullptr,
         "polycast"));
