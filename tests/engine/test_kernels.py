@@ -6,7 +6,6 @@ import threading
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 
 import polycast
 from polycast import CastPolicy
@@ -298,36 +297,3 @@ def test_ops_of_an_overlay_have_their_kernels_after_a_change_of_backend(hand_mad
     suspended = polycast.autocast("cpu", torch.bfloat16)
     with region, suspended:  # the inner region has no policy of its own, and the one around it is in force
         assert torch.add(x, x).dtype is torch.float32
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
-def test_a_tangent_goes_through_a_matrix_product(mode):
-    x, tangent, w = torch.rand(2, 2), torch.rand(2, 2), torch.nn.Parameter(torch.rand(2, 2))
-    with mode(), forward_ad.dual_level(), polycast.autocast("cpu"):
-        dual = forward_ad.make_dual(x, tangent)
-        product = forward_ad.unpack_dual(torch.mm(dual, w))
-        assert torch.equal(product.tangent, torch.mm(tangent, w))
-        assert torch.equal(product.primal, torch.mm(x, w))
-
-
-def test_a_product_of_what_needs_no_gradient_needs_none_and_is_no_view():
-    x, w = torch.rand(2, 2), torch.nn.Parameter(torch.rand(2, 2))
-    with polycast.autocast("cpu"):
-        with torch.no_grad():
-            assert not torch.mm(x, w).requires_grad
-        assert not torch.mm(x, x).requires_grad
-        assert torch.mm(x, w).requires_grad
-        with torch.inference_mode():
-            assert torch.mm(x, w).is_inference()
-        product = torch.mm(x, x)
-        product.add_(1)  # as any other tensor, it may be written to, and counts it
-        assert product._version == 1
-        (product * w).sum().backward()
-    assert torch.equal(w.grad, product.float())
-
-
-def test_the_profiler_sees_a_matrix_product():
-    x = torch.rand(2, 2)
-    with torch.no_grad(), polycast.autocast("cpu"), torch.autograd.profiler.profile() as profile:
-        torch.mm(x, x)
-    assert "aten::mm" in {event.name for event in profile.function_events}

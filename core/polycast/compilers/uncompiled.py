@@ -30,6 +30,15 @@ def enters_regions(cls: _T) -> _T:
     return cls
 
 
+def set_enter(cls: type[Any], enter: Callable[[Any], Any]) -> None:
+    """Have a class that enters regions enter them by another method."""
+    for place, (kept_away, _) in enumerate(_before):
+        if kept_away is cls:
+            _before[place] = cls, enter
+            enter = _switching_dynamo_off(enter)
+    cls.__enter__ = enter
+
+
 def start(reason: str) -> None:
     """Keep compiled code away from policies from now on, and say why."""
     if _before:

@@ -72,6 +72,9 @@ class _Unchosen:
     def clear_own_casts(self, all_threads: bool) -> None:
         pass
 
+    def region_methods(self, *_: object) -> None:
+        return None
+
 
 _reference = ReferenceEngine()
 _engine: Engine | None = None

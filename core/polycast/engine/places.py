@@ -7,6 +7,8 @@ from types import FrameType
 
 import torch
 
+from .disable_dynamo import disable_dynamo
+
 BY_MODULE_RULE = " (module rule)"
 _MODULE_RULES = "module_rules.py"
 _MOST = 32
@@ -28,6 +30,7 @@ def stack_now() -> tuple[str, ...]:
     return tuple(reversed(found))
 
 
+@disable_dynamo
 def place_now() -> str:
     """Return the innermost of these lines, as ``"file.py:12"``, and, where a rule for a module is followed, that."""
     frame: FrameType | None = sys._getframe()

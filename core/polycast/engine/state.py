@@ -11,12 +11,13 @@ reference/state_machine.py is the one to read, native/regions.h the other.
 
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..policy.cast_policy import CastPolicy
+from .disable_dynamo import disable_dynamo
 from .weight_cache import WeightCache
 
 
@@ -58,6 +59,7 @@ class Overlay(dict[str, CastPolicy]):
         """Return who asks for the policy that an op has here, if it has one."""
         return next((layer.origin for layer in self.layers if op in layer), None)
 
+    @disable_dynamo
     def over(self, below: "Overlay | None") -> "Overlay":
         """Return this overlay laid over that of an enclosing region; the last answer is kept."""
         if below is None:
@@ -137,15 +139,34 @@ class StateMachine(Protocol):
     def clear_own_casts(self, all_threads: bool, /) -> None:
         """Drop the casts that this thread's own regions keep, or those of all threads' regions."""
 
+    def region_methods(
+        self,
+        cls: type,
+        fully_installed: set[object],
+        complete_entry: Callable[[Any, bool], None],
+        complete_exit: Callable[[Any, bool | None], None],
+        /,
+    ) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+        """Return ``__enter__`` and ``__exit__`` for the class of regions, where the engine has its own.
+
+        A region has its settings as ``_settings``, and as ``_fast_path`` what leaves nothing to entering but state as
+        long as it is in `fully_installed`. Where it is not, or :meth:`enter` has said yes, `complete_entry` does the
+        rest; what it raises leaves the region. `complete_exit` is called where :meth:`leave` has not said no.
+        """
+
 
 machine: StateMachine
 """The machine of the engine that is in use; set by the package engine."""
+when_used: list[Callable[[StateMachine], object]] = []
+"""What is told of each machine that comes into use."""
 
 
 def use(chosen: StateMachine) -> None:
     """Have regions entered and left through a machine, from now on."""
     global machine
     machine = chosen
+    for tell in when_used:
+        tell(chosen)
 
 
 def not_entered(owner: object) -> RuntimeError:

@@ -12,7 +12,7 @@ from ..compilers import kept_casts  # noqa: F401  it decides what the kernels do
 from ..compilers.export import record_entry, record_exit
 from ..compilers.torch_autocast import TorchAutocast
 from ..compilers.torchscript import ScriptedAsTorch
-from ..compilers.uncompiled import enters_regions
+from ..compilers.uncompiled import enters_regions, set_enter
 from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.installation import also_put_in_place, fully_installed
@@ -132,33 +132,40 @@ class autocast(TorchAutocast):
             self._settings = Settings(self.device, bool(enabled), dtype, cache_enabled, overlay, cache)
             self._fast_path = fast_path(self._settings)
 
+    # For any engine; one that has its own puts these in their place, see StateMachine.region_methods.
     @disable_dynamo
     def __enter__(self) -> Self:
-        settings = self._settings
-        recorded = state.machine.enter(self, settings)
-        if recorded or self._fast_path not in fully_installed:
-            self._complete_entry(settings, recorded)
+        recorded = state.machine.enter(self, self._settings)
+        try:
+            if recorded or self._fast_path not in fully_installed:
+                self._complete_entry(recorded)
+        except BaseException:
+            state.machine.leave(self)
+            raise
         return self
-
-    def _complete_entry(self, settings: Settings, recorded: bool) -> None:
-        """Do what entering a region may take besides the state, or leave it."""
-        kernels = put_in_place(self, settings)
-        if has_more_than_torch(settings):
-            self._fast_path = kernels
-        if recorded:
-            try:
-                record_entry(settings)
-            except BaseException:
-                state.machine.leave(self)
-                raise
 
     @disable_dynamo
     def __exit__(self, *exc_info: object) -> None:
         recorded = state.machine.leave(self)
+        if recorded is not False:
+            self._complete_exit(recorded)
+
+    @disable_dynamo
+    def _complete_entry(self, recorded: bool) -> None:
+        """Do what entering a region may take besides the state."""
+        settings = self._settings
+        kernels = put_in_place(settings)
+        if has_more_than_torch(settings):
+            self._fast_path = kernels
         if recorded:
-            record_exit()
-        elif recorded is None:
+            record_entry(settings)
+
+    @disable_dynamo
+    def _complete_exit(self, recorded: bool | None) -> None:
+        """Do what leaving a region may take besides the state; None where there was nothing to leave."""
+        if recorded is None:
             raise state.not_entered(self)
+        record_exit()
 
     def __call__(self, func: _F) -> _F:
         """Return `func` wrapped so that its body runs in the region."""
@@ -189,6 +196,22 @@ class autocast(TorchAutocast):
     def __repr__(self) -> str:
         settings = self._settings
         return f"autocast({self.device!r}, dtype={settings.dtype}, enabled={settings.enabled})"
+
+
+_methods_in_python = autocast.__enter__, autocast.__exit__
+
+
+def _take_methods(machine: state.StateMachine) -> None:
+    """Have regions entered and left by the methods of the engine in use."""
+    completing = autocast._complete_entry, autocast._complete_exit
+    own = machine.region_methods(autocast, fully_installed, *completing)
+    enter, leave = own or _methods_in_python
+    set_enter(autocast, enter)
+    setattr(autocast, "__exit__", leave)
+
+
+state.when_used.append(_take_methods)
+_take_methods(state.machine)
 
 
 def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:

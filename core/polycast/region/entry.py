@@ -11,8 +11,12 @@ from ..errors import BackendNotFoundError
 def enter(owner: object, settings: Settings) -> bool:
     """Enter a region on this thread, with its kernels in place; the answer is that of the state machine."""
     recorded = state.machine.enter(owner, settings)
-    if fast_path(settings) not in fully_installed:
-        put_in_place(owner, settings)
+    try:
+        if fast_path(settings) not in fully_installed:
+            put_in_place(settings)
+    except BaseException:
+        state.machine.leave(owner)
+        raise
     return recorded
 
 
@@ -28,8 +32,8 @@ def fast_path(settings: Settings) -> object:
     return settings.device_type if settings.cache is None else None
 
 
-def put_in_place(owner: object, settings: Settings) -> Kernels | None:
-    """Put in place what a region that `owner` has just entered needs; where that fails, the region is left.
+def put_in_place(settings: Settings) -> Kernels | None:
+    """Put in place what a region that has just been entered needs.
 
     Returns:
         The kernels. Another entry with the same settings needs nothing put in place while they are fully installed.
@@ -45,11 +49,7 @@ def put_in_place(owner: object, settings: Settings) -> Kernels | None:
                 put()
     except BackendNotFoundError:
         if not settings.exact:  # a snapshot's may be of a region of torch's, for what no backend serves
-            state.machine.leave(owner)
             raise
-    except BaseException:
-        state.machine.leave(owner)
-        raise
     if settings.overlay and kernels is not None:
         settings.overlay.served_by[settings.device_type] = kernels
     return kernels

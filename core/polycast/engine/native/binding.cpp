@@ -1,7 +1,8 @@
 // The native engine's Python module: the semantics of the reference engine at the speed of torch's own kernels.
 //
 // Compiled as one unit with the files it includes: parsing torch's headers is most of the build, and is done once so. From
-// the bottom: store.h, tally.h, regions.h, observe.h, reading.h, casting.h, kernels.h. Each says what it owns and which lock it takes.
+// the bottom: store.h, tally.h, regions.h, methods.h, observe.h, reading.h, casting.h, kernels.h. Each says what it owns and which
+// lock it takes.
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -19,6 +20,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "methods.h"
 #include "observe.h"
 #include "reading.h"
 #include "regions.h"
@@ -139,6 +141,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     }
     announce(written);
   });
+  module.def("region_methods", &region_methods);
   module.def("last", &last);
   module.def("innermost", &innermost);
   module.def("nesting", &nesting);

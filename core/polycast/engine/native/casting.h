@@ -9,7 +9,13 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <optional>
 
 #include "observe.h"
 #include "regions.h"
@@ -22,7 +28,7 @@ namespace {  // all is one unit, binding.cpp
 PyObject* storages_are_rewritten = nullptr;
 PyObject* kept_cast_of_traced = nullptr;
 
-bool is_eligible(const Tensor& tensor, DeviceType device) {
+C10_ALWAYS_INLINE bool is_eligible(const Tensor& tensor, DeviceType device) {
   return tensor.defined() && tensor.is_floating_point() && tensor.scalar_type() != at::kDouble &&
       tensor.device().type() == device;
 }
@@ -48,7 +54,7 @@ bool is_weight(const Tensor& tensor) {
 
 // See storages_are_rewritten in engine/weights.py. Few weights share their storage, so the GIL is rarely taken.
 bool is_rewritten(const Tensor& weight) {
-  if (weight.storage().use_count() == 1) {
+  if (weight.unsafeGetTensorImpl()->unsafe_storage().use_count() == 1) {
     return false;
   }
   const py::gil_scoped_acquire gil;
@@ -61,6 +67,31 @@ bool caching_is_safe() {
       DispatchKey::Python, DispatchKey::Tracer, DispatchKey::FuncTorchDynamicLayerFrontMode};
   return !c10::impl::tls_local_dispatch_key_set().included_.has_any(kWatchers);
 }
+
+// Whether autograd has to see an argument: for a gradient, where these are recorded, or a tangent.
+struct Differentiation {
+  const bool grad = at::GradMode::is_enabled();
+
+  bool has(const Tensor& tensor) const {
+    const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
+    return meta != nullptr && ((grad && tensor.requires_grad()) || meta->fw_grad_ != nullptr);
+  }
+
+  bool has(const std::optional<Tensor>& tensor) const { return tensor && has(*tensor); }
+
+  bool has(at::TensorList tensors) const {
+    return std::any_of(tensors.begin(), tensors.end(), [this](const Tensor& tensor) { return has(tensor); });
+  }
+
+  bool has(const at::ITensorListRef& tensors) const {
+    return std::any_of(tensors.begin(), tensors.end(), [this](const Tensor& tensor) { return has(tensor); });
+  }
+
+  template <class Other>
+  bool has(const Other&) const {
+    return false;
+  }
+};
 
 // What became of a cast.
 struct Outcome {
@@ -87,47 +118,65 @@ Tensor cast_of_traced(const Tensor& tensor, ScalarType dtype, DeviceType device)
   return cast.is_none() ? Tensor() : cast.cast<Tensor>();
 }
 
-Tensor find_or_cast(const Tensor& tensor, ScalarType dtype, DeviceType device, const py::object& is_capturing, Outcome& outcome) {
-  const DeviceRegion& region = region_of(device);
+// What a tensor is cast to.
+struct CastTo {
+  ScalarType dtype;
+  DeviceType device;
+  bool has_plain_keys;  // nothing but autograd is between here and the device's kernels
+};
+
+Tensor plain_cast(const Tensor& tensor, const CastTo& to) {
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
+  if (to.has_plain_keys && !Differentiation().has(tensor)) {
+    below_autograd.emplace();
+  }
+  return tensor.to(to.dtype);
+}
+
+Tensor find_or_cast(
+    const Tensor& tensor, const CastTo& to, const DeviceRegion& region, const py::object& is_capturing, Outcome& outcome) {
   if (region.innermost == nullptr) {
     outcome.in_torchs_region = true;
-    return at::autocast::cached_cast(dtype, tensor, device);  // a region of torch's has torch's cache
+    return at::autocast::cached_cast(to.dtype, tensor, to.device);  // a region of torch's has torch's cache
   }
-  if (dtype != at::kFloat && is_weight(tensor) && at::autocast::is_autocast_cache_enabled() && caching_is_safe()) {
+  if (may_be_kept(tensor, to.dtype, is_capturing) && region.innermost != nullptr) {
+    outcome = {true, false};
+    if (region.store == nullptr) {
+      if (const Tensor* const found = region.casts->find(tensor, to.dtype)) {
+        return *found;
+      }
+    }
     // From here on Python may run, and the region end.
     const std::shared_ptr<Store> store = region.store == nullptr ? nullptr : region.store->shared_from_this();
     const std::shared_ptr<ThreadRegions> regions = this_thread.regions;
-    if (!is_rewritten(tensor) && !captures(tensor, is_capturing)) {
-      outcome = {true, false};
-      if (store == nullptr) {
-        return regions->casts.cast(tensor, dtype, outcome.made);
-      }
-      const uint64_t writes = Writes::log().count();
-      Tensor kept = store->cast(tensor, dtype, outcome.made);
-      return wants_history(tensor) ? regions->casts.with_link(tensor, dtype, kept, writes) : kept;
+    if (store == nullptr) {
+      return regions->casts.cast(tensor, to.dtype, outcome.made);
     }
+    const uint64_t writes = Writes::log().count();
+    Tensor kept = store->cast(tensor, to.dtype, outcome.made);
+    return wants_history(tensor) ? regions->casts.with_link(tensor, to.dtype, kept, writes) : kept;
   }
-  if (C10_UNLIKELY(dtype != at::kFloat && !caching_is_safe())) {
-    if (Tensor traced = cast_of_traced(tensor, dtype, device); traced.defined()) {
+  if (C10_UNLIKELY(to.dtype != at::kFloat && !caching_is_safe())) {
+    if (Tensor traced = cast_of_traced(tensor, to.dtype, to.device); traced.defined()) {
       return traced;
     }
   }
-  return tensor.to(dtype);
+  return plain_cast(tensor, to);
 }
 
 // Cast for an op that somebody observes.
 Tensor observed_cast(
-    ObservedOp& op, const Tensor& tensor, ScalarType dtype, DeviceType device, const py::object& is_capturing) {
+    ObservedOp& op, const Tensor& tensor, const CastTo& to, const DeviceRegion& region, const py::object& is_capturing) {
   using Clock = std::chrono::steady_clock;
   using Last = Watch::Last;
-  CastCounts counts{tensor.scalar_type(), dtype, has_known_sizes(tensor) && is_weight(tensor)};
+  CastCounts counts{tensor.scalar_type(), to.dtype, has_known_sizes(tensor) && is_weight(tensor)};
   const auto begin = op.watch->timing ? Clock::now() : Clock::time_point();
   Outcome outcome;
-  Tensor cast = find_or_cast(tensor, dtype, device, is_capturing, outcome);
+  Tensor cast = find_or_cast(tensor, to, region, is_capturing, outcome);
   if (op.watch->timing) {
     counts.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
   }
-  const bool can_be_kept = counts.of_weight && dtype != at::kFloat;
+  const bool can_be_kept = counts.of_weight && to.dtype != at::kFloat;
   const Last last = can_be_kept && (outcome.made || outcome.in_torchs_region) ? op.watch->note_cast(tensor, cast) : Last::kNone;
   if (outcome.in_torchs_region && last == Last::kSameCast) {
     outcome = {true, false};
@@ -145,18 +194,18 @@ Tensor observed_cast(
   }
   op.casts.add(counts);
   if (!op.backward && !counts.of_weight) {
-    note_chain(op, tensor, dtype, bytes_of(cast));
+    note_chain(op, tensor, to.dtype, bytes_of(cast));
   }
   return cast;
 }
 
 // Cast an eligible tensor of another dtype.
-Tensor cast(const Tensor& tensor, ScalarType dtype, DeviceType device, const py::object& is_capturing) {
+C10_NOINLINE Tensor cast(const Tensor& tensor, const CastTo& to, const DeviceRegion& region, const py::object& is_capturing) {
   if (C10_UNLIKELY(observed_op != nullptr)) {
-    return observed_cast(*observed_op, tensor, dtype, device, is_capturing);
+    return observed_cast(*observed_op, tensor, to, region, is_capturing);
   }
   Outcome outcome;
-  return find_or_cast(tensor, dtype, device, is_capturing, outcome);
+  return find_or_cast(tensor, to, region, is_capturing, outcome);
 }
 
 }  // namespace

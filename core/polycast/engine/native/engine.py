@@ -13,6 +13,7 @@ from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import overload_with_dtype
 from .. import kept_cast
+from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, autocast_key, refusal
 from ..places import place_now, stack_now
 from ..recorder import Recorder
@@ -59,6 +60,7 @@ class NativeEngine:
         self.open_regions = extension.open_regions
         self.dtype: Callable[[str], torch.dtype] = extension.dtype
         self.clear_own_casts = extension.clear_own_casts
+        self.region_methods = extension.region_methods
         # See Recorder, and the hooks beside it.
         self.enter_module: Callable[[object], None] = extension.enter_module
         self.leave_module: Callable[[object], None] = extension.leave_module
@@ -73,6 +75,7 @@ class NativeEngine:
         """Return the number by which kernels and overlays know an op."""
         return _numbers.setdefault(name, next(_unused_numbers))  # two threads never get one for two ops
 
+    @disable_dynamo
     def _native_store(self, cache: WeightCache) -> Any:
         return cache.store(self.name, self._extension.Store)
 
@@ -80,6 +83,7 @@ class NativeEngine:
         cache = cache_by_identity(identity)
         return None if cache is None else self._native_store(cache)
 
+    @disable_dynamo
     def _native_overlay(self, overlay: Overlay) -> Any:
         native = overlay.derived.get(self.name)
         if native is None:

@@ -43,7 +43,7 @@ struct Op {
   std::optional<c10::OperatorHandle> with_dtype;  // the overload that takes a dtype more, where there is one
 };
 
-bool to_be_cast(const Tensor& tensor, ScalarType dtype, DeviceType device) {
+C10_ALWAYS_INLINE bool to_be_cast(const Tensor& tensor, ScalarType dtype, DeviceType device) {
   return tensor.scalar_type() != dtype && is_eligible(tensor, device);
 }
 
@@ -82,63 +82,60 @@ struct Promotion {
   void look(const Other&) {}
 };
 
-// Whether autograd has to see an argument: for a gradient, where these are recorded, or a tangent.
-struct Differentiation {
-  bool grad;
-
-  bool has(const Tensor& tensor) const {
-    const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
-    return meta != nullptr && ((grad && tensor.requires_grad()) || meta->fw_grad_ != nullptr);
-  }
-
-  bool has(const std::optional<Tensor>& tensor) const { return tensor && has(*tensor); }
-
-  bool has(const at::Scalar&) const { return false; }
-};
-
-// Whether an argument may be a tensor that Differentiation tells apart: so are those of matrix products.
+// Whether an argument is a list of tensors that may be missing, in which Differentiation does not look.
 template <class Arg>
-constexpr bool is_simple = std::is_same_v<Arg, const Tensor&> || std::is_same_v<Arg, const std::optional<Tensor>&> ||
-    std::is_same_v<Arg, const at::Scalar&>;
+constexpr bool is_opaque = std::is_same_v<std::decay_t<Arg>, c10::List<std::optional<Tensor>>>;
 
-// Casts the arguments that are to be: a cast one is owned by what comes back, another is borrowed.
+// Casts the arguments that are to be. What comes back has the cast, or refers to the argument: an argument that stays what it
+// is has its references counted by nobody.
 struct Conversion {
   ScalarType dtype;  // Undefined: nothing is cast
   DeviceType device;
+  bool has_plain_keys;  // the arguments together: see Kernel::has_plain_keys()
+  const DeviceRegion& region;
   const py::object& is_capturing;
 
-  bool changes(const Tensor& tensor) const {
+  C10_ALWAYS_INLINE bool changes(const Tensor& tensor) const {
     return dtype != ScalarType::Undefined && to_be_cast(tensor, dtype, device);
   }
 
-  Tensor cast(const Tensor& tensor) const { return ::cast(tensor, dtype, device, is_capturing); }
-
-  c10::MaybeOwned<Tensor> operator()(const Tensor& tensor) const {
-    using Maybe = c10::MaybeOwned<Tensor>;
-    return changes(tensor) ? Maybe::owned(cast(tensor)) : Maybe::borrowed(tensor);
+  Tensor cast(const Tensor& tensor) const {
+    return ::cast(tensor, CastTo{dtype, device, has_plain_keys}, region, is_capturing);
   }
 
-  class ConvertedOptional {
-   public:
-    ConvertedOptional(const std::optional<Tensor>& tensor, const Conversion& conversion) : tensor_(tensor) {
-      if (tensor && conversion.changes(*tensor)) {
-        cast_ = conversion.cast(*tensor);
-      }
-    }
-
-    const std::optional<Tensor>& operator*() const { return cast_ ? cast_ : tensor_; }
-
-   private:
-    const std::optional<Tensor>& tensor_;
-    std::optional<Tensor> cast_;
-  };
-
-  ConvertedOptional operator()(const std::optional<Tensor>& tensor) const { return {tensor, *this}; }
-
-  template <class List>
+  template <class Argument>
   class Converted {
    public:
-    Converted(List list, const Conversion& conversion) : list_(list) {
+    C10_ALWAYS_INLINE Converted(const Argument& argument, const Conversion& conversion) : used_(&argument) {
+      if constexpr (std::is_same_v<Argument, Tensor>) {
+        if (conversion.changes(argument)) {
+          cast_ = conversion.cast(argument);
+          used_ = &cast_;
+        }
+      } else if (argument && conversion.changes(*argument)) {
+        cast_ = conversion.cast(*argument);
+        used_ = &cast_;
+      }
+    }
+    Converted(const Converted&) = delete;
+
+    C10_ALWAYS_INLINE const Argument& operator*() const { return *used_; }
+
+   private:
+    const Argument* used_;
+    Argument cast_;
+  };
+
+  C10_ALWAYS_INLINE Converted<Tensor> operator()(const Tensor& tensor) const { return {tensor, *this}; }
+
+  C10_ALWAYS_INLINE Converted<std::optional<Tensor>> operator()(const std::optional<Tensor>& tensor) const {
+    return {tensor, *this};
+  }
+
+  template <class List>
+  class ConvertedList {
+   public:
+    ConvertedList(List list, const Conversion& conversion) : list_(list) {
       if (conversion.dtype != ScalarType::Undefined) {
         for (const Tensor& tensor : list) {
           casts_.push_back(conversion.changes(tensor) ? conversion.cast(tensor) : tensor);
@@ -153,12 +150,12 @@ struct Conversion {
     std::vector<Tensor> casts_;
   };
 
-  Converted<at::TensorList> operator()(at::TensorList tensors) const { return {tensors, *this}; }
+  ConvertedList<at::TensorList> operator()(at::TensorList tensors) const { return {tensors, *this}; }
 
-  Converted<at::ITensorListRef> operator()(const at::ITensorListRef& tensors) const { return {tensors, *this}; }
+  ConvertedList<at::ITensorListRef> operator()(const at::ITensorListRef& tensors) const { return {tensors, *this}; }
 
   template <class Other>
-  const Other* operator()(const Other& other) const {
+  C10_ALWAYS_INLINE const Other* operator()(const Other& other) const {
     return &other;
   }
 };
@@ -168,11 +165,12 @@ class Kernel final : public c10::OperatorKernel {
   Kernel(Op op, const c10::OperatorHandle& handle, DeviceType device, DispatchKey key, py::object is_capturing)
       : op_(std::move(op)),
         device_(device),
-        key_(key),
+        keys_(key),
+        below_(c10::DispatchKeySet::FULL_AFTER, key),
         device_keys_(c10::parseDispatchKey(std::string(c10::toString(key)).substr(std::strlen("Autocast")))),
-        skipped_(c10::DispatchKeySet(key) | kNothingToDo),
-        is_capturing_(std::move(is_capturing)),
-        is_product_(op_.policy == Policy::kLowerPrecisionFp) {
+        skipped_(keys_ | kNothingToDo),
+        passes_autograd_by_(can_pass_autograd_by(op_, handle)),
+        is_capturing_(std::move(is_capturing)) {
     const auto& arguments = handle.schema().arguments();
     arity_ = arguments.size();
     for (size_t i = 0; i < arguments.size(); ++i) {
@@ -194,14 +192,16 @@ class Kernel final : public c10::OperatorKernel {
 
   // The kernel of an op of any signature.
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
-    const Policy policy = this->policy();
+    const DeviceRegion& region = region_of(device_);
+    const Policy policy = this->policy(region);
     if (policy == Policy::kNone) {
-      handle.redispatchBoxed(keys & below_autocast(), stack);
+      handle.redispatchBoxed(keys & below_, stack);
       return;
     }
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(keys_);
     const Conversion conversion{
-        dtype_for(policy, [&](Promotion& promotion) { look(promotion, stack); }), device_, is_capturing_};
+        dtype_for(policy, [&](Promotion& promotion) { look(promotion, stack); }), device_, has_plain_keys(keys), region,
+        is_capturing_};
     if (conversion.dtype != ScalarType::Undefined) {
       cast_all(conversion, stack);
     } else if (policy == Policy::kFp32SetOptDtype && first_is_eligible(stack)) {
@@ -220,31 +220,46 @@ class Kernel final : public c10::OperatorKernel {
 
   // The kernel of an op of a known signature that has no overload with a dtype more, without the way over a stack.
   template <class Result, class... Args>
-  Result call(const c10::TypedOperatorHandle<Result(Args...)>& handle, c10::DispatchKeySet keys, Args... args) const {
-    const Policy policy = this->policy();
+  C10_ALWAYS_INLINE Result
+  call(const Functions<Result(Args...)>& op, c10::DispatchKeySet keys, Args... args) const {
+    const DeviceRegion& region = region_of(device_);
+    const Policy policy = this->policy(region);
     std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast;
     if (C10_LIKELY(policy != Policy::kNone)) {
-      no_autocast.emplace(key_);
+      no_autocast.emplace(keys_);
     }
     const Conversion converted{
-        dtype_for(policy, [&](Promotion& promotion) { (promotion.look(args), ...); }), device_, is_capturing_};
+        dtype_for(policy, [&](Promotion& promotion) { (promotion.look(args), ...); }), device_,
+        policy != Policy::kNone && has_plain_keys(keys), region, is_capturing_};
     if constexpr ((std::is_same_v<Args, std::optional<ScalarType>> || ...)) {
       if (policy == Policy::kFp32SetOptDtype && first_is_eligible(args...)) {
         (set_to_float32(args), ...);
       }
     }
-    return below(policy, handle, keys, *converted(args)...);
+    return below(policy, converted.has_plain_keys, op, keys, *converted(args)...);
   }
 
  private:
-  // What is left of the keys of a call where there is no kernel here: what the op is made of is autocast as ever.
-  c10::DispatchKeySet below_autocast() const {
-    return c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key_);
+  // Whether autograd need not be asked where it has nothing to record. It is what makes views of what an op returns on its
+  // inputs' memory. That schemas tell, save of ops that are made of others alone: of these the products of tensors go on at once.
+  static bool can_pass_autograd_by(const Op& op, const c10::OperatorHandle& handle) {
+    const auto& arguments = handle.schema().arguments();
+    const bool returns_views = std::any_of(
+        arguments.begin(), arguments.end(), [](const auto& argument) { return argument.alias_info() != nullptr; });
+    const bool takes_lists = std::any_of(arguments.begin(), arguments.end(), [](const auto& argument) {
+      return argument.real_type()->str().find("Tensor[]") != std::string::npos;
+    });
+    return !returns_views &&
+        (!handle.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) ||
+         (op.policy == Policy::kLowerPrecisionFp && !takes_lists));
   }
+
+  // Whether nothing but autograd is between here and the device's kernel.
+  C10_ALWAYS_INLINE bool has_plain_keys(c10::DispatchKeySet keys) const { return keys - skipped_ == device_keys_; }
 
   // The dtype that the inputs are cast to, or Undefined.
   template <class Look>
-  ScalarType dtype_for(Policy policy, const Look& look) const {
+  C10_ALWAYS_INLINE ScalarType dtype_for(Policy policy, const Look& look) const {
     switch (policy) {
       case Policy::kLowerPrecisionFp:
         return at::autocast::get_autocast_dtype(device_);
@@ -256,42 +271,43 @@ class Kernel final : public c10::OperatorKernel {
         return promotion.different ? at::kFloat : ScalarType::Undefined;
       }
       case Policy::kBanned:
-        TORCH_CHECK(false, op_.refusal);
+        refuse();
       default:
         return ScalarType::Undefined;
     }
   }
 
-  // Go on to what is below in the dispatcher. Where nothing but autograd is between here and the device's kernel, and
-  // there is nothing for autograd to do, a product goes there at once; it returns no view of its inputs, which autograd
-  // would have to know.
+  [[noreturn]] C10_NOINLINE void refuse() const { TORCH_CHECK(false, op_.refusal); }
+
+  // Go on to what is below in the dispatcher: the device's kernel at once where autograd, which alone is between, has nothing
+  // to do.
   template <class Result, class... Args>
-  Result below(
+  C10_ALWAYS_INLINE Result below(
       Policy policy,
-      const c10::TypedOperatorHandle<Result(Args...)>& handle,
+      bool has_plain_keys,
+      const Functions<Result(Args...)>& op,
       c10::DispatchKeySet keys,
       std::type_identity_t<Args>... args) const {
-    const c10::DispatchKeySet lower = keys & below_autocast();
+    c10::DispatchKeySet lower = keys & below_;
     // What is above, such as a Python dispatcher, sees each call.
-    if (C10_UNLIKELY(policy != Policy::kNone && lower.add(key_) != keys)) {
-      torch::jit::Stack stack = c10::impl::boxArgs<Args...>(std::forward<Args>(args)...);
-      handle.callBoxed(&stack);
-      return c10::impl::PopResult<Result>::call(stack);
+    if (C10_UNLIKELY(policy != Policy::kNone && (lower | keys_) != keys)) {
+      return op.call(std::forward<Args>(args)...);
     }
     std::optional<at::AutoDispatchBelowADInplaceOrView> also_inside;  // what the op is made of
-    if constexpr ((is_simple<Args> && ...)) {
-      if (is_product_ && keys - skipped_ == device_keys_) {
-        const Differentiation differentiation{at::GradMode::is_enabled()};
+    if constexpr (!(is_opaque<Args> || ...)) {
+      if (has_plain_keys && passes_autograd_by_) {
+        const Differentiation differentiation;
         if (!(differentiation.has(args) || ...)) {
           also_inside.emplace();
+          lower = device_keys_;
         }
       }
     }
-    return handle.redispatch(also_inside ? device_keys_ : lower, std::forward<Args>(args)...);
+    return op.redispatch(lower, std::forward<Args>(args)...);
   }
 
-  Policy policy() const {
-    const Overlay* const overlay = region_of(device_).overlay;
+  C10_ALWAYS_INLINE Policy policy(const DeviceRegion& region) const {
+    const Overlay* const overlay = region.overlay;
     return C10_UNLIKELY(overlay != nullptr) ? overlay->over(op_.policy, op_.number) : op_.policy;
   }
 
@@ -366,10 +382,11 @@ class Kernel final : public c10::OperatorKernel {
 
   const Op op_;
   const DeviceType device_;
-  const DispatchKey key_;
+  const c10::DispatchKeySet keys_;  // the one that this is at
+  const c10::DispatchKeySet below_;  // what is autocast as ever where there is no kernel here
   const c10::DispatchKeySet device_keys_, skipped_;
+  const bool passes_autograd_by_;
   py::object is_capturing_;  // empty where the backend never captures
-  const bool is_product_;
   size_t arity_ = 0;
   std::vector<size_t> tensors_;
   std::optional<size_t> optional_dtype_;
@@ -382,50 +399,55 @@ class Unboxed;
 template <class Result, class... Args>
 class Unboxed<Result(Args...)> final : public c10::OperatorKernel {
  public:
-  Unboxed(const c10::OperatorHandle& handle, std::unique_ptr<Kernel> kernel)
-      : handle_(handle.typed<Result(Args...)>()), kernel_(std::move(kernel)) {}
+  Unboxed(const Functions<Result(Args...)>& op, std::unique_ptr<Kernel> kernel) : op_(op), kernel_(std::move(kernel)) {}
 
   Result operator()(c10::DispatchKeySet keys, Args... args) {
-    return kernel_->template call<Result, Args...>(handle_, keys, std::forward<Args>(args)...);
+    return kernel_->template call<Result, Args...>(op_, keys, std::forward<Args>(args)...);
   }
 
+  const Kernel& boxed() const { return *kernel_; }
+
  private:
-  const c10::TypedOperatorHandle<Result(Args...)> handle_;
+  const Functions<Result(Args...)> op_;
   const std::unique_ptr<Kernel> kernel_;
 };
 
-// How a kernel enters the dispatcher, by the signature of its op.
+}  // namespace
+
+// What the dispatcher calls with a stack: torch's would take the arguments off it, and put them on another below.
+template <class Signature>
+struct c10::impl::make_boxed_from_unboxed_functor<Unboxed<Signature>, false> final {
+  static void call(c10::OperatorKernel* functor, const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack* stack) {
+    static_cast<Unboxed<Signature>*>(functor)->boxed()(handle, keys, stack);
+  }
+};
+
+namespace {
+
+// How a kernel enters the dispatcher.
 struct Entrance {
-  c10::KernelFunction (*function)(const c10::OperatorHandle&, std::unique_ptr<Kernel>);
+  c10::KernelFunction (*function)(const void* functions, std::unique_ptr<Kernel>);
+  const void* functions;  // the op's, of its signature
   std::optional<c10::impl::CppSignature> signature;
 };
 
 template <class Signature>
-c10::KernelFunction unboxed(const c10::OperatorHandle& handle, std::unique_ptr<Kernel> kernel) {
+c10::KernelFunction unboxed(const void* functions, std::unique_ptr<Kernel> kernel) {
   return c10::KernelFunction::makeFromUnboxedFunctor<false, Unboxed<Signature>>(
-      std::make_unique<Unboxed<Signature>>(handle, std::move(kernel)));
+      std::make_unique<Unboxed<Signature>>(*static_cast<const Functions<Signature>*>(functions), std::move(kernel)));
 }
 
-c10::KernelFunction boxed(const c10::OperatorHandle&, std::unique_ptr<Kernel> kernel) {
+c10::KernelFunction boxed(const void*, std::unique_ptr<Kernel> kernel) {
   return c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel));
 }
 
 class Entrances {
  public:
   static const Entrance& of(const c10::OperatorHandle& handle) {
-    static const Entrances entrances{OpOfEachSignature{}};
-    static const Entrance any{&boxed, std::nullopt};
-    const auto& schema = handle.schema();
-    // What another's kernels are declared with is not known, and has to be the same to the letter.
-    if (schema.getNamespace() == std::string_view("aten") && !schema.is_mutable()) {
-      for (const std::string& key : {c10::toString(handle.operator_name()), signature_of(handle)}) {
-        const auto found = entrances.by_key_.find(key);
-        if (found != entrances.by_key_.end()) {
-          return found->second;
-        }
-      }
-    }
-    return any;
+    static const Entrances entrances{at::_ops::UnboxedOps{}};
+    static const Entrance any{&boxed, nullptr, std::nullopt};
+    const auto found = entrances.by_name_.find(c10::toString(handle.operator_name()));
+    return found == entrances.by_name_.end() ? any : found->second;
   }
 
  private:
@@ -436,17 +458,21 @@ class Entrances {
 
   template <class Op>
   void add() {
-    using Signature = typename Op::schema;
-    const auto handle = c10::Dispatcher::singleton().findSchema({Op::name, Op::overload_name});
-    if (handle) {
-      const std::string types = signature_of(*handle);
-      by_key_.emplace(
-          types.empty() ? c10::toString(handle->operator_name()) : types,
-          Entrance{&unboxed<Signature>, c10::impl::CppSignature::make<Signature>()});
+    if constexpr (requires { typename Op::schema; }) {
+      add(Op::name, Op::overload_name, entrance<typename Op::schema>(&functions_of<Op>));
     }
   }
 
-  std::unordered_map<std::string, Entrance> by_key_;  // by the types, or by the name where these do not tell
+  template <class Signature>
+  static Entrance entrance(const void* functions) {
+    return {&unboxed<Signature>, functions, c10::impl::CppSignature::make<Signature>()};
+  }
+
+  void add(const char* name, const char* overload_name, Entrance entrance) {
+    by_name_.emplace(c10::toString(c10::OperatorName(name, overload_name)), std::move(entrance));
+  }
+
+  std::unordered_map<std::string, Entrance> by_name_;
 };
 
 // torch warns, once in a process, that a kernel is overridden: that is what is meant here.
@@ -483,7 +509,7 @@ class Library {
     registered_.push_back(c10::Dispatcher::singleton().registerImpl(
         handle.operator_name(),
         key_,
-        (through_stack ? &boxed : entrance.function)(handle, std::move(kernel)),
+        through_stack ? boxed(nullptr, std::move(kernel)) : entrance.function(entrance.functions, std::move(kernel)),
         through_stack ? std::nullopt : entrance.signature,
         nullptr,
         "polycast"));

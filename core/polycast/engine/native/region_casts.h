@@ -136,6 +136,28 @@ class RegionCasts {
   RegionCasts(const RegionCasts&) = delete;
   ~RegionCasts() { clear(); }
 
+  // Return the cast that is kept of a weight, with history where that is wanted, or null: what there is to do then is cast()'s.
+  // Runs no Python, so that the caller need not hold this, and makes no tensor.
+  const Tensor* find(const Tensor& weight, ScalarType dtype) {
+    if (Writes::log().count() != seen_) {
+      return nullptr;
+    }
+    const Key key{weight.unsafeGetTensorImpl(), dtype};
+    const auto found = kept_.find(key);
+    if (found == kept_.end() || !found->second->is_that_of(weight)) {
+      return nullptr;
+    }
+    const bool link = wants_history(weight);
+    const Tensor& cast = link ? found->second->linked : found->second->cast;
+    if (!cast.defined()) {
+      return nullptr;
+    }
+    if (!link) {
+      uses_.note_again(key);
+    }
+    return &cast;
+  }
+
   // Return a weight in another dtype, with history where that is wanted; `made` says whether it was cast now.
   Tensor cast(const Tensor& weight, ScalarType dtype, bool& made) {
     const Key key{weight.unsafeGetTensorImpl(), dtype};

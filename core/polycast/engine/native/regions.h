@@ -90,6 +90,7 @@ struct DeviceRegion {
   Frame* innermost = nullptr;
   const Overlay* overlay = nullptr;
   Store* store = nullptr;
+  RegionCasts* casts = nullptr;  // the thread's own
   int depth = 0;
 };
 
@@ -102,7 +103,7 @@ DeviceRegion& region_of(DeviceType device) { return device_regions[static_cast<s
 // The frames of one thread.
 class Frames {
  public:
-  explicit Frames(DeviceRegions* devices) : devices_(devices) {}
+  Frames(DeviceRegions* devices, RegionCasts* casts) : devices_(devices), casts_(casts) {}
 
   Frame* newest() const { return newest_; }
 
@@ -180,6 +181,7 @@ class Frames {
     region.innermost = frame;
     region.overlay = frame ? frame->policies.get() : nullptr;
     region.store = frame ? frame->store.get() : nullptr;
+    region.casts = frame ? casts_ : nullptr;
   }
 
   // Frames are left backwards, save by generators that are closed late: and of these there may be many.
@@ -194,6 +196,7 @@ class Frames {
   }
 
   DeviceRegions* const devices_;  // the thread's
+  RegionCasts* const casts_;
   Frame* newest_ = nullptr;
   std::unordered_map<PyObject*, std::vector<Frame*>> by_owner_;  // oldest first; empty as long as a walk does
 };
@@ -201,10 +204,10 @@ class Frames {
 // What a thread has: the frames of its regions, and their casts.
 class ThreadRegions {
  public:
-  explicit ThreadRegions(DeviceRegions* devices) : frames(devices) {}
+  explicit ThreadRegions(DeviceRegions* devices) : frames(devices, &casts) {}
 
-  Frames frames;
   RegionCasts casts;
+  Frames frames;
 
   // Take everything out, for the caller to free with the GIL held. The thread is in no region any more.
   std::shared_ptr<void> end() {
@@ -314,17 +317,16 @@ void lay_over(Frame& frame, const py::object& below) {
   frame.overlay = found->result;
 }
 
-// enter(owner, settings) -> bool; see StateMachine in engine/state.py.
-PyObject* enter(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_INTERNAL_ASSERT(count == 2 && PyTuple_Check(args[1]) && PyTuple_GET_SIZE(args[1]) == 7);
-  PyObject* const* const settings = &PyTuple_GET_ITEM(args[1], 0);
+// Enter a region; see StateMachine in engine/state.py. Python may run before the state is changed, and not after it.
+bool enter_region(PyObject* owner, PyObject* all_settings) {
+  TORCH_INTERNAL_ASSERT(PyTuple_Check(all_settings) && PyTuple_GET_SIZE(all_settings) == 7);
+  PyObject* const* const settings = &PyTuple_GET_ITEM(all_settings, 0);
   const auto device = device_of(settings[0]);
   const auto dtype = reinterpret_cast<THPDtype*>(settings[2])->scalar_type;
   ThreadRegions& regions = here();
   auto frame = std::make_unique<Frame>();
-  frame->owner = py::reinterpret_borrow<py::object>(args[0]);
-  frame->settings = py::reinterpret_borrow<py::object>(args[1]);
+  frame->owner = py::reinterpret_borrow<py::object>(owner);
+  frame->settings = py::reinterpret_borrow<py::object>(all_settings);
   frame->overlay = py::reinterpret_borrow<py::object>(settings[4]);
   frame->cache = py::reinterpret_borrow<py::object>(settings[5]);
   frame->device = device;
@@ -360,22 +362,15 @@ PyObject* enter(PyObject*, PyObject* const* args, Py_ssize_t count) {
     at::autocast::set_autocast_cache_enabled(settings[3] == Py_True);
   }
   at::autocast::increment_nesting();
-  return PyBool_FromLong(at::impl::torch_function_mode_enabled());
-  END_HANDLE_TH_ERRORS
+  return at::impl::torch_function_mode_enabled();
 }
 
-// leave(owner) -> bool | None; see StateMachine in engine/state.py. What a frame would have restored passes to the frame above
-// it: the device's for the device, the thread's for the cache; where there is none it is restored.
-//
-// It takes its argument as enter() does: Python checks the depth of recursion for both or for none, so that what could be
-// entered at the last depth can be left.
-PyObject* leave(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  TORCH_INTERNAL_ASSERT(count == 1);
-  PyObject* const owner = args[0];
+// Leave a region; see StateMachine in engine/state.py. What a frame would have restored passes to the frame above it: the
+// device's for the device, the thread's for the cache; where there is none it is restored. Python may run once it is.
+std::optional<bool> leave_region(PyObject* owner) {
   Frame* const found = this_thread.regions == nullptr ? nullptr : this_thread.regions->frames.find(owner);
   if (found == nullptr) {
-    Py_RETURN_NONE;
+    return std::nullopt;
   }
   ThreadRegions& regions = *this_thread.regions;
   if (found->newer != nullptr) {
@@ -400,7 +395,26 @@ PyObject* leave(PyObject*, PyObject* const* args, Py_ssize_t count) {
     InFlight::storages().forget_ended();
     regions.casts.end_region();
   }
-  return PyBool_FromLong(at::impl::torch_function_mode_enabled());
+  return at::impl::torch_function_mode_enabled();
+}
+
+// enter(owner, settings) -> bool
+PyObject* enter(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_INTERNAL_ASSERT(count == 2);
+  return PyBool_FromLong(enter_region(args[0], args[1]));
+  END_HANDLE_TH_ERRORS
+}
+
+// leave(owner) -> bool | None
+//
+// It takes its argument as enter() does: Python checks the depth of recursion for both or for none, so that what could be
+// entered at the last depth can be left.
+PyObject* leave(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_INTERNAL_ASSERT(count == 1);
+  const std::optional<bool> left = leave_region(args[0]);
+  return left ? PyBool_FromLong(*left) : Py_NewRef(Py_None);
   END_HANDLE_TH_ERRORS
 }
 

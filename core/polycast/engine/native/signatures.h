@@ -1,8 +1,7 @@
-// The C++ signatures of torch's ops, for kernels that are called without a stack.
+// The ops whose kernels are called without a stack, with the C++ signatures that torch has for them.
 //
-// Owns nothing. Locks: none. What an op's kernels are declared with follows from the types in its schema, so that one op stands
-// for all with the same: but for lists of tensors, which some take as ITensorListRef. torch refuses a kernel whose signature
-// is another than that of the op's own.
+// Owns nothing. Locks: none. A kernel goes on through torch's own functions of the op, which are compiled: only what differs by
+// signature is compiled here, once for all ops of the same.
 
 #pragma once
 
@@ -10,103 +9,72 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <string>
+#include <unordered_map>
 
 namespace {  // all is one unit, binding.cpp
 
 template <class... Ops>
 struct OpList {};
 
-// One op of each signature that is in the built-in tables. Those whose ops take far longer than a stack are not here.
-using OpOfEachSignature = OpList<
-    // products and convolutions
-    at::_ops::mm,
-    at::_ops::linear,
-    at::_ops::addmm,
-    at::_ops::_addmm_activation,
-    at::_ops::linalg_vecdot,
-    at::_ops::conv1d,
-    at::_ops::conv1d_padding,
-    at::_ops::conv_transpose1d,
-    at::_ops::conv_tbc,
-    at::_ops::_convolution_deprecated,
-    at::_ops::_convolution,
-    at::_ops::convolution,
-    at::_ops::scaled_dot_product_attention,
-    at::_ops::linalg_multi_dot,
-    // elementwise, and reductions
-    at::_ops::trace,
-    at::_ops::pow_Tensor_Scalar,
-    at::_ops::pow_Scalar,
-    at::_ops::addcmul,
-    at::_ops::dist,
-    at::_ops::prod,
-    at::_ops::prod_dim_int,
-    at::_ops::sum_dim_IntList,
-    at::_ops::logsumexp,
-    at::_ops::softmax_int,
-    at::_ops::cdist,
-    at::_ops::softplus,
-    at::_ops::fake_quantize_per_tensor_affine,
-    // normalization and recurrent cells
-    at::_ops::layer_norm,
-    at::_ops::native_layer_norm,
-    at::_ops::group_norm,
-    at::_ops::rms_norm,
-    at::_ops::gru_cell,
-    // pooling, padding and sampling
-    at::_ops::adaptive_avg_pool3d,
-    at::_ops::adaptive_max_pool3d,
-    at::_ops::avg_pool3d,
-    at::_ops::max_pool3d,
-    at::_ops::max_unpool2d,
-    at::_ops::max_unpool3d,
-    at::_ops::fractional_max_pool2d,
-    at::_ops::grid_sampler,
-    at::_ops::upsample_nearest1d,
-    at::_ops::upsample_nearest2d,
-    at::_ops::upsample_bilinear2d,
-    // losses
-    at::_ops::binary_cross_entropy,
-    at::_ops::binary_cross_entropy_with_logits,
-    at::_ops::cross_entropy_loss,
-    at::_ops::ctc_loss_IntList,
-    at::_ops::hinge_embedding_loss,
-    at::_ops::huber_loss,
-    at::_ops::kl_div,
-    at::_ops::margin_ranking_loss,
-    at::_ops::multi_margin_loss,
-    at::_ops::nll_loss,
-    // linear algebra
-    at::_ops::linalg_cholesky,
-    at::_ops::linalg_cholesky_ex,
-    at::_ops::_lu_with_info,
-    at::_ops::linalg_inv_ex,
-    at::_ops::linalg_qr,
-    at::_ops::geqrf,
-    at::_ops::lu_solve,
-    at::_ops::linalg_solve,
-    at::_ops::fft_fft,
-    at::_ops::fft_fft2,
-    at::_ops::fft_fftn,
-    // lists of tensors, and their like
-    at::_ops::cat,
-    at::_ops::stack,
-    at::_ops::index_copy>;
+}  // namespace
 
-// The types in a schema, in one line; empty where they do not tell the signature.
-std::string signature_of(const c10::OperatorHandle& handle) {
-  std::string types;
-  for (const auto& argument : handle.schema().arguments()) {
-    const std::string type = argument.real_type()->str();
-    if (type.starts_with("Tensor[") || type.starts_with("Tensor?[")) {
-      return "";
-    }
-    types += type + " ";
-  }
-  for (const auto& value : handle.schema().returns()) {
-    types += "-> " + value.real_type()->str();
-  }
-  return types;
-}
+namespace at::_ops {
+
+// In some versions of torch only.
+struct cholesky;
+struct qr;
+struct linalg_matrix_sqrth;
+
+// The ops of the built-in tables, and what people name in policies besides.
+using UnboxedOps = ::OpList<
+    _addmm_activation, _convolution, _convolution_deprecated, _grid_sampler_2d_cpu_fallback, _lu_with_info,
+    _mps_convolution, _native_multi_head_attention, _scaled_dot_product_flash_attention, _thnn_fused_gru_cell,
+    _thnn_fused_lstm_cell, _upsample_bicubic2d_aa, _upsample_bilinear2d_aa, _upsample_nearest_exact1d,
+    _upsample_nearest_exact2d, _upsample_nearest_exact3d, abs, acos, adaptive_avg_pool3d, adaptive_max_pool3d,
+    add_Tensor, addbmm, addcdiv, addcmul, addmm, addmv, addr, amax, amin, asin, atan2, avg_pool3d, baddbmm,
+    batch_norm, bilinear, binary_cross_entropy, binary_cross_entropy_with_logits, bmm, cat, cdist, chain_matmul,
+    cholesky, cholesky_inverse, cholesky_solve, clamp, conv1d, conv1d_padding, conv2d, conv2d_padding, conv3d,
+    conv3d_padding, conv_tbc, conv_transpose1d, conv_transpose2d_input, conv_transpose3d_input, convolution, cosh,
+    cosine_embedding_loss, cosine_similarity, cross, cross_entropy_loss, ctc_loss_IntList, ctc_loss_Tensor,
+    cudnn_convolution, cudnn_convolution_transpose, cumprod, cumsum, dist, div_Tensor, dot, dropout, einsum,
+    embedding, erfinv, exp, expm1, fake_quantize_per_tensor_affine, fft_fft, fft_fft2, fft_fftn, fft_hfft, fft_ifft,
+    fft_ifft2, fft_ifftn, fft_ihfft, fft_irfft, fft_irfft2, fft_irfftn, fft_rfft, fft_rfft2, fft_rfftn,
+    fractional_max_pool2d, fractional_max_pool3d, frobenius_norm_dim, gelu, geqrf, grid_sampler, grid_sampler_2d,
+    grid_sampler_3d, group_norm, gru_cell, hinge_embedding_loss, huber_loss, index_copy, index_put, inverse, kl_div,
+    l1_loss, layer_norm, leaky_relu, linalg_cholesky, linalg_cholesky_ex, linalg_cond, linalg_cond_p_str,
+    linalg_eig, linalg_eigh, linalg_eigvals, linalg_eigvalsh, linalg_householder_product, linalg_inv, linalg_inv_ex,
+    linalg_lstsq, linalg_matrix_norm, linalg_matrix_norm_str_ord, linalg_matrix_rank,
+    linalg_matrix_rank_atol_rtol_float, linalg_matrix_rank_atol_rtol_tensor, linalg_matrix_rank_tol_tensor,
+    linalg_matrix_sqrth, linalg_multi_dot, linalg_qr, linalg_solve, linalg_svd, linalg_svdvals, linalg_tensorinv,
+    linalg_tensorsolve, linalg_vecdot, linalg_vector_norm, linear, log, log10, log1p, log2, log_softmax_int,
+    logsumexp, lstm_cell, lu_solve, margin_ranking_loss, matmul, max_pool3d, max_unpool2d, max_unpool3d, maximum,
+    mean, mean_dim, minimum, mkldnn_rnn_layer, mm, mse_loss, mul_Tensor, multi_margin_loss, multilabel_margin_loss,
+    multilabel_margin_loss_forward, mv, nanquantile, nanquantile_scalar, native_layer_norm, neg, nll_loss,
+    nll_loss2d, norm_Scalar, norm_ScalarOpt_dim, nuclear_norm, nuclear_norm_dim, orgqr, ormqr, pdist, pinverse,
+    poisson_nll_loss, polar, pow_Scalar, pow_Tensor_Scalar, pow_Tensor_Tensor, prelu, prod, prod_dim_int, qr,
+    quantile, quantile_scalar, reciprocal, reflection_pad1d, reflection_pad2d, relu, renorm, replication_pad1d,
+    replication_pad2d, replication_pad3d, rms_norm, rnn_relu_cell, rnn_tanh_cell, rsqrt,
+    scaled_dot_product_attention, scatter_add, sigmoid, silu, sinh, smooth_l1_loss, soft_margin_loss, softmax_int,
+    softplus, sqrt, square, stack, std, stft, stft_center, sub_Tensor, sum, sum_dim_IntList, svd, tan, tanh,
+    tensordot, trace, triangular_solve, triplet_margin_loss, upsample_bicubic2d, upsample_bilinear2d,
+    upsample_linear1d, upsample_nearest1d, upsample_nearest2d, upsample_nearest3d, upsample_trilinear3d, var, vdot,
+    view_as_complex, where_self>;
+
+}  // namespace at::_ops
+
+namespace {
+
+// How torch goes on with an op: with the keys that are left, or from the beginning.
+template <class Signature>
+struct Functions;
+
+template <class Result, class... Args>
+struct Functions<Result(Args...)> {
+  Result (*redispatch)(c10::DispatchKeySet, Args...);
+  Result (*call)(Args...);
+};
+
+template <class Op>
+constexpr Functions<typename Op::schema> functions_of{&Op::redispatch, &Op::call};
 
 }  // namespace

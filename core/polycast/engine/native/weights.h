@@ -69,7 +69,8 @@ class Content {
 
   // Whether a weight, whose key this is found by, is what it was.
   bool is_that_of(const Tensor& weight) const {
-    return version_ == weight._version() && data_ == weight.const_data_ptr() &&
+    const TensorImpl* const impl = weight.unsafeGetTensorImpl();
+    return version_ == impl->version_counter().current_version() && data_ == impl->data() &&
         storage_._unsafe_get_target() == storage_of(weight) && weight.sizes() == c10::IntArrayRef(sizes_) &&
         weight.strides() == c10::IntArrayRef(strides_);
   }

@@ -183,6 +183,9 @@ class PythonStateMachine:
         for regions in self._living() if all_threads else [self._regions]:
             regions.store.clear()
 
+    def region_methods(self, *_: object) -> None:
+        """Return none: those of the class of regions do."""
+
     def policy(self, name: str, device_type: str, default: CastPolicy | None) -> CastPolicy | None:
         """Return the policy of an op in this thread's region."""
         region = self.innermost(device_type)
