@@ -14,6 +14,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
+from ..engine import state
 from ..engine.casting import cast_nested
 from ..engine.state import Overlay
 from ..policy.modules import FP32, OFF, ModuleRule, modules_of
@@ -320,7 +321,7 @@ class RuledForward:
                 return autocast(device, rule.dtype, rule.enabled)
             in_graph: autocast = region_of_rule(autocast, device, rule.dtype, rule.enabled, rule.policies, rule.text)
             return in_graph
-        dtype = rule.dtype or torch.get_autocast_dtype(device)
+        dtype = rule.dtype or state.machine.dtype(device)
         known = 0 if rule.ops is None else len(rule.ops.resolved)  # a library may bring an op that was optional
         region = self._regions.get((device, dtype, known))
         if region is None:

@@ -39,7 +39,8 @@ def by_rule(device: str) -> bool:
 def enter(device: str) -> Mapping[str, int] | None:
     """Note that a rule has just switched autocast off; return what :func:`leave` is to be given."""
     before = _thread.off
-    _thread.off = {**(before or {}), device: 0 if is_dynamo_compiling() else state.machine.nesting(device)}
+    depth = 0 if is_dynamo_compiling() else state.machine.nesting(device)
+    _thread.off = {device: depth} if before is None else {**before, device: depth}
     return before
 
 
