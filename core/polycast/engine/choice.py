@@ -1,5 +1,6 @@
 """Which engine runs regions and kernels: chosen at the first region, for the life of the process."""
 
+import functools
 import threading
 from collections.abc import Mapping
 from typing import Protocol
@@ -15,7 +16,6 @@ from ..policy.cast_policy import CastPolicy
 from . import state
 from .kernels import Kernels
 from .recorder import Recorder
-from .reference.engine import ReferenceEngine
 
 
 class Engine(state.StateMachine, Protocol):
@@ -76,7 +76,6 @@ class _Unchosen:
         return None
 
 
-_reference = ReferenceEngine()
 _engine: Engine | None = None
 _lock = threading.RLock()
 hold_over_forks(lambda: [_lock])
@@ -112,9 +111,17 @@ def forget() -> None:
         state.use(_Unchosen())
 
 
+@functools.cache
+def _reference() -> Engine:
+    """Return the one that a process has; it is imported where it is needed."""
+    from .reference.engine import ReferenceEngine
+
+    return ReferenceEngine()
+
+
 def _choose(wanted: str) -> Engine:
     if wanted == "reference":
-        return _reference
+        return _reference()
     from .native import build, cache  # what they import takes a while, and is needed here only
 
     try:
@@ -130,4 +137,4 @@ def _choose(wanted: str) -> Engine:
         f"polycast runs on its reference engine, which is slower: the native engine cannot be built: {reason} "
         "Set POLYCAST_ENGINE=reference to be content with it."
     )
-    return _reference
+    return _reference()
