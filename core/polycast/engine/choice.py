@@ -69,6 +69,9 @@ class _Unchosen:
     def dtype(self, device_type: str) -> torch.dtype:
         return torch.get_autocast_dtype(device_type)
 
+    def excluded_keys(self) -> int:
+        return torch._C._dispatch_tls_local_exclude_set().raw_repr()
+
     def clear_own_casts(self, all_threads: bool) -> None:
         pass
 

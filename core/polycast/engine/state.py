@@ -136,6 +136,9 @@ class StateMachine(Protocol):
     def dtype(self, device_type: str, /) -> torch.dtype:
         """Return what ``torch.get_autocast_dtype`` does; every region without a dtype asks."""
 
+    def excluded_keys(self) -> int:
+        """Return the dispatch keys that this thread excludes: those of autocast, for the devices that it is off for."""
+
     def clear_own_casts(self, all_threads: bool, /) -> None:
         """Drop the casts that this thread's own regions keep, or those of all threads' regions."""
 

@@ -19,7 +19,6 @@ from .policies import overlay_of_rule
 FORWARD = "forward"
 ANY_DEVICE = ""
 _REPLICATE = "_replicate_for_data_parallel"
-_excluded_keys = torch._C._dispatch_tls_local_exclude_set
 
 
 class Rule(NamedTuple):
@@ -99,8 +98,7 @@ class RuledForward:
         """Run forward as the rules say."""
         if is_dynamo_compiling() or switched_off.anywhere():
             return self._run(self._in_force(), args, kwargs)
-        # Which devices autocast is enabled for: those whose Autocast key this thread does not exclude.
-        excluded = _excluded_keys().raw_repr()
+        excluded = state.machine.excluded_keys()
         rules = self._usual.get(excluded)
         if rules is None:
             rules = self._usual[excluded] = self._in_force()
@@ -136,6 +134,8 @@ class RuledForward:
                 carry_regions()  # into checkpoints: that it is a rule that has switched autocast off is not torch's
             before = switched_off.enter(device)
             try:
+                if len(rules) == 1 and self.inner is None:  # as most are
+                    return type(self.module).forward(self.module, *args, **kwargs)
                 return self._run(rules[1:], args, kwargs)
             finally:
                 switched_off.leave(before)

@@ -84,6 +84,7 @@ PyMethodDef functions[] = {
      reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&leave)),
      METH_FASTCALL,
      "Leave the innermost region that an owner entered on this thread."},
+    {"excluded_keys", &excluded_keys, METH_NOARGS, "Return the dispatch keys that this thread excludes."},
     {"dtype", &dtype, METH_O, "Return the fast dtype of a device on this thread."},
     {"enter_module", &pass_module<true>, METH_O, "A module begins to compute."},
     {"leave_module", &pass_module<false>, METH_O, "A module has computed."},

@@ -59,6 +59,7 @@ class NativeEngine:
         self.nesting = extension.nesting
         self.open_regions = extension.open_regions
         self.dtype: Callable[[str], torch.dtype] = extension.dtype
+        self.excluded_keys: Callable[[], int] = extension.excluded_keys
         self.clear_own_casts = extension.clear_own_casts
         self.region_methods = extension.region_methods
         # See Recorder, and the hooks beside it.

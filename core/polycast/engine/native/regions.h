@@ -427,6 +427,11 @@ PyObject* dtype(PyObject*, PyObject* device_type) {
   END_HANDLE_TH_ERRORS
 }
 
+// excluded_keys() -> int: the dispatch keys that this thread excludes, of which those of autocast say where it is off.
+PyObject* excluded_keys(PyObject*, PyObject*) {
+  return PyLong_FromUnsignedLongLong(c10::impl::tls_local_dispatch_key_set().excluded_.raw_repr());
+}
+
 // (owner, settings) of the region that was entered last, or None.
 py::object last() {
   const Frame* const frame = this_thread.regions == nullptr ? nullptr : this_thread.regions->frames.newest();

@@ -178,6 +178,10 @@ class PythonStateMachine:
         """Return the fast dtype of a device on this thread."""
         return torch.get_autocast_dtype(device_type)
 
+    def excluded_keys(self) -> int:
+        """Return the dispatch keys that this thread excludes."""
+        return torch._C._dispatch_tls_local_exclude_set().raw_repr()
+
     def clear_own_casts(self, all_threads: bool) -> None:
         """Drop this thread's own casts, or all threads'."""
         for regions in self._living() if all_threads else [self._regions]:
