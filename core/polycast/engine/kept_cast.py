@@ -10,6 +10,7 @@ it lies in the weight's own storage. The compilers that have to be told more are
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.library import Library
@@ -33,8 +34,29 @@ def _fake(weight: torch.Tensor, dtype: torch.dtype, cache: int = 0) -> torch.Ten
     return cast.set_(weight.untyped_storage(), 0, weight.size(), weight.stride())
 
 
+class _WithHistory(torch.autograd.Function):
+    """The history that ``weight.to(dtype)`` has, on another tensor: to write it is to write what is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, dtype: torch.dtype, cache: int) -> torch.Tensor:
+        ctx.dtype = weight.dtype
+        with torch._C._AutoDispatchBelowAutograd():
+            cast: torch.Tensor = torch.ops.polycast.kept_cast(weight, dtype, cache)
+        return cast.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient.to(ctx.dtype), None, None
+
+
+def _with_history(weight: torch.Tensor, dtype: torch.dtype, cache: int = 0) -> torch.Tensor:
+    cast: torch.Tensor = _WithHistory.apply(weight, dtype, cache)  # type: ignore[no-untyped-call]
+    return cast
+
+
 _library.impl("kept_cast", _cast, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _library.impl("kept_cast", _fake, "Meta")  # type: ignore[no-untyped-call]
+_library.impl("kept_cast", _with_history, "Autograd")  # type: ignore[no-untyped-call]
 
 _CastOfTraced = Callable[[torch.Tensor, torch.dtype, str], torch.Tensor | None]
 _cast_of_traced: _CastOfTraced = lambda tensor, dtype, device_type: None  # noqa: E731
@@ -49,3 +71,8 @@ def decided_by(decide: _CastOfTraced) -> None:
     """Have it decided by what knows the compilers."""
     global _cast_of_traced
     _cast_of_traced = decide
+
+
+def look_up_anew() -> None:
+    """Have the operator's kernels looked up anew where it is traced, for they are others now."""
+    torch.ops.polycast.kept_cast.default._dispatch_cache.clear()

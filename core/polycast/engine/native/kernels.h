@@ -516,7 +516,7 @@ class Library {
   }
 
   // The kernels of polycast::kept_cast.
-  void kept_cast(py::object is_capturing) {
+  void kept_cast(py::object is_capturing, const std::optional<std::string>& autograd_key) {
     using Signature = Tensor(const Tensor&, ScalarType, int64_t);
     if (is_capturing.is_none()) {
       is_capturing = py::object();
@@ -530,8 +530,10 @@ class Library {
     registered_.push_back(put(
         device, c10::KernelFunction::makeFromUnboxedFunctor<false, KeptCastKernel>(
                     std::make_unique<KeptCastKernel>(device_, std::move(is_capturing)))));
-    registered_.push_back(put(
-        "Autograd" + device, c10::KernelFunction::makeFromUnboxedFunctor<false, KeptCastAutograd>(std::make_unique<KeptCastAutograd>())));
+    if (autograd_key) {
+      registered_.push_back(put(
+          *autograd_key, c10::KernelFunction::makeFromUnboxedFunctor<false, KeptCastAutograd>(std::make_unique<KeptCastAutograd>())));
+    }
   }
 
   void fallthrough() {
