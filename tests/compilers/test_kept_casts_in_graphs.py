@@ -1,0 +1,83 @@
+"""Kept casts in graphs: of regions that are made elsewhere."""
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+from polycast import WeightCache
+
+pytestmark = pytest.mark.usefixtures("engine")
+BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+SIZE = 64
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def cache():
+    return WeightCache(verify=True)
+
+
+@pytest.fixture
+def model():
+    return nn.Linear(SIZE, SIZE, bias=False)
+
+
+def in_region(function, *args, cache=None, **settings):
+    with polycast.autocast("cpu", cache=cache, **settings):
+        return function(*args)
+
+
+def counts(cache):
+    return cache.stats().misses, cache.stats().hits
+
+
+def _entered(region, model):
+    def function(x):
+        with region:
+            return model(x)
+
+    return function
+
+
+def _decorated(region, model):
+    return region(lambda x: model(x))
+
+
+def _called(region, model):
+    decorated = region(lambda x: model(x))
+    return lambda x: decorated(x) + 1
+
+
+@BACKENDS
+@pytest.mark.parametrize("use", [_entered, _decorated, _called])
+def test_a_region_that_was_made_outside_has_its_cache(backend, use, model, cache):
+    function = use(polycast.autocast("cpu", cache=cache), model)
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        for _ in range(3):
+            y = compiled(torch.ones(2, SIZE))
+        torch.testing.assert_close(y, function(torch.ones(2, SIZE)), rtol=0.02, atol=0.02)
+    assert counts(cache) == (1, 3)
+
+
+def test_a_region_that_was_made_outside_has_it_after_a_graph_break(model, cache):
+    region = polycast.autocast("cpu", cache=cache)
+
+    @torch.compile(backend="aot_eager")
+    def function(x):
+        with region:
+            x = model(x)
+            torch._dynamo.graph_break()
+            return model(x)
+
+    with torch.no_grad():
+        function(torch.ones(2, SIZE))
+        function(torch.ones(2, SIZE))
+    assert counts(cache) == (1, 3)
