@@ -1,4 +1,4 @@
-"""Kept casts in graphs: of regions that are made elsewhere."""
+"""Kept casts in graphs: of regions that are made elsewhere, and that the graphs return."""
 
 import pytest
 import torch
@@ -81,3 +81,46 @@ def test_a_region_that_was_made_outside_has_it_after_a_graph_break(model, cache)
         function(torch.ones(2, SIZE))
         function(torch.ones(2, SIZE))
     assert counts(cache) == (1, 3)
+
+
+def _the_cast(w):
+    return torch.einsum("ij->ij", w)
+
+
+def _a_view(w):
+    return torch.einsum("ij->ji", w)
+
+
+def _twice(w):
+    return torch.stack([torch.einsum("ij->ij", w), torch.einsum("ij->ij", w)[0:SIZE]])
+
+
+def _from_a_branch(w):
+    return torch.cond(
+        w.sum() > -1e9, lambda w: torch.einsum("ij->ij", w), lambda w: torch.einsum("ij->ij", w) * 2, (w,)
+    )
+
+
+@BACKENDS
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("function", [_the_cast, _a_view, _twice, _from_a_branch])
+def test_who_calls_compiled_code_may_write_what_it_returns(backend, grad, function, cache):
+    w = nn.Parameter(torch.randn(SIZE, SIZE))
+    policy = {"einsum": "lower_precision_fp"}
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    with torch.set_grad_enabled(grad):
+        expected = in_region(torch.compile(function, backend="aot_eager"), w, policy=policy)
+        for _ in range(3):
+            y = in_region(compiled, w, cache=cache, policy=policy)
+            assert torch.equal(y, expected)
+            y.detach().zero_()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_compiled_code_returns_twice_is_not_one_memory(grad, cache):
+    w = nn.Parameter(torch.randn(SIZE, SIZE))
+    compiled = torch.compile(lambda w: (_the_cast(w), _the_cast(w)), backend="aot_eager", fullgraph=True)
+    with torch.set_grad_enabled(grad):
+        one, other = in_region(compiled, w, cache=cache, policy={"einsum": "lower_precision_fp"})
+    one.detach().zero_()
+    assert torch.equal(other, w.bfloat16())
