@@ -1,11 +1,13 @@
-"""Kept casts in graphs: of regions that are made elsewhere, and that the graphs return."""
+"""Kept casts in graphs: of regions that are made elsewhere, that the graphs return, of graphs that cannot be traced."""
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 import polycast
 from polycast import WeightCache
+from polycast.engine import state
 
 pytestmark = pytest.mark.usefixtures("engine")
 BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -124,3 +126,23 @@ def test_what_compiled_code_returns_twice_is_not_one_memory(grad, cache):
         one, other = in_region(compiled, w, cache=cache, policy={"einsum": "lower_precision_fp"})
     one.detach().zero_()
     assert torch.equal(other, w.bfloat16())
+
+
+class _Failing(torch.fx.Interpreter):
+    def call_function(self, target, args, kwargs):
+        if target is torch.relu:
+            raise ValueError("cannot be traced")
+        return super().call_function(target, args, kwargs)
+
+
+@pytest.mark.parametrize("settings", [{}, {"policy": {"linear": "fp32"}}], ids=["cache", "policy"])
+def test_a_graph_that_cannot_be_traced_leaves_no_region(settings, model, cache):
+    @torch.compile(backend=lambda graph, inputs: _Failing(graph).run(*inputs))
+    def function(x, cache):
+        with polycast.autocast("cpu", cache=cache, **settings):
+            return torch.relu(model(x))
+
+    with pytest.raises(BackendCompilerFailed, match="cannot be traced"):
+        function(torch.ones(2, SIZE), cache)
+    assert state.machine.innermost("cpu") is None
+    polycast.uninstall()

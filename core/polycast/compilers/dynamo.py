@@ -9,11 +9,14 @@ number by which it is known in this process.
 Imported by Dynamo alone, when it traces the making of a region: nothing here costs a program that does not compile.
 """
 
+import functools
+import threading
 import warnings
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch._dynamo.exc import unimplemented
+from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.ctx_manager import AutocastModeVariable
 from torch.compiler import is_dynamo_compiling
@@ -62,10 +65,12 @@ class region_with_more:
             put()
         state.machine.enter(self, self._settings)
         kept_casts.enter_in_graph(self._settings.cache)
+        _thread.entered.append(self)
         return self
 
     @disable_dynamo
     def __exit__(self, *_: object) -> None:
+        _thread.entered.remove(self)
         kept_casts.leave_in_graph(self._settings.cache)
         state.machine.leave(self)
 
@@ -124,6 +129,30 @@ class _AndMore(NamedTuple):
     cache_enabled: bool | None
     more: tuple[Any, ...]
     """The cache, the policies and their origin, as ``region_with_more`` takes them."""
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.entered: list[region_with_more] = []
+        """The regions in graphs that this thread is in."""
+
+
+_thread = _Thread()
+_call_user_compiler = OutputGraph.call_user_compiler
+
+
+@functools.wraps(_call_user_compiler)
+def _call_user_compiler_and_leave(*args: Any, **kwargs: Any) -> Any:
+    before = len(_thread.entered)
+    try:
+        return _call_user_compiler(*args, **kwargs)
+    finally:
+        # Of a graph that fails in a region Dynamo takes back what torch has of it.
+        for region in reversed(_thread.entered[before:]):
+            region.__exit__()
+
+
+setattr(OutputGraph, "call_user_compiler", _call_user_compiler_and_leave)
 
 
 def region_in_graph(cls: type[_Region], *args: Any, cache: Any = None, policy: object = None, **kwargs: Any) -> _Region:
