@@ -9,11 +9,14 @@ number by which it is known in this process.
 Imported by Dynamo alone, when it traces the making of a region: nothing here costs a program that does not compile.
 """
 
+import functools
+import threading
 import warnings
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch._dynamo.exc import unimplemented
+from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables import ConstantVariable
 from torch._dynamo.variables.ctx_manager import AutocastModeVariable
 from torch.compiler import is_dynamo_compiling
@@ -62,10 +65,12 @@ class region_with_more:
             put()
         state.machine.enter(self, self._settings)
         kept_casts.enter_in_graph(self._settings.cache)
+        _thread.entered.append(self)
         return self
 
     @disable_dynamo
     def __exit__(self, *_: object) -> None:
+        _thread.entered.remove(self)
         kept_casts.leave_in_graph(self._settings.cache)
         state.machine.leave(self)
 
@@ -79,9 +84,8 @@ def enter_with_more(*values: Any) -> region_with_more:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _entered_again(device_type: str, dtype: torch.dtype, enabled: bool, cache_enabled: bool | None, *more: Any) -> Any:
     region: Any = object.__new__(UnpatchedAutocast)
-    region.fast_dtype, region._enabled, region._cache_enabled = dtype, enabled, cache_enabled
-    region.device = _WithMore(device_type)
-    region.device.more = more
+    region.device, region.fast_dtype, region._enabled = device_type, dtype, enabled
+    region._cache_enabled = _AndMore(cache_enabled, more)
     return region
 
 
@@ -106,10 +110,10 @@ _init = AutocastModeVariable.__init__
 
 def _init_with_more(self: Any, target_values: Any, *args: Any, **kwargs: Any) -> None:
     _init(self, target_values, *args, **kwargs)
-    device = target_values[0]
-    if isinstance(device, _WithMore):
+    *values, last = target_values
+    if isinstance(last, _AndMore):
         self.__class__ = _RegionWithMoreVariable
-        self.target_values = [str(device), *target_values[1:], *device.more]
+        self.target_values = [*values, last.cache_enabled, *last.more]
 
 
 setattr(AutocastModeVariable, "__init__", _init_with_more)
@@ -119,11 +123,36 @@ if "python_type" not in vars(AutocastModeVariable):
     setattr(AutocastModeVariable, "python_type", lambda self: TorchAutocast)
 
 
-class _WithMore(str):
-    """The device of a region with policies or a cache, which Dynamo hands to where the region is entered."""
+class _AndMore(NamedTuple):
+    """The cache_enabled of a region with policies or a cache, which Dynamo hands to where the region is entered."""
 
+    cache_enabled: bool | None
     more: tuple[Any, ...]
     """The cache, the policies and their origin, as ``region_with_more`` takes them."""
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.entered: list[region_with_more] = []
+        """The regions in graphs that this thread is in."""
+
+
+_thread = _Thread()
+_call_user_compiler = OutputGraph.call_user_compiler
+
+
+@functools.wraps(_call_user_compiler)
+def _call_user_compiler_and_leave(*args: Any, **kwargs: Any) -> Any:
+    before = len(_thread.entered)
+    try:
+        return _call_user_compiler(*args, **kwargs)
+    finally:
+        # Of a graph that fails in a region Dynamo takes back what torch has of it.
+        for region in reversed(_thread.entered[before:]):
+            region.__exit__()
+
+
+setattr(OutputGraph, "call_user_compiler", _call_user_compiler_and_leave)
 
 
 def region_in_graph(cls: type[_Region], *args: Any, cache: Any = None, policy: object = None, **kwargs: Any) -> _Region:
@@ -191,18 +220,19 @@ def _give_more(region: Any, policies: Overlay | None, cache: WeightCache | None)
     if policies is not None:
         tell_policies_apart(region.device)
         backward.mark()
-    region.device = _WithMore(region.device)
-    region.device.more = (
+    more = (
         0 if cache is None else cache.identity,
         *(("",) if policies is None else (policies.text, *policies.origin)),
     )
-    region._settings = region._settings._replace(overlay=None, cache=None)
+    and_more: Any = _AndMore(region._settings.cache_enabled, more)
+    region._settings = region._settings._replace(overlay=None, cache=None, cache_enabled=and_more)
 
 
-def check_region(settings: Settings, overridden: str | None) -> None:
-    """Install the kernels that a region in a graph needs, or have Dynamo break the graph there.
+def cache_enabled_in_graph(settings: Settings, overridden: str | None) -> Any:
+    """Return what Dynamo takes for a region's cache_enabled, as it has the region in a graph.
 
-    After a graph break the region is entered by the interpreter; under ``fullgraph=True`` the error is the user's.
+    Installs the kernels that the region needs there, or has Dynamo break the graph. After a graph break the region is
+    entered by the interpreter; under ``fullgraph=True`` the error is the user's.
 
     Args:
         settings: those of the region.
@@ -217,6 +247,9 @@ def check_region(settings: Settings, overridden: str | None) -> None:
         if not _torch_enables(settings):
             _break(f"torch.autocast does not run {settings.dtype} on {settings.device_type}")
         kernels_of(settings.device_type)
+    if settings.cache is not None and kept_casts.can_be():
+        return _AndMore(settings.cache_enabled, (settings.cache.identity, ""))
+    return settings.cache_enabled
 
 
 def _torch_enables(settings: Settings) -> bool:

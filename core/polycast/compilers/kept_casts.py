@@ -4,7 +4,9 @@ Where AOTAutograd traces a region with a cache, a parameter's cast to the fast d
 What is exported keeps torch's ops. So does code in other regions: a compiler fuses casts that are of no use later, and
 has one memory for all of them.
 
-Inductor writes the memory of what it has made and nobody else uses: it is told of each kept cast that somebody does.
+Who calls compiled code may write what it returns, and autograd gives that out with a version of its own: so a graph
+gives out copies of kept casts. Inductor writes the memory of what it has made and nobody else uses: it is told of each
+kept cast that somebody does, those among them that a subgraph leaves to the graph around it for its backward.
 The keys of the caches on disk say whether there may be kept casts: a process without polycast has no such op.
 """
 
@@ -87,9 +89,52 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def _keep_from_callers(changes: Changes) -> None:
+    from torch._functorch._aot_autograd import graph_capture
+
+    create_graph: Any = vars(graph_capture)["_create_graph"]
+
+    @functools.wraps(create_graph)
+    def create_graph_without_kept(*args: Any, **kwargs: Any) -> Any:
+        traced = create_graph(*args, **kwargs)
+        for module in traced.modules():  # with those that operators such as torch.cond run
+            if isinstance(module, torch.fx.GraphModule) and _copy_kept(module.graph):
+                module.recompile()
+        return traced
+
+    changes.replace(graph_capture, "_create_graph", create_graph_without_kept)
+
+
+def _copy_kept(graph: torch.fx.Graph) -> bool:
+    """Have a graph return copies of kept casts and of their views; say whether it returned any."""
+    kept = dict.fromkeys(graph.find_nodes(op="call_function", target=torch.ops.polycast.kept_cast.default))
+    if not kept:
+        return False
+    memory = {_storage_of(node.meta["val"]) for node in kept}
+    for node in graph.nodes:
+        if node.op == "call_function" and any(each in kept for each in node.all_input_nodes):
+            value = node.meta.get("val")
+            is_view = _storage_of(value) in memory if isinstance(value, torch.Tensor) else True  # or several views
+            if is_view:
+                kept[node] = None
+    output = graph.output_node()
+    given = [node for node in output.all_input_nodes if node in kept]
+    for node in given:
+        with graph.inserting_before(output):
+            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta = {**node.meta, "val": node.meta["val"].clone()}
+        output.replace_input_with(node, copy)
+    return bool(given)
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
 def _keep_from_inductor(changes: Changes) -> None:
     from torch._inductor import ir, lowering
-    from torch._inductor.graph import GraphLowering
+    from torch._inductor.graph import GraphLowering, SubgraphLowering
     from torch._inductor.virtualized import V
 
     op = torch.ops.polycast.kept_cast.default
@@ -103,21 +148,17 @@ def _keep_from_inductor(changes: Changes) -> None:
         vars(V.graph).setdefault(_KEPT, set()).add(name)
         return cast
 
-    def is_kept(value: Any) -> bool:
+    def copied(value: Any) -> Any:
         if not isinstance(value, ir.TensorBox) or not ir.is_storage_and_layout(value):
-            return False
-        return ir.as_storage_and_layout(value, freeze=False)[0].get_name() in vars(V.graph)[_KEPT]
+            return value
+        name = ir.as_storage_and_layout(value, freeze=False)[0].get_name()
+        return lowering.clone(value) if name in vars(V.graph)[_KEPT] else value
 
     @functools.wraps(output)
     def output_without_kept(self: Any, target: Any, args: Any, kwargs: Any) -> Any:
-        # What is given to the user may be written, and the compiled code gives it out with a version of its own.
-        if _KEPT in vars(self) and isinstance(args[0], (tuple, list)):
-            users = V.graph.current_node.meta.get("user_visible_output_idxs", range(len(args[0])))
-            copied = [
-                lowering.clone(value) if index in users and is_kept(value) else value
-                for index, value in enumerate(args[0])
-            ]
-            args = (type(args[0])(copied), *args[1:])
+        # To the graph around it, what a subgraph returns is its own, to be written where nobody else uses it.
+        if _KEPT in vars(self) and isinstance(self, SubgraphLowering) and isinstance(args[0], (tuple, list)):
+            args = (type(args[0])(map(copied, args[0])), *args[1:])
         return output(self, target, args, kwargs)
 
     changes.replace(GraphLowering, "output", output_without_kept)
@@ -128,12 +169,18 @@ def _cannot_keep(reason: str) -> None:
     global _can_be_kept
     _can_be_kept = False
     warn_user(
-        f"polycast cannot keep the compiler of this torch ({torch.__version__}) from writing kept casts ({reason}). "
+        f"polycast cannot keep what this torch ({torch.__version__}) compiles from writing kept casts ({reason}). "
         "Compiled code casts each weight at each call."
     )
 
 
 _can_be_kept = True
-_changes = Changes({"torch._inductor.graph": _keep_from_inductor}, _cannot_keep)
+_changes = Changes(
+    {
+        "torch._functorch._aot_autograd.graph_capture": _keep_from_callers,
+        "torch._inductor.graph": _keep_from_inductor,
+    },
+    _cannot_keep,
+)
 taken_back.append(_changes.take_back)
 kept_cast.decided_by(_cast_of_traced)

@@ -183,12 +183,12 @@ class autocast(TorchAutocast):
 
     @property
     def _cache_enabled(self) -> bool | None:  # type: ignore[override]
-        from ..compilers.dynamo import check_region
+        from ..compilers.dynamo import cache_enabled_in_graph
 
         kind = type(self)
         overridden = (kind.__enter__, kind.__exit__) != (autocast.__enter__, autocast.__exit__)
-        check_region(self._settings, kind.__qualname__ if overridden else None)
-        return self._settings.cache_enabled
+        found: bool | None = cache_enabled_in_graph(self._settings, kind.__qualname__ if overridden else None)
+        return found
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restored, (type(self), self._settings)
