@@ -52,23 +52,28 @@ def _run(tmp_path):
 def test_dynamo_that_is_imported_after_the_first_policies_has_the_guard(run, how):
     script = """
 how, dtypes = sys.argv[1], []
+compiled, end = threading.Event(), threading.Event()
 def compile_it():
-    global compiled
-    compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
-    compiled(x)
+    global function
+    function = torch.compile(product, backend="aot_eager", fullgraph=True)
+    function(x)
+    compiled.set()
+def compile_it_and_stay():  # what a thread that has ended leaves is the end of torch 2.11 with CUDA and no device
+    compile_it()
+    end.wait()
 with region("up"):
     assert "torch._dynamo" not in sys.modules
     if how == "in another thread":
-        thread = threading.Thread(target=compile_it)
-        thread.start()
-        thread.join()
+        threading.Thread(target=compile_it_and_stay, daemon=True).start()
+        assert compiled.wait(300)
     elif how == "in the region":
         compile_it()
 if how == "after the region":
     compile_it()
 for name in 2 * ("none", "up", "down"):
     with region(name, enabled=name != "none"):
-        dtypes.append(str(compiled(x).dtype))
+        dtypes.append(str(function(x).dtype))
+end.set()
 print(json.dumps(dtypes))
 """
     assert run(script, how) == 2 * ["torch.float32", "torch.float32", "torch.bfloat16"]
