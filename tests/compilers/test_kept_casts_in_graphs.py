@@ -93,8 +93,12 @@ def _a_view(w):
     return torch.einsum("ij->ji", w)
 
 
-def _twice(w):
-    return torch.stack([torch.einsum("ij->ij", w), torch.einsum("ij->ij", w)[0:SIZE]])
+def _a_part(w):
+    return torch.einsum("ij->ij", w)[3:5, 2:]
+
+
+def _several_parts(w):
+    return torch.einsum("ij->ij", w).chunk(2)[1]
 
 
 def _from_a_branch(w):
@@ -105,7 +109,7 @@ def _from_a_branch(w):
 
 @BACKENDS
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("function", [_the_cast, _a_view, _twice, _from_a_branch])
+@pytest.mark.parametrize("function", [_the_cast, _a_view, _a_part, _several_parts, _from_a_branch])
 def test_who_calls_compiled_code_may_write_what_it_returns(backend, grad, function, cache):
     w = nn.Parameter(torch.randn(SIZE, SIZE))
     policy = {"einsum": "lower_precision_fp"}
@@ -115,6 +119,7 @@ def test_who_calls_compiled_code_may_write_what_it_returns(backend, grad, functi
         for _ in range(3):
             y = in_region(compiled, w, cache=cache, policy=policy)
             assert torch.equal(y, expected)
+            assert y.stride() == expected.stride()
             y.detach().zero_()
 
 

@@ -106,10 +106,9 @@ def _keep_from_callers(changes: Changes) -> None:
 
 
 def _copy_kept(graph: torch.fx.Graph) -> bool:
-    """Have a graph return copies of kept casts and of their views; say whether it returned any."""
-    kept = dict.fromkeys(graph.find_nodes(op="call_function", target=torch.ops.polycast.kept_cast.default))
-    if not kept:
-        return False
+    """Have a graph return copies of kept casts, and views of the copies for theirs; say whether it returned any."""
+    op, clone = torch.ops.polycast.kept_cast.default, torch.ops.aten.clone.default
+    kept = dict.fromkeys(graph.find_nodes(op="call_function", target=op))
     memory = {_storage_of(node.meta["val"]) for node in kept}
     for node in graph.nodes:
         if node.op == "call_function" and any(each in kept for each in node.all_input_nodes):
@@ -119,11 +118,21 @@ def _copy_kept(graph: torch.fx.Graph) -> bool:
                 kept[node] = None
     output = graph.output_node()
     given = [node for node in output.all_input_nodes if node in kept]
-    for node in given:
-        with graph.inserting_before(output):
-            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
-        copy.meta = {**node.meta, "val": node.meta["val"].clone()}
-        output.replace_input_with(node, copy)
+
+    @functools.cache
+    def copy_of(node: torch.fx.Node) -> torch.fx.Node:
+        if node.target is op:
+            copy = graph.call_function(clone, (node,))
+        else:
+            copy = graph.node_copy(node, lambda each: copy_of(each) if each in kept else each)
+        args, kwargs = torch.fx.map_arg((copy.args, copy.kwargs), lambda each: each.meta["val"])
+        target: Any = copy.target
+        copy.meta = {**node.meta, "val": target(*args, **kwargs)}
+        return copy
+
+    with graph.inserting_before(output), torch._C._DisableAutocast():
+        for node in given:
+            output.replace_input_with(node, copy_of(node))
     return bool(given)
 
 
