@@ -141,10 +141,7 @@ class _NativeKernels(Kernels):
 
     @override
     def _serve_kept_casts(self) -> None:
-        autograd_key = self.key.replace("Autocast", "Autograd")
-        # Some devices have none that has a name: there it is the operator's own, in Python.
-        known = torch._C._parse_dispatch_key(autograd_key) is not None
-        self._library.kept_cast(self._is_capturing, autograd_key if known else None)
+        self._library.kept_cast(self._is_capturing)
 
     @override
     def _let_other_ops_through(self) -> None:

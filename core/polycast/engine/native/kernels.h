@@ -516,24 +516,24 @@ class Library {
   }
 
   // The kernels of polycast::kept_cast.
-  void kept_cast(py::object is_capturing, const std::optional<std::string>& autograd_key) {
+  void kept_cast(py::object is_capturing) {
     using Signature = Tensor(const Tensor&, ScalarType, int64_t);
     if (is_capturing.is_none()) {
       is_capturing = py::object();
     }
-    const std::string device = std::string(c10::toString(key_)).substr(std::strlen("Autocast"));
-    const auto put = [](const std::string& key, c10::KernelFunction kernel) {
+    const auto device = c10::parseDispatchKey(std::string(c10::toString(key_)).substr(std::strlen("Autocast")));
+    // Some devices' keys have no name that can be parsed.
+    const auto autograd =
+        c10::toRuntimePerBackendFunctionalityKey(DispatchKey::AutogradFunctionality, c10::toBackendComponent(device));
+    const auto put = [](DispatchKey key, c10::KernelFunction kernel) {
       return c10::Dispatcher::singleton().registerImpl(
-          {kKeptCast, ""}, c10::parseDispatchKey(key), std::move(kernel), c10::impl::CppSignature::make<Signature>(), nullptr,
-          "polycast");
+          {kKeptCast, ""}, key, std::move(kernel), c10::impl::CppSignature::make<Signature>(), nullptr, "polycast");
     };
     registered_.push_back(put(
         device, c10::KernelFunction::makeFromUnboxedFunctor<false, KeptCastKernel>(
                     std::make_unique<KeptCastKernel>(device_, std::move(is_capturing)))));
-    if (autograd_key) {
-      registered_.push_back(put(
-          *autograd_key, c10::KernelFunction::makeFromUnboxedFunctor<false, KeptCastAutograd>(std::make_unique<KeptCastAutograd>())));
-    }
+    registered_.push_back(put(
+        autograd, c10::KernelFunction::makeFromUnboxedFunctor<false, KeptCastAutograd>(std::make_unique<KeptCastAutograd>())));
   }
 
   void fallthrough() {
