@@ -10,6 +10,7 @@ it lies in the weight's own storage. The compilers that have to be told more are
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.library import Library
@@ -33,8 +34,36 @@ def _fake(weight: torch.Tensor, dtype: torch.dtype, cache: int = 0) -> torch.Ten
     return cast.set_(weight.untyped_storage(), 0, weight.size(), weight.stride())
 
 
+class _WithHistory(torch.autograd.Function):
+    """Another tensor on the memory of the cast, a write of which is a write of both."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, dtype: torch.dtype, cache: int) -> torch.Tensor:
+        ctx.dtype = weight.dtype
+        with torch._C._AutoDispatchBelowAutograd():
+            cast: torch.Tensor = torch.ops.polycast.kept_cast(weight, dtype, cache)
+        return cast.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient.to(ctx.dtype), None, None
+
+
+def _cast_with_history(weight: torch.Tensor, dtype: torch.dtype, cache: int = 0) -> torch.Tensor:
+    cast: torch.Tensor = _WithHistory.apply(weight, dtype, cache)  # type: ignore[no-untyped-call]
+    return cast
+
+
 _library.impl("kept_cast", _cast, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _library.impl("kept_cast", _fake, "Meta")  # type: ignore[no-untyped-call]
+# For all devices: torch reads no names of the keys that autograd has for maia and mtia. The native engine has its own.
+_library.impl("kept_cast", _cast_with_history, "Autograd")  # type: ignore[no-untyped-call]
+
+
+def look_up_again() -> None:
+    """Have torch look the op's kernels up anew where it traces: it remembers them, and these come and go."""
+    torch.ops.polycast.kept_cast.default._dispatch_cache.clear()
+
 
 _CastOfTraced = Callable[[torch.Tensor, torch.dtype, str], torch.Tensor | None]
 _cast_of_traced: _CastOfTraced = lambda tensor, dtype, device_type: None  # noqa: E731

@@ -13,6 +13,7 @@ from ..plugins.fork import hold_over_forks
 from ..policy.cast_policy import CastPolicy
 from ..policy.schemas import find_op
 from ..policy.validation import entry_problem
+from . import kept_cast
 
 _lock = threading.Lock()
 hold_over_forks(lambda: [_lock])
@@ -56,6 +57,7 @@ class Kernels(ABC):
             if not torch._C._dispatch_has_backend_fallback(dispatch_key(self.key)):
                 self._let_other_ops_through()
             self._serve_kept_casts()
+            kept_cast.look_up_again()
             for name, policy in policies.items():
                 self.add(name, policy)
         except BaseException:
@@ -103,6 +105,7 @@ class Kernels(ABC):
     def remove(self) -> None:
         """Give the dispatcher back the kernels that were there before."""
         self._unregister()
+        kept_cast.look_up_again()
         for op, kernel in self._set_aside:
             op.py_kernels[dispatch_key(self.key)] = kernel
             op._dispatch_cache.clear()

@@ -521,17 +521,19 @@ class Library {
     if (is_capturing.is_none()) {
       is_capturing = py::object();
     }
-    const std::string device = std::string(c10::toString(key_)).substr(std::strlen("Autocast"));
-    const auto put = [](const std::string& key, c10::KernelFunction kernel) {
+    const auto device = c10::parseDispatchKey(std::string(c10::toString(key_)).substr(std::strlen("Autocast")));
+    // torch reads no names of the keys that autograd has for maia and mtia.
+    const auto autograd =
+        c10::toRuntimePerBackendFunctionalityKey(DispatchKey::AutogradFunctionality, c10::toBackendComponent(device));
+    const auto put = [](DispatchKey key, c10::KernelFunction kernel) {
       return c10::Dispatcher::singleton().registerImpl(
-          {kKeptCast, ""}, c10::parseDispatchKey(key), std::move(kernel), c10::impl::CppSignature::make<Signature>(), nullptr,
-          "polycast");
+          {kKeptCast, ""}, key, std::move(kernel), c10::impl::CppSignature::make<Signature>(), nullptr, "polycast");
     };
     registered_.push_back(put(
         device, c10::KernelFunction::makeFromUnboxedFunctor<false, KeptCastKernel>(
                     std::make_unique<KeptCastKernel>(device_, std::move(is_capturing)))));
     registered_.push_back(put(
-        "Autograd" + device, c10::KernelFunction::makeFromUnboxedFunctor<false, KeptCastAutograd>(std::make_unique<KeptCastAutograd>())));
+        autograd, c10::KernelFunction::makeFromUnboxedFunctor<false, KeptCastAutograd>(std::make_unique<KeptCastAutograd>())));
   }
 
   void fallthrough() {

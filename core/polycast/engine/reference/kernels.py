@@ -56,10 +56,8 @@ class PythonKernels(Kernels):
 
     @override
     def _serve_kept_casts(self) -> None:
-        device = self.key.removeprefix("Autocast")
-        library = self._library("polycast")
-        library.impl("kept_cast", _KeptCast(self.backend, self._machine), device)  # type: ignore[no-untyped-call]
-        library.impl("kept_cast", _kept_cast_with_history, "Autograd" + device)  # type: ignore[no-untyped-call]
+        kernel = _KeptCast(self.backend, self._machine)
+        self._library("polycast").impl("kept_cast", kernel, self.key.removeprefix("Autocast"))  # type: ignore[no-untyped-call]
 
     @override
     def _let_other_ops_through(self) -> None:
@@ -190,26 +188,6 @@ class _KeptCast:
             region = None if cache else self._machine.innermost(device)
             named = cache_by_identity(cache) if region is None else region[1]
             return weight.to(dtype) if named is None else named.store("reference", PythonStore).cast(weight, dtype)
-
-
-class _WithHistory(torch.autograd.Function):
-    """Autograd's kernel of it: another tensor on that memory, a write of which is a write of both."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, dtype: torch.dtype, cache: int) -> torch.Tensor:
-        ctx.dtype = weight.dtype
-        with torch._C._AutoDispatchBelowAutograd():
-            cast: torch.Tensor = torch.ops.polycast.kept_cast(weight, dtype, cache)
-        return cast.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gradient.to(ctx.dtype), None, None
-
-
-def _kept_cast_with_history(weight: torch.Tensor, dtype: torch.dtype, cache: int = 0) -> torch.Tensor:
-    cast: torch.Tensor = _WithHistory.apply(weight, dtype, cache)  # type: ignore[no-untyped-call]
-    return cast
 
 
 def _caster(device_type: str, dtype: torch.dtype, cast_weight: _CastWeight | None) -> Callable[[Any], Any]:
