@@ -10,7 +10,7 @@ import torch
 from .disable_dynamo import disable_dynamo
 
 BY_MODULE_RULE = " (module rule)"
-_MODULE_RULES = "module_rules.py"
+_RULED_FORWARD = "ruled_forward.py"
 _MOST = 32
 _NOT_THE_PROGRAM = (
     str(Path(torch.__file__).parent) + os.sep,
@@ -36,7 +36,7 @@ def place_now() -> str:
     frame: FrameType | None = sys._getframe()
     rule = ""
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
-        if frame.f_code.co_filename.endswith(_MODULE_RULES):
+        if frame.f_code.co_filename.endswith(_RULED_FORWARD):
             rule = BY_MODULE_RULE
         frame = frame.f_back
     return "" if frame is None else _line(frame) + rule
