@@ -293,7 +293,6 @@ def test_nothing_writes_a_kept_cast(backend, grad, function, cache):
         call(function)  # compares once more
 
 
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")  # torch 2.11 in its own code
 @pytest.mark.parametrize("options", [{"freezing": True}, {"max_autotune": True}], ids=["freezing", "max_autotune"])
 def test_inductors_options(options, cache):
     compiled = torch.compile(mlp(), fullgraph=True, options=options)
