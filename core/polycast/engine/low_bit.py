@@ -131,6 +131,7 @@ class _Plan:
         else:
             self.refusal = answer.reason
         self._kinds = {op: _kind_of(backend, recipe, kernel) for op, kernel in self.kernels.items()}
+        self._prepare = {op: _preparing(kernel) for op, kernel in self.kernels.items()}
 
     def declines(self, op: str, args: Sequence[Any]) -> str | None:
         """Say why an op is not computed by the recipe; None: it is, if its weight can be packed."""
@@ -159,7 +160,7 @@ class _Plan:
         """Return what a kernel makes of an op that it does not decline, or why it has to."""
         kernel = self.kernels[op]
         weight: torch.Tensor = args[kernel.weight]
-        prepared = state.machine.packing(cache or packings.cache, weight, self._kinds[op], kernel.prepare)
+        prepared = state.machine.packing(cache or packings.cache, weight, self._kinds[op], self._prepare[op])
         if prepared is None:
             return NO_PACKING
         if isinstance(prepared, str):
@@ -167,6 +168,17 @@ class _Plan:
         result = kernel.run(prepared, *args)
         dtype = torch.get_autocast_dtype(self.device_type)
         return result if result.dtype is dtype else result.to(dtype)
+
+
+def _preparing(kernel: LowBitKernel) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...] | None]:
+    """Return what packs a weight, so that it may serve anywhere."""
+
+    def prepare(weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+        with torch.inference_mode(False), torch.no_grad():
+            packed = kernel.prepare(weight.detach())
+            return None if packed is None else tuple(packed)
+
+    return prepare
 
 
 def _kind_of(backend: Backend, recipe: Recipe, kernel: LowBitKernel) -> int:

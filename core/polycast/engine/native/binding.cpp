@@ -103,7 +103,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("clear", &Store::clear, py::call_guard<py::gil_scoped_release>())
       .def("statistics", [](Store& store) {
         const Statistics now = store.statistics();
-        return py::make_tuple(now.entries, now.bytes, now.hits, now.misses, now.evictions);
+        return py::make_tuple(
+            now.casts, now.cast_bytes, now.hits, now.misses, now.evictions, now.packings, now.packed_bytes);
       });
   py::class_<Library>(module, "Library", py::module_local())
       .def(py::init<const std::string&, const std::string&>())
@@ -142,6 +143,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     }
     announce(written);
   });
+  module.def("packing_of", &packing_of);
   module.def("region_methods", &region_methods);
   module.def("last", &last);
   module.def("innermost", &innermost);
@@ -158,7 +160,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
          py::object stack,
          py::object place,
          py::object of_traced,
-         py::object by_identity) {
+         py::object by_identity,
+         py::object low_bit) {
         TORCH_CHECK(std::equal(policies.begin(), policies.end(), kPolicyNames.begin(), kPolicyNames.end()));
         native_overlay = overlay.release().ptr();
         native_store = store.release().ptr();
@@ -167,6 +170,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         place_now = place.release().ptr();
         kept_cast_of_traced = of_traced.release().ptr();
         store_by_identity = by_identity.release().ptr();
+        perform_low_bit = low_bit.release().ptr();
         hold_locks_over_forks();
         stale_weight_error = error.release().ptr();
         stale_weight_message = std::move(text);

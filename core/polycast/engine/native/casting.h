@@ -35,9 +35,11 @@ C10_ALWAYS_INLINE bool is_eligible(const Tensor& tensor, DeviceType device) {
 
 // A weight is a float32 leaf that requires grad, or a Parameter that does not. Subclasses other than Parameter are not.
 // One with a tangent of forward-mode differentiation is left alone: a kept cast would be without it.
-bool is_weight(const Tensor& tensor) {
+// What is packed may be narrower.
+bool is_weight(const Tensor& tensor, bool to_pack = false) {
   const TensorImpl* const impl = tensor.unsafeGetTensorImpl();
-  if (tensor.scalar_type() != at::kFloat || tensor.layout() != at::kStrided || !impl->has_storage() || tensor.is_inference() || tensor.is_nested() ||
+  const ScalarType dtype = tensor.scalar_type();
+  if ((dtype != at::kFloat && !(to_pack && (dtype == at::kBFloat16 || dtype == at::kHalf))) || tensor.layout() != at::kStrided || !impl->has_storage() || tensor.is_inference() || tensor.is_nested() ||
       impl->key_set().has_any(c10::DispatchKeySet({DispatchKey::Python, DispatchKey::Negative}))) {
     return false;
   }

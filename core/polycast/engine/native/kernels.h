@@ -23,6 +23,7 @@
 
 #include "casting.h"
 #include "kept_cast.h"
+#include "low_bit.h"
 #include "regions.h"
 #include "signatures.h"
 
@@ -193,12 +194,20 @@ class Kernel final : public c10::OperatorKernel {
   // The kernel of an op of any signature.
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
     const DeviceRegion& region = region_of(device_);
-    const Policy policy = this->policy(region);
+    Policy policy = this->policy(region);
     if (policy == Policy::kNone) {
       handle.redispatchBoxed(keys & below_, stack);
       return;
     }
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(keys_);
+    if (policy == Policy::kLowBit) {
+      if (Tensor result = low_bit(op_.number, device_, c10::ArrayRef<c10::IValue>(&argument(stack, 0), arity_)); result.defined()) {
+        torch::jit::drop(*stack, arity_);
+        stack->emplace_back(std::move(result));
+        return;
+      }
+      policy = Policy::kLowerPrecisionFp;
+    }
     const Conversion conversion{
         dtype_for(policy, [&](Promotion& promotion) { look(promotion, stack); }), device_, has_plain_keys(keys), region,
         is_capturing_};
@@ -223,10 +232,18 @@ class Kernel final : public c10::OperatorKernel {
   C10_ALWAYS_INLINE Result
   call(const Functions<Result(Args...)>& op, c10::DispatchKeySet keys, Args... args) const {
     const DeviceRegion& region = region_of(device_);
-    const Policy policy = this->policy(region);
+    Policy policy = this->policy(region);
     std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast;
     if (C10_LIKELY(policy != Policy::kNone)) {
       no_autocast.emplace(keys_);
+    }
+    if (C10_UNLIKELY(policy == Policy::kLowBit)) {
+      if constexpr (is_for_low_bit<Result(Args...)>) {
+        if (Tensor result = low_bit(op_.number, device_, {c10::IValue(args)...}); result.defined()) {
+          return result;
+        }
+      }
+      policy = Policy::kLowerPrecisionFp;
     }
     const Conversion converted{
         dtype_for(policy, [&](Promotion& promotion) { (promotion.look(args), ...); }), device_,

@@ -38,7 +38,9 @@ using c10::DeviceType;
 
 // The order is that of polycast.CastPolicy, which bind() checks.
 // kNone is that of an op that is in an overlay and not in the table, outside regions with that overlay.
-enum class Policy : int8_t { kNone = -1, kLowerPrecisionFp, kFp32, kFp32SetOptDtype, kFp32AppendDtype, kPromote, kBanned, kPassthrough };
+// kLowBit is that of an op which the region's recipe is for: it is one of LOWER_PRECISION_FP that the recipe may run.
+enum class Policy : int8_t {
+  kNone = -1, kLowerPrecisionFp, kFp32, kFp32SetOptDtype, kFp32AppendDtype, kPromote, kBanned, kPassthrough, kLowBit };
 
 constexpr std::array<const char*, 7> kPolicyNames = {
     "LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "FP32_APPEND_DTYPE", "PROMOTE", "BANNED", "PASSTHROUGH"};
@@ -61,7 +63,8 @@ class Overlay {
   // The policy of an op: the one that it has here, else the table's.
   Policy over(Policy of_table, int64_t number) const {
     const auto index = static_cast<size_t>(number);
-    return index < policies_.size() ? policies_[index].value_or(of_table) : of_table;
+    const Policy here = index < policies_.size() ? policies_[index].value_or(of_table) : of_table;
+    return here == Policy::kLowBit && of_table != Policy::kLowerPrecisionFp ? of_table : here;
   }
 
  private:

@@ -63,8 +63,9 @@ class LeftBehind {
 };
 
 struct Statistics {
-  size_t entries, bytes;
+  size_t casts, cast_bytes;
   uint64_t hits, misses, evictions;
+  size_t packings, packed_bytes;
 };
 
 class Store;
@@ -106,11 +107,7 @@ class Store : public std::enable_shared_from_this<Store> {
       auto found = entries_.find(key);
       if (found != entries_.end() && found->second->of.is_that_of(weight) && is_unwritten(found->second->cast)) {
         Entry& entry = *found->second;
-        ++hits_;
-        if (max_bytes_) {
-          entry.uses = std::min(entry.uses + 1, kMostUses);
-          ages_.splice(ages_.end(), ages_, entry.age);
-        }
+        note_hit(entry);
         kept = entry.cast;
         if (stream && !entry.is_shared_with(*stream)) {
           made_on = entry.streams.front();
@@ -131,8 +128,52 @@ class Store : public std::enable_shared_from_this<Store> {
     Content content(weight);
     kept = make_cast(weight, dtype);
     made = true;
-    insert(key, weight, std::move(content), kept, writes);
+    insert(key, weight, std::make_shared<Entry>(std::move(content), kept), writes);
     return kept;
+  }
+
+  // Return what is kept of what a weight was packed into, or nothing.
+  std::optional<std::vector<Tensor>> find_packing(const Tensor& weight, int kind) {
+    const std::optional<c10::Stream> stream = current_stream(weight);
+    std::optional<c10::Stream> made_on;
+    std::shared_ptr<Entry> entry;
+    const Key key{weight.unsafeGetTensorImpl(), ScalarType::Undefined, kind};
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const auto found = entries_.find(key);
+      if (found == entries_.end() || !found->second->of.is_that_of(weight) || !found->second->packing_is_unwritten()) {
+        return std::nullopt;
+      }
+      entry = found->second;
+      note_hit(*entry);
+      if (stream && !entry->is_shared_with(*stream)) {
+        made_on = entry->streams.front();
+      }
+    }
+    if (made_on && !entry->packed.empty()) {
+      for (const Tensor& part : entry->packed) {
+        share_between(part, *made_on, *stream);
+      }
+      note_shared(key, entry->packed.front(), *stream);
+    }
+    if (verify_ && !are_equal(weight.detach(), entry->cast)) {
+      raise_stale();
+    }
+    return entry->packed;
+  }
+
+  // Keep what a weight was packed into, where it may be. The content and the count of writes are those before it was made.
+  void keep_packing(const Tensor& weight, int kind, Content content, std::vector<Tensor> packed, uint64_t writes) {
+    auto entry = std::make_shared<Entry>(std::move(content), std::move(packed));
+    if (verify_) {
+      const at::NoGradGuard no_grad;
+      entry->cast = weight.detach().clone();
+    }
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      most_packings_ = std::max(most_packings_, kind);
+    }
+    insert({weight.unsafeGetTensorImpl(), ScalarType::Undefined, kind}, weight, std::move(entry), writes);
   }
 
   // Called without the GIL. The weights are not watched any more either, so that nothing refers to them.
@@ -155,7 +196,13 @@ class Store : public std::enable_shared_from_this<Store> {
 
   Statistics statistics() {
     std::lock_guard<std::mutex> lock(mutex_);
-    return {entries_.size(), bytes_, hits_, misses_, evictions_};
+    Statistics now{0, 0, hits_, misses_, evictions_, 0, 0};
+    for (const auto& [key, entry] : entries_) {
+      const bool packed = key.packing != 0;
+      ++(packed ? now.packings : now.casts);
+      (packed ? now.packed_bytes : now.cast_bytes) += entry->bytes;
+    }
+    return now;
   }
 
   // Drop the casts of weights in storages that were written.
@@ -177,10 +224,28 @@ class Store : public std::enable_shared_from_this<Store> {
  private:
   struct Entry {
     Content of;
-    Tensor cast;
-    int uses;
-    std::list<Key>::iterator age;
-    std::vector<c10::Stream> streams;  // that may use it; the first is the one that it was made on
+    Tensor cast;  // of a packing that is verified, a copy of what was packed
+    std::vector<Tensor> packed;
+    std::vector<uint32_t> versions;  // of these, as they were made
+    size_t bytes = 0;
+    int uses = 1;
+    std::list<Key>::iterator age = {};
+    std::vector<c10::Stream> streams = {};  // that may use it; the first is the one that it was made on
+
+    Entry(Content content, Tensor of_weight) : of(std::move(content)), cast(std::move(of_weight)), bytes(cast.nbytes()) {}
+
+    Entry(Content content, std::vector<Tensor> parts) : of(std::move(content)), packed(std::move(parts)) {
+      for (const Tensor& part : packed) {
+        versions.push_back(part.unsafeGetTensorImpl()->version_counter().current_version());
+        bytes += part.nbytes();
+      }
+    }
+
+    bool packing_is_unwritten() const {
+      return std::equal(packed.begin(), packed.end(), versions.begin(), [](const Tensor& part, uint32_t version) {
+        return part.unsafeGetTensorImpl()->version_counter().current_version() == version;
+      });
+    }
 
     bool is_shared_with(const c10::Stream& stream) const {
       return std::find(streams.begin(), streams.end(), stream) != streams.end();
@@ -193,11 +258,20 @@ class Store : public std::enable_shared_from_this<Store> {
   static constexpr int kMostUses = 3;
   static constexpr size_t kMostRefused = 10'000;
 
+  // Called with the mutex held.
+  void note_hit(Entry& entry) {
+    ++hits_;
+    if (max_bytes_) {
+      entry.uses = std::min(entry.uses + 1, kMostUses);
+      ages_.splice(ages_.end(), ages_, entry.age);
+    }
+  }
+
   // Called with the mutex held; what dies is moved out, for the caller to destroy after unlocking.
   void erase(const Key& key, Dying& dying) {
     auto found = entries_.find(key);
     if (found != entries_.end()) {
-      bytes_ -= found->second->cast.nbytes();
+      bytes_ -= found->second->bytes;
       ages_.erase(found->second->age);
       dying.push_back(std::move(found->second));
       entries_.erase(found);
@@ -226,7 +300,7 @@ class Store : public std::enable_shared_from_this<Store> {
     return true;
   }
 
-  void insert(const Key& key, const Tensor& weight, Content content, const Tensor& cast, uint64_t writes) {
+  void insert(const Key& key, const Tensor& weight, std::shared_ptr<Entry> entry, uint64_t writes) {
     Dying dying;
     const bool may_keep = !is_shared(weight) && !InFlight::storages().has(storage_of(weight));
     bool watched = true;
@@ -234,17 +308,14 @@ class Store : public std::enable_shared_from_this<Store> {
       std::lock_guard<std::mutex> lock(mutex_);
       ++misses_;
       erase(key, dying);
-      const size_t bytes = cast.nbytes();
+      const size_t bytes = entry->bytes;
       // A write that was announced since may be of this weight: the next use looks again.
       if (may_keep && writes == Writes::log().count() && (!max_bytes_ || (bytes <= *max_bytes_ && make_room(key, bytes, dying)))) {
-        std::vector<c10::Stream> streams;
-        if (const auto stream = current_stream(cast)) {
-          streams.push_back(*stream);
+        if (const auto stream = current_stream(weight)) {
+          entry->streams.push_back(*stream);
         }
-        entries_.emplace(
-            key,
-            std::make_shared<Entry>(
-                Entry{std::move(content), cast, 1, ages_.insert(ages_.end(), key), std::move(streams)}));
+        entry->age = ages_.insert(ages_.end(), key);
+        entries_.emplace(key, std::move(entry));
         bytes_ += bytes;
         watched = watchers_.count(key.weight) != 0;
       }
@@ -254,11 +325,11 @@ class Store : public std::enable_shared_from_this<Store> {
     }
   }
 
-  // A stream that was not to use a cast may now.
-  void note_shared(const Key& key, const Tensor& cast, const c10::Stream& stream) {
+  // A stream that was not to use a cast may now, or what was packed.
+  void note_shared(const Key& key, const Tensor& shared, const c10::Stream& stream) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = entries_.find(key);
-    if (found != entries_.end() && found->second->cast.is_same(cast)) {
+    if (found != entries_.end() && (key.packing == 0 ? found->second->cast : found->second->packed.front()).is_same(shared)) {
       found->second->streams.push_back(stream);
     }
   }
@@ -305,6 +376,9 @@ class Store : public std::enable_shared_from_this<Store> {
       for (int dtype = 0; dtype < static_cast<int>(ScalarType::NumOptions); ++dtype) {
         erase(Key{weight, static_cast<ScalarType>(dtype)}, dying);
       }
+      for (int kind = 1; kind <= most_packings_; ++kind) {
+        erase(Key{weight, ScalarType::Undefined, kind}, dying);
+      }
       auto found = watchers_.find(weight);
       if (found != watchers_.end()) {
         reference = found->second;
@@ -314,12 +388,19 @@ class Store : public std::enable_shared_from_this<Store> {
     Py_XDECREF(reference);
   }
 
+  static bool are_equal(const Tensor& one, const Tensor& other) {
+    const at::NoGradGuard no_grad;
+    return at::equal(one.nan_to_num(), other.nan_to_num()) && at::equal(one.isnan(), other.isnan());
+  }
+
   static void verify(const Tensor& weight, const Tensor& kept) {
-    at::NoGradGuard no_grad;
-    const Tensor fresh = weight.detach().to(kept.scalar_type());
-    if (at::equal(fresh.nan_to_num(), kept.nan_to_num()) && at::equal(fresh.isnan(), kept.isnan())) {
-      return;
+    const at::NoGradGuard no_grad;
+    if (!are_equal(weight.detach().to(kept.scalar_type()), kept)) {
+      raise_stale();
     }
+  }
+
+  [[noreturn]] static void raise_stale() {
     py::gil_scoped_acquire gil;
     PyErr_SetString(stale_weight_error, stale_weight_message.c_str());
     python_error error;
@@ -336,6 +417,7 @@ class Store : public std::enable_shared_from_this<Store> {
   Watchers watchers_;
   uint64_t hits_ = 0, misses_ = 0, evictions_ = 0;
   size_t bytes_ = 0;
+  int most_packings_ = 0;  // the highest kind of packing that was kept
 };
 
 void tell_stores(const Storages& written) {

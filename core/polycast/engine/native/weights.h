@@ -28,15 +28,19 @@ using at::Tensor;
 using c10::StorageImpl;
 using c10::TensorImpl;
 
+// Of a cast of a weight; of what it was packed into, which has no dtype, the kind of packing.
 struct Key {
   TensorImpl* weight;
   ScalarType dtype;
-  bool operator==(const Key& other) const { return weight == other.weight && dtype == other.dtype; }
+  int packing = 0;
+  bool operator==(const Key& other) const {
+    return weight == other.weight && dtype == other.dtype && packing == other.packing;
+  }
 };
 
 struct KeyHash {
   size_t operator()(const Key& key) const {
-    return std::hash<void*>()(key.weight) * 31 + static_cast<size_t>(key.dtype);
+    return std::hash<void*>()(key.weight) * 31 + static_cast<size_t>(key.dtype) + static_cast<size_t>(key.packing) * 1021;
   }
 };
 
