@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.library import Library
 
@@ -27,7 +28,7 @@ from ..policy.schemas import by_schema, find_op, in_order
 from . import state
 from .disable_dynamo import disable_dynamo
 from .kept_cast import TAGS, number_in_graph
-from .state import NO_WEIGHT, WATCHED, Overlay
+from .state import NO_WEIGHT, NOTHING_KEPT, WATCHED, Overlay
 from .weight_cache import WeightCache, cache_by_identity
 
 NO_KERNEL = "the backend has no kernel for it"
@@ -63,6 +64,8 @@ def listen_no_more(note: _Note) -> None:
 
 
 def _tell(device_type: str, recipe: Recipe, op: str, reason: str | None) -> None:
+    if not _listeners or TracingContext.try_get() is not None:
+        return
     thread = threading.get_ident()
     for note, of in _listeners:
         if of in (None, thread):
@@ -123,6 +126,9 @@ class _Plan:
         self.recipe = recipe
         self.device_type = backend.device_type
         self.keep = _Keep(recipe) if recipe.keep else None
+        overridden = type(backend).is_capturing is not Backend.is_capturing or "is_capturing" in vars(backend)
+        accelerator = torch.accelerator.current_accelerator()
+        self._may_capture = overridden or (accelerator is not None and accelerator.type == backend.device_type)
         self.kernels: Mapping[str, LowBitKernel] = {}
         self.refusal = NO_KERNEL
         answer = check_recipe(backend, recipe)
@@ -144,7 +150,7 @@ class _Plan:
         records = torch.is_grad_enabled()
         for arg in args:
             if isinstance(arg, torch.Tensor):
-                if arg.device.type != self.device_type:
+                if arg.device.type != self.device_type and not arg.is_meta:
                     return f"a tensor is on {arg.device.type}"
                 if arg.dtype not in _FLOATS:
                     return f"a tensor is {str(arg.dtype).removeprefix('torch.')}"
@@ -160,7 +166,10 @@ class _Plan:
         """Return what a kernel makes of an op that it does not decline, or why it has to."""
         kernel = self.kernels[op]
         weight: torch.Tensor = args[kernel.weight]
-        prepared = state.machine.packing(cache or packings.cache, weight, self._kinds[op], self._prepare[op])
+        if self._may_capture and self.backend.is_capturing():
+            return NOTHING_KEPT
+        where = packings.cache if cache is None else cache
+        prepared = state.machine.packing(where, weight, self._kinds[op], self._prepare[op])
         if prepared is None:
             return NO_PACKING
         if isinstance(prepared, str):
@@ -218,8 +227,8 @@ def perform(op: str, device_type: str, *args: Any) -> torch.Tensor | None:
     region = state.machine.innermost(device_type)
     if region is None or region[0] is None:
         return None
-    overlay, cache = region
-    plan = plan_of(overlay, device_type)
+    cache = region[1]
+    plan = plan_of(region[0], device_type)
     if plan is None:
         return None
     result: torch.Tensor | str | None = plan.declines(op, args)
@@ -227,10 +236,13 @@ def perform(op: str, device_type: str, *args: Any) -> torch.Tensor | None:
         result = plan.run(op, cache, args)
         if result is WATCHED:
             result = _traced(op, plan, args, cache)
-    done = isinstance(result, torch.Tensor)
-    if _listeners:
-        _tell(device_type, plan.recipe, op, None if done else result)
-    return result if done else None
+            if isinstance(result, torch.Tensor):
+                return result  # the operator tells of itself, where it runs
+    if isinstance(result, torch.Tensor):
+        _tell(device_type, plan.recipe, op, None)
+        return result
+    _tell(device_type, plan.recipe, op, result)
+    return None
 
 
 def _traced(op: str, plan: _Plan, args: Sequence[Any], cache: WeightCache | None) -> torch.Tensor | str:
@@ -298,10 +310,11 @@ def _run_in_compiled(op: str, recipe: str, cache: int, dtype: torch.dtype, args:
                 result = plan.run(op, found, args)
         finally:
             torch.set_autocast_dtype(device_type, before)
-        done = isinstance(result, torch.Tensor)
-        if _listeners:
-            _tell(device_type, plan.recipe, op, None if done else result)
-        return result if done else _in_fast_dtype(op, dtype, args)
+        if isinstance(result, torch.Tensor):
+            _tell(device_type, plan.recipe, op, None)
+            return result
+        _tell(device_type, plan.recipe, op, result)
+        return _in_fast_dtype(op, dtype, args)
 
 
 def _in_fast_dtype(op: str, dtype: torch.dtype, args: Sequence[Any]) -> torch.Tensor:
@@ -321,4 +334,9 @@ def _op(name: str) -> torch._ops.OpOverload:
 def why_not(overlay: Overlay, op: str, device_type: str, args: Sequence[Any]) -> str | None:
     """Say why a call would not be computed by the recipe, of arguments that may be fake; None: it would be."""
     plan = plan_of(overlay, device_type)
-    return NO_KERNEL if plan is None else plan.declines(op, args)
+    if plan is None or op not in plan.kernels:
+        return NO_KERNEL if plan is None else plan.refusal
+    weight = args[plan.kernels[op].weight]
+    if isinstance(weight, torch.Tensor) and not (weight.is_meta or isinstance(weight, torch.nn.Parameter)):
+        return NO_WEIGHT
+    return plan.declines(op, args)

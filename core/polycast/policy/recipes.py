@@ -137,7 +137,9 @@ class Recipe:
             ValueError: it keeps modules or weights, which no file names.
         """
         if vars(self)["_number"] is not None:
-            raise ValueError("a recipe with keep= cannot be a rule: give what it keeps a rule of its own, such as 'none'")
+            raise ValueError(
+                "a recipe with keep= cannot be a rule: give what it keeps a rule of its own, such as 'none'"
+            )
         if self == type(self)(self.scales):
             return self.short
         return {"recipe": self.short, "ops": list(self.ops), "min_size": self.min_size}
@@ -171,8 +173,8 @@ class Recipe:
 class Int8(Recipe):
     """Products of 8-bit integers, for inference; see :class:`Recipe` for the arguments.
 
-    Weights are packed once, with a scale for each output feature, and activations quantized at each call. Where autograd
-    records, the op runs in the fast dtype.
+    Weights are packed once, with a scale for each output feature, and activations quantized at each call. Where
+    autograd records, the op runs in the fast dtype.
 
     Example:
         >>> import torch, polycast
@@ -233,7 +235,7 @@ def read_recipe(recipe: object) -> Recipe:
         raise ValueError(
             f"{recipe!r} is not a recipe: " + (f"did you mean {alike[0]!r}?" if alike else f"expected one of {known}")
         )
-    return _kinds[kind](*([scales] if colon else []))
+    return _kinds[kind](scales) if colon else _kinds[kind]()
 
 
 def is_recipe_name(text: str) -> bool:

@@ -12,7 +12,7 @@ from ...errors import StaleWeightError
 from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import overload_with_dtype
-from .. import kept_cast
+from .. import kept_cast, low_bit
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, autocast_key, refusal
 from ..places import place_now, stack_now
@@ -84,9 +84,7 @@ class NativeEngine:
 
     @disable_dynamo
     def _perform_low_bit(self, op: int, device_type: str, *args: Any) -> torch.Tensor | None:
-        from ..low_bit import perform  # which few programs need
-
-        return perform(_names[op], device_type, *args)
+        return low_bit.perform(_names[op], device_type, *args)
 
     def packing(
         self, cache: WeightCache, weight: torch.Tensor, kind: int, prepare: Callable[[torch.Tensor], Any]
