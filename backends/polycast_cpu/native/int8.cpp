@@ -272,6 +272,7 @@ at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& values, const at::
 }  // namespace
 
 TORCH_LIBRARY(polycast_cpu, library) {
+  library.def("best_isa() -> int", [] { return static_cast<int64_t>(best_isa()); });
   library.def("int8_pack(Tensor weight, int isa) -> Tensor[]");
   library.def(
       "int8_linear(Tensor x, Tensor values, Tensor scales, Tensor offsets, Tensor? bias, float alpha, bool by_row, "
