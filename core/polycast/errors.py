@@ -29,6 +29,10 @@ class AutocastDisabledWarning(UserWarning):
     """A region was asked for that the device or its backend cannot give; it runs with autocast disabled."""
 
 
+class RecipeDisabledWarning(AutocastDisabledWarning):
+    """A recipe was asked for that the device cannot compute by; the region runs in the fast dtype."""
+
+
 _NOT_THE_USERS = {"contextlib", "polycast", "torch"}
 
 

@@ -26,6 +26,7 @@ from typing_extensions import Self
 from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.installation import also_put_in_place, kernels_of
+from ..engine.kept_cast import enter_in_graph, leave_in_graph
 from ..engine.state import MODULE_RULE, Origin, Overlay, Settings
 from ..engine.weight_cache import WeightCache, cache_by_identity
 from . import backward, kept_casts, nested_regions, uncompiled
@@ -64,14 +65,14 @@ class region_with_more:
         for put in also_put_in_place:
             put()
         state.machine.enter(self, self._settings)
-        kept_casts.enter_in_graph(self._settings.cache)
+        enter_in_graph(self._settings.cache)
         _thread.entered.append(self)
         return self
 
     @disable_dynamo
     def __exit__(self, *_: object) -> None:
         _thread.entered.remove(self)
-        kept_casts.leave_in_graph(self._settings.cache)
+        leave_in_graph(self._settings.cache)
         state.machine.leave(self)
 
 

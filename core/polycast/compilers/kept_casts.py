@@ -11,7 +11,6 @@ The keys of the caches on disk say whether there may be kept casts: a process wi
 """
 
 import functools
-import threading
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch._guards import TracingContext
 
 from ..engine import kept_cast, state
 from ..engine.installation import taken_back
-from ..engine.weight_cache import WeightCache
 from ..errors import warn_user
 from . import cache_key, uncompiled
 from .on_import import Changes, method_of
@@ -30,27 +28,6 @@ LEAST_ELEMENTS = 1024
 
 _KEPT = "polycast_kept_casts"
 """The attribute of what inductor makes of a graph that has the names of its kept casts."""
-
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.caches: list[WeightCache] = []
-        """Those of the regions in graphs that this thread is in."""
-
-
-_thread = _Thread()
-
-
-def enter_in_graph(cache: WeightCache | None) -> None:
-    """Note that a region in a graph is entered: what is traced in it will find its cache by the number."""
-    if cache is not None:
-        _thread.caches.append(cache)
-
-
-def leave_in_graph(cache: WeightCache | None) -> None:
-    """Note that such a region is left."""
-    if cache is not None:
-        _thread.caches.remove(cache)
 
 
 def can_be() -> bool:
@@ -73,8 +50,7 @@ def _cast_of_traced(tensor: torch.Tensor, dtype: torch.dtype, device_type: str) 
     weight = torch._from_functional_tensor(tensor.elem)
     if not isinstance(weight, torch.nn.Parameter) or weight.numel() < LEAST_ELEMENTS or not _is_dense(weight):
         return None
-    in_graph = [cache.identity for cache in _thread.caches if cache is region[1]]
-    cast: torch.Tensor = torch.ops.polycast.kept_cast(tensor, dtype, in_graph[-1] if in_graph else 0)
+    cast: torch.Tensor = torch.ops.polycast.kept_cast(tensor, dtype, kept_cast.number_in_graph(region[1]))
     return cast
 
 

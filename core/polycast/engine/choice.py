@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -71,6 +71,9 @@ class _Unchosen:
 
     def excluded_keys(self) -> int:
         return torch._C._dispatch_tls_local_exclude_set().raw_repr()
+
+    def packing(self, *args: Any) -> Any:
+        return choose().packing(*args)
 
     def clear_own_casts(self, all_threads: bool) -> None:
         pass

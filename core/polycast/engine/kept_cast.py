@@ -9,19 +9,22 @@ What it returns is the memory that is kept. To those who write what nobody else 
 it lies in the weight's own storage. The compilers that have to be told more are told in compilers/kept_casts.py.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.library import Library
 
+from .weight_cache import WeightCache
+
 # What the device records would go on to use what it has recorded when the weight has another cast.
-_TAGS = tuple(
+TAGS = tuple(
     getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, name)
 )
 
 _library = Library("polycast", "DEF")  # type: ignore[no-untyped-call]
-_library.define("kept_cast(Tensor weight, ScalarType dtype, int cache=0) -> Tensor", tags=_TAGS)  # type: ignore[no-untyped-call]
+_library.define("kept_cast(Tensor weight, ScalarType dtype, int cache=0) -> Tensor", tags=TAGS)  # type: ignore[no-untyped-call]
 
 
 def _cast(weight: torch.Tensor, dtype: torch.dtype, cache: int = 0) -> torch.Tensor:
@@ -71,6 +74,32 @@ def decided_by(decide: _CastOfTraced) -> None:
     """Have it decided by what knows the compilers."""
     global _cast_of_traced
     _cast_of_traced = decide
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.caches: list[WeightCache] = []
+        """Those of the regions in graphs that this thread is in."""
+
+
+_thread = _Thread()
+
+
+def enter_in_graph(cache: WeightCache | None) -> None:
+    """Note that a region in a graph is entered: what is traced in it will find its cache by the number."""
+    if cache is not None:
+        _thread.caches.append(cache)
+
+
+def leave_in_graph(cache: WeightCache | None) -> None:
+    """Note that such a region is left."""
+    if cache is not None:
+        _thread.caches.remove(cache)
+
+
+def number_in_graph(cache: WeightCache | None) -> int:
+    """Return the number by which a graph is to name the cache of the innermost region; 0: that of where it runs."""
+    return cache.identity if cache is not None and any(each is cache for each in _thread.caches) else 0
 
 
 def look_up_anew() -> None:

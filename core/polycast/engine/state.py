@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..policy.cast_policy import CastPolicy
+from ..policy.recipes import Recipe
 from .disable_dynamo import disable_dynamo
 from .weight_cache import WeightCache
 
@@ -33,16 +34,21 @@ MODULE_RULE = Origin("module rule")
 
 
 class Overlay(dict[str, CastPolicy]):
-    """The policies that a region lays over the backend's table, and who asks for them."""
+    """The policies and the recipe that a region lays over the backend's table, and who asks for them.
+
+    An op that has a policy here is not computed by the recipe, whoever asks for either.
+    """
 
     def __init__(
         self,
         policies: Mapping[str, CastPolicy],
         origin: Origin = REGIONS_POLICY,
         layers: "tuple[Overlay, ...]" = (),
+        recipe: Recipe | None = None,
     ) -> None:
         super().__init__(policies)
         self.origin = origin
+        self.recipe = recipe
         self._layers = layers
         self.derived: dict[str, Any] = {}
         """What engines have made of it, each under a name of its own."""
@@ -59,6 +65,14 @@ class Overlay(dict[str, CastPolicy]):
         """Return who asks for the policy that an op has here, if it has one."""
         return next((layer.origin for layer in self.layers if op in layer), None)
 
+    def __bool__(self) -> bool:
+        return len(self) > 0 or self.recipe is not None
+
+    @functools.cached_property
+    def low_bit(self) -> frozenset[str]:
+        """The ops that the recipe is for, by their names in the dispatcher."""
+        return frozenset() if self.recipe is None else self.recipe.overloads - self.keys()
+
     @disable_dynamo
     def over(self, below: "Overlay | None") -> "Overlay":
         """Return this overlay laid over that of an enclosing region; the last answer is kept."""
@@ -72,26 +86,43 @@ class Overlay(dict[str, CastPolicy]):
     def _laid_over(self, below: "Overlay") -> "Overlay":
         others = [layer for layer in below.layers if all(layer is not mine for mine in self.layers)]
         # A function that is decorated with policies and recurs lays the same over themselves, at every depth.
-        if len(others) < len(below.layers) and below.items() >= self.items():
+        same_recipe = self.recipe in (None, below.recipe)
+        if len(others) < len(below.layers) and below.items() >= self.items() and same_recipe:
             return below
         # Rules for modules are laid over what regions inside the modules ask for.
         layers = sorted((*self.layers, *others), key=lambda layer: layer.origin.rule != MODULE_RULE.rule)
         policies = {op: policy for layer in reversed(layers) for op, policy in layer.items()}
-        return Overlay(policies, self.origin, tuple(layers))
+        recipe = next((layer.recipe for layer in layers if layer.recipe is not None), None)
+        return Overlay(policies, self.origin, tuple(layers), recipe)
 
     @functools.cached_property
     def text(self) -> str:
-        """The policies as text: the same for equal ones, in every process."""
-        return "(" + ", ".join(f"{op}={policy.name}" for op, policy in sorted(self.items())) + ")"
+        """The policies and the recipe as text: the same for equal ones, in every process.
+
+        (A recipe that keeps modules or weights is known in its own process only.)
+        """
+        policies = ", ".join(f"{op}={policy.name}" for op, policy in sorted(self.items()))
+        return f"({policies})" + ("" if self.recipe is None else self.recipe.text)
 
     @classmethod
     def of_text(cls, text: str, origin: Origin = REGIONS_POLICY) -> "Overlay":
         """Return the overlay that has a text."""
-        entries = (entry.rpartition("=") for entry in text[1:-1].split(", ") if entry)
-        return cls({op: CastPolicy[policy] for op, _, policy in entries}, origin)
+        policies, _, recipe = text[1:].partition(")")
+        entries = (entry.rpartition("=") for entry in policies.split(", ") if entry)
+        return cls(
+            {op: CastPolicy[policy] for op, _, policy in entries},
+            origin,
+            recipe=Recipe.of_text(recipe) if recipe else None,
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Overlay, (dict(self), self.origin, self._layers)
+        return Overlay, (dict(self), self.origin, self._layers, self.recipe)
+
+
+WATCHED = "something records, transforms or watches the ops"
+NO_WEIGHT = "its weight is no parameter that can be kept (a view, a subclass, or the result of another op)"
+NOTHING_KEPT = "nothing is kept of weights here (cache_enabled=False, or a device's graph is being captured)"
+"""Why nothing is kept of a weight."""
 
 
 class Settings(NamedTuple):
@@ -138,6 +169,15 @@ class StateMachine(Protocol):
 
     def excluded_keys(self) -> int:
         """Return the dispatch keys that this thread excludes: those of autocast, for the devices that it is off for."""
+
+    def packing(
+        self, cache: WeightCache, weight: torch.Tensor, kind: int, prepare: Callable[[torch.Tensor], Any], /
+    ) -> tuple[torch.Tensor, ...] | str | None:
+        """Return what a weight is packed into, kept in a cache by the rules of casts; `prepare` makes it.
+
+        None where `prepare` has said so. A text where nothing can be kept, which says why; :data:`WATCHED` where that is
+        because something records, transforms or watches the ops.
+        """
 
     def clear_own_casts(self, all_threads: bool, /) -> None:
         """Drop the casts that this thread's own regions keep, or those of all threads' regions."""

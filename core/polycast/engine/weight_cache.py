@@ -24,9 +24,11 @@ class WeightCacheStats:
     Attributes:
         entries: casts that are kept.
         bytes: their memory.
-        hits: how often a kept cast served.
-        misses: how often a cast was made.
-        evictions: how many casts were dropped to keep within max_bytes.
+        hits: how often something kept served: a cast, or what a recipe has packed a weight into.
+        misses: how often it was made.
+        evictions: how many were dropped to keep within max_bytes.
+        packings: what recipes have packed weights into, and is kept.
+        packed_bytes: its memory.
     """
 
     entries: int
@@ -34,6 +36,8 @@ class WeightCacheStats:
     hits: int
     misses: int
     evictions: int
+    packings: int = 0
+    packed_bytes: int = 0
 
 
 class CastStore(Protocol):
@@ -42,8 +46,8 @@ class CastStore(Protocol):
     def clear(self) -> None:
         """Drop every cast."""
 
-    def statistics(self) -> tuple[int, int, int, int, int]:
-        """Return entries, bytes, hits, misses and evictions."""
+    def statistics(self) -> tuple[int, ...]:
+        """Return what WeightCacheStats has, in its order."""
 
 
 _Store = TypeVar("_Store", bound=CastStore)
@@ -69,7 +73,7 @@ class WeightCache:
     tensors that a cache watches.
 
     Args:
-        max_bytes: the memory that casts may take. A new one takes the place of the one that was not used for longest,
+        max_bytes: the memory that casts and packings may take. A new one takes the place of the one that was not used for longest,
             if it was wanted as often. None: no bound.
         verify: at every hit compare the cast with the weight, to find writes that were not seen. Slow.
 

@@ -9,15 +9,18 @@ STALE = (
 )
 
 
-def is_weight(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is a weight, whose casts are worth keeping.
+_PACKED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_weight(tensor: torch.Tensor, *, to_pack: bool = False) -> bool:
+    """Say whether a tensor is a weight, whose casts are worth keeping; `to_pack`: or which a recipe may pack.
 
     Weights are float32 leaves: those that require grad, and parameters that do not (frozen ones). Subclasses other than
     Parameter are cast anew each time, so that their own dispatch sees it; and so are the weights that FSDP gathers.
     """
     kind = type(tensor)
     return (
-        tensor.dtype is torch.float32
+        (tensor.dtype in _PACKED if to_pack else tensor.dtype is torch.float32)
         and (kind is torch.nn.Parameter or (kind is torch.Tensor and tensor.requires_grad))
         and tensor.is_leaf
         and tensor.layout is torch.strided

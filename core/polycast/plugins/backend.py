@@ -1,6 +1,6 @@
 """What a plugin supplies: a backend, and the contract it has to keep."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias
@@ -9,6 +9,7 @@ import torch
 
 from ..errors import InvalidBackendError
 from ..policy.cast_policy import CastPolicy
+from ..policy.recipes import Recipe
 from ..policy.validation import table_problems
 
 KernelKey: TypeAlias = tuple[torch._ops.OpOverload, torch.dtype, torch.dtype]
@@ -39,6 +40,48 @@ class Availability:
 
     def __bool__(self) -> bool:
         return self.available
+
+
+class LowBitKernel:
+    """What computes one op by a recipe, on the weights of a model as they are.
+
+    The op's arguments come in the order of its schema, all of them, with activations in the dtype that the caller gave
+    them. polycast keeps what the weight is packed into as long as the weight is what it was.
+
+    Attributes:
+        weight: the position of the weight among the op's arguments.
+        packing: kernels for which this is equal, among those of one backend, share what a weight is packed into. None:
+            it shares with no other.
+    """
+
+    weight: int = 1
+    packing: Hashable = None
+
+    def prepare(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+        """Return what the weight is packed into, of tensors that nothing else uses; None where this weight cannot be.
+
+        Called without autograd and outside of autocast. What is asked of the weight here takes its time once for each
+        state of the weight, so this may look at its values.
+
+        Args:
+            weight: float32, bfloat16 or float16.
+        """
+        raise NotImplementedError
+
+    def declines(self, *args: Any) -> str | None:
+        """Say why this call is not for the kernel, in words for people; None: it is.
+
+        Asked of every call, also while compilers trace, of fake tensors: it may look at dtypes, sizes and strides, and
+        at no values.
+        """
+        return None
+
+    def run(self, prepared: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
+        """Return what the op returns, in the fast dtype, which is ``torch.get_autocast_dtype`` of the device.
+
+        Called outside of autocast, where autograd has nothing to record. The weight itself is not to be read.
+        """
+        raise NotImplementedError
 
 
 class Backend:
@@ -95,6 +138,20 @@ class Backend:
         :func:`polycast.observe` tells who computes in it.
         """
         return None
+
+    def recipe_availability(self, recipe: Recipe) -> Availability:
+        """Say whether the device can compute by a recipe now and, if not, why: then the fast dtype is used.
+
+        The reason of one that can is a warning: of a recipe that is experimental, say. It is given once.
+        """
+        return Availability(False, f"the backend for {self.device_type} has no kernels for {recipe.kind}")
+
+    def low_bit_kernels(self, recipe: Recipe) -> Mapping[str, LowBitKernel]:
+        """Return the kernels for a recipe that is available, by the name of the op (``"aten::linear"``).
+
+        Asked once for each recipe. It may offer kernels for ops that the recipe does not name.
+        """
+        return {}
 
     def is_capturing(self) -> bool:
         """Say whether the device is recording a graph (as CUDA graphs do): no cast is kept from one then.

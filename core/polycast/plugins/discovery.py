@@ -16,6 +16,7 @@ import pluggy
 import torch
 
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError, InvalidBackendError
+from ..policy.recipes import Recipe
 from . import env, hookspecs
 from .backend import Availability, Backend, validate
 from .signals import raised_by_signal_handler
@@ -231,6 +232,15 @@ def check_dtype(backend: Backend, dtype: torch.dtype) -> Availability:
     except (Exception, SystemExit) as cause:
         return _failed(cause)
     return answer if isinstance(answer, Availability) else _no_answer("dtype_availability", answer)
+
+
+def check_recipe(backend: Backend, recipe: Recipe) -> Availability:
+    """Return what a backend says of a recipe; an exception of its making is an answer too."""
+    try:
+        answer = backend.recipe_availability(recipe)
+    except (Exception, SystemExit) as cause:
+        return _failed(cause)
+    return answer if isinstance(answer, Availability) else _no_answer("recipe_availability", answer)
 
 
 def _failed(cause: BaseException) -> Availability:

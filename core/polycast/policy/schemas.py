@@ -1,6 +1,8 @@
 """The ops of the running torch: finding one by its name, and what its schema lets a policy do."""
 
 import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -61,3 +63,16 @@ def overload_with_dtype(op: torch._ops.OpOverload) -> torch._ops.OpOverload | No
         ):
             return candidate
     return None
+
+
+def in_order(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return all that an op takes in the order of its schema, with the defaults of what a call leaves out."""
+    others = op._schema.arguments[len(args) :]
+    return [*args, *(kwargs[each.name] if each.name in kwargs else each.default_value for each in others)]
+
+
+def by_schema(op: torch._ops.OpOverload, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the same as a call has them: those by position, and those that it takes by name only."""
+    pairs = list(zip(op._schema.arguments, values, strict=True))
+    positional = [value for argument, value in pairs if not argument.kwarg_only]
+    return positional, {argument.name: value for argument, value in pairs if argument.kwarg_only}

@@ -22,11 +22,13 @@ from ..errors import AutocastDisabledWarning, warn_user
 from ..plugins.backend import Availability, Backend
 from ..plugins.discovery import check_availability, check_dtype
 from ..plugins.registry import registry
+from ..policy.recipes import RecipeLike
 from ..policy.value import PolicyLike
 from .checkpoint import carry_regions
 from .decorate import decorate
 from .entry import fast_path, has_more_than_torch, put_in_place
-from .policies import overlay_of
+from .policies import overlay_of, with_recipe
+from .recipes import usable_recipe
 from .suspend import Suspendable
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -54,6 +56,8 @@ class autocast(TorchAutocast):
             the outermost one, in a cache of the thread's own, which is dropped with it.
         policy: which ops have another policy in this region and those inside it, over the backend's table: a
             :class:`Policy`, a mapping such as ``{"softmax": "fp32"}``, or the path of a policy file.
+        recipe: the numbers below the fast dtype in which products are computed in this region and those inside it: such
+            as :class:`Int8`, or its name. None: those of the enclosing region; ``"none"`` or :class:`NoRecipe`: none.
 
     Attributes:
         device: the device type.
@@ -62,13 +66,15 @@ class autocast(TorchAutocast):
     Raises:
         ValueError: `device_type` is not a str; `policy` is refused by :class:`Policy`, or its file is no policy file.
         OSError: the file of `policy` cannot be read.
-        TypeError: `dtype` is not a torch.dtype, `cache_enabled` not a bool, or `cache` not a WeightCache.
+        TypeError: `dtype` is not a torch.dtype, `cache_enabled` not a bool, `cache` not a WeightCache, or `recipe` no
+            recipe.
         RuntimeError: torch does not know the device string; or no backend serves it (see
             :func:`polycast.get_backend`).
 
     Warns:
         AutocastDisabledWarning: the device cannot be used now, or its backend does not support the dtype. The region
             runs with autocast disabled.
+        RecipeDisabledWarning: the device cannot compute by the recipe. The region runs in the fast dtype.
 
     Example:
         >>> import torch, polycast
@@ -102,6 +108,7 @@ class autocast(TorchAutocast):
         *,
         cache: WeightCache | None = None,
         policy: PolicyLike | None = None,
+        recipe: RecipeLike | None = None,
     ) -> None:
         try:
             backend = registry.ready[device_type]
@@ -124,11 +131,13 @@ class autocast(TorchAutocast):
             raise TypeError(f"cache_enabled must be a bool or None, got {cache_enabled!r}")
         self.device = self._fast_path = backend.device_type
         self.fast_dtype = dtype
-        if cache is None and policy is None:
+        if cache is None and policy is None and recipe is None:
             self._settings = _plain_settings(self.device, bool(enabled), dtype, cache_enabled)
         else:
             _check_cache(cache, cache_enabled)
             overlay = None if policy is None else overlay_of(policy, self.device)
+            if recipe is not None:
+                overlay = with_recipe(overlay, usable_recipe(recipe, backend, bool(enabled)))
             self._settings = Settings(self.device, bool(enabled), dtype, cache_enabled, overlay, cache)
             self._fast_path = fast_path(self._settings)
 

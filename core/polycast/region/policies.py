@@ -1,4 +1,4 @@
-"""What a region lays over the backend's table, from whatever was given as ``policy=``.
+"""What a region lays over the backend's table, from whatever was given as ``policy=`` and ``recipe=``.
 
 A program makes few policies and many regions. So what was made of a Policy is kept with it; and the policies of the
 last mappings are kept by their items, those of the last files by what the file system says of them.
@@ -11,6 +11,7 @@ from typing import Any
 
 from ..engine.state import MODULE_RULE, REGIONS_POLICY, Origin, Overlay
 from ..policy.ops import Ops
+from ..policy.recipes import Recipe
 from ..policy.value import Policy, PolicyLike
 
 _KEPT = 256
@@ -38,10 +39,24 @@ def overlay_of(policy: PolicyLike, device_type: str) -> Overlay | None:
     return overlay
 
 
-def overlay_of_rule(ops: Ops, name: str) -> Overlay | None:
+def with_recipe(overlay: Overlay | None, recipe: Recipe) -> Overlay:
+    """Return an overlay with a recipe more: one and the same for the same two, as long as there are both."""
+    origin = REGIONS_POLICY if overlay is None else overlay.origin
+    made: Overlay | None
+    of, made = recipe.derived.get(_NAME, (None, None))
+    if made is None or of is not overlay:
+        made = Overlay(overlay or {}, origin, recipe=recipe)
+        recipe.derived[_NAME] = overlay, made
+    return made
+
+
+def overlay_of_rule(ops: Ops, name: str, recipe: Recipe | None = None) -> Overlay | None:
     """Return the overlay of the region that a rule for a module opens, by the name of the rule."""
     found = ops.resolved
-    return _overlay(ops, MODULE_RULE._replace(name=name), len(found)) if found else None
+    origin = MODULE_RULE._replace(name=name)
+    if recipe is not None:
+        return Overlay(found, origin, recipe=recipe)
+    return _overlay(ops, origin, len(found)) if found else None
 
 
 @functools.lru_cache(maxsize=_KEPT)

@@ -14,8 +14,8 @@ from typing_extensions import override
 
 from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
-from ...policy.schemas import optional_dtype, overload_with_dtype
-from .. import kept_cast
+from ...policy.schemas import in_order, optional_dtype, overload_with_dtype
+from .. import kept_cast, low_bit
 from ..casting import is_eligible, promotion
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, dispatch_key, refusal
@@ -102,6 +102,10 @@ class _Kernel:
                 region = self.machine.innermost(self.device_type)
                 if region is not None and region[0] is not None:
                     telling.listener.note_overlay(region[0])
+            if policy is CastPolicy.LOWER_PRECISION_FP and self.machine.computes_low_bit(self.name, self.device_type):
+                result = low_bit.perform(self.name, self.device_type, *in_order(self.op, args, kwargs))
+                if result is not None:
+                    return result
             return _RULES[policy](self, args, kwargs)
 
     def cast_to(self, dtype: torch.dtype, args: _Args, kwargs: _Kwargs) -> Any:
@@ -141,10 +145,7 @@ def _fp32_append_dtype(kernel: _Kernel, args: _Args, kwargs: _Kwargs) -> Any:
     assert overload is not None  # the table was validated
     # Defaults that the caller left out are this overload's, which the one with a dtype need not have.
     arguments = kernel.op._schema.arguments
-    given = {argument.name: value for argument, value in zip(arguments, args, strict=False)} | kwargs
-    for argument in arguments:
-        if argument.name not in given and argument.has_default_value():
-            given[argument.name] = argument.default_value
+    given = dict(zip([argument.name for argument in arguments], in_order(kernel.op, args, kwargs), strict=True))
     dtype = torch.float32 if kernel.first_is_eligible(args, kwargs) else given[arguments[0].name].dtype
     return overload(**given, dtype=dtype)
 

@@ -4,13 +4,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from ...policy.cast_policy import CastPolicy
-from ..state import Overlay, Settings
+from ..state import NO_WEIGHT, NOTHING_KEPT, WATCHED, Overlay, Settings
 from ..weight_cache import WeightCache
+from ..weights import caching_is_safe, is_weight
 from . import telling
 from .store import PythonStore
 
@@ -195,6 +196,23 @@ class PythonStateMachine:
         region = self.innermost(device_type)
         overlay = None if region is None else region[0]
         return default if overlay is None else overlay.get(name, default)
+
+    def packing(
+        self, cache: WeightCache, weight: torch.Tensor, kind: int, prepare: Callable[[torch.Tensor], Any]
+    ) -> tuple[torch.Tensor, ...] | str | None:
+        """Return what a weight is packed into."""
+        if not caching_is_safe():
+            return WATCHED
+        if not is_weight(weight, to_pack=True):
+            return NO_WEIGHT
+        if not torch.is_autocast_cache_enabled():
+            return NOTHING_KEPT
+        return cache.store("reference", PythonStore).packing(weight, kind, prepare)
+
+    def computes_low_bit(self, name: str, device_type: str) -> bool:
+        """Say whether the recipe of this thread's region is for an op."""
+        region = self.innermost(device_type)
+        return region is not None and region[0] is not None and name in region[0].low_bit
 
     def weight_caster(self, device_type: str) -> _CastWeight | None:
         """Return what casts a weight in this thread's region, and keeps the cast; None where it is in none.

@@ -3,9 +3,9 @@
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,16 +20,37 @@ _stores: "weakref.WeakSet[PythonStore]" = weakref.WeakSet()
 _stores_lock = threading.RLock()
 
 
+_Key: TypeAlias = tuple[int, torch.dtype | int]
+"""Of a weight: its identity, and the dtype of its cast or the kind of its packing."""
+_Packing: TypeAlias = tuple[torch.Tensor, ...] | None
+
+
 @dataclass(slots=True)
 class _Entry:
     content: tuple[object, ...]
     storage: StorageWeakRef  # so that its identity is not given to another storage
-    cast: torch.Tensor
+    kept: _Packing  # a cast, or what the weight was packed into
     uses: int = 1
+    versions: tuple[int, ...] = ()
+    nbytes: int = 0
+    original: torch.Tensor | None = None  # what was packed, where it is to be verified
+
+    def __post_init__(self) -> None:
+        self.versions = _versions(self.kept)
+        self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in self.kept or ())
 
     def holds_for(self, weight: torch.Tensor) -> bool:
         # What an op that declares no writes does to its inputs, or who is given one back, it does to the cast.
-        return self.cast._version == 0 and self.content == _content(weight)
+        return self.versions == _versions(self.kept) and self.content == _content(weight)
+
+    @property
+    def cast(self) -> torch.Tensor:
+        assert self.kept is not None
+        return self.kept[0]
+
+
+def _versions(kept: _Packing) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in kept or ())
 
 
 class PythonStore:
@@ -41,10 +62,10 @@ class PythonStore:
         self._verify = verify
         # Reentrant: a weight may die, and its entries with it, in the middle of any line below.
         self._lock = threading.RLock()
-        self._entries: OrderedDict[tuple[int, torch.dtype], _Entry] = OrderedDict()
-        self._linked: dict[tuple[int, torch.dtype], _Entry] = {}
+        self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
+        self._linked: dict[_Key, _Entry] = {}
         self._weights: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._refused: dict[tuple[int, torch.dtype], int] = {}  # how often; hints, by identity
+        self._refused: dict[_Key, int] = {}  # how often; hints, by identity
         self._bytes = self._hits = self._misses = self._evictions = 0
         with _stores_lock:
             _stores.add(self)
@@ -56,17 +77,40 @@ class PythonStore:
         """
         key = (id(weight), dtype)
         with self._lock:
-            entry = self._entries.get(key)
-            if entry is None or not entry.holds_for(weight):
+            entry = self._find(key, weight)
+            if entry is None:
                 if made is not None:
                     made.append(True)
-                return self._insert(key, weight)
-            self._hits += 1
-            entry.uses = min(entry.uses + 1, _MOST_USES)
-            self._entries.move_to_end(key)
+                return self._insert(key, weight, _Entry(_content(weight), _storage(weight), (_made(weight, dtype),))).cast
             if self._verify:
                 _check_contents(weight, entry.cast)
             return entry.cast
+
+    def packing(self, weight: torch.Tensor, kind: int, prepare: Callable[[torch.Tensor], _Packing]) -> _Packing:
+        """Return what `prepare` makes of a weight: what is kept if it still holds, else anew."""
+        key = (id(weight), kind)
+        with self._lock:
+            entry = self._find(key, weight)
+            if entry is not None:
+                if entry.original is not None and not _are_equal(entry.original, weight):
+                    raise StaleWeightError(STALE)
+                return entry.kept
+        content = _content(weight)
+        with torch.inference_mode(False), torch.no_grad():
+            entry = _Entry(content, _storage(weight), prepare(weight.detach()))
+            if self._verify:
+                entry.original = weight.detach().clone()
+        with self._lock:
+            return self._insert(key, weight, entry).kept
+
+    def _find(self, key: _Key, weight: torch.Tensor) -> _Entry | None:
+        entry = self._entries.get(key)
+        if entry is None or not entry.holds_for(weight):
+            return None
+        self._hits += 1
+        entry.uses = min(entry.uses + 1, _MOST_USES)
+        self._entries.move_to_end(key)
+        return entry
 
     def with_link(self, weight: torch.Tensor, dtype: torch.dtype, cast: torch.Tensor) -> torch.Tensor:
         """Return a cast with the history that it has in this thread's regions: of several uses, one."""
@@ -74,22 +118,21 @@ class PythonStore:
         with self._lock:
             entry = self._linked.get(key)
             if entry is None or not entry.holds_for(weight):
-                entry = self._linked[key] = _Entry(_content(weight), _storage(weight), _link(weight, cast))
+                entry = self._linked[key] = _Entry(_content(weight), _storage(weight), (_link(weight, cast),))
             return entry.cast
 
-    def _insert(self, key: tuple[int, torch.dtype], weight: torch.Tensor) -> torch.Tensor:
-        entry = _Entry(_content(weight), _storage(weight), cast := _made(weight, key[1]))
+    def _insert(self, key: _Key, weight: torch.Tensor, entry: _Entry) -> _Entry:
         self._misses += 1
         self._erase(key)
-        if not _may_be_kept(weight) or not self._make_room(key, cast.nbytes):
-            return cast
+        if not _may_be_kept(weight) or not self._make_room(key, entry.nbytes):
+            return entry
         if key[0] not in self._weights:
             self._weights[key[0]] = weakref.ref(weight, self._forgetting(key[0]))
         self._entries[key] = entry
-        self._bytes += cast.nbytes
-        return cast
+        self._bytes += entry.nbytes
+        return entry
 
-    def _make_room(self, key: tuple[int, torch.dtype], size: int) -> bool:
+    def _make_room(self, key: _Key, size: int) -> bool:
         """Make room for a cast, or say that those which are there are worth more.
 
         The one that was not used for longest has to give way if the new one was wanted as often. So a model that is too
@@ -126,10 +169,10 @@ class PythonStore:
 
         return forget
 
-    def _erase(self, key: tuple[int, torch.dtype]) -> None:
+    def _erase(self, key: _Key) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:
-            self._bytes -= entry.cast.nbytes
+            self._bytes -= entry.nbytes
 
     def forget_written(self, storages: Set[int]) -> None:
         """Drop the casts of weights whose storages were written."""
@@ -159,10 +202,12 @@ class PythonStore:
             dropped, self._linked = self._linked, {}
         del dropped
 
-    def statistics(self) -> tuple[int, int, int, int, int]:
-        """Return entries, bytes, hits, misses and evictions."""
+    def statistics(self) -> tuple[int, ...]:
+        """See CastStore."""
         with self._lock:
-            return len(self._entries), self._bytes, self._hits, self._misses, self._evictions
+            packed = [entry.nbytes for (_, kind), entry in self._entries.items() if isinstance(kind, int)]
+            casts, size = len(self._entries) - len(packed), self._bytes - sum(packed)
+            return casts, size, self._hits, self._misses, self._evictions, len(packed), sum(packed)
 
 
 def all_stores() -> list[PythonStore]:
@@ -254,6 +299,10 @@ def _link(weight: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
 
 def _check_contents(weight: torch.Tensor, cast: torch.Tensor) -> None:
     with torch.no_grad():
-        fresh = weight.detach().to(cast.dtype)
-        if not (torch.equal(fresh.nan_to_num(), cast.nan_to_num()) and torch.equal(fresh.isnan(), cast.isnan())):
+        if not _are_equal(weight.detach().to(cast.dtype), cast):
             raise StaleWeightError(STALE)
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    with torch.no_grad():
+        return torch.equal(one.nan_to_num(), other.nan_to_num()) and torch.equal(one.isnan(), other.isnan())

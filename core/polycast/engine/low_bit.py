@@ -1,0 +1,312 @@
+"""Ops that a recipe computes: what the kernels at the Autocast keys call where a region has one.
+
+`perform` finds the backend's kernel for the op, and what the weight is packed into; or says why the op runs in the fast
+dtype, to whoever counts. What weights are packed into is kept by the rules of a WeightCache: in the region's, or in one
+for the process, for to pack anew at each entry would cost more than it gives.
+
+Where a compiler traces a region, an op that a kernel takes becomes an operator of polycast's, ``polycast::low_bit_...``
+with the schema of the op. It does at run time what `perform` does, and finds the packing there.
+"""
+
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.library import Library
+
+from ..plugins.backend import Backend, LowBitKernel
+from ..plugins.discovery import check_recipe
+from ..plugins.registry import registry
+from ..policy.recipes import Recipe
+from ..policy.schemas import by_schema, find_op, in_order
+from . import state
+from .disable_dynamo import disable_dynamo
+from .kept_cast import TAGS, number_in_graph
+from .state import NO_WEIGHT, WATCHED, Overlay
+from .weight_cache import WeightCache, cache_by_identity
+
+NO_KERNEL = "the backend has no kernel for it"
+RECORDS = "autograd records it, and low bit is for inference"
+SMALL = "the weight is smaller than the recipe's min_size"
+KEPT = "the recipe keeps the weight in the fast dtype"
+NO_PACKING = "the weight cannot be packed"
+
+_FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
+
+_Note = Callable[[str, str, str, str | None], object]
+_listeners: tuple[tuple[_Note, int | None], ...] = ()
+_lock = threading.Lock()
+_kinds: dict[Hashable, int] = {}
+_unused_kinds = itertools.count(1)
+
+
+def listen(note: _Note, thread: int | None) -> None:
+    """Have a function told of each op that is computed by a recipe, or is not: of one thread, or of all.
+
+    It gets the device type, the recipe, the op, by its name in the dispatcher, and the reason if it is not.
+    """
+    global _listeners
+    with _lock:
+        _listeners = (*_listeners, (note, thread))
+
+
+def listen_no_more(note: _Note) -> None:
+    """Have it told no more."""
+    global _listeners
+    with _lock:
+        _listeners = tuple(each for each in _listeners if each[0] is not note)
+
+
+def _tell(device_type: str, recipe: Recipe, op: str, reason: str | None) -> None:
+    thread = threading.get_ident()
+    for note, of in _listeners:
+        if of in (None, thread):
+            note(device_type, recipe.short, op, reason)
+
+
+class _Packings:
+    """What weights are packed into where no region around has a cache: kept for the process, as long as they live."""
+
+    def __init__(self) -> None:
+        self._cache: WeightCache | None = None
+
+    @property
+    def cache(self) -> WeightCache:
+        found = self._cache
+        if found is None:
+            found = self._cache = WeightCache()
+        return found
+
+    def clear(self) -> None:
+        found = self._cache
+        if found is not None:
+            found.clear()
+
+    def drop(self) -> None:
+        self._cache = None
+
+
+packings = _Packings()
+
+
+class _Keep:
+    """The weights that a recipe keeps in the fast dtype: those that it names, and those of modules that it names."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._answers: dict[int, tuple[weakref.ref[torch.Tensor], bool]] = {}
+
+    def has(self, weight: torch.Tensor) -> bool:
+        known = self._answers.get(id(weight))
+        if known is not None and known[0]() is weight:
+            return known[1]
+        found = any(
+            each is weight if isinstance(each, torch.Tensor) else any(own is weight for own in each.parameters())
+            for each in self._recipe.keep
+        )
+        if len(self._answers) > 10_000:
+            self._answers = {}
+        self._answers[id(weight)] = weakref.ref(weight), found
+        return found
+
+
+class _Plan:
+    """The kernels of a backend for a recipe."""
+
+    def __init__(self, backend: Backend, recipe: Recipe) -> None:
+        self.backend = backend
+        self.recipe = recipe
+        self.device_type = backend.device_type
+        self.keep = _Keep(recipe) if recipe.keep else None
+        self.kernels: Mapping[str, LowBitKernel] = {}
+        self.refusal = NO_KERNEL
+        answer = check_recipe(backend, recipe)
+        if answer.available:
+            self.kernels = backend.low_bit_kernels(recipe)
+        else:
+            self.refusal = answer.reason
+        self._kinds = {op: _kind_of(backend, recipe, kernel) for op, kernel in self.kernels.items()}
+
+    def declines(self, op: str, args: Sequence[Any]) -> str | None:
+        """Say why an op is not computed by the recipe; None: it is, if its weight can be packed."""
+        kernel = self.kernels.get(op)
+        if kernel is None:
+            return self.refusal
+        weight = args[kernel.weight]
+        if not isinstance(weight, torch.Tensor):
+            return "its weight is no tensor"
+        records = torch.is_grad_enabled()
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                if arg.device.type != self.device_type:
+                    return f"a tensor is on {arg.device.type}"
+                if arg.dtype not in _FLOATS:
+                    return f"a tensor is {str(arg.dtype).removeprefix('torch.')}"
+                if records and arg.requires_grad:
+                    return RECORDS
+        if weight.numel() < self.recipe.min_size:
+            return SMALL
+        if self.keep is not None and self.keep.has(weight):
+            return KEPT
+        return kernel.declines(*args)
+
+    def run(self, op: str, cache: WeightCache | None, args: Sequence[Any]) -> torch.Tensor | str:
+        """Return what a kernel makes of an op that it does not decline, or why it has to."""
+        kernel = self.kernels[op]
+        weight: torch.Tensor = args[kernel.weight]
+        prepared = state.machine.packing(cache or packings.cache, weight, self._kinds[op], kernel.prepare)
+        if prepared is None:
+            return NO_PACKING
+        if isinstance(prepared, str):
+            return prepared
+        result = kernel.run(prepared, *args)
+        dtype = torch.get_autocast_dtype(self.device_type)
+        return result if result.dtype is dtype else result.to(dtype)
+
+
+def _kind_of(backend: Backend, recipe: Recipe, kernel: LowBitKernel) -> int:
+    packing = kernel if kernel.packing is None else (type(backend), recipe.kind, recipe.scales, kernel.packing)
+    with _lock:
+        return _kinds.setdefault(packing, next(_unused_kinds))
+
+
+def plan_of(overlay: Overlay, device_type: str) -> _Plan | None:
+    """Return the kernels by which a region with an overlay computes on a device; None where it has no recipe."""
+    backend = registry.find(device_type)
+    plan: _Plan | None = overlay.derived.get(device_type)
+    if plan is None or plan.backend is not backend:
+        if overlay.recipe is None:
+            return None
+        plan = overlay.derived[device_type] = _plan(backend, overlay.recipe)
+    return plan
+
+
+def _plan(backend: Backend, recipe: Recipe) -> _Plan:
+    plan: _Plan | None = recipe.derived.get(backend.device_type)
+    if plan is None or plan.backend is not backend:
+        plan = recipe.derived[backend.device_type] = _Plan(backend, recipe)
+    return plan
+
+
+@disable_dynamo
+def perform(op: str, device_type: str, *args: Any) -> torch.Tensor | None:
+    """Compute an op by the recipe of this thread's region; None where it is to run in the fast dtype.
+
+    Called by kernels at the Autocast key, outside of autocast for the device.
+
+    Args:
+        op: by its name in the dispatcher.
+        args: all that the op takes, in the order of its schema.
+    """
+    region = state.machine.innermost(device_type)
+    if region is None or region[0] is None:
+        return None
+    overlay, cache = region
+    plan = plan_of(overlay, device_type)
+    if plan is None:
+        return None
+    result: torch.Tensor | str | None = plan.declines(op, args)
+    if result is None:
+        result = plan.run(op, cache, args)
+        if result is WATCHED:
+            result = _traced(op, plan, args, cache)
+    done = isinstance(result, torch.Tensor)
+    if _listeners:
+        _tell(device_type, plan.recipe, op, None if done else result)
+    return result if done else None
+
+
+def _traced(op: str, plan: _Plan, args: Sequence[Any], cache: WeightCache | None) -> torch.Tensor | str:
+    """Return what stands for the op's result in what is traced, or why there is none."""
+    if (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+        or torch.compiler.is_exporting()
+    ):
+        return WATCHED
+    weight = args[plan.kernels[op].weight]
+    if not isinstance(_unwrapped(weight), torch.nn.Parameter):
+        return NO_WEIGHT
+    operator = operator_of(op)
+    positional, named = by_schema(_op(op), args)
+    dtype = torch.get_autocast_dtype(plan.device_type)
+    number = number_in_graph(cache)
+    result: torch.Tensor = operator(*positional, **named, recipe=plan.recipe.text, cache=number, dtype=dtype)
+    return result
+
+
+def _unwrapped(weight: torch.Tensor) -> torch.Tensor:
+    elem = getattr(weight, "elem", None)
+    return torch._from_functional_tensor(elem) if elem is not None and torch._is_functional_tensor(elem) else weight
+
+
+@functools.cache
+def operator_of(op: str) -> Any:
+    """Return the operator that stands for an op in compiled code, which finds the packing of the weight at run time."""
+    overload = _op(op)
+    name = "low_bit_" + op.replace("::", "_").replace(".", "_")
+    arguments, _, returns = str(overload._schema).partition("(")[2].rpartition(") -> ")
+    more = "str recipe, int cache, ScalarType dtype"
+    arguments = f"{arguments}, {more}" if "*" in arguments.split(", ") else f"{arguments}, *, {more}"
+    _library.define(f"{name}({arguments}) -> {returns}", tags=TAGS)  # type: ignore[no-untyped-call]
+
+    @disable_dynamo
+    def run(*args: Any, recipe: str, cache: int, dtype: torch.dtype, **named: Any) -> torch.Tensor:
+        return _run_in_compiled(op, recipe, cache, dtype, in_order(overload, args, named))
+
+    def fake(*args: Any, recipe: str, cache: int, dtype: torch.dtype, **named: Any) -> torch.Tensor:
+        return _in_fast_dtype(op, dtype, in_order(overload, args, named))
+
+    _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.impl(name, fake, "Meta")  # type: ignore[no-untyped-call]
+    return getattr(torch.ops.polycast, name).default
+
+
+_library = Library("polycast", "FRAGMENT")  # type: ignore[no-untyped-call]
+_recipe_of_text = functools.lru_cache(maxsize=256)(Recipe.of_text)
+
+
+def _run_in_compiled(op: str, recipe: str, cache: int, dtype: torch.dtype, args: Sequence[Any]) -> torch.Tensor:
+    device_type = next(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
+    plan = _plan(registry.find(device_type), _recipe_of_text(recipe))
+    region = None if cache else state.machine.innermost(device_type)
+    found = cache_by_identity(cache) if region is None else region[1]
+    before = torch.get_autocast_dtype(device_type)
+    with torch.no_grad(), torch._C._DisableAutocast():
+        torch.set_autocast_dtype(device_type, dtype)
+        try:
+            result: torch.Tensor | str | None = plan.declines(op, args)
+            if result is None:
+                result = plan.run(op, found, args)
+        finally:
+            torch.set_autocast_dtype(device_type, before)
+        done = isinstance(result, torch.Tensor)
+        if _listeners:
+            _tell(device_type, plan.recipe, op, None if done else result)
+        return result if done else _in_fast_dtype(op, dtype, args)
+
+
+def _in_fast_dtype(op: str, dtype: torch.dtype, args: Sequence[Any]) -> torch.Tensor:
+    cast = [arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.dtype in _FLOATS else arg for arg in args]
+    positional, named = by_schema(_op(op), cast)
+    result: torch.Tensor = _op(op)(*positional, **named)
+    return result
+
+
+@functools.cache
+def _op(name: str) -> torch._ops.OpOverload:
+    found = find_op(name)
+    assert found is not None  # it was called
+    return found
+
+
+def why_not(overlay: Overlay, op: str, device_type: str, args: Sequence[Any]) -> str | None:
+    """Say why a call would not be computed by the recipe, of arguments that may be fake; None: it would be."""
+    plan = plan_of(overlay, device_type)
+    return NO_KERNEL if plan is None else plan.declines(op, args)

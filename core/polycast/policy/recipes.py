@@ -1,0 +1,267 @@
+"""Recipes: in which numbers below the fast dtype a region's products are computed, as values that hold no state."""
+
+import itertools
+import weakref
+from collections.abc import Iterable
+from typing import Any, ClassVar, NoReturn, TypeAlias
+
+import torch
+from torch import nn
+from typing_extensions import Self
+
+from .names import known_overloads, nearest, read_op
+
+_PRODUCTS = ("addmm", "linear", "matmul", "mm")
+_SCALES = ("row", "tensor")
+_kinds: dict[str, type["Recipe"]] = {}
+_numbers = itertools.count(1)
+_numbered: "weakref.WeakValueDictionary[tuple[int, ...], _Number]" = weakref.WeakValueDictionary()
+_by_number: "weakref.WeakValueDictionary[int, _Number]" = weakref.WeakValueDictionary()
+
+
+class _Number:
+    """By which recipes that keep the same modules and weights are known in this process."""
+
+    def __init__(self, keep: Iterable[nn.Module | torch.Tensor]) -> None:
+        self.value = next(_numbers)
+        self._keep = [weakref.ref(each) for each in keep]
+        _by_number[self.value] = self
+
+    @property
+    def keep(self) -> tuple[nn.Module | torch.Tensor, ...]:
+        return tuple(alive for each in self._keep if (alive := each()) is not None)
+
+    @classmethod
+    def of(cls, keep: Iterable[nn.Module | torch.Tensor]) -> "_Number":
+        kept = {id(each): each for each in keep}
+        found = _numbered.get(tuple(kept))
+        if found is None or tuple(map(id, found.keep)) != tuple(kept):  # identities of the dead are given out again
+            found = _numbered[tuple(kept)] = cls(kept.values())
+        return found
+
+
+class Recipe:
+    """How a region computes the products that have LOWER_PRECISION_FP, in numbers below the fast dtype.
+
+    A frozen value without state, given as ``polycast.autocast(..., recipe=...)``. The fast dtype stays what it is: it
+    is the dtype of what comes out, and of every op that the recipe does not run. Recipes are equal where they mean the
+    same; those that `keep` something are, where it is the same objects, which a recipe does not keep alive.
+
+    A subclass has a `kind` of its own, by which backends tell it.
+
+    Args:
+        scales: ``"row"``: a scale for each row of the activations and each output feature; ``"tensor"``: one for the
+            activations together.
+        ops: the ops that run so where the backend has a kernel for it, by names as in a :class:`Policy`.
+        min_size: the least number of elements that a weight has for it to pay.
+        keep: modules or weights that stay in the fast dtype.
+
+    Raises:
+        TypeError: `keep` has something that is neither a module nor a tensor; `ops` or `min_size` are none.
+        ValueError: `scales` is neither; torch has no such op; `min_size` is negative.
+    """
+
+    kind: ClassVar[str]
+    default_min_size: ClassVar[int] = 0
+
+    scales: str
+    ops: tuple[str, ...]
+    min_size: int
+    text: str
+    """What it says, in a line: the same for equal ones, and without `keep` in every process."""
+    derived: dict[Any, Any]
+    """What other rooms have made of it."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        kind = vars(cls).get("kind")
+        if isinstance(kind, str):
+            _kinds[kind] = cls
+
+    def __init__(
+        self,
+        scales: str = "row",
+        ops: Iterable[str] = _PRODUCTS,
+        min_size: int | None = None,
+        keep: Iterable[nn.Module | torch.Tensor] = (),
+    ) -> None:
+        if not hasattr(self, "kind"):
+            raise TypeError(f"{type(self).__name__} is no kind of recipe: use one such as polycast.Int8")
+        if scales not in _SCALES:
+            raise ValueError(f"scales must be 'row' or 'tensor', got {scales!r}")
+        if min_size is None:
+            min_size = self.default_min_size
+        if isinstance(min_size, bool) or not isinstance(min_size, int):
+            raise TypeError(f"min_size must be an int, a number of elements, got {min_size!r}")
+        if min_size < 0:
+            raise ValueError(f"min_size must not be negative, got {min_size}")
+        named = _read_ops(ops)
+        kept = [_checked(each) for each in _listed(keep)]
+        number = _Number.of(kept) if kept else None
+        text = f"{self.kind} {scales} {','.join(named)} {min_size}" + (f" #{number.value}" if number else "")
+        vars(self).update(scales=scales, ops=named, min_size=min_size, text=text, derived={}, _number=number)
+
+    @classmethod
+    def of_text(cls, text: str) -> "Recipe":
+        """Return the recipe that has a `text`: where it keeps something, one that is alive in this process."""
+        kind, *said = text.split(" ")
+        if not said:
+            return _kinds[kind]()
+        scales, ops, min_size, *number = said
+        keep: tuple[Any, ...] = ()
+        if number:
+            keep = _by_number[int(number[0].removeprefix("#"))].keep
+        return _kinds[kind](scales, tuple(ops.split(",")) if ops else (), int(min_size), keep)
+
+    @property
+    def keep(self) -> tuple[nn.Module | torch.Tensor, ...]:
+        """What stays in the fast dtype, of what is alive."""
+        number: _Number | None = vars(self)["_number"]
+        return () if number is None else number.keep
+
+    @property
+    def overloads(self) -> frozenset[str]:
+        """The ops that run so, by their names in the dispatcher."""
+        return frozenset(name for op in self.ops for name in known_overloads(read_op(op)))
+
+    @property
+    def short(self) -> str:
+        """The kind and the scales, as the command takes them: ``"int8"``, ``"int8:tensor"``."""
+        return self.kind if self.scales == "row" else f"{self.kind}:{self.scales}"
+
+    @property
+    def written(self) -> str | dict[str, Any]:
+        """What a policy file has for it: text, or a table where there is more to say.
+
+        Raises:
+            ValueError: it keeps modules or weights, which no file names.
+        """
+        if vars(self)["_number"] is not None:
+            raise ValueError("a recipe with keep= cannot be a rule: give what it keeps a rule of its own, such as 'none'")
+        if self == type(self)(self.scales):
+            return self.short
+        return {"recipe": self.short, "ops": list(self.ops), "min_size": self.min_size}
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"a {type(self).__name__} cannot be changed: make another one")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a {type(self).__name__} cannot be changed")
+
+    def __eq__(self, other: object) -> bool:
+        return (type(self), self.text) == (type(other), other.text) if isinstance(other, Recipe) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __repr__(self) -> str:
+        said = [] if self.scales == "row" else [f"scales={self.scales!r}"]
+        said += [] if self.ops == _PRODUCTS else [f"ops={self.ops!r}"]
+        said += [] if self.min_size == self.default_min_size else [f"min_size={self.min_size}"]
+        said += [f"keep=<{len(self.keep)}>"] if vars(self)["_number"] is not None else []
+        return f"{type(self).__name__}({', '.join(said)})"
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.scales, self.ops, self.min_size, self.keep)
+
+
+class Int8(Recipe):
+    """Products of 8-bit integers, for inference; see :class:`Recipe` for the arguments.
+
+    Weights are packed once, with a scale for each output feature, and activations quantized at each call. Where autograd
+    records, the op runs in the fast dtype.
+
+    Example:
+        >>> import torch, polycast
+        >>> model = torch.nn.Linear(1024, 1024)
+        >>> with torch.no_grad(), polycast.autocast("cpu", recipe=polycast.Int8()):  # doctest: +SKIP
+        ...     model(torch.randn(1, 1024)).dtype
+        torch.bfloat16
+    """
+
+    kind = "int8"
+    default_min_size = 2**16
+
+
+class Float8(Recipe):
+    """Products of 8-bit floats (e4m3), for inference; see :class:`Recipe` for the arguments. Experimental."""
+
+    kind = "float8"
+    default_min_size = 2**22
+
+
+class NoRecipe(Recipe):
+    """No recipe: the fast dtype for every op, in a region inside one with a recipe."""
+
+    kind = "none"
+
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self).update(ops=(), text=self.kind)
+
+    def __repr__(self) -> str:
+        return "NoRecipe()"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NoRecipe, ()
+
+
+RecipeLike: TypeAlias = Recipe | str
+"""What every ``recipe=`` takes: a recipe, or ``"int8"``, ``"int8:tensor"``, ``"float8"``, ``"none"``."""
+
+
+def read_recipe(recipe: object) -> Recipe:
+    """Return the recipe that is given as one or as text.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: the text names none, with the nearest name.
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, type) and issubclass(recipe, Recipe):
+        raise TypeError(f"recipe is the class {recipe.__name__}: call it, {recipe.__name__}()")
+    if not isinstance(recipe, str):
+        raise TypeError(f"recipe must be a Recipe such as polycast.Int8(), its name, or None, got {recipe!r}")
+    kind, colon, scales = recipe.partition(":")
+    if kind not in _kinds or (colon and (kind == NoRecipe.kind or scales not in _SCALES)):
+        known = [each for kind in _kinds for each in ([kind] if kind == NoRecipe.kind else [kind, f"{kind}:tensor"])]
+        alike = nearest(recipe, known)
+        raise ValueError(
+            f"{recipe!r} is not a recipe: " + (f"did you mean {alike[0]!r}?" if alike else f"expected one of {known}")
+        )
+    return _kinds[kind](*([scales] if colon else []))
+
+
+def is_recipe_name(text: str) -> bool:
+    """Say whether a text names a recipe."""
+    return text.partition(":")[0] in _kinds
+
+
+def _read_ops(ops: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(ops, str) or not isinstance(ops, Iterable):
+        raise TypeError(f"ops must be names of ops, such as ('linear', 'mm'), got {ops!r}")
+    named = sorted({read_op(each).short for each in ops})
+    for each in named:
+        known_overloads(read_op(each))
+    return tuple(named)
+
+
+def _listed(keep: Any) -> Iterable[Any]:
+    if isinstance(keep, (nn.Module, torch.Tensor)):
+        return (keep,)
+    if isinstance(keep, str) or not isinstance(keep, Iterable):
+        raise TypeError(f"keep must be modules or weights, such as (model.lm_head,), got {keep!r}")
+    return keep
+
+
+def _checked(kept: Any) -> Any:
+    if not isinstance(kept, (nn.Module, torch.Tensor)):
+        raise TypeError(
+            f"keep takes modules and weights that stay in the fast dtype, got {kept!r}. To say it by name, put the "
+            "model under polycast.apply_policy with a rule 'none'."
+        )
+    return kept
