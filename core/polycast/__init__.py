@@ -29,11 +29,12 @@ from .errors import (
 )
 from .out_dtype.matmul_kernels import float32_products
 from .out_dtype.operator import out_dtype
-from .plugins.backend import Availability, Backend
+from .plugins.backend import Availability, Backend, LowBitKernel
 from .plugins.discovery import BackendStatus
 from .plugins.hookspecs import hookimpl
 from .plugins.registry import backends, get_backend, is_autocast_available, register_backend, unregister_backend
 from .policy.cast_policy import CastPolicy, policy_table
+from .policy.recipes import Float8, Int8, Recipe
 from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
 from .policy.value import Policy
 from .region.autocast import autocast, autocast_decorator
@@ -93,11 +94,15 @@ __all__ = [
     "Comparison",
     "Evidence",
     "Explanation",
+    "Float8",
+    "Int8",
     "InvalidBackendError",
+    "LowBitKernel",
     "ModuleRules",
     "Observation",
     "OpRegistration",
     "Policy",
+    "Recipe",
     "Snapshot",
     "StaleWeightError",
     "Tuned",
