@@ -19,9 +19,7 @@ from torch.library import Library
 from .weight_cache import WeightCache
 
 # What the device records would go on to use what it has recorded when the weight has another cast.
-TAGS = tuple(
-    getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, name)
-)
+TAGS = tuple(getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, name))
 
 _library = Library("polycast", "DEF")  # type: ignore[no-untyped-call]
 _library.define("kept_cast(Tensor weight, ScalarType dtype, int cache=0) -> Tensor", tags=TAGS)  # type: ignore[no-untyped-call]

@@ -137,7 +137,9 @@ class Recipe:
             ValueError: it keeps modules or weights, which no file names.
         """
         if vars(self)["_number"] is not None:
-            raise ValueError("a recipe with keep= cannot be a rule: give what it keeps a rule of its own, such as 'none'")
+            raise ValueError(
+                "a recipe with keep= cannot be a rule: give what it keeps a rule of its own, such as 'none'"
+            )
         if self == type(self)(self.scales):
             return self.short
         return {"recipe": self.short, "ops": list(self.ops), "min_size": self.min_size}

@@ -81,7 +81,9 @@ class PythonStore:
             if entry is None:
                 if made is not None:
                     made.append(True)
-                return self._insert(key, weight, _Entry(_content(weight), _storage(weight), (_made(weight, dtype),))).cast
+                return self._insert(
+                    key, weight, _Entry(_content(weight), _storage(weight), (_made(weight, dtype),))
+                ).cast
             if self._verify:
                 _check_contents(weight, entry.cast)
             return entry.cast
