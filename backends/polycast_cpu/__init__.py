@@ -3,12 +3,12 @@
 PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has no assertion to rewrite here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from typing_extensions import override
 
-from polycast import Availability, Backend, hookimpl
+from polycast import Availability, Backend, LowBitKernel, Recipe, hookimpl
 
 from .instructions import missing_instructions
 from .kernels import KERNELS
@@ -36,6 +36,20 @@ class CpuBackend(Backend):
     @override
     def emulates(self, dtype: torch.dtype) -> str | None:
         return missing_instructions(dtype)
+
+    @override
+    def recipe_availability(self, recipe: Recipe) -> Availability:
+        if recipe.kind != "int8":
+            return super().recipe_availability(recipe)
+        from .int8 import int8_availability  # few programs use recipes
+
+        return int8_availability()
+
+    @override
+    def low_bit_kernels(self, recipe: Recipe) -> Mapping[str, LowBitKernel]:
+        from .int8 import int8_kernels
+
+        return int8_kernels(recipe.scales)
 
 
 @hookimpl

@@ -54,6 +54,7 @@ from .region.thread_state import (
 )
 
 if TYPE_CHECKING:
+    from .engine.native.ops import load_ops
     from .precision.compare import compare
     from .precision.comparison import Comparison
     from .precision.evidence import Evidence, Tuned
@@ -74,6 +75,7 @@ _AT_FIRST_USE = {
     "apply_policy": "region.module_rules",
     "compare": "precision.compare",
     "explain": "region.explain",
+    "load_ops": "engine.native.ops",
     "observe": "precision.observe.observe",
     "tune": "precision.tune",
 }
@@ -129,6 +131,7 @@ __all__ = [
     "is_autocast_available",
     "is_autocast_cache_enabled",
     "is_autocast_enabled",
+    "load_ops",
     "observe",
     "out_dtype",
     "patch_torch",

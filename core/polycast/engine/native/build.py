@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,7 +32,20 @@ from ...plugins.signals import raised_by_signal_handler
 from .cache import BuildError, UntrustedCacheError, cache_directory, check_folders, is_trusted, make_folders
 from .engine import NativeEngine
 
-_MODULE = "polycast_native"
+
+@dataclass(frozen=True)
+class Library:
+    """What is built: the C++ that lies in a package."""
+
+    package: str
+    name: str
+    what: str
+    """How a sentence calls it."""
+    again: str
+    """How a build that failed is tried again, for the end of a sentence."""
+
+
+ENGINE = Library(str(__package__), "polycast_native", "the native engine", "`polycast build` tries again")
 # NDEBUG as in torch's own libraries: without it at::RecordFunction has another layout than theirs.
 _FLAGS = ("-O2", "-g0", "-DNDEBUG", "-fPIC", "-shared", "-std=c++20", "-fvisibility=hidden")
 
@@ -73,15 +87,15 @@ def _engine(library: Path) -> NativeEngine:
 
 
 def _import(library: Path) -> ModuleType:
-    loader = importlib.machinery.ExtensionFileLoader(_MODULE, str(library))
-    spec = importlib.util.spec_from_file_location(_MODULE, library, loader=loader)
+    loader = importlib.machinery.ExtensionFileLoader(ENGINE.name, str(library))
+    spec = importlib.util.spec_from_file_location(ENGINE.name, library, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module
 
 
-def find_or_build(directory: Path, again: bool = False) -> Path:
+def find_or_build(directory: Path, again: bool = False, wanted: Library = ENGINE) -> Path:
     """Return a build that is whole, making one if there is none.
 
     A build that failed is remembered by its log, for each process would try it anew; `again` does.
@@ -90,26 +104,24 @@ def find_or_build(directory: Path, again: bool = False) -> Path:
         UntrustedCacheError: others can write where it would be.
         BuildError: there is none, and none can be made.
     """
-    sources = read_sources()
+    sources = read_sources(wanted)
     place = directory / _digest(*_for_which(), *(text.hex() for text in sources.values()))
     compiler = _compiler()
     folder = place / _digest(*compiler, *_FLAGS) if compiler is not None else place
     try:
         check_folders(directory, folder)
         if compiler is None:
-            return _any_build(directory, place)
-        library = folder / f"{_MODULE}.so"
+            return _any_build(directory, place, wanted)
+        library = folder / f"{wanted.name}.so"
         if not _is_whole(library):
             if _failure(library).exists() and not again:
-                raise BuildError(
-                    f"it failed before; its output is in {_failure(library)}. `polycast build` tries again."
-                )
+                raise BuildError(f"it failed before; its output is in {_failure(library)}. {_sentence(wanted.again)}")
             make_folders(directory, folder)
             check_folders(directory, folder)
             with FileLock(folder / "lock"):
                 if not _is_whole(library):  # another process may have built it meanwhile
                     _remove_leftovers(folder)
-                    _build(compiler[0], sources, library)
+                    _build(compiler[0], sources, library, wanted)
         return library
     except (OSError, NotImplementedError) as error:  # the latter is filelock's, for a file system without locks
         if raised_by_signal_handler(error):  # a TimeoutError is an OSError
@@ -119,13 +131,17 @@ def find_or_build(directory: Path, again: bool = False) -> Path:
         ) from error
 
 
-def read_sources() -> Mapping[str, bytes]:
+def _sentence(words: str) -> str:
+    return f"{words[:1].upper()}{words[1:]}."
+
+
+def read_sources(wanted: Library = ENGINE) -> Mapping[str, bytes]:
     """Return the C++ by the names of its files; it may lie in an archive.
 
     Raises:
         BuildError: it was not installed.
     """
-    folder = importlib.resources.files(__package__)
+    folder = importlib.resources.files(wanted.package)
     try:
         found = {file.name: file.read_bytes() for file in folder.iterdir() if file.name.endswith((".cpp", ".h"))}
     except OSError:
@@ -135,9 +151,9 @@ def read_sources() -> Mapping[str, bytes]:
     return dict(sorted(found.items()))
 
 
-def _any_build(directory: Path, place: Path) -> Path:
+def _any_build(directory: Path, place: Path, wanted: Library) -> Path:
     """Return a build of whatever compiler: where there is none now, it does as well."""
-    for library in sorted(place.glob(f"*/{_MODULE}.so")):
+    for library in sorted(place.glob(f"*/{wanted.name}.so")):
         check_folders(directory, library.parent)
         if _is_whole(library):
             return library
@@ -207,16 +223,16 @@ def _remove_leftovers(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _build(compiler: str, sources: Mapping[str, bytes], library: Path) -> None:
+def _build(compiler: str, sources: Mapping[str, bytes], library: Path, wanted: Library) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a daemon's stderr may be closed, or None
-        sys.stderr.write("polycast: building the native engine, once for this torch ...\n")
+        sys.stderr.write(f"polycast: building {wanted.what}, once for this torch ...\n")
         sys.stderr.flush()
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         scratch = Path(folder)
         built = scratch / library.name
         for name, text in sources.items():  # what is compiled is what the build is keyed by, and may be in an archive
             (scratch / name).write_bytes(text)
-        command = _command(compiler, scratch, built)
+        command = _command(compiler, scratch, built, wanted.name)
         # What the compiler puts aside lies there too, and goes with the rest if it is killed.
         outcome = _run(command, stderr=subprocess.STDOUT, env={**os.environ, "TMPDIR": folder})
         if outcome.returncode != 0 or not built.is_file():
@@ -224,7 +240,7 @@ def _build(compiler: str, sources: Mapping[str, bytes], library: Path) -> None:
             _write_log(log, f"{shlex.join(command)}\n{outcome.stdout}")
             raise BuildError(
                 f"the compiler failed with status {outcome.returncode}; its output is in {log}. Once it can do better, "
-                "`polycast build` tries again."
+                f"{wanted.again}."
             )
         _failure(library).unlink(missing_ok=True)
         checksum = built.with_suffix(".sha256")
@@ -235,7 +251,7 @@ def _build(compiler: str, sources: Mapping[str, bytes], library: Path) -> None:
             os.replace(file, library.parent / file.name)
 
 
-def _command(compiler: str, scratch: Path, built: Path) -> list[str]:
+def _command(compiler: str, scratch: Path, built: Path, name: str) -> list[str]:
     # torch.utils.cpp_extension would tell the paths, but looks for CUDA at its import, and tells the user about it.
     torch_folder = Path(torch.__file__).parent
     include = torch_folder / "include"
@@ -243,7 +259,7 @@ def _command(compiler: str, scratch: Path, built: Path) -> list[str]:
     return [
         *shlex.split(compiler),
         *_FLAGS,
-        f"-DTORCH_EXTENSION_NAME={_MODULE}",
+        f"-DTORCH_EXTENSION_NAME={name}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(f"-isystem{path}" for path in headers),
         *(str(path) for path in sorted(scratch.glob("*.cpp"))),

@@ -77,7 +77,7 @@ class Observation:
 
     @property
     def low_bit(self) -> tuple[LowBit, ...]:
-        """The calls that recipes were to compute: those that they did, and those that ran in the fast dtype, with why."""
+        """The calls that recipes were to compute: those that they did, and those that they declined, with the reason."""
         return self.facts.low_bit
 
     @property
@@ -109,9 +109,8 @@ class Observation:
         """Return it as JSON-safe values.
 
         The keys: ``schema`` (an int), ``run`` (:class:`Run`), ``total`` (:class:`Counts` of all ops),
-        ``fast_share``, ``fast_time_share``,
-        ``ops``, ``modules``, ``casts``, ``regions``, ``compiled``, ``chains``, ``low_bit``, ``findings``: lists of what the
-        attributes of these names have, and ``nonfinite``: one of these, or None. A record is a mapping of its fields.
+        ``fast_share``, ``fast_time_share``, ``ops``, ``modules``, ``casts``, ``regions``, ``compiled``, ``chains``,
+        ``low_bit``, ``findings``: lists of what the attributes of these names have, and ``nonfinite``: one of these, or None. A record is a mapping of its fields.
         """
         facts = self.facts
         total = total_of(facts.ops)

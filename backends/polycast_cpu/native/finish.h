@@ -1,0 +1,74 @@
+// From the sums to the output: scales, bias and the dtype of the output, in one pass.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstdint>
+
+#include "isa.h"
+#include "layout.h"
+#include "quantize.h"
+
+namespace polycast_cpu {
+
+template <typename T>
+void finish_row_plain(const int32_t* sums, const int32_t* offsets, const float* scales, float scale, const float* bias,
+                      int64_t columns, T* out) {
+  for (int64_t n = 0; n < columns; ++n) {
+    const float value = static_cast<float>(sums[n] - offsets[n]) * scales[n] * scale;
+    out[n] = static_cast<T>(bias == nullptr ? value : value + bias[n]);
+  }
+}
+
+#if defined(__x86_64__)
+
+[[gnu::target("avx512f,avx512bw,avx512vl")]] inline void store16(float* to, __mmask16 mask, __m512 values) {
+  _mm512_mask_storeu_ps(to, mask, values);
+}
+
+[[gnu::target("avx512f,avx512bw,avx512vl")]] inline void store16(at::Half* to, __mmask16 mask, __m512 values) {
+  _mm256_mask_storeu_epi16(to, mask, _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+// To the nearest, ties to even; a nan is one of bfloat16's, whatever its bits were.
+[[gnu::target("avx512f,avx512bw,avx512vl")]] inline void store16(at::BFloat16* to, __mmask16 mask, __m512 values) {
+  const __m512i bits = _mm512_castps_si512(values);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __m512i halves = _mm512_mask_mov_epi32(_mm512_srli_epi32(rounded, 16),
+                                               _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q),
+                                               _mm512_set1_epi32(0x7fc0));
+  _mm256_mask_storeu_epi16(to, mask, _mm512_cvtepi32_epi16(halves));
+}
+
+template <typename T>
+[[gnu::target("avx512f,avx512bw,avx512vl")]] void finish_row_avx512(const int32_t* sums, const int32_t* offsets,
+                                                                    const float* scales, float scale,
+                                                                    const float* bias, int64_t columns, T* out) {
+  for (int64_t n = 0; n < columns; n += 16) {
+    const __mmask16 mask = first16(columns - n);
+    const __m512i sum = _mm512_sub_epi32(_mm512_loadu_si512(sums + n), _mm512_maskz_loadu_epi32(mask, offsets + n));
+    __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_maskz_loadu_ps(mask, scales + n));
+    value = _mm512_mul_ps(value, _mm512_set1_ps(scale));
+    if (bias != nullptr) {
+      value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, bias + n));
+    }
+    store16(out + n, mask, value);
+  }
+}
+
+#endif
+
+template <typename T>
+void finish_row(Isa isa, const int32_t* sums, const int32_t* offsets, const float* scales, float scale,
+                const float* bias, int64_t columns, T* out) {
+#if defined(__x86_64__)
+  if (isa != Isa::plain) {
+    return finish_row_avx512(sums, offsets, scales, scale, bias, columns, out);
+  }
+#endif
+  finish_row_plain(sums, offsets, scales, scale, bias, columns, out);
+}
+
+}  // namespace polycast_cpu

@@ -1,0 +1,62 @@
+"""Ops that a backend has in C++: built, kept and checked as the native engine is, and loaded into torch."""
+
+import functools
+import tempfile
+import threading
+from pathlib import Path
+
+import torch
+
+from ...errors import warn_user
+from ...plugins.backend import Availability
+from ...plugins.signals import raised_by_signal_handler
+from .build import Library, find_or_build
+from .cache import BuildError, UntrustedCacheError, cache_directory
+
+_one_at_a_time = threading.Lock()
+
+
+def load_ops(package: str) -> Availability:
+    """Build the C++ in a package, unless it was built before for this torch, and load the ops that it registers.
+
+    The package has ``.cpp`` and ``.h`` files, which register ops with ``TORCH_LIBRARY`` and need no Python. They are
+    compiled where the native engine is, without options for a processor: a function that needs its instructions says so
+    as its target. A failure is an answer, for the backend to pass on.
+
+    Args:
+        package: the name of the package, such as ``"polycast_cpu.native"``.
+
+    Returns:
+        Whether the ops are there and, if not, why.
+
+    Warns:
+        UserWarning: the cache of builds cannot be trusted, so that it was built for this process alone.
+
+    Example:
+        >>> import polycast
+        >>> polycast.load_ops("polycast.policy").available  # there is no C++ in it
+        False
+    """
+    with _one_at_a_time:  # ops can be registered once
+        return _load(package)
+
+
+@functools.cache
+def _load(package: str) -> Availability:
+    library = Library(package, package.replace(".", "_"), f"the ops of {package}", "remove that file to try again")
+    try:
+        try:
+            _register(find_or_build(cache_directory(), wanted=library))
+        except UntrustedCacheError as refusal:
+            with tempfile.TemporaryDirectory(prefix="polycast-") as private:
+                _register(find_or_build(Path(private), wanted=library))
+            warn_user(f"polycast built the ops of {package} for this process alone, as each process will: {refusal}")
+    except (BuildError, OSError) as error:
+        if raised_by_signal_handler(error):
+            raise
+        return Availability(False, f"the C++ of {package} cannot be had: {error}")
+    return Availability(True)
+
+
+def _register(library: Path) -> None:
+    torch.ops.load_library(library)
