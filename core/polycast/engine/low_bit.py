@@ -12,7 +12,8 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -97,6 +98,24 @@ class _Packings:
 packings = _Packings()
 
 
+class _Thread(threading.local):
+    recorded = 0
+    """How many functions this thread runs without a graph that are run again with one, in a backward."""
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def recorded_later() -> Iterator[None]:
+    """Have no op computed by a recipe in what autograd will record in its second run: it is to compute the same."""
+    _thread.recorded += 1
+    try:
+        yield
+    finally:
+        _thread.recorded -= 1
+
+
 class _Keep:
     """The weights that a recipe keeps in the fast dtype: those that it names, and those of modules that it names."""
 
@@ -147,6 +166,8 @@ class _Plan:
         weight = args[kernel.weight]
         if not isinstance(weight, torch.Tensor):
             return "its weight is no tensor"
+        if _thread.recorded:
+            return RECORDS
         records = torch.is_grad_enabled()
         for arg in args:
             if isinstance(arg, torch.Tensor):
