@@ -81,7 +81,7 @@ def _change(changes: Changes) -> None:
     ):
         if name not in method.__code__.co_names:
             raise NotImplementedError(f"{method.__qualname__} has no {name}")
-    forward = CheckpointFunction.forward
+    forward: Any = CheckpointFunction.forward
 
     @functools.wraps(forward)
     def forward_as_recomputed(ctx: Any, *args: Any) -> Any:
