@@ -59,4 +59,4 @@ def _load(package: str) -> Availability:
 
 
 def _register(library: Path) -> None:
-    torch.ops.load_library(library)
+    torch.ops.load_library(library)  # type: ignore[no-untyped-call]
