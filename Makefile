@@ -10,7 +10,7 @@ TESTS ?= tests
 SOURCES := pyproject.toml MANIFEST.in README.md $(wildcard LICENSE) $(shell find core backends \
 	\( -name __pycache__ -o -name '*.egg-info' \) -prune -o -print)
 
-.PHONY: test matrix check demo stress asan tsan bench clean FORCE
+.PHONY: test matrix check demo docs stress asan tsan bench clean FORCE
 
 # The tests run on the installed wheel, not on the source tree.
 test: $(VENV)/polycast.stamp
@@ -32,6 +32,11 @@ check: $(VENV)/polycast.stamp
 
 demo: $(VENV)/polycast.stamp
 	$(VENV)/bin/polycast demo
+
+# The site, from docs/, the docstrings and docs/figures; what is wrong with a page or a link ends it. Open site/index.html.
+docs: $(VENV)/docs.stamp
+	$(VENV)/bin/python -m docs.pictures
+	$(VENV)/bin/python -m sphinx -W --keep-going --quiet docs site
 
 # Threads, caches, weights that change and die, generators that are collected, and forks, for longer than a test has.
 STEPS ?= 20000
@@ -62,7 +67,7 @@ bench: $(VENV)/bench.stamp
 	$(VENV)/bin/python -m benchmarks $(BENCH)
 
 clean:
-	rm -rf $(VENV) $(VENV)-nox .nox build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-nox .nox build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # torch first: what is installed satisfies polycast's requirement, and nothing takes another build of it.
 # The stamp holds the requirement, so that it is newer only when TORCH is another.
@@ -88,4 +93,9 @@ $(VENV)/polycast.stamp: $(VENV)/torch.stamp $(SOURCES)
 # The wheel again, for what its extra `bench` asks for.
 $(VENV)/bench.stamp: $(VENV)/polycast.stamp
 	$(VENV)/bin/python -m pip install "$$(echo dist/*.whl)[bench]"
+	touch $@
+
+# Likewise for `docs`.
+$(VENV)/docs.stamp: $(VENV)/polycast.stamp
+	$(VENV)/bin/python -m pip install "$$(echo dist/*.whl)[docs]"
 	touch $@

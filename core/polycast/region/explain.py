@@ -37,7 +37,7 @@ def explain(op: _Op, device_type: str, *args: Any, policy: PolicyLike | None = N
         policy: as if in a region with this ``policy=``, inside the one that there is.
 
     Returns:
-        The explanation: a value with a readable text.
+        A value with a readable text.
 
     Raises:
         TypeError: the op does not take the arguments, or `op` is none.

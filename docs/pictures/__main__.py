@@ -1,0 +1,18 @@
+"""Make the pictures of the documentation from docs/figures: ``python -m docs.pictures`` in the repository's root."""
+
+from pathlib import Path
+
+from . import architecture
+
+DOCS = Path(__file__).parent.parent
+PICTURES = {"architecture.svg": architecture.way, "rooms.svg": architecture.rooms}
+
+
+def main() -> None:
+    """Write each picture."""
+    for name, draw in PICTURES.items():
+        (DOCS / name).write_text(str(draw()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
