@@ -36,6 +36,7 @@ demo: $(VENV)/polycast.stamp
 # The site, from docs/, the docstrings and docs/figures; what is wrong with a page or a link ends it. Open site/index.html.
 docs: $(VENV)/docs.stamp
 	$(VENV)/bin/python -m docs.pictures
+	$(VENV)/bin/python -m docs.versions
 	$(VENV)/bin/python -m sphinx -W --keep-going --quiet docs site
 
 # Threads, caches, weights that change and die, generators that are collected, and forks, for longer than a test has.
@@ -62,9 +63,10 @@ tsan: $(VENV)/polycast.stamp
 		TSAN_OPTIONS=suppressions=tests/engine/races_of_torch.txt $(call preloading,tsan) \
 		POLYCAST_ENGINE=native setarch -R $(VENV)/bin/python tests/engine/stress.py $(RACE_STEPS) 0 0
 
-# BENCH takes options: make bench BENCH="--quick --json figures.json".
+# BENCH takes options: make bench BENCH="--quick --json figures.json". The pictures are of what is kept in docs/figures.
 bench: $(VENV)/bench.stamp
 	$(VENV)/bin/python -m benchmarks $(BENCH)
+	$(VENV)/bin/python -m docs.pictures
 
 clean:
 	rm -rf $(VENV) $(VENV)-nox .nox build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

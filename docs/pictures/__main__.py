@@ -2,10 +2,16 @@
 
 from pathlib import Path
 
-from . import architecture
+from . import architecture, devices, report, speed
 
 DOCS = Path(__file__).parent.parent
-PICTURES = {"architecture.svg": architecture.way, "rooms.svg": architecture.rooms}
+PICTURES = {
+    "architecture.svg": architecture.way,
+    "devices.svg": devices.draw,
+    "report.svg": report.draw,
+    "rooms.svg": architecture.rooms,
+    "speed.svg": speed.draw,
+}
 
 
 def main() -> None:

@@ -41,8 +41,8 @@ def way() -> Picture:
         560,
         "The way of an op through polycast",
         "A region asks the registry for the backend, which is a plugin, puts kernels in place at torch's Autocast key "
-        "and pushes a frame that sets torch's thread-local state; an op reaches the kernels at that key, which cast its "
-        "inputs and call it again.",
+        "and pushes a frame that sets torch's thread-local state; an op reaches the kernels at that key, which cast "
+        "its inputs and call it again.",
     )
 
     def group(y: float, height: float, name: str) -> None:
@@ -71,9 +71,9 @@ def way() -> Picture:
     picture.text(530, 98, "2: kernels in place (first time)", "quiet", size=12)
     picture.arrow((720, 206), (720, 234))
     picture.arrow((630, 258), (520, 258))
-    group(316, 84, "")
-    picture.text(320, 372, "backends: polycast_cpu, polycast_cuda, polycast_xpu,", "quiet", size=12)
-    picture.text(320, 388, "and others, and yours", "quiet", size=12)
+    group(316, 84, "backends")
+    picture.text(320, 364, "polycast_cpu, polycast_cuda, polycast_xpu,", "quiet", size=12)
+    picture.text(320, 380, "and others, and yours", "quiet", size=12)
     picture.box(40, 344, 180, 48, "ground", radius=6)
     picture.text(130, 364, "Backend", "bold", size=13, anchor="middle")
     picture.text(130, 382, "dtype, availability, op table", "quiet", size=11.5, anchor="middle")
