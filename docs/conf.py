@@ -26,6 +26,7 @@ napoleon_attr_annotations = False
 
 html_theme = "furo"
 html_title = f"polycast {release}"
+html_favicon = "pictures/favicon.svg"
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
