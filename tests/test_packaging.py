@@ -137,7 +137,9 @@ def test_the_sdist_holds_what_is_needed_to_build_and_test(built):
         "README.md",
         "LICENSE",
         "CHANGELOG.md",
+        "CODE_OF_CONDUCT.md",
         "CONTRIBUTING.md",
+        "SECURITY.md",
         "Makefile",
         "noxfile.py",
     } <= names
