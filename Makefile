@@ -10,7 +10,7 @@ TESTS ?= tests
 SOURCES := pyproject.toml MANIFEST.in README.md $(wildcard LICENSE) $(shell find core backends \
 	\( -name __pycache__ -o -name '*.egg-info' \) -prune -o -print)
 
-.PHONY: test matrix check demo stress asan tsan bench clean FORCE
+.PHONY: test matrix check demo docs stress asan tsan bench clean FORCE
 
 # The tests run on the installed wheel, not on the source tree.
 test: $(VENV)/polycast.stamp
@@ -29,9 +29,20 @@ check: $(VENV)/polycast.stamp
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema custom.github-workflows-require-timeout .github/workflows/*.yml
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
+	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(VENV)/bin/zizmor --offline --quiet .github
 
 demo: $(VENV)/polycast.stamp
 	$(VENV)/bin/polycast demo
+
+# The site, from docs/, the docstrings and docs/figures; what is wrong with a page or a link ends it. Open site/index.html.
+docs: $(VENV)/docs.stamp
+	$(VENV)/bin/python -m docs.pictures
+	$(VENV)/bin/python -m docs.versions
+	$(VENV)/bin/python -m sphinx -W --keep-going --quiet docs site
 
 # Threads, caches, weights that change and die, generators that are collected, and forks, for longer than a test has.
 STEPS ?= 20000
@@ -57,12 +68,13 @@ tsan: $(VENV)/polycast.stamp
 		TSAN_OPTIONS=suppressions=tests/engine/races_of_torch.txt $(call preloading,tsan) \
 		POLYCAST_ENGINE=native setarch -R $(VENV)/bin/python tests/engine/stress.py $(RACE_STEPS) 0 0
 
-# BENCH takes options: make bench BENCH="--quick --json figures.json".
+# BENCH takes options: make bench BENCH="--quick --json figures.json". The pictures are of what is kept in docs/figures.
 bench: $(VENV)/bench.stamp
 	$(VENV)/bin/python -m benchmarks $(BENCH)
+	$(VENV)/bin/python -m docs.pictures
 
 clean:
-	rm -rf $(VENV) $(VENV)-nox .nox build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-nox .nox build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # torch first: what is installed satisfies polycast's requirement, and nothing takes another build of it.
 # The stamp holds the requirement, so that it is newer only when TORCH is another.
@@ -88,4 +100,9 @@ $(VENV)/polycast.stamp: $(VENV)/torch.stamp $(SOURCES)
 # The wheel again, for what its extra `bench` asks for.
 $(VENV)/bench.stamp: $(VENV)/polycast.stamp
 	$(VENV)/bin/python -m pip install "$$(echo dist/*.whl)[bench]"
+	touch $@
+
+# Likewise for `docs`.
+$(VENV)/docs.stamp: $(VENV)/polycast.stamp
+	$(VENV)/bin/python -m pip install "$$(echo dist/*.whl)[docs]"
 	touch $@

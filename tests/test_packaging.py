@@ -79,7 +79,7 @@ def test_the_requirements_of_each_extra():
     for line in DISTRIBUTION.requires:
         requirement, _, marker = line.partition("; extra == ")
         requirements.setdefault(marker.strip("\"'"), []).append(requirement)
-    assert set(requirements) == {"", "bench", "demo", "test", "dev"}
+    assert set(requirements) == {"", "bench", "demo", "docs", "test", "dev"}
     assert set(requirements[""]) == {
         "torch>=2.11",
         "filelock>=3.12",
@@ -93,7 +93,7 @@ def test_the_requirements_of_each_extra():
     }
     assert requirements["demo"] == ["scikit-learn>=1.4"]
     assert requirements["bench"] == ["transformers>=4.50"]
-    assert "polycast[demo]" in requirements["test"]
+    assert {"polycast[demo]", "polycast[docs]"} <= set(requirements["test"])
     assert "polycast[test]" in requirements["dev"]
 
 
@@ -137,7 +137,9 @@ def test_the_sdist_holds_what_is_needed_to_build_and_test(built):
         "README.md",
         "LICENSE",
         "CHANGELOG.md",
+        "CODE_OF_CONDUCT.md",
         "CONTRIBUTING.md",
+        "SECURITY.md",
         "Makefile",
         "noxfile.py",
     } <= names

@@ -82,7 +82,7 @@ def test_version(polycast_command):
 
 def test_help_names_every_command(polycast_command):
     words = polycast_command("--help").stdout.split()
-    assert {"devices", "ops", "build", "demo", "run"} <= set(words)
+    assert {"devices", "ops", "build", "demo", "doctor", "run"} <= set(words)
 
 
 def test_module_runs_as_a_command():

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from . import build, demo, devices, new_backend, ops, run, tune
+from . import build, demo, devices, doctor, new_backend, ops, run, tune
 
 app = typer.Typer(
     add_completion=False,
@@ -21,6 +21,7 @@ app = typer.Typer(
 app.command("devices")(devices.show)
 app.command("ops")(ops.show)
 app.command("build")(build.run)
+app.command("doctor")(doctor.run)
 app.command("tune")(tune.run)
 app.command("new-backend")(new_backend.run)
 app.command("demo")(demo.run)

@@ -165,7 +165,7 @@ def backends() -> Mapping[str, BackendStatus]:
     Imports every plugin that is not blocked. The mapping is a read-only snapshot.
 
     Raises:
-        ValueError: a POLYCAST_ variable has a value that is not legal.
+        ValueError: a ``POLYCAST_`` variable has a value that is not legal.
 
     Example:
         >>> import polycast
@@ -182,7 +182,7 @@ def get_backend(device_type: str) -> Backend:
         device_type: a device string that torch knows, such as ``"cuda"``.
 
     Raises:
-        ValueError: `device_type` is not a str, or a POLYCAST_ variable has a value that is not legal.
+        ValueError: `device_type` is not a str, or a ``POLYCAST_`` variable has a value that is not legal.
         RuntimeError: torch does not know the device string.
         BackendNotFoundError: no backend is installed for it, or it is blocked.
         BackendBrokenError: its plugin cannot be loaded; the cause is chained.
@@ -225,7 +225,7 @@ def is_autocast_available(device_type: str) -> bool:
         device_type: a device string that torch knows, such as ``"xpu"``.
 
     Raises:
-        ValueError: `device_type` is not a str, or a POLYCAST_ variable has a value that is not legal.
+        ValueError: `device_type` is not a str, or a ``POLYCAST_`` variable has a value that is not legal.
         RuntimeError: torch does not know the device string.
 
     Example:

@@ -159,7 +159,7 @@ class Policy:
         )
 
     def diff(self, other: "Policy") -> list[str]:
-        """Return what has to change for this policy to be `other`, as lines: ``- `` what goes, ``+ `` what comes.
+        """Return what has to change for this policy to be `other`, as lines: ``-`` before what goes, ``+`` what comes.
 
         Example:
             >>> from polycast import Policy

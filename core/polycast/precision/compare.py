@@ -49,7 +49,7 @@ def compare(
         device_type, dtype, policy: of the region, as in :class:`autocast`.
 
     Returns:
-        The comparison, a value: ``print`` shows it as a table, with the modules first that add most to the error.
+        A value that ``print`` shows as a table, with the modules first that add most to the error.
 
     Raises:
         TypeError: `model` or `inputs` is none of these.

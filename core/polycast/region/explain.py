@@ -46,7 +46,7 @@ def explain(
         recipe: as if in a region with this ``recipe=``.
 
     Returns:
-        The explanation: a value with a readable text.
+        A value with a readable text.
 
     Raises:
         TypeError: the op does not take the arguments, or `op` is none.

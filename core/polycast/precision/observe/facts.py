@@ -40,7 +40,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that was counted; an :class:`Observation` is made of it."""
+    """All that was counted; an ``Observation`` is made of it."""
 
     run: Run = field(default_factory=Run)
     ops: tuple[Op, ...] = ()

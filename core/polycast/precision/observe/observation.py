@@ -97,7 +97,7 @@ class Observation:
 
     @property
     def fast_share(self) -> float | None:
-        """The share of the calls with floating-point tensors that computed in a fast dtype; None: there were none."""
+        """The share of the calls with floating-point tensors that computed in a fast dtype; None without such calls."""
         return share(self.total.compute_dtypes, self.facts.run.devices)
 
     @property
@@ -108,10 +108,10 @@ class Observation:
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON-safe values.
 
-        The keys: ``schema`` (an int), ``run`` (:class:`Run`), ``total`` (:class:`Counts` of all ops),
-        ``fast_share``, ``fast_time_share``, ``ops``, ``modules``, ``casts``, ``regions``, ``compiled``, ``chains``,
-        ``low_bit``, ``findings``: lists of what the attributes of these names have, and ``nonfinite``: one of these, or
-        None. A record is a mapping of its fields.
+        The keys: ``schema`` (an int), ``run`` (a ``Run``), ``total`` (the ``Counts`` of all ops), ``fast_share``,
+        ``fast_time_share``, ``ops``, ``modules``, ``casts``, ``regions``, ``compiled``, ``chains``, ``low_bit``,
+        ``findings``: lists of what the attributes of these names have, and ``nonfinite``: one of these, or None. A
+        record is a mapping of its fields.
         """
         facts = self.facts
         total = total_of(facts.ops)

@@ -1,0 +1,24 @@
+"""Make the pictures of the documentation from docs/figures: ``python -m docs.pictures`` in the repository's root."""
+
+from pathlib import Path
+
+from . import architecture, devices, report, speed
+
+DOCS = Path(__file__).parent.parent
+PICTURES = {
+    "architecture.svg": architecture.way,
+    "devices.svg": devices.draw,
+    "report.svg": report.draw,
+    "rooms.svg": architecture.rooms,
+    "speed.svg": speed.draw,
+}
+
+
+def main() -> None:
+    """Write each picture."""
+    for name, draw in PICTURES.items():
+        (DOCS / name).write_text(str(draw()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""`polycast doctor`: what it says of a machine that works, and of one that does not."""
+
+import functools
+import json
+import os
+import platform
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import polycast
+from polycast.cli import app, doctor
+from polycast.plugins.registry import registry
+
+SECTIONS = ["versions", "compiler", "engine", "cpu", "accelerator", "backends", "environment", "checks"]
+BROKEN = "raise RuntimeError('the driver is gone')\n"
+
+
+@pytest.fixture
+def examine():
+    """Return a function that runs the command in this process, and returns its status and what it found."""
+
+    def examine():
+        result = CliRunner().invoke(app, ["doctor", "--json"])
+        return result.exit_code, json.loads(result.stdout)
+
+    return examine
+
+
+@pytest.fixture
+def plugin(monkeypatch, tmp_path):
+    """Return a function that installs a distribution with a plugin for ``ipu``."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_discovered", None)
+    monkeypatch.setattr(registry, "ready", {})
+
+    def install(name, source):
+        (tmp_path / f"{name}.py").write_text(source)
+        metadata = tmp_path / f"{name}-1.5.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
+        (metadata / "entry_points.txt").write_text(f"[polycast.backends]\nipu = {name}\n")
+
+    return install
+
+
+def problems(found):
+    return {check["name"]: check["problem"] for check in found["checks"] if check["problem"] is not None}
+
+
+def test_on_a_machine_that_works_it_says_so(engine, examine):
+    status, found = examine()
+    assert problems(found) == {}
+    assert [check["name"] for check in found["checks"]][:1] == ["a region on cpu works"]
+    assert status == 0
+
+
+def test_it_prints_every_section_for_people(engine):
+    result = CliRunner().invoke(app, ["doctor"])
+    assert [line[:-1] for line in result.stdout.splitlines() if line.endswith(":")] == SECTIONS
+    assert "  a region on cpu works: ok\n" in result.stdout
+    assert f"  torch: {torch.__version__}\n" in result.stdout
+
+
+def test_it_has_every_section_for_programs(engine, examine):
+    _, found = examine()
+    assert list(found) == SECTIONS
+    assert found["versions"]["python"] == platform.python_version()
+    assert {device["device_type"] for device in found["backends"]} == set(polycast.backends())
+
+
+def test_it_says_which_engine_there_is_and_where_it_comes_from(engine, examine):
+    _, found = examine()
+    assert found["engine"]["name"] == engine
+    if engine == "reference":
+        assert found["engine"]["library"] is None
+        assert found["engine"]["from"] == "Python, in the package"
+    else:
+        assert os.path.isfile(found["engine"]["library"])
+        assert found["engine"]["from"] in ("compiled on this machine, and kept", "prebuilt, in the package")
+
+
+def test_it_says_what_the_processor_can_do(examine):
+    _, found = examine()
+    assert list(found["cpu"]["features"]) == ["bfloat16", "float16", "VNNI", "AMX", "i8mm"]
+    if getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16"):
+        assert "avx512_bf16" in found["cpu"]["features"]["bfloat16"]
+
+
+def test_the_variables_that_matter_are_shown_and_no_others(engine, examine, monkeypatch):
+    monkeypatch.setenv("POLYCAST_BLOCK", "xpu")
+    monkeypatch.setenv("ACME_TOKEN", "secret")
+    _, found = examine()
+    assert found["environment"]["POLYCAST_BLOCK"] == "xpu"
+    assert "ACME_TOKEN" not in found["environment"]
+
+
+def test_a_compiler_that_is_not_there_is_told(examine, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler -O1")
+    monkeypatch.setenv("POLYCAST_ENGINE", "reference")
+    _, found = examine()
+    assert found["compiler"]["command"] == "no-such-compiler -O1"
+    assert found["compiler"]["path"] is None
+
+
+def test_an_engine_that_cannot_be_had_is_told_with_the_reason():
+    environment = {**os.environ, "CXX": "no-such-compiler", "XDG_CACHE_HOME": "/nonexistent/cache"}
+    command = [sys.executable, "-m", "polycast", "doctor", "--json"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    engine = json.loads(result.stdout)["engine"]
+    assert engine["name"] == "native" or "no C++ compiler is found" in engine["warning"]  # a wheel may have it
+    assert result.returncode == 0
+
+
+def test_a_variable_that_is_not_legal_is_told_and_the_rest_is_asked_all_the_same(examine, monkeypatch):
+    monkeypatch.setenv("POLYCAST_DISCOVERY", "perhaps")
+    monkeypatch.setattr(registry, "_discovered", None)
+    monkeypatch.setattr(registry, "ready", {})
+    status, found = examine()
+    assert problems(found)["the backends are found"].startswith("ValueError: POLYCAST_DISCOVERY='perhaps' is not legal")
+    assert found["versions"]["torch"] == torch.__version__
+    assert status == 1
+
+
+def test_a_broken_plugin_is_told_and_disturbs_no_other(engine, examine, plugin):
+    plugin("acme_broken", BROKEN)
+    status, found = examine()
+    (name, problem) = *problems(found), *problems(found).values()
+    assert name == "the backend of ipu is sound"
+    assert "the driver is gone" in problem
+    assert "a region on cpu works" in [check["name"] for check in found["checks"]]
+    assert status == 1
+
+
+def test_a_region_that_does_not_cast_is_told(engine, examine, monkeypatch):
+    monkeypatch.setattr(doctor, "autocast", functools.partial(polycast.autocast, enabled=False))
+    status, found = examine()
+    problem = problems(found)["a region on cpu works"]
+    assert problem.startswith("an output is torch.float32, expected torch.bfloat16; ")
+    assert status == 1
+
+
+def test_what_a_region_raises_is_told(engine, examine, monkeypatch):
+    def broken(*_, **__):
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(doctor, "autocast", broken)
+    status, found = examine()
+    assert problems(found) == {"a region on cpu works": "RuntimeError: no kernel image is available"}
+    assert status == 1
+
+
+def test_it_leaves_nothing_behind(engine, examine):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        examine()
+    assert polycast.autocast_nesting("cpu") == 0
+    assert not torch.is_autocast_enabled("cpu")

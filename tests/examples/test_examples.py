@@ -1,0 +1,72 @@
+"""The examples run as they are, without a warning of their own, and print what they promise."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that runs an example and returns the lines that it printed."""
+
+    def run(name, *arguments, warnings="error"):
+        environment = {**os.environ, "OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false"}
+        command = [sys.executable, "-W", warnings, str(EXAMPLES / name), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()
+
+    return run
+
+
+def accuracies(lines):
+    return [float(accuracy) for line in lines if (accuracy := re.sub(r".*accuracy ([\d.]+)%", r"\1", line))]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_plain_loop_learns_in_each_dtype(run, dtype):
+    pytest.importorskip("sklearn", reason="what it trains on comes with scikit-learn")
+    (first, second) = accuracies(run("train.py", "--epochs", "2", "--dtype", dtype))
+    assert 80 < first < second
+
+
+def test_recomputing_activations_changes_no_result(run):
+    pytest.importorskip("sklearn", reason="what it trains on comes with scikit-learn")
+    arguments = ("train.py", "--epochs", "1", "--dtype", "float16")
+    assert run(*arguments, "--recompute") == run(*arguments)
+
+
+def test_what_is_resumed_goes_on_as_what_was_never_stopped(run):
+    pytest.importorskip("sklearn", reason="what it trains on comes with scikit-learn")
+    arguments = ("train.py", "--dtype", "float16")
+    stopped = run(*arguments, "--epochs", "1", "--resume", "digits.pt")
+    resumed = run(*arguments, "--epochs", "2", "--resume", "digits.pt")
+    assert stopped + resumed == run(*arguments, "--epochs", "2")
+
+
+def test_a_server_finds_the_casts_of_its_weights_and_casts_them_again_after_an_update(run):
+    threads, weights, updates = 3, 4, 3
+    served, casts = run("serve.py", "--requests", "80", "--threads", str(threads), "--width", "64")
+    assert re.fullmatch(r"80 requests on 3 threads, \d+ a second", served)
+    made, found = map(int, re.fullmatch(r"casts of weights: (\d+) made, (\d+) found", casts).groups())
+    assert weights * (1 + updates) <= made <= weights * (1 + updates) * threads
+    assert made + found == 80 * weights
+
+
+@pytest.mark.parametrize(
+    ("library", "regions"), [("accelerate", 80), ("pytorch_lightning", 80), ("transformers", 24)], ids=str
+)
+def test_a_trainer_of_another_library_runs_in_regions_of_polycast(run, library, regions):
+    if library == "transformers":
+        pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+    pytest.importorskip(library, reason=f"{library} is in the extra 'test'")
+    name = {"accelerate": "accelerate", "pytorch_lightning": "lightning", "transformers": "trainer"}[library]
+    *said, last = run(f"with_{name}.py", warnings="ignore")  # these libraries have some of their own
+    assert re.match(rf"{regions} regions, \d+% of the ops in a fast dtype", last)
+    assert [line for line in said if "loss" in line] != []

@@ -1,0 +1,78 @@
+"""The site: that it is whole, and that what is wrong with a page stops its build."""
+
+import shutil
+import zlib
+from pathlib import Path
+
+import pytest
+
+import polycast
+from polycast.cli import app
+
+DOCS = Path(__file__).parent.parent.parent / "docs"
+REFERENCE = DOCS / "reference"
+
+
+@pytest.fixture(scope="module")
+def broken(build, tmp_path_factory):
+    """Return what the build says of a site with one fault of each kind."""
+    folder = tmp_path_factory.mktemp("broken")
+    shutil.copytree(DOCS, folder / "docs")
+    shutil.copy(DOCS.parent / "CHANGELOG.md", folder)
+    shutil.copytree(DOCS.parent / "examples", folder / "examples")
+    with (folder / "docs" / "limits.md").open("a", encoding="utf-8") as page:
+        page.write("\n[a page](no-such-page.md), [a place](regions.md#no-such-place), [a file](../no-such-file.py)\n")
+        page.write("\n![a picture](no-such-picture.svg)\n\n```{eval-rst}\n:func:`polycast.no_such_name`\n```\n")
+    (folder / "docs" / "forgotten.md").write_text("# A page that no other leads to\n", encoding="utf-8")
+    done = build(folder / "docs", folder / "site")
+    assert done.returncode != 0
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "no-such-page.md",
+        "no-such-place",
+        "no-such-file.py",
+        "no-such-picture.svg",
+        "polycast.no_such_name",
+        "forgotten.md",
+    ],
+)
+def test_a_fault_stops_the_build(broken, fault):
+    assert [line for line in broken.splitlines() if "WARNING" in line and fault in line] != []
+
+
+def test_the_faults_that_were_made_are_all(broken):
+    assert len([line for line in broken.splitlines() if "WARNING" in line]) == 6, broken
+
+
+def documented(site):
+    """Return the names that the site's reference has, as other sites would find them."""
+    lines = (site / "objects.inv").read_bytes().split(b"\n", 4)
+    return {line.split()[0] for line in zlib.decompress(lines[4]).decode().splitlines()}
+
+
+def test_each_public_name_has_its_docstring_in_the_reference(site):
+    assert {f"polycast.{name}" for name in polycast.__all__} - documented(site) == set()
+
+
+@pytest.mark.parametrize("name", ["distributed.fully_shard", "distributed.MixedPrecision"])
+def test_what_is_imported_by_name_is_in_the_reference(site, name):
+    assert f"polycast.{name}" in documented(site)
+
+
+def test_the_first_page_of_the_reference_names_everything_that_is_public():
+    text = (REFERENCE / "index.md").read_text(encoding="utf-8")
+    assert [name for name in polycast.__all__ if f"`{name}`" not in text] == []
+
+
+def test_each_command_is_in_the_reference():
+    text = (REFERENCE / "command-line.md").read_text(encoding="utf-8")
+    assert [command.name for command in app.registered_commands if f"    polycast {command.name} " not in text] == []
+
+
+def test_each_page_is_made(site):
+    pages = {path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")}
+    assert {page.as_posix() for page in pages if not (site / page).is_file()} == set()

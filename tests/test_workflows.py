@@ -1,0 +1,61 @@
+"""The workflows: what they run is pinned, and what they test is what the tables of pyproject.toml say."""
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+if not WORKFLOWS:
+    pytest.skip("the sdist has no workflows", allow_module_level=True)
+CI = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_each_action_is_pinned_by_its_hash(workflow):
+    used = re.findall(r"uses: (.+)", workflow.read_text(encoding="utf-8"))
+    theirs = [action for action in used if not action.startswith("$/")]
+    assert [action for action in theirs if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", action)] == []
+
+
+def test_an_action_has_one_version_everywhere():
+    text = "\n".join(path.read_text(encoding="utf-8") for path in WORKFLOWS)
+    pinned = {tuple(found) for found in re.findall(r"uses: ([\w/-]+)@(\w+)", text)}
+    assert len(pinned) == len({action for action, _ in pinned})
+
+
+def test_each_target_that_is_run_is_one_of_the_makefile():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"run: make (\w+)", CI))
+    assert targets >= {"test", "check", "demo", "docs"}
+    assert {target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)} == set()
+
+
+def test_the_platforms_are_those_of_the_table():
+    if sys.version_info < (3, 11):
+        pytest.skip("tomllib is new in Python 3.11")
+    import tomllib
+
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["polycast"]["platforms"]
+    program = textwrap.dedent(re.search(r"python3 -c '\n(.*?)'\)", CI, re.DOTALL)[1])
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [row for row in table if row["runner"] != "ubuntu-latest"]
+    assert {row["platform"].partition(",")[0] for row in table} == {"Linux", "macOS", "Windows"}
+
+
+def test_what_publishes_has_no_password():
+    release = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+    assert "id-token: write" in release
+    assert "secrets" not in release
+    assert "password:" not in release
+
+
+def test_the_issue_templates_ask_for_what_the_doctor_says():
+    forms = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
+    assert len(forms) == 3
+    assert [path.name for path in forms if "`polycast doctor`" not in path.read_text(encoding="utf-8")] == []
