@@ -351,7 +351,7 @@ def with_region_from_outside():
     ("function", "reason"),
     [
         (with_value, "of policy= a graph can hold a dict of names"),
-        (with_region_from_outside(), "it has a policy= and was made outside of what is compiled"),
+        (with_region_from_outside(), "it has a policy= or a recipe= and was made outside of what is compiled"),
     ],
 )
 def test_what_no_graph_can_hold_of_a_policy_breaks_it(data, function, reason):
