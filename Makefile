@@ -10,7 +10,7 @@ TESTS ?= tests
 SOURCES := pyproject.toml MANIFEST.in README.md $(wildcard LICENSE) $(shell find core backends \
 	\( -name __pycache__ -o -name '*.egg-info' \) -prune -o -print)
 
-.PHONY: test matrix check demo docs stress asan tsan bench clean FORCE
+.PHONY: test matrix check demo docs stress asan tsan bench wheels clean FORCE
 
 # The tests run on the installed wheel, not on the source tree.
 test: $(VENV)/polycast.stamp
@@ -73,8 +73,24 @@ bench: $(VENV)/bench.stamp
 	$(VENV)/bin/python -m benchmarks $(BENCH)
 	$(VENV)/bin/python -m docs.pictures
 
+# A wheel with an engine for each torch of TORCHES, beside the pure one: where it is installed, no compiler is needed. Each is
+# built under its torch, in an environment that is made for it and removed.
+TORCHES ?= $(TORCH)
+wheels: $(VENV)/polycast.stamp
+	$(VENV)/bin/python -m pip install --quiet 'auditwheel>=6'
+	rm -rf build/engines
+	set -e; for torch in $(TORCHES); do \
+		rm -rf $(VENV)-engine; \
+		$(PYTHON) -m venv $(VENV)-engine; \
+		$(VENV)-engine/bin/python -m pip install --quiet "$$torch" "$$(echo dist/*-none-any.whl)"; \
+		$(VENV)-engine/bin/python -m polycast.engine.native.prebuilt build/engines polycast_cpu.native; \
+		rm -rf $(VENV)-engine; \
+	done
+	$(VENV)/bin/python tools/platform_wheel.py dist/*-none-any.whl build/engines dist
+	rm -rf build
+
 clean:
-	rm -rf $(VENV) $(VENV)-nox .nox build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-engine $(VENV)-nox .nox build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 # torch first: what is installed satisfies polycast's requirement, and nothing takes another build of it.
 # The stamp holds the requirement, so that it is newer only when TORCH is another.
@@ -94,15 +110,15 @@ $(VENV)/polycast.stamp: $(VENV)/torch.stamp $(SOURCES)
 	$(VENV)/bin/python -m build --no-isolation
 	rm -rf build *.egg-info
 	$(VENV)/bin/python -m pip uninstall --quiet --yes polycast
-	$(VENV)/bin/python -m pip install "$$(echo dist/*.whl)[dev]"
+	$(VENV)/bin/python -m pip install "$$(echo dist/*-none-any.whl)[dev]"
 	touch $@
 
 # The wheel again, for what its extra `bench` asks for.
 $(VENV)/bench.stamp: $(VENV)/polycast.stamp
-	$(VENV)/bin/python -m pip install "$$(echo dist/*.whl)[bench]"
+	$(VENV)/bin/python -m pip install "$$(echo dist/*-none-any.whl)[bench]"
 	touch $@
 
 # Likewise for `docs`.
 $(VENV)/docs.stamp: $(VENV)/polycast.stamp
-	$(VENV)/bin/python -m pip install "$$(echo dist/*.whl)[docs]"
+	$(VENV)/bin/python -m pip install "$$(echo dist/*-none-any.whl)[docs]"
 	touch $@

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 
@@ -127,7 +128,15 @@ def test_devices_says_of_a_device_without_a_backend_what_is_needed(polycast_comm
 
 
 def test_devices_names_the_engine(polycast_command, engine):
-    assert polycast_command("devices").stdout.endswith(f"\nEngine: {engine}\n")
+    *_, last = polycast_command("devices").stdout.splitlines()
+    assert last.startswith(f"Engine: {engine}")
+    assert (engine == "reference") == (last == "Engine: reference")
+
+
+def test_devices_says_where_the_native_engine_came_from(polycast_command, engine):
+    *_, last = polycast_command("devices").stdout.splitlines()
+    if engine == "native":
+        assert re.fullmatch(r"Engine: native, (compiled here|came with polycast): /.*/polycast_native\.so", last)
 
 
 def test_devices_json_has_the_same_keys_for_every_device(polycast_command):

@@ -12,7 +12,7 @@ import torch
 
 import polycast
 from polycast.engine import choice, installation
-from polycast.engine.native import build
+from polycast.engine.native import build, compiling
 
 
 def test_the_engine_is_built_once_with_a_line_that_says_so(compiler, home, capfd):
@@ -57,7 +57,7 @@ def test_a_damaged_build_is_built_again(compiler, home, damage):
 SCRIPT = """
 import sys
 from pathlib import Path
-from polycast.engine.native import build
+from polycast.engine.native import build, compiling
 print(build.find_or_build(Path(sys.argv[1])))
 """
 
@@ -117,7 +117,7 @@ def test_a_cache_directory_that_cannot_be_written_is_told(compiler, monkeypatch,
 def test_a_build_that_does_not_load_is_told(compiler, home, wanted, library):
     made = build.find_or_build(home)
     made.write_bytes(b"\x7fELF but not a library")
-    made.with_suffix(".sha256").write_text(build._checksum(made))
+    made.with_suffix(".sha256").write_text(compiling.checksum(made))
     with pytest.warns(UserWarning, match="does not load"):
         assert wanted("auto").name == "reference"
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from polycast.engine.native import build
+from polycast.engine.native import build, compiling
 from polycast.engine.native.cache import UntrustedCacheError, cache_directory
 
 only_posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system has other owners and permissions")
@@ -33,7 +33,7 @@ def folder(request, compiler, home):
     """A build, and one of the folders that it lies in."""
     library = build.find_or_build(home)
     library.write_bytes(b"of somebody else")
-    library.with_suffix(".sha256").write_text(build._checksum(library))
+    library.with_suffix(".sha256").write_text(compiling.checksum(library))
     return {"cache": home, "torch": library.parent.parent, "compiler": library.parent}[request.param]
 
 

@@ -18,7 +18,7 @@ import torch
 
 import polycast
 from polycast.engine import choice, installation
-from polycast.engine.native import build
+from polycast.engine.native import build, compiling
 
 
 def no_home(monkeypatch, folder):
@@ -99,11 +99,11 @@ def anything_else(monkeypatch, folder):
     def fail():
         raise MemoryError("no room for the answer")
 
-    monkeypatch.setattr(build, "_compiler", fail)
+    monkeypatch.setattr(build, "find_compiler", fail)
 
 
 def no_sources(monkeypatch, folder):
-    monkeypatch.setattr(build.importlib.resources, "files", lambda package: folder)
+    monkeypatch.setattr(compiling.importlib.resources, "files", lambda package: folder)
 
 
 NO_HOME = r"no home directory is known to keep it in\. Set XDG_CACHE_HOME to a folder of yours, or HOME\."

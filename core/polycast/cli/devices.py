@@ -11,7 +11,7 @@ from ..errors import BackendBrokenError
 from ..plugins.discovery import BackendStatus
 from ..plugins.registry import backends, get_backend
 from ..policy.dtypes import dtype_name
-from .terminal import console, engine_name, library_errors, print_json, table
+from .terminal import console, engine_and_origin, library_errors, print_json, table
 
 _STYLES = {
     "ready": "green",
@@ -82,7 +82,7 @@ def show(
     """List the backend of every device: its state, its dtypes and where it comes from."""
     with library_errors():
         devices = known_devices()
-        engine = None if as_json else engine_name()
+        engine = None if as_json else engine_and_origin()
     if engine is None:
         print_json([device.as_json() for device in devices])
     else:
@@ -113,4 +113,4 @@ def _print(devices: list[Device], engine: str) -> None:
     for device in devices:
         for note in device.notes():
             out.print(f"{device.status.device_type}: {note}", soft_wrap=True)
-    out.print(f"Engine: {engine}")
+    out.print(f"Engine: {engine}", soft_wrap=True)

@@ -41,6 +41,12 @@ def engine_name() -> str:
     return choose().name
 
 
+def engine_and_origin() -> str:
+    """Return the engine's name, and where it came from; raises as :func:`engine_name` does."""
+    engine = choose()
+    return f"{engine.name}, {engine.origin}" if engine.origin else engine.name
+
+
 @contextmanager
 def library_errors() -> Iterator[None]:
     """Say on stderr what the library raises at what the user asked for or has set, and exit with status 2.

@@ -22,6 +22,8 @@ class Engine(state.StateMachine, Protocol):
     """What runs regions and kernels."""
 
     name: str
+    origin: str
+    """Where it came from, in words; empty: it is Python."""
 
     def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy], /) -> Kernels:
         """Put a backend's kernels in place, for the ops that `policies` names."""

@@ -9,61 +9,29 @@ import contextlib
 import functools
 import hashlib
 import importlib.machinery
-import importlib.resources
 import importlib.util
 import os
-import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from filelock import FileLock
 
 from ...errors import warn_user
 from ...plugins.signals import raised_by_signal_handler
+from . import prebuilt
 from .cache import BuildError, UntrustedCacheError, cache_directory, check_folders, is_trusted, make_folders
+from .compiling import ENGINE, FLAGS, PYTHON, Library, checksum, compile_library, find_compiler, read_sources
 from .engine import NativeEngine
-from .excerpts import write_excerpts
-
-
-@dataclass(frozen=True)
-class Library:
-    """What is built: the C++ that lies in a package."""
-
-    package: str
-    name: str
-    what: str
-    """How a sentence calls it."""
-    again: str
-    """How a build that failed is tried again, for the end of a sentence."""
-
-
-ENGINE = Library(str(__package__), "polycast_native", "the native engine", "`polycast build` tries again")
-# NDEBUG as in torch's own libraries: without it at::RecordFunction has another layout than theirs.
-_FLAGS = (
-    "-O2",
-    "-g0",
-    "-DNDEBUG",
-    "-fPIC",
-    "-shared",
-    "-std=c++20",
-    "-fvisibility=hidden",
-    "-DAT_PER_OPERATOR_HEADERS",
-)
-# One build is for every Python from 3.10 on, but those without a GIL, which have no limited API.
-_PYTHON_FLAGS = () if sysconfig.get_config_var("Py_GIL_DISABLED") else ("-DPy_LIMITED_API=0x030A0000",)
 
 
 def load() -> NativeEngine:
-    """Return the native engine, building it if no build is there for this torch.
+    """Return the native engine: the one that came with polycast, or a build, making it if none is there for this torch.
 
     Raises:
         BuildError: it cannot be built, or does not load.
@@ -71,7 +39,16 @@ def load() -> NativeEngine:
     Warns:
         UserWarning: the cache cannot be trusted, so that it was built for this process alone.
     """
-    return _load(cache_directory())
+    return _load_prebuilt() or _load(cache_directory())
+
+
+@functools.cache
+def _load_prebuilt() -> NativeEngine | None:
+    library = prebuilt.find()
+    try:
+        return None if library is None else NativeEngine(_import(library), f"came with polycast: {library}")
+    except ImportError:  # it asks for a newer libc than there is here, say
+        return None
 
 
 @functools.cache
@@ -93,7 +70,7 @@ def _load(directory: Path) -> NativeEngine:
 
 def _engine(library: Path) -> NativeEngine:
     try:
-        return NativeEngine(_import(library))
+        return NativeEngine(_import(library), f"compiled here: {library}")
     except ImportError as error:
         raise BuildError(f"{library} does not load: {error}. Remove it to have it built again.") from error
 
@@ -118,8 +95,8 @@ def find_or_build(directory: Path, again: bool = False, wanted: Library = ENGINE
     """
     sources = read_sources(wanted)
     place = directory / _digest(*_for_which(), *(text.hex() for text in sources.values()))
-    compiler = _compiler()
-    folder = place / _digest(*compiler, *_FLAGS) if compiler is not None else place
+    compiler = find_compiler()
+    folder = place / _digest(*compiler, *FLAGS) if compiler is not None else place
     try:
         check_folders(directory, folder)
         if compiler is None:
@@ -147,22 +124,6 @@ def _sentence(words: str) -> str:
     return f"{words[:1].upper()}{words[1:]}."
 
 
-def read_sources(wanted: Library = ENGINE) -> Mapping[str, bytes]:
-    """Return the C++ by the names of its files; it may lie in an archive.
-
-    Raises:
-        BuildError: it was not installed.
-    """
-    folder = importlib.resources.files(wanted.package)
-    try:
-        found = {file.name: file.read_bytes() for file in folder.iterdir() if file.name.endswith((".cpp", ".h"))}
-    except OSError:
-        found = {}
-    if not found:
-        raise BuildError(f"its C++ sources are not in {folder}. Install polycast with all its files.")
-    return dict(sorted(found.items()))
-
-
 def _any_build(directory: Path, place: Path, wanted: Library) -> Path:
     """Return a build of whatever compiler: where there is none now, it does as well."""
     for library in sorted(place.glob(f"*/{wanted.name}.so")):
@@ -173,53 +134,19 @@ def _any_build(directory: Path, place: Path, wanted: Library) -> Path:
 
 
 def _for_which() -> tuple[str, ...]:
-    """Return what a build is for: torch, the Python and the platform."""
+    """Return what a build is for: torch, the Pythons and the platform."""
     abi = str(torch.compiled_with_cxx11_abi())
-    return torch.__version__, sys.implementation.cache_tag or "", abi, sysconfig.get_platform()
-
-
-def _compiler() -> tuple[str, str] | None:
-    """Return the command of the C++ compiler and its version, or None if there is no compiler."""
-    command = os.environ.get("CXX", "c++")
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise BuildError(f"CXX={command!r} is not a command: {error}. Correct or unset the variable.") from error
-    if not words or shutil.which(words[0]) is None:
-        return None
-    try:
-        return command, _run([*words, "--version"], stderr=subprocess.DEVNULL).stdout
-    except OSError as error:
-        if raised_by_signal_handler(error):
-            raise
-        raise BuildError(f"the C++ compiler {command!r} does not run: {error}. Name another in CXX.") from error
-
-
-def _run(command: list[str], **settings: Any) -> "subprocess.CompletedProcess[str]":
-    """Run a compiler, which may write in any encoding."""
-    return subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        encoding="utf-8",
-        errors="backslashreplace",
-        check=False,
-        **settings,
-    )
+    return torch.__version__, PYTHON, abi, sysconfig.get_platform()
 
 
 def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
-def _checksum(library: Path) -> str:
-    return hashlib.sha256(library.read_bytes()).hexdigest()
-
-
 def _is_whole(library: Path) -> bool:
-    checksum = library.with_suffix(".sha256")
+    told = library.with_suffix(".sha256")
     try:
-        return is_trusted(library) and is_trusted(checksum) and checksum.read_text() == _checksum(library)
+        return is_trusted(library) and is_trusted(told) and told.read_text() == checksum(library)
     except (FileNotFoundError, UnicodeDecodeError):
         return False
 
@@ -240,47 +167,22 @@ def _build(compiler: str, sources: Mapping[str, bytes], library: Path, wanted: L
         sys.stderr.write(f"polycast: building {wanted.what}, once for this torch ...\n")
         sys.stderr.flush()
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        scratch = Path(folder)
-        built = scratch / library.name
-        for name, text in sources.items():  # what is compiled is what the build is keyed by, and may be in an archive
-            (scratch / name).write_bytes(text)
-        command = _command(compiler, scratch, built)
-        # What the compiler puts aside lies there too, and goes with the rest if it is killed.
-        outcome = _run(command, stderr=subprocess.STDOUT, env={**os.environ, "TMPDIR": folder})
-        if outcome.returncode != 0 or not built.is_file():
+        built = Path(folder) / library.name
+        status, output = compile_library(compiler, sources, built)
+        if status != 0 or not built.is_file():
             log = _failure(library)
-            _write_log(log, f"{shlex.join(command)}\n{outcome.stdout}")
+            _write_log(log, output)
             raise BuildError(
-                f"the compiler failed with status {outcome.returncode}; its output is in {log}. Once it can do better, "
+                f"the compiler failed with status {status}; its output is in {log}. Once it can do better, "
                 f"{wanted.again}."
             )
         _failure(library).unlink(missing_ok=True)
-        checksum = built.with_suffix(".sha256")
-        checksum.write_text(_checksum(built))
+        told = built.with_suffix(".sha256")
+        told.write_text(checksum(built))
         # The checksum goes first: a library without its own, or with a former one, is not whole.
-        for file in (checksum, built):
+        for file in (told, built):
             file.chmod(0o600)
             os.replace(file, library.parent / file.name)
-
-
-def _command(compiler: str, scratch: Path, built: Path) -> list[str]:
-    # torch.utils.cpp_extension would tell the paths, but looks for CUDA at its import, and tells the user about it.
-    torch_folder = Path(torch.__file__).parent
-    include = torch_folder / "include"
-    write_excerpts(include, scratch / "excerpts")
-    headers = (str(scratch / "excerpts"), str(include), sysconfig.get_path("include"))
-    return [
-        *shlex.split(compiler),
-        *_FLAGS,
-        *_PYTHON_FLAGS,
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *(f"-isystem{path}" for path in headers),
-        *(str(path) for path in sorted(scratch.glob("*.cpp"))),
-        f"-L{torch_folder / 'lib'}",
-        *("-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"),
-        "-o",
-        str(built),
-    ]
 
 
 def _write_log(log: Path, text: str) -> None:

@@ -38,7 +38,8 @@ class NativeEngine:
 
     name = "native"
 
-    def __init__(self, extension: ModuleType) -> None:
+    def __init__(self, extension: ModuleType, origin: str) -> None:
+        self.origin = origin
         policies = [policy.name for policy in CastPolicy]
         extension.bind(
             policies,

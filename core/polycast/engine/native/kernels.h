@@ -212,7 +212,7 @@ class Casts {
 
 class Kernel final : public c10::OperatorKernel {
  public:
-  Kernel(Op op, const c10::OperatorHandle& handle, DeviceType device, DispatchKey key, Object is_capturing, const void* functions = nullptr)
+  Kernel(Op op, const c10::OperatorHandle& handle, DeviceType device, DispatchKey key, Object is_capturing, void (*redispatch)() = nullptr)
       : op_(std::move(op)),
         device_(device),
         keys_(key),
@@ -221,7 +221,7 @@ class Kernel final : public c10::OperatorKernel {
         skipped_(keys_ | kNothingToDo),
         passes_autograd_by_(can_pass_autograd_by(op_, handle)),
         is_capturing_(std::move(is_capturing)),
-        functions_(functions) {
+        redispatch_(redispatch) {
     const auto& arguments = handle.schema().arguments();
     arity_ = arguments.size();
     for (size_t i = 0; i < arguments.size(); ++i) {
@@ -253,8 +253,8 @@ class Kernel final : public c10::OperatorKernel {
     return ::low_bit(op_.number, device_, arguments);
   }
 
-  // torch's functions of the op, where its signature is known.
-  const void* functions() const { return functions_; }
+  // torch's function that goes on with the op, where its signature is known.
+  auto redispatch() const { return redispatch_; }
 
   // The kernel of an op of any signature.
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
@@ -398,7 +398,7 @@ class Kernel final : public c10::OperatorKernel {
   const c10::DispatchKeySet device_keys_, skipped_;
   const bool passes_autograd_by_;
   Object is_capturing_;  // empty where the backend never captures
-  const void* const functions_;
+  void (*const redispatch_)();
   size_t arity_ = 0;
   std::vector<size_t> tensors_;
   std::optional<size_t> optional_dtype_;
@@ -430,7 +430,7 @@ class Passage {
       set_dtype(arguments);
     }
     if (C10_UNLIKELY((keys_ | kernel.keys_) != keys)) {
-      begins_anew_ = true;
+      keys_ = keys - kernel.keys_;  // what is above, such as a Python dispatcher, sees each call
     } else if (conversion.has_plain_keys && kernel.passes_autograd_by_ && has_nothing_to_record(arguments)) {
       below_autograd_.emplace();  // what the op is made of, too
       keys_ = kernel.device_keys_;
@@ -439,9 +439,7 @@ class Passage {
   Passage(const Passage&) = delete;
   C10_NOINLINE ~Passage() {}
 
-  // Whether what is above, such as a Python dispatcher, is to see the op again.
-  bool begins_anew() const { return begins_anew_; }
-
+  // The keys that the op goes on with.
   c10::DispatchKeySet keys() const { return keys_; }
 
  private:
@@ -462,7 +460,6 @@ class Passage {
   }
 
   c10::DispatchKeySet keys_;
-  bool begins_anew_ = false;
   std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast_;
   Casts casts_;
   std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd_;
@@ -533,11 +530,8 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
     ((kind_of<Args> != Kind::kOther ? void(addresses[kPlaces.of_argument[I]] = std::addressof(args)) : void()), ...);
     const Passage passage(
         kernel, keys, {kPlaces.kinds.data(), addresses.data(), kPlaces.count, kPlaces.begin_with_tensor});
-    const auto& op = *static_cast<const Functions<Result(Args...)>*>(kernel.functions());
-    if (C10_UNLIKELY(passage.begins_anew())) {
-      return op.call(used<Args>(args, addresses[kPlaces.of_argument[I]])...);
-    }
-    return op.redispatch(passage.keys(), used<Args>(args, addresses[kPlaces.of_argument[I]])...);
+    const auto redispatch = reinterpret_cast<Result (*)(c10::DispatchKeySet, Args...)>(kernel.redispatch());
+    return redispatch(passage.keys(), used<Args>(args, addresses[kPlaces.of_argument[I]])...);
   }
 };
 
@@ -555,7 +549,7 @@ namespace {
 struct Entrance {
   const char *name = "", *overload_name = "";
   c10::KernelFunction (*function)(std::unique_ptr<c10::OperatorKernel>) = nullptr;
-  const void* functions = nullptr;  // of its signature
+  void (*redispatch)() = nullptr;  // of its signature
 };
 
 template <class Signature>
@@ -564,22 +558,22 @@ c10::KernelFunction unboxed(std::unique_ptr<c10::OperatorKernel> kernel) {
 }
 
 template <class Op>
-constexpr Entrance entrance_of() {
+Entrance entrance_of() {
   if constexpr (requires { typename Op::schema; }) {
-    return {Op::name, Op::overload_name, &unboxed<typename Op::schema>, &functions_of<Op>};
+    return {Op::name, Op::overload_name, &unboxed<typename Op::schema>, reinterpret_cast<void (*)()>(&Op::redispatch)};
   } else {
     return {};
   }
 }
 
 template <class... Ops>
-constexpr std::array<Entrance, sizeof...(Ops)> entrances_of(OpList<Ops...>) {
+std::array<Entrance, sizeof...(Ops)> entrances_of(OpList<Ops...>) {
   return {entrance_of<Ops>()...};
 }
 
 // The entrance of an op, or null.
 const Entrance* find_entrance(const c10::OperatorHandle& handle) {
-  static constexpr auto kEntrances = entrances_of(at::_ops::UnboxedOps());
+  static const auto kEntrances = entrances_of(at::_ops::UnboxedOps());
   const auto& op = handle.operator_name();
   const auto found = std::find_if(kEntrances.begin(), kEntrances.end(), [&](const Entrance& entrance) {
     return op.name == entrance.name && op.overload_name == entrance.overload_name;
@@ -605,7 +599,7 @@ class Library {
     }
     const Entrance* const entrance = with_dtype == nullptr ? find_entrance(handle) : nullptr;
     auto kernel = std::make_unique<Kernel>(
-        std::move(op), handle, device_, key_, std::move(is_capturing), entrance == nullptr ? nullptr : entrance->functions);
+        std::move(op), handle, device_, key_, std::move(is_capturing), entrance == nullptr ? nullptr : entrance->redispatch);
     NoWarnings no_warnings;
     const c10::WarningUtils::WarningHandlerGuard guard(&no_warnings);
     put(handle.operator_name(), key_,

@@ -10,8 +10,10 @@ import torch
 from ...errors import warn_user
 from ...plugins.backend import Availability
 from ...plugins.signals import raised_by_signal_handler
-from .build import Library, find_or_build
+from . import prebuilt
+from .build import find_or_build
 from .cache import BuildError, UntrustedCacheError, cache_directory
+from .compiling import Library
 
 _one_at_a_time = threading.Lock()
 
@@ -43,8 +45,11 @@ def load_ops(package: str) -> Availability:
 
 @functools.cache
 def _load(package: str) -> Availability:
-    library = Library(package, package.replace(".", "_"), f"the ops of {package}", "remove that file to try again")
+    library = Library.of_ops(package)
     try:
+        beforehand = prebuilt.find(library)
+        if beforehand is not None and _registers(beforehand):
+            return Availability(True)
         try:
             _register(find_or_build(cache_directory(), wanted=library))
         except UntrustedCacheError as refusal:
@@ -60,3 +65,11 @@ def _load(package: str) -> Availability:
 
 def _register(library: Path) -> None:
     torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+
+
+def _registers(library: Path) -> bool:
+    try:
+        _register(library)
+    except OSError:  # it asks for a newer libc than there is here, say
+        return False
+    return True

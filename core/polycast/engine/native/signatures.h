@@ -1,6 +1,6 @@
 // The ops whose kernels are called without a stack, with the C++ signatures that torch has for them.
 //
-// Owns nothing. Locks: none. A kernel goes on through torch's own functions of the op, which are compiled: only what differs by
+// Owns nothing. Locks: none. A kernel goes on through torch's own function of the op, which is compiled: only what differs by
 // signature is compiled here, once for all ops of the same.
 
 #pragma once
@@ -57,20 +57,3 @@ using UnboxedOps = ::OpList<
     view_as_complex, where_self>;
 
 }  // namespace at::_ops
-
-namespace {
-
-// How torch goes on with an op: with the keys that are left, or from the beginning.
-template <class Signature>
-struct Functions;
-
-template <class Result, class... Args>
-struct Functions<Result(Args...)> {
-  Result (*redispatch)(c10::DispatchKeySet, Args...);
-  Result (*call)(Args...);
-};
-
-template <class Op>
-constexpr Functions<typename Op::schema> functions_of{&Op::redispatch, &Op::call};
-
-}  // namespace

@@ -25,6 +25,7 @@ class ReferenceEngine(PythonStateMachine):
     """The engine that needs no compiler."""
 
     name = "reference"
+    origin = ""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,142 @@
+"""Compiling the C++: the compiler, its flags, and what it is given.
+
+It compiles for Python's limited API, so that what it makes serves every Python from 3.10 on. A build of Python without
+a GIL has no such API, and an engine of its own.
+"""
+
+import hashlib
+import importlib.resources
+import os
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...plugins.signals import raised_by_signal_handler
+from .cache import BuildError
+from .excerpts import write_excerpts
+
+
+@dataclass(frozen=True)
+class Library:
+    """What is compiled: the C++ that lies in a package."""
+
+    package: str
+    name: str
+    what: str
+    """How a sentence calls it."""
+    again: str
+    """How a build that failed is tried again, for the end of a sentence."""
+
+    @classmethod
+    def of_ops(cls, package: str) -> "Library":
+        """Return the ops that a package has."""
+        return cls(package, package.replace(".", "_"), f"the ops of {package}", "remove that file to try again")
+
+
+ENGINE = Library(str(__package__), "polycast_native", "the native engine", "`polycast build` tries again")
+
+PYTHON = str(sysconfig.get_config_var("SOABI")) if sysconfig.get_config_var("Py_GIL_DISABLED") else "abi3"
+"""The Pythons that what is compiled here is for."""
+
+# NDEBUG as in torch's own libraries: without it at::RecordFunction has another layout than theirs.
+FLAGS = (
+    *("-O2", "-g0", "-DNDEBUG", "-fPIC", "-std=c++20", "-fvisibility=hidden", "-DAT_PER_OPERATOR_HEADERS"),
+    *(("-DPy_LIMITED_API=0x030A0000",) if PYTHON == "abi3" else ()),
+)
+"""The compiler's flags, which a build is keyed by."""
+
+
+def read_sources(wanted: Library = ENGINE) -> Mapping[str, bytes]:
+    """Return the C++ by the names of its files; it may lie in an archive.
+
+    Raises:
+        BuildError: it was not installed.
+    """
+    folder = importlib.resources.files(wanted.package)
+    try:
+        found = {file.name: file.read_bytes() for file in folder.iterdir() if file.name.endswith((".cpp", ".h"))}
+    except OSError:
+        found = {}
+    if not found:
+        raise BuildError(f"its C++ sources are not in {folder}. Install polycast with all its files.")
+    return dict(sorted(found.items()))
+
+
+def find_compiler() -> tuple[str, str] | None:
+    """Return the command of the C++ compiler and its version, or None if there is no compiler.
+
+    Raises:
+        BuildError: the one that CXX names cannot be run.
+    """
+    command = os.environ.get("CXX", "c++")
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise BuildError(f"CXX={command!r} is not a command: {error}. Correct or unset the variable.") from error
+    if not words or shutil.which(words[0]) is None:
+        return None
+    try:
+        return command, _run([*words, "--version"], stderr=subprocess.DEVNULL).stdout
+    except OSError as error:
+        if raised_by_signal_handler(error):
+            raise
+        raise BuildError(f"the C++ compiler {command!r} does not run: {error}. Name another in CXX.") from error
+
+
+def compile_library(
+    compiler: str, sources: Mapping[str, bytes], library: Path, linking: Sequence[str] = ()
+) -> tuple[int, str]:
+    """Compile into a library, in a folder that is for this alone; return the compiler's status, and what it wrote.
+
+    Raises:
+        BuildError: torch's headers are not what they were.
+    """
+    folder = library.parent
+    for name, text in sources.items():  # what is compiled is what the build is keyed by, and may be in an archive
+        (folder / name).write_bytes(text)
+    # torch.utils.cpp_extension would tell the paths, but looks for CUDA at its import, and tells the user about it.
+    torch_folder = Path(torch.__file__).parent
+    write_excerpts(torch_folder / "include", folder / "excerpts")
+    headers = ("excerpts", str(torch_folder / "include"), sysconfig.get_path("include"))
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    units = sorted(name for name in sources if name.endswith(".cpp"))
+    compiling = [*shlex.split(compiler), *FLAGS, abi, *(f"-isystem{path}" for path in headers), *units]
+    libraries = (f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
+    ends = ["-shared", *linking, *libraries, "-o", str(library)]
+    steps = [[*compiling, *ends]]
+    if shutil.which("ccache") is not None and "ccache" not in compiler:  # which knows objects, not libraries
+        steps = [["ccache", *compiling, "-c", "-o", "unit.o"], [*shlex.split(compiler), "unit.o", *ends]]
+    output = ""
+    for command in steps:
+        # What the compiler puts aside lies there too, and goes with the rest if it is killed. Names are relative, for
+        # ccache compares them.
+        done = _run(command, stderr=subprocess.STDOUT, cwd=folder, env={**os.environ, "TMPDIR": str(folder)})
+        output += f"{shlex.join(command)}\n{done.stdout}"
+        if done.returncode != 0:
+            break
+    return done.returncode, output
+
+
+def checksum(library: Path) -> str:
+    """Return what tells a library that was cut short, or changed."""
+    return hashlib.sha256(library.read_bytes()).hexdigest()
+
+
+def _run(command: list[str], **settings: Any) -> "subprocess.CompletedProcess[str]":
+    """Run a compiler, which may write in any encoding."""
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        errors="backslashreplace",
+        check=False,
+        **settings,
+    )

@@ -1,0 +1,75 @@
+"""Libraries that were built beforehand and come with the package, for each version of torch that a wheel is for.
+
+One fits if it was built for the running torch, from the source that is here: between two versions the layouts differ of
+what torch's headers show. Between the builds of one version, for the CPU and for each CUDA, none does. It serves every
+Python that has the limited API. Whoever can write where it lies can write polycast too, so only its checksum is looked
+at, for a file that was cut short or changed.
+
+``python -m polycast.engine.native.prebuilt FOLDER [PACKAGE ...]`` builds the engine for the running torch, and the ops of
+backends' packages; tools/platform_wheel.py puts them into a wheel.
+"""
+
+import hashlib
+import re
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from .cache import BuildError
+from .compiling import ENGINE, PYTHON, Library, checksum, compile_library, find_compiler, read_sources
+
+_FOLDER = Path(__file__).parent / "prebuilt"
+_SAME_LAYOUT = re.compile(r"(?:\+(?:cpu|cu\d+))?")  # the local part of a version: torch's own builds
+
+
+def find(wanted: Library = ENGINE) -> Path | None:
+    """Return the library that came with the package and fits, or None."""
+    key = _key(read_sources(wanted))
+    library = None if key is None else _FOLDER / key / f"{wanted.name}.so"
+    try:
+        whole = library is not None and library.with_suffix(".sha256").read_text() == checksum(library)
+    except (OSError, UnicodeDecodeError):
+        return None
+    return library if whole else None
+
+
+def make(folder: Path, wanted: Library = ENGINE) -> Path:
+    """Build the one for the running torch, in a folder for its key.
+
+    Raises:
+        BuildError: it cannot be built, or would fit no other build of this torch.
+    """
+    sources = read_sources(wanted)
+    key, compiler = _key(sources), find_compiler()
+    if key is None:
+        raise BuildError(f"torch {torch.__version__} on this Python is none that engines are built beforehand for.")
+    if compiler is None:
+        raise BuildError("no C++ compiler is found. Install one (c++), or name it in the variable CXX.")
+    library = folder / key / f"{wanted.name}.so"
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        built = Path(scratch) / library.name
+        status, output = compile_library(compiler[0], sources, built, ["-s"])
+        if status != 0:
+            raise BuildError(f"the compiler failed with status {status}: {output}")
+        library.write_bytes(built.read_bytes())
+    library.with_suffix(".sha256").write_text(checksum(library))
+    return library
+
+
+def _key(sources: Mapping[str, bytes]) -> str | None:
+    """Return what an engine is found by: torch's version, the platform and the source; None: none can fit."""
+    version = re.fullmatch(rf"(\d+\.\d+\.\d+){_SAME_LAYOUT.pattern}", str(torch.__version__))
+    if version is None or PYTHON != "abi3" or not torch.compiled_with_cxx11_abi():
+        return None
+    source = hashlib.sha256(b"\0".join(part for name, text in sources.items() for part in (name.encode(), text)))
+    return f"torch-{version[1]}-{sysconfig.get_platform()}-{source.hexdigest()[:16]}"
+
+
+if __name__ == "__main__":
+    for each in (ENGINE, *map(Library.of_ops, sys.argv[2:])):
+        print(make(Path(sys.argv[1]), each))

@@ -1,0 +1,65 @@
+"""What the compiler of the native engine is given."""
+
+import os
+
+import pytest
+
+from polycast.engine.native import build, excerpts
+from polycast.engine.native.cache import BuildError
+
+CCACHE = """#!/bin/sh
+echo "$@" >> {calls}
+exec "$@"
+"""
+
+
+def test_ccache_is_used_where_it_is(compiler, home, tmp_path, monkeypatch):
+    calls, script = tmp_path / "calls", tmp_path / "bin" / "ccache"
+    script.parent.mkdir()
+    script.write_text(CCACHE.format(calls=calls))
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+    library = build.find_or_build(home)
+    (call,) = calls.read_text().splitlines()
+    assert call.startswith(compiler.command)
+    assert str(library.parent) not in call  # which is another for each build
+    assert compiler.calls == 2  # an object, and a library
+
+
+HEADER = """#pragma once
+struct Other {
+  int before;
+};
+#ifdef _WIN32
+struct Wanted : public Base {
+  TORCH_API Wanted() = default;
+#else
+struct TORCH_API Wanted : public Base {
+#endif
+  using Base::Base;
+  void release() override {
+
+  }
+  int value;
+};
+struct After {
+};
+"""
+
+
+def test_a_struct_is_cut_out_of_a_header(tmp_path):
+    header = tmp_path / "header.h"
+    header.write_text(HEADER)
+    assert excerpts._cut_out(header, "Wanted") == (
+        "struct TORCH_API Wanted : public Base {\n  using Base::Base;\n  void release() override {\n\n  }\n"
+        "  int value;\n};\n"
+    )
+
+
+def test_a_header_that_lacks_it_or_is_not_there_is_told(tmp_path):
+    header = tmp_path / "header.h"
+    with pytest.raises(BuildError, match=r"header.h is not there\. Install torch with its headers\."):
+        excerpts._cut_out(header, "Wanted")
+    header.write_text("struct Other {\n};\n")
+    with pytest.raises(BuildError, match="no struct Wanted is found in .*: this torch is newer than this polycast"):
+        excerpts._cut_out(header, "Wanted")

@@ -1,0 +1,135 @@
+"""Engines that come with the package: which fits, and that a wheel that has one needs no compiler."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from polycast.engine.native import build, compiling, prebuilt
+
+TOOL = Path(__file__).parents[2] / "tools" / "platform_wheel.py"
+
+
+def put_into(folder, library):
+    """Put a library where the running torch's would be."""
+    place = folder / prebuilt._key(build.read_sources()) / library.name
+    place.parent.mkdir(parents=True)
+    shutil.copy(library, place)
+    place.with_suffix(".sha256").write_text(compiling.checksum(place))
+    return place
+
+
+@pytest.fixture
+def came_with(library, tmp_path, monkeypatch):
+    monkeypatch.setattr(prebuilt, "_FOLDER", tmp_path / "prebuilt")
+    return put_into(tmp_path / "prebuilt", library)
+
+
+def running(monkeypatch, version):
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+
+
+def test_the_one_for_the_running_torch_is_found(came_with):
+    assert prebuilt.find() == came_with
+
+
+def test_one_serves_torchs_builds_of_a_version(came_with, monkeypatch):
+    public = torch.__version__.partition("+")[0]
+    for local in ("", "+cpu", "+cu126", "+cu130"):
+        running(monkeypatch, public + local)
+        assert prebuilt.find() == came_with
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.99.0+cpu", "2.13.0+git1a2b3c4", "2.13.0a0", "2.13.0.dev20260101+cpu"])
+def test_none_serves_another_version_or_a_build_of_somebody_elses(came_with, monkeypatch, version):
+    running(monkeypatch, version)
+    assert prebuilt.find() is None
+
+
+def test_none_serves_another_source(came_with, monkeypatch):
+    sources = build.read_sources()
+    monkeypatch.setattr(prebuilt, "read_sources", lambda: {**sources, "store.h": b"// another"})
+    assert prebuilt.find() is None
+
+
+@pytest.mark.parametrize("damage", ["truncated", "no_checksum"])
+def test_one_that_is_damaged_is_passed_over(came_with, damage):
+    if damage == "truncated":
+        os.truncate(came_with, 1000)
+    else:
+        came_with.with_suffix(".sha256").unlink()
+    assert prebuilt.find() is None
+
+
+def test_one_that_does_not_load_is_passed_over(came_with):
+    came_with.write_bytes(b"for another machine")
+    came_with.with_suffix(".sha256").write_text(compiling.checksum(came_with))
+    build._load_prebuilt.cache_clear()
+    try:
+        assert prebuilt.find() == came_with
+        assert build._load_prebuilt() is None
+    finally:
+        build._load_prebuilt.cache_clear()
+
+
+SCRIPT = """
+import torch, polycast
+from polycast.engine.choice import chosen
+with polycast.autocast("cpu"):
+    print(torch.nn.Linear(4, 4)(torch.ones(1, 4)).dtype)
+print(chosen().name, "came with polycast" in chosen().origin, polycast.__file__)
+"""
+
+
+@pytest.fixture
+def pure_wheel(tmp_path):
+    """A wheel of the package's files, as far as the tool looks at one."""
+    wheel = tmp_path / "polycast-0.1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for package in ("polycast", "polycast_cpu"):
+            root = Path(importlib.util.find_spec(package).origin).parent
+            for path in root.rglob("*"):
+                if path.is_file() and "__pycache__" not in path.parts:
+                    archive.write(path, path.relative_to(root.parent).as_posix())
+        info = "polycast-0.1.0.dist-info"
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: polycast\nVersion: 0.1.0\n")
+        archive.writestr(f"{info}/entry_points.txt", "[polycast.backends]\ncpu = polycast_cpu\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return wheel
+
+
+WRITE = """
+import sys
+from pathlib import Path
+folder = Path(sys.argv[1])
+sys.path.insert(0, sys.argv[2])
+import platform_wheel
+pure, = folder.glob("*-none-any.whl")
+print(platform_wheel.write_wheel(pure, folder / "engines", folder, "linux_x86_64"))
+"""
+
+
+def test_a_wheel_with_an_engine_needs_no_compiler_and_writes_nothing(pure_wheel, library, tmp_path):
+    """Takes some 10 s: the wheel is written, unpacked and used."""
+    put_into(tmp_path / "engines", library)
+    command = [sys.executable, "-c", WRITE, str(tmp_path), str(TOOL.parent)]
+    made = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+    assert made.name == "polycast-0.1.0-cp310-abi3-linux_x86_64.whl"
+    installed, home = tmp_path / "installed", tmp_path / "home"
+    home.mkdir()
+    with zipfile.ZipFile(made) as archive:
+        archive.extractall(installed)
+    names = ("PATH", "XDG_CACHE_HOME", "CXX", "POLYCAST_ENGINE")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment |= {"PATH": "/nowhere", "HOME": str(home), "PYTHONPATH": str(installed)}
+    command = [sys.executable, "-W", "error::UserWarning", "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == (f"torch.bfloat16\nnative True {installed}/polycast/__init__.py\n", "")
+    assert list(home.iterdir()) == []

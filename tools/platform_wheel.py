@@ -1,0 +1,93 @@
+"""Put engines that were built beforehand into a wheel: ``python tools/platform_wheel.py PURE_WHEEL ENGINES FOLDER``.
+
+ENGINES is the folder that ``python -m polycast.engine.native.prebuilt`` has filled, once under each version of torch.
+The wheel is for every Python from 3.10 on that has the limited API, and for the oldest Linux that auditwheel finds the
+engines to run on.
+"""
+
+import argparse
+import base64
+import hashlib
+import re
+import subprocess
+import sys
+import sysconfig
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+PLACE = "polycast/engine/native/prebuilt"
+MOST_BYTES = 250_000
+"""What a wheel may grow by for one version of torch."""
+
+
+def main() -> None:
+    """Write the wheel, and say what auditwheel says of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("pure_wheel", "engines", "folder"):
+        parser.add_argument(name, type=Path)
+    given = parser.parse_args()
+    platform = re.sub(r"[-.]", "_", sysconfig.get_platform())
+    check_sizes(given.engines)
+    first = write_wheel(given.pure_wheel, given.engines, given.folder, platform)
+    if not platform.startswith("linux"):
+        print(first)
+        return
+    told = subprocess.run(
+        [sys.executable, "-m", "auditwheel", "show", first], check=True, capture_output=True, text=True
+    ).stdout
+    print(told)
+    first.unlink()
+    tag = re.search(r'platform\s+tag:\s+"(\w+)"', told)
+    if tag is None:
+        raise SystemExit("auditwheel names no platform tag.")
+    print(write_wheel(given.pure_wheel, given.engines, given.folder, tag[1]))
+
+
+def check_sizes(engines: Path) -> None:
+    """Say what each engine adds to a wheel, and stop where that is too much."""
+    for library in sorted(engines.rglob("*.so")):
+        compressed = len(zlib.compress(library.read_bytes(), 9))
+        print(f"{library.parent.name}: {library.stat().st_size:,} bytes, {compressed:,} in the wheel")
+        if compressed > MOST_BYTES:
+            raise SystemExit(f"that is more than {MOST_BYTES:,}.")
+
+
+def write_wheel(pure: Path, engines: Path, folder: Path, platform: str) -> Path:
+    """Write the wheel for a platform tag, and return its path."""
+    name, version, *_ = pure.name.split("-")
+    tag = f"cp310-abi3-{platform}"
+    wheel = folder / f"{name}-{version}-{tag}.whl"
+    folder.mkdir(parents=True, exist_ok=True)
+    record = []
+    with zipfile.ZipFile(pure) as source, zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as target:
+        for path, content in (*_of_pure(source, tag), *_of_engines(engines)):
+            target.writestr(zipfile.ZipInfo(path, (1980, 1, 1, 0, 0, 0)), content, zipfile.ZIP_DEFLATED)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+            record.append(f"{path},sha256={digest},{len(content)}\n")
+        path = f"{name}-{version}.dist-info/RECORD"
+        target.writestr(zipfile.ZipInfo(path, (1980, 1, 1, 0, 0, 0)), "".join([*record, f"{path},,\n"]))
+    return wheel
+
+
+def _of_pure(source: zipfile.ZipFile, tag: str) -> Iterator[tuple[str, bytes]]:
+    for path in source.namelist():
+        content = source.read(path)
+        if path.endswith(".dist-info/WHEEL"):
+            content = re.sub(rb"(?m)^Root-Is-Purelib: .*$", b"Root-Is-Purelib: false", content)
+            content = re.sub(rb"(?m)^Tag: .*$", f"Tag: {tag}".encode(), content)
+        if not path.endswith(".dist-info/RECORD"):
+            yield path, content
+
+
+def _of_engines(engines: Path) -> Iterator[tuple[str, bytes]]:
+    files = sorted(path for path in engines.rglob("*") if path.is_file())
+    if not files:
+        raise SystemExit(f"no engine is in {engines}.")
+    for path in files:
+        yield f"{PLACE}/{path.relative_to(engines).as_posix()}", path.read_bytes()
+
+
+if __name__ == "__main__":
+    main()
