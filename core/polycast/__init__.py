@@ -25,6 +25,7 @@ from .errors import (
     BackendConflictError,
     BackendNotFoundError,
     InvalidBackendError,
+    RecipeDisabledWarning,
     StaleWeightError,
 )
 from .out_dtype.matmul_kernels import float32_products
@@ -34,7 +35,7 @@ from .plugins.discovery import BackendStatus
 from .plugins.hookspecs import hookimpl
 from .plugins.registry import backends, get_backend, is_autocast_available, register_backend, unregister_backend
 from .policy.cast_policy import CastPolicy, policy_table
-from .policy.recipes import Float8, Int8, Recipe
+from .policy.recipes import Float8, Int8, NoRecipe, Recipe
 from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
 from .policy.value import Policy
 from .region.autocast import autocast, autocast_decorator
@@ -99,10 +100,12 @@ __all__ = [
     "InvalidBackendError",
     "LowBitKernel",
     "ModuleRules",
+    "NoRecipe",
     "Observation",
     "OpRegistration",
     "Policy",
     "Recipe",
+    "RecipeDisabledWarning",
     "Snapshot",
     "StaleWeightError",
     "Tuned",

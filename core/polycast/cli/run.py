@@ -17,6 +17,7 @@ from ..plugins.discovery import check_availability, check_dtype
 from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
 from ..policy.names import read_dtype
+from ..policy.recipes import read_recipe
 from ..policy.value import Policy
 from ..precision.observe.observe import observe
 from ..precision.observe.report.target import check_target
@@ -54,6 +55,12 @@ def run(
     policy: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Lay the policy of a file over the backends' tables.")
     ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RECIPE", help="Compute products below the fast dtype under no_grad: int8, int8:tensor, ..."
+        ),
+    ] = None,
     show_observed: Annotated[
         bool, typer.Option("--observe", help="Show at the end what ran in which dtype, on stderr.")
     ] = False,
@@ -66,7 +73,7 @@ def run(
     if engine is not None:
         os.environ["POLYCAST_ENGINE"] = engine.value  # for the processes that the program starts, too
     with library_errors():
-        session = Session(_options(weight_cache, wrap, policy, _wanted(show_observed, report, quiet)))
+        session = Session(_options(weight_cache, wrap, policy, _wanted(show_observed, report, quiet), recipe))
         if engine is not None:
             choose()
     asked = Program(program, tuple(arguments or ()), is_module)
@@ -85,14 +92,21 @@ def run(
     raise Ready(start)
 
 
-def _options(weight_cache: bool, wrap: str | None, policy: Path | None, observed: Wanted | None) -> Options:
+def _options(
+    weight_cache: bool, wrap: str | None, policy: Path | None, observed: Wanted | None, recipe: str | None
+) -> Options:
     loaded = None if policy is None else Policy.load(policy)
     if loaded is not None and any(part.modules for part in (loaded, *loaded.devices.values())):
         raise ValueError(
             f"--policy {policy}: it has rules for modules, and a program's modules are its own: call "
             "polycast.apply_policy(model, policy) in it, or leave [modules] out of the file."
         )
-    return Options(weight_cache, None if wrap is None else _parse_wrap(wrap), loaded, observed)
+    if recipe is not None:
+        try:
+            read_recipe(recipe)
+        except ValueError as error:
+            raise ValueError(f"--recipe: {error}") from None
+    return Options(weight_cache, None if wrap is None else _parse_wrap(wrap), loaded, observed, recipe)
 
 
 def _wanted(table: bool, report: Path | None, quiet: bool) -> Wanted | None:

@@ -29,6 +29,7 @@ from ..engine.installation import also_put_in_place, kernels_of
 from ..engine.kept_cast import enter_in_graph, leave_in_graph
 from ..engine.state import MODULE_RULE, Origin, Overlay, Settings
 from ..engine.weight_cache import WeightCache, cache_by_identity
+from ..policy.recipes import Recipe, read_recipe
 from . import backward, kept_casts, nested_regions, uncompiled
 from .guards import tell_policies_apart
 from .torch_autocast import TorchAutocast, UnpatchedAutocast
@@ -156,24 +157,29 @@ def _call_user_compiler_and_leave(*args: Any, **kwargs: Any) -> Any:
 setattr(OutputGraph, "call_user_compiler", _call_user_compiler_and_leave)
 
 
-def region_in_graph(cls: type[_Region], *args: Any, cache: Any = None, policy: object = None, **kwargs: Any) -> _Region:
+def region_in_graph(
+    cls: type[_Region], *args: Any, cache: Any = None, policy: object = None, recipe: Any = None, **kwargs: Any
+) -> _Region:
     """Return the region that is made in code that Dynamo traces; Dynamo traces this too."""
+    text = recipe if recipe is None or isinstance(recipe, str) else recipe.text
     # As a text: of a number that differs from call to call Dynamo would make a variable.
     number = cache.number if isinstance(cache, WeightCache) else "" if cache is None else "none"
     if policy is None or isinstance(policy, dict):
-        return _made_once(cls, number, policy, *args, **kwargs)  # type: ignore[no-any-return]
-    return _made_once(cls, number, {}, *args, **kwargs)  # type: ignore[no-any-return]
+        return _made_once(cls, number, policy, text, *args, **kwargs)  # type: ignore[no-any-return]
+    return _made_once(cls, number, {}, text, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _made_once(cls: type[_Region], number: str, policy: dict[str, Any] | None, *args: Any, **kwargs: Any) -> _Region:
+def _made_once(
+    cls: type[_Region], number: str, policy: dict[str, Any] | None, recipe: str | None, *args: Any, **kwargs: Any
+) -> _Region:
     """Return a new region. Dynamo calls this while it traces, with constants, and keeps the answer.
 
     What the answer depends on, Dynamo guards: the constants, and the thread's dtype, which is part of the autocast
     state that every compiled function is guarded on.
     """
     nested_regions.tell_apart()
-    if policy is not None:
+    if policy is not None or recipe is not None:
         _check_policies_can_be_held()
     if policy == {}:
         _break(_HAS_POLICY)
@@ -181,9 +187,8 @@ def _made_once(cls: type[_Region], number: str, policy: dict[str, Any] | None, *
         _break("its cache= is no WeightCache")
     cache = cache_by_identity(int(number)) if number and kept_casts.can_be() else None
     region = object.__new__(cls)
-    region.__init__(  # type: ignore[misc]
-        *args, **kwargs, **({} if policy is None else {"policy": policy}), **({} if cache is None else {"cache": cache})
-    )
+    more: dict[str, Any] = {"policy": policy, "cache": cache, "recipe": recipe and _recipe_of(recipe)}
+    region.__init__(*args, **kwargs, **{name: each for name, each in more.items() if each is not None})  # type: ignore[misc]
     settings: Settings = vars(region)["_settings"]
     _give_more(region, settings.overlay, settings.cache)
     return region
@@ -206,6 +211,10 @@ def rule_decides(device_type: str) -> None:
     """Note that a rule for a module decides in what is being compiled."""
     tell_policies_apart(device_type)
     backward.mark()
+
+
+def _recipe_of(text: str) -> Recipe:
+    return Recipe.of_text(text) if " " in text else read_recipe(text)
 
 
 def _check_policies_can_be_held() -> None:
@@ -243,7 +252,7 @@ def cache_enabled_in_graph(settings: Settings, overridden: str | None) -> Any:
     if overridden is not None:
         _break(f"{overridden} has an __enter__ or __exit__ of its own")
     if settings.overlay is not None:
-        _break("it has a policy= and was made outside of what is compiled")
+        _break("it has a policy= or a recipe= and was made outside of what is compiled")
     if settings.enabled:
         if not _torch_enables(settings):
             _break(f"torch.autocast does not run {settings.dtype} on {settings.device_type}")

@@ -22,9 +22,10 @@ def record_entry(settings: Settings) -> None:
     """
     for mode in _recording_modes():
         if settings.overlay is not None:
+            more = "policy=" if len(settings.overlay) else "recipe="
             raise RuntimeError(
-                "torch.export: a region with policy= cannot be exported, for a program can hold torch's autocast only. "
-                "Leave out policy=, or cast in the model what has to run in another dtype."
+                f"torch.export: a region with {more} cannot be exported, for a program can hold torch's autocast only. "
+                f"Leave out {more}, or cast in the model what has to run in another dtype."
             )
         values = settings.device_type, settings.dtype, settings.enabled, settings.cache_enabled
         mode.__torch_function__(_enter_autocast, (), values)

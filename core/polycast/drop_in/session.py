@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine import state
+from ..engine import low_bit, state
 from ..engine.choice import choose
 from ..engine.state import Settings
 from ..engine.weight_cache import WeightCache
+from ..plugins.registry import registry
 from ..policy.dtypes import dtype_name
 from ..policy.value import Policy
-from ..region.policies import overlay_of
+from ..region.policies import overlay_of, with_recipe
+from ..region.recipes import usable_recipe
 from . import stand_in
 from .patch import patch_torch
 
@@ -35,6 +37,7 @@ class Options:
         weight_cache: keep the casts of weights between regions that are entered under no_grad.
         wrap: device type and dtype of the region that the outermost call of a module runs in; None for no such region.
         policy: what the outermost regions lay over the tables of the backends.
+        recipe: the recipe of the outermost regions, as text.
         observed: what is to be written of what runs; None: nothing, and it is not observed.
     """
 
@@ -42,6 +45,7 @@ class Options:
     wrap: tuple[str, torch.dtype | None] | None = None
     policy: Policy | None = None
     observed: "Wanted | None" = None
+    recipe: str | None = None
 
 
 class Session:
@@ -51,11 +55,14 @@ class Session:
         self._options = options
         self._regions: dict[tuple[str, torch.dtype | None], Iterator[int]] = {}
         self._cache = WeightCache() if options.weight_cache else None
+        self._low_bit: dict[tuple[str, str | None], Iterator[int]] = {}
 
     def start(self, *, is_first: bool = True) -> None:
         """Put it in force; in the processes that are spawned too, of which none `is_first`."""
         patch_torch().start()
         stand_in.on_entry = self._on_entry()
+        if self._options.recipe is not None:
+            low_bit.listen(self._note_low_bit, None)
         if self._options.wrap is not None:
             _wrap_modules(*self._options.wrap)
         _extend_to_spawned(self._options)
@@ -76,18 +83,21 @@ class Session:
         atexit.register(report)
 
     def _on_entry(self) -> Callable[[Settings], Settings]:
-        cache, policy = self._cache, self._options.policy
+        cache, policy, recipe = self._cache, self._options.policy, self._options.recipe
         regions = self._regions
 
         @functools.lru_cache  # a program has few, and enters them often
         def given(settings: Settings, is_outermost: bool, keeps: bool) -> Settings:
             overlay = overlay_of(policy, settings.device_type) if is_outermost and policy is not None else None
+            if is_outermost and recipe is not None:
+                usable = usable_recipe(recipe, registry.find(settings.device_type), settings.enabled)
+                overlay = with_recipe(overlay, usable)
             return settings._replace(cache=cache if keeps else None, overlay=overlay)
 
         def on_entry(settings: Settings) -> Settings:
             key = settings.device_type, settings.dtype if settings.enabled else None
             next(regions.setdefault(key, itertools.count()))  # threads and forks need no lock for this
-            if cache is None and policy is None:
+            if cache is None and policy is None and recipe is None:
                 return settings
             keeps = cache is not None and settings.cache_enabled is not False and not torch.is_grad_enabled()
             is_outermost = state.machine.innermost(settings.device_type) is None
@@ -109,7 +119,22 @@ class Session:
         if self._cache is not None:
             stats = self._cache.stats()
             said += f", weight cache: {stats.hits} hits, {stats.misses} misses, {stats.bytes / 2**20:.1f} MiB"
-        return said
+        return said + self._low_bit_summary()
+
+    def _note_low_bit(self, device_type: str, recipe: str, op: str, reason: str | None) -> None:
+        next(self._low_bit.setdefault((op.removeprefix("aten::"), reason), itertools.count()))
+
+    def _low_bit_summary(self) -> str:
+        if self._options.recipe is None:
+            return ""
+        counts = {key: next(counter) for key, counter in self._low_bit.items()}
+        ran = sum(count for (_, reason), count in counts.items() if reason is None)
+        declined = {
+            key: count for key, count in sorted(counts.items(), key=lambda item: -item[1]) if key[1] is not None
+        }
+        return f", {self._options.recipe}: {ran} op{'s' * (ran != 1)}" + "".join(
+            f"\n  {count} {op} in the fast dtype: {reason}" for (op, reason), count in declined.items()
+        )
 
 
 def _wrap_modules(device_type: str, dtype: torch.dtype | None) -> None:

@@ -10,12 +10,15 @@ with the schema of the op. It does at run time what `perform` does, and finds th
 
 import functools
 import itertools
+import re
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.library import Library
 
@@ -23,11 +26,11 @@ from ..plugins.backend import Backend, LowBitKernel
 from ..plugins.discovery import check_recipe
 from ..plugins.registry import registry
 from ..policy.recipes import Recipe
-from ..policy.schemas import by_schema, find_op, in_order
+from ..policy.schemas import by_schema, find_op
 from . import state
 from .disable_dynamo import disable_dynamo
 from .kept_cast import TAGS, number_in_graph
-from .state import NO_WEIGHT, WATCHED, Overlay
+from .state import NO_WEIGHT, NOTHING_KEPT, WATCHED, Overlay
 from .weight_cache import WeightCache, cache_by_identity
 
 NO_KERNEL = "the backend has no kernel for it"
@@ -63,6 +66,8 @@ def listen_no_more(note: _Note) -> None:
 
 
 def _tell(device_type: str, recipe: Recipe, op: str, reason: str | None) -> None:
+    if not _listeners or TracingContext.try_get() is not None:
+        return
     thread = threading.get_ident()
     for note, of in _listeners:
         if of in (None, thread):
@@ -94,6 +99,24 @@ class _Packings:
 packings = _Packings()
 
 
+class _Thread(threading.local):
+    recorded = 0
+    """How many functions this thread runs without a graph that are run again with one, in a backward."""
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def recorded_later() -> Iterator[None]:
+    """Have no op computed by a recipe in what autograd will record in its second run: it is to compute the same."""
+    _thread.recorded += 1
+    try:
+        yield
+    finally:
+        _thread.recorded -= 1
+
+
 class _Keep:
     """The weights that a recipe keeps in the fast dtype: those that it names, and those of modules that it names."""
 
@@ -123,6 +146,9 @@ class _Plan:
         self.recipe = recipe
         self.device_type = backend.device_type
         self.keep = _Keep(recipe) if recipe.keep else None
+        overridden = type(backend).is_capturing is not Backend.is_capturing or "is_capturing" in vars(backend)
+        accelerator = torch.accelerator.current_accelerator()
+        self._may_capture = overridden or (accelerator is not None and accelerator.type == backend.device_type)
         self.kernels: Mapping[str, LowBitKernel] = {}
         self.refusal = NO_KERNEL
         answer = check_recipe(backend, recipe)
@@ -131,6 +157,7 @@ class _Plan:
         else:
             self.refusal = answer.reason
         self._kinds = {op: _kind_of(backend, recipe, kernel) for op, kernel in self.kernels.items()}
+        self._prepare = {op: _preparing(kernel) for op, kernel in self.kernels.items()}
 
     def declines(self, op: str, args: Sequence[Any]) -> str | None:
         """Say why an op is not computed by the recipe; None: it is, if its weight can be packed."""
@@ -140,10 +167,12 @@ class _Plan:
         weight = args[kernel.weight]
         if not isinstance(weight, torch.Tensor):
             return "its weight is no tensor"
+        if _thread.recorded:
+            return RECORDS
         records = torch.is_grad_enabled()
         for arg in args:
             if isinstance(arg, torch.Tensor):
-                if arg.device.type != self.device_type:
+                if arg.device.type != self.device_type and not arg.is_meta:
                     return f"a tensor is on {arg.device.type}"
                 if arg.dtype not in _FLOATS:
                     return f"a tensor is {str(arg.dtype).removeprefix('torch.')}"
@@ -155,11 +184,17 @@ class _Plan:
             return KEPT
         return kernel.declines(*args)
 
-    def run(self, op: str, cache: WeightCache | None, args: Sequence[Any]) -> torch.Tensor | str:
-        """Return what a kernel makes of an op that it does not decline, or why it has to."""
+    def compute(self, op: str, args: Sequence[Any], cache: WeightCache | None) -> torch.Tensor | str:
+        """Return what a kernel makes of an op, or why none does."""
+        reason = self.declines(op, args)
+        if reason is not None:
+            return reason
         kernel = self.kernels[op]
         weight: torch.Tensor = args[kernel.weight]
-        prepared = state.machine.packing(cache or packings.cache, weight, self._kinds[op], kernel.prepare)
+        if self._may_capture and self.backend.is_capturing():
+            return NOTHING_KEPT
+        where = packings.cache if cache is None else cache
+        prepared = state.machine.packing(where, weight, self._kinds[op], self._prepare[op])
         if prepared is None:
             return NO_PACKING
         if isinstance(prepared, str):
@@ -167,6 +202,17 @@ class _Plan:
         result = kernel.run(prepared, *args)
         dtype = torch.get_autocast_dtype(self.device_type)
         return result if result.dtype is dtype else result.to(dtype)
+
+
+def _preparing(kernel: LowBitKernel) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...] | None]:
+    """Return what packs a weight, so that it may serve anywhere."""
+
+    def prepare(weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+        with torch.inference_mode(False), torch.no_grad():
+            packed = kernel.prepare(weight.detach())
+            return None if packed is None else tuple(packed)
+
+    return prepare
 
 
 def _kind_of(backend: Backend, recipe: Recipe, kernel: LowBitKernel) -> int:
@@ -206,19 +252,20 @@ def perform(op: str, device_type: str, *args: Any) -> torch.Tensor | None:
     region = state.machine.innermost(device_type)
     if region is None or region[0] is None:
         return None
-    overlay, cache = region
-    plan = plan_of(overlay, device_type)
+    cache = region[1]
+    plan = plan_of(region[0], device_type)
     if plan is None:
         return None
-    result: torch.Tensor | str | None = plan.declines(op, args)
-    if result is None:
-        result = plan.run(op, cache, args)
-        if result is WATCHED:
-            result = _traced(op, plan, args, cache)
-    done = isinstance(result, torch.Tensor)
-    if _listeners:
-        _tell(device_type, plan.recipe, op, None if done else result)
-    return result if done else None
+    result = plan.compute(op, args, cache)
+    if result is WATCHED:
+        result = _traced(op, plan, args, cache)
+        if isinstance(result, torch.Tensor):
+            return result  # the operator tells of itself, where it runs
+    if isinstance(result, torch.Tensor):
+        _tell(device_type, plan.recipe, op, None)
+        return result
+    _tell(device_type, plan.recipe, op, result)
+    return None
 
 
 def _traced(op: str, plan: _Plan, args: Sequence[Any], cache: WeightCache | None) -> torch.Tensor | str:
@@ -233,11 +280,8 @@ def _traced(op: str, plan: _Plan, args: Sequence[Any], cache: WeightCache | None
     weight = args[plan.kernels[op].weight]
     if not isinstance(_unwrapped(weight), torch.nn.Parameter):
         return NO_WEIGHT
-    operator = operator_of(op)
-    positional, named = by_schema(_op(op), args)
     dtype = torch.get_autocast_dtype(plan.device_type)
-    number = number_in_graph(cache)
-    result: torch.Tensor = operator(*positional, **named, recipe=plan.recipe.text, cache=number, dtype=dtype)
+    result: torch.Tensor = operator_of(op)(*args, plan.recipe.text, number_in_graph(cache), dtype)
     return result
 
 
@@ -252,16 +296,18 @@ def operator_of(op: str) -> Any:
     overload = _op(op)
     name = "low_bit_" + op.replace("::", "_").replace(".", "_")
     arguments, _, returns = str(overload._schema).partition("(")[2].rpartition(") -> ")
-    more = "str recipe, int cache, ScalarType dtype"
-    arguments = f"{arguments}, {more}" if "*" in arguments.split(", ") else f"{arguments}, *, {more}"
-    _library.define(f"{name}({arguments}) -> {returns}", tags=TAGS)  # type: ignore[no-untyped-call]
+    arguments = re.sub(r"=(\[[^]]*\]|[^,]*)", "", arguments.replace("*, ", ""))  # all of them are given, by position
+    schema = f"{name}({arguments}, str recipe, int cache, ScalarType dtype) -> {returns}"
+    _library.define(schema, tags=TAGS)  # type: ignore[no-untyped-call]
 
     @disable_dynamo
-    def run(*args: Any, recipe: str, cache: int, dtype: torch.dtype, **named: Any) -> torch.Tensor:
-        return _run_in_compiled(op, recipe, cache, dtype, in_order(overload, args, named))
+    def run(*args: Any) -> torch.Tensor:
+        *of_op, recipe, cache, dtype = args
+        return _run_in_compiled(op, of_op, recipe, cache, dtype)
 
-    def fake(*args: Any, recipe: str, cache: int, dtype: torch.dtype, **named: Any) -> torch.Tensor:
-        return _in_fast_dtype(op, dtype, in_order(overload, args, named))
+    def fake(*args: Any) -> torch.Tensor:
+        *of_op, _, _, dtype = args
+        return _in_fast_dtype(op, of_op, dtype)
 
     _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     _library.impl(name, fake, "Meta")  # type: ignore[no-untyped-call]
@@ -272,27 +318,32 @@ _library = Library("polycast", "FRAGMENT")  # type: ignore[no-untyped-call]
 _recipe_of_text = functools.lru_cache(maxsize=256)(Recipe.of_text)
 
 
-def _run_in_compiled(op: str, recipe: str, cache: int, dtype: torch.dtype, args: Sequence[Any]) -> torch.Tensor:
-    device_type = next(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
+def _run_in_compiled(op: str, args: Sequence[Any], recipe: str, cache: int, dtype: torch.dtype) -> torch.Tensor:
+    device_type = next(arg for arg in args if isinstance(arg, torch.Tensor)).device.type
     plan = _plan(registry.find(device_type), _recipe_of_text(recipe))
     region = None if cache else state.machine.innermost(device_type)
     found = cache_by_identity(cache) if region is None else region[1]
     before = torch.get_autocast_dtype(device_type)
-    with torch.no_grad(), torch._C._DisableAutocast():
+    if before is not dtype:
         torch.set_autocast_dtype(device_type, dtype)
-        try:
-            result: torch.Tensor | str | None = plan.declines(op, args)
-            if result is None:
-                result = plan.run(op, found, args)
-        finally:
+    try:
+        with torch._C._DisableAutocast():
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    result = plan.compute(op, args, found)
+            else:
+                result = plan.compute(op, args, found)
+            if isinstance(result, torch.Tensor):
+                _tell(device_type, plan.recipe, op, None)
+                return result
+            _tell(device_type, plan.recipe, op, result)
+            return _in_fast_dtype(op, args, dtype)
+    finally:
+        if before is not dtype:
             torch.set_autocast_dtype(device_type, before)
-        done = isinstance(result, torch.Tensor)
-        if _listeners:
-            _tell(device_type, plan.recipe, op, None if done else result)
-        return result if done else _in_fast_dtype(op, dtype, args)
 
 
-def _in_fast_dtype(op: str, dtype: torch.dtype, args: Sequence[Any]) -> torch.Tensor:
+def _in_fast_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
     cast = [arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.dtype in _FLOATS else arg for arg in args]
     positional, named = by_schema(_op(op), cast)
     result: torch.Tensor = _op(op)(*positional, **named)
@@ -309,4 +360,9 @@ def _op(name: str) -> torch._ops.OpOverload:
 def why_not(overlay: Overlay, op: str, device_type: str, args: Sequence[Any]) -> str | None:
     """Say why a call would not be computed by the recipe, of arguments that may be fake; None: it would be."""
     plan = plan_of(overlay, device_type)
-    return NO_KERNEL if plan is None else plan.declines(op, args)
+    if plan is None or op not in plan.kernels:
+        return NO_KERNEL if plan is None else plan.refusal
+    weight = args[plan.kernels[op].weight]
+    if isinstance(weight, torch.Tensor) and not (weight.is_meta or isinstance(weight, torch.nn.Parameter)):
+        return NO_WEIGHT
+    return plan.declines(op, args)

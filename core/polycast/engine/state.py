@@ -175,8 +175,7 @@ class StateMachine(Protocol):
     ) -> tuple[torch.Tensor, ...] | str | None:
         """Return what a weight is packed into, kept in a cache by the rules of casts; `prepare` makes it.
 
-        None where `prepare` has said so. A text where nothing can be kept, which says why; :data:`WATCHED` where that is
-        because something records, transforms or watches the ops.
+        None where `prepare` has said so. Where nothing can be kept, a text that says why: one of those above.
         """
 
     def clear_own_casts(self, all_threads: bool, /) -> None:

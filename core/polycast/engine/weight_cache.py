@@ -73,8 +73,8 @@ class WeightCache:
     tensors that a cache watches.
 
     Args:
-        max_bytes: the memory that casts and packings may take. A new one takes the place of the one that was not used for longest,
-            if it was wanted as often. None: no bound.
+        max_bytes: the memory that casts, and what recipes pack weights into, may take. A new one takes the place of the
+            one that was not used for longest, if it was wanted as often. None: no bound.
         verify: at every hit compare the cast with the weight, to find writes that were not seen. Slow.
 
     Raises:

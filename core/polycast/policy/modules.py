@@ -13,16 +13,19 @@ from torch import nn
 from .dtypes import dtype_name
 from .names import nearest, read_dtype
 from .ops import Ops
+from .recipes import Recipe, is_recipe_name, read_recipe
 
 FP32 = "fp32"
 """The rule of a module that computes in float32."""
 OFF = "off"
 """The rule of a module in which autocast is off."""
+RECIPE = "recipe"
+"""The key of a table that is a recipe."""
 CLASS = "class:"
 """What a key begins with that names a class, not modules by their names."""
 
-ModuleRule: TypeAlias = str | Ops
-"""``"fp32"``, ``"off"``, the name of a fast dtype, or policies for the ops of the region inside."""
+ModuleRule: TypeAlias = str | Ops | Recipe
+"""``"fp32"``, ``"off"``, the name of a fast dtype, policies for the ops of the region inside, or a recipe for it."""
 
 
 def read_rules(modules: object) -> Mapping[str, ModuleRule]:
@@ -55,8 +58,13 @@ def _check_key(key: object) -> None:
 
 
 def _read_rule(rule: object) -> ModuleRule:
+    if isinstance(rule, Recipe):
+        rule.written  # noqa: B018  it raises where a file cannot say it
+        return rule
     if isinstance(rule, Mapping):
-        return Ops(rule)
+        return recipe_of_table(rule) if RECIPE in rule else Ops(rule)
+    if isinstance(rule, str) and is_recipe_name(rule.lower()):
+        return read_recipe(rule.lower())
     if isinstance(rule, str) and rule.lower() in (FP32, OFF):
         return rule.lower()
     try:
@@ -64,14 +72,27 @@ def _read_rule(rule: object) -> ModuleRule:
     except ValueError:
         alike = nearest(rule, (FP32, OFF, "float16", "bfloat16"))
         raise ValueError(
-            f"a rule is {FP32!r}, {OFF!r}, the name of a fast dtype such as 'float16', or a mapping of ops to "
-            f"policies; got {rule!r}" + (f", the nearest is {alike[0]!r}" if alike else "")
+            f"a rule is {FP32!r}, {OFF!r}, the name of a fast dtype such as 'float16', a recipe such as 'int8', or a "
+            f"mapping of ops to policies; got {rule!r}" + (f", the nearest is {alike[0]!r}" if alike else "")
         ) from None
     if dtype is torch.float32:
         return FP32
     if not dtype.is_floating_point:
         raise ValueError(f"a fast dtype is a floating-point one, got {dtype_name(dtype)!r}")
     return dtype_name(dtype)
+
+
+def recipe_of_table(table: Mapping[str, object]) -> Recipe:
+    """Return the recipe that a table of a policy file says."""
+    said = dict(table)
+    recipe = read_recipe(said.pop(RECIPE))
+    unknown = said.keys() - {"ops", "min_size"}
+    if unknown:
+        raise ValueError(f"a recipe's table has 'recipe', 'ops' and 'min_size', got {sorted(unknown)[0]!r}")
+    try:
+        return type(recipe)(recipe.scales, **said)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ValueError(str(error)) from None
 
 
 def modules_of(model: nn.Module, key: str) -> dict[str, nn.Module]:

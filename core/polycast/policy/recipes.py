@@ -173,8 +173,8 @@ class Recipe:
 class Int8(Recipe):
     """Products of 8-bit integers, for inference; see :class:`Recipe` for the arguments.
 
-    Weights are packed once, with a scale for each output feature, and activations quantized at each call. Where autograd
-    records, the op runs in the fast dtype.
+    Weights are packed once, with a scale for each output feature, and activations quantized at each call. Where
+    autograd records, the op runs in the fast dtype.
 
     Example:
         >>> import torch, polycast
@@ -203,6 +203,11 @@ class NoRecipe(Recipe):
     def __init__(self) -> None:
         super().__init__()
         vars(self).update(ops=(), text=self.kind)
+
+    @property
+    def written(self) -> str:
+        """Its name."""
+        return self.kind
 
     def __repr__(self) -> str:
         return "NoRecipe()"
@@ -235,7 +240,7 @@ def read_recipe(recipe: object) -> Recipe:
         raise ValueError(
             f"{recipe!r} is not a recipe: " + (f"did you mean {alike[0]!r}?" if alike else f"expected one of {known}")
         )
-    return _kinds[kind](*([scales] if colon else []))
+    return _kinds[kind](scales) if colon else _kinds[kind]()
 
 
 def is_recipe_name(text: str) -> bool:

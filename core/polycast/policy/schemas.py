@@ -68,7 +68,7 @@ def overload_with_dtype(op: torch._ops.OpOverload) -> torch._ops.OpOverload | No
 def in_order(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return all that an op takes in the order of its schema, with the defaults of what a call leaves out."""
     others = op._schema.arguments[len(args) :]
-    return [*args, *(kwargs[each.name] if each.name in kwargs else each.default_value for each in others)]
+    return [*args, *(kwargs.get(each.name, each.default_value) for each in others)]
 
 
 def by_schema(op: torch._ops.OpOverload, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -15,6 +15,7 @@ from .cast_policy import CastPolicy
 from .modules import ModuleRule, read_rules
 from .names import nearest
 from .ops import Ops
+from .recipes import Recipe
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -37,8 +38,9 @@ class Policy:
         ops: policies by op. A name as above, or the op itself (``torch.ops.aten.mm``); a :class:`CastPolicy` or its
             value as text, or ``{"policy": "fp32", "optional": True}`` for an op that the running torch may lack.
         modules: rules by module. A key is a glob over the names of ``model.named_modules()``, or ``"class:"`` and a
-            class's qualified name; a rule is ``"fp32"``, ``"off"``, a fast dtype such as ``"float16"``, or policies by
-            op. They are for :func:`apply_policy`: regions take no notice of them.
+            class's qualified name; a rule is ``"fp32"``, ``"off"``, a fast dtype such as ``"float16"``, policies by op,
+            or a recipe such as ``"int8"`` (``"none"``: the fast dtype). They are for :func:`apply_policy`: regions take
+            no notice of them.
         devices: what holds on one device only, by device type; it goes before what is for all.
         name: a name for people.
 
@@ -207,7 +209,7 @@ class Policy:
             said["ops"] = self.ops.written
         if self.modules:
             said["modules"] = {
-                key: rule.written if isinstance(rule, Ops) else rule for key, rule in self.modules.items()
+                key: rule.written if isinstance(rule, (Ops, Recipe)) else rule for key, rule in self.modules.items()
             }
         if self.devices:
             said["devices"] = {device_type: policy._table() for device_type, policy in self.devices.items()}
@@ -273,6 +275,7 @@ def _lines(policy: Policy, where: str = "") -> Iterator[str]:
     for op, said in policy.ops.by_meaning.items():
         yield f"{where}ops.{op} = {said!r}"
     for key, rule in policy.modules.items():
-        yield f"{where}modules.{key} = {rule.by_meaning if isinstance(rule, Ops) else rule!r}"
+        as_said: object = rule.by_meaning if isinstance(rule, Ops) else rule
+        yield f"{where}modules.{key} = {as_said.written if isinstance(as_said, Recipe) else as_said!r}"
     for device_type, part in sorted(policy.devices.items()):
         yield from [*_lines(part, f"{where}devices.{device_type}.")] or [f"{where}devices.{device_type} = nothing"]

@@ -8,7 +8,7 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 
-from ..engine import state
+from ..engine import low_bit, state
 from ..engine.installation import installed
 from ..engine.kernels import autocast_key, refusal
 from ..engine.state import Settings
@@ -16,17 +16,25 @@ from ..plugins.backend import Backend
 from ..plugins.registry import registry
 from ..policy.cast_policy import CastPolicy
 from ..policy.names import OpName, known_overloads, read_op
+from ..policy.recipes import RecipeLike, read_recipe
 from ..policy.registered import registrations
-from ..policy.schemas import find_op, optional_dtype, overload_with_dtype
+from ..policy.schemas import find_op, in_order, optional_dtype, overload_with_dtype
 from ..policy.value import PolicyLike
 from .explanation import NO_RULE, OTHERS_KERNEL, Argument, Explanation
-from .policies import overlay_of
+from .policies import overlay_of, with_recipe
 
 _Op: TypeAlias = str | OpOverload | OpOverloadPacket | CustomOpDef
 _Rule: TypeAlias = tuple[CastPolicy | None, str, str]
 
 
-def explain(op: _Op, device_type: str, *args: Any, policy: PolicyLike | None = None, **kwargs: Any) -> Explanation:
+def explain(
+    op: _Op,
+    device_type: str,
+    *args: Any,
+    policy: PolicyLike | None = None,
+    recipe: RecipeLike | None = None,
+    **kwargs: Any,
+) -> Explanation:
     """Say what becomes of an op in this thread's region for a device, and which rule says so. Nothing is run.
 
     Args:
@@ -35,13 +43,14 @@ def explain(op: _Op, device_type: str, *args: Any, policy: PolicyLike | None = N
         args, kwargs: what the op would be called with, to be told of each tensor. They may be fake tensors; one on
             ``meta`` stands for one on the device. Without any, the rule is told, for each overload that the name means.
         policy: as if in a region with this ``policy=``, inside the one that there is.
+        recipe: as if in a region with this ``recipe=``.
 
     Returns:
         The explanation: a value with a readable text.
 
     Raises:
         TypeError: the op does not take the arguments, or `op` is none.
-        ValueError: torch has no such op, with the nearest names; or `policy` is refused.
+        ValueError: torch has no such op, with the nearest names; or `policy` or `recipe` is refused.
         ValueError, RuntimeError: as :func:`polycast.get_backend`.
 
     Example:
@@ -58,6 +67,8 @@ def explain(op: _Op, device_type: str, *args: Any, policy: PolicyLike | None = N
     region = state.machine.innermost(device_type)
     overlay = None if region is None else region[0]
     own = None if policy is None else overlay_of(policy, device_type)
+    if recipe is not None:
+        own = with_recipe(own, read_recipe(recipe))
     here = Settings(
         device_type,
         torch.is_autocast_enabled(device_type),
@@ -78,12 +89,29 @@ def explain_in(
         first, *others = told
         return replace(first, others=tuple(others))
     chosen = _overload_for(name, args, kwargs)
-    return _with_arguments(_without_arguments(chosen, region, backend), _bound(chosen, args, kwargs), backend)
+    bound = _bound(chosen, args, kwargs)
+    call = _with_arguments(_without_arguments(chosen, region, backend), bound, backend)
+    if not (call.recipe and call.enabled and call.reached):
+        return call
+    assert region.overlay is not None
+    overload = find_op(chosen)
+    assert overload is not None
+    reason = low_bit.why_not(region.overlay, chosen, backend.device_type, in_order(overload, (), bound))
+    if reason is not None:
+        return replace(call, declined=reason)
+    assert call.arguments is not None
+    return replace(call, arguments=tuple(replace(each, seen=each.dtype) for each in call.arguments))
 
 
 def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanation:
     policy, rule, rule_name = deciding_rule(op, region, backend)
-    return Explanation(op, region.device_type, region.enabled, region.dtype, policy, rule, rule_name, calls=op)
+    told = Explanation(op, region.device_type, region.enabled, region.dtype, policy, rule, rule_name, calls=op)
+    overlay = region.overlay
+    if overlay is None or overlay.recipe is None or op not in overlay.low_bit:
+        return told
+    if policy is not CastPolicy.LOWER_PRECISION_FP:
+        return told
+    return replace(told, recipe=overlay.recipe.short)
 
 
 def deciding_rule(op: str, region: Settings, backend: Backend) -> _Rule:

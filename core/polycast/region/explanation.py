@@ -65,6 +65,8 @@ class Explanation:
         set_dtype: the ``dtype`` that the op is given, where the policy sets one in this call.
         calls: the overload that is called in the end.
         refusal: what the call raises, where the op is banned.
+        recipe: the recipe that the op is to be computed by, if it is: ``"int8"``.
+        declined: why it is not by that, but in the fast dtype; None where it is, or no arguments were given.
         others: the same for the other overloads that the name means, where there were no arguments to tell which.
     """
 
@@ -80,6 +82,8 @@ class Explanation:
     set_dtype: torch.dtype | None = None
     calls: str = ""
     refusal: str | None = None
+    recipe: str = ""
+    declined: str | None = None
     others: "tuple[Explanation, ...]" = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,6 +106,11 @@ class Explanation:
             what = "what that does" if self.rule == OTHERS_KERNEL else "it runs as it is, what it is made of in turn"
             return f"no policy ({rule}): {what}"
         meaning = _MEANING[self.policy].format(fast=dtype_name(self.dtype))
+        if self.recipe and self.declined is not None:
+            meaning += f", for the recipe {self.recipe} declines: {self.declined}"
+        elif self.recipe:
+            here = self.arguments is not None and self.enabled and self.reached
+            meaning = f"the recipe {self.recipe} computes it" + ("" if here else f", or {meaning}")
         return f"{self.policy.value} ({rule}): {meaning}" + ("" if self.enabled else ", in a region")
 
     def _outcome(self) -> Iterator[str]:

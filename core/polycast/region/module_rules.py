@@ -16,6 +16,7 @@ from ..engine.state import Overlay
 from ..policy.modules import FP32, OFF, ModuleRule, modules_of
 from ..policy.names import read_dtype
 from ..policy.ops import Ops
+from ..policy.recipes import Recipe
 from ..policy.value import Policy, PolicyLike
 from .ruled_forward import ANY_DEVICE, FORWARD, Mark, Rule, RuledForward, rules_of
 
@@ -81,6 +82,7 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
     - ``"off"``: autocast is off in it, and inputs are as they are;
     - a fast dtype, such as ``"float16"``: its ops run in a region with that dtype, also inside a module that a rule
       has switched autocast off in;
+    - a recipe, such as ``"int8"``, or ``"none"`` for the fast dtype: in place of the recipe of the region outside;
     - policies by op: they are laid over what holds outside, and over what regions inside the module ask for.
 
     ``policy.ops`` hold in the whole model. Where a model is put under rules twice, the later ones decide in the
@@ -138,13 +140,19 @@ def _rules_by_module(model: nn.Module, policy: Policy) -> dict[nn.Module, tuple[
                 rule = rule._replace(ops=policy.ops | (rule.ops or Ops()))
             found[module] = found.get(module, (name,))[0], rule
     return {
-        module: (name, rule if rule.ops is None else rule._replace(policies=Overlay(rule.ops.resolved).text))
+        module: (name, rule._replace(policies=_text(rule)) if rule.ops is not None or rule.recipe is not None else rule)
         for module, (name, rule) in found.items()
     }
 
 
+def _text(rule: Rule) -> str:
+    return Overlay(rule.ops.resolved if rule.ops is not None else {}, recipe=rule.recipe).text
+
+
 def _read(key: str, rule: ModuleRule) -> Rule:
     text = f"{key} = {rule!r}"
+    if isinstance(rule, Recipe):
+        return Rule(text, recipe=rule)
     if isinstance(rule, Ops):
         return Rule(text, ops=rule)
     if rule in (FP32, OFF):

@@ -9,12 +9,15 @@ from torch.compiler import is_dynamo_compiling
 
 from ..engine import state
 from ..engine.casting import cast_nested
+from ..plugins.registry import registry
 from ..policy.ops import Ops
+from ..policy.recipes import Recipe
 from . import switched_off
 from .autocast import autocast
 from .checkpoint import carry_regions
 from .entry import fast_path
 from .policies import overlay_of_rule
+from .recipes import usable_recipe
 
 FORWARD = "forward"
 ANY_DEVICE = ""
@@ -30,7 +33,8 @@ class Rule(NamedTuple):
     cast_inputs: bool = False
     ops: Ops | None = None
     policies: str = ""
-    """Those of `ops` as the text of an overlay, which compiled code is made from and guarded by."""
+    """Those of `ops`, and the recipe, as the text of an overlay, which compiled code is made from and guarded by."""
+    recipe: Recipe | None = None
 
 
 _InForce = tuple[tuple[str, Rule], ...]
@@ -112,7 +116,7 @@ class RuledForward:
         found = []
         for device in devices:
             rule = self._rules.get(device) or self._rules.get(ANY_DEVICE)
-            # Policies for ops are for a region, and switch none on.
+            # Policies for ops and recipes are for a region, and switch none on.
             if rule is not None and (rule.dtype is not None or not rule.enabled or device in enabled):
                 found.append((device, rule))
         return tuple(found)
@@ -144,7 +148,7 @@ class RuledForward:
         if is_dynamo_compiling():
             from ..compilers.dynamo import region_of_rule, rule_decides
 
-            if rule.ops is None:
+            if not rule.policies:
                 rule_decides(device)
                 return autocast(device, rule.dtype, rule.enabled)
             in_graph: autocast = region_of_rule(autocast, device, rule.dtype, rule.enabled, rule.policies, rule.text)
@@ -153,7 +157,7 @@ class RuledForward:
         known = 0 if rule.ops is None else len(rule.ops.resolved)  # a library may bring an op that was optional
         region = self._regions.get((device, dtype, known))
         if region is None:
-            region = autocast(device, dtype, rule.enabled) if rule.ops is None else _ModuleRegion(device, dtype, rule)
+            region = _ModuleRegion(device, dtype, rule) if rule.policies else autocast(device, dtype, rule.enabled)
             self._regions[device, dtype, known] = region
         return region
 
@@ -191,12 +195,12 @@ class RuledForward:
 
 
 class _ModuleRegion(autocast):
-    """The region that a rule with policies for ops opens."""
+    """The region that a rule with policies for ops or a recipe opens."""
 
     def __init__(self, device: str, dtype: torch.dtype, rule: Rule) -> None:
         super().__init__(device, dtype, rule.enabled)
-        assert rule.ops is not None
-        overlay = overlay_of_rule(rule.ops, rule.text)
+        recipe = None if rule.recipe is None else usable_recipe(rule.recipe, registry.find(device), rule.enabled)
+        overlay = overlay_of_rule(rule.ops or Ops(), rule.text, recipe)
         if overlay is not None:
             self._settings = self._settings._replace(overlay=overlay)
             self._fast_path = fast_path(self._settings)

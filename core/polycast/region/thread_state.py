@@ -2,7 +2,7 @@
 
 import torch
 
-from ..engine import state
+from ..engine import low_bit, state
 from ..engine.installation import kernels_of
 from ..errors import BackendNotFoundError
 from ..plugins.discovery import check_dtype
@@ -97,7 +97,9 @@ def set_autocast_cache_enabled(enabled: bool) -> None:
 
 
 def clear_autocast_cache(all_threads: bool = False) -> None:
-    """Drop the casts that this thread's regions keep, and torch's own casts.
+    """Drop the casts that this thread's regions keep, what recipes have packed weights into, and torch's own casts.
+
+    What a :class:`WeightCache` keeps stays there until its own ``clear()``.
 
     Args:
         all_threads: those of the other threads' regions too. A thread that is in a region drops its own when it next
@@ -109,6 +111,7 @@ def clear_autocast_cache(all_threads: bool = False) -> None:
     if not isinstance(all_threads, bool):
         raise TypeError(f"all_threads must be a bool, got {all_threads!r}")
     state.machine.clear_own_casts(all_threads)
+    low_bit.packings.clear()
     torch.clear_autocast_cache()
 
 

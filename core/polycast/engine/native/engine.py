@@ -12,12 +12,12 @@ from ...errors import StaleWeightError
 from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import overload_with_dtype
-from .. import kept_cast
+from .. import kept_cast, low_bit
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, autocast_key, refusal
 from ..places import place_now, stack_now
 from ..recorder import Recorder
-from ..state import Overlay, Settings
+from ..state import NO_WEIGHT, NOTHING_KEPT, WATCHED, Overlay, Settings
 from ..unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedOptimizers
 from ..weight_cache import WeightCache, cache_by_identity
 from ..weights import STALE, storages_are_rewritten
@@ -27,7 +27,10 @@ _POLICIES: dict[CastPolicy | None, int] = {None: -1, **{policy: number for numbe
 
 # The ops, for all engines of a process: two that are loaded from one file share what is in it.
 _numbers: dict[str, int] = {}
+_names: dict[int, str] = {}
 _unused_numbers = itertools.count()
+_LOW_BIT = len(CastPolicy)
+_NOT_PACKED = (WATCHED, NO_WEIGHT, NOTHING_KEPT)
 
 
 class NativeEngine:
@@ -48,6 +51,7 @@ class NativeEngine:
             place_now,
             kept_cast.of_traced,
             self._store_by_identity,
+            self._perform_low_bit,
         )
         self._extension = extension
         self._optimizers: WatchedOptimizers | None = None
@@ -74,7 +78,21 @@ class NativeEngine:
 
     def number(self, name: str) -> int:
         """Return the number by which kernels and overlays know an op."""
-        return _numbers.setdefault(name, next(_unused_numbers))  # two threads never get one for two ops
+        number = _numbers.setdefault(name, next(_unused_numbers))  # two threads never get one for two ops
+        _names[number] = name
+        return number
+
+    @disable_dynamo
+    def _perform_low_bit(self, op: int, device_type: str, *args: Any) -> torch.Tensor | None:
+        return low_bit.perform(_names[op], device_type, *args)
+
+    def packing(
+        self, cache: WeightCache, weight: torch.Tensor, kind: int, prepare: Callable[[torch.Tensor], Any]
+    ) -> tuple[torch.Tensor, ...] | str | None:
+        """See :class:`StateMachine`."""
+        found: tuple[torch.Tensor, ...] | int | None
+        found = self._extension.packing_of(self._native_store(cache), weight, kind, prepare)
+        return _NOT_PACKED[found] if isinstance(found, int) else found
 
     @disable_dynamo
     def _native_store(self, cache: WeightCache) -> Any:
@@ -89,6 +107,7 @@ class NativeEngine:
         native = overlay.derived.get(self.name)
         if native is None:
             policies = {self.number(name): _POLICIES[policy] for name, policy in overlay.items()}
+            policies |= {self.number(name): _LOW_BIT for name in overlay.low_bit}
             native = overlay.derived[self.name] = self._extension.Overlay(policies)
         return native
 

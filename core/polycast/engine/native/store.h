@@ -9,11 +9,8 @@
 
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <c10/util/flat_hash_map.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <list>
@@ -26,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "python.h"
 #include "weights.h"
 #include "writes.h"
 
@@ -63,8 +61,9 @@ class LeftBehind {
 };
 
 struct Statistics {
-  size_t entries, bytes;
+  size_t casts, cast_bytes;
   uint64_t hits, misses, evictions;
+  size_t packings, packed_bytes;
 };
 
 class Store;
@@ -106,11 +105,7 @@ class Store : public std::enable_shared_from_this<Store> {
       auto found = entries_.find(key);
       if (found != entries_.end() && found->second->of.is_that_of(weight) && is_unwritten(found->second->cast)) {
         Entry& entry = *found->second;
-        ++hits_;
-        if (max_bytes_) {
-          entry.uses = std::min(entry.uses + 1, kMostUses);
-          ages_.splice(ages_.end(), ages_, entry.age);
-        }
+        note_hit(entry);
         kept = entry.cast;
         if (stream && !entry.is_shared_with(*stream)) {
           made_on = entry.streams.front();
@@ -131,8 +126,52 @@ class Store : public std::enable_shared_from_this<Store> {
     Content content(weight);
     kept = make_cast(weight, dtype);
     made = true;
-    insert(key, weight, std::move(content), kept, writes);
+    insert(key, weight, std::make_shared<Entry>(std::move(content), kept), writes);
     return kept;
+  }
+
+  // Return what is kept of what a weight was packed into, or nothing.
+  std::optional<std::vector<Tensor>> find_packing(const Tensor& weight, int kind) {
+    const std::optional<c10::Stream> stream = current_stream(weight);
+    std::optional<c10::Stream> made_on;
+    std::shared_ptr<Entry> entry;
+    const Key key{weight.unsafeGetTensorImpl(), ScalarType::Undefined, kind};
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      const auto found = entries_.find(key);
+      if (found == entries_.end() || !found->second->of.is_that_of(weight) || !found->second->packing_is_unwritten()) {
+        return std::nullopt;
+      }
+      entry = found->second;
+      note_hit(*entry);
+      if (stream && !entry->is_shared_with(*stream)) {
+        made_on = entry->streams.front();
+      }
+    }
+    if (made_on && !entry->packed.empty()) {
+      for (const Tensor& part : entry->packed) {
+        share_between(part, *made_on, *stream);
+      }
+      note_shared(key, entry->packed.front(), *stream);
+    }
+    if (verify_ && !are_equal(weight.detach(), entry->cast)) {
+      raise_stale();
+    }
+    return entry->packed;
+  }
+
+  // Keep what a weight was packed into, where it may be. The content and the count of writes are those before it was made.
+  void keep_packing(const Tensor& weight, int kind, Content content, std::vector<Tensor> packed, uint64_t writes) {
+    auto entry = std::make_shared<Entry>(std::move(content), std::move(packed));
+    if (verify_) {
+      const at::NoGradGuard no_grad;
+      entry->cast = weight.detach().clone();
+    }
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      most_packings_ = std::max(most_packings_, kind);
+    }
+    insert({weight.unsafeGetTensorImpl(), ScalarType::Undefined, kind}, weight, std::move(entry), writes);
   }
 
   // Called without the GIL. The weights are not watched any more either, so that nothing refers to them.
@@ -149,13 +188,19 @@ class Store : public std::enable_shared_from_this<Store> {
       bytes_ = 0;
     }
     Writes::log().add_all();  // what threads made of the casts, for their graphs, is not to be used any more either
-    py::gil_scoped_acquire gil;
+    const Gil gil;
     LeftBehind::things().free();
   }
 
   Statistics statistics() {
     std::lock_guard<std::mutex> lock(mutex_);
-    return {entries_.size(), bytes_, hits_, misses_, evictions_};
+    Statistics now{0, 0, hits_, misses_, evictions_, 0, 0};
+    for (const auto& [key, entry] : entries_) {
+      const bool packed = key.packing != 0;
+      ++(packed ? now.packings : now.casts);
+      (packed ? now.packed_bytes : now.cast_bytes) += entry->bytes;
+    }
+    return now;
   }
 
   // Drop the casts of weights in storages that were written.
@@ -177,10 +222,28 @@ class Store : public std::enable_shared_from_this<Store> {
  private:
   struct Entry {
     Content of;
-    Tensor cast;
-    int uses;
-    std::list<Key>::iterator age;
-    std::vector<c10::Stream> streams;  // that may use it; the first is the one that it was made on
+    Tensor cast;  // of a packing that is verified, a copy of what was packed
+    std::vector<Tensor> packed;
+    std::vector<uint32_t> versions;  // of these, as they were made
+    size_t bytes = 0;
+    int uses = 1;
+    std::list<Key>::iterator age = {};
+    std::vector<c10::Stream> streams = {};  // that may use it; the first is the one that it was made on
+
+    Entry(Content content, Tensor of_weight) : of(std::move(content)), cast(std::move(of_weight)), bytes(cast.nbytes()) {}
+
+    Entry(Content content, std::vector<Tensor> parts) : of(std::move(content)), packed(std::move(parts)) {
+      for (const Tensor& part : packed) {
+        versions.push_back(part.unsafeGetTensorImpl()->version_counter().current_version());
+        bytes += part.nbytes();
+      }
+    }
+
+    bool packing_is_unwritten() const {
+      return std::equal(packed.begin(), packed.end(), versions.begin(), [](const Tensor& part, uint32_t version) {
+        return part.unsafeGetTensorImpl()->version_counter().current_version() == version;
+      });
+    }
 
     bool is_shared_with(const c10::Stream& stream) const {
       return std::find(streams.begin(), streams.end(), stream) != streams.end();
@@ -188,16 +251,47 @@ class Store : public std::enable_shared_from_this<Store> {
   };
   using Entries = ska::flat_hash_map<Key, std::shared_ptr<Entry>, KeyHash>;
   using Watchers = std::unordered_map<TensorImpl*, PyObject*>;
+
+  // A weight that is known here, for the callback of its weakref.
+  struct Watched {
+    std::weak_ptr<Store> store;
+    TensorImpl* weight;
+
+    static Object forgetting(Watched watched) {
+      static PyMethodDef function{"forget", &forget, METH_O, "Have the casts of a weight erased, which has died."};
+      const Object capsule = Object::made(PyCapsule_New(new Watched(std::move(watched)), nullptr, [](PyObject* gone) {
+        delete static_cast<Watched*>(PyCapsule_GetPointer(gone, nullptr));
+      }));
+      return Object::made(PyCFunction_NewEx(&function, capsule.get(), nullptr));
+    }
+
+    static PyObject* forget(PyObject* capsule, PyObject*) {
+      const auto* const watched = static_cast<Watched*>(PyCapsule_GetPointer(capsule, nullptr));
+      if (const auto alive = watched->store.lock()) {
+        alive->forget(watched->weight);
+      }
+      return Py_NewRef(Py_None);
+    }
+  };
   using Dying = std::vector<std::shared_ptr<void>>;
 
   static constexpr int kMostUses = 3;
   static constexpr size_t kMostRefused = 10'000;
 
+  // Called with the mutex held.
+  void note_hit(Entry& entry) {
+    ++hits_;
+    if (max_bytes_) {
+      entry.uses = std::min(entry.uses + 1, kMostUses);
+      ages_.splice(ages_.end(), ages_, entry.age);
+    }
+  }
+
   // Called with the mutex held; what dies is moved out, for the caller to destroy after unlocking.
   void erase(const Key& key, Dying& dying) {
     auto found = entries_.find(key);
     if (found != entries_.end()) {
-      bytes_ -= found->second->cast.nbytes();
+      bytes_ -= found->second->bytes;
       ages_.erase(found->second->age);
       dying.push_back(std::move(found->second));
       entries_.erase(found);
@@ -226,7 +320,7 @@ class Store : public std::enable_shared_from_this<Store> {
     return true;
   }
 
-  void insert(const Key& key, const Tensor& weight, Content content, const Tensor& cast, uint64_t writes) {
+  void insert(const Key& key, const Tensor& weight, std::shared_ptr<Entry> entry, uint64_t writes) {
     Dying dying;
     const bool may_keep = !is_shared(weight) && !InFlight::storages().has(storage_of(weight));
     bool watched = true;
@@ -234,17 +328,14 @@ class Store : public std::enable_shared_from_this<Store> {
       std::lock_guard<std::mutex> lock(mutex_);
       ++misses_;
       erase(key, dying);
-      const size_t bytes = cast.nbytes();
+      const size_t bytes = entry->bytes;
       // A write that was announced since may be of this weight: the next use looks again.
       if (may_keep && writes == Writes::log().count() && (!max_bytes_ || (bytes <= *max_bytes_ && make_room(key, bytes, dying)))) {
-        std::vector<c10::Stream> streams;
-        if (const auto stream = current_stream(cast)) {
-          streams.push_back(*stream);
+        if (const auto stream = current_stream(weight)) {
+          entry->streams.push_back(*stream);
         }
-        entries_.emplace(
-            key,
-            std::make_shared<Entry>(
-                Entry{std::move(content), cast, 1, ages_.insert(ages_.end(), key), std::move(streams)}));
+        entry->age = ages_.insert(ages_.end(), key);
+        entries_.emplace(key, std::move(entry));
         bytes_ += bytes;
         watched = watchers_.count(key.weight) != 0;
       }
@@ -254,11 +345,11 @@ class Store : public std::enable_shared_from_this<Store> {
     }
   }
 
-  // A stream that was not to use a cast may now.
-  void note_shared(const Key& key, const Tensor& cast, const c10::Stream& stream) {
+  // A stream that was not to use a cast may now, or what was packed.
+  void note_shared(const Key& key, const Tensor& shared, const c10::Stream& stream) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = entries_.find(key);
-    if (found != entries_.end() && found->second->cast.is_same(cast)) {
+    if (found != entries_.end() && (key.packing == 0 ? found->second->cast : found->second->packed.front()).is_same(shared)) {
       found->second->streams.push_back(stream);
     }
   }
@@ -273,26 +364,14 @@ class Store : public std::enable_shared_from_this<Store> {
 
   // Have the entries of a weight erased when it dies. What is allocated here may run the garbage collector, and so anything.
   void watch(const Tensor& weight) {
-    py::gil_scoped_acquire gil;
+    const Gil gil;
     LeftBehind::things().free();
-    py::object object = py::reinterpret_steal<py::object>(THPVariable_Wrap(weight));
+    const Object object = python_tensor(weight);
     TensorImpl* const impl = weight.unsafeGetTensorImpl();
-    py::cpp_function forget([store = weak_from_this(), impl](const py::handle&) {
-      if (auto alive = store.lock()) {
-        alive->forget(impl);
-      }
-    });
-    PyObject* const reference = PyWeakref_NewRef(object.ptr(), forget.ptr());
-    if (reference == nullptr) {
-      throw py::error_already_set();
-    }
-    bool added = false;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      added = watchers_.emplace(impl, reference).second;
-    }
-    if (!added) {
-      Py_DECREF(reference);
+    Object reference = Object::made(PyWeakref_NewRef(object.get(), Watched::forgetting({weak_from_this(), impl}).get()));
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (watchers_.emplace(impl, reference.get()).second) {
+      reference.release();
     }
   }
 
@@ -305,6 +384,9 @@ class Store : public std::enable_shared_from_this<Store> {
       for (int dtype = 0; dtype < static_cast<int>(ScalarType::NumOptions); ++dtype) {
         erase(Key{weight, static_cast<ScalarType>(dtype)}, dying);
       }
+      for (int kind = 1; kind <= most_packings_; ++kind) {
+        erase(Key{weight, ScalarType::Undefined, kind}, dying);
+      }
       auto found = watchers_.find(weight);
       if (found != watchers_.end()) {
         reference = found->second;
@@ -314,17 +396,22 @@ class Store : public std::enable_shared_from_this<Store> {
     Py_XDECREF(reference);
   }
 
+  static bool are_equal(const Tensor& one, const Tensor& other) {
+    const at::NoGradGuard no_grad;
+    return one.nan_to_num().equal(other.nan_to_num()) && one.isnan().equal(other.isnan());
+  }
+
   static void verify(const Tensor& weight, const Tensor& kept) {
-    at::NoGradGuard no_grad;
-    const Tensor fresh = weight.detach().to(kept.scalar_type());
-    if (at::equal(fresh.nan_to_num(), kept.nan_to_num()) && at::equal(fresh.isnan(), kept.isnan())) {
-      return;
+    const at::NoGradGuard no_grad;
+    if (!are_equal(weight.detach().to(kept.scalar_type()), kept)) {
+      raise_stale();
     }
-    py::gil_scoped_acquire gil;
+  }
+
+  [[noreturn]] static void raise_stale() {
+    const Gil gil;
     PyErr_SetString(stale_weight_error, stale_weight_message.c_str());
-    python_error error;
-    error.persist();
-    throw python_error(std::move(error));
+    raise();
   }
 
   const std::optional<size_t> max_bytes_;
@@ -336,6 +423,7 @@ class Store : public std::enable_shared_from_this<Store> {
   Watchers watchers_;
   uint64_t hits_ = 0, misses_ = 0, evictions_ = 0;
   size_t bytes_ = 0;
+  int most_packings_ = 0;  // the highest kind of packing that was kept
 };
 
 void tell_stores(const Storages& written) {

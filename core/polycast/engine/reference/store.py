@@ -98,9 +98,9 @@ class PythonStore:
                     raise StaleWeightError(STALE)
                 return entry.kept
         content = _content(weight)
-        with torch.inference_mode(False), torch.no_grad():
-            entry = _Entry(content, _storage(weight), prepare(weight.detach()))
-            if self._verify:
+        entry = _Entry(content, _storage(weight), prepare(weight))
+        if self._verify:
+            with torch.no_grad():
                 entry.original = weight.detach().clone()
         with self._lock:
             return self._insert(key, weight, entry).kept

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .records import Cast, Chain, Compiled, Counts, Module, NonFinite, Op, Region, add, combine
+from .records import Cast, Chain, Compiled, Counts, LowBit, Module, NonFinite, Op, Region, add, combine
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Facts:
     regions: tuple[Region, ...] = ()
     compiled: tuple[Compiled, ...] = ()
     chains: tuple[Chain, ...] = ()
+    low_bit: tuple[LowBit, ...] = ()
     nonfinite: NonFinite | None = None
 
 
@@ -59,6 +60,7 @@ LISTS: dict[str, type[Any]] = {
     "regions": Region,
     "compiled": Compiled,
     "chains": Chain,
+    "low_bit": LowBit,
 }
 """The records that facts are lists of, by name."""
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
+from ...engine.low_bit import RECORDS
 from .facts import Facts
 from .records import Chain, Finding, Region
 from .units import size as _bytes
@@ -54,6 +55,21 @@ def _weights_cast_again(facts: Facts) -> Iterator[Finding]:
             bytes=size,
             bytes_per_second=rate,
         )
+
+
+def _recipe_in_training(facts: Facts) -> Iterator[Finding]:
+    for recipe in dict.fromkeys(record.recipe for record in facts.low_bit):
+        refused = [each for each in facts.low_bit if each.recipe == recipe and each.declined == RECORDS]
+        count = sum(each.calls for each in refused)
+        if count > 0:
+            yield Finding(
+                "recipe_in_training",
+                refused[0].device,
+                f"ops that the recipe {recipe} is for ran in the fast dtype {_times(count)}, because {RECORDS}.",
+                "Run inference under torch.no_grad() or torch.inference_mode().",
+                ops=tuple(dict.fromkeys(each.op for each in refused)),
+                count=count,
+            )
 
 
 def _chains(facts: Facts) -> Iterator[Finding]:
@@ -166,6 +182,7 @@ _FINDERS: tuple[_Finder, ...] = (
     _unused_regions,
     _weights_cast_again,
     _chains,
+    _recipe_in_training,
 )
 
 

@@ -12,7 +12,7 @@ from rich.console import Group
 from . import table
 from .facts import LISTS, Facts, Run, combined, share, total_of
 from .findings import findings_of
-from .records import Cast, Compiled, Counts, Finding, Module, NonFinite, Op, Region, plain, read
+from .records import Cast, Compiled, Counts, Finding, LowBit, Module, NonFinite, Op, Region, plain, read
 
 SCHEMA = 1
 """The schema that is written, and the newest that is read."""
@@ -76,6 +76,11 @@ class Observation:
         return self.facts.compiled
 
     @property
+    def low_bit(self) -> tuple[LowBit, ...]:
+        """What recipes were to compute: the calls that they did, and those that they declined, with the reason."""
+        return self.facts.low_bit
+
+    @property
     def nonfinite(self) -> NonFinite | None:
         """The first op that turned finite inputs into inf or nan, if there was one and it was looked for."""
         return self.facts.nonfinite
@@ -104,9 +109,9 @@ class Observation:
         """Return it as JSON-safe values.
 
         The keys: ``schema`` (an int), ``run`` (:class:`Run`), ``total`` (:class:`Counts` of all ops),
-        ``fast_share``, ``fast_time_share``,
-        ``ops``, ``modules``, ``casts``, ``regions``, ``compiled``, ``chains``, ``findings``: lists of what the
-        attributes of these names have, and ``nonfinite``: one of these, or None. A record is a mapping of its fields.
+        ``fast_share``, ``fast_time_share``, ``ops``, ``modules``, ``casts``, ``regions``, ``compiled``, ``chains``,
+        ``low_bit``, ``findings``: lists of what the attributes of these names have, and ``nonfinite``: one of these, or
+        None. A record is a mapping of its fields.
         """
         facts = self.facts
         total = total_of(facts.ops)
@@ -136,7 +141,7 @@ class Observation:
                 f"it has schema {schema}, and this polycast reads up to {SCHEMA}: read it with a newer polycast"
             )
         try:
-            lists = {name: tuple(read(kind, each) for each in said[name]) for name, kind in LISTS.items()}
+            lists = {name: tuple(read(kind, each) for each in _list(said, name)) for name, kind in LISTS.items()}
             nonfinite = None if said["nonfinite"] is None else read(NonFinite, said["nonfinite"])
             facts = Facts(run=read(Run, said["run"]), nonfinite=nonfinite, **lists)
             findings_of(facts)  # for which chains have to be whole
@@ -218,3 +223,7 @@ class Observation:
     def __repr__(self) -> str:
         facts = self.facts
         return f"<Observation of {total_of(facts.ops).calls} calls of {len(facts.ops)} ops>"
+
+
+def _list(said: dict[str, Any], name: str) -> Any:
+    return said.get(name, ()) if name == "low_bit" else said[name]  # what was written before there were recipes

@@ -6,18 +6,21 @@ import platform
 import threading
 import time
 import weakref
+from dataclasses import replace
 from types import TracebackType
 from typing import Literal
 
 import torch
 from torch import nn
 
+from ...engine import low_bit
 from ...engine.choice import choose
 from ...engine.recorder import NONFINITE, Recorder
 from .compilations import tell_compilations, tell_compilations_no_more
 from .counting import facts_of
 from .facts import Facts, Run
 from .known_modules import KnownModules
+from .low_bit_counts import LowBitCounts
 from .module_calls import after_modules, before_modules, tell_modules, tell_modules_no_more
 from .observation import Observation
 
@@ -123,6 +126,7 @@ class _Observing:
         self._modules = KnownModules(self._recorder)
         if model is not None:
             self._modules.add(model)
+        self._low_bit = LowBitCounts()
         self._raised = False
         self._thread = threading.get_ident()
         self._began = time.perf_counter()
@@ -136,11 +140,13 @@ class _Observing:
             before_modules.append(self._modules.meet)
         if self._raises:
             after_modules.append(self._after_module)
+        low_bit.listen(self._low_bit.note, None if self._run.threads == "all" else threading.get_ident())
         self._began = time.perf_counter()
         self._recorder.start()
 
     def stop(self) -> None:
         self._recorder.stop()
+        low_bit.listen_no_more(self._low_bit.note)
         self.observation._facts = self._facts()
         if self._finds_modules:
             before_modules.remove(self._modules.meet)
@@ -164,7 +170,7 @@ class _Observing:
                 },
             }
         )
-        return facts_of(self._recorder.read(), self._modules.named, run)
+        return replace(facts_of(self._recorder.read(), self._modules.named, run), low_bit=self._low_bit.records())
 
     def _after_module(self) -> None:
         if self._run.threads == "all" or threading.get_ident() == self._thread:

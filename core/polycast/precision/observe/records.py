@@ -180,6 +180,24 @@ class Compiled:
 
 
 @dataclass(frozen=True)
+class LowBit:
+    """Calls of an op that a recipe was to compute, with one outcome.
+
+    Attributes:
+        device, recipe: the device whose autocast looked, and the recipe of the region: ``"int8"``.
+        op: its name in the dispatcher.
+        declined: why it ran in the fast dtype; empty: it was computed by the recipe.
+        calls: how many.
+    """
+
+    device: str
+    recipe: str
+    op: str
+    declined: str = ""
+    calls: int = 0
+
+
+@dataclass(frozen=True)
 class Chain:
     """Ops, each of which took what the one before it returned, that one kind of finding is about.
 
@@ -228,7 +246,8 @@ class Finding:
 
     Attributes:
         kind: ``"weights_cast_again"``, ``"round_trip"``, ``"float32_by_one_input"``, ``"unlisted_float32_op"``,
-            ``"nonfinite"``, ``"slow_dtype"``, ``"disabled_region"``, ``"unused_region"`` or ``"loss_in_fast_dtype"``.
+            ``"nonfinite"``, ``"slow_dtype"``, ``"disabled_region"``, ``"unused_region"``, ``"loss_in_fast_dtype"`` or
+            ``"recipe_in_training"``.
         where: the module, the place in the program or the device, for people.
         what: what was seen, and how much of it.
         remedy: what to do.
@@ -329,6 +348,7 @@ _IDENTITY: dict[type[Any], tuple[str, ...]] = {
     Cast: ("op", "phase", "module", "source", "target", "of"),
     Region: ("where", "device", "enabled", "dtype", "reason"),
     Compiled: ("region", "module"),
+    LowBit: ("device", "recipe", "op", "declined"),
     Chain: ("kind", "ops", "module", "dtype"),
 }
 
