@@ -1,7 +1,8 @@
 """Products in int8, for recipes: activations are quantized at each call, weights once.
 
 Each output feature of a weight has a scale, and so has each row of the activations (each image, for a convolution), or
-all of them together, as the recipe says. Sums are exact, in 32 bits; what is rounded is what goes in, to 255 levels, and what comes out.
+all of them together, as the recipe says. Sums are exact, in 32 bits; what is rounded is what goes in, to 255 levels,
+and what comes out.
 
 Rows of activations with inf or nan are computed apart: they come to what inf and nan come to with the quantized weight,
 and the rows beside them to what they come to without. A weight with inf or nan is not quantized.

@@ -3,12 +3,12 @@
 PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has no assertion to rewrite here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from typing_extensions import override
 
-from polycast import STANDARD_REMEDIES, Availability, Backend, hookimpl
+from polycast import STANDARD_REMEDIES, Availability, Backend, LowBitKernel, Recipe, hookimpl
 
 from .kernels import KERNELS
 from .policies import LEFT_TO_TORCH, POLICIES
@@ -44,6 +44,20 @@ class CudaBackend(Backend):
         if dtype is torch.bfloat16 and not answer:
             return Availability(False, f"this GPU has no bfloat16; {answer.reason}")
         return answer
+
+    @override
+    def recipe_availability(self, recipe: Recipe) -> Availability:
+        if recipe.kind != "float8":
+            return super().recipe_availability(recipe)
+        from .float8 import float8_availability  # few programs use recipes
+
+        return float8_availability(recipe.scales)
+
+    @override
+    def low_bit_kernels(self, recipe: Recipe) -> Mapping[str, LowBitKernel]:
+        from .float8 import float8_kernels
+
+        return float8_kernels(recipe.scales)
 
     if not hasattr(torch.Stream, "is_capturing"):  # before torch 2.13
 

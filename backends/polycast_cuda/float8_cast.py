@@ -1,0 +1,45 @@
+"""Casts to float8 (e4m3) with scales: in one Triton kernel where there is Triton, else with ATen's ops."""
+
+import functools
+import importlib
+from types import ModuleType
+
+import torch
+
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FLOAT8).max
+SMALLEST = 2.0**-110
+"""Rows that are smaller are cast as if this were in them, so that scales and their inverses stay normal numbers."""
+
+
+def cast_rows(matrix: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a matrix in float8 and the float32 scales that give its values back: [rows, 1], or one of no dimensions.
+
+    Values that are not finite become nan, and count for no scale.
+    """
+    fused = _fused() if matrix.is_cuda else None
+    if fused is None:
+        return cast_with_aten(matrix, by_row)
+    with torch.cuda.device(matrix.device):  # Triton launches on the current one
+        values, scale = fused.cast_rows(matrix if matrix.stride(1) == 1 else matrix.contiguous(), by_row)
+    return values, scale
+
+
+def cast_with_aten(matrix: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same, computed by ATen's ops."""
+    matrix = matrix.float()
+    finite = matrix.isfinite()
+    sizes = matrix.abs().where(finite, 0)
+    largest = sizes.amax(1, keepdim=True) if by_row else sizes.amax()
+    scale = largest.clamp(min=SMALLEST) / LARGEST
+    # Some versions of torch cast inf to the largest number.
+    values = (matrix / scale).where(finite, torch.nan).to(FLOAT8)
+    return values.contiguous(), scale
+
+
+@functools.cache
+def _fused() -> ModuleType | None:
+    try:
+        return importlib.import_module(".float8_triton", __package__)
+    except ImportError:
+        return None

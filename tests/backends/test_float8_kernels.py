@@ -1,0 +1,175 @@
+"""CUDA's float8 kernels without a GPU: values on the CPU, dtypes and shapes on fake tensors, reasons to decline."""
+
+import itertools
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import polycast
+from polycast.testing.low_bit import assert_within, float8_product, run_kernel
+from polycast_cuda import float8
+from polycast_cuda.float8 import Addmm, Linear, Matmul, Mm, float8_availability, float8_on
+from polycast_cuda.float8_cast import cast_with_aten
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT8 = torch.float8_e4m3fn
+INF, NAN = torch.inf, torch.nan
+
+
+@pytest.fixture(params=["row", "tensor"])
+def by_row(request):
+    return request.param == "row"
+
+
+@pytest.mark.parametrize("rows", [1, 5, 17])
+@pytest.mark.parametrize(("given", "wanted"), list(itertools.product(FLOATS, FLOATS)), ids=str)
+def test_linear_is_within_the_error_of_float8(by_row, rows, given, wanted):
+    x, weight, bias = torch.randn(rows, 64).to(given), torch.randn(48, 64).to(given), torch.randn(48)
+    actual = run_kernel(Linear(by_row), x, weight, bias, dtype=wanted)
+    expected, error = float8_product(x, weight, by_row)
+    # Row-wise products come in bfloat16, and so does what is added to them.
+    assert_within(actual, expected + bias.double(), error + (expected.abs() + bias.abs() + error) / 2**8)
+
+
+@pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (2, -0.5), (0, 3)])
+def test_addmm_scales_what_it_adds_and_what_it_adds_to(by_row, beta, alpha):
+    bias, x, weight = torch.full((48,), NAN if beta == 0 else 2.0), torch.randn(5, 64), torch.randn(64, 48)
+    actual = run_kernel(Addmm(by_row), bias, x, weight, beta, alpha)
+    expected, error = float8_product(x, weight.t(), by_row)
+    expected = alpha * expected + (0 if beta == 0 else beta * 2.0)
+    assert_within(actual, expected, abs(alpha) * error + (expected.abs() + 1) / 2**7)
+
+
+@pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 3, 64)], ids=str)
+def test_matmul_takes_any_number_of_dimensions(by_row, shape):
+    x, weight = torch.randn(shape), torch.randn(64, 48)
+    expected, error = float8_product(x.reshape(-1, 64), weight.t(), by_row)
+    actual = run_kernel(Matmul(by_row), x, weight, dtype=torch.bfloat16)
+    assert actual.shape == (*shape[:-1], 48)
+    assert_within(actual.reshape(-1, 48), expected, error)
+
+
+def test_the_weight_is_column_major_whatever_the_op():
+    for kernel, shape in ((Linear(True), (48, 64)), (Mm(True), (64, 48))):
+        values, scale = kernel.prepare(torch.randn(shape))
+        assert (values.dtype, values.shape, values.stride()) == (FLOAT8, (48, 64), (64, 1))
+        assert (scale.dtype, scale.shape) == (torch.float32, (1, 48))
+
+
+@pytest.mark.parametrize("factor", [0, 1e-45, 1e-30, 1e30], ids=str)
+def test_rows_of_any_size_have_finite_scales_and_values(by_row, factor):
+    values, scale = cast_with_aten(torch.randn(5, 64) * factor, by_row)
+    assert values.float().isfinite().all()
+    assert (scale > 0).all()
+    assert scale.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+def test_a_row_with_inf_or_nan_is_nan_and_those_beside_it_are_what_they_are_without(by_row, value):
+    x, weight = torch.randn(5, 64), torch.randn(48, 64)
+    clean = x.clone()
+    x[2, 7], clean[2] = value, 0
+    x[2, [i for i in range(64) if i != 7]] = 0
+    actual, without = (run_kernel(Linear(by_row), each, weight, None) for each in (x, clean))
+    assert actual[2].isnan().all()
+    assert torch.equal(actual[[0, 1, 3, 4]], without[[0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize("value", [INF, NAN])
+def test_a_weight_with_inf_or_nan_is_not_cast(by_row, value):
+    weight = torch.randn(48, 64)
+    weight[3, 4] = value
+    assert Linear(by_row).prepare(weight) is None
+
+
+CALLS = {
+    "linear": (Linear, lambda x, weight, bias: (x, weight, bias)),
+    "matmul": (Matmul, lambda x, weight, bias: (x, weight.t())),
+    "mm": (Mm, lambda x, weight, bias: (x.view(10, 64), weight.t())),
+    "addmm": (Addmm, lambda x, weight, bias: (bias, x.view(10, 64), weight.t(), 1, 1)),
+}
+
+
+@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize(("given", "wanted"), list(itertools.product(FLOATS, FLOATS)), ids=str)
+def test_on_fake_tensors_of_cuda_dtypes_and_shapes_are_right(monkeypatch, by_row, op, given, wanted):
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device_type: wanted)
+    monkeypatch.setattr("polycast_cuda.float8_cast._fused", lambda: None)
+    kernel, call = CALLS[op]
+    with FakeTensorMode():
+        x, weight, bias = (torch.empty(s, dtype=given, device="cuda") for s in ((2, 5, 64), (48, 64), (48,)))
+        scale = torch.ones((1, 48) if by_row else (), device="cuda")
+        args = call(x, weight, bias)
+        assert kernel(by_row).declines(*args) is None
+        result = kernel(by_row).run((torch.empty((48, 64), dtype=FLOAT8, device="cuda"), scale), *args)
+    assert (result.dtype, result.device.type) == (wanted, "cuda")
+    assert result.shape == ((10, 48) if op in ("mm", "addmm") else (2, 5, 48))
+
+
+X, WEIGHT = torch.randn(5, 64), torch.randn(48, 64)
+DECLINED = {
+    "the weight's sizes, 48 and 72, are not both multiples of 16": (
+        Linear,
+        torch.randn(5, 72),
+        torch.randn(48, 72),
+        None,
+    ),
+    "the weight's sizes, 40 and 64, are not both multiples of 16": (Mm, X, torch.randn(64, 40)),
+    "the weight is not a matrix": (Matmul, X, torch.randn(2, 64, 48)),
+    "the sizes do not fit": (Mm, X[None], WEIGHT.t()),
+    "the sizes do not fit ": (Linear, X, torch.randn(48, 80), None),
+    "a tensor is empty": (Linear, torch.randn(0, 64), WEIGHT, None),
+    "a tensor is not strided": (Linear, X.to_sparse(), WEIGHT, None),
+    "the bias is not a vector of the output features": (Linear, X, WEIGHT, torch.randn(1)),
+    "what is added is not a vector of the output features": (Addmm, torch.randn(5, 48), X, WEIGHT.t(), 1, 1),
+    "beta or alpha is complex": (Addmm, torch.randn(48), X, WEIGHT.t(), 1, 1j),
+}
+
+
+@pytest.mark.parametrize("reason", DECLINED)
+def test_what_is_declined_has_a_reason_on_real_and_on_fake_tensors(reason):
+    kernel, *args = DECLINED[reason]
+    assert kernel(True).declines(*args) == reason.strip()
+    if "strided" not in reason:
+        with FakeTensorMode() as mode:
+            fake = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+            assert kernel(True).declines(*fake) == reason.strip()
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "scales", "reason"),
+    [
+        (((8, 0), (9, 0)), "row", "a GPU of compute capability 8.0 has no float8: it takes 8.9"),
+        (
+            ((9, 0), (12, 0)),
+            "row",
+            'torch\'s row-wise float8 product fails on compute capability 12.0: use Float8(scales="tensor")',
+        ),
+    ],
+)
+def test_gpus_that_cannot_are_told_with_the_reason(capabilities, scales, reason):
+    assert float8_on(*capabilities, scales) == polycast.Availability(False, reason)
+
+
+@pytest.mark.parametrize(("capability", "scales"), [((8, 9), "row"), ((9, 0), "row"), ((12, 0), "tensor")])
+def test_gpus_that_can_are_told_to_be_experimental(capability, scales):
+    answer = float8_on(capability, capability, scales)
+    assert answer.available
+    assert "experimental" in answer.reason
+
+
+def test_torch_without_a_gpu_and_with_another_product_is_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert float8_availability("row").reason == "no CUDA device is visible"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert "ROCm" in float8_availability("row").reason
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(float8, "_SCHEMA", "another")
+    assert "is not the one that is known" in float8_availability("row").reason
+
+
+def test_cuda_has_no_int8():
+    backend = polycast.get_backend("cuda")
+    answer = backend.recipe_availability(polycast.Int8())
+    assert answer == polycast.Availability(False, "the backend for cuda has no kernels for int8")
