@@ -19,7 +19,7 @@ from rich.table import Table
 
 from polycast.engine.choice import choose
 
-from . import compiled, models, observing, once, ops, scenarios, small, training, tuned
+from . import compiled, low_bit, models, observing, once, ops, scenarios, small, training, tuned
 from .processes import ImportTime, PeakMemory
 from .timing import Result
 
@@ -57,6 +57,8 @@ BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
     "compiled-training": compiled.training,
     "compiled-memory": compiled.Memory,
     "tuned": tuned.tuned,
+    "low-bit": low_bit.eager,
+    "low-bit-compiled": low_bit.compiled,
 }
 
 
@@ -100,9 +102,13 @@ def table(results: list[Result]) -> Table:
         new.add_column(column, justify=justify, no_wrap=True)
     new.add_column("", no_wrap=True)
     for result in results:
+        bound = f"{result.at_most:g}{result.unit}"
+        if result.measured is None:
+            new.add_row(result.what, result.against, "-", bound, result.skipped)
+            continue
         number = f"{result.measured:.1f}" if result.unit else f"{result.measured:.3f}"
         verdict = "[green]ok[/]" if result.ok else "[bold red]MISSED[/]"
-        new.add_row(result.what, result.against, number + result.unit, f"{result.at_most:g}{result.unit}", verdict)
+        new.add_row(result.what, result.against, number + result.unit, bound, verdict)
     return new
 
 
@@ -128,7 +134,9 @@ def main(
     results = measure([name for name in BENCHMARKS if not only or name in only], quick)
     out.print(table(results))
     missed = sum(not result.ok for result in results)
-    out.print(f"\n{len(results) - missed} of {len(results)} within their bounds, {missed} missed.")
+    skipped = sum(result.measured is None for result in results)
+    within = f"{len(results) - missed - skipped} of {len(results)} within their bounds, {missed} missed"
+    out.print(f"\n{within}, {skipped} skipped." if skipped else f"\n{within}.")
     if json_file is not None:
         written = [{**asdict(result), "ok": result.ok} for result in results]
         json_file.write_text(json.dumps({"quick": quick, "environment": about, "results": written}, indent=2) + "\n")
