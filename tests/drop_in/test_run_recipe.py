@@ -1,4 +1,4 @@
-"""``polycast run --recipe``: products below the fast dtype in programs that nobody changed, and what it says of them."""
+"""``polycast run --recipe``: products below the fast dtype in programs that nobody changed, and what is said then."""
 
 import os
 import subprocess
