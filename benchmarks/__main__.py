@@ -128,6 +128,13 @@ def table_of_accuracy(scores: list[Scores]) -> Table:
     return new
 
 
+def _verdict(results: list[Result]) -> str:
+    missed = sum(not result.ok for result in results)
+    skipped = sum(result.measured is None for result in results)
+    within = f"\n{len(results) - missed - skipped} of {len(results)} within their bounds, {missed} missed"
+    return f"{within}, {skipped} skipped." if skipped else f"{within}."
+
+
 def main(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")
@@ -143,19 +150,16 @@ def main(
         raise typer.BadParameter(f"--only {unknown[0]!r}: expected one of {', '.join(BENCHMARKS)}.")
     about = environment()
     # Wide enough for the table also where the output is a file.
-    out = Console(width=max(160, Console().width), highlight=False)
+    out = Console(width=max(190, Console().width), highlight=False)
     for key, value in about.items():
         out.print(f"{key}: {value}", markup=False)
     out.print()
     results, scores = measure([name for name in BENCHMARKS if not only or name in only], quick)
     if scores:
         out.print(table_of_accuracy(scores))
-        out.print()
-    out.print(table(results))
-    missed = sum(not result.ok for result in results)
-    skipped = sum(result.measured is None for result in results)
-    within = f"{len(results) - missed - skipped} of {len(results)} within their bounds, {missed} missed"
-    out.print(f"\n{within}, {skipped} skipped." if skipped else f"\n{within}.")
+    if results:
+        out.print(table(results))
+        out.print(_verdict(results))
     if json_file is not None:
         written = [{**asdict(result), "ok": result.ok} for result in results]
         accuracies = [asdict(each) for each in scores]

@@ -164,8 +164,8 @@ def _characters(steps: int) -> Iterator[Scores]:
     def perplexity(model: nn.Module) -> float:
         return math.exp(_loss(model, windows).item())
 
-    what = f"a character transformer, {len(windows) * _WINDOW:,} characters"
-    for named, network in ((what, model), (f"{what}, outliers planted", _with_outliers(model))):
+    what = "a character transformer"
+    for named, network in ((what, model), (f"{what}, with outlier channels", _with_outliers(model))):
         keep = [network.head, network.blocks[0]]
         yield _scores(named, "perplexity", "head and first block", keep, network, perplexity)
 
@@ -181,7 +181,7 @@ def _masked_language_model(folder: Path) -> BertForMaskedLM:
 
 
 def _checkpoint() -> Scores:
-    what, metric, kept = "AntiBERTy, BERT of 26 million weights", "perplexity, each residue masked", "head, first layer"
+    what, metric, kept = "AntiBERTy, a BERT of 26 million weights", "perplexity, masked", "head and first layer"
     name, version = CHECKPOINT
     try:
         distribution = importlib.metadata.distribution(name)
