@@ -19,13 +19,14 @@ from rich.table import Table
 
 from polycast.engine.choice import choose
 
-from . import compiled, models, observing, once, ops, scenarios, small, training, tuned
+from . import compiled, low_bit, models, observing, once, ops, scenarios, small, training, tuned
+from .accuracy import Accuracy, Scores
 from .processes import ImportTime, PeakMemory
 from .timing import Result
 
 
 class Benchmark(Protocol):
-    def run(self, quick: bool) -> Iterator[list[Result]]: ...
+    def run(self, quick: bool) -> Iterator[list[Result]] | Iterator[list[Scores]]: ...
 
 
 BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
@@ -57,6 +58,9 @@ BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
     "compiled-training": compiled.training,
     "compiled-memory": compiled.Memory,
     "tuned": tuned.tuned,
+    "low-bit": low_bit.eager,
+    "low-bit-compiled": low_bit.compiled,
+    "accuracy": Accuracy,
 }
 
 
@@ -78,19 +82,21 @@ def environment() -> dict[str, str | int]:
     }
 
 
-def measure(names: list[str], quick: bool) -> list[Result]:
-    """Run benchmarks with a progress line on stderr."""
+def measure(names: list[str], quick: bool) -> tuple[list[Result], list[Scores]]:
+    """Run benchmarks with a progress line on stderr; return figures of time and memory, and scores of accuracy."""
     results: list[Result] = []
+    scores: list[Scores] = []
     columns = (TextColumn("{task.description:12}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         all_of_them = progress.add_task("", total=len(names))
         for name in names:
             progress.update(all_of_them, description=name)
             for found in BENCHMARKS[name]().run(quick):
-                results += found
+                results += [each for each in found if isinstance(each, Result)]
+                scores += [each for each in found if isinstance(each, Scores)]
             gc.collect()  # the models, before the next is timed
             progress.advance(all_of_them)
-    return results
+    return results, scores
 
 
 def table(results: list[Result]) -> Table:
@@ -100,10 +106,33 @@ def table(results: list[Result]) -> Table:
         new.add_column(column, justify=justify, no_wrap=True)
     new.add_column("", no_wrap=True)
     for result in results:
+        bound = f"{result.at_most:g}{result.unit}"
+        if result.measured is None:
+            new.add_row(result.what, result.against, "-", bound, result.skipped)
+            continue
         number = f"{result.measured:.1f}" if result.unit else f"{result.measured:.3f}"
         verdict = "[green]ok[/]" if result.ok else "[bold red]MISSED[/]"
-        new.add_row(result.what, result.against, number + result.unit, f"{result.at_most:g}{result.unit}", verdict)
+        new.add_row(result.what, result.against, number + result.unit, bound, verdict)
     return new
+
+
+def table_of_accuracy(scores: list[Scores]) -> Table:
+    """Return the scores for people."""
+    ways = next((list(each.by) for each in scores if each.by), [])
+    new = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for column in ("what", "measure", *ways, "kept"):
+        new.add_column(column, justify="right" if column in ways else "left", no_wrap=True)
+    for each in scores:
+        numbers = [f"{each.by[way]:.3f}" for way in ways] if each.by else ["-" for _ in ways]
+        new.add_row(each.what, each.metric, *numbers, each.skipped or each.kept)
+    return new
+
+
+def _verdict(results: list[Result]) -> str:
+    missed = sum(not result.ok for result in results)
+    skipped = sum(result.measured is None for result in results)
+    within = f"\n{len(results) - missed - skipped} of {len(results)} within their bounds, {missed} missed"
+    return f"{within}, {skipped} skipped." if skipped else f"{within}."
 
 
 def main(
@@ -121,17 +150,21 @@ def main(
         raise typer.BadParameter(f"--only {unknown[0]!r}: expected one of {', '.join(BENCHMARKS)}.")
     about = environment()
     # Wide enough for the table also where the output is a file.
-    out = Console(width=max(120, Console().width), highlight=False)
+    out = Console(width=max(190, Console().width), highlight=False)
     for key, value in about.items():
         out.print(f"{key}: {value}", markup=False)
     out.print()
-    results = measure([name for name in BENCHMARKS if not only or name in only], quick)
-    out.print(table(results))
-    missed = sum(not result.ok for result in results)
-    out.print(f"\n{len(results) - missed} of {len(results)} within their bounds, {missed} missed.")
+    results, scores = measure([name for name in BENCHMARKS if not only or name in only], quick)
+    if scores:
+        out.print(table_of_accuracy(scores))
+    if results:
+        out.print(table(results))
+        out.print(_verdict(results))
     if json_file is not None:
         written = [{**asdict(result), "ok": result.ok} for result in results]
-        json_file.write_text(json.dumps({"quick": quick, "environment": about, "results": written}, indent=2) + "\n")
+        accuracies = [asdict(each) for each in scores]
+        said = {"quick": quick, "environment": about, "results": written, "accuracy": accuracies}
+        json_file.write_text(json.dumps(said, indent=2) + "\n")
 
 
 if __name__ == "__main__":

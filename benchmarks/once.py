@@ -20,7 +20,7 @@ import torch
 
 import polycast
 
-from .timing import Race, Ratio, Result, Side
+from .timing import Race, Ratio, Result, Side, Skipped
 
 NOT_SLOWER = 1.02
 """At most torch's time; the rest is the machine's noise."""
@@ -46,7 +46,7 @@ def _linears(count: int, size: int, *, trainable: bool) -> torch.nn.Sequential:
 class Several:
     """Races that are run one after the other, in one thread of torch's where they say so."""
 
-    races: Callable[[], Iterator[Race]]
+    races: Callable[[], Iterator[Race] | Iterator[Race | Skipped]]
     one_thread: bool = False
 
     def run(self, quick: bool) -> Iterator[list[Result]]:

@@ -17,18 +17,22 @@ import polycast
 
 @dataclass(frozen=True)
 class Result:
-    """A figure and the bound that it should keep; `times` are the median seconds of both sides, where it is a ratio."""
+    """A figure and the bound that it should keep; `times` are the median seconds of both sides, where it is a ratio.
+
+    `skipped` is why it could not be measured here: then there is no figure.
+    """
 
     what: str
     against: str
-    measured: float
+    measured: float | None
     at_most: float
     unit: str = ""
     times: tuple[float, float] | None = None
+    skipped: str = ""
 
     @property
     def ok(self) -> bool:
-        return self.measured <= self.at_most
+        return self.measured is None or self.measured <= self.at_most
 
 
 def kernels_of(library: str) -> None:
@@ -69,6 +73,18 @@ class Ratio:
     ours: str
     theirs: str
     at_most: float
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Ratios that cannot be measured here, and why."""
+
+    ratios: Sequence[Ratio]
+    reason: str
+
+    def run(self, quick: bool) -> Iterator[list[Result]]:
+        """Yield the results, which have no figures."""
+        yield [Result(each.what, each.against, None, each.at_most, skipped=self.reason) for each in self.ratios]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from polycast.cli import app, demo
 from polycast.cli.demo.checks import Result, problems
 from polycast.cli.demo.digits import Digits, load_digits, network
 from polycast.cli.demo.timing import ROUNDS, Timing
-from polycast.cli.demo.training import FLOAT32, MODES, POLYCAST, TORCH, Run, train
+from polycast.cli.demo.training import FLOAT32, INT8, MODES, POLYCAST, TORCH, Run, inference_modes, train
 from polycast.plugins.registry import registry
 from polycast.precision.observe.facts import Facts
 
@@ -60,6 +60,12 @@ def measured(few):
     """Return the result of a short run on the cpu, and what it said of its steps."""
     said = []
     return demo.measure("cpu", torch.bfloat16, few, 2, said.append), said
+
+
+def needs_int8():
+    answer = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
+    if not answer.available:
+        pytest.skip(answer.reason)
 
 
 def kernel_of_mm():
@@ -151,7 +157,20 @@ def test_inference_is_timed_in_every_mode_for_one_image_and_for_all(measured):
     assert [timing.images for timing in result.timings] == [1, 50]
     for timing in result.timings:
         assert len(timing.rounds) == ROUNDS
-        assert all(timing.median(mode) > 0 for mode in MODES)
+        assert all(timing.median(mode) > 0 for mode in inference_modes("cpu"))
+
+
+def test_int8_gets_about_as_many_images_right_as_float32_with_the_same_network(measured):
+    result, _ = measured
+    needs_int8()
+    assert set(result.accuracies) == {mode.name for mode in (*MODES, INT8)}
+    assert result.accuracies[FLOAT32.name] == result.runs[FLOAT32.name].accuracy
+    assert result.accuracies[INT8.name] == pytest.approx(result.runs[FLOAT32.name].accuracy, abs=0.05)
+
+
+def test_a_device_without_int8_has_no_column_for_it(hand_made):
+    hand_made("cpu", default_dtype=torch.bfloat16, policies=polycast.get_backend("cpu").policies)
+    assert inference_modes("cpu") == MODES
 
 
 def test_ratio_is_the_median_over_the_rounds():
@@ -212,6 +231,18 @@ def test_losses_that_differ_in_rounding_are_no_problem():
     assert problems(with_run("polycast.autocast", loss=0.02 * (1 + 1e-7))) == []
 
 
+def test_int8_that_is_just_near_enough_is_no_problem():
+    assert problems(replace(GOOD, accuracies={"float32": 0.98, "polycast int8": 0.9751})) == []
+
+
+@pytest.mark.parametrize("low", [0.9749, 0.986, float("nan")])
+def test_int8_that_is_far_from_float32_is_a_problem(low):
+    assert problems(replace(GOOD, accuracies={"float32": 0.98, "polycast int8": low})) == [
+        f"cpu: polycast int8 gets {low:.2%} of the test images right, and float32 98.00% with the same network: "
+        "at most 0.5 points apart was expected"
+    ]
+
+
 def test_loss_that_is_not_a_number_is_a_problem():
     (problem,) = problems(with_run("polycast.autocast", loss=float("nan")))
     assert "polycast.autocast (nan) differ by nan" in problem
@@ -238,6 +269,16 @@ def test_command_prints_what_it_measured(monkeypatch):
     ) in result.stdout
     assert result.stderr == ""
     assert result.exit_code == 0
+
+
+def test_command_prints_a_column_for_int8_where_there_is_one(monkeypatch):
+    rounds = ({**GOOD.timings[0].rounds[0], INT8.name: 0.0005},)
+    accuracies = dict.fromkeys(rounds[0], 0.9722)
+    result = replace(GOOD, timings=(Timing(1, rounds),), accuracies=accuracies)
+    monkeypatch.setattr(demo, "measure", lambda *_: result)
+    rows = [line.split() for line in run_demo().stdout.splitlines()]
+    assert ["1", "1.00", "2.00", "(2.00x)", "3.00", "(3.00x)", "0.50", "(0.50x)", "1.50x"] in rows
+    assert ["right", *["97.22%"] * 4] in rows
 
 
 @pytest.mark.parametrize("wrong", [{"accuracy": 0.5}, {"loss": 0.03}], ids=["accuracy", "loss"])

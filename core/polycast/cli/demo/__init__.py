@@ -24,7 +24,7 @@ from .checks import MIN_ACCURACY, Result, problems
 from .digits import Digits, load_digits
 from .report import print_result
 from .timing import ROUNDS, time_inference
-from .training import MODES, batches, observe_training, train
+from .training import FLOAT32, MODES, accuracy, batches, inference_modes, observe_training, train
 
 
 def measure(
@@ -49,10 +49,14 @@ def measure(
             time_inference(device_type, dtype, here, images, partial(advance, f"{device_type}: inference"))
             for images in (1, len(digits.test_images))
         )
+        trained = runs[FLOAT32.name].network.eval()
+        accuracies = {
+            mode.name: accuracy(mode, trained, device_type, dtype, here) for mode in inference_modes(device_type)
+        }
         seen = observe_training(device_type, dtype, here)
     finally:
         uninstall(device_type)
-    return Result(device_type, dtype, runs, timings, seen)
+    return Result(device_type, dtype, runs, timings, seen, accuracies)
 
 
 def steps(digits: Digits, epochs: int) -> int:

@@ -1,16 +1,19 @@
 """What the demo demands of its own result."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
 from ...policy.dtypes import dtype_name
 from ...precision.observe.observation import Observation
 from .timing import Timing
-from .training import POLYCAST, TORCH, Run
+from .training import FLOAT32, INT8, POLYCAST, TORCH, Run
 
 MIN_ACCURACY = 0.95
+
+INT8_LOSES = 0.005
+"""How far the part of the images that int8 gets right may be from float32's, of the same network."""
 
 LOSS_TOLERANCE = 1e-4
 """How far the final losses of the two autocasts may be apart, as a part of the larger.
@@ -22,13 +25,17 @@ precision sets them 1e-3 to 3e-2 apart on the cpu, and 4e-4 after no more than t
 
 @dataclass(frozen=True)
 class Result:
-    """What the demo found on one device: a run for each mode, by the mode's name, timings, and what was observed."""
+    """What the demo found on one device: a run for each mode, by the mode's name, timings, and what was observed.
+
+    `accuracies` are those of the network that was trained in float32, by the name of the mode of inference.
+    """
 
     device_type: str
     dtype: torch.dtype
     runs: dict[str, Run]
     timings: tuple[Timing, ...]
     seen: Observation
+    accuracies: Mapping[str, float] = field(default_factory=dict)
 
     def loss_difference(self) -> float:
         """Return how far the final losses of the two autocasts are apart, as a part of the larger."""
@@ -47,6 +54,13 @@ def _problems(result: Result) -> Iterator[str]:
         if not run.accuracy >= MIN_ACCURACY:
             yield (
                 f"{run.mode} gets {run.accuracy:.2%} of the test images right, at least {MIN_ACCURACY:.0%} was expected"
+            )
+    if INT8.name in result.accuracies:
+        low, full = result.accuracies[INT8.name], result.accuracies[FLOAT32.name]
+        if not abs(low - full) <= INT8_LOSES:
+            yield (
+                f"{INT8.name} gets {low:.2%} of the test images right, and float32 {full:.2%} with the same network: "
+                f"at most {INT8_LOSES * 100:g} points apart was expected"
             )
     ours, theirs = result.runs[POLYCAST.name], result.runs[TORCH.name]
     difference = result.loss_difference()

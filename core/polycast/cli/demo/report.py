@@ -6,7 +6,7 @@ from ...policy.dtypes import dtype_name
 from ..terminal import table
 from .checks import Result
 from .timing import Timing
-from .training import FLOAT32, MODES, POLYCAST, TORCH, Mode
+from .training import FLOAT32, INT8, MODES, POLYCAST, TORCH, Mode
 
 
 def print_result(result: Result, out: Console) -> None:
@@ -40,7 +40,8 @@ def _print_dtypes(result: Result, out: Console) -> None:
 
 
 def _print_timings(result: Result, out: Console) -> None:
-    columns = [mode.name for mode in MODES]
+    modes = [mode for mode in (*MODES, INT8) if mode.name in result.timings[0].rounds[0]]
+    columns = [mode.name.replace(".", ".\n").replace(" ", "\n") for mode in modes]
     rows = table(
         "images",
         *columns,
@@ -51,11 +52,15 @@ def _print_timings(result: Result, out: Console) -> None:
     for timing in result.timings:
         rows.add_row(
             str(timing.images),
-            *(_cell(timing, mode) for mode in MODES),
+            *(_cell(timing, mode) for mode in modes),
             f"{timing.ratio(POLYCAST, TORCH):.2f}x",
         )
+    if result.accuracies:
+        rows.add_row("right", *(f"{result.accuracies[mode.name]:.2%}" for mode in modes), "")
     out.print(rows)
     out.print(f"Medians of {len(result.timings[0].rounds)} rounds in which the modes take turns.")
+    if result.accuracies:
+        out.print("right: how many of the test images, with the network that was trained in float32.")
     out.print()
 
 

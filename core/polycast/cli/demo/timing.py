@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .digits import Digits, network
-from .training import MODES, Mode
+from .training import Mode, inference_modes
 
 ROUNDS = 20
 _CALLS = 3
@@ -39,6 +39,7 @@ def time_inference(
     """
     model = network(device_type).eval()
     batch = digits.test_images[:images]
+    modes = inference_modes(device_type)
 
     def call(mode: Mode) -> None:
         with torch.inference_mode(), mode.region(device_type, dtype):
@@ -48,8 +49,8 @@ def time_inference(
     rounds = []
     for turn in range(ROUNDS):
         times = {}
-        first = turn % len(MODES)
-        for mode in (*MODES[first:], *MODES[:first]):
+        first = turn % len(modes)
+        for mode in (*modes[first:], *modes[:first]):
             mode.use_kernels(device_type)
             call(mode)
             start = time.perf_counter()

@@ -1,17 +1,20 @@
-"""Train the demo's network in one of three modes, and measure what came of it."""
+"""Train the demo's network in one of three modes, and measure what came of it, at inference in a fourth too."""
 
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...engine.installation import install, uninstall
+from ...plugins.discovery import check_recipe
+from ...plugins.registry import get_backend
 from ...policy.dtypes import dtype_name
+from ...policy.recipes import Int8
 from ...precision.observe.observation import Observation
 from ...precision.observe.observe import observe
 from ...region.autocast import autocast
@@ -41,6 +44,16 @@ FLOAT32 = Mode("float32", uninstall, lambda device_type, dtype: nullcontext())
 TORCH = Mode("torch.autocast", uninstall, torch.autocast)
 POLYCAST = Mode("polycast.autocast", install, autocast)
 MODES = (FLOAT32, TORCH, POLYCAST)
+"""Those that the network is trained in."""
+
+_RECIPE = Int8()
+INT8 = Mode("polycast int8", install, lambda device_type, dtype: autocast(device_type, dtype, recipe=_RECIPE))
+"""For inference alone, and on devices that can."""
+
+
+def inference_modes(device_type: str) -> tuple[Mode, ...]:
+    """Return the modes of inference that a device can be in now."""
+    return (*MODES, INT8) if check_recipe(get_backend(device_type), _RECIPE) else MODES
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,7 @@ class Run:
         loss: the mean loss over the batches of the last epoch.
         seconds: how long training took.
         dtypes: the dtype of what each layer puts out, by the layer's name.
+        network: what was trained.
     """
 
     mode: str
@@ -60,6 +74,7 @@ class Run:
     loss: float
     seconds: float
     dtypes: Mapping[str, str]
+    network: nn.Module = field(default_factory=nn.Identity, repr=False)
 
 
 def train(
@@ -89,15 +104,24 @@ def train(
                 advance()
         loss = torch.stack(losses).sum().item() / len(digits.images)
         seconds = time.perf_counter() - start
-    right = int((trainer.predict(digits.test_images) == digits.test_labels.cpu()).sum())
-    return Run(mode.name, right / len(digits.test_images), loss, seconds, trainer.output_dtypes(digits))
+    trained = trainer.network
+    right = accuracy(mode, trained, device_type, dtype, digits)
+    return Run(mode.name, right, loss, seconds, trainer.output_dtypes(digits), trained)
+
+
+def accuracy(mode: Mode, trained: nn.Module, device_type: str, dtype: torch.dtype, digits: Digits) -> float:
+    """Return the part of the test images that a network gets right in a mode."""
+    mode.use_kernels(device_type)
+    with torch.inference_mode(), mode.region(device_type, dtype):
+        labels = trained(digits.test_images).argmax(1)
+    return int((labels == digits.test_labels).sum()) / len(digits.test_images)
 
 
 def observe_training(device_type: str, dtype: torch.dtype, digits: Digits) -> Observation:
     """Return what is seen of a few steps under polycast's autocast; they are no part of what is timed."""
     POLYCAST.use_kernels(device_type)
     trainer = _Trainer(POLYCAST, device_type, dtype)
-    with observe(trainer._network, timing=True, stacks=True, nonfinite="record") as seen:
+    with observe(trainer.network, timing=True, stacks=True, nonfinite="record") as seen:
         for first in range(0, OBSERVED_STEPS * BATCH, BATCH):
             trainer.step(digits.images[first : first + BATCH], digits.labels[first : first + BATCH])
     return seen
@@ -113,9 +137,9 @@ class _Trainer:
         self._mode = mode
         self._device_type = device_type
         self._dtype = dtype
-        self._network = network(device_type)
+        self.network = network(device_type)
         self._criterion = nn.CrossEntropyLoss()
-        self._optimizer = torch.optim.Adam(self._network.parameters(), lr=LEARNING_RATE)
+        self._optimizer = torch.optim.Adam(self.network.parameters(), lr=LEARNING_RATE)
         # The gradients of float16 underflow unless they are scaled.
         scaled = mode is not FLOAT32 and dtype is torch.float16
         self._scaler = torch.amp.GradScaler(device_type, enabled=scaled)
@@ -126,18 +150,12 @@ class _Trainer:
     def step(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Learn from one batch and return its loss, as a tensor on the device."""
         with self._region():
-            loss: torch.Tensor = self._criterion(self._network(images), labels)
+            loss: torch.Tensor = self._criterion(self.network(images), labels)
         self._optimizer.zero_grad()
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self._scaler.step(self._optimizer)
         self._scaler.update()
         return loss.detach()
-
-    def predict(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the labels that the network gives to images, on the host."""
-        with torch.inference_mode(), self._region():
-            labels: torch.Tensor = self._network(images).argmax(1)
-        return labels.cpu()
 
     def output_dtypes(self, digits: Digits) -> dict[str, str]:
         """Return the dtype of what each layer puts out, the loss among them, as forward hooks see it."""
@@ -146,10 +164,10 @@ class _Trainer:
         def hook(name: str) -> Callable[..., None]:
             return lambda layer, inputs, output: found.update({name: dtype_name(output.dtype)})
 
-        layers = {**dict(self._network.named_children()), "loss": self._criterion}
+        layers = {**dict(self.network.named_children()), "loss": self._criterion}
         handles = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
         with torch.inference_mode(), self._region():
-            self._criterion(self._network(digits.test_images), digits.test_labels)
+            self._criterion(self.network(digits.test_images), digits.test_labels)
         for handle in handles:
             handle.remove()
         return found

@@ -1,0 +1,229 @@
+"""What int8 costs in accuracy: models that were really trained, in float32, bfloat16 and int8, on what they never saw.
+
+Each is measured in its own terms. Every product of a weight is computed by the recipe, small ones too.
+"""
+
+import copy
+import importlib.metadata
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import BertConfig, BertForMaskedLM
+
+import polycast
+from polycast.cli.demo.digits import load_digits
+from polycast.cli.demo.training import FLOAT32, train
+
+CHECKPOINT = "antiberty", "0.1.3"
+"""A distribution of the package index with a checkpoint in its wheel; later versions of it have none."""
+
+_SEED = 0
+_WINDOW, _WIDTH, _HEADS, _BLOCKS = 64, 128, 4, 3
+_BATCH, _STEPS, _QUICK_STEPS = 32, 800, 100
+_OUTLIERS, _LARGER = (3, 77), 60.0
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How good a model is, by the way in which it is computed; `kept` is what stays in the fast dtype with ``keep=``.
+
+    `skipped` is why it could not be measured here.
+    """
+
+    what: str
+    metric: str
+    kept: str
+    by: Mapping[str, float] = field(default_factory=dict)
+    skipped: str = ""
+
+
+def _scores(
+    what: str, metric: str, kept: str, keep: Iterable[nn.Module], model: nn.Module, score: Callable[[nn.Module], float]
+) -> Scores:
+    answer = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
+    if not answer.available:
+        return Scores(what, metric, kept, skipped=answer.reason)
+    recipes: dict[str, polycast.Recipe] = {
+        "int8 by row": polycast.Int8(min_size=0),
+        "by tensor": polycast.Int8("tensor", min_size=0),
+        "by row, keep": polycast.Int8(min_size=0, keep=keep),
+    }
+    regions: dict[str, AbstractContextManager[Any]] = {
+        "float32": nullcontext(),
+        "bfloat16": polycast.autocast("cpu"),
+        **{name: polycast.autocast("cpu", recipe=recipe) for name, recipe in recipes.items()},
+    }
+    model.eval().requires_grad_(False)
+    found = {}
+    for name, region in regions.items():
+        with torch.no_grad(), region:
+            found[name] = score(model)
+    return Scores(what, metric, kept, found)
+
+
+def _digits() -> Scores:
+    digits = load_digits()
+    network: Any = train(FLOAT32, "cpu", torch.bfloat16, digits, 4, lambda: None).network
+
+    def right(model: nn.Module) -> float:
+        return (model(digits.test_images).argmax(1) == digits.test_labels).float().mean().item() * 100
+
+    what = "digits, the demo's network, 360 images"
+    return _scores(what, "right, %", "logits", [network.logits], network, right)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
+        self.qkv, self.out = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+        self.up, self.down = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        each = self.qkv(self.norm1(x)).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(*each, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        added: torch.Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
+        return added
+
+
+class _Characters(nn.Module):
+    """A transformer that says of each character of a text which one comes next."""
+
+    def __init__(self, letters: int) -> None:
+        super().__init__()
+        self.letter, self.place = nn.Embedding(letters, _WIDTH), nn.Embedding(_WINDOW, _WIDTH)
+        self.blocks = nn.ModuleList(_Block() for _ in range(_BLOCKS))
+        self.norm, self.head = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, letters)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        x = self.letter(text) + self.place.weight[: text.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+def _text() -> tuple[torch.Tensor, int]:
+    """Return the topics of pydoc, which come with Python, as numbers of letters, and how many letters there are."""
+    text = "\n".join(topics[name] for name in sorted(topics))
+    letters = {letter: number for number, letter in enumerate(sorted(set(text)))}
+    return torch.tensor([letters[letter] for letter in text]), len(letters)
+
+
+def _loss(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
+    logits = model(windows[:, :-1])
+    return functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+
+
+def _trained(text: torch.Tensor, letters: int, steps: int) -> _Characters:
+    torch.manual_seed(_SEED)
+    model = _Characters(letters)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, steps)
+    for _ in range(steps):
+        starts = torch.randint(len(text) - _WINDOW - 1, (_BATCH, 1))
+        optimizer.zero_grad()
+        _loss(model, text[starts + torch.arange(_WINDOW + 1)]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    return model
+
+
+def _with_outliers(model: _Characters) -> _Characters:
+    """Return the same function with channels that are much larger where products begin, as large models have them."""
+    planted = copy.deepcopy(model)
+    pairs = [(planted.norm, planted.head)]
+    for block in planted.blocks:
+        pairs += [(block.norm1, block.qkv), (block.norm2, block.up)]
+    with torch.no_grad():
+        for norm, linear in pairs:
+            for channel in _OUTLIERS:
+                norm.weight[channel] *= _LARGER
+                norm.bias[channel] *= _LARGER
+                linear.weight[:, channel] /= _LARGER
+    return planted
+
+
+def _characters(steps: int) -> Iterator[Scores]:
+    text, letters = _text()
+    rest = len(text) * 9 // 10
+    model = _trained(text[:rest], letters, steps)
+    windows = text[rest:].unfold(0, _WINDOW + 1, _WINDOW)
+
+    def perplexity(model: nn.Module) -> float:
+        return math.exp(_loss(model, windows).item())
+
+    what = "a character transformer"
+    for named, network in ((what, model), (f"{what}, with outlier channels", _with_outliers(model))):
+        keep = [network.head, network.blocks[0]]
+        yield _scores(named, "perplexity", "head and first block", keep, network, perplexity)
+
+
+def _masked_language_model(folder: Path) -> BertForMaskedLM:
+    settings = BertConfig.from_json_file(str(folder / "AntiBERTy_md_smooth" / "config.json"))
+    model = BertForMaskedLM(settings)
+    weights = torch.load(folder / "AntiBERTy_md_smooth" / "pytorch_model.bin", weights_only=True, map_location="cpu")
+    missing = set(model.state_dict()) - set(weights)
+    assert not missing, missing
+    model.load_state_dict({name: weights[name] for name in model.state_dict()})
+    return model
+
+
+def _checkpoint() -> Scores:
+    what, metric, kept = "AntiBERTy, a BERT of 26 million weights", "perplexity, masked", "head and first layer"
+    name, version = CHECKPOINT
+    try:
+        distribution = importlib.metadata.distribution(name)
+        folder = Path(str(distribution.locate_file("antiberty/trained_models")))
+        found = (folder / "AntiBERTy_md_smooth" / "pytorch_model.bin").exists()
+    except importlib.metadata.PackageNotFoundError:
+        found = False
+    if not found:
+        missing = f"{name} {version} is not installed: pip install --no-deps {name}=={version}"
+        return Scores(what, metric, kept, skipped=missing)
+    model = _masked_language_model(folder)
+    tokens = {token: number for number, token in enumerate((folder / "vocab.txt").read_text().split())}
+    said = str(distribution.metadata.get_payload())  # its own examples
+    sequences = list(dict.fromkeys(re.findall(r'"([A-Z]{90,})"', said)))
+
+    def masked() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for sequence in sequences:
+            whole = torch.tensor([tokens["[CLS]"], *(tokens[residue] for residue in sequence), tokens["[SEP]"]])
+            places = torch.arange(1, len(whole) - 1)
+            each = whole.repeat(len(places), 1)
+            each[places - 1, places] = tokens["[MASK]"]
+            yield each, whole
+
+    def perplexity(model: nn.Module) -> float:
+        losses = []
+        for each, whole in masked():
+            places = torch.arange(1, len(whole) - 1)
+            logits = model(each).logits[places - 1, places]
+            losses.append(functional.cross_entropy(logits.float(), whole[places], reduction="none"))
+        return math.exp(torch.cat(losses).mean().item())
+
+    keep = [model.cls, model.bert.encoder.layer[0]]
+    return _scores(what, metric, kept, keep, model, perplexity)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The scores of all models, one after the other."""
+
+    def run(self, quick: bool) -> Iterator[list[Scores]]:
+        """Yield the scores of each model as they are there."""
+        yield [_digits()]
+        for each in _characters(_QUICK_STEPS if quick else _STEPS):
+            yield [each]
+        yield [_checkpoint()]

@@ -1,0 +1,165 @@
+"""Models whose products are computed in int8, against a bfloat16 copy of them and against torchao's int8."""
+
+import copy
+import functools
+import importlib.util
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
+
+import polycast
+
+from .once import Several
+from .timing import Race, Ratio, Side, Skipped
+
+_REGION = "with torch.no_grad(), autocast('cpu', recipe=recipe): model(x)"
+_PLAIN = "with torch.no_grad(): model(x)"
+_INT8 = polycast.Int8()
+_WITH_CONVOLUTIONS = polycast.Int8("tensor", ops=("addmm", "conv2d", "linear", "matmul", "mm"))
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A model with its inputs, and the most that its time may be of the bfloat16 copy's; `torchao`: of torchao's."""
+
+    what: str
+    at_most: float
+    make: Callable[[], tuple[nn.Module, torch.Tensor]]
+    recipe: polycast.Recipe = _INT8
+    torchao: float | None = 0.5
+
+
+def _linears(batch: int) -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))), torch.randn(batch, 2048)
+
+
+def _gpt2(tokens: int) -> tuple[nn.Module, torch.Tensor]:
+    return GPT2LMHeadModel(GPT2Config(use_cache=False)), torch.randint(1000, (1, tokens))
+
+
+def _bert() -> tuple[nn.Module, torch.Tensor]:
+    return BertModel(BertConfig()), torch.randint(1000, (8, 128))
+
+
+def _resnet18() -> tuple[nn.Module, torch.Tensor]:
+    config = ResNetConfig(hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], layer_type="basic")
+    return ResNetForImageClassification(config), torch.randn(2, 3, 224, 224)
+
+
+_BATCHES = {1: 0.35, 32: 0.6, 128: 0.6, 1024: 0.62}
+CASES = (
+    *(
+        _Case(f"8 x Linear(2048, 2048), batch {batch}", at_most, functools.partial(_linears, batch))
+        for batch, at_most in _BATCHES.items()
+    ),
+    _Case("GPT-2 small, 1 token", 0.5, functools.partial(_gpt2, 1)),
+    _Case("GPT-2 small, prefill of 128", 0.72, functools.partial(_gpt2, 128)),
+    _Case("GPT-2 small, prefill of 512", 0.88, functools.partial(_gpt2, 512)),
+    _Case("BERT base, 8 x 128", 0.78, _bert),
+    _Case("ResNet-18, batch 2, with conv2d", 0.9, _resnet18, _WITH_CONVOLUTIONS, torchao=None),
+)
+
+
+def _missing() -> tuple[str | None, str | None]:
+    """Return why int8 cannot be measured here, and why torchao's cannot; None where it can."""
+    answer = polycast.get_backend("cpu").recipe_availability(_INT8)
+    ours = None if answer.available else answer.reason
+    theirs = None if importlib.util.find_spec("torchao") else "torchao is not installed"
+    return ours, ours or theirs
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model).bfloat16()
+
+
+def _torchaos(model: nn.Module) -> nn.Module:
+    """Return a bfloat16 copy whose linears torchao has made int8, with activations quantized at each call."""
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    quantized = _copy(model)
+    quantize_(quantized, Int8DynamicActivationInt8WeightConfig())
+    return quantized
+
+
+def _side(model: Any, x: torch.Tensor, recipe: polycast.Recipe | None = None) -> Side:
+    """Return a side on polycast's kernels, which a model outside of regions never meets: so packings stay kept."""
+    names: Mapping[str, Any] = {"torch": torch, "model": model, "x": x}
+    if recipe is None:
+        return Side(_PLAIN, names)
+    return Side(_REGION, {**names, "autocast": polycast.autocast, "recipe": recipe})
+
+
+def _narrow(x: torch.Tensor) -> torch.Tensor:
+    return x.bfloat16() if x.is_floating_point() else x
+
+
+def _eager(case: _Case) -> Iterator[Race | Skipped]:
+    ours_missing, theirs_missing = _missing()
+    against_copy = [Ratio(f"{case.what}, int8", "a bfloat16 copy", "int8", "copy", case.at_most)]
+    against_torchao = (
+        [] if case.torchao is None else [Ratio(f"{case.what}, int8", "torchao's int8", "int8", "torchao", case.torchao)]
+    )
+    if ours_missing is not None:
+        yield Skipped((*against_copy, *against_torchao), ours_missing)
+        return
+    torch.manual_seed(0)
+    model, x = case.make()
+    model.eval().requires_grad_(False)
+    sides = {"int8": _side(model, x, case.recipe), "copy": _side(_copy(model), _narrow(x))}
+    if theirs_missing is None and against_torchao:
+        sides["torchao"] = _side(_torchaos(model), _narrow(x))
+        yield Race(sides, [*against_copy, *against_torchao], rounds=15, seconds=0.05)
+    else:
+        yield Race(sides, against_copy, rounds=15, seconds=0.05)
+        yield Skipped(tuple(against_torchao), theirs_missing or "")
+
+
+def _all() -> Iterator[Race | Skipped]:
+    for case in CASES:
+        yield from _eager(case)
+
+
+def _compiled(model: nn.Module, **options: Any) -> Callable[[torch.Tensor], Any]:
+    """Return compiled code for a model that is no other's, for compiled code is found by the function's."""
+
+    def forward(x: torch.Tensor) -> Any:
+        return model(x)
+
+    code = forward.__code__.replace(co_name=f"forward_{id(model)}")
+    function = types.FunctionType(code, forward.__globals__, code.co_name, None, forward.__closure__)
+    return torch.compile(function, dynamic=False, options=options)
+
+
+def _all_compiled() -> Iterator[Race | Skipped]:
+    missing, missing_torchao = _missing()
+    for batch in _BATCHES:
+        what = f"8 x Linear(2048, 2048), batch {batch}, int8, compiled"
+        ratio = Ratio(what, "torchao's, frozen", "int8", "torchao", 1.0)
+        if missing or missing_torchao:
+            yield Skipped((ratio,), missing or missing_torchao or "")
+            continue
+        torch.manual_seed(0)
+        model, x = _linears(batch)
+        model.requires_grad_(False)
+        torchaos = _compiled(_torchaos(model), freezing=True)
+        sides = {
+            "int8": _side(_compiled(model), x, _INT8),
+            "torchao": _side(torchaos, _narrow(x)),
+        }
+        yield Race(sides, [ratio], rounds=15, seconds=0.05)
+
+
+eager = functools.partial(Several, _all)
+compiled = functools.partial(Several, _all_compiled)

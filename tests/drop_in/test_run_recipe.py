@@ -1,0 +1,144 @@
+"""``polycast run --recipe``: products below the fast dtype in programs that nobody changed, and what is said then."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import polycast
+
+PROGRAM = """
+import sys, threading, torch
+
+torch.manual_seed(0)
+large, small, x = torch.nn.Linear(512, 512), torch.nn.Linear(512, 16), torch.ones(2, 512)
+
+def forward():
+    with torch.no_grad(), torch.autocast("cpu"):
+        return small(large(x))
+"""
+SMALL = "1 linear in the fast dtype: the weight is smaller than the recipe's min_size"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Return a function that calls ``polycast run`` on what follows PROGRAM, in a folder of its own."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("POLYCAST_")}
+
+    def run(program, *options):
+        (tmp_path / "program.py").write_text(PROGRAM + textwrap.dedent(program))
+        command = [sys.executable, "-m", "polycast", "run", *options, "program.py"]
+        return subprocess.run(
+            command, cwd=tmp_path, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+        )
+
+    return run
+
+
+@pytest.fixture
+def int8():
+    answer = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
+    if not answer.available:
+        pytest.skip(answer.reason)
+
+
+@pytest.mark.usefixtures("int8")
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_the_summary_says_how_many_ops_ran_by_the_recipe_and_which_declined_and_why(run, engine):
+    done = run("print(forward().dtype)", "--engine", engine, "--recipe", "int8")
+    assert done.stdout == "torch.bfloat16\n"
+    assert done.stderr.splitlines() == [
+        f"polycast: {engine} engine, 1 region (cpu bfloat16 1), int8: 1 op",
+        f"  {SMALL}",
+    ]
+
+
+@pytest.mark.usefixtures("int8")
+def test_what_comes_out_is_near_what_comes_out_without(run):
+    near = (
+        "\ny = forward()\nz = small(large(x))\nprint(not torch.equal(y, z), ((y - z).norm() / z.norm()).item() < 0.03)"
+    )
+    assert run(near, "--quiet", "--recipe", "int8").stdout == "True True\n"
+
+
+@pytest.mark.usefixtures("int8")
+@pytest.mark.parametrize("recipe", ["int8", "int8:tensor"])
+def test_all_threads_are_counted(run, recipe):
+    program = """
+    threads = [threading.Thread(target=forward) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    """
+    said = run(program, "--recipe", recipe).stderr.splitlines()
+    assert said[0].endswith(f", {recipe}: 3 ops")
+    assert said[1:] == [f"  3{SMALL[1:]}"]
+
+
+@pytest.mark.usefixtures("int8")
+def test_a_program_that_trains_is_told_that_it_gains_nothing(run):
+    program = """
+    with torch.autocast("cpu"):
+        y = large(x)
+    y.sum().backward()
+    """
+    assert run(program, "--recipe", "int8").stderr.splitlines()[1:] == [
+        "  1 linear in the fast dtype: autograd records it, and low bit is for inference"
+    ]
+
+
+@pytest.mark.usefixtures("int8")
+def test_what_the_program_says_itself_goes_before_it(run):
+    program = """
+    import polycast
+    with torch.no_grad(), torch.autocast("cpu"), polycast.autocast("cpu", recipe="none"):
+        large(x)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        large(x)
+    """
+    assert run(program, "--recipe", "int8").stderr.endswith(", int8: 0 ops\n")
+
+
+@pytest.mark.usefixtures("int8")
+def test_it_goes_with_wrap_for_programs_without_a_region(run):
+    done = run("with torch.no_grad():\n    print(large(x).dtype)", "--wrap", "cpu", "--recipe", "int8")
+    assert done.stdout == "torch.bfloat16\n"
+    assert done.stderr.endswith(", int8: 1 op\n")
+
+
+@pytest.mark.usefixtures("int8")
+def test_an_observed_run_has_them_too(run):
+    done = run("forward()", "--observe", "--recipe", "int8")
+    assert "int8 on cpu: linear computed 1 times\n" in done.stderr
+    assert "int8 on cpu: linear declined 1 times: the weight is smaller than the recipe's min_size\n" in done.stderr
+
+
+def test_a_recipe_that_the_device_cannot_do_is_told_and_the_program_runs_in_the_fast_dtype(run):
+    done = run("print(forward().dtype)", "--recipe", "float8")
+    assert done.stdout == "torch.bfloat16\n"
+    assert "RecipeDisabledWarning: Float8() cannot be used on cpu: " in done.stderr
+    assert done.stderr.endswith(", float8: 0 ops\n")
+
+
+def test_a_summary_without_a_recipe_does_not_speak_of_one(run):
+    assert run("forward()").stderr.endswith(" engine, 1 region (cpu bfloat16 1)\n")
+
+
+def test_quiet_leaves_the_summary_out(run):
+    assert run("forward()", "--quiet", "--recipe", "none").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ("int9", "polycast: --recipe: 'int9' is not a recipe: did you mean 'int8'?\n"),
+        ("int8:columns", "polycast: --recipe: 'int8:columns' is not a recipe: "),
+    ],
+)
+def test_what_is_no_recipe_is_refused_before_the_program_runs(run, recipe, said):
+    done = run("print('ran')", "--recipe", recipe)
+    assert done.stderr.startswith(said)
+    assert (done.stdout, done.returncode) == ("", 2)
