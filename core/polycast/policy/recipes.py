@@ -204,6 +204,11 @@ class NoRecipe(Recipe):
         super().__init__()
         vars(self).update(ops=(), text=self.kind)
 
+    @property
+    def written(self) -> str:
+        """What a policy file has for it."""
+        return self.kind
+
     def __repr__(self) -> str:
         return "NoRecipe()"
 
