@@ -84,7 +84,8 @@ def test_with_a_recipe_each_module_has_the_fastest_of_three(model, monkeypatch):
 
 
 def test_what_must_leave_the_recipe_has_the_faster_of_the_other_two(model, monkeypatch):
-    times = [seconds(m0=1.0, m2=1.0), seconds(m0=5.0, m2=8.0), seconds(m0=8.0, m2=5.0)]
+    slow = {"m1_0": 50.0, "m1_1": 50.0}
+    times = [seconds(m0=1.0, m2=1.0), seconds(m0=5.0, m2=8.0, **slow), seconds(m0=8.0, m2=5.0, **slow)]
     assert chosen(model, times, monkeypatch, needed=Choice(kept=("0", "2"))) == Choice(members=("2",), kept=("0",))
     assert chosen(model, times, monkeypatch, needed=Choice(members=("0",), kept=("2",))) == Choice(members=("0", "2"))
 
