@@ -1,5 +1,6 @@
 """What every test stands on: an engine, a clean thread afterwards, and devices that need no hardware."""
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -113,3 +114,56 @@ def hand_made():
         return backend
 
     return register
+
+
+class Int8Linear(polycast.LowBitKernel):
+    """An int8 linear in Python, for the tests: a scale for each output feature, activations as they are."""
+
+    weight = 1
+    packing = "rows"
+    transposed = False
+
+    def __init__(self):
+        self.prepared = 0
+        self.ran = 0
+
+    def prepare(self, weight):
+        self.prepared += 1
+        rows = weight.float().t() if self.transposed else weight.float()
+        if not bool(rows.isfinite().all()):
+            return None
+        scale = rows.abs().amax(1).clamp(min=1e-30) / 127
+        return (rows / scale[:, None]).round().to(torch.int8), scale
+
+    def declines(self, *args):
+        return "its features are odd in number" if args[self.weight].shape[1] % 2 else None
+
+    def run(self, prepared, x, weight, bias=None):
+        self.ran += 1
+        integers, scale = prepared
+        bias = None if bias is None else bias.float()
+        result = torch.nn.functional.linear(x.float(), integers.float() * scale[:, None], bias)
+        return result.to(torch.get_autocast_dtype(x.device.type))
+
+
+class Int8Mm(Int8Linear):
+    """The same for a second matrix of (K, N)."""
+
+    packing = "columns"
+    transposed = True
+
+
+@pytest.fixture
+def int8_kernels():
+    """Have cpu served by a backend that offers these kernels for Int8; return them by the name of the op."""
+    kernels = {"aten::linear": Int8Linear(), "aten::mm": Int8Mm(), "aten::matmul": Int8Mm()}
+    backend = copy.copy(polycast.get_backend("cpu"))
+
+    def recipe_availability(recipe):
+        offered = recipe.kind == "int8" and recipe.scales == "row"
+        return polycast.Availability(offered, "" if offered else f"no kernels for {recipe.short} in these tests")
+
+    vars(backend).update(recipe_availability=recipe_availability, low_bit_kernels=lambda recipe: kernels)
+    polycast.register_backend(backend)
+    yield kernels
+    polycast.clear_autocast_cache()

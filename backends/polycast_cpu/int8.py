@@ -1,14 +1,14 @@
 """Products in int8, for recipes: activations are quantized at each call, weights once.
 
-Each output feature of a weight has a scale, and so has each row of the activations, or all of them together, as the
-recipe says. Sums are exact, in 32 bits; what is rounded is what goes in, to 255 levels, and what comes out.
+Each output feature of a weight has a scale, and so has each row of the activations (each image, for a convolution), or
+all of them together, as the recipe says. Sums are exact, in 32 bits; what is rounded is what goes in, to 255 levels, and what comes out.
 
 Rows of activations with inf or nan are computed apart: they come to what inf and nan come to with the quantized weight,
 and the rows beside them to what they come to without. A weight with inf or nan is not quantized.
 """
 
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +21,7 @@ _MOST_TERMS = 65536
 
 _EMPTY = "the weight has no elements"
 _NO_FIT = "the sizes do not fit"
+_LONG_SUMS = f"its sums have more than {_MOST_TERMS} terms, which may not fit 32 bits"
 
 
 @functools.cache
@@ -60,7 +61,7 @@ class _Product(LowBitKernel):
         if columns == 0 or terms == 0:
             return _EMPTY
         if terms > _MOST_TERMS:
-            return f"its sums have more than {_MOST_TERMS} terms, which may not fit 32 bits"
+            return _LONG_SUMS
         return None
 
     def _takes(self, x: torch.Tensor) -> bool:
@@ -159,6 +160,62 @@ class Addmm(Mm):
         return self._multiply(prepared, x, bias, float(alpha))
 
 
+class Conv2d(LowBitKernel):
+    """``aten::conv2d`` without groups: a weight [N, C, height, width]; a scale for each image, or one for all."""
+
+    packing: Hashable = "rows are output channels"
+
+    def __init__(self, by_image: bool, isa: int | None = None) -> None:
+        ops = torch.ops.polycast_cpu
+        self._by_image = by_image
+        self._isa = ops.best_isa() if isa is None else isa
+        self._pack = ops.int8_pack.default
+        self._convolve = ops.int8_conv2d.default
+
+    @override
+    def declines(self, *args: Any) -> str | None:
+        x, weight, bias, *steps, groups = args
+        if groups != 1:
+            return "the convolution has groups"
+        if x.layout is not torch.strided or weight.layout is not torch.strided:
+            return "a tensor is not strided"
+        if weight.dim() != 4 or x.dim() not in (3, 4) or x.shape[-3] != weight.shape[1]:
+            return _NO_FIT
+        if bias is not None and bias.shape != weight.shape[:1]:
+            return "the bias is not a vector of the output channels"
+        if 0 in weight.shape:
+            return _EMPTY
+        if weight.shape[1:].numel() > _MOST_TERMS:
+            return _LONG_SUMS
+        for axis in (0, 1):
+            stride, padding, dilation = (_pair(step)[axis] for step in steps)
+            reach = dilation * (weight.shape[2 + axis] - 1) + 1
+            if stride < 1 or padding < 0 or dilation < 1 or x.shape[axis - 2] + 2 * padding < reach:
+                return _NO_FIT
+        return None
+
+    @override
+    def prepare(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+        return tuple(self._pack(weight.permute(0, 2, 3, 1).flatten(1), self._isa)) or None
+
+    @override
+    def run(self, prepared: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
+        x, weight, bias, *steps, _ = args
+        images = x if x.dim() == 4 else x.unsqueeze(0)
+        dtype = torch.get_autocast_dtype("cpu")
+        stride, padding, dilation = map(_pair, steps)
+        result: torch.Tensor = self._convolve(
+            images, weight, *prepared, bias, stride, padding, dilation, self._by_image, dtype, self._isa
+        )
+        return result if x.dim() == 4 else result.squeeze(0)
+
+
+def _pair(step: Any) -> Sequence[int]:
+    """Return one number for each of two axes, of which a call may give one for both."""
+    numbers = (step,) if isinstance(step, int) else step
+    return numbers if len(numbers) == 2 else (*numbers, *numbers)
+
+
 def int8_kernels(scales: str) -> Mapping[str, LowBitKernel]:
     """Return the kernels of ``Int8(scales)``, by op."""
     by_row = scales == "row"
@@ -167,4 +224,5 @@ def int8_kernels(scales: str) -> Mapping[str, LowBitKernel]:
         "aten::matmul": Matmul(by_row),
         "aten::mm": Mm(by_row),
         "aten::addmm": Addmm(by_row),
+        "aten::conv2d": Conv2d(by_row),
     }

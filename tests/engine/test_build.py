@@ -32,7 +32,7 @@ def test_it_is_built_again_for_another_source_and_for_another_torch(compiler, ho
     sources = build.read_sources()
     for name in sources:
         with monkeypatch.context() as changed:
-            changed.setattr(build, "read_sources", lambda name=name: {**sources, name: b"// another"})
+            changed.setattr(build, "read_sources", lambda wanted, name=name: {**sources, name: b"// another"})
             builds.append(build.find_or_build(home))
     assert {name.partition(".")[2] for name in sources} == {"cpp", "h"}
     assert len(set(builds)) == compiler.calls == 2 + len(sources)

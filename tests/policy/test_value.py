@@ -197,7 +197,10 @@ def test_an_optional_op_is_found_when_its_library_is_loaded():
     library._destroy()
 
 
-NO_RULE = "a rule is 'fp32', 'off', the name of a fast dtype such as 'float16', or a mapping of ops to policies; got {}"
+NO_RULE = (
+    "a rule is 'fp32', 'off', the name of a fast dtype such as 'float16', a recipe such as 'int8', or a mapping of ops "
+    "to policies; got {}"
+)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +229,7 @@ NO_RULE = "a rule is 'fp32', 'off', the name of a fast dtype such as 'float16', 
         ({"modules": []}, "modules must map names of modules to rules, got list"),
         ({"modules": {"a": "float15"}}, "modules['a']: " + NO_RULE.format("'float15', the nearest is 'float16'")),
         ({"modules": {"a": None}}, "modules['a']: " + NO_RULE.format("None")),
-        ({"modules": {"a": "int8"}}, "modules['a']: a fast dtype is a floating-point one, got 'int8'"),
+        ({"modules": {"a": "int16"}}, "modules['a']: a fast dtype is a floating-point one, got 'int16'"),
         (
             {"modules": {"a": {"sofmax": "fp32"}}},
             f"modules['a']: {TORCH} has no op 'sofmax'; the nearest are 'softmax'",

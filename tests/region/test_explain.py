@@ -279,6 +279,8 @@ def test_it_can_be_written_as_json():
             "set_dtype": None,
             "calls": "aten::mm",
             "refusal": None,
+            "recipe": "",
+            "declined": None,
             "others": [],
         }
 

@@ -23,6 +23,10 @@ struct Weight {
   const int8_t* block(int64_t number) const {
     return values + number * blocks(terms) * kBlock * kBlock;
   }
+
+  float value(int64_t column, int64_t term) const {
+    return block(column / kBlock)[(term / 4 * kBlock + column % kBlock) * 4 + term % 4];
+  }
 };
 
 // Activations in unsigned bytes with zero point 128, row by row. `stride` is no multiple of 4096: rows that are would

@@ -42,4 +42,9 @@ void for_each_part(int64_t count, int64_t grain, const Body& body) {
       &shared, static_cast<unsigned>(threads), 0);
 }
 
+// How many parts of a cost, in bytes of a weight or elements of activations, are worth a thread.
+constexpr int64_t grain(int64_t cost) {
+  return std::max<int64_t>(1, (int64_t{1} << 16) / std::max<int64_t>(1, cost));
+}
+
 }  // namespace polycast_cpu

@@ -1,173 +1,68 @@
-// The product in integers: up to `kMostRows` rows of activations by one block of columns.
+// The product of quantized activations and a weight, on all threads.
 #pragma once
 
-#include <algorithm>
-#include <cstring>
-
-#include "isa.h"
+#include "finish.h"
 #include "layout.h"
+#include "multiply.h"
+#include "parallel.h"
 
 namespace polycast_cpu {
 
-constexpr int64_t kMostRows = 32;
+// The product of so many rows goes over the weight at once; more would not stay in the cache beside it.
+constexpr int64_t kRowsAtOnce = 256;
+// For so few rows tiles are mostly empty.
+constexpr int64_t kFewRows = 4;
 
-inline void multiply_plain(const uint8_t* rows, int64_t stride, int64_t count, const int8_t* block, int64_t terms,
-                           int32_t (*sums)[kBlock]) {
-  for (int64_t row = 0; row < count; ++row) {
-    std::fill_n(sums[row], kBlock, 0);
-    for (int64_t k = 0; k < terms; ++k) {
-      const int8_t* four = block + k / 4 * 4 * kBlock + k % 4;
-      for (int64_t column = 0; column < kBlock; ++column) {
-        sums[row][column] += rows[row * stride + k] * four[4 * column];
-      }
-    }
-  }
-}
-
+inline void multiply(Isa isa, const Activations& x, int64_t row, int64_t count, const Weight& weight, int64_t block,
+              int32_t (*sums)[kBlock]) {
+  const uint8_t* rows = x.values + row * x.stride;
 #if defined(__x86_64__)
-
-// Rows at a time by 64 columns: as many sums as registers hold, so that each load of the weight serves all rows.
-template <int Rows>
-[[gnu::target("avx512f,avx512bw,avx512vl,avx512vnni")]] void multiply_rows_vnni(const uint8_t* rows, int64_t stride,
-                                                                                 const int8_t* block, int64_t fours,
-                                                                                 int32_t (*sums)[kBlock]) {
-  __m512i sum[Rows][4];
-#pragma GCC unroll 8
-  for (int row = 0; row < Rows; ++row) {
-#pragma GCC unroll 8
-    for (int part = 0; part < 4; ++part) {
-      sum[row][part] = _mm512_setzero_si512();
-    }
+  if (isa == Isa::amx) {
+    return multiply_amx(rows, x.stride, count, weight.block(block), weight.terms, sums);
   }
-  for (int64_t four = 0; four < fours; ++four, block += 4 * kBlock) {
-    __m512i weight[4];
-#pragma GCC unroll 8
-    for (int part = 0; part < 4; ++part) {
-      weight[part] = _mm512_loadu_si512(block + 64 * part);
-    }
-    if constexpr (Rows <= 4) {  // the weight is read once, and faster than the processor sees coming
-#pragma GCC unroll 8
-      for (int part = 0; part < 4; ++part) {
-        _mm_prefetch(reinterpret_cast<const char*>(block) + 4096 + 64 * part, _MM_HINT_T0);
-      }
-    }
-#pragma GCC unroll 8
-    for (int row = 0; row < Rows; ++row) {
-      int32_t values;
-      std::memcpy(&values, rows + row * stride + 4 * four, 4);
-      const __m512i activations = _mm512_set1_epi32(values);
-#pragma GCC unroll 8
-      for (int part = 0; part < 4; ++part) {
-        sum[row][part] = _mm512_dpbusd_epi32(sum[row][part], activations, weight[part]);
-      }
-    }
+  if (isa == Isa::vnni) {
+    return multiply_vnni(rows, x.stride, count, weight.block(block), weight.terms, sums);
   }
-#pragma GCC unroll 8
-  for (int row = 0; row < Rows; ++row) {
-#pragma GCC unroll 8
-    for (int part = 0; part < 4; ++part) {
-      _mm512_storeu_si512(sums[row] + 16 * part, sum[row][part]);
-    }
-  }
-}
-
-inline void multiply_vnni(const uint8_t* rows, int64_t stride, int64_t count, const int8_t* block, int64_t terms,
-                          int32_t (*sums)[kBlock]) {
-  const int64_t fours = (terms + 3) / 4;
-  constexpr int most = 6;
-  static constexpr decltype(&multiply_rows_vnni<1>) by_rows[] = {multiply_rows_vnni<1>, multiply_rows_vnni<2>,
-                                                                 multiply_rows_vnni<3>, multiply_rows_vnni<4>,
-                                                                 multiply_rows_vnni<5>, multiply_rows_vnni<6>};
-  for (int64_t row = 0; row < count;) {
-    // Not six and then one, but four and three.
-    const int64_t left = count - row, turns = (left + most - 1) / most, now = (left + turns - 1) / turns;
-    by_rows[now - 1](rows + row * stride, stride, block, fours, sums + row);
-    row += now;
-  }
-}
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-
-// All eight tiles have 16 rows of 64 bytes. Not a local variable: gcc's _tile_loadconfig says that it reads eight bytes of it.
-inline const TileConfig whole_tiles;
-
-// The tiles of this thread, while it lives.
-class Tiles {
- public:
-  [[gnu::target("amx-tile")]] Tiles() {
-    _tile_loadconfig(&whole_tiles);
-  }
-  [[gnu::target("amx-tile")]] ~Tiles() {
-    _tile_release();
-  }
-  Tiles(const Tiles&) = delete;
-  Tiles& operator=(const Tiles&) = delete;
-};
-
-// 16 rows by 64 columns.
-[[gnu::target("amx-tile,amx-int8")]] inline void multiply_16_amx(const uint8_t* rows, int64_t stride,
-                                                                 const int8_t* block, int64_t terms,
-                                                                 int32_t (*sums)[kBlock]) {
-  constexpr int step = 4 * kBlock, line = sizeof(*sums);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t k = 0; k < terms; k += kBlock, rows += kBlock, block += kBlock * kBlock) {
-    _tile_loadd(4, rows, stride);
-    _tile_loadd(5, block, step);
-    _tile_dpbusd(0, 4, 5);
-    _tile_loadd(6, block + 64, step);
-    _tile_dpbusd(1, 4, 6);
-    _tile_loadd(7, block + 128, step);
-    _tile_dpbusd(2, 4, 7);
-    _tile_loadd(5, block + 192, step);
-    _tile_dpbusd(3, 4, 5);
-  }
-  _tile_stored(0, sums[0], line);
-  _tile_stored(1, sums[0] + 16, line);
-  _tile_stored(2, sums[0] + 32, line);
-  _tile_stored(3, sums[0] + 48, line);
-}
-
-// 32 rows by 32 columns.
-[[gnu::target("amx-tile,amx-int8")]] inline void multiply_32_amx(const uint8_t* rows, int64_t stride,
-                                                                 const int8_t* block, int64_t terms, int32_t* sums) {
-  constexpr int step = 4 * kBlock, line = kBlock * sizeof(*sums);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (int64_t k = 0; k < terms; k += kBlock, rows += kBlock, block += kBlock * kBlock) {
-    _tile_loadd(4, rows, stride);
-    _tile_loadd(6, block, step);
-    _tile_dpbusd(0, 4, 6);
-    _tile_loadd(7, block + 64, step);
-    _tile_dpbusd(1, 4, 7);
-    _tile_loadd(5, rows + 16 * stride, stride);
-    _tile_dpbusd(2, 5, 6);
-    _tile_dpbusd(3, 5, 7);
-  }
-  _tile_stored(0, sums, line);
-  _tile_stored(1, sums + 16, line);
-  _tile_stored(2, sums + 16 * kBlock, line);
-  _tile_stored(3, sums + 16 * kBlock + 16, line);
-}
-
-// `rows` go on for 16 or 32 rows, whatever `count` is: the tiles are filled.
-inline void multiply_amx(const uint8_t* rows, int64_t stride, int64_t count, const int8_t* block, int64_t terms,
-                         int32_t (*sums)[kBlock]) {
-  if (count <= 16) {
-    return multiply_16_amx(rows, stride, block, terms, sums);
-  }
-  multiply_32_amx(rows, stride, block, terms, sums[0]);
-  multiply_32_amx(rows, stride, block + 128, terms, sums[0] + 32);
-}
-
 #endif
+  multiply_plain(rows, x.stride, count, weight.block(block), weight.terms, sums);
+}
+
+template <typename T>
+void multiply_blocks(Isa isa, const Activations& x, const Weight& weight, const float* bias, int64_t bias_step,
+                     int64_t begin, int64_t end, T* out) {
+  alignas(64) int32_t sums[kMostRows][kBlock];
+  const int64_t in_a_row = blocks(weight.columns);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t block = task % in_a_row, column = block * kBlock;
+    const int64_t first = task / in_a_row * kRowsAtOnce, last = std::min(x.rows, first + kRowsAtOnce);
+    for (int64_t row = first; row < last; row += kMostRows) {
+      const int64_t count = std::min(kMostRows, last - row);
+      multiply(isa, x, row, count, weight, block, sums);
+      for (int64_t i = 0; i < count; ++i) {
+        finish_row(isa, sums[i], weight.offsets + column, weight.scales + column, x.scales[row + i],
+                   bias == nullptr ? nullptr : bias + (row + i) * bias_step + column,
+                   std::min(kBlock, weight.columns - column), out + (row + i) * weight.columns + column);
+      }
+    }
+  }
+}
+
+template <typename T>
+void product(Isa isa, const Activations& x, const Weight& weight, const float* bias, int64_t bias_step, T* out) {
+  const int64_t turns = (x.rows + kRowsAtOnce - 1) / kRowsAtOnce;
+  if (isa == Isa::amx && x.rows <= kFewRows) {
+    isa = Isa::vnni;
+  }
+  for_each_part(turns * blocks(weight.columns), grain(blocks(weight.terms) * kBlock * kBlock),
+                [&](int64_t begin, int64_t end) {
+#if defined(__x86_64__)
+                  if (isa == Isa::amx) {
+                    const Tiles tiles;
+                    return multiply_blocks(isa, x, weight, bias, bias_step, begin, end, out);
+                  }
+#endif
+                  multiply_blocks(isa, x, weight, bias, bias_step, begin, end, out);
+                });
+}
 
 }  // namespace polycast_cpu

@@ -10,9 +10,11 @@ with the schema of the op. It does at run time what `perform` does, and finds th
 
 import functools
 import itertools
+import re
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from ..plugins.backend import Backend, LowBitKernel
 from ..plugins.discovery import check_recipe
 from ..plugins.registry import registry
 from ..policy.recipes import Recipe
-from ..policy.schemas import by_schema, find_op, in_order
+from ..policy.schemas import by_schema, find_op
 from . import state
 from .disable_dynamo import disable_dynamo
 from .kept_cast import TAGS, number_in_graph
@@ -97,6 +99,24 @@ class _Packings:
 packings = _Packings()
 
 
+class _Thread(threading.local):
+    recorded = 0
+    """How many functions this thread runs without a graph that are run again with one, in a backward."""
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def recorded_later() -> Iterator[None]:
+    """Have no op computed by a recipe in what autograd will record in its second run: it is to compute the same."""
+    _thread.recorded += 1
+    try:
+        yield
+    finally:
+        _thread.recorded -= 1
+
+
 class _Keep:
     """The weights that a recipe keeps in the fast dtype: those that it names, and those of modules that it names."""
 
@@ -147,6 +167,8 @@ class _Plan:
         weight = args[kernel.weight]
         if not isinstance(weight, torch.Tensor):
             return "its weight is no tensor"
+        if _thread.recorded:
+            return RECORDS
         records = torch.is_grad_enabled()
         for arg in args:
             if isinstance(arg, torch.Tensor):
@@ -162,8 +184,11 @@ class _Plan:
             return KEPT
         return kernel.declines(*args)
 
-    def run(self, op: str, cache: WeightCache | None, args: Sequence[Any]) -> torch.Tensor | str:
-        """Return what a kernel makes of an op that it does not decline, or why it has to."""
+    def compute(self, op: str, args: Sequence[Any], cache: WeightCache | None) -> torch.Tensor | str:
+        """Return what a kernel makes of an op, or why none does."""
+        reason = self.declines(op, args)
+        if reason is not None:
+            return reason
         kernel = self.kernels[op]
         weight: torch.Tensor = args[kernel.weight]
         if self._may_capture and self.backend.is_capturing():
@@ -231,13 +256,11 @@ def perform(op: str, device_type: str, *args: Any) -> torch.Tensor | None:
     plan = plan_of(region[0], device_type)
     if plan is None:
         return None
-    result: torch.Tensor | str | None = plan.declines(op, args)
-    if result is None:
-        result = plan.run(op, cache, args)
-        if result is WATCHED:
-            result = _traced(op, plan, args, cache)
-            if isinstance(result, torch.Tensor):
-                return result  # the operator tells of itself, where it runs
+    result = plan.compute(op, args, cache)
+    if result is WATCHED:
+        result = _traced(op, plan, args, cache)
+        if isinstance(result, torch.Tensor):
+            return result  # the operator tells of itself, where it runs
     if isinstance(result, torch.Tensor):
         _tell(device_type, plan.recipe, op, None)
         return result
@@ -257,11 +280,8 @@ def _traced(op: str, plan: _Plan, args: Sequence[Any], cache: WeightCache | None
     weight = args[plan.kernels[op].weight]
     if not isinstance(_unwrapped(weight), torch.nn.Parameter):
         return NO_WEIGHT
-    operator = operator_of(op)
-    positional, named = by_schema(_op(op), args)
     dtype = torch.get_autocast_dtype(plan.device_type)
-    number = number_in_graph(cache)
-    result: torch.Tensor = operator(*positional, **named, recipe=plan.recipe.text, cache=number, dtype=dtype)
+    result: torch.Tensor = operator_of(op)(*args, plan.recipe.text, number_in_graph(cache), dtype)
     return result
 
 
@@ -276,16 +296,18 @@ def operator_of(op: str) -> Any:
     overload = _op(op)
     name = "low_bit_" + op.replace("::", "_").replace(".", "_")
     arguments, _, returns = str(overload._schema).partition("(")[2].rpartition(") -> ")
-    more = "str recipe, int cache, ScalarType dtype"
-    arguments = f"{arguments}, {more}" if "*" in arguments.split(", ") else f"{arguments}, *, {more}"
-    _library.define(f"{name}({arguments}) -> {returns}", tags=TAGS)  # type: ignore[no-untyped-call]
+    arguments = re.sub(r"=(\[[^]]*\]|[^,]*)", "", arguments.replace("*, ", ""))  # all of them are given, by position
+    schema = f"{name}({arguments}, str recipe, int cache, ScalarType dtype) -> {returns}"
+    _library.define(schema, tags=TAGS)  # type: ignore[no-untyped-call]
 
     @disable_dynamo
-    def run(*args: Any, recipe: str, cache: int, dtype: torch.dtype, **named: Any) -> torch.Tensor:
-        return _run_in_compiled(op, recipe, cache, dtype, in_order(overload, args, named))
+    def run(*args: Any) -> torch.Tensor:
+        *of_op, recipe, cache, dtype = args
+        return _run_in_compiled(op, of_op, recipe, cache, dtype)
 
-    def fake(*args: Any, recipe: str, cache: int, dtype: torch.dtype, **named: Any) -> torch.Tensor:
-        return _in_fast_dtype(op, dtype, in_order(overload, args, named))
+    def fake(*args: Any) -> torch.Tensor:
+        *of_op, _, _, dtype = args
+        return _in_fast_dtype(op, of_op, dtype)
 
     _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     _library.impl(name, fake, "Meta")  # type: ignore[no-untyped-call]
@@ -296,28 +318,32 @@ _library = Library("polycast", "FRAGMENT")  # type: ignore[no-untyped-call]
 _recipe_of_text = functools.lru_cache(maxsize=256)(Recipe.of_text)
 
 
-def _run_in_compiled(op: str, recipe: str, cache: int, dtype: torch.dtype, args: Sequence[Any]) -> torch.Tensor:
-    device_type = next(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
+def _run_in_compiled(op: str, args: Sequence[Any], recipe: str, cache: int, dtype: torch.dtype) -> torch.Tensor:
+    device_type = next(arg for arg in args if isinstance(arg, torch.Tensor)).device.type
     plan = _plan(registry.find(device_type), _recipe_of_text(recipe))
     region = None if cache else state.machine.innermost(device_type)
     found = cache_by_identity(cache) if region is None else region[1]
     before = torch.get_autocast_dtype(device_type)
-    with torch.no_grad(), torch._C._DisableAutocast():
+    if before is not dtype:
         torch.set_autocast_dtype(device_type, dtype)
-        try:
-            result: torch.Tensor | str | None = plan.declines(op, args)
-            if result is None:
-                result = plan.run(op, found, args)
-        finally:
+    try:
+        with torch._C._DisableAutocast():
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    result = plan.compute(op, args, found)
+            else:
+                result = plan.compute(op, args, found)
+            if isinstance(result, torch.Tensor):
+                _tell(device_type, plan.recipe, op, None)
+                return result
+            _tell(device_type, plan.recipe, op, result)
+            return _in_fast_dtype(op, args, dtype)
+    finally:
+        if before is not dtype:
             torch.set_autocast_dtype(device_type, before)
-        if isinstance(result, torch.Tensor):
-            _tell(device_type, plan.recipe, op, None)
-            return result
-        _tell(device_type, plan.recipe, op, result)
-        return _in_fast_dtype(op, dtype, args)
 
 
-def _in_fast_dtype(op: str, dtype: torch.dtype, args: Sequence[Any]) -> torch.Tensor:
+def _in_fast_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
     cast = [arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.dtype in _FLOATS else arg for arg in args]
     positional, named = by_schema(_op(op), cast)
     result: torch.Tensor = _op(op)(*positional, **named)

@@ -206,7 +206,7 @@ class NoRecipe(Recipe):
 
     @property
     def written(self) -> str:
-        """What a policy file has for it."""
+        """Its name."""
         return self.kind
 
     def __repr__(self) -> str:

@@ -7,6 +7,7 @@ are entered on the thread that recomputes, so nested checkpoints, regions inside
 in the recomputation what they found in the forward.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch._compile import _disable_dynamo
 from ..compilers.on_import import Changes
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.installation import taken_back
+from ..engine.low_bit import recorded_later
 from ..errors import warn_user
 from .capture import Snapshot, capture
 from .entry import has_more_than_torch
@@ -79,6 +81,16 @@ def _change(changes: Changes) -> None:
     ):
         if name not in method.__code__.co_names:
             raise NotImplementedError(f"{method.__qualname__} has no {name}")
+    forward: Any = CheckpointFunction.forward
+
+    @functools.wraps(forward)
+    def forward_as_recomputed(ctx: Any, *args: Any) -> Any:
+        if not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+            return forward(ctx, *args)
+        with recorded_later():
+            return forward(ctx, *args)
+
+    changes.replace(CheckpointFunction, "forward", staticmethod(forward_as_recomputed))
     changes.replace(context, "run_function", _Recomputed("run_function"))
     changes.replace(_CheckpointFrame, "recompute_fn", _Recomputed("recompute_fn"))
 

@@ -4,7 +4,7 @@
 // the bottom: store.h, tally.h, regions.h, methods.h, observe.h, reading.h, casting.h, kernels.h. Each says what it owns and which
 // lock it takes.
 
-#include <torch/csrc/utils/pybind.h>
+#include "python.h"
 
 #ifndef _WIN32
 #include <pthread.h>
@@ -13,9 +13,7 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -75,107 +73,244 @@ void hold_locks_over_forks() {
 #endif
 }
 
+// overlay(policies): a mapping of the numbers of ops to those of policies
+PyObject* make_overlay(PyTypeObject*, PyObject* arguments, PyObject*) {
+  PyObject* policies;
+  parse(arguments, "O!", &PyDict_Type, &policies);
+  auto overlay = std::make_shared<Overlay>();
+  PyObject *number, *policy;
+  for (Py_ssize_t position = 0; PyDict_Next(policies, &position, &number, &policy) != 0;) {
+    overlay->set(PyLong_AsLongLong(number), static_cast<Policy>(PyLong_AsLong(policy)));
+  }
+  return Holder<const Overlay>::make(std::move(overlay));
+}
+
+// Store(max_bytes, verify)
+PyObject* make_store(PyTypeObject*, PyObject* arguments, PyObject*) {
+  PyObject* max_bytes;
+  int verify;
+  parse(arguments, "Op", &max_bytes, &verify);
+  std::optional<size_t> most;
+  if (max_bytes != Py_None) {
+    most = PyLong_AsSize_t(max_bytes);
+    if (PyErr_Occurred() != nullptr) {
+      raise();
+    }
+  }
+  return Holder<Store>::make(std::make_shared<Store>(most, verify != 0));
+}
+
+// clear()
+PyObject* clear_store(PyObject* self, PyObject*) {
+  {
+    const std::shared_ptr<Store> store = Holder<Store>::of(self);
+    const WithoutGil others_may_run;
+    store->clear();
+  }
+  return Py_NewRef(Py_None);
+}
+
+// statistics() -> what WeightCacheStats has
+PyObject* store_statistics(PyObject* self, PyObject*) {
+  const Statistics now = Holder<Store>::of(self)->statistics();
+  return Py_BuildValue(
+      "(nnKKKnn)", now.casts, now.cast_bytes, now.hits, now.misses, now.evictions, now.packings, now.packed_bytes);
+}
+
+// Library(device_type, key)
+PyObject* make_library(PyTypeObject*, PyObject* arguments, PyObject*) {
+  const char *device_type, *key;
+  parse(arguments, "ss", &device_type, &key);
+  return Holder<Library>::make(std::make_shared<Library>(device_type, key));
+}
+
+// None, or what asks whether the device captures.
+Object asking(PyObject* is_capturing) { return is_capturing == Py_None ? Object() : Object::of(is_capturing); }
+
+// impl(name, number, policy, refusal, with_dtype, is_capturing)
+PyObject* library_impl(PyObject* self, PyObject* arguments) {
+  const char *name, *refusal, *with_dtype;
+  long long number;
+  int policy;
+  PyObject* is_capturing;
+  parse(arguments, "sLiszO", &name, &number, &policy, &refusal, &with_dtype, &is_capturing);
+  Holder<Library>::of(self)->impl(
+      name, Op{number, static_cast<Policy>(policy), refusal, std::nullopt}, with_dtype, asking(is_capturing));
+  return Py_NewRef(Py_None);
+}
+
+// kept_cast(is_capturing)
+PyObject* library_kept_cast(PyObject* self, PyObject* is_capturing) {
+  Holder<Library>::of(self)->kept_cast(asking(is_capturing));
+  return Py_NewRef(Py_None);
+}
+
+PyObject* library_fallthrough(PyObject* self, PyObject*) {
+  Holder<Library>::of(self)->fallthrough();
+  return Py_NewRef(Py_None);
+}
+
+PyObject* library_remove(PyObject* self, PyObject*) {
+  Holder<Library>::of(self)->remove();
+  return Py_NewRef(Py_None);
+}
+
+// Recorder(all_threads, timing, nonfinite, stacks)
+PyObject* make_recorder(PyTypeObject*, PyObject* arguments, PyObject*) {
+  int all_threads, timing, nonfinite, stacks;
+  parse(arguments, "ppip", &all_threads, &timing, &nonfinite, &stacks);
+  return Holder<Recorder>::make(std::make_shared<Recorder>(all_threads != 0, timing != 0, nonfinite, stacks != 0));
+}
+
+PyObject* recorder_start(PyObject* self, PyObject*) {
+  start_recorder(Holder<Recorder>::of(self));
+  return Py_NewRef(Py_None);
+}
+
+PyObject* recorder_stop(PyObject* self, PyObject*) {
+  stop_recorder(Holder<Recorder>::of(self));
+  return Py_NewRef(Py_None);
+}
+
+PyObject* recorder_read(PyObject* self, PyObject*) { return Reading::of(*Holder<Recorder>::of(self)); }
+
+PyObject* recorder_nonfinite_count(PyObject* self, PyObject*) {
+  return PyLong_FromUnsignedLongLong(Holder<Recorder>::of(self)->nonfinite_seen());
+}
+
+// add_module(address, number)
+PyObject* recorder_add_module(PyObject* self, PyObject* arguments) {
+  unsigned long long address;
+  int number;
+  parse(arguments, "Ki", &address, &number);
+  Holder<Recorder>::of(self)->add_module(address, number);
+  return Py_NewRef(Py_None);
+}
+
+// forget_module(address)
+PyObject* recorder_forget_module(PyObject* self, PyObject* address) {
+  Holder<Recorder>::of(self)->forget_module(PyLong_AsUnsignedLongLong(address));
+  return Py_NewRef(Py_None);
+}
+
+// add_parameter(parameter, module)
+PyObject* recorder_add_parameter(PyObject* self, PyObject* arguments) {
+  PyObject* parameter;
+  int module;
+  parse(arguments, "Oi", &parameter, &module);
+  Holder<Recorder>::of(self)->add_parameter(tensor_of(parameter), module);
+  return Py_NewRef(Py_None);
+}
+
+// watch_writes(ops, collectives)
+PyObject* watch_writes(PyObject*, PyObject* arguments) {
+  PyObject *ops, *collectives;
+  parse(arguments, "OO", &ops, &collectives);
+  announcers = std::make_unique<Announcers>(each_of(ops, &string_of), each_of(collectives, &string_of));
+  return Py_NewRef(Py_None);
+}
+
+PyObject* unwatch_writes(PyObject*, PyObject*) {
+  announcers.reset();
+  return Py_NewRef(Py_None);
+}
+
+// note_writes(tensors)
+PyObject* note_writes(PyObject*, PyObject* tensors) {
+  Storages written;
+  for (const Tensor& tensor : each_of(tensors, &tensor_of)) {
+    if (tensor.has_storage()) {
+      written.insert(storage_of(tensor));
+    }
+  }
+  announce(written);
+  return Py_NewRef(Py_None);
+}
+
+// bind(policies, overlay, store, rewritten, error, text, stack, place, of_traced, by_identity, low_bit): what is called in Python
+PyObject* bind(PyObject*, PyObject* arguments) {
+  PyObject *policies, *overlay, *store, *rewritten, *error, *stack, *place, *of_traced, *by_identity, *low_bit;
+  const char* text;
+  parse(
+      arguments, "OOOOOsOOOOO", &policies, &overlay, &store, &rewritten, &error, &text, &stack, &place, &of_traced, &by_identity,
+      &low_bit);
+  const auto names = each_of(policies, &string_of);
+  TORCH_CHECK(std::equal(names.begin(), names.end(), kPolicyNames.begin(), kPolicyNames.end()));
+  keep(native_overlay, overlay);
+  keep(native_store, store);
+  keep(storages_are_rewritten, rewritten);
+  keep(stale_weight_error, error);
+  keep(stack_now, stack);
+  keep(place_now, place);
+  keep(kept_cast_of_traced, of_traced);
+  keep(store_by_identity, by_identity);
+  keep(perform_low_bit, low_bit);
+  stale_weight_message = text;
+  hold_locks_over_forks();
+  return Py_NewRef(Py_None);
+}
+
 PyMethodDef functions[] = {
-    {"enter",
-     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&enter)),
-     METH_FASTCALL,
-     "Enter a region on this thread."},
-    {"leave",
-     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&leave)),
-     METH_FASTCALL,
-     "Leave the innermost region that an owner entered on this thread."},
-    {"excluded_keys", &excluded_keys, METH_NOARGS, "Return the dispatch keys that this thread excludes."},
-    {"dtype", &dtype, METH_O, "Return the fast dtype of a device on this thread."},
-    {"enter_module", &pass_module<true>, METH_O, "A module begins to compute."},
-    {"leave_module", &pass_module<false>, METH_O, "A module has computed."},
+    {"enter", fast(&raising_fast<&enter>), METH_FASTCALL, "Enter a region on this thread."},
+    {"leave", fast(&raising_fast<&leave>), METH_FASTCALL, "Leave the innermost region that an owner entered on this thread."},
+    {"excluded_keys", &raising<&excluded_keys>, METH_NOARGS, "Return the dispatch keys that this thread excludes."},
+    {"dtype", &raising<&dtype>, METH_O, "Return the fast dtype of a device on this thread."},
+    {"last", &raising<&last>, METH_NOARGS, "Return the region that was entered last."},
+    {"innermost", &raising<&innermost>, METH_O, "Return the innermost region for a device."},
+    {"nesting", &raising<&nesting>, METH_O, "Return how many regions for a device the thread is in."},
+    {"open_regions", &raising<&open_regions>, METH_O, "Return how many all threads are in."},
+    {"clear_own_casts", &raising<&clear_own_casts>, METH_O, "Drop the casts of the thread's regions, or of all."},
+    {"region_methods", &raising<&region_methods>, METH_VARARGS, "Return __enter__ and __exit__."},
+    {"enter_module", &raising<&pass_module<true>>, METH_O, "A module begins to compute."},
+    {"leave_module", &raising<&pass_module<false>>, METH_O, "A module has computed."},
+    {"note_compiling", &raising<&note_compiling>, METH_O, "A compiler begins, or is done."},
+    {"note_overlay", &raising<&note_overlay>, METH_O, "An op runs under an overlay."},
+    {"note_cast", &raising<&note_cast>, METH_VARARGS, "A tensor was cast."},
+    {"note_entry", &raising<&note_python_entry>, METH_VARARGS, "A region was entered."},
+    {"note_exit", &raising<&note_python_exit>, METH_O, "A region was left."},
+    {"watch_writes", &raising<&watch_writes>, METH_VARARGS, "See writes that count no version."},
+    {"unwatch_writes", &raising<&unwatch_writes>, METH_NOARGS, "See them no more."},
+    {"note_writes", &raising<&note_writes>, METH_O, "Tensors were written."},
+    {"packing_of", &raising<&packing_of>, METH_VARARGS, "Return what a weight is packed into."},
+    {"bind", &raising<&bind>, METH_VARARGS, "Take what is called in Python."},
     {nullptr, nullptr, 0, nullptr}};
+
+PyMethodDef store_methods[] = {
+    {"clear", &raising<&clear_store>, METH_NOARGS, "Drop every cast."},
+    {"statistics", &raising<&store_statistics>, METH_NOARGS, "Return what it holds and did."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyMethodDef library_methods[] = {
+    {"impl", &raising<&library_impl>, METH_VARARGS, "Put the kernel of an op in place."},
+    {"kept_cast", &raising<&library_kept_cast>, METH_O, "Put those of polycast::kept_cast in place."},
+    {"fallthrough", &raising<&library_fallthrough>, METH_NOARGS, "Let other ops through."},
+    {"remove", &raising<&library_remove>, METH_NOARGS, "Take the kernels out."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyMethodDef recorder_methods[] = {
+    {"start", &raising<&recorder_start>, METH_NOARGS, "Count from now on."},
+    {"stop", &raising<&recorder_stop>, METH_NOARGS, "Count no more."},
+    {"read", &raising<&recorder_read>, METH_NOARGS, "Return what was counted."},
+    {"nonfinite_count", &raising<&recorder_nonfinite_count>, METH_NOARGS, "Return how many ops made inf or nan."},
+    {"add_module", &raising<&recorder_add_module>, METH_VARARGS, "Know a module."},
+    {"forget_module", &raising<&recorder_forget_module>, METH_O, "Know it no more."},
+    {"add_parameter", &raising<&recorder_add_parameter>, METH_VARARGS, "Know a parameter's module."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyMethodDef no_methods[] = {{nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "polycast_native", "The native engine.", -1, functions};
 
 }  // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  py::class_<Overlay, std::shared_ptr<Overlay>>(module, "Overlay", py::module_local())
-      .def(py::init<const std::unordered_map<int64_t, int>&>());
-  py::class_<Store, std::shared_ptr<Store>>(module, "Store", py::module_local())
-      .def(
-          py::init([](std::optional<size_t> max_bytes, bool verify) {
-            return std::make_shared<Store>(max_bytes, verify);
-          }))
-      .def("clear", &Store::clear, py::call_guard<py::gil_scoped_release>())
-      .def("statistics", [](Store& store) {
-        const Statistics now = store.statistics();
-        return py::make_tuple(
-            now.casts, now.cast_bytes, now.hits, now.misses, now.evictions, now.packings, now.packed_bytes);
-      });
-  py::class_<Library>(module, "Library", py::module_local())
-      .def(py::init<const std::string&, const std::string&>())
-      .def("impl", &Library::impl)
-      .def("kept_cast", &Library::kept_cast)
-      .def("fallthrough", &Library::fallthrough)
-      .def("remove", &Library::remove);
-  py::class_<Recorder, std::shared_ptr<Recorder>>(module, "Recorder", py::module_local())
-      .def(py::init<bool, bool, int, bool>())
-      .def("start", &start_recorder)
-      .def("stop", &stop_recorder)
-      .def("read", &Reading::of)
-      .def("nonfinite_count", &Recorder::nonfinite_seen)
-      .def("add_module", &Recorder::add_module)
-      .def("forget_module", &Recorder::forget_module)
-      .def("add_parameter", &Recorder::add_parameter);
-  module.def("note_compiling", &note_compiling);
-  module.def("note_overlay", &note_overlay);
-  module.def("note_cast", &note_python_cast);
-  module.def("note_entry", [](uintptr_t id, const py::object& device, bool enabled, py::object dtype) {
-    note_entry(
-        reinterpret_cast<const void*>(id), device_of(device.ptr()), enabled,
-        reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
-  });
-  module.def("note_exit", [](uintptr_t id) { note_exit(reinterpret_cast<const void*>(id)); });
-  module.def("watch_writes", [](const std::vector<std::string>& ops, const std::vector<std::string>& collectives) {
-    announcers = std::make_unique<Announcers>(ops, collectives);
-  });
-  module.def("unwatch_writes", [] { announcers.reset(); });
-  module.def("note_writes", [](const std::vector<Tensor>& tensors) {
-    Storages written;
-    for (const Tensor& tensor : tensors) {
-      if (tensor.has_storage()) {
-        written.insert(storage_of(tensor));
-      }
-    }
-    announce(written);
-  });
-  module.def("packing_of", &packing_of);
-  module.def("region_methods", &region_methods);
-  module.def("last", &last);
-  module.def("innermost", &innermost);
-  module.def("nesting", &nesting);
-  module.def("open_regions", &open_regions);
-  module.def("clear_own_casts", &clear_own_casts, py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "bind",
-      [](const std::vector<std::string>& policies, py::object overlay,
-         py::object store,
-         py::object rewritten,
-         py::object error,
-         std::string text,
-         py::object stack,
-         py::object place,
-         py::object of_traced,
-         py::object by_identity,
-         py::object low_bit) {
-        TORCH_CHECK(std::equal(policies.begin(), policies.end(), kPolicyNames.begin(), kPolicyNames.end()));
-        native_overlay = overlay.release().ptr();
-        native_store = store.release().ptr();
-        storages_are_rewritten = rewritten.release().ptr();
-        stack_now = stack.release().ptr();
-        place_now = place.release().ptr();
-        kept_cast_of_traced = of_traced.release().ptr();
-        store_by_identity = by_identity.release().ptr();
-        perform_low_bit = low_bit.release().ptr();
-        hold_locks_over_forks();
-        stale_weight_error = error.release().ptr();
-        stale_weight_message = std::move(text);
-      });
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) {
-    throw py::error_already_set();
+PyMODINIT_FUNC PyInit_polycast_native() {
+  PyObject* const module = PyModule_Create(&definition);
+  if (module == nullptr || !add_class<const Overlay, &make_overlay>(module, "polycast_native.Overlay", no_methods) ||
+      !add_class<Store, &make_store>(module, "polycast_native.Store", store_methods) ||
+      !add_class<Library, &make_library>(module, "polycast_native.Library", library_methods) ||
+      !add_class<Recorder, &make_recorder>(module, "polycast_native.Recorder", recorder_methods)) {
+    Py_XDECREF(module);
+    return nullptr;
   }
+  return module;
 }

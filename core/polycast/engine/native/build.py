@@ -31,6 +31,7 @@ from ...errors import warn_user
 from ...plugins.signals import raised_by_signal_handler
 from .cache import BuildError, UntrustedCacheError, cache_directory, check_folders, is_trusted, make_folders
 from .engine import NativeEngine
+from .excerpts import write_excerpts
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,18 @@ class Library:
 
 ENGINE = Library(str(__package__), "polycast_native", "the native engine", "`polycast build` tries again")
 # NDEBUG as in torch's own libraries: without it at::RecordFunction has another layout than theirs.
-_FLAGS = ("-O2", "-g0", "-DNDEBUG", "-fPIC", "-shared", "-std=c++20", "-fvisibility=hidden")
+_FLAGS = (
+    "-O2",
+    "-g0",
+    "-DNDEBUG",
+    "-fPIC",
+    "-shared",
+    "-std=c++20",
+    "-fvisibility=hidden",
+    "-DAT_PER_OPERATOR_HEADERS",
+)
+# One build is for every Python from 3.10 on, but those without a GIL, which have no limited API.
+_PYTHON_FLAGS = () if sysconfig.get_config_var("Py_GIL_DISABLED") else ("-DPy_LIMITED_API=0x030A0000",)
 
 
 def load() -> NativeEngine:
@@ -232,7 +244,7 @@ def _build(compiler: str, sources: Mapping[str, bytes], library: Path, wanted: L
         built = scratch / library.name
         for name, text in sources.items():  # what is compiled is what the build is keyed by, and may be in an archive
             (scratch / name).write_bytes(text)
-        command = _command(compiler, scratch, built, wanted.name)
+        command = _command(compiler, scratch, built)
         # What the compiler puts aside lies there too, and goes with the rest if it is killed.
         outcome = _run(command, stderr=subprocess.STDOUT, env={**os.environ, "TMPDIR": folder})
         if outcome.returncode != 0 or not built.is_file():
@@ -251,15 +263,16 @@ def _build(compiler: str, sources: Mapping[str, bytes], library: Path, wanted: L
             os.replace(file, library.parent / file.name)
 
 
-def _command(compiler: str, scratch: Path, built: Path, name: str) -> list[str]:
+def _command(compiler: str, scratch: Path, built: Path) -> list[str]:
     # torch.utils.cpp_extension would tell the paths, but looks for CUDA at its import, and tells the user about it.
     torch_folder = Path(torch.__file__).parent
     include = torch_folder / "include"
-    headers = (str(include), str(include / "torch/csrc/api/include"), sysconfig.get_path("include"))
+    write_excerpts(include, scratch / "excerpts")
+    headers = (str(scratch / "excerpts"), str(include), sysconfig.get_path("include"))
     return [
         *shlex.split(compiler),
         *_FLAGS,
-        f"-DTORCH_EXTENSION_NAME={name}",
+        *_PYTHON_FLAGS,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *(f"-isystem{path}" for path in headers),
         *(str(path) for path in sorted(scratch.glob("*.cpp"))),

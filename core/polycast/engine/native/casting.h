@@ -5,18 +5,16 @@
 
 #pragma once
 
-#include <ATen/ATen.h>
-#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <chrono>
 #include <memory>
 #include <optional>
 
+#include "autocast.h"
 #include "observe.h"
 #include "regions.h"
 #include "store.h"
@@ -59,8 +57,8 @@ bool is_rewritten(const Tensor& weight) {
   if (weight.unsafeGetTensorImpl()->unsafe_storage().use_count() == 1) {
     return false;
   }
-  const py::gil_scoped_acquire gil;
-  return py::handle(storages_are_rewritten)().cast<bool>();
+  const Gil gil;
+  return is_true(call(storages_are_rewritten));
 }
 
 // Not while something records, transforms or watches the ops.
@@ -103,7 +101,7 @@ struct Outcome {
 };
 
 // Whether a cast of a tensor may be kept now. Python may run, and the region end.
-bool may_be_kept(const Tensor& tensor, ScalarType dtype, const py::object& is_capturing) {
+bool may_be_kept(const Tensor& tensor, ScalarType dtype, const Object& is_capturing) {
   return dtype != at::kFloat && is_weight(tensor) && at::autocast::is_autocast_cache_enabled() && caching_is_safe() &&
       !is_rewritten(tensor) && !captures(tensor, is_capturing);
 }
@@ -113,11 +111,11 @@ Tensor cast_of_traced(const Tensor& tensor, ScalarType dtype, DeviceType device)
   if (tensor.scalar_type() != at::kFloat || !tensor.key_set().has(DispatchKey::Python)) {
     return Tensor();
   }
-  const py::gil_scoped_acquire gil;
-  const auto traced = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
-  auto* const as = reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype));
-  const py::object cast = py::handle(kept_cast_of_traced)(traced, py::handle(as), c10::DeviceTypeName(device, /*lower_case=*/true));
-  return cast.is_none() ? Tensor() : cast.cast<Tensor>();
+  const Gil gil;
+  const std::string on = c10::DeviceTypeName(device, /*lower_case=*/true);
+  const Object cast =
+      call(kept_cast_of_traced, "(NOs)", python_tensor(tensor).release(), python_dtype(dtype), on.c_str());
+  return cast.is_none() ? Tensor() : tensor_of(cast.get());
 }
 
 // What a tensor is cast to.
@@ -136,7 +134,7 @@ Tensor plain_cast(const Tensor& tensor, const CastTo& to) {
 }
 
 Tensor find_or_cast(
-    const Tensor& tensor, const CastTo& to, const DeviceRegion& region, const py::object& is_capturing, Outcome& outcome) {
+    const Tensor& tensor, const CastTo& to, const DeviceRegion& region, const Object& is_capturing, Outcome& outcome) {
   if (region.innermost == nullptr) {
     outcome.in_torchs_region = true;
     return at::autocast::cached_cast(to.dtype, tensor, to.device);  // a region of torch's has torch's cache
@@ -168,7 +166,7 @@ Tensor find_or_cast(
 
 // Cast for an op that somebody observes.
 Tensor observed_cast(
-    ObservedOp& op, const Tensor& tensor, const CastTo& to, const DeviceRegion& region, const py::object& is_capturing) {
+    ObservedOp& op, const Tensor& tensor, const CastTo& to, const DeviceRegion& region, const Object& is_capturing) {
   using Clock = std::chrono::steady_clock;
   using Last = Watch::Last;
   CastCounts counts{tensor.scalar_type(), to.dtype, has_known_sizes(tensor) && is_weight(tensor)};
@@ -202,7 +200,7 @@ Tensor observed_cast(
 }
 
 // Cast an eligible tensor of another dtype.
-C10_NOINLINE Tensor cast(const Tensor& tensor, const CastTo& to, const DeviceRegion& region, const py::object& is_capturing) {
+C10_NOINLINE Tensor cast(const Tensor& tensor, const CastTo& to, const DeviceRegion& region, const Object& is_capturing) {
   if (C10_UNLIKELY(observed_op != nullptr)) {
     return observed_cast(*observed_op, tensor, to, region, is_capturing);
   }

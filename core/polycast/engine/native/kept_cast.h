@@ -4,10 +4,9 @@
 
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 
@@ -23,20 +22,20 @@ constexpr const char* kKeptCast = "polycast::kept_cast";
 PyObject* store_by_identity = nullptr;
 
 std::shared_ptr<Store> named_store(int64_t identity) {
-  const py::gil_scoped_acquire gil;
-  const py::object store = py::handle(store_by_identity)(identity);
-  return store.is_none() ? nullptr : store.cast<std::shared_ptr<Store>>();
+  const Gil gil;
+  const Object store = call(store_by_identity, "(L)", static_cast<long long>(identity));
+  return store.is_none() ? nullptr : Holder<Store>::of(store.get());
 }
 
 // The device's own: a cast without history, on the memory of what is kept.
 class KeptCastKernel final : public c10::OperatorKernel {
  public:
-  KeptCastKernel(DeviceType device, py::object is_capturing) : device_(device), is_capturing_(std::move(is_capturing)) {}
+  KeptCastKernel(DeviceType device, Object is_capturing) : device_(device), is_capturing_(std::move(is_capturing)) {}
 
   ~KeptCastKernel() override {
     if (is_capturing_) {
-      py::gil_scoped_acquire gil;
-      is_capturing_ = py::object();
+      const Gil gil;
+      is_capturing_ = Object();
     }
   }
 
@@ -57,7 +56,7 @@ class KeptCastKernel final : public c10::OperatorKernel {
 
  private:
   const DeviceType device_;
-  py::object is_capturing_;  // empty where the backend never captures
+  Object is_capturing_;  // empty where the backend never captures
 };
 
 // Autograd's: the history that weight.to(dtype) would have.

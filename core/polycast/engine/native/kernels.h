@@ -5,13 +5,12 @@
 
 #pragma once
 
-#include <ATen/ATen.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/variable.h>
-#include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -60,41 +59,15 @@ struct Promotion {
       seen = tensor.scalar_type();
     }
   }
-
-  void look(const std::optional<Tensor>& tensor) {
-    if (tensor) {
-      look(*tensor);
-    }
-  }
-
-  void look(at::TensorList tensors) {
-    for (const Tensor& tensor : tensors) {
-      look(tensor);
-    }
-  }
-
-  void look(const at::ITensorListRef& tensors) {
-    for (const Tensor& tensor : tensors) {
-      look(tensor);
-    }
-  }
-
-  template <class Other>
-  void look(const Other&) {}
 };
 
-// Whether an argument is a list of tensors that may be missing, in which Differentiation does not look.
-template <class Arg>
-constexpr bool is_opaque = std::is_same_v<std::decay_t<Arg>, c10::List<std::optional<Tensor>>>;
-
-// Casts the arguments that are to be. What comes back has the cast, or refers to the argument: an argument that stays what it
-// is has its references counted by nobody.
+// How the arguments are cast that are to be.
 struct Conversion {
   ScalarType dtype;  // Undefined: nothing is cast
   DeviceType device;
   bool has_plain_keys;  // the arguments together: see Kernel::has_plain_keys()
   const DeviceRegion& region;
-  const py::object& is_capturing;
+  const Object& is_capturing;
 
   C10_ALWAYS_INLINE bool changes(const Tensor& tensor) const {
     return dtype != ScalarType::Undefined && to_be_cast(tensor, dtype, device);
@@ -103,75 +76,152 @@ struct Conversion {
   Tensor cast(const Tensor& tensor) const {
     return ::cast(tensor, CastTo{dtype, device, has_plain_keys}, region, is_capturing);
   }
+};
 
-  template <class Argument>
-  class Converted {
-   public:
-    C10_ALWAYS_INLINE Converted(const Argument& argument, const Conversion& conversion) : used_(&argument) {
-      if constexpr (std::is_same_v<Argument, Tensor>) {
-        if (conversion.changes(argument)) {
-          cast_ = conversion.cast(argument);
-          used_ = &cast_;
-        }
-      } else if (argument && conversion.changes(*argument)) {
-        cast_ = conversion.cast(*argument);
-        used_ = &cast_;
-      }
-    }
-    Converted(const Converted&) = delete;
+// What an argument of a known signature is, where it has tensors or tells the dtype of the result.
+enum class Kind : uint8_t { kTensor, kOptional, kTensors, kTensorRefs, kOptionals, kDtype, kOther };
 
-    C10_ALWAYS_INLINE const Argument& operator*() const { return *used_; }
+template <class Arg>
+constexpr Kind kind_of = Kind::kOther;
+template <>
+constexpr Kind kind_of<const Tensor&> = Kind::kTensor;
+template <>
+constexpr Kind kind_of<const std::optional<Tensor>&> = Kind::kOptional;
+template <>
+constexpr Kind kind_of<at::TensorList> = Kind::kTensors;
+template <>
+constexpr Kind kind_of<const at::ITensorListRef&> = Kind::kTensorRefs;
+template <>
+constexpr Kind kind_of<const c10::List<std::optional<Tensor>>&> = Kind::kOptionals;
+template <>
+constexpr Kind kind_of<std::optional<ScalarType>> = Kind::kDtype;
 
-   private:
-    const Argument* used_;
-    Argument cast_;
-  };
+// The arguments of a call that are of some kind, by their addresses. What is cast is given the address of its cast.
+struct Arguments {
+  const Kind* kinds;
+  const void** addresses;
+  size_t count;
+  bool begin_with_tensor;
 
-  C10_ALWAYS_INLINE Converted<Tensor> operator()(const Tensor& tensor) const { return {tensor, *this}; }
-
-  C10_ALWAYS_INLINE Converted<std::optional<Tensor>> operator()(const std::optional<Tensor>& tensor) const {
-    return {tensor, *this};
+  template <class Value>
+  const Value& at(size_t i) const {
+    return *static_cast<const Value*>(addresses[i]);
   }
 
-  template <class List>
-  class ConvertedList {
-   public:
-    ConvertedList(List list, const Conversion& conversion) : list_(list) {
-      if (conversion.dtype != ScalarType::Undefined) {
-        for (const Tensor& tensor : list) {
-          casts_.push_back(conversion.changes(tensor) ? conversion.cast(tensor) : tensor);
-        }
+  // Call a function with each tensor, until it says that it has seen enough.
+  template <class Function>
+  C10_ALWAYS_INLINE bool any_tensor(const Function& function) const {
+    for (size_t i = 0; i < count; ++i) {
+      bool found = false;
+      switch (kinds[i]) {
+        case Kind::kTensor:
+          found = function(at<Tensor>(i));
+          break;
+        case Kind::kOptional:
+          found = at<std::optional<Tensor>>(i) && function(*at<std::optional<Tensor>>(i));
+          break;
+        case Kind::kTensors:
+          found = std::any_of(at<at::TensorList>(i).begin(), at<at::TensorList>(i).end(), function);
+          break;
+        case Kind::kTensorRefs:
+          found = std::any_of(at<at::ITensorListRef>(i).begin(), at<at::ITensorListRef>(i).end(), function);
+          break;
+        default:
+          break;
+      }
+      if (found) {
+        return true;
       }
     }
+    return false;
+  }
+};
 
-    List operator*() const { return casts_.empty() ? list_ : List(casts_); }
+// The casts that a call is given.
+class Casts {
+ public:
+  static constexpr size_t kMost = 12;
 
-   private:
-    List list_;
-    std::vector<Tensor> casts_;
+  Casts() = default;
+  Casts(const Casts&) = delete;
+  ~Casts() {
+    while (count_ != 0) {
+      std::destroy_at(&casts_[--count_].tensor);
+    }
+  }
+
+  void make(const Arguments& arguments, const Conversion& conversion) {
+    for (size_t i = 0; i < arguments.count; ++i) {
+      const void*& address = arguments.addresses[i];
+      switch (arguments.kinds[i]) {
+        case Kind::kTensor:
+          if (const auto& tensor = arguments.at<Tensor>(i); conversion.changes(tensor)) {
+            address = &*add(conversion.cast(tensor));
+          }
+          break;
+        case Kind::kOptional:
+          if (const auto& tensor = arguments.at<std::optional<Tensor>>(i); tensor && conversion.changes(*tensor)) {
+            address = &add(conversion.cast(*tensor));
+          }
+          break;
+        case Kind::kTensors:
+          address = &add(arguments.at<at::TensorList>(i), conversion).list;
+          break;
+        case Kind::kTensorRefs:
+          address = &add(arguments.at<at::ITensorListRef>(i), conversion).refs;
+          break;
+        default:
+          break;
+      }
+    }
+  }
+
+ private:
+  union Cast {
+    Cast() {}
+    ~Cast() {}
+    std::optional<Tensor> tensor;
   };
 
-  ConvertedList<at::TensorList> operator()(at::TensorList tensors) const { return {tensors, *this}; }
+  struct List {
+    std::vector<Tensor> tensors;
+    at::TensorList list;
+    at::ITensorListRef refs;
+    std::unique_ptr<List> before;
+  };
 
-  ConvertedList<at::ITensorListRef> operator()(const at::ITensorListRef& tensors) const { return {tensors, *this}; }
+  std::optional<Tensor>& add(Tensor cast) { return *std::construct_at(&casts_[count_++].tensor, std::move(cast)); }
 
-  template <class Other>
-  C10_ALWAYS_INLINE const Other* operator()(const Other& other) const {
-    return &other;
+  template <class Tensors>
+  const List& add(const Tensors& tensors, const Conversion& conversion) {
+    auto list = std::make_unique<List>();
+    for (const Tensor& tensor : tensors) {
+      list->tensors.push_back(conversion.changes(tensor) ? conversion.cast(tensor) : tensor);
+    }
+    list->list = list->tensors;
+    list->refs = list->list;
+    list->before = std::move(lists_);
+    lists_ = std::move(list);
+    return *lists_;
   }
+
+  size_t count_ = 0;
+  std::unique_ptr<List> lists_;
+  std::array<Cast, kMost> casts_;  // as many as are counted
 };
 
 class Kernel final : public c10::OperatorKernel {
  public:
-  Kernel(Op op, const c10::OperatorHandle& handle, DeviceType device, DispatchKey key, py::object is_capturing)
+  Kernel(Op op, const c10::OperatorHandle& handle, DeviceType device, DispatchKey key, Object is_capturing, const void* functions = nullptr)
       : op_(std::move(op)),
         device_(device),
         keys_(key),
         below_(c10::DispatchKeySet::FULL_AFTER, key),
-        device_keys_(c10::parseDispatchKey(std::string(c10::toString(key)).substr(std::strlen("Autocast")))),
+        device_keys_(key_below(key)),
         skipped_(keys_ | kNothingToDo),
         passes_autograd_by_(can_pass_autograd_by(op_, handle)),
-        is_capturing_(std::move(is_capturing)) {
+        is_capturing_(std::move(is_capturing)),
+        functions_(functions) {
     const auto& arguments = handle.schema().arguments();
     arity_ = arguments.size();
     for (size_t i = 0; i < arguments.size(); ++i) {
@@ -186,28 +236,42 @@ class Kernel final : public c10::OperatorKernel {
 
   ~Kernel() override {
     if (is_capturing_) {
-      py::gil_scoped_acquire gil;
-      is_capturing_ = py::object();
+      const Gil gil;
+      is_capturing_ = Object();
     }
   }
 
+  // Whether the region's recipe is for the op.
+  C10_ALWAYS_INLINE bool has_recipe() const {
+    const Overlay* const overlay = region_of(device_).overlay;
+    return C10_UNLIKELY(overlay != nullptr) && overlay->over(op_.policy, op_.number) == Policy::kLowBit;
+  }
+
+  // Have the op computed by it; an undefined tensor where it is to run in the fast dtype.
+  Tensor low_bit(c10::ArrayRef<c10::IValue> arguments) const {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(keys_);
+    return ::low_bit(op_.number, device_, arguments);
+  }
+
+  // torch's functions of the op, where its signature is known.
+  const void* functions() const { return functions_; }
+
   // The kernel of an op of any signature.
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
+    if (C10_UNLIKELY(has_recipe())) {
+      if (Tensor result = low_bit(c10::ArrayRef<c10::IValue>(&argument(stack, 0), arity_)); result.defined()) {
+        stack->erase(stack->end() - static_cast<int64_t>(arity_), stack->end());
+        stack->emplace_back(std::move(result));
+        return;
+      }
+    }
     const DeviceRegion& region = region_of(device_);
-    Policy policy = this->policy(region);
+    const Policy policy = this->policy(region);
     if (policy == Policy::kNone) {
       handle.redispatchBoxed(keys & below_, stack);
       return;
     }
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(keys_);
-    if (policy == Policy::kLowBit) {
-      if (Tensor result = low_bit(op_.number, device_, c10::ArrayRef<c10::IValue>(&argument(stack, 0), arity_)); result.defined()) {
-        torch::jit::drop(*stack, arity_);
-        stack->emplace_back(std::move(result));
-        return;
-      }
-      policy = Policy::kLowerPrecisionFp;
-    }
     const Conversion conversion{
         dtype_for(policy, [&](Promotion& promotion) { look(promotion, stack); }), device_, has_plain_keys(keys), region,
         is_capturing_};
@@ -227,36 +291,9 @@ class Kernel final : public c10::OperatorKernel {
     handle.callBoxed(stack);
   }
 
-  // The kernel of an op of a known signature that has no overload with a dtype more, without the way over a stack.
-  template <class Result, class... Args>
-  C10_ALWAYS_INLINE Result
-  call(const Functions<Result(Args...)>& op, c10::DispatchKeySet keys, Args... args) const {
-    const DeviceRegion& region = region_of(device_);
-    Policy policy = this->policy(region);
-    std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast;
-    if (C10_LIKELY(policy != Policy::kNone)) {
-      no_autocast.emplace(keys_);
-    }
-    if (C10_UNLIKELY(policy == Policy::kLowBit)) {
-      if constexpr (is_for_low_bit<Result(Args...)>) {
-        if (Tensor result = low_bit(op_.number, device_, {c10::IValue(args)...}); result.defined()) {
-          return result;
-        }
-      }
-      policy = Policy::kLowerPrecisionFp;
-    }
-    const Conversion converted{
-        dtype_for(policy, [&](Promotion& promotion) { (promotion.look(args), ...); }), device_,
-        policy != Policy::kNone && has_plain_keys(keys), region, is_capturing_};
-    if constexpr ((std::is_same_v<Args, std::optional<ScalarType>> || ...)) {
-      if (policy == Policy::kFp32SetOptDtype && first_is_eligible(args...)) {
-        (set_to_float32(args), ...);
-      }
-    }
-    return below(policy, converted.has_plain_keys, op, keys, *converted(args)...);
-  }
-
  private:
+  friend class Passage;
+
   // Whether autograd need not be asked where it has nothing to record. It is what makes views of what an op returns on its
   // inputs' memory. That schemas tell, save of ops that are made of others alone: of these the products of tensors go on at once.
   static bool can_pass_autograd_by(const Op& op, const c10::OperatorHandle& handle) {
@@ -279,6 +316,7 @@ class Kernel final : public c10::OperatorKernel {
   C10_ALWAYS_INLINE ScalarType dtype_for(Policy policy, const Look& look) const {
     switch (policy) {
       case Policy::kLowerPrecisionFp:
+      case Policy::kLowBit:
         return at::autocast::get_autocast_dtype(device_);
       case Policy::kFp32:
         return at::kFloat;
@@ -296,56 +334,10 @@ class Kernel final : public c10::OperatorKernel {
 
   [[noreturn]] C10_NOINLINE void refuse() const { TORCH_CHECK(false, op_.refusal); }
 
-  // Go on to what is below in the dispatcher: the device's kernel at once where autograd, which alone is between, has nothing
-  // to do.
-  template <class Result, class... Args>
-  C10_ALWAYS_INLINE Result below(
-      Policy policy,
-      bool has_plain_keys,
-      const Functions<Result(Args...)>& op,
-      c10::DispatchKeySet keys,
-      std::type_identity_t<Args>... args) const {
-    c10::DispatchKeySet lower = keys & below_;
-    // What is above, such as a Python dispatcher, sees each call.
-    if (C10_UNLIKELY(policy != Policy::kNone && (lower | keys_) != keys)) {
-      return op.call(std::forward<Args>(args)...);
-    }
-    std::optional<at::AutoDispatchBelowADInplaceOrView> also_inside;  // what the op is made of
-    if constexpr (!(is_opaque<Args> || ...)) {
-      if (has_plain_keys && passes_autograd_by_) {
-        const Differentiation differentiation;
-        if (!(differentiation.has(args) || ...)) {
-          also_inside.emplace();
-          lower = device_keys_;
-        }
-      }
-    }
-    return op.redispatch(lower, std::forward<Args>(args)...);
-  }
-
   C10_ALWAYS_INLINE Policy policy(const DeviceRegion& region) const {
     const Overlay* const overlay = region.overlay;
     return C10_UNLIKELY(overlay != nullptr) ? overlay->over(op_.policy, op_.number) : op_.policy;
   }
-
-  template <class... Others>
-  bool first_is_eligible(const Tensor& first, const Others&...) const {
-    return is_eligible(first, device_);
-  }
-
-  template <class... Args>
-  bool first_is_eligible(const Args&...) const {
-    return false;
-  }
-
-  static void set_to_float32(std::optional<ScalarType>& dtype) {
-    if (!dtype) {
-      dtype = at::kFloat;
-    }
-  }
-
-  template <class Other>
-  static void set_to_float32(const Other&) {}
 
   c10::IValue& argument(torch::jit::Stack* stack, size_t position) const {
     return (*stack)[stack->size() - arity_ + position];
@@ -373,7 +365,7 @@ class Kernel final : public c10::OperatorKernel {
       } else if (value.isOptionalTensorList()) {
         c10::List<std::optional<Tensor>> casts;
         for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector()) {
-          casts.push_back(*conversion(tensor));
+          casts.push_back(tensor && conversion.changes(*tensor) ? conversion.cast(*tensor) : tensor);
         }
         value = std::move(casts);
       }
@@ -391,7 +383,9 @@ class Kernel final : public c10::OperatorKernel {
         }
       } else if (value.isOptionalTensorList()) {
         for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector()) {
-          promotion.look(tensor);
+          if (tensor) {
+            promotion.look(*tensor);
+          }
         }
       }
     }
@@ -403,94 +397,195 @@ class Kernel final : public c10::OperatorKernel {
   const c10::DispatchKeySet below_;  // what is autocast as ever where there is no kernel here
   const c10::DispatchKeySet device_keys_, skipped_;
   const bool passes_autograd_by_;
-  py::object is_capturing_;  // empty where the backend never captures
+  Object is_capturing_;  // empty where the backend never captures
+  const void* const functions_;
   size_t arity_ = 0;
   std::vector<size_t> tensors_;
   std::optional<size_t> optional_dtype_;
 };
 
-// A kernel of a known signature, as the dispatcher has them.
-template <class Signature>
-class Unboxed;
-
-template <class Result, class... Args>
-class Unboxed<Result(Args...)> final : public c10::OperatorKernel {
+// From a kernel of a known signature to what is below in the dispatcher: while this is there, autocast is off, the casts live, and
+// where autograd, which alone is between here and the device's kernel, has nothing to do, it is passed by.
+class Passage {
  public:
-  Unboxed(const Functions<Result(Args...)>& op, std::unique_ptr<Kernel> kernel) : op_(op), kernel_(std::move(kernel)) {}
-
-  Result operator()(c10::DispatchKeySet keys, Args... args) {
-    return kernel_->template call<Result, Args...>(op_, keys, std::forward<Args>(args)...);
+  C10_NOINLINE Passage(const Kernel& kernel, c10::DispatchKeySet keys, const Arguments& arguments) : keys_(keys & kernel.below_) {
+    const DeviceRegion& region = region_of(kernel.device_);
+    const Policy policy = kernel.policy(region);
+    if (policy == Policy::kNone) {
+      return;
+    }
+    no_autocast_.emplace(kernel.keys_);
+    const Conversion conversion{
+        kernel.dtype_for(policy, [&](Promotion& promotion) {
+          arguments.any_tensor([&](const Tensor& tensor) {
+            promotion.look(tensor);
+            return false;
+          });
+        }),
+        kernel.device_, kernel.has_plain_keys(keys), region, kernel.is_capturing_};
+    if (conversion.dtype != ScalarType::Undefined) {
+      casts_.make(arguments, conversion);
+    } else if (
+        policy == Policy::kFp32SetOptDtype && arguments.begin_with_tensor && is_eligible(arguments.at<Tensor>(0), kernel.device_)) {
+      set_dtype(arguments);
+    }
+    if (C10_UNLIKELY((keys_ | kernel.keys_) != keys)) {
+      begins_anew_ = true;
+    } else if (conversion.has_plain_keys && kernel.passes_autograd_by_ && has_nothing_to_record(arguments)) {
+      below_autograd_.emplace();  // what the op is made of, too
+      keys_ = kernel.device_keys_;
+    }
   }
+  Passage(const Passage&) = delete;
+  C10_NOINLINE ~Passage() {}
 
-  const Kernel& boxed() const { return *kernel_; }
+  // Whether what is above, such as a Python dispatcher, is to see the op again.
+  bool begins_anew() const { return begins_anew_; }
+
+  c10::DispatchKeySet keys() const { return keys_; }
 
  private:
-  const Functions<Result(Args...)> op_;
-  const std::unique_ptr<Kernel> kernel_;
+  static bool has_nothing_to_record(const Arguments& arguments) {
+    const Differentiation differentiation;
+    return std::find(arguments.kinds, arguments.kinds + arguments.count, Kind::kOptionals) == arguments.kinds + arguments.count &&
+        !arguments.any_tensor([&](const Tensor& tensor) { return differentiation.has(tensor); });
+  }
+
+  // The kernel's own copy of an argument that the caller left out.
+  static void set_dtype(const Arguments& arguments) {
+    for (size_t i = 0; i < arguments.count; ++i) {
+      if (arguments.kinds[i] == Kind::kDtype && !arguments.at<std::optional<ScalarType>>(i)) {
+        static constexpr std::optional<ScalarType> kFloat = at::kFloat;
+        arguments.addresses[i] = &kFloat;
+      }
+    }
+  }
+
+  c10::DispatchKeySet keys_;
+  bool begins_anew_ = false;
+  std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast_;
+  Casts casts_;
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd_;
 };
+
+// Stands for the kernel of an op of a known signature, which is a Kernel.
+template <class Signature>
+struct Unboxed;
+
+template <class Result, class... Args>
+struct Unboxed<Result(Args...)> : c10::OperatorKernel {
+  Result operator()(c10::DispatchKeySet keys, Args... args);
+};
+
+// Where the arguments of a signature that are of some kind have their addresses.
+template <class... Args>
+struct Places {
+  static constexpr size_t count = (size_t{0} + ... + (kind_of<Args> != Kind::kOther));
+  static_assert(count <= Casts::kMost);
+
+  std::array<Kind, sizeof...(Args)> kinds{kind_of<Args>...};  // of those that are of some, in front
+  std::array<uint8_t, sizeof...(Args)> of_argument{};
+  bool begin_with_tensor = kinds[0] == Kind::kTensor;
+
+  constexpr Places() {
+    uint8_t found = 0;
+    for (size_t i = 0; i < kinds.size(); ++i) {
+      of_argument[i] = found;
+      if (kinds[i] != Kind::kOther) {
+        kinds[found++] = kinds[i];
+      }
+    }
+  }
+};
+
+// An argument, or its cast. One of no kind is passed on as it came.
+template <class Arg>
+C10_ALWAYS_INLINE decltype(auto) used(std::remove_reference_t<Arg>& arg, const void* address) {
+  if constexpr (kind_of<Arg> == Kind::kOther) {
+    return std::forward<Arg>(arg);
+  } else {
+    return *static_cast<const std::remove_cvref_t<Arg>*>(address);
+  }
+}
 
 }  // namespace
 
-// What the dispatcher calls with a stack: torch's would take the arguments off it, and put them on another below.
+// What the dispatcher calls with arguments.
+template <class Result, class... Args>
+struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(c10::DispatchKeySet, Args...)> final {
+  static Result call(c10::OperatorKernel* functor, c10::DispatchKeySet keys, Args... args) {
+    return run(static_cast<const Kernel&>(*functor), keys, std::index_sequence_for<Args...>(), args...);
+  }
+
+ private:
+  template <size_t... I>
+  C10_ALWAYS_INLINE static Result run(
+      const Kernel& kernel, c10::DispatchKeySet keys, std::index_sequence<I...>, std::remove_reference_t<Args>&... args) {
+    if constexpr (is_for_low_bit<Result(Args...)>) {
+      if (C10_UNLIKELY(kernel.has_recipe())) {
+        if (Tensor result = kernel.low_bit({c10::IValue(args)...}); result.defined()) {
+          return result;
+        }
+      }
+    }
+    static constexpr Places<Args...> kPlaces;
+    std::array<const void*, kPlaces.count + 1> addresses;
+    ((kind_of<Args> != Kind::kOther ? void(addresses[kPlaces.of_argument[I]] = std::addressof(args)) : void()), ...);
+    const Passage passage(
+        kernel, keys, {kPlaces.kinds.data(), addresses.data(), kPlaces.count, kPlaces.begin_with_tensor});
+    const auto& op = *static_cast<const Functions<Result(Args...)>*>(kernel.functions());
+    if (C10_UNLIKELY(passage.begins_anew())) {
+      return op.call(used<Args>(args, addresses[kPlaces.of_argument[I]])...);
+    }
+    return op.redispatch(passage.keys(), used<Args>(args, addresses[kPlaces.of_argument[I]])...);
+  }
+};
+
+// What it calls with a stack: torch's would take the arguments off it, and put them on another below.
 template <class Signature>
 struct c10::impl::make_boxed_from_unboxed_functor<Unboxed<Signature>, false> final {
   static void call(c10::OperatorKernel* functor, const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack* stack) {
-    static_cast<Unboxed<Signature>*>(functor)->boxed()(handle, keys, stack);
+    (*static_cast<const Kernel*>(functor))(handle, keys, stack);
   }
 };
 
 namespace {
 
-// How a kernel enters the dispatcher.
+// An op whose kernel is called without a stack.
 struct Entrance {
-  c10::KernelFunction (*function)(const void* functions, std::unique_ptr<Kernel>);
-  const void* functions;  // the op's, of its signature
-  std::optional<c10::impl::CppSignature> signature;
+  const char *name = "", *overload_name = "";
+  c10::KernelFunction (*function)(std::unique_ptr<c10::OperatorKernel>) = nullptr;
+  const void* functions = nullptr;  // of its signature
 };
 
 template <class Signature>
-c10::KernelFunction unboxed(const void* functions, std::unique_ptr<Kernel> kernel) {
-  return c10::KernelFunction::makeFromUnboxedFunctor<false, Unboxed<Signature>>(
-      std::make_unique<Unboxed<Signature>>(*static_cast<const Functions<Signature>*>(functions), std::move(kernel)));
+c10::KernelFunction unboxed(std::unique_ptr<c10::OperatorKernel> kernel) {
+  return c10::KernelFunction::makeFromUnboxedFunctor<false, Unboxed<Signature>>(std::move(kernel));
 }
 
-c10::KernelFunction boxed(const void*, std::unique_ptr<Kernel> kernel) {
-  return c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel));
+template <class Op>
+constexpr Entrance entrance_of() {
+  if constexpr (requires { typename Op::schema; }) {
+    return {Op::name, Op::overload_name, &unboxed<typename Op::schema>, &functions_of<Op>};
+  } else {
+    return {};
+  }
 }
 
-class Entrances {
- public:
-  static const Entrance& of(const c10::OperatorHandle& handle) {
-    static const Entrances entrances{at::_ops::UnboxedOps{}};
-    static const Entrance any{&boxed, nullptr, std::nullopt};
-    const auto found = entrances.by_name_.find(c10::toString(handle.operator_name()));
-    return found == entrances.by_name_.end() ? any : found->second;
-  }
+template <class... Ops>
+constexpr std::array<Entrance, sizeof...(Ops)> entrances_of(OpList<Ops...>) {
+  return {entrance_of<Ops>()...};
+}
 
- private:
-  template <class... Ops>
-  explicit Entrances(OpList<Ops...>) {
-    (add<Ops>(), ...);
-  }
-
-  template <class Op>
-  void add() {
-    if constexpr (requires { typename Op::schema; }) {
-      add(Op::name, Op::overload_name, entrance<typename Op::schema>(&functions_of<Op>));
-    }
-  }
-
-  template <class Signature>
-  static Entrance entrance(const void* functions) {
-    return {&unboxed<Signature>, functions, c10::impl::CppSignature::make<Signature>()};
-  }
-
-  void add(const char* name, const char* overload_name, Entrance entrance) {
-    by_name_.emplace(c10::toString(c10::OperatorName(name, overload_name)), std::move(entrance));
-  }
-
-  std::unordered_map<std::string, Entrance> by_name_;
-};
+// The entrance of an op, or null.
+const Entrance* find_entrance(const c10::OperatorHandle& handle) {
+  static constexpr auto kEntrances = entrances_of(at::_ops::UnboxedOps());
+  const auto& op = handle.operator_name();
+  const auto found = std::find_if(kEntrances.begin(), kEntrances.end(), [&](const Entrance& entrance) {
+    return op.name == entrance.name && op.overload_name == entrance.overload_name;
+  });
+  return found == kEntrances.end() ? nullptr : &*found;
+}
 
 // torch warns, once in a process, that a kernel is overridden: that is what is meant here.
 struct NoWarnings : c10::WarningHandler {
@@ -503,54 +598,31 @@ class Library {
   Library(const std::string& device_type, const std::string& key)
       : device_(c10::Device(device_type).type()), key_(c10::parseDispatchKey(key)) {}
 
-  void impl(
-      const std::string& name,
-      int64_t number,
-      int policy,
-      std::string refusal,
-      const std::optional<std::string>& with_dtype,
-      py::object is_capturing) {
-    if (is_capturing.is_none()) {
-      is_capturing = py::object();
-    }
+  void impl(const std::string& name, Op op, const char* with_dtype, Object is_capturing) {
     const auto handle = find(name);
-    Op op{number, static_cast<Policy>(policy), std::move(refusal), std::nullopt};
-    if (with_dtype) {
-      op.with_dtype = find(*with_dtype);
+    if (with_dtype != nullptr) {
+      op.with_dtype = find(with_dtype);
     }
-    const Entrance& entrance = Entrances::of(handle);
-    const bool through_stack = with_dtype || !entrance.signature;
-    auto kernel = std::make_unique<Kernel>(std::move(op), handle, device_, key_, std::move(is_capturing));
+    const Entrance* const entrance = with_dtype == nullptr ? find_entrance(handle) : nullptr;
+    auto kernel = std::make_unique<Kernel>(
+        std::move(op), handle, device_, key_, std::move(is_capturing), entrance == nullptr ? nullptr : entrance->functions);
     NoWarnings no_warnings;
     const c10::WarningUtils::WarningHandlerGuard guard(&no_warnings);
-    registered_.push_back(c10::Dispatcher::singleton().registerImpl(
-        handle.operator_name(),
-        key_,
-        through_stack ? boxed(nullptr, std::move(kernel)) : entrance.function(entrance.functions, std::move(kernel)),
-        through_stack ? std::nullopt : entrance.signature,
-        nullptr,
-        "polycast"));
+    put(handle.operator_name(), key_,
+        entrance == nullptr ? c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)) : entrance->function(std::move(kernel)));
   }
 
   // The kernels of polycast::kept_cast.
-  void kept_cast(py::object is_capturing) {
-    using Signature = Tensor(const Tensor&, ScalarType, int64_t);
-    if (is_capturing.is_none()) {
-      is_capturing = py::object();
-    }
-    const auto device = c10::parseDispatchKey(std::string(c10::toString(key_)).substr(std::strlen("Autocast")));
+  void kept_cast(Object is_capturing) {
+    const DispatchKey device = key_below(key_);
     // Some devices' keys have no name that can be parsed.
     const auto autograd =
         c10::toRuntimePerBackendFunctionalityKey(DispatchKey::AutogradFunctionality, c10::toBackendComponent(device));
-    const auto put = [](DispatchKey key, c10::KernelFunction kernel) {
-      return c10::Dispatcher::singleton().registerImpl(
-          {kKeptCast, ""}, key, std::move(kernel), c10::impl::CppSignature::make<Signature>(), nullptr, "polycast");
-    };
-    registered_.push_back(put(
-        device, c10::KernelFunction::makeFromUnboxedFunctor<false, KeptCastKernel>(
-                    std::make_unique<KeptCastKernel>(device_, std::move(is_capturing)))));
-    registered_.push_back(put(
-        autograd, c10::KernelFunction::makeFromUnboxedFunctor<false, KeptCastAutograd>(std::make_unique<KeptCastAutograd>())));
+    put({kKeptCast, ""}, device,
+        c10::KernelFunction::makeFromUnboxedFunctor<false, KeptCastKernel>(
+            std::make_unique<KeptCastKernel>(device_, std::move(is_capturing))));
+    put({kKeptCast, ""}, autograd,
+        c10::KernelFunction::makeFromUnboxedFunctor<false, KeptCastAutograd>(std::make_unique<KeptCastAutograd>()));
   }
 
   void fallthrough() {
@@ -569,6 +641,12 @@ class Library {
     const auto dot = name.find('.');
     return c10::Dispatcher::singleton().findSchemaOrThrow(
         name.substr(0, dot).c_str(), dot == std::string::npos ? "" : name.substr(dot + 1).c_str());
+  }
+
+  // No signature is given, against which torch would check the others: these are torch's own.
+  void put(const c10::OperatorName& op, DispatchKey key, c10::KernelFunction kernel) {
+    registered_.push_back(
+        c10::Dispatcher::singleton().registerImpl(op, key, std::move(kernel), std::nullopt, nullptr, "polycast"));
   }
 
   const DeviceType device_;

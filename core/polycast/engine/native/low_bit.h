@@ -4,9 +4,8 @@
 
 #pragma once
 
-#include <ATen/ATen.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 
 #include <optional>
 #include <type_traits>
@@ -22,53 +21,52 @@ namespace {  // all is one unit, binding.cpp
 PyObject* perform_low_bit = nullptr;
 
 // Return an argument for Python, or nothing where no kernel for low bit takes the like.
-py::object for_python(const c10::IValue& value) {
+Object for_python(const c10::IValue& value) {
   if (value.isTensor()) {
-    return py::reinterpret_steal<py::object>(THPVariable_Wrap(value.toTensor()));
+    return python_tensor(value.toTensor());
   }
   if (value.isNone()) {
-    return py::none();
+    return Object::of(Py_None);
   }
   if (value.isBool()) {
-    return py::bool_(value.toBool());
+    return Object::of(value.toBool() ? Py_True : Py_False);
   }
   if (value.isInt()) {
-    return py::int_(value.toInt());
+    return Object::made(PyLong_FromLongLong(value.toInt()));
   }
   if (value.isDouble()) {
-    return py::float_(value.toDouble());
+    return Object::made(PyFloat_FromDouble(value.toDouble()));
   }
   if (value.isString()) {
-    return py::str(value.toStringRef());
+    return Object::made(PyUnicode_FromString(value.toStringRef().c_str()));
   }
   if (value.isIntList()) {
-    py::list items;
-    for (const int64_t item : value.toIntVector()) {
-      items.append(item);
+    const auto items = value.toIntVector();
+    Object list = Object::made(PyList_New(static_cast<Py_ssize_t>(items.size())));
+    for (size_t i = 0; i < items.size(); ++i) {
+      PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), Object::made(PyLong_FromLongLong(items[i])).release());
     }
-    return items;
+    return list;
   }
-  return py::object();
+  return Object();
 }
 
 // Have an op computed by the recipe of this thread's region; an undefined tensor where it is to run in the fast dtype.
 C10_NOINLINE Tensor low_bit(int64_t op, DeviceType device, c10::ArrayRef<c10::IValue> arguments) {
-  const py::gil_scoped_acquire gil;
-  py::tuple given(arguments.size() + 2);
-  given[0] = py::int_(op);
-  given[1] = py::str(c10::DeviceTypeName(device, /*lower_case=*/true));
+  const Gil gil;
+  const Object given = Object::made(PyTuple_New(static_cast<Py_ssize_t>(arguments.size() + 2)));
+  PyTuple_SetItem(given.get(), 0, Object::made(PyLong_FromLongLong(op)).release());
+  const std::string name = c10::DeviceTypeName(device, /*lower_case=*/true);
+  PyTuple_SetItem(given.get(), 1, Object::made(PyUnicode_FromString(name.c_str())).release());
   for (size_t i = 0; i < arguments.size(); ++i) {
-    py::object argument = for_python(arguments[i]);
+    Object argument = for_python(arguments[i]);
     if (!argument) {
       return Tensor();
     }
-    given[i + 2] = std::move(argument);
+    PyTuple_SetItem(given.get(), static_cast<Py_ssize_t>(i + 2), argument.release());
   }
-  const auto result = py::reinterpret_steal<py::object>(PyObject_CallObject(perform_low_bit, given.ptr()));
-  if (!result) {
-    throw py::error_already_set();
-  }
-  return result.is_none() ? Tensor() : result.cast<Tensor>();
+  const Object result = Object::made(PyObject_CallObject(perform_low_bit, given.get()));
+  return result.is_none() ? Tensor() : tensor_of(result.get());
 }
 
 // Whether the arguments of an op are such as kernels for low bit take.
@@ -79,42 +77,51 @@ template <class... Args>
 constexpr bool is_for_low_bit<Tensor(const Tensor&, const Tensor&, Args...)> =
     (std::is_constructible_v<c10::IValue, const std::decay_t<Args>&> && ...);
 
-// Return what a weight is packed into, kept in a store or made; see StateMachine in engine/state.py.
-py::object packing_of(const std::shared_ptr<Store>& store, const Tensor& weight, int kind, const py::object& prepare) {
-  enum : long { kWatched, kNoWeight, kNothingKept };  // by number, for Python
+// packing_of(store, weight, kind, prepare): what a weight is packed into, kept in a store or made; see StateMachine in
+// engine/state.py. A number where nothing can be kept.
+PyObject* packing_of(PyObject*, PyObject* given) {
+  enum : long { kWatched, kNoWeight, kNothingKept };
+  PyObject *of_store, *of_weight, *prepare;
+  int kind;
+  parse(given, "OOiO", &of_store, &of_weight, &kind, &prepare);
+  const std::shared_ptr<Store> store = Holder<Store>::of(of_store);
+  const Tensor weight = tensor_of(of_weight);
   if (!caching_is_safe()) {
-    return py::int_(static_cast<long>(kWatched));
+    return PyLong_FromLong(kWatched);
   }
   if (!is_weight(weight, /*to_pack=*/true) || is_rewritten(weight)) {
-    return py::int_(static_cast<long>(kNoWeight));
+    return PyLong_FromLong(kNoWeight);
   }
   if (!at::autocast::is_autocast_cache_enabled()) {
-    return py::int_(static_cast<long>(kNothingKept));
+    return PyLong_FromLong(kNothingKept);
   }
   std::optional<std::vector<Tensor>> packed;
   {
-    const py::gil_scoped_release no_gil;
+    const WithoutGil others_may_run;
     packed = store->find_packing(weight, kind);
   }
   if (packed) {
     if (packed->empty()) {
-      return py::none();
+      return Py_NewRef(Py_None);
     }
-    py::tuple parts(packed->size());
+    Object parts = Object::made(PyTuple_New(static_cast<Py_ssize_t>(packed->size())));
     for (size_t i = 0; i < packed->size(); ++i) {
-      parts[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap((*packed)[i]));
+      PyTuple_SetItem(parts.get(), static_cast<Py_ssize_t>(i), python_tensor((*packed)[i]).release());
     }
-    return parts;
+    return parts.release();
   }
   const uint64_t writes = Writes::log().count();
   Content content(weight);
-  py::object made = prepare(weight);
-  auto parts = made.is_none() ? std::vector<Tensor>() : made.cast<std::vector<Tensor>>();
+  Object made = call(prepare, "(O)", of_weight);
+  std::vector<Tensor> parts;
+  if (!made.is_none()) {
+    parts = each_of(made.get(), &tensor_of);
+  }
   {
-    const py::gil_scoped_release no_gil;
+    const WithoutGil others_may_run;
     store->keep_packing(weight, kind, std::move(content), std::move(parts), writes);
   }
-  return made;
+  return made.release();
 }
 
 }  // namespace

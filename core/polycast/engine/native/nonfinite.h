@@ -4,10 +4,10 @@
 
 #pragma once
 
-#include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/SparseCsrTensorImpl.h>
 #include <ATen/SparseTensorImpl.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -181,11 +181,11 @@ bool is_finite(const Tensor& tensor) {
     if (tensor.is_cpu()) {
       return is_finite_in_memory(tensor);
     }
-    if (captures(tensor, py::object())) {
+    if (captures(tensor, Object())) {
       return true;  // nothing can be asked of what is only recorded
     }
     const Unobserved unobserved;
-    return at::isfinite(tensor).all().item<bool>();
+    return tensor.isfinite().all().item<bool>();
   } catch (const c10::Error&) {  // the device has no such op
     return true;
   }
@@ -199,7 +199,7 @@ std::pair<bool, bool> inf_and_nan(const Tensor& tensor) {
   const Unobserved unobserved;
   try {
     const Tensor known = c10::elementSize(tensor.scalar_type()) == 1 ? tensor.to(at::kFloat) : tensor;
-    return {at::isinf(known).any().item<bool>(), at::isnan(known).any().item<bool>()};
+    return {known.isinf().any().item<bool>(), known.isnan().any().item<bool>()};
   } catch (const c10::Error&) {  // the device has no such op
     return {true, true};
   }

@@ -5,7 +5,6 @@
 
 #pragma once
 
-#include <ATen/ATen.h>
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
@@ -17,7 +16,9 @@
 
 #include <cstring>
 
+#include "autocast.h"
 #include "nonfinite.h"
+#include "python.h"
 #include "regions.h"
 #include "tally.h"
 
@@ -129,12 +130,17 @@ const OpInfo* op_of(Watch& watch, const at::RecordFunction& event) {
   return info;
 }
 
+// A device's own key, whose name that of its Autocast key ends with.
+DispatchKey key_below(DispatchKey autocast) {
+  return c10::parseDispatchKey(std::string(c10::toString(autocast)).substr(std::strlen("Autocast")));
+}
+
 // The Autocast keys, by device.
 const std::array<DispatchKey, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& autocast_keys() {
   static const auto keys = [] {
     std::array<DispatchKey, c10::COMPILE_TIME_MAX_DEVICE_TYPES> found{};
-    for (const auto device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
-      found[static_cast<size_t>(device)] = at::autocast::get_autocast_dispatch_key_from_device_type(device);
+    for (const DispatchKey key : c10::autocast_dispatch_keyset) {
+      found[static_cast<size_t>(c10::dispatchKeyToDeviceType(key_below(key)))] = key;
     }
     return found;
   }();
@@ -430,25 +436,30 @@ std::unique_ptr<at::ObserverContext> start_op(Watch& watch, const at::RecordFunc
   return op;
 }
 
-// Called with the GIL held, or not. What a signal's handler raises meanwhile is the program's, and is raised once torch is done:
+// Called with the GIL held. What a signal's handler raises meanwhile is the program's, and is raised once torch is done:
 // it lets no callback raise.
-py::object python_stack() {
-  const py::gil_scoped_acquire gil;
-  const py::error_scope of_the_op;  // which may have raised
-  try {
-    return py::handle(stack_now)();
-  } catch (py::error_already_set& error) {
-    PyObject* const raised = error.value().inc_ref().ptr();
-    const auto raise = [](void* value) {
-      const auto its = py::reinterpret_steal<py::object>(static_cast<PyObject*>(value));
-      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(its.ptr())), its.ptr());
-      return -1;
-    };
-    if (Py_AddPendingCall(raise, raised) != 0) {
-      Py_DECREF(raised);
-    }
-    return py::none();
+Object python_stack() {
+  const ErrorAside of_the_op;  // which may have raised
+  if (PyObject* const stack = PyObject_CallNoArgs(stack_now)) {
+    return Object::made(stack);
   }
+  const auto raise_it = [](void* value) {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(static_cast<PyObject*>(value))), static_cast<PyObject*>(value));
+    Py_DECREF(static_cast<PyObject*>(value));
+    return -1;
+  };
+  PyObject *type, *raised, *traceback;
+  PyErr_Fetch(&type, &raised, &traceback);
+  PyErr_NormalizeException(&type, &raised, &traceback);
+  if (traceback != nullptr) {
+    PyException_SetTraceback(raised, traceback);
+  }
+  Py_XDECREF(type);
+  Py_XDECREF(traceback);
+  if (Py_AddPendingCall(raise_it, raised) != 0) {
+    Py_DECREF(raised);
+  }
+  return Object::of(Py_None);
 }
 
 // Have the recorder hold an overlay that counts are told apart by.
@@ -463,8 +474,9 @@ void hold_overlay(Recorder& recorder, const void* overlay, DeviceType device) {
   if (frame == nullptr || frame->policies.get() != overlay) {
     return;
   }
-  const py::gil_scoped_acquire gil;
-  py::object held = py::make_tuple(frame->overlay, py::cast(std::const_pointer_cast<Overlay>(frame->policies)));
+  const Gil gil;
+  Object policies = Object::made(Holder<const Overlay>::make(frame->policies));
+  Object held = Object::made(Py_BuildValue("(ON)", frame->overlay.get(), policies.release()));
   std::lock_guard<std::mutex> lock(recorder.mutex);
   recorder.overlays.emplace(overlay, std::move(held));
 }
@@ -518,7 +530,8 @@ void add_first(Table& table, const Call& call) {
   const Where where = call.where(table);
   auto fresh = std::make_unique<Counts>();
   if (table.recorder->stacks) {
-    py::object stack = python_stack();
+    const Gil gil;
+    Object stack = python_stack();
     std::lock_guard<std::mutex> of_recorder(table.recorder->mutex);
     table.recorder->python_stacks.push_back(std::move(stack));
     fresh->stack = table.recorder->python_stacks.size();
@@ -583,6 +596,7 @@ void note_nonfinite(const ObservedOp& op, const Tensor& output) {
       is_first = recorder.nonfinite_count++ == 0;
     }
     if (is_first) {
+      const Gil gil;
       FirstNonFinite first{op.op, table->module(), op.backward, inf, nan, output.scalar_type(), python_stack()};
       std::lock_guard<std::mutex> lock(recorder.mutex);
       recorder.first = std::move(first);
@@ -772,7 +786,6 @@ void stop_recorder(const std::shared_ptr<Recorder>& recorder) {
 // enter_module(module), leave_module(module): around what the module computes.
 template <bool enters>
 PyObject* pass_module(PyObject*, PyObject* module) {
-  HANDLE_TH_ERRORS
   if (Watch* const watch = refreshed_watch(recorders_of_all.load(std::memory_order_relaxed) != 0)) {
     for (const auto& table : watch->tables) {
       const int number = table->recorder->module_of(module);
@@ -781,29 +794,28 @@ PyObject* pass_module(PyObject*, PyObject* module) {
       }
     }
   }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
+  return Py_NewRef(Py_None);
 }
 
-// compiling(begins): what runs on this thread until the compiler is done is not the program's.
-void note_compiling(bool begins) {
+// note_compiling(begins): what runs on this thread until the compiler is done is not the program's.
+PyObject* note_compiling(PyObject*, PyObject* begins) {
   if (Watch* const watch = watch_of_thread) {
-    watch->compiling = std::max(0, watch->compiling + (begins ? 1 : -1));
+    watch->compiling = std::max(0, watch->compiling + (begins == Py_True ? 1 : -1));
   }
+  return Py_NewRef(Py_None);
 }
 
-// For kernels in Python: the overlay that an op runs under, and a cast.
-void note_overlay(const py::object& overlay) {
-  ObservedOp* const op = observed_op;
-  if (op == nullptr) {
-    return;
+// note_overlay(overlay), for kernels in Python: the overlay that an op runs under.
+PyObject* note_overlay(PyObject*, PyObject* overlay) {
+  if (ObservedOp* const op = observed_op) {
+    op->overlay = overlay;
+    const Object held = Object::made(Py_BuildValue("(O)", overlay));  // before a lock: Python may run
+    for (const auto& table : op->watch->tables) {
+      std::lock_guard<std::mutex> lock(table->recorder->mutex);
+      table->recorder->overlays.try_emplace(overlay, held);
+    }
   }
-  op->overlay = overlay.ptr();
-  const py::object held = py::make_tuple(overlay);  // before a lock: Python may run
-  for (const auto& table : op->watch->tables) {
-    std::lock_guard<std::mutex> lock(table->recorder->mutex);
-    table->recorder->overlays.try_emplace(overlay.ptr(), held);
-  }
+  return Py_NewRef(Py_None);
 }
 
 void note_python_cast(
@@ -829,6 +841,32 @@ void note_python_cast(
   if (!op.backward && !of_weight) {
     note_chain(op, tensor, counts.target, bytes_of(cast));
   }
+}
+
+// note_cast(tensor, cast, of_weight, found, seconds): a cast of a kernel in Python; `found` is None where nothing was looked for.
+PyObject* note_cast(PyObject*, PyObject* arguments) {
+  PyObject *tensor, *cast, *found;
+  int of_weight;
+  double seconds;
+  parse(arguments, "OOpOd", &tensor, &cast, &of_weight, &found, &seconds);
+  note_python_cast(
+      tensor_of(tensor), tensor_of(cast), of_weight != 0, found == Py_None ? std::nullopt : std::optional(found == Py_True), seconds);
+  return Py_NewRef(Py_None);
+}
+
+// note_entry(region, device_type, enabled, dtype), note_exit(region): of regions in Python, which have numbers.
+PyObject* note_python_entry(PyObject*, PyObject* arguments) {
+  unsigned long long region;
+  PyObject *device_type, *dtype;
+  int enabled;
+  parse(arguments, "KOpO", &region, &device_type, &enabled, &dtype);
+  note_entry(reinterpret_cast<const void*>(region), device_of(device_type), enabled != 0, dtype_of(dtype));
+  return Py_NewRef(Py_None);
+}
+
+PyObject* note_python_exit(PyObject*, PyObject* region) {
+  note_exit(reinterpret_cast<const void*>(PyLong_AsUnsignedLongLong(region)));
+  return Py_NewRef(Py_None);
 }
 
 }  // namespace

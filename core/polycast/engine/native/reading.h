@@ -5,15 +5,12 @@
 
 #pragma once
 
-#include <torch/csrc/Dtype.h>
-#include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/utils/pybind.h>
-
 #include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "python.h"
 #include "tally.h"
 
 namespace {
@@ -21,10 +18,7 @@ namespace {
 // What a recorder has counted, for Python; called with the GIL held.
 class Reading {
  public:
-  static py::dict of(Recorder& recorder) {
-    py::list counts, entries, chains, regions, compiled;
-    py::dict overlays;
-    py::object first = py::none();
+  static PyObject* of(Recorder& recorder) {
     uint64_t nonfinite_count;
     // Nothing of Python is made or dropped with a lock held.
     std::vector<Copied> tables;
@@ -36,60 +30,60 @@ class Reading {
       }
       nonfinite_count = recorder.nonfinite_count;
     }
+    List counts, entries, chains, regions, compiled;
     for (const Copied& table : tables) {
       for (const auto& [where, row] : table.rows) {
-        counts.append(py::make_tuple(
-            where.op->name, where.backward, where.module, device(where.device), dtype(where.fast), address(where.overlay),
-            row.calls, row.inner_calls, dtypes(row.inputs), dtypes(row.computes), dtypes(row.outputs), seconds(row.seconds), casts(row.casts),
-            row.stack == 0 ? py::object(py::none()) : stack_of(recorder, row.stack)));
+        counts.add(Py_BuildValue(
+            "(sNiNONKKNNNNNN)", where.op->name.c_str(), PyBool_FromLong(where.backward), where.module, device(where.device),
+            python_dtype(where.fast), address(where.overlay), row.calls, row.inner_calls, dtypes(row.inputs), dtypes(row.computes),
+            dtypes(row.outputs), seconds(row.seconds), casts(row.casts), stack_of(recorder, row.stack).release()));
       }
       for (const auto& [module, count] : table.entries) {
-        entries.append(py::make_tuple(module, count));
+        entries.add(Py_BuildValue("(iK)", module, count));
       }
       for (const auto& [chain, count] : table.chains) {
-        py::list ops;
+        List ops;
         for (const OpInfo* op : chain.ops) {
           if (op != nullptr) {
-            ops.append(op->name);
+            ops.add(Py_BuildValue("s", op->name.c_str()));
           }
         }
-        chains.append(py::make_tuple(
-            static_cast<int>(chain.kind), ops, address(chain.overlay), chain.module, device(chain.device), dtype(chain.fast),
-            count.count, count.bytes));
+        chains.add(Py_BuildValue(
+            "(iNNiNOKK)", static_cast<int>(chain.kind), ops.release(), address(chain.overlay), chain.module, device(chain.device),
+            python_dtype(chain.fast), count.count, count.bytes));
       }
       for (const auto& [key, count] : table.regions) {
         const auto& [where, on, enabled, fast] = key;
-        regions.append(py::make_tuple(
-            where, device(on), enabled, dtype(fast), count.entries, count.unused, count.ops));
+        regions.add(Py_BuildValue(
+            "(sNNOKKK)", where.c_str(), device(on), PyBool_FromLong(enabled), python_dtype(fast), count.entries, count.unused,
+            count.ops));
       }
       for (const auto& [key, count] : table.compiled) {
-        compiled.append(py::make_tuple(key.first, key.second, count));
+        compiled.add(Py_BuildValue("(siK)", key.first.c_str(), key.second, count));
       }
     }
-    std::vector<std::pair<const void*, py::object>> held;
+    std::vector<std::pair<const void*, Object>> held;
     std::optional<FirstNonFinite> found;
     {
       std::lock_guard<std::mutex> lock(recorder.mutex);
       held.assign(recorder.overlays.begin(), recorder.overlays.end());
       found = recorder.first;
     }
+    Object overlays = Object::made(PyDict_New());
     for (const auto& [number, overlay] : held) {
-      overlays[address(number)] = overlay;
+      const Object key = Object::made(address(number));
+      if (PyDict_SetItem(overlays.get(), key.get(), overlay.get()) != 0) {
+        raise();
+      }
     }
-    if (found) {
-      first = py::make_tuple(
-          found->op->name, found->backward, found->module, found->inf, found->nan, dtype(found->dtype), found->stack,
-          nonfinite_count);
-    }
-    py::dict reading;
-    reading["counts"] = counts;
-    reading["entries"] = entries;
-    reading["chains"] = chains;
-    reading["regions"] = regions;
-    reading["compiled"] = compiled;
-    reading["overlays"] = overlays;
-    reading["nonfinite"] = first;
-    return reading;
+    PyObject* const first = found
+        ? Py_BuildValue(
+              "(sNiNNOOK)", found->op->name.c_str(), PyBool_FromLong(found->backward), found->module, PyBool_FromLong(found->inf),
+              PyBool_FromLong(found->nan), python_dtype(found->dtype), found->stack.get(), nonfinite_count)
+        : Py_NewRef(Py_None);
+    return Py_BuildValue(
+        "{sNsNsNsNsNsNsN}", "counts", counts.release(), "entries", entries.release(), "chains", chains.release(), "regions",
+        regions.release(), "compiled", compiled.release(), "overlays", overlays.release(), "nonfinite", first);
   }
 
  private:
@@ -124,48 +118,65 @@ class Reading {
     decltype(Table::compiled) compiled;
   };
 
-  static py::object stack_of(Recorder& recorder, size_t number) {
+  // A list in Python.
+  class List {
+   public:
+    List() : list_(Object::made(PyList_New(0))) {}
+
+    // Takes a new reference; null: making it has raised.
+    void add(PyObject* item) {
+      const Object added = Object::made(item);
+      if (PyList_Append(list_.get(), added.get()) != 0) {
+        raise();
+      }
+    }
+
+    PyObject* release() { return list_.release(); }
+
+   private:
+    Object list_;
+  };
+
+  // Below: new references.
+  static Object stack_of(Recorder& recorder, size_t number) {
+    if (number == 0) {
+      return Object::of(Py_None);
+    }
     std::lock_guard<std::mutex> lock(recorder.mutex);
     return recorder.python_stacks[number - 1];
   }
 
-  static py::object address(const void* of) { return py::int_(reinterpret_cast<uintptr_t>(of)); }
+  static PyObject* address(const void* of) { return PyLong_FromVoidPtr(const_cast<void*>(of)); }
 
-  static py::object device(int8_t type) {
-    return type < 0 ? py::object(py::none())
-                    : py::object(py::str(c10::DeviceTypeName(static_cast<DeviceType>(type), /*lower_case=*/true)));
+  static PyObject* device(int8_t type) {
+    return type < 0 ? Py_NewRef(Py_None)
+                    : Py_BuildValue("s", c10::DeviceTypeName(static_cast<DeviceType>(type), /*lower_case=*/true).c_str());
   }
 
-  static py::object dtype(ScalarType type) {
-    return type == ScalarType::Undefined
-        ? py::object(py::none())
-        : py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(type)));
-  }
-
-  static py::list dtypes(const DtypeCounts& counts) {
-    py::list found;
+  static PyObject* dtypes(const DtypeCounts& counts) {
+    List found;
     for (const auto& [type, count] : counts) {
-      found.append(py::make_tuple(dtype(type), count));
+      found.add(Py_BuildValue("(OL)", python_dtype(type), static_cast<long long>(count)));
     }
-    return found;
+    return found.release();
   }
 
-  static py::list seconds(const decltype(Counts::seconds)& by_dtype) {
-    py::list found;
+  static PyObject* seconds(const decltype(Counts::seconds)& by_dtype) {
+    List found;
     for (const auto& [type, sum] : by_dtype) {
-      found.append(py::make_tuple(dtype(type), sum));
+      found.add(Py_BuildValue("(Od)", python_dtype(type), sum));
     }
-    return found;
+    return found.release();
   }
 
-  static py::list casts(const CastsByKind& by_kind) {
-    py::list found;
+  static PyObject* casts(const CastsByKind& by_kind) {
+    List found;
     for (const CastCounts& each : by_kind) {
-      found.append(py::make_tuple(
-          dtype(each.source), dtype(each.target), each.of_weight, each.count, each.bytes, each.hits, each.misses, each.recasts,
-          each.recast_bytes, each.seconds));
+      found.add(Py_BuildValue(
+          "(OONKKKKKKd)", python_dtype(each.source), python_dtype(each.target), PyBool_FromLong(each.of_weight), each.count,
+          each.bytes, each.hits, each.misses, each.recasts, each.recast_bytes, each.seconds));
     }
-    return found;
+    return found.release();
   }
 };
 

@@ -14,7 +14,7 @@
 
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/flat_hash_map.h>
 

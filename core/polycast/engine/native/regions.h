@@ -9,14 +9,7 @@
 
 #pragma once
 
-#include <ATen/ATen.h>
 #include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/autocast_mode.h>
-#include <torch/csrc/Dtype.h>
-#include <torch/csrc/DynamicTypes.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/csrc/utils/python_strings.h>
 
 #include <algorithm>
 #include <array>
@@ -28,6 +21,8 @@
 #include <utility>
 #include <vector>
 
+#include "autocast.h"
+#include "python.h"
 #include "region_casts.h"
 #include "store.h"
 #include "tally.h"
@@ -52,12 +47,10 @@ PyObject* native_store = nullptr;    // this engine's Store for a WeightCache
 // The policies that a region lays over the table, by the number that an op has in this process.
 class Overlay {
  public:
-  explicit Overlay(const std::unordered_map<int64_t, int>& policies) {
-    for (const auto& [number, policy] : policies) {
-      const auto index = static_cast<size_t>(number);
-      policies_.resize(std::max(policies_.size(), index + 1));
-      policies_[index] = static_cast<Policy>(policy);
-    }
+  void set(int64_t number, Policy policy) {
+    const auto index = static_cast<size_t>(number);
+    policies_.resize(std::max(policies_.size(), index + 1));
+    policies_[index] = policy;
   }
 
   // The policy of an op: the one that it has here, else the table's.
@@ -73,7 +66,7 @@ class Overlay {
 
 // A region that the thread is in; see Frame in state_machine.py.
 struct Frame {
-  py::object owner, settings, overlay, cache;
+  Object owner, settings, overlay, cache;
   std::shared_ptr<const Overlay> policies;
   std::shared_ptr<Store> store;  // the user's; none: casts are the thread's own
   DeviceType device;
@@ -125,7 +118,7 @@ class Frames {
     ++region.depth;
     ++open_count_of(frame->device);
     if (!by_owner_.empty()) {
-      by_owner_[frame->owner.ptr()].push_back(frame);
+      by_owner_[frame->owner.get()].push_back(frame);
     }
   }
 
@@ -134,7 +127,7 @@ class Frames {
     if (by_owner_.empty()) {
       int steps = 0;
       for (Frame* frame = newest_; frame != nullptr; frame = frame->older) {
-        if (frame->owner.ptr() == owner) {
+        if (frame->owner.get() == owner) {
           return frame;
         }
         if (++steps == kFewFrames) {
@@ -165,7 +158,7 @@ class Frames {
     --of(frame->device).depth;
     --open_count_of(frame->device);
     if (!by_owner_.empty()) {
-      const auto found = by_owner_.find(frame->owner.ptr());
+      const auto found = by_owner_.find(frame->owner.get());
       found->second.pop_back();
       if (found->second.empty()) {
         by_owner_.erase(found);
@@ -194,7 +187,7 @@ class Frames {
       frames.push_back(frame);
     }
     for (auto frame = frames.rbegin(); frame != frames.rend(); ++frame) {
-      by_owner_[(*frame)->owner.ptr()].push_back(*frame);
+      by_owner_[(*frame)->owner.get()].push_back(*frame);
     }
   }
 
@@ -248,16 +241,17 @@ thread_local ThisThread this_thread;
 // enters a region) is left to be freed by others. In the child of a fork it drops what it keeps for other threads, too.
 void end_with_thread() {
   auto ending = std::make_unique<std::shared_ptr<ThreadRegions>>(this_thread.regions);
-  const py::capsule capsule(ending.get(), [](void* regions) {
-    const std::unique_ptr<std::shared_ptr<ThreadRegions>> owned(static_cast<std::shared_ptr<ThreadRegions>*>(regions));
+  const Object capsule = Object::made(PyCapsule_New(ending.get(), nullptr, [](PyObject* gone) {
+    const std::unique_ptr<std::shared_ptr<ThreadRegions>> owned(
+        static_cast<std::shared_ptr<ThreadRegions>*>(PyCapsule_GetPointer(gone, nullptr)));
     if (this_thread.regions == *owned) {
       this_thread.ends_in_time = false;
     }
     (*owned)->end();
-  });
+  }));
   ending.release();
-  if (PyDict_SetItemString(PyThreadState_GetDict(), "polycast_regions", capsule.ptr()) != 0) {
-    throw py::error_already_set();
+  if (PyDict_SetItemString(PyThreadState_GetDict(), "polycast_regions", capsule.get()) != 0) {
+    raise();
   }
   this_thread.ends_in_time = true;
 }
@@ -284,34 +278,34 @@ DeviceType device_of(PyObject* name) {
   if (name == last) {
     return type;
   }
-  std::string text = THPUtils_unpackString(name);
+  std::string text = string_of(name);
   auto found = known->find(text);
   if (found == known->end()) {
     const auto parsed = c10::Device(text).type();
     found = known->emplace(std::move(text), parsed).first;
   }
   type = found->second;
-  Py_XSETREF(last, Py_NewRef(name));
+  keep(last, name);
   return type;
 }
 
 // Lay the overlay of a new frame over the one below it, or over None. A program enters the same few again and again, so the last
 // answers are kept. Called with the GIL held; runs Python where there is no answer yet.
-void lay_over(Frame& frame, const py::object& below) {
+void lay_over(Frame& frame, PyObject* below) {
   struct Answer {
-    py::object overlay, below, result;
+    Object overlay, below, result;
     std::shared_ptr<const Overlay> policies;
   };
   static auto* const answers = new std::array<Answer, 16>();
   static size_t oldest = 0;
   const Answer* found = std::find_if(answers->begin(), answers->end(), [&](const Answer& answer) {
-    return answer.overlay.is(frame.overlay) && answer.below.is(below);
+    return answer.overlay.get() == frame.overlay.get() && answer.below.get() == below;
   });
   Answer made;
   if (found == answers->end()) {
-    py::object result = below.is_none() ? frame.overlay : py::object(frame.overlay.attr("over")(below));
-    auto policies = py::cast<std::shared_ptr<Overlay>>(py::handle(native_overlay)(result));
-    made = {frame.overlay, below, std::move(result), std::move(policies)};
+    Object result = below == Py_None ? frame.overlay : Object::made(PyObject_CallMethod(frame.overlay.get(), "over", "(O)", below));
+    auto policies = Holder<const Overlay>::of(call(native_overlay, "(O)", result.get()).get());
+    made = {frame.overlay, Object::of(below), std::move(result), std::move(policies)};
     std::swap(made, (*answers)[oldest]);  // what was there dies as we return
     found = &(*answers)[oldest];
     oldest = (oldest + 1) % answers->size();
@@ -322,24 +316,28 @@ void lay_over(Frame& frame, const py::object& below) {
 
 // Enter a region; see StateMachine in engine/state.py. Python may run before the state is changed, and not after it.
 bool enter_region(PyObject* owner, PyObject* all_settings) {
-  TORCH_INTERNAL_ASSERT(PyTuple_Check(all_settings) && PyTuple_GET_SIZE(all_settings) == 7);
-  PyObject* const* const settings = &PyTuple_GET_ITEM(all_settings, 0);
+  std::array<PyObject*, 7> settings;
+  TORCH_INTERNAL_ASSERT(PyTuple_Size(all_settings) == static_cast<Py_ssize_t>(settings.size()));
+  for (size_t i = 0; i < settings.size(); ++i) {
+    settings[i] = PyTuple_GetItem(all_settings, static_cast<Py_ssize_t>(i));
+  }
   const auto device = device_of(settings[0]);
-  const auto dtype = reinterpret_cast<THPDtype*>(settings[2])->scalar_type;
+  const auto dtype = dtype_of(settings[2]);
   ThreadRegions& regions = here();
   auto frame = std::make_unique<Frame>();
-  frame->owner = py::reinterpret_borrow<py::object>(owner);
-  frame->settings = py::reinterpret_borrow<py::object>(all_settings);
-  frame->overlay = py::reinterpret_borrow<py::object>(settings[4]);
-  frame->cache = py::reinterpret_borrow<py::object>(settings[5]);
+  frame->owner = Object::of(owner);
+  frame->settings = Object::of(all_settings);
+  frame->overlay = Object::of(settings[4]);
+  frame->cache = Object::of(settings[5]);
   frame->device = device;
   const bool inherits = settings[6] == Py_False;
   if (!frame->overlay.is_none()) {
     const Frame* const below = inherits ? region_of(device).innermost : nullptr;
-    lay_over(*frame, below == nullptr ? py::object(py::none()) : below->overlay);
+    const Object its = below == nullptr ? Object::of(Py_None) : below->overlay;  // Python may run, and the region end
+    lay_over(*frame, its.get());
   }
   if (!frame->cache.is_none()) {
-    frame->store = py::cast<std::shared_ptr<Store>>(py::handle(native_store)(frame->cache));
+    frame->store = Holder<Store>::of(call(native_store, "(O)", frame->cache.get()).get());
   }
   if (C10_UNLIKELY(Recorders::count.load(std::memory_order_relaxed) != 0)) {
     note_entry(frame.get(), device, settings[1] == Py_True, dtype);
@@ -402,32 +400,24 @@ std::optional<bool> leave_region(PyObject* owner) {
 }
 
 // enter(owner, settings) -> bool
-PyObject* enter(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
+PyObject* enter(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   TORCH_INTERNAL_ASSERT(count == 2);
-  return PyBool_FromLong(enter_region(args[0], args[1]));
-  END_HANDLE_TH_ERRORS
+  return PyBool_FromLong(enter_region(arguments[0], arguments[1]));
 }
 
 // leave(owner) -> bool | None
 //
 // It takes its argument as enter() does: Python checks the depth of recursion for both or for none, so that what could be
 // entered at the last depth can be left.
-PyObject* leave(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
+PyObject* leave(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   TORCH_INTERNAL_ASSERT(count == 1);
-  const std::optional<bool> left = leave_region(args[0]);
+  const std::optional<bool> left = leave_region(arguments[0]);
   return left ? PyBool_FromLong(*left) : Py_NewRef(Py_None);
-  END_HANDLE_TH_ERRORS
 }
 
 // dtype(device_type) -> torch.dtype: that of autocast on this thread.
 PyObject* dtype(PyObject*, PyObject* device_type) {
-  HANDLE_TH_ERRORS
-  auto* const found = reinterpret_cast<PyObject*>(torch::getTHPDtype(at::autocast::get_autocast_dtype(device_of(device_type))));
-  Py_INCREF(found);
-  return found;
-  END_HANDLE_TH_ERRORS
+  return Py_NewRef(python_dtype(at::autocast::get_autocast_dtype(device_of(device_type))));
 }
 
 // excluded_keys() -> int: the dispatch keys that this thread excludes, of which those of autocast say where it is off.
@@ -435,29 +425,36 @@ PyObject* excluded_keys(PyObject*, PyObject*) {
   return PyLong_FromUnsignedLongLong(c10::impl::tls_local_dispatch_key_set().excluded_.raw_repr());
 }
 
-// (owner, settings) of the region that was entered last, or None.
-py::object last() {
+// last() -> (owner, settings) of the region that was entered last, or None.
+PyObject* last(PyObject*, PyObject*) {
   const Frame* const frame = this_thread.regions == nullptr ? nullptr : this_thread.regions->frames.newest();
-  return frame == nullptr ? py::object(py::none()) : py::make_tuple(frame->owner, frame->settings);
+  return frame == nullptr ? Py_NewRef(Py_None) : Py_BuildValue("(OO)", frame->owner.get(), frame->settings.get());
 }
 
-// (overlay, cache) of the innermost region for a device, or None.
-py::object innermost(const py::object& device_type) {
-  const Frame* const frame = region_of(device_of(device_type.ptr())).innermost;
-  return frame == nullptr ? py::object(py::none()) : py::make_tuple(frame->overlay, frame->cache);
+// innermost(device_type) -> (overlay, cache) of the innermost region for a device, or None.
+PyObject* innermost(PyObject*, PyObject* device_type) {
+  const Frame* const frame = region_of(device_of(device_type)).innermost;
+  return frame == nullptr ? Py_NewRef(Py_None) : Py_BuildValue("(OO)", frame->overlay.get(), frame->cache.get());
 }
 
-int nesting(const py::object& device_type) { return region_of(device_of(device_type.ptr())).depth; }
+// nesting(device_type) -> int
+PyObject* nesting(PyObject*, PyObject* device_type) { return PyLong_FromLong(region_of(device_of(device_type)).depth); }
 
-int open_regions(const py::object& device_type) { return open_count_of(device_of(device_type.ptr())); }
+// open_regions(device_type) -> int: of all threads
+PyObject* open_regions(PyObject*, PyObject* device_type) { return PyLong_FromLong(open_count_of(device_of(device_type))); }
 
-void clear_own_casts(bool all_threads) {
-  if (all_threads) {
-    Writes::log().add_all();
+// clear_own_casts(all_threads)
+PyObject* clear_own_casts(PyObject*, PyObject* all_threads) {
+  {
+    const WithoutGil others_may_run;
+    if (all_threads == Py_True) {
+      Writes::log().add_all();
+    }
+    if (this_thread.regions != nullptr) {
+      this_thread.regions->casts.clear();
+    }
   }
-  if (this_thread.regions != nullptr) {
-    this_thread.regions->casts.clear();
-  }
+  return Py_NewRef(Py_None);
 }
 
 }  // namespace

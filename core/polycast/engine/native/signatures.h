@@ -5,11 +5,7 @@
 
 #pragma once
 
-#include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-
-#include <string>
-#include <unordered_map>
+#include <ATen/Operators.h>
 
 namespace {  // all is one unit, binding.cpp
 

@@ -9,11 +9,8 @@
 
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <c10/util/flat_hash_map.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <list>
@@ -26,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "python.h"
 #include "weights.h"
 #include "writes.h"
 
@@ -190,7 +188,7 @@ class Store : public std::enable_shared_from_this<Store> {
       bytes_ = 0;
     }
     Writes::log().add_all();  // what threads made of the casts, for their graphs, is not to be used any more either
-    py::gil_scoped_acquire gil;
+    const Gil gil;
     LeftBehind::things().free();
   }
 
@@ -253,6 +251,28 @@ class Store : public std::enable_shared_from_this<Store> {
   };
   using Entries = ska::flat_hash_map<Key, std::shared_ptr<Entry>, KeyHash>;
   using Watchers = std::unordered_map<TensorImpl*, PyObject*>;
+
+  // A weight that is known here, for the callback of its weakref.
+  struct Watched {
+    std::weak_ptr<Store> store;
+    TensorImpl* weight;
+
+    static Object forgetting(Watched watched) {
+      static PyMethodDef function{"forget", &forget, METH_O, "Have the casts of a weight erased, which has died."};
+      const Object capsule = Object::made(PyCapsule_New(new Watched(std::move(watched)), nullptr, [](PyObject* gone) {
+        delete static_cast<Watched*>(PyCapsule_GetPointer(gone, nullptr));
+      }));
+      return Object::made(PyCFunction_NewEx(&function, capsule.get(), nullptr));
+    }
+
+    static PyObject* forget(PyObject* capsule, PyObject*) {
+      const auto* const watched = static_cast<Watched*>(PyCapsule_GetPointer(capsule, nullptr));
+      if (const auto alive = watched->store.lock()) {
+        alive->forget(watched->weight);
+      }
+      return Py_NewRef(Py_None);
+    }
+  };
   using Dying = std::vector<std::shared_ptr<void>>;
 
   static constexpr int kMostUses = 3;
@@ -344,26 +364,14 @@ class Store : public std::enable_shared_from_this<Store> {
 
   // Have the entries of a weight erased when it dies. What is allocated here may run the garbage collector, and so anything.
   void watch(const Tensor& weight) {
-    py::gil_scoped_acquire gil;
+    const Gil gil;
     LeftBehind::things().free();
-    py::object object = py::reinterpret_steal<py::object>(THPVariable_Wrap(weight));
+    const Object object = python_tensor(weight);
     TensorImpl* const impl = weight.unsafeGetTensorImpl();
-    py::cpp_function forget([store = weak_from_this(), impl](const py::handle&) {
-      if (auto alive = store.lock()) {
-        alive->forget(impl);
-      }
-    });
-    PyObject* const reference = PyWeakref_NewRef(object.ptr(), forget.ptr());
-    if (reference == nullptr) {
-      throw py::error_already_set();
-    }
-    bool added = false;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      added = watchers_.emplace(impl, reference).second;
-    }
-    if (!added) {
-      Py_DECREF(reference);
+    Object reference = Object::made(PyWeakref_NewRef(object.get(), Watched::forgetting({weak_from_this(), impl}).get()));
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (watchers_.emplace(impl, reference.get()).second) {
+      reference.release();
     }
   }
 
@@ -390,7 +398,7 @@ class Store : public std::enable_shared_from_this<Store> {
 
   static bool are_equal(const Tensor& one, const Tensor& other) {
     const at::NoGradGuard no_grad;
-    return at::equal(one.nan_to_num(), other.nan_to_num()) && at::equal(one.isnan(), other.isnan());
+    return one.nan_to_num().equal(other.nan_to_num()) && one.isnan().equal(other.isnan());
   }
 
   static void verify(const Tensor& weight, const Tensor& kept) {
@@ -401,11 +409,9 @@ class Store : public std::enable_shared_from_this<Store> {
   }
 
   [[noreturn]] static void raise_stale() {
-    py::gil_scoped_acquire gil;
+    const Gil gil;
     PyErr_SetString(stale_weight_error, stale_weight_message.c_str());
-    python_error error;
-    error.persist();
-    throw python_error(std::move(error));
+    raise();
   }
 
   const std::optional<size_t> max_bytes_;

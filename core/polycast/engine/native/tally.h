@@ -9,12 +9,10 @@
 
 #pragma once
 
-#include <ATen/ATen.h>
 #include <ATen/SequenceNumber.h>
 #include <ATen/record_function.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/flat_hash_map.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <array>
@@ -351,7 +349,7 @@ struct FirstNonFinite {
   int module;
   bool backward, inf, nan;
   ScalarType dtype;
-  py::object stack;
+  Object stack;
 };
 
 // Who observes, and on which threads.
@@ -392,8 +390,8 @@ class Recorder {
   std::mutex mutex;
   std::unordered_map<uint64_t, std::shared_ptr<Table>> tables;  // by torch's number of the thread
   Table of_ended_threads{this};
-  std::unordered_map<const void*, py::object> overlays;
-  std::vector<py::object> python_stacks;
+  std::unordered_map<const void*, Object> overlays;
+  std::vector<Object> python_stacks;
   ska::flat_hash_map<const PyObject*, int> modules;
   std::unordered_map<const TensorImpl*, std::pair<c10::weak_intrusive_ptr<TensorImpl, c10::UndefinedTensorImpl>, int>>
       parameters;
@@ -697,7 +695,7 @@ void note_entry(const void* id, DeviceType device, bool enabled, ScalarType fast
   if (watch == nullptr || watch->tables.empty()) {
     return;
   }
-  const RegionKey key{py::str(py::handle(place_now)()), static_cast<int8_t>(device), enabled, fast};
+  const RegionKey key{string_of(call(place_now).get()), static_cast<int8_t>(device), enabled, fast};
   for (const auto& table : watch->tables) {
     std::lock_guard<std::mutex> lock(table->mutex);
     ++table->regions[key].entries;

@@ -5,26 +5,28 @@
 
 #pragma once
 
-#include <ATen/ATen.h>
 #include <ATen/MapAllocator.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/generated/Functions.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <optional>
 #include <type_traits>
 #include <utility>
 
-namespace py = pybind11;
+#include "python.h"
+
+namespace torch::autograd::generated {
+#include "excerpt_ToCopyBackward0.h"
+}
 
 namespace {  // all is one unit, binding.cpp
 
-using at::ScalarType;
-using at::Tensor;
 using c10::StorageImpl;
 using c10::TensorImpl;
 
@@ -99,9 +101,8 @@ bool is_shared(const Tensor& weight) {
   if (const auto* const mapped = at::MapAllocator::fromDataPtr(data)) {
     return (mapped->flags() & (at::ALLOCATOR_MAPPED_SHARED | at::ALLOCATOR_MAPPED_SHAREDMEM)) != 0;
   }
-  const py::gil_scoped_acquire gil;
-  const auto tensor = py::reinterpret_steal<py::object>(THPVariable_Wrap(weight));
-  return tensor.attr("is_shared")().cast<bool>();
+  const Gil gil;
+  return is_true(Object::made(PyObject_CallMethod(python_tensor(weight).get(), "is_shared", nullptr)));
 }
 
 // The stream that work on a tensor is given to now; none on the CPU.
@@ -125,10 +126,10 @@ void share_between(const Tensor& cast, const c10::Stream& made_on, const c10::St
 // Whether the device records a graph now. `is_capturing` is the backend's own answer, empty where it has none: then the
 // device's stream is asked, where this torch's streams can tell.
 template <class Stream = c10::Stream>
-bool captures(const Tensor& tensor, const py::object& is_capturing) {
+bool captures(const Tensor& tensor, const Object& is_capturing) {
   if (is_capturing) {
-    const py::gil_scoped_acquire gil;
-    return is_capturing().cast<bool>();
+    const Gil gil;
+    return is_true(call(is_capturing.get()));
   }
   if constexpr (requires(const Stream& stream) { stream.is_capturing(); }) {
     const std::optional<Stream> stream = current_stream(tensor);

@@ -8,7 +8,6 @@
 
 #pragma once
 
-#include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/flat_hash_map.h>
 

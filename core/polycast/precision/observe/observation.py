@@ -110,7 +110,8 @@ class Observation:
 
         The keys: ``schema`` (an int), ``run`` (:class:`Run`), ``total`` (:class:`Counts` of all ops),
         ``fast_share``, ``fast_time_share``, ``ops``, ``modules``, ``casts``, ``regions``, ``compiled``, ``chains``,
-        ``low_bit``, ``findings``: lists of what the attributes of these names have, and ``nonfinite``: one of these, or None. A record is a mapping of its fields.
+        ``low_bit``, ``findings``: lists of what the attributes of these names have, and ``nonfinite``: one of these, or
+        None. A record is a mapping of its fields.
         """
         facts = self.facts
         total = total_of(facts.ops)

@@ -1,0 +1,205 @@
+// Convolutions of images as products: a row of activations is what one pixel of the output is made of.
+#pragma once
+
+#include <ATen/ops/conv2d.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include "pack.h"
+#include "product.h"
+#include "quantize.h"
+#include "tensors.h"
+#include "transpose.h"
+
+namespace polycast_cpu {
+
+using Pair = std::array<int64_t, 2>;
+
+struct Convolution {
+  Pair kernel, stride, padding, dilation;
+
+  int64_t output(int64_t size, int axis) const {
+    return (size + 2 * padding[axis] - dilation[axis] * (kernel[axis] - 1) - 1) / stride[axis] + 1;
+  }
+};
+
+// Images in bytes with their padding: [images, height, width, channels].
+struct Images {
+  at::Tensor bytes;
+  int64_t count, height, width, channels;
+};
+
+// So many bytes of patches are made before they are multiplied, so that they stay in the cache.
+constexpr int64_t kPatches = 1 << 21;
+
+// The largest magnitude in each image, of elements that lie one after the other.
+template <typename T>
+std::vector<uint32_t> magnitudes_of_images(Isa isa, const T* elements, int64_t images, int64_t parts, int64_t size) {
+  std::vector<uint32_t> found(images * parts), largest(images);
+  for_each_part(images * parts, grain(size), [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      found[part] = largest_magnitude(isa, elements + part * size, size);
+    }
+  });
+  for (int64_t image = 0; image < images; ++image) {
+    largest[image] = *std::max_element(found.begin() + image * parts, found.begin() + (image + 1) * parts);
+  }
+  return largest;
+}
+
+// Quantizes images by their scales; where that is zero, to zeros. `by_channel` says that a channel lies after another.
+template <typename T>
+void quantize_images(Isa isa, const T* elements, bool by_channel, const std::vector<float>& scales, Pair padding,
+                     const Images& out) {
+  const int64_t channels = out.channels, line = out.width * channels;
+  const int64_t height = out.height - 2 * padding[0], width = out.width - 2 * padding[1];
+  uint8_t* const bytes = out.bytes.data_ptr<uint8_t>();
+  for_each_part(out.count * out.height, grain(line), [&](int64_t begin, int64_t end) {
+    std::vector<uint8_t> planes(by_channel ? width * channels : 0);
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t image = row / out.height, y = row % out.height - padding[0];
+      const float scale = scales[image];
+      uint8_t* const to = bytes + row * line;
+      if (y < 0 || y >= height || scale == 0) {
+        std::fill_n(to, line, kZeroPoint);
+        continue;
+      }
+      std::fill_n(to, padding[1] * channels, kZeroPoint);
+      std::fill_n(to + (padding[1] + width) * channels, padding[1] * channels, kZeroPoint);
+      uint8_t* const inner = to + padding[1] * channels;
+      if (by_channel) {
+        for (int64_t channel = 0; channel < channels; ++channel) {
+          quantize_row(isa, elements + ((image * channels + channel) * height + y) * width, width, 1 / scale,
+                       planes.data() + channel * width);
+        }
+        transpose(planes.data(), channels, width, width, inner, channels);
+      } else {
+        quantize_row(isa, elements + (image * height + y) * width * channels, width * channels, 1 / scale, inner);
+      }
+    }
+  });
+}
+
+// Writes what the pixels [first, first + count) of the output are made of, one in a row.
+inline void gather(const Images& images, const Convolution& convolution, Pair output, int64_t first, int64_t count,
+                   int64_t stride, uint8_t* out) {
+  const auto [kernel, step, padding, dilation] = convolution;
+  const int64_t channels = images.channels, line = images.width * channels;
+  // With a dilation the columns of the kernel are apart.
+  const int64_t pieces = dilation[1] == 1 ? 1 : kernel[1], piece = kernel[1] / pieces * channels;
+  const uint8_t* const bytes = images.bytes.const_data_ptr<uint8_t>();
+  for_each_part(count, grain(stride), [&](int64_t begin, int64_t end) {
+    for (int64_t pixel = begin; pixel < end; ++pixel) {
+      const int64_t place = first + pixel, x = place % output[1], y = place / output[1] % output[0];
+      const int64_t image = place / output[1] / output[0];
+      const uint8_t* from = bytes + (image * images.height + y * step[0]) * line + x * step[1] * channels;
+      uint8_t* to = out + pixel * stride;
+      for (int64_t row = 0; row < kernel[0]; ++row, from += dilation[0] * line) {
+        for (int64_t part = 0; part < pieces; ++part, to += piece) {
+          std::memcpy(to, from + part * dilation[1] * channels, piece);
+        }
+      }
+    }
+  });
+}
+
+// The convolution of one image in float32 with the quantized weight, for images with inf or nan.
+inline at::Tensor convolve_nonfinite(const at::Tensor& image, const Weight& weight, const Convolution& convolution,
+                                     const std::optional<at::Tensor>& bias) {
+  const auto [kernel, stride, padding, dilation] = convolution;
+  at::Tensor floats = at::empty({weight.columns, kernel[0], kernel[1], image.size(1)}, at::kFloat);
+  float* value = floats.data_ptr<float>();
+  for (int64_t n = 0; n < weight.columns; ++n) {
+    for (int64_t k = 0; k < weight.terms; ++k) {
+      *value++ = weight.value(n, k) * weight.scales[n];
+    }
+  }
+  return at::conv2d(image.to(at::kFloat), floats.permute({0, 3, 1, 2}), bias, stride, padding, dilation);
+}
+
+// Return the convolution of images [B, C, H, W]. Of the weight [N, C, height, width] itself sizes and strides are looked at.
+inline at::Tensor int8_conv2d(const at::Tensor& x, const at::Tensor& original, const at::Tensor& values,
+                              const at::Tensor& scales, const at::Tensor& offsets,
+                              const std::optional<at::Tensor>& bias, at::IntArrayRef stride, at::IntArrayRef padding,
+                              at::IntArrayRef dilation, bool by_image, at::ScalarType dtype, int64_t isa_number) {
+  const auto isa = static_cast<Isa>(isa_number);
+  const Pair kernel{original.size(2), original.size(3)};
+  const Convolution convolution{
+      kernel, {stride[0], stride[1]}, {padding[0], padding[1]}, {dilation[0], dilation[1]}};
+  // As torch has it, also for those that are in both formats.
+  const bool channels_last = x.suggest_memory_format() == at::MemoryFormat::ChannelsLast ||
+                             original.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
+  const int64_t count = x.size(0), channels = x.size(1), height = x.size(2), width = x.size(3);
+  const int64_t terms = kernel[0] * kernel[1] * channels, columns = scales.size(0);
+  const Weight weight = weight_of(values, scales, offsets, terms);
+  const Pair output{convolution.output(height, 0), convolution.output(width, 1)};
+  const int64_t pixels = output[0] * output[1];
+  at::Tensor out = at::empty({count, columns, output[0], output[1]}, x.options().dtype(dtype),
+                             channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
+  if (out.numel() == 0) {
+    return out;
+  }
+  const bool by_channel = !x.is_contiguous(at::MemoryFormat::ChannelsLast);
+  const at::Tensor dense = by_channel ? x.contiguous() : x;
+  const std::optional<at::Tensor> added = bias.has_value() ? std::optional(bias->to(at::kFloat).contiguous()) : bias;
+  const float* const bias_values = bias.has_value() ? added->const_data_ptr<float>() : nullptr;
+
+  Images images{{}, count, height + 2 * padding[0], width + 2 * padding[1], channels};
+  images.bytes = at::empty({images.count * images.height * images.width * channels}, at::kByte);
+  std::vector<float> image_scales(count);
+  with_elements(dense, [&](const auto* elements) {
+    const std::vector<uint32_t> magnitudes = magnitudes_of_images(isa, elements, count, height, width * channels);
+    uint32_t largest = 0;
+    for (uint32_t magnitude : magnitudes) {
+      largest = is_finite(magnitude) ? std::max(largest, magnitude) : largest;
+    }
+    for (int64_t image = 0; image < count; ++image) {
+      const uint32_t magnitude = magnitudes[image];
+      image_scales[image] = is_finite(magnitude) ? scale_of(by_image ? magnitude : largest) : 0;
+    }
+    quantize_images(isa, elements, by_channel, image_scales, convolution.padding, images);
+  });
+
+  const int64_t rows = count * pixels, row_bytes = row_stride(terms);
+  const int64_t at_once = std::max(kMostRows, std::min(rows, kPatches / row_bytes) / kMostRows * kMostRows + kMostRows);
+  const at::Tensor patches = at::empty({at_once * row_bytes}, at::kByte);
+  const at::Tensor row_scales = at::empty({at_once}, at::kFloat);
+  uint8_t* const patch = patches.data_ptr<uint8_t>();
+  float* const scale = row_scales.data_ptr<float>();
+  with_elements(out, [&](auto* result) {
+    using T = std::remove_pointer_t<decltype(result)>;
+    const at::Tensor part = channels_last ? out : at::empty({at_once, columns}, out.options());
+    for (int64_t first = 0; first < rows; first += at_once) {
+      const int64_t now = std::min(at_once, rows - first);
+      gather(images, convolution, output, first, now, row_bytes, patch);
+      for (int64_t row = 0; row < now; ++row) {
+        scale[row] = image_scales[(first + row) / pixels];
+      }
+      T* const rows_of_pixels = channels_last ? result + first * columns : static_cast<T*>(part.data_ptr());
+      product(isa, {patch, scale, now, row_bytes}, weight, bias_values, 0, rows_of_pixels);
+      for (int64_t row = 0; row < now && !channels_last;) {  // an image, or what is in this turn of it
+        const int64_t image = (first + row) / pixels, pixel = (first + row) % pixels;
+        const int64_t here = std::min(now - row, pixels - pixel);
+        for_each_part(blocks(columns), grain(here * kBlock), [&](int64_t begin, int64_t end) {
+          const int64_t column = begin * kBlock, last = std::min(columns, end * kBlock);
+          transpose(rows_of_pixels + row * columns + column, here, last - column, columns,
+                    result + (image * columns + column) * pixels + pixel, pixels);
+        });
+        row += here;
+      }
+    }
+  });
+  for (int64_t image = 0; image < count; ++image) {
+    if (image_scales[image] == 0) {
+      out.narrow(0, image, 1).copy_(convolve_nonfinite(dense.narrow(0, image, 1), weight, convolution, added));
+    }
+  }
+  return out;
+}
+
+}  // namespace polycast_cpu

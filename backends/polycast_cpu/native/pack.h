@@ -1,0 +1,69 @@
+// Weights: quantized, and laid out as products read them.
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <atomic>
+#include <vector>
+
+#include "layout.h"
+#include "parallel.h"
+#include "quantize.h"
+#include "tensors.h"
+
+namespace polycast_cpu {
+
+template <typename T>
+bool pack(Isa isa, const T* rows, int64_t stride, int64_t columns, int64_t terms, int8_t* values, float* scales,
+          int32_t* offsets) {
+  const int64_t size = blocks(terms) * kBlock * kBlock;
+  std::atomic<bool> possible = true;
+  for_each_part(blocks(columns), grain(size), [&](int64_t begin, int64_t end) {
+    std::vector<uint8_t> quantized(terms);
+    for (int64_t column = begin * kBlock; column < std::min(columns, end * kBlock); ++column) {
+      const T* row = rows + column * stride;
+      const uint32_t magnitude = largest_magnitude(isa, row, terms);
+      if (magnitude > std::bit_cast<uint32_t>(kLargestWeight)) {
+        possible = false;
+        return;
+      }
+      scales[column] = scale_of(magnitude);
+      quantize_row(isa, row, terms, 1 / scales[column], quantized.data());
+      int8_t* block = values + column / kBlock * size + column % kBlock * 4;
+      int32_t sum = 0;
+      for (int64_t k = 0; k < terms; ++k) {
+        const int value = quantized[k] - kZeroPoint;
+        block[k / 4 * 4 * kBlock + k % 4] = static_cast<int8_t>(value);
+        sum += value;
+      }
+      offsets[column] = kZeroPoint * sum;
+    }
+  });
+  return possible;
+}
+
+// Return the values, scales and offsets of a weight [N, K]; nothing if it cannot be quantized.
+inline std::vector<at::Tensor> int8_pack(const at::Tensor& weight, int64_t isa) {
+  TORCH_CHECK(weight.dim() == 2, "expected a matrix, got ", weight.dim(), " dimensions");
+  const at::Tensor rows = with_dense_rows(weight);
+  const int64_t columns = rows.size(0), terms = rows.size(1);
+  at::Tensor values = at::zeros({blocks(columns), blocks(terms) * kBlock / 4, kBlock, 4}, at::kChar);
+  at::Tensor scales = at::empty({columns}, at::kFloat), offsets = at::empty({columns}, at::kInt);
+  bool possible = false;
+  with_elements(rows, [&](const auto* elements) {
+    possible = pack(static_cast<Isa>(isa), elements, rows.stride(0), columns, terms, values.data_ptr<int8_t>(),
+                    scales.data_ptr<float>(), offsets.data_ptr<int32_t>());
+  });
+  return possible ? std::vector<at::Tensor>{values, scales, offsets} : std::vector<at::Tensor>{};
+}
+
+// A packed weight, as the tensors that int8_pack returned.
+inline Weight weight_of(const at::Tensor& values, const at::Tensor& scales, const at::Tensor& offsets, int64_t terms) {
+  TORCH_CHECK(values.dim() == 4 && values.size(1) * 4 == blocks(terms) * kBlock, "there are ", terms,
+              " terms, which the weight does not have");
+  return {values.const_data_ptr<int8_t>(), scales.const_data_ptr<float>(), offsets.const_data_ptr<int32_t>(),
+          scales.size(0), terms};
+}
+
+}  // namespace polycast_cpu

@@ -1,0 +1,28 @@
+// What lies in tensors.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace polycast_cpu {
+
+// Calls with a pointer to the tensor's elements, which are float32, bfloat16 or float16.
+template <typename Function>
+void with_elements(const at::Tensor& tensor, const Function& function) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat:
+      return function(static_cast<float*>(tensor.data_ptr()));
+    case at::kBFloat16:
+      return function(static_cast<at::BFloat16*>(tensor.data_ptr()));
+    case at::kHalf:
+      return function(static_cast<at::Half*>(tensor.data_ptr()));
+    default:
+      TORCH_CHECK(false, "expected float32, bfloat16 or float16, got ", tensor.scalar_type());
+  }
+}
+
+// Return a matrix with these rows whose elements lie one after the other.
+at::Tensor with_dense_rows(const at::Tensor& matrix) {
+  return matrix.stride(1) == 1 || matrix.size(1) == 1 ? matrix : matrix.contiguous();
+}
+
+}  // namespace polycast_cpu

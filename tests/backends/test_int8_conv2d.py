@@ -1,0 +1,159 @@
+"""The CPU's int8 convolution: the error of its recipe, torch's memory formats, inf and nan, and what it declines."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import polycast
+from polycast.testing.low_bit import assert_within, int8_product, run_kernel
+from polycast_cpu.int8 import Conv2d
+
+AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
+
+ISAS = range(torch.ops.polycast_cpu.best_isa() + 1 if AVAILABLE else 1)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+ONE = ([1, 1], [0, 0], [1, 1], 1)
+
+
+@pytest.fixture(params=ISAS, ids=("plain", "vnni", "amx").__getitem__)
+def isa(request):
+    """Run a test on each set of instructions that the processor has."""
+    return request.param
+
+
+def reference(x, weight, bias, stride, padding, dilation, groups, by_image):
+    """Return the convolution in float64 and the error that it may have, from those of its patches' products."""
+    batch = x.double()
+    patches = F.unfold(batch, weight.shape[2:], dilation, padding, stride).mT
+    scales = [(batch[i : i + 1] if by_image else batch).abs().amax() for i in range(len(batch))]
+    # A value of the largest magnitude, which no weight is for, gives each patch the scale of its image.
+    largest = torch.stack(scales).view(-1, 1, 1).expand(-1, patches.shape[1], 1)
+    flat = F.pad(weight.double().flatten(1), (0, 1))
+    _, error = int8_product(torch.cat([patches, largest], 2), flat, by_row=True)
+    expected = F.conv2d(batch, weight.double(), None if bias is None else bias.double(), stride, padding, dilation)
+    return expected, error.mT.reshape(expected.shape)
+
+
+def check(x, weight, bias, *steps, by_image=True, isa=None, dtype=torch.float32):
+    actual = run_kernel(Conv2d(by_image, isa), x, weight, bias, *steps, dtype=dtype)
+    assert_within(actual, *reference(x, weight, bias, *steps, by_image))
+    return actual
+
+
+STEPS = {
+    "3x3": (3, [1, 1], [1, 1], [1, 1]),
+    "stride": (3, [2, 1], [0, 1], [1, 1]),
+    "dilation": (3, [1, 2], [2, 0], [2, 1]),
+    "dilated rows and columns": (2, [1, 1], [1, 2], [2, 3]),
+    "1x1": (1, [1, 1], [0, 0], [1, 1]),
+    "1x1 stride": (1, [2, 2], [0, 0], [1, 1]),
+    "5x5": (5, [1, 1], [2, 2], [1, 1]),
+}
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize(("channels", "features"), [(1, 1), (3, 8), (16, 70), (33, 64)])
+def test_convolutions_are_within_the_error(isa, steps, channels, features):
+    size, *rest = STEPS[steps]
+    weight, bias = torch.randn(features, channels, size, size), torch.randn(features)
+    for by_image, layout in itertools.product((True, False), FORMATS.values()):
+        x = torch.randn(3, channels, 9, 11).to(memory_format=layout) * torch.tensor([1.0, 5, 0.1]).view(3, 1, 1, 1)
+        check(x, weight, bias, *rest, 1, by_image=by_image, isa=isa)
+
+
+@pytest.mark.parametrize(("given", "wanted"), list(itertools.product(FLOATS, FLOATS)), ids=str)
+def test_each_dtype_is_taken_and_given(given, wanted):
+    x, weight = torch.randn(2, 16, 20, 20).to(given), torch.randn(40, 16, 3, 3).to(given)
+    for layout in FORMATS.values():
+        check(x.to(memory_format=layout), weight, None, [1, 1], [1, 1], [1, 1], 1, dtype=wanted)
+
+
+def test_more_patches_than_are_made_at_once_are_right():
+    check(torch.randn(3, 32, 70, 70), torch.randn(20, 32, 3, 3), None, [1, 1], [1, 1], [1, 1], 1)
+    check(torch.randn(2, 3, 60, 70).to(memory_format=torch.channels_last), torch.randn(5, 3, 17, 17), None, *ONE)
+
+
+LAYOUTS = {
+    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.transpose(2, 3),
+    "slice": lambda x: x[:, :, 1:, ::2],
+    "expanded": lambda x: x[:1].expand(4, -1, -1, -1),
+}
+
+
+@pytest.mark.parametrize(("images", "weights"), list(itertools.product(LAYOUTS, LAYOUTS)))
+@pytest.mark.parametrize("sizes", [(8, 9, 9, 3), (1, 9, 9, 3), (8, 1, 1, 1), (8, 9, 9, 1)], ids=str)
+def test_the_result_has_the_strides_that_torch_gives_it(images, weights, sizes):
+    channels, height, width, size = sizes
+    x = LAYOUTS[images](torch.randn(4, channels, height + 1, 2 * width))
+    weight = LAYOUTS[weights](torch.randn(4, channels, size + 1, 2 * size))
+    actual = check(x, weight, None, [1, 1], [1, 1], [1, 1], 1)
+    assert actual.stride() == F.conv2d(x.bfloat16(), weight.bfloat16(), None, 1, 1).stride()
+
+
+def test_one_number_may_stand_for_both_axes_and_an_image_for_a_batch():
+    x, weight = torch.randn(8, 9, 9), torch.randn(5, 8, 3, 3)
+    kernel = Conv2d(True)
+    expected = run_kernel(kernel, x[None], weight, None, [2, 2], [1, 1], [1, 1], 1)[0]
+    assert torch.equal(run_kernel(kernel, x, weight, None, [2], 1, (1,), 1), expected)
+
+
+def test_an_empty_batch_gives_an_empty_result():
+    result = run_kernel(Conv2d(False), torch.randn(0, 8, 9, 9), torch.randn(5, 8, 3, 3), None, *ONE)
+    assert result.shape == (0, 5, 7, 7)
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("layout", FORMATS)
+def test_inf_and_nan_come_to_what_they_come_to_in_bfloat16_and_leave_other_images_alone(isa, value, layout):
+    x, weight = torch.randn(3, 8, 9, 9).to(memory_format=FORMATS[layout]), torch.randn(5, 8, 3, 3)
+    weight = weight.sign() * (weight.abs() + 0.1)
+    clean = x.clone()
+    x[1, 3, 4, 4], clean[1] = value, 0
+    kernel = Conv2d(False, isa)
+    actual, without = (run_kernel(kernel, each, weight, torch.ones(5), *ONE) for each in (x, clean))
+    expected = F.conv2d(x, weight, torch.ones(5))[1]
+    assert torch.equal(actual[[0, 2]], without[[0, 2]])
+    assert torch.equal(actual[1].isnan(), expected.isnan())
+    torch.testing.assert_close(actual[1].nan_to_num(0), expected.nan_to_num(0), rtol=0.02, atol=0.3)
+
+
+def test_images_of_zeros_give_the_bias():
+    bias = torch.randn(5)
+    result = run_kernel(Conv2d(True), torch.zeros(2, 8, 9, 9), torch.randn(5, 8, 3, 3), bias, *ONE)
+    assert torch.equal(result, bias.view(1, 5, 1, 1).expand(2, 5, 7, 7))
+
+
+def test_a_weight_with_nan_is_not_packed():
+    weight = torch.randn(5, 8, 3, 3)
+    weight[4, 7, 2, 2] = torch.nan
+    assert Conv2d(True).prepare(weight) is None
+
+
+X, WEIGHT = torch.randn(2, 8, 9, 9), torch.randn(5, 8, 3, 3)
+DECLINED = {
+    "the convolution has groups": (X, torch.randn(8, 1, 3, 3), None, [1, 1], [0, 0], [1, 1], 8),
+    "the sizes do not fit": (X, torch.randn(5, 7, 3, 3), None, *ONE),
+    "the sizes do not fit ": (X, torch.randn(5, 8, 10, 3), None, *ONE),
+    "the sizes do not fit  ": (X, WEIGHT, None, [0, 1], [0, 0], [1, 1], 1),
+    "the sizes do not fit   ": (X[0, 0], WEIGHT, None, *ONE),
+    "the bias is not a vector of the output channels": (X, WEIGHT, torch.randn(1), *ONE),
+    "the weight has no elements": (X, torch.randn(0, 8, 3, 3), None, *ONE),
+    "a tensor is not strided": (X.to_sparse(), WEIGHT, None, *ONE),
+    "its sums have more than 65536 terms, which may not fit 32 bits": (
+        torch.ones(1, 1025, 8, 8),
+        torch.ones(1, 1025, 8, 8),
+        None,
+        *ONE,
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", DECLINED)
+def test_what_is_declined_has_a_reason(reason):
+    assert Conv2d(True).declines(*DECLINED[reason]) == reason.strip()

@@ -1,0 +1,194 @@
+"""Recipes in compiled code."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import polycast
+from polycast import Int8, WeightCache, autocast
+
+RECIPE = Int8(min_size=1)
+X = torch.randn(3, 8)
+pytestmark = pytest.mark.usefixtures("engine")
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def linear(int8_kernels):
+    return int8_kernels["aten::linear"]
+
+
+@pytest.fixture
+def model(linear):
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_compiled_code_computes_by_the_recipe_of_the_region_around(model, linear, backend, dynamic):
+    compiled = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True)
+    with autocast("cpu", recipe=RECIPE):
+        expected = model(X)
+        for rows in (3, 5):
+            x = torch.randn(rows, 8)
+            assert torch.equal(compiled(x), model(x))
+        assert compiled(X).dtype is expected.dtype is torch.bfloat16
+    assert (linear.prepared, linear.ran) == (2, 2 * 6)
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, "int8"])
+def test_a_region_may_be_in_the_code(model, linear, recipe):
+    large = nn.Linear(256, 256)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def function(x):
+        with autocast("cpu", recipe=recipe):
+            return large(x)
+
+    x = torch.randn(2, 256)
+    with autocast("cpu", recipe=recipe):
+        expected = large(x)
+    assert torch.equal(function(x), expected)
+    assert linear.ran == 2
+
+
+def test_code_is_not_used_under_another_recipe(model, linear):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    settings = [
+        {},
+        {"recipe": RECIPE},
+        {"recipe": Int8(min_size=100)},
+        {"recipe": Int8(min_size=1, keep=model[0])},
+        {"recipe": RECIPE, "policy": {"linear": "lower_precision_fp"}},
+    ]
+    for _ in range(2):
+        for each, computed in zip(settings, (0, 2, 1, 1, 0), strict=True):
+            before = linear.ran
+            with autocast("cpu", **each):
+                result = compiled(X)
+                assert linear.ran - before == computed
+                assert torch.equal(result, model(X))
+    assert counter.frame_count == len(settings)
+
+
+def test_equal_recipes_share_the_code(model, linear):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for _ in range(3):
+        with autocast("cpu", recipe=Int8(min_size=1)):
+            compiled(X)
+    assert counter.frame_count == 1
+
+
+def test_an_update_is_seen_and_caches_are_found_at_run_time(model, linear):
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    caches = [WeightCache(), WeightCache(verify=True)]
+    for cache in (*caches, *caches):
+        with autocast("cpu", recipe=RECIPE, cache=cache):
+            assert torch.equal(compiled(X), model(X))
+    assert [cache.stats().packings for cache in caches] == [2, 2]
+    model[0].weight.mul_(3)
+    with autocast("cpu", recipe=RECIPE, cache=caches[0]):
+        assert torch.equal(compiled(X), model(X))
+    assert counter.frame_count == 1
+
+
+def test_what_is_declined_compiles_as_without_a_recipe(linear):
+    odd = nn.Linear(7, 4)
+    compiled = torch.compile(odd, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 7)
+    with autocast("cpu", recipe=RECIPE):
+        assert torch.equal(compiled(x), odd(x))
+    assert linear.ran == 0
+
+
+def test_training_compiles_as_without_a_recipe(model, linear):
+    with torch.enable_grad():
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        with autocast("cpu", recipe=RECIPE):
+            compiled(X).sum().backward()
+        gradients = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad()
+        with autocast("cpu"):
+            model(X).sum().backward()
+    assert linear.ran == 0
+    assert all(torch.equal(parameter.grad, each) for parameter, each in zip(model.parameters(), gradients, strict=True))
+
+
+def test_what_compiled_code_computes_is_counted_as_it_runs(model, linear):
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with autocast("cpu", recipe=RECIPE), polycast.observe() as seen:
+        compiled(X)
+        compiled(X)
+    assert [(record.op, record.calls, record.declined) for record in seen.low_bit] == [("aten::linear", 4, "")]
+
+
+def test_a_weight_that_cannot_be_packed_runs_in_the_fast_dtype_in_compiled_code(linear):
+    layer = nn.Linear(8, 8)
+    layer.weight[0, 0] = float("nan")
+    compiled = torch.compile(layer, backend="inductor", fullgraph=True)
+    with autocast("cpu", recipe=RECIPE):
+        assert torch.equal(compiled(X).nan_to_num(), layer(X).nan_to_num())
+    assert (linear.prepared, linear.ran) == (1, 0)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_region_with_a_recipe_cannot_be_exported(linear, strict):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            with autocast("cpu", recipe=RECIPE):
+                return self.layer(x)
+
+    with pytest.raises(Exception, match=r"recipe= cannot be exported|this region cannot be traced"):
+        torch.export.export(Model(), (X,), strict=strict)
+
+
+def test_a_model_that_is_exported_in_a_region_with_a_recipe_has_torchs_ops(model, linear):
+    with autocast("cpu", recipe=RECIPE):
+        exported = torch.export.export(model, (X,))
+    targets = {str(node.target) for node in exported.graph.nodes}
+    assert not any("polycast" in target for target in targets)
+
+
+def test_a_dispatch_mode_sees_one_op(model, linear):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Seen(TorchDispatchMode):
+        ops: list = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.ops.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with autocast("cpu", recipe=RECIPE):
+        expected = model(X)
+        with Seen() as seen:
+            assert torch.equal(model(X), expected)
+    assert sum("low_bit_aten_linear" in op for op in seen.ops) == 2
+    assert linear.ran == 4
+
+
+def test_a_checkpoint_in_compiled_training_does_not_use_it(model, linear):
+    from torch.utils.checkpoint import checkpoint
+
+    @torch.compile(backend="aot_eager")
+    def function(x):
+        return checkpoint(model, x, use_reentrant=False)
+
+    with torch.enable_grad(), autocast("cpu", recipe=RECIPE):
+        function(X).sum().backward()
+    assert linear.ran == 0

@@ -1,0 +1,290 @@
+"""What recipes pack weights into: how long it is kept, and when it is made anew."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+from polycast import Int8, WeightCache, autocast
+from polycast.engine import low_bit
+
+X = torch.randn(3, 8)
+
+
+@pytest.fixture(autouse=True)
+def _inference():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def linear(engine, int8_kernels):
+    return int8_kernels["aten::linear"]
+
+
+@pytest.fixture
+def layer(linear):
+    return nn.Linear(8, 8)
+
+
+def run(layer, **settings):
+    with autocast("cpu", recipe=Int8(min_size=1), **settings):
+        return layer(X)
+
+
+def expected(layer):
+    scale = layer.weight.abs().amax(1).clamp(min=1e-30) / 127
+    rows = (layer.weight / scale[:, None]).round() * scale[:, None]
+    return nn.functional.linear(X, rows, layer.bias).bfloat16()
+
+
+def test_a_packing_outlives_the_region_and_serves_every_region(layer, linear):
+    for _ in range(3):
+        assert torch.equal(run(layer), expected(layer))
+    assert (linear.prepared, linear.ran) == (1, 3)
+
+
+def _sgd(fused):
+    def update(layer):
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.5, fused=fused)
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    return update
+
+
+def _assign(layer):
+    layer.weight.data = torch.randn(8, 8)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda layer: layer.weight.mul_(2),
+        lambda layer: layer.load_state_dict(nn.Linear(8, 8).state_dict()),
+        lambda layer: layer.weight.detach().add_(1),
+        _assign,
+        _sgd(fused=False),
+        _sgd(fused=True),
+    ],
+    ids=["in place", "load_state_dict", "detached", "data =", "SGD", "fused SGD"],
+)
+@pytest.mark.parametrize("cache", [None, WeightCache])
+def test_an_update_of_the_weight_is_seen_at_the_next_use(layer, update, cache):
+    settings = {} if cache is None else {"cache": cache()}
+    run(layer, **settings)
+    update(layer)
+    assert torch.equal(run(layer, **settings), expected(layer))
+
+
+def test_a_write_that_is_not_seen_is_found_by_a_cache_that_verifies(layer):
+    cache = WeightCache(verify=True)
+    run(layer, cache=cache)
+    run(layer, cache=cache)
+    layer.weight.data.add_(1)
+    with pytest.raises(polycast.StaleWeightError, match="changed in a way that its version counter does not show"):
+        run(layer, cache=cache)
+    cache.clear()
+    assert torch.equal(run(layer, cache=cache), expected(layer))
+
+
+def test_a_cache_tells_the_memory_of_casts_and_of_packings_apart(layer):
+    cache = WeightCache()
+    run(layer, cache=cache)
+    stats = cache.stats()
+    assert (stats.entries, stats.bytes, stats.packings, stats.packed_bytes) == (0, 0, 1, 64 + 32)
+    with autocast("cpu", cache=cache):
+        layer(X)
+    stats = cache.stats()
+    assert (stats.entries, stats.bytes, stats.packings, stats.packed_bytes) == (2, 64 * 2 + 8 * 2, 1, 64 + 32)
+
+
+def test_a_cache_bounds_both_together(layer, linear):
+    cache = WeightCache(max_bytes=100)
+    run(layer, cache=cache)
+    other = nn.Linear(8, 8)
+    for _ in range(9):
+        assert torch.equal(run(other, cache=cache), expected(other))
+    stats = cache.stats()
+    assert (stats.packings, stats.evictions) == (1, 1)
+    assert linear.prepared < 10
+    too_small = WeightCache(max_bytes=90)
+    assert torch.equal(run(layer, cache=too_small), expected(layer))
+    assert too_small.stats().packings == 0
+
+
+def test_a_packing_dies_with_its_weight(linear):
+    layer, cache = nn.Linear(8, 8), WeightCache()
+    run(layer, cache=cache)
+    run(layer)
+    kept = low_bit.packings.cache
+    before = kept.stats().packings
+    del layer
+    gc.collect()
+    assert cache.stats().packings == 0
+    assert kept.stats().packings == before - 1
+
+
+def test_clearing_drops_what_is_kept_for_the_process(layer, linear):
+    run(layer)
+    polycast.clear_autocast_cache()
+    assert low_bit.packings.cache.stats().packings == 0
+    run(layer)
+    assert linear.prepared == 2
+
+
+def test_uninstalling_drops_it_too(layer, linear):
+    run(layer)
+    polycast.uninstall()
+    run(layer)
+    assert linear.prepared == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_weights_of_each_float_dtype_are_packed(layer, linear, dtype, frozen):
+    layer.requires_grad_(not frozen).to(dtype)
+    assert run(layer).dtype is torch.bfloat16
+    assert run(layer).dtype is torch.bfloat16
+    assert (linear.prepared, linear.ran) == (1, 2)
+
+
+def test_one_that_is_made_in_any_mode_serves_in_all(layer, linear):
+    layer.requires_grad_(False)
+    with torch.inference_mode():
+        run(layer)
+    with torch.enable_grad():
+        assert not run(layer).requires_grad
+    run(layer)
+    assert (linear.prepared, linear.ran) == (1, 3)
+
+
+def test_kernels_share_a_packing_where_they_say_so(engine, int8_kernels):
+    weight = nn.Parameter(torch.randn(8, 4))
+    with autocast("cpu", recipe=Int8(min_size=1)):
+        assert torch.equal(torch.mm(X, weight), torch.matmul(X, weight))
+        assert torch.nn.functional.linear(X, weight.t()).shape == (3, 4)
+    assert [int8_kernels[f"aten::{op}"].prepared for op in ("mm", "matmul", "linear")] == [1, 0, 0]
+
+
+def test_a_tied_weight_has_a_packing_for_each_use(engine, int8_kernels):
+    weight = nn.Parameter(torch.randn(8, 8))
+    with autocast("cpu", recipe=Int8(min_size=1)):
+        for _ in range(2):
+            one, other = nn.functional.linear(X, weight), torch.mm(X, weight)
+    torch.testing.assert_close(one.float(), X @ weight.t(), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(other.float(), X @ weight, rtol=0.05, atol=0.05)
+    assert [int8_kernels[f"aten::{op}"].prepared for op in ("linear", "mm")] == [1, 1]
+
+
+def test_a_weight_that_cannot_be_packed_is_asked_for_once(layer, linear):
+    layer.weight[0, 0] = float("inf")
+    with autocast("cpu"):
+        fast = layer(X)
+    for _ in range(3):
+        assert torch.equal(run(layer), fast)
+    assert (linear.prepared, linear.ran) == (1, 0)
+    layer.weight[0, 0] = 1
+    assert torch.equal(run(layer), expected(layer))
+
+
+class Subclass(nn.Parameter):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("weight", "reason"),
+    [
+        (nn.Parameter(torch.randn(4, 8)).t().contiguous().t(), "its weight is no parameter"),
+        (nn.Parameter(torch.randn(8, 8))[:4], "its weight is no parameter"),
+        (torch.randn(4, 8), "its weight is no parameter"),
+        (Subclass(torch.randn(4, 8)), "its weight is no parameter"),
+        (nn.Parameter(torch.randn(4, 8).double()), "a tensor is float64"),
+        (nn.Parameter(torch.randn(4, 7)), "its features are odd in number"),
+    ],
+)
+def test_what_is_declined_runs_as_without_a_recipe_and_is_counted(linear, weight, reason):
+    x = torch.randn(3, weight.shape[1])
+    if weight.dtype is torch.float64:
+        x = x.double()
+    with autocast("cpu"):
+        fast = nn.functional.linear(x, weight)
+    with polycast.observe() as seen, autocast("cpu", recipe=Int8(min_size=1)):
+        assert torch.equal(nn.functional.linear(x, weight), fast)
+    (record,) = seen.low_bit
+    assert (record.op, record.recipe, record.device, record.calls) == ("aten::linear", "int8", "cpu", 1)
+    assert record.declined.startswith(reason)
+    assert linear.prepared == 0
+
+
+def test_where_nothing_is_to_be_kept_it_is_declined(layer, linear):
+    run(layer, cache_enabled=False)
+    assert (linear.prepared, linear.ran) == (0, 0)
+
+
+def test_what_it_is_computed_from_is_not_written_by_those_who_write_the_result(layer):
+    first = run(layer)
+    first.add_(1)
+    assert torch.equal(run(layer), expected(layer))
+
+
+@pytest.mark.parametrize("part", ["prepare", "run", "declines"])
+def test_what_a_kernel_raises_passes_and_leaves_nothing(layer, linear, monkeypatch, part):
+    def fails(*args):
+        raise ZeroDivisionError(part)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(linear, part, fails)
+        polycast.clear_autocast_cache()
+        with pytest.raises(ZeroDivisionError, match=part):
+            run(layer)
+    assert polycast.autocast_nesting("cpu") == 0
+    if part == "prepare":
+        polycast.uninstall()  # what is made of kernels is made once
+    assert torch.equal(run(layer), expected(layer))
+
+
+def test_threads_share_it(layer, linear):
+    run(layer)
+    wrong = []
+
+    def work():
+        with torch.no_grad():
+            for _ in range(20):
+                if not torch.equal(run(layer), expected(layer)):
+                    wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (wrong, linear.prepared) == ([], 1)
+
+
+def test_another_backend_for_the_device_has_its_own_kernels(layer, linear):
+    run(layer)
+    polycast.unregister_backend("cpu")
+    with pytest.warns(polycast.RecipeDisabledWarning) if not _built_in() else polycast.autocast("cpu"):
+        run(layer)
+    assert linear.ran == 1
+
+
+def _built_in():
+    return bool(polycast.get_backend("cpu").recipe_availability(Int8()))
+
+
+def test_a_kernel_may_return_another_dtype(layer, linear, monkeypatch):
+    compute = type(linear).run
+    monkeypatch.setattr(type(linear), "run", lambda *args: compute(*args).double())
+    assert run(layer).dtype is torch.bfloat16
+
+
+def test_functions_of_functorch_run_in_the_fast_dtype(layer, linear):
+    with autocast("cpu", recipe=Int8(min_size=1)):
+        mapped = torch.vmap(lambda x: nn.functional.linear(x, layer.weight))(X)
+    assert (mapped.dtype, linear.ran) == (torch.bfloat16, 0)

@@ -1,0 +1,252 @@
+"""Recipes in regions: what is computed by them, and where they hold."""
+
+import asyncio
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import polycast
+from polycast import Int8, NoRecipe, Policy, autocast
+
+RECIPE = Int8(min_size=1)
+X = torch.randn(3, 8)
+
+
+@pytest.fixture(autouse=True)
+def _inference():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def layer(engine, int8_kernels):
+    return nn.Linear(8, 8)
+
+
+@pytest.fixture
+def ran(int8_kernels):
+    """Return a function that says how many linears a call has computed by the recipe."""
+
+    def count(call):
+        before = int8_kernels["aten::linear"].ran
+        call()
+        return int8_kernels["aten::linear"].ran - before
+
+    return count
+
+
+def test_it_computes_the_products_in_the_fast_dtype(layer, int8_kernels):
+    with autocast("cpu", recipe=RECIPE):
+        result = layer(X)
+        assert (result.dtype, int8_kernels["aten::linear"].ran) == (torch.bfloat16, 1)
+        mm = X @ nn.Parameter(torch.randn(8, 4))
+        assert (mm.dtype, int8_kernels["aten::matmul"].ran) == (torch.bfloat16, 1)
+    with autocast("cpu", torch.float16, recipe="int8"):
+        assert torch.mm(X, X.t()).dtype is torch.float16
+    torch.testing.assert_close(result.float(), layer(X), rtol=0.05, atol=0.05)
+
+
+def test_outside_of_the_region_nothing_is_computed_by_it(layer, ran):
+    with autocast("cpu", recipe=RECIPE):
+        pass
+    assert ran(lambda: layer(X)) == 0
+    with autocast("cpu"):
+        assert ran(lambda: layer(X)) == 0
+
+
+def test_regions_inside_inherit_it_replace_it_and_switch_it_off(layer, ran):
+    with autocast("cpu", recipe=RECIPE):
+        with autocast("cpu", torch.float16):
+            assert ran(lambda: layer(X)) == 1
+        for off in ("none", NoRecipe(), Int8(ops=("mm",), min_size=1), Int8(min_size=65)):
+            with autocast("cpu", recipe=off):
+                assert ran(lambda: layer(X)) == 0
+                with autocast("cpu"):
+                    assert ran(lambda: layer(X)) == 0
+                with autocast("cpu", recipe=RECIPE):
+                    assert ran(lambda: layer(X)) == 1
+        with autocast("cpu", enabled=False):
+            assert ran(lambda: layer(X)) == 0
+            with autocast("cpu"):
+                assert ran(lambda: layer(X)) == 1
+        assert ran(lambda: layer(X)) == 1
+
+
+@pytest.mark.parametrize("named", ["lower_precision_fp", "fp32"])
+def test_naming_the_policy_of_an_op_takes_the_recipe_off_it(layer, ran, named):
+    policy = {"linear": named}
+    with autocast("cpu", recipe=RECIPE, policy=policy):
+        assert ran(lambda: layer(X)) == 0
+    with autocast("cpu", recipe=RECIPE), autocast("cpu", policy=policy):
+        assert ran(lambda: layer(X)) == 0
+    with autocast("cpu", policy=policy), autocast("cpu", recipe=RECIPE):
+        assert ran(lambda: layer(X)) == 0
+    with autocast("cpu", recipe=RECIPE, policy={"softmax": named}):
+        assert ran(lambda: layer(X)) == 1
+
+
+def test_an_op_that_another_policy_is_registered_for_is_not_computed_by_it(layer, ran):
+    registration = polycast.register_op("aten::linear", "fp32", device_type="cpu")
+    try:
+        with autocast("cpu", recipe=RECIPE):
+            assert ran(lambda: layer(X)) == 0
+    finally:
+        registration.remove()
+
+
+def test_what_it_keeps_stays_in_the_fast_dtype(layer, ran):
+    other = nn.Linear(8, 8)
+    model = nn.Sequential(layer, other)
+    for keep in (other, other.weight, (other,), nn.Sequential(other)):
+        with autocast("cpu", recipe=Int8(min_size=1, keep=keep)):
+            assert ran(lambda: model(X)) == 1
+            assert ran(lambda: layer(X)) == 1
+            assert ran(lambda: other(X)) == 0
+
+
+def test_where_autograd_records_the_fast_dtype_is_used(layer, ran):
+    with torch.enable_grad():
+        with autocast("cpu"):
+            expected = layer(X)
+        with autocast("cpu", recipe=RECIPE):
+            assert ran(lambda: layer(X)) == 0
+            assert torch.equal(layer(X), expected)
+        layer.requires_grad_(False)
+        with autocast("cpu", recipe=RECIPE):
+            assert ran(lambda: layer(X)) == 1
+            assert ran(lambda: layer(X.clone().requires_grad_())) == 0
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_checkpoint_computes_in_its_forward_what_it_will_record(layer, ran, reentrant, frozen):
+    layer.requires_grad_(not frozen)
+    x = X.clone().requires_grad_()
+    with torch.enable_grad(), autocast("cpu", recipe=RECIPE):
+        assert ran(lambda: checkpoint(layer, x, use_reentrant=reentrant).sum().backward()) == 0
+
+
+def test_a_snapshot_takes_it_to_another_thread(layer, ran, in_thread):
+    with autocast("cpu", recipe=RECIPE):
+        snapshot = polycast.capture()
+    with torch.inference_mode():
+        assert in_thread(lambda: ran(lambda: snapshot.wrap(torch.no_grad()(layer))(X))) == 1
+    with autocast("cpu"):
+        plain = polycast.capture()
+    with autocast("cpu", recipe=RECIPE), plain.apply():
+        assert ran(lambda: layer(X)) == 0
+
+
+def test_another_thread_has_it_not(layer, ran, in_thread):
+    with autocast("cpu", recipe=RECIPE):
+        assert in_thread(lambda: ran(lambda: torch.no_grad()(layer)(X))) == 0
+
+
+def test_it_holds_in_the_body_of_what_is_decorated(layer, ran):
+    region = autocast("cpu", recipe=RECIPE)
+
+    @region
+    def function():
+        return layer(X)
+
+    @region
+    def generator():
+        yield layer(X)
+        yield layer(X)
+
+    @region
+    async def coroutine():
+        await asyncio.sleep(0)
+        return layer(X)
+
+    assert ran(function) == 1
+    steps = generator()
+    assert ran(lambda: next(steps)) == 1
+    assert ran(lambda: layer(X)) == 0
+    assert ran(lambda: next(steps)) == 1
+    assert ran(lambda: asyncio.run(coroutine())) == 1
+
+
+def test_a_rule_for_a_module_may_be_a_recipe(layer, ran, tmp_path):
+    model = nn.Sequential(layer, nn.Linear(8, 8))
+    policy = Policy(modules={"0": "none", "1": RECIPE})
+    policy.save(tmp_path / "policy.toml")
+    assert Policy.load(tmp_path / "policy.toml") == policy
+    with polycast.apply_policy(model, tmp_path / "policy.toml"):
+        with autocast("cpu"):
+            assert ran(lambda: model(X)) == 1
+        with autocast("cpu", recipe=RECIPE):
+            assert ran(lambda: model(X)) == 1
+        assert ran(lambda: model(X)) == 0
+    with autocast("cpu", recipe=RECIPE), polycast.apply_policy(model, Policy(modules={"0": "fp32"})):
+        assert ran(lambda: model(X)) == 1
+        assert layer(X).dtype is torch.float32
+
+
+def test_a_rule_cannot_keep_modules():
+    with pytest.raises(ValueError, match=r"a recipe with keep= cannot be a rule: give what it keeps a rule of its own"):
+        Policy(modules={"0": Int8(keep=nn.Linear(2, 2))})
+
+
+def test_a_device_that_cannot_compute_by_it_runs_in_the_fast_dtype_and_says_so(layer, ran):
+    with pytest.warns(
+        polycast.RecipeDisabledWarning, match=r"scales='tensor'\) cannot be used on cpu: no kernels for int8:"
+    ):
+        region = autocast("cpu", recipe="int8:tensor")
+    assert issubclass(polycast.RecipeDisabledWarning, polycast.AutocastDisabledWarning)
+    with autocast("cpu", recipe=RECIPE), region:
+        assert layer(X).dtype is torch.bfloat16
+        assert ran(lambda: layer(X)) == 0
+
+
+def test_a_disabled_region_does_not_ask_the_device(layer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        autocast("cpu", enabled=False, recipe="int8:tensor")
+
+
+def test_a_check_that_raises_is_an_answer(layer, monkeypatch):
+    def raises(recipe):
+        raise OSError("no such instruction")
+
+    monkeypatch.setattr(polycast.get_backend("cpu"), "recipe_availability", raises)
+    with pytest.warns(polycast.RecipeDisabledWarning, match="no such instruction"):
+        autocast("cpu", recipe=RECIPE)
+
+
+def test_the_reason_of_one_that_is_available_is_told_once(engine, layer, monkeypatch):
+    monkeypatch.setattr(
+        polycast.get_backend("cpu"),
+        "recipe_availability",
+        lambda recipe: polycast.Availability(True, f"experimental ({engine})"),
+    )
+    with pytest.warns(UserWarning, match=r"Int8\(min_size=1\) on cpu: experimental"):
+        autocast("cpu", recipe=RECIPE)
+    autocast("cpu", recipe=RECIPE)
+
+
+@pytest.mark.parametrize(("recipe", "error"), [(8, TypeError), ("int9", ValueError), (Int8, TypeError)])
+def test_what_is_no_recipe_is_refused(engine, recipe, error):
+    with pytest.raises(error, match="recipe"):
+        autocast("cpu", recipe=recipe)
+
+
+def test_it_is_explained(layer):
+    with autocast("cpu", recipe=RECIPE):
+        assert "the recipe int8 computes it, or its inputs are cast" in str(polycast.explain("linear", "cpu"))
+        told = polycast.explain("linear", "cpu", X, layer.weight)
+        assert (told.recipe, told.declined) == ("int8", None)
+        assert [argument.is_cast for argument in told.arguments] == [False, False]
+        told = polycast.explain("linear", "cpu", X, layer.weight[:, :4])
+        assert "its weight is no parameter" in told.declined
+        assert "declines: its weight is no parameter" in str(told)
+        odd = nn.Parameter(torch.ones(2, 7))
+        assert polycast.explain("linear", "cpu", X[:, :7], odd).declined == "its features are odd in number"
+        meta = torch.ones(2, 8, device="meta"), torch.ones(2, 8, device="meta")
+        assert polycast.explain("linear", "cpu", *meta).declined is None
+        assert polycast.explain("softmax", "cpu").recipe == ""
+    assert polycast.explain("linear", "cpu", X, layer.weight, recipe=RECIPE).recipe == "int8"
+    assert polycast.explain("linear", "cpu", X, layer.weight).recipe == ""
