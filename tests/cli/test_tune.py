@@ -4,10 +4,36 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from typer.testing import CliRunner
 
 import polycast
 from polycast.cli import app
+from polycast_cpu import CpuBackend
+
+
+class PythonCpu(CpuBackend):
+    """A CPU with a linear for int8 in Python, so that what is found does not depend on the processor."""
+
+    def recipe_availability(self, recipe):
+        return polycast.Availability(True)
+
+    def low_bit_kernels(self, recipe):
+        return {"aten::linear": Linear()}
+
+
+class Linear(polycast.LowBitKernel):
+    def prepare(self, weight):
+        return (quantized(weight),)
+
+    def run(self, prepared, x, weight, bias):
+        return F.linear(quantized(x.float()), prepared[0], bias).to(torch.get_autocast_dtype("cpu"))
+
+
+def quantized(values):
+    scale = values.abs().amax(1, keepdim=True) / 127
+    return (values / scale).round() * scale
+
 
 SCRIPT = """
 import torch
@@ -21,6 +47,15 @@ def build():
         model[2].weight.mul_(1e6)
         model[3].weight.mul_(1e-6)
     return model, torch.randn(4, 8)
+
+
+def outliers():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 256), nn.Linear(256, 256))
+    with torch.no_grad():
+        model[0].weight[:2] *= 3000
+        model[1].weight[:, :2] /= 3000
+    return model, torch.randn(4, 256)
 
 
 def with_metric():
@@ -84,6 +119,15 @@ def test_it_tunes_for_time(run):
     assert "tuned for time with float32 (4, 8) on " in result.stdout
 
 
+def test_what_has_to_leave_a_recipe_is_found(run, tmp_path):
+    polycast.register_backend(PythonCpu())
+    result = run("script.py:outliers", "--recipe", "int8", "--tolerance", "0.02", "--output", "policy.toml")
+    assert (result.exit_code, result.stderr) == (0, "")
+    first = result.stdout.splitlines()[0]
+    assert first == "Sequential on cpu, bfloat16, int8: 0 of 4 modules in float32, 1 kept in bfloat16"
+    assert polycast.Policy.load(tmp_path / "policy.toml").modules == {"": polycast.Int8(), "1": polycast.NoRecipe()}
+
+
 def test_where_the_tolerance_is_not_met_the_status_says_so(run):
     result = run("script.py:with_metric", "--tolerance", "0.5")
     assert result.exit_code == 1
@@ -115,6 +159,7 @@ def test_an_interrupted_search_goes_on(run, tmp_path):
         (["script.py:only_a_model"], "returned Sequential. It must return (model, inputs) or"),
         (["script.py:build", "--dtype", "float17"], "'float17' is not a dtype"),
         (["script.py:build", "--device", "nowhere"], "nowhere"),
+        (["script.py:build", "--recipe", "int9"], "'int9' is not a recipe: did you mean 'int8'?"),
         (["script.py:build", "--budget", "1"], "budget must be a number of evaluations, at least 2"),
         (["script.py:build", "--output", "nowhere/policy.toml"], "nowhere"),
     ],

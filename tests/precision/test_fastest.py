@@ -10,6 +10,8 @@ from torch import nn
 import polycast
 from polycast.precision import fastest
 from polycast.precision.calls import Call
+from polycast.precision.choice import PLAIN as PLAIN_CHOICE
+from polycast.precision.choice import Choice
 from polycast.precision.fastest import FLOAT32, PLAIN, Stopwatch, choose
 from polycast.precision.hooks import here, watched
 from polycast.precision.survey import survey
@@ -42,11 +44,16 @@ def test_the_fastest_is_chosen_and_the_plainer_one_of_those_that_are_alike(secon
 
 
 def proposed(model, fast, float32, monkeypatch, rule=0.5, forced=()):
+    """Return the modules that are to be in float32."""
+    return set(chosen(model, [fast, float32], monkeypatch, rule, Choice(tuple(forced))).members)
+
+
+def chosen(model, seconds, monkeypatch, rule=0.5, needed=PLAIN_CHOICE):
     call, region = Call.of(model, torch.randn(2, 4)), polycast.autocast("cpu")
     watch = Stopwatch(model, call, region, survey(model, call, "cpu")[0])
-    monkeypatch.setattr(Stopwatch, "_seconds_by_module", lambda self: (fast, float32))
+    monkeypatch.setattr(Stopwatch, "_seconds_by_module", lambda self: seconds)
     monkeypatch.setattr(fastest, "seconds_of_a_rule", lambda *_: rule)
-    return watch.fastest_modules(set(forced))
+    return watch.fastest_modules(needed)
 
 
 @pytest.fixture
@@ -68,6 +75,19 @@ def test_each_module_has_its_faster_precision(model, monkeypatch):
 
 def test_a_module_is_not_worth_a_rule_that_takes_longer_than_it_saves(model, monkeypatch):
     assert proposed(model, seconds(), seconds(m0=9.8), monkeypatch) == set()
+
+
+def test_with_a_recipe_each_module_has_the_fastest_of_three(model, monkeypatch):
+    times = [seconds(m0=1.0), seconds(m1_0=1.0), seconds(m2=1.0)]
+    assert chosen(model, times, monkeypatch) == Choice(members=("2",), kept=("1.0",))
+    assert chosen(model, [seconds(), *times[1:]], monkeypatch, rule=20.0) == PLAIN_CHOICE
+
+
+def test_what_must_leave_the_recipe_has_the_faster_of_the_other_two(model, monkeypatch):
+    slow = {"m1_0": 50.0, "m1_1": 50.0}
+    times = [seconds(m0=1.0, m2=1.0), seconds(m0=5.0, m2=8.0, **slow), seconds(m0=8.0, m2=5.0, **slow)]
+    assert chosen(model, times, monkeypatch, needed=Choice(kept=("0", "2"))) == Choice(members=("2",), kept=("0",))
+    assert chosen(model, times, monkeypatch, needed=Choice(members=("0",), kept=("2",))) == Choice(members=("0", "2"))
 
 
 def test_one_rule_serves_for_all_that_a_module_calls(model, monkeypatch):

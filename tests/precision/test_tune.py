@@ -10,6 +10,7 @@ from torch import nn
 import polycast
 from polycast.precision.calls import Call
 from polycast.precision.candidates import Modules
+from polycast.precision.choice import Choice
 from polycast.precision.survey import survey
 
 FLOAT16 = {"tolerance": 1e-2, "device_type": "cpu", "dtype": torch.float16}
@@ -272,9 +273,13 @@ def test_only_what_has_parameters_has_a_rule_against_that_of_the_module_around_i
 
     model = Inline()
     seen, _ = survey(model, Call.of(model, torch.randn(2, 4)), "cpu")
-    assert Modules(seen, torch.float16).policy(("",)).modules == {"": "fp32", "first": "float16", "last": "float16"}
-    assert Modules(seen, torch.float16).policy(("", "act", "last")).modules == {"": "fp32", "first": "float16"}
-    assert Modules(seen, torch.float16).policy(("act",)).modules == {"act": "fp32"}
+    assert Modules(seen, torch.float16).policy(Choice(("",))).modules == {
+        "": "fp32",
+        "first": "float16",
+        "last": "float16",
+    }
+    assert Modules(seen, torch.float16).policy(Choice(("", "act", "last"))).modules == {"": "fp32", "first": "float16"}
+    assert Modules(seen, torch.float16).policy(Choice(("act",))).modules == {"act": "fp32"}
 
 
 def test_an_output_without_floating_point_needs_a_metric():

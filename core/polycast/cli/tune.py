@@ -1,4 +1,4 @@
-"""``polycast tune``: find what of a model must stay in float32, and write the policy file that says so."""
+"""``polycast tune``: find what must stay in float32, or out of a recipe, and write the policy file that says so."""
 
 import enum
 import importlib.util
@@ -11,6 +11,7 @@ import torch
 import typer
 
 from ..policy.names import read_dtype
+from ..policy.recipes import read_recipe
 from ..precision.evidence import Tuned
 from ..precision.tune import tune
 from .terminal import console, library_errors
@@ -43,6 +44,10 @@ def run(
     objective: Annotated[
         Objective, typer.Option(help="The smallest set in float32, or the fastest precision for each.")
     ] = Objective.ACCURACY,
+    recipe: Annotated[
+        str | None,
+        typer.Option(metavar="RECIPE", help="Find what must leave this recipe of the region: int8, int8:tensor, ..."),
+    ] = None,
     budget: Annotated[int | None, typer.Option(help="How many evaluations there may be at most.")] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the policy there.  [default: to the standard output]")
@@ -51,13 +56,14 @@ def run(
         Path | None, typer.Option(metavar="FILE", help="Keep evaluations there, and go on from what is there.")
     ] = None,
 ) -> None:
-    """Find what must stay in float32, and write the policy that says so.
+    """Find what must stay in float32, or leave a recipe, and write the policy that says so.
 
     The status is 1 where no policy keeps the tolerance.
     """
     build = _function(target)
     with library_errors():
         fast = None if dtype is None else read_dtype(dtype)
+        wanted = None if recipe is None else read_recipe(recipe)
     model, inputs, metric = _built(target, build())
     try:
         with library_errors(), warnings.catch_warnings():
@@ -73,6 +79,7 @@ def run(
                 objective=objective.value,
                 budget=budget,
                 state=state,
+                recipe=wanted,
             )
             _write(tuned, output)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""What can be kept in float32: modules or ops; and the policy that says so of some of them."""
+"""What can be kept in float32, or out of a recipe: modules or ops; and the policy that says so of some of them."""
 
 import contextlib
 from typing import Any
@@ -11,13 +11,14 @@ from ..engine.kernels import refusal
 from ..plugins.registry import get_backend
 from ..policy.cast_policy import CastPolicy
 from ..policy.dtypes import dtype_name
-from ..policy.names import named, ops_with, read_op
+from ..policy.names import known_overloads, named, ops_with, read_op
+from ..policy.recipes import NoRecipe, Recipe
 from ..policy.schemas import find_op
 from ..policy.value import Policy
 from ..region.autocast import autocast
 from .calls import Call
+from .choice import Choice
 from .hooks import uncompiled
-from .search import Members
 from .survey import Survey
 
 FP32 = "fp32"
@@ -26,35 +27,55 @@ FP32 = "fp32"
 class Modules:
     """The modules that a model calls, each for the ops in it that are in no module inside it."""
 
-    def __init__(self, seen: Survey, dtype: torch.dtype) -> None:
+    def __init__(self, seen: Survey, dtype: torch.dtype, recipe: Recipe | None = None) -> None:
         self._called = seen.by_name()
-        self._dtype = dtype_name(dtype)
+        self._recipe = recipe
+        self._fast = dtype_name(dtype) if recipe is None else NoRecipe.kind
 
-    def policy(self, members: Members, name: str = "") -> Policy:
-        """Return rules for the modules in float32, and for those in them that are not, and have parameters.
+    def can_be_kept(self, name: str) -> bool:
+        """Say whether a candidate can leave the recipe for the fast dtype."""
+        return self._recipe is not None
 
-        What has none (an activation, a dropout) computes as its caller does, unless it is a member itself.
+    def policy(self, choice: Choice, name: str = "") -> Policy:
+        """Return rules for the modules that compute in other numbers than their callers do, and have parameters.
+
+        What has none (an activation, a dropout) computes as its caller does, unless it is chosen itself. Where there is
+        a recipe, the model has a rule that says so: the policy is right whichever recipe the region has.
         """
-        rules: dict[str, str] = {}
-        states: dict[str | None, set[bool]] = {None: {False}}
+        rules: dict[str, str | Recipe] = {}
+        states: dict[str | None, set[str | Recipe]] = {None: {self._fast} if self._recipe is None else set()}
         for each in self._called.values():
-            around = set[bool]().union(*(states.get(caller, set()) for caller in each.callers))
-            wanted = each.name in members
-            if wanted or each.has_parameters:
+            around = set[str | Recipe]().union(*(states.get(caller, set()) for caller in each.callers))
+            wanted = self._wanted(each.name, choice)
+            chosen = each.name in choice.members or each.name in choice.kept
+            if chosen or each.has_parameters or not around:
                 states[each.name] = {wanted}
                 if around != {wanted}:
-                    rules[each.name] = FP32 if wanted else self._dtype
+                    rules[each.name] = wanted
             else:
                 states[each.name] = around
         return Policy(modules=rules, name=name)
+
+    def _wanted(self, name: str, choice: Choice) -> str | Recipe:
+        if name in choice.members:
+            return FP32
+        return self._fast if self._recipe is None or name in choice.kept else self._recipe
 
 
 class Ops:
     """The ops that autocast sees, by their short names."""
 
-    def policy(self, members: Members, name: str = "") -> Policy:
-        """Return the policies by op."""
-        return Policy(ops=dict.fromkeys(members, FP32), name=name)
+    def __init__(self, recipe: Recipe | None = None) -> None:
+        self._of_recipe = frozenset() if recipe is None else recipe.overloads
+
+    def can_be_kept(self, name: str) -> bool:
+        """Say whether a candidate can leave the recipe for the fast dtype."""
+        return not self._of_recipe.isdisjoint(known_overloads(read_op(name)))
+
+    def policy(self, choice: Choice, name: str = "") -> Policy:
+        """Return the policies by op; one that has a policy is not computed by a recipe."""
+        kept = dict.fromkeys(choice.kept, CastPolicy.LOWER_PRECISION_FP.value)
+        return Policy(ops={**dict.fromkeys(choice.members, FP32), **kept}, name=name)
 
 
 def ops_seen(model: torch.nn.Module, call: Call, region: autocast) -> list[str]:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from ..plugins.discovery import check_availability
+from ..plugins.discovery import check_availability, check_recipe
 from ..plugins.registry import get_backend
+from ..policy.recipes import NoRecipe, Recipe, RecipeLike, read_recipe
 from ..policy.value import Policy, PolicyLike
 from ..region.autocast import autocast, why_disabled
 from ..region.module_rules import apply_policy
@@ -21,6 +22,7 @@ from .comparison import Comparison, ModuleErrors
 from .errors import Error, Sums, is_finite
 from .hooks import Key
 from .lockstep import Lockstep, Met
+from .observe.low_bit_counts import LowBitCounts
 from .progress import progress
 from .survey import Survey, survey
 from .values import tensors_in
@@ -35,6 +37,7 @@ def compare(
     device_type: str,
     dtype: torch.dtype | None = None,
     policy: PolicyLike | None = None,
+    recipe: RecipeLike | None = None,
 ) -> Comparison:
     """Run a model in float32 and in a region, and say for each module how far apart they are, and what adds to that.
 
@@ -46,14 +49,16 @@ def compare(
     Args:
         model: a module, on the device; what it computes outside all regions is the reference.
         inputs: a tensor, a tuple of arguments, or a dict of keyword arguments for the model's forward.
-        device_type, dtype, policy: of the region, as in :class:`autocast`.
+        device_type, dtype, policy, recipe: of the region, as in :class:`autocast`. What the recipe computed, and what
+            it declined, is in the comparison.
 
     Returns:
         A value that ``print`` shows as a table, with the modules first that add most to the error.
 
     Raises:
         TypeError: `model` or `inputs` is none of these.
-        RuntimeError: the region cannot run enabled; or the model's forward writes to its parameters.
+        RuntimeError: the region cannot run enabled, or not with the recipe; or the model's forward writes to its
+            parameters.
         ValueError, RuntimeError: as :class:`autocast`.
 
     Example:
@@ -64,14 +69,27 @@ def compare(
         ('0', True)
     """
     call, said = Call.of(model, inputs), Policy.of(policy or {})
-    region = enabled_region(device_type, dtype, said)
+    wanted = wanted_recipe(recipe)
+    region = enabled_region(device_type, dtype, said, wanted)
     seen = survey(model, call, region.device)[0]
     with apply_policy(model, Policy(modules=said.for_device(region.device).modules)):
-        return compared(model, call, region, seen)
+        return compared(model, call, region, seen, wanted)
 
 
-def enabled_region(device_type: str, dtype: torch.dtype | None, policy: PolicyLike | None = None) -> autocast:
-    """Return a region that runs enabled.
+def wanted_recipe(recipe: RecipeLike | None) -> Recipe | None:
+    """Return the recipe that is given, if it is one in which something is computed.
+
+    Raises:
+        TypeError, ValueError: it is no recipe.
+    """
+    wanted = None if recipe is None else read_recipe(recipe)
+    return None if isinstance(wanted, NoRecipe) else wanted
+
+
+def enabled_region(
+    device_type: str, dtype: torch.dtype | None, policy: PolicyLike | None = None, recipe: Recipe | None = None
+) -> autocast:
+    """Return a region that runs enabled, by a recipe if one is given.
 
     Raises:
         RuntimeError: it cannot.
@@ -81,10 +99,18 @@ def enabled_region(device_type: str, dtype: torch.dtype | None, policy: PolicyLi
     refusal = why_disabled(backend, region.fast_dtype, check_availability(backend))
     if refusal is not None:
         raise RuntimeError(refusal.replace("Disabling autocast.", "There is no region to look at.", 1))
-    return autocast(device_type, region.fast_dtype, policy=policy)
+    if recipe is not None:
+        answer = check_recipe(backend, recipe)
+        if not answer:
+            raise RuntimeError(
+                f"{recipe!r} cannot be used on {region.device}: {answer.reason}. There is no region to look at."
+            )
+    return autocast(device_type, region.fast_dtype, policy=policy, recipe=recipe)
 
 
-def compared(model: torch.nn.Module, call: Call, region: autocast, seen: Survey) -> Comparison:
+def compared(
+    model: torch.nn.Module, call: Call, region: autocast, seen: Survey, recipe: Recipe | None = None
+) -> Comparison:
     """Compare a model in float32 with the same model in a region, given what a first run has shown."""
     with progress("comparing", seen.calls) as advance:
         record = _Record(seen, advance)
@@ -96,6 +122,8 @@ def compared(model: torch.nn.Module, call: Call, region: autocast, seen: Survey)
         MappingProxyType(_outputs(reference, output)),
         record.first_nonfinite,
         tuple(record.parted_in),
+        recipe,
+        record.low_bit.records(),
     )
 
 
@@ -115,6 +143,7 @@ class _Record:
         self.found = {module: _Found() for module in seen.modules}
         self.first_nonfinite: str | None = None
         self.parted_in: dict[str, None] = {}
+        self.low_bit = LowBitCounts()
         self._seen, self._advance = seen, advance
         self._makers: list[Key] = []
 

@@ -1,13 +1,16 @@
 """What ``compare`` found: a value, for people as a table, for programs as plain data."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..policy.dtypes import dtype_name
+from ..policy.recipes import Recipe
 from .errors import Error, json_number
+from .observe.low_bit_counts import low_bit_lines
+from .observe.records import LowBit
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -68,6 +71,8 @@ class Comparison:
         first_nonfinite: the first module that returned inf or nan, given finite inputs, where float32 does not.
         parted: modules in which the two runs did not call the same, such as one that chooses by what it computes. What
             they call has no total error then.
+        recipe: the region's, if it has one.
+        low_bit: what recipes, of the region or of rules, computed there, and what they declined and why.
     """
 
     device_type: str
@@ -76,6 +81,8 @@ class Comparison:
     outputs: Mapping[str, Error]
     first_nonfinite: str | None
     parted: tuple[str, ...]
+    recipe: Recipe | None = None
+    low_bit: tuple[LowBit, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for programs, as JSON can have it: numbers that are not finite are texts."""
@@ -88,6 +95,8 @@ class Comparison:
             "outputs": {name: error.to_dict() for name, error in self.outputs.items()},
             "first_nonfinite": self.first_nonfinite,
             "parted": list(self.parted),
+            "recipe": None if self.recipe is None else self.recipe.short,
+            "low_bit": [asdict(each) for each in self.low_bit],
         }
 
     def __rich__(self) -> "RenderableType":
@@ -115,7 +124,9 @@ class Comparison:
         return Group(rows, Text(), outputs, Text(), Text("\n".join(self._sentences(len(shown)))))
 
     def _sentences(self, shown: int) -> list[str]:
-        said = [f"float32 against a region of {dtype_name(self.dtype)} on {self.device_type}: relative errors."]
+        recipe = "" if self.recipe is None else f" and {self.recipe.short}"
+        region = f"a region of {dtype_name(self.dtype)}{recipe} on {self.device_type}"
+        said = [f"float32 against {region}: relative errors."]
         others = len(self.modules) - shown
         if others:
             said.append(f"{others} more {'module is' if others == 1 else 'modules are'} not shown.")
@@ -124,6 +135,9 @@ class Comparison:
         if self.parted:
             names = ", ".join(name or "(model)" for name in self.parted)
             said.append(f"The two runs did not call the same in {names}.")
+        said += low_bit_lines(self.low_bit)
+        if self.recipe is not None and not any(not each.declined for each in self.low_bit):
+            said.append(f"Nothing was computed by {self.recipe!r}: these are the errors of {dtype_name(self.dtype)}.")
         return said
 
     def __str__(self) -> str:

@@ -12,6 +12,7 @@ from ..engine.choice import choose
 from ..policy import files
 from ..policy.dtypes import dtype_name
 from ..policy.files import PolicyPath
+from ..policy.recipes import Recipe
 from ..policy.value import Policy
 from .errors import json_number
 from .search import Members
@@ -34,14 +35,17 @@ class Evidence:
         members: what is in float32 under the policy: names of modules, or of ops.
         candidates: how many of them were to choose from.
         distance: how far the output under the policy is from float32's.
-        plain: how far that of a region without a policy is.
+        plain: how far that of a region without a policy is; with the recipe, where there is one.
         met: whether `distance` is within the tolerance.
-        is_minimal: whether it is known that without any one of the members it is not. With the objective ``"time"``
-            it is known of nothing.
+        is_minimal: whether it is known that without any one of the members it is not, nor with any one of those that
+            are kept in the recipe. With the objective ``"time"`` it is known of nothing.
         reason: why it is not met, or not known to be minimal; else empty.
         trials: all that was tried, in order.
         timings: what was timed, with the objective ``"time"``.
         machine: on what: versions, processor, threads.
+        recipe: the region's, if it has one.
+        kept: what has left the recipe for the fast dtype under the policy: names of modules, or of ops.
+        fast: with a recipe: how far the output is with everything in the fast dtype; None where it was not asked.
     """
 
     model: str
@@ -63,19 +67,24 @@ class Evidence:
     trials: tuple[Trial, ...]
     timings: Timings | None
     machine: Mapping[str, Any]
+    recipe: Recipe | None = None
+    kept: Members = ()
+    fast: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for programs, as JSON can have it: numbers that are not finite are texts."""
         said = {
             key: json_number(value) if isinstance(value, float) else value
             for key, value in vars(self).items()
-            if key not in ("trials", "timings", "machine", "dtype", "members")
+            if key not in ("trials", "timings", "machine", "dtype", "members", "kept", "recipe")
         }
         return {
             "schema": SCHEMA,
             **said,
             "dtype": dtype_name(self.dtype),
             "members": list(self.members),
+            "recipe": None if self.recipe is None else self.recipe.short,
+            "kept": list(self.kept),
             "trials": [trial.to_dict() for trial in self.trials],
             "timings": None if self.timings is None else asdict(self.timings),
             "machine": dict(self.machine),
@@ -84,20 +93,27 @@ class Evidence:
     def name(self) -> str:
         """Return what the policy is called: what it was measured with and on."""
         on = f"{self.inputs} on {self.machine.get('device', self.machine['processor'])}"
-        what = f"{self.model} in {dtype_name(self.dtype)} on {self.device_type}"
+        what = f"{self.model} in {self._numbers(' and ')} on {self.device_type}"
         return f"{what}, tuned for {self.objective} with {on}, torch {self.machine['torch']}"
+
+    def _numbers(self, between: str) -> str:
+        return dtype_name(self.dtype) + ("" if self.recipe is None else between + self.recipe.short)
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
         """Return it for people, as lines."""
+        fast = dtype_name(self.dtype)
         what = f"{len(self.members)} of {self.candidates} {self.over} in float32"
+        without = f"without a policy {self.plain:.3g}"
+        if self.recipe is not None:
+            what += f", {len(self.kept)} kept in {fast}"
+            without += "" if self.fast is None else f", all in {fast} {self.fast:.3g}"
         verdict = "within" if self.met else "NOT within"
         lines = [
-            f"{self.model} on {self.device_type}, {dtype_name(self.dtype)}: {what}",
-            f"{self.metric} {self.distance:.3g}, {verdict} the tolerance of {self.tolerance:g}; without a policy "
-            f"{self.plain:.3g}",
+            f"{self.model} on {self.device_type}, {self._numbers(', ')}: {what}",
+            f"{self.metric} {self.distance:.3g}, {verdict} the tolerance of {self.tolerance:g}; {without}",
         ]
         if self.reason:
             lines.append(self.reason)

@@ -1,6 +1,6 @@
 """The fastest precision for each module, or op: what is proposed, and the race that decides."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,8 +9,8 @@ import torch
 from ..policy.value import Policy
 from ..region.autocast import autocast
 from .calls import Call
+from .choice import Choice
 from .hooks import here, watched
-from .search import Members
 from .survey import Survey
 from .timing import ModuleClock, Race, TimedSide, Timings, median, seconds_of_a_rule
 
@@ -23,29 +23,38 @@ _MOST_OPS = 12
 
 
 class Stopwatch:
-    """Times a model in a region, with some of it in float32 and all of it."""
+    """Times a model in a region, with some of it in other numbers and all of it.
 
-    def __init__(self, model: torch.nn.Module, call: Call, region: autocast, seen: Survey) -> None:
+    `fast` is a region without the recipe of `region`; None where that has none.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, call: Call, region: autocast, seen: Survey, fast: autocast | None = None
+    ) -> None:
         self._model, self._region, self._seen = model, region, seen
+        self._kinds = (region, None) if fast is None else (region, fast, None)
+        """What a module can be in, as the region that it is timed in: float32, outside all regions, is the last."""
         writes = seen.modules[model].writes_arguments
         self._call: Callable[[], Any] = (
             (lambda: call.of_model(model)) if writes else (lambda: model(*call.args, **call.kwargs))
         )
 
-    def race(self, policies: Mapping[str, Policy], advance: Callable[[str], None]) -> Race:
+    def race(self, policies: Mapping[str, Policy], advance: Callable[[str], None] = lambda _: None) -> Race:
         """Time the model under each of some policies, and in float32 outside all regions."""
         sides = {FLOAT32: TimedSide(self._model, self._call, None, Policy())}
         for name, policy in policies.items():
             sides[name] = TimedSide(self._model, self._call, self._region, policy)
         return Race(self._region.device, sides).run(advance)
 
-    def fastest_modules(self, forced: Set[str]) -> set[str]:
-        """Return the modules that are to be in float32, `forced` among them, by what each call was timed to take.
+    def fastest_modules(self, needed: Choice) -> Choice:
+        """Return what each module is to be in, by what each call was timed to take: not less than what is needed.
 
-        A module in another precision than its caller costs a rule. So this is not each module's faster one, but the
+        A module in another precision than its caller costs a rule. So this is not each module's fastest one, but the
         cheapest choice for the tree of calls as a whole.
         """
-        fast, float32 = self._seconds_by_module()
+        seconds = self._seconds_by_module()
+        kinds = range(len(seconds))
+        least = {**dict.fromkeys(needed.kept, 1), **dict.fromkeys(needed.members, kinds[-1])}
         rule = seconds_of_a_rule(self._region.device, self._region.fast_dtype)
         called = self._seen.by_name()
         inside: dict[str, list[str]] = {name: [] for name in called}
@@ -54,51 +63,59 @@ class Stopwatch:
             if name != root:
                 callers = (caller for caller in each.callers if caller is not None)
                 inside[min(callers, key=lambda caller: called[caller].order)].append(name)
-        # From the innermost on: what each costs in either precision, with the best for all that it calls.
-        costs: dict[str, tuple[float, float]] = {}
+        # From the innermost on: what each costs in each precision, with the best for all that it calls.
+        costs: dict[str, list[float]] = {}
         for name in reversed(called):
-            own = (fast[name] if name not in forced else float("inf"), float32[name])
-            costs[name] = tuple(  # type: ignore[assignment]
-                own[kind] + sum(min(self._costs(each, kind, costs, rule, called[each].calls)) for each in inside[name])
-                for kind in (0, 1)
-            )
-        chosen: set[str] = set()
+            costs[name] = [
+                (seconds[kind][name] if kind >= least.get(name, 0) else float("inf"))
+                + sum(min(self._costs(each, kind, costs, rule, called[each].calls)) for each in inside[name])
+                for kind in kinds
+            ]
+        chosen: dict[str, int] = {}
         around = {root: 0}
         for name in called:
             options = self._costs(name, around[name], costs, rule, called[name].calls)
-            kind = options.index(min(options))
-            chosen |= {name} if kind else set()
-            around.update(dict.fromkeys(inside[name], kind))
-        return chosen
+            chosen[name] = options.index(min(options))
+            around.update(dict.fromkeys(inside[name], chosen[name]))
+        members = tuple(name for name, kind in chosen.items() if kind == kinds[-1])
+        return Choice(members, tuple(name for name, kind in chosen.items() if 0 < kind < kinds[-1]))
 
     @staticmethod
-    def _costs(
-        name: str, around: int, costs: Mapping[str, tuple[float, float]], rule: float, calls: int
-    ) -> tuple[float, float]:
-        plain, float32 = costs[name]
-        return plain + (calls * rule if around == 1 else 0.0), float32 + (calls * rule if around == 0 else 0.0)
+    def _costs(name: str, around: int, costs: Mapping[str, list[float]], rule: float, calls: int) -> list[float]:
+        return [each + (calls * rule if kind != around else 0.0) for kind, each in enumerate(costs[name])]
 
-    def _seconds_by_module(self) -> tuple[dict[str, float], dict[str, float]]:
+    def _seconds_by_module(self) -> list[dict[str, float]]:
         modules = self._seen.modules
-        taken: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
+        taken: list[list[dict[str, float]]] = [[] for _ in self._kinds]
         for turn in range(_ROUNDS + 1):
-            for kind in (0, 1) if turn % 2 else (1, 0):
+            for kind, region in list(enumerate(self._kinds))[:: 1 if turn % 2 else -1]:
                 clock = ModuleClock(self._region.device)
-                with watched(self._model, here(clock)), self._region if kind == 0 else nullcontext():
+                with watched(self._model, here(clock)), nullcontext() if region is None else region:
                     self._call()
                 if turn:  # the first is slow
                     taken[kind].append({modules[module].name: each for module, each in clock.seconds.items()})
-        fast, float32 = (
+        return [
             {each.name: median(one.get(each.name, 0.0) for one in rounds) for each in modules.values()}
             for rounds in taken
-        )
-        return fast, float32
+        ]
 
-    def fastest_ops(self, ops: Sequence[str], policy_of: Callable[[Members], Policy]) -> set[str]:
-        """Return the ops of some that make the model faster when they are in float32."""
-        tried = {f"{op} in float32": policy_of((op,)) for op in ops[:_MOST_OPS]}
-        race = self.race({PLAIN: Policy(), **tried}, lambda _: None)
-        return {op for op, side in zip(ops, tried, strict=False) if race.ratio(side, PLAIN) < 1 / _ALIKE}
+    def fastest_ops(
+        self, tried: Mapping[str, Sequence[Choice]], policy_of: Callable[[Choice], Policy]
+    ) -> dict[str, Choice]:
+        """Return by op, of those that make the model faster by a choice, the one that makes it fastest."""
+        sides = {
+            f"{op} {number}": (op, choice)
+            for op, choices in list(tried.items())[:_MOST_OPS]
+            for number, choice in enumerate(choices)
+        }
+        race = self.race({PLAIN: Policy(), **{side: policy_of(choice) for side, (_, choice) in sides.items()}})
+        found: dict[str, Choice] = {}
+        ratios = {side: race.ratio(side, PLAIN) for side in sides}
+        for side in sorted(sides, key=ratios.__getitem__):
+            op, choice = sides[side]
+            if ratios[side] < 1 / _ALIKE:
+                found.setdefault(op, choice)
+        return found
 
 
 def choose(race: Race, within: Sequence[str]) -> Timings:

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..engine import low_bit
 from ..region.autocast import autocast
 from ..region.capture import Snapshot
 from .calls import Call
 from .hooks import Key, Open, Watcher, common, watched
+from .observe.low_bit_counts import LowBitCounts
 from .survey import Survey
 from .turns import Turns
 from .untouched import RandomState, Values
@@ -36,7 +38,13 @@ class Met(NamedTuple):
 
 
 class Record(Protocol):
-    """Who is told of what comes out."""
+    """Who is told of what comes out.
+
+    Attributes:
+        low_bit: counts what recipes compute and decline in the region.
+    """
+
+    low_bit: LowBitCounts
 
     def own(self, module: torch.nn.Module, reference: Any, own: Any) -> None:
         """Be told what a call returns in float32, and what the module itself makes of the same arguments."""
@@ -98,6 +106,8 @@ class Lockstep:
             stack.enter_context(self.generators.kept())
             stack.enter_context(self.state.set_aside())
             random, state = self.generators.get(), self.state.cloned()
+            note = self.record.low_bit.note
+            stack.callback(lambda: low_bit.listen_no_more(note))
 
             def theirs() -> Any:
                 with ExitStack() as stack:
@@ -107,6 +117,7 @@ class Lockstep:
                     self.state.put(state)
                     self.generators.set(random)
                     stack.enter_context(self.region)
+                    low_bit.listen(note, threading.get_ident())
                     return self._call.of_model(self._model)
 
             stack.enter_context(watched(self._model, watcher))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..policy import files
+from .choice import Choice
 from .errors import json_number
 from .search import Members, OutOfBudget
 
@@ -24,46 +25,54 @@ class Trial:
         members: what was in float32.
         distance: how far the output was from float32's; inf where it was not finite, or could not be had.
         error: what the model raised; empty where it ran.
+        kept: what had left the recipe for the fast dtype, where there is a recipe.
     """
 
     members: Members
     distance: float
     error: str = ""
+    kept: Members = ()
+
+    @property
+    def choice(self) -> Choice:
+        """What was where."""
+        return Choice(self.members, self.kept)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for programs."""
         said: dict[str, Any] = {"members": list(self.members), "distance": json_number(self.distance)}
-        return {**said, "error": self.error} if self.error else said
+        said |= {"error": self.error} if self.error else {}
+        return {**said, "kept": list(self.kept)} if self.kept else said
 
 
 class Trials:
-    """Evaluates sets of what is in float32, each once, as long as the budget lasts.
+    """Evaluates choices, each once, as long as the budget lasts.
 
     What a file holds of an earlier search is not evaluated again, and counts as if it were: a search that goes on from
     a file takes the way of one that was never interrupted.
     """
 
-    def __init__(self, evaluate: Callable[[Members], Trial], budget: int, file: "StateFile | None") -> None:
-        self.made: dict[Members, Trial] = {}
+    def __init__(self, evaluate: Callable[[Choice], Trial], budget: int, file: "StateFile | None") -> None:
+        self.made: dict[Choice, Trial] = {}
         self._evaluate, self._budget, self._file = evaluate, budget, file
         self._known = {} if file is None else dict(file.trials)
 
-    def of(self, members: Members) -> Trial:
-        """Return the trial of a set.
+    def of(self, choice: Choice) -> Trial:
+        """Return the trial of a choice.
 
         Raises:
             OutOfBudget: there was none yet, and the budget is spent.
         """
-        if members not in self.made:
+        if choice not in self.made:
             if len(self.made) >= self._budget:
                 raise OutOfBudget
-            trial = self._known.get(members)
+            trial = self._known.get(choice)
             if trial is None:
-                trial = self._evaluate(members)
+                trial = self._evaluate(choice)
                 if self._file is not None:
                     self._file.add(trial)
-            self.made[members] = trial
-        return self.made[members]
+            self.made[choice] = trial
+        return self.made[choice]
 
 
 class StateFile:
@@ -82,7 +91,7 @@ class StateFile:
         """
         self._path, self._of = Path(path), dict(of)
         self.order: list[str] | None = None
-        self.trials: dict[Members, Trial] = {}
+        self.trials: dict[Choice, Trial] = {}
         if not self._path.exists():
             return
         try:
@@ -91,8 +100,9 @@ class StateFile:
             if schema == SCHEMA:
                 self.order = said["order"]
                 for each in said["trials"]:
-                    trial = Trial(tuple(each["members"]), float(each["distance"]), each.get("error", ""))
-                    self.trials[trial.members] = trial
+                    kept = tuple(each.get("kept", ()))
+                    trial = Trial(tuple(each["members"]), float(each["distance"]), each.get("error", ""), kept)
+                    self.trials[trial.choice] = trial
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"state={os.fspath(path)!r} is not a state file of polycast.tune ({type(error).__name__}: {error}): "
@@ -118,7 +128,7 @@ class StateFile:
 
     def add(self, trial: Trial) -> None:
         """Keep a trial."""
-        self.trials[trial.members] = trial
+        self.trials[trial.choice] = trial
         self._write()
 
     def _write(self) -> None:

@@ -1,4 +1,4 @@
-"""``tune``: what must stay in float32, as a policy with the evidence for it."""
+"""``tune``: what must stay in float32, or out of a recipe, as a policy with the evidence for it."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -10,19 +10,23 @@ import torch
 
 from ..errors import warn_user
 from ..policy.dtypes import dtype_name
+from ..policy.recipes import Recipe, RecipeLike
 from ..region.autocast import autocast
 from ..region.capture import Snapshot
 from ..region.module_rules import apply_policy
 from . import fingerprint
 from .calls import Call
 from .candidates import Modules, Ops, ops_seen
-from .compare import compared, enabled_region
+from .choice import PLAIN, Choice
+from .compare import compared, enabled_region, wanted_recipe
 from .errors import has_floats, relative_error
 from .evidence import Evidence, Tuned, machine
-from .fastest import PLAIN, Stopwatch, choose
+from .fastest import PLAIN as PLAIN_SIDE
+from .fastest import Stopwatch, choose
 from .hooks import uncompiled
+from .least import Ordered, least
 from .progress import progress
-from .search import Members, OutOfBudget, smallest_set
+from .search import Members, OutOfBudget
 from .survey import survey
 from .timing import Timings
 from .trials import StateFile, StatePath, Trial, Trials, distance_of
@@ -31,7 +35,7 @@ from .untouched import RandomState
 _OVER = ("modules", "ops")
 _OBJECTIVES = ("accuracy", "time")
 _LEAST_BUDGET = 2
-"""The region without a policy, and everything in float32."""
+"""The region without a policy, and everything in float32; with a recipe, everything in the fast dtype, too."""
 
 Metric = Callable[[Any, Any], Any]
 
@@ -48,6 +52,7 @@ def tune(
     objective: Literal["accuracy", "time"] = "accuracy",
     budget: int | None = None,
     state: StatePath | None = None,
+    recipe: RecipeLike | None = None,
 ) -> Tuned:
     """Find what of a model must stay in float32 for its output in a region to stay close to float32's.
 
@@ -56,10 +61,15 @@ def tune(
     module stands for the ops in it that are in no module inside it; so one in float32 may have modules in it that are
     not.
 
-    With the objective ``"time"`` each module, or op, has the faster of the two precisions, as measured on these inputs
-    under ``no_grad``, within the tolerance. The model under the policy is then timed as a whole, in turns with float32
-    and with the region without a policy: what is returned is the fastest that keeps the tolerance, and the plainer one
-    where two are alike. It holds for these shapes, this machine, and regions without a :class:`WeightCache`.
+    With a recipe it is what must leave the recipe, for the fast dtype (the rule ``"none"``), and what must be in
+    float32 (``"fp32"``), for which the fast dtype is not enough either. The rules say the recipe themselves, so that
+    the policy is right in regions with it and without one.
+
+    With the objective ``"time"`` each module, or op, has the fastest of the precisions (float32, the fast dtype, and
+    the recipe if there is one), as measured on these inputs under ``no_grad``, within the tolerance. The model under
+    the policy is then timed as a whole, in turns with float32 and with the region without a policy: what is returned is
+    the fastest that keeps the tolerance, and the plainer one where two are alike. It holds for these shapes, this
+    machine, and regions without a :class:`WeightCache`.
 
     The model is left as it was, as by :func:`compare`. Each evaluation has the same random numbers. A set that the
     model cannot run under (RuntimeError) is infinitely far off.
@@ -73,12 +83,15 @@ def tune(
         device_type, dtype: of the region, as in :class:`autocast`.
         over: what is chosen from, ``"modules"`` or ``"ops"``.
         objective: ``"accuracy"`` or ``"time"``.
-        budget: how many evaluations there may be at most; at least 2. None: four for each candidate, and 16.
+        budget: how many evaluations there may be at most; at least 2, and 3 with a recipe. None: four for each
+            candidate, and 16.
         state: a file to keep the evaluations in. A search that was interrupted goes on from it, and finds what it would
             have found; of another model, other inputs or arguments (but `budget`) it is refused.
+        recipe: of the region, as in :class:`autocast`, without `keep`.
 
     Returns:
-        The policy and its evidence. It is to be used with :func:`apply_policy`, or for ops as ``policy=`` of regions.
+        The policy and its evidence. It is to be used with :func:`apply_policy`, or for ops as ``policy=`` of regions
+        (which then have the recipe too).
 
     Raises:
         TypeError: `model`, `inputs` or what `metric` returns is none of these.
@@ -98,9 +111,13 @@ def tune(
         >>> tuned.policy.modules["1"], tuned.met
         ('fp32', True)
     """
-    _check(metric, tolerance, over, objective, budget)
+    wanted = wanted_recipe(recipe)
+    least_budget = _LEAST_BUDGET if wanted is None else _LEAST_BUDGET + 1
+    _check(metric, tolerance, over, objective, budget, least_budget)
+    if wanted is not None and wanted.keep:
+        raise ValueError(f"recipe={wanted!r}: what to keep is what tune() finds. Give it a recipe without keep=.")
     call = Call.of(model, inputs)
-    region = enabled_region(device_type, dtype)
+    region = enabled_region(device_type, dtype, recipe=wanted)
     asked = Asked("relative L2 error" if metric is None else fingerprint.of_function(metric), objective)
     file = None
     if state is not None:
@@ -113,11 +130,12 @@ def tune(
             "dtype": dtype_name(region.fast_dtype),
             "over": over,
             "objective": objective,
+            "recipe": None if wanted is None else wanted.text,
             **machine(region.device),
         }
         file = StateFile(state, said)
-    search = _Search(model, call, metric or relative_error, region, over, float(tolerance))
-    limit = max(_LEAST_BUDGET, 4 * len(search.names) + 16) if budget is None else budget
+    search = _Search(model, call, metric or relative_error, region, over, float(tolerance), wanted)
+    limit = max(least_budget, 4 * len(search.names) + 16) if budget is None else budget
     return search.run(limit, file, asked)
 
 
@@ -129,13 +147,13 @@ class Asked(NamedTuple):
 
 
 class _Found(NamedTuple):
-    members: Members
+    choice: Choice
     met: bool
     is_minimal: bool
     reason: str
 
 
-def _check(metric: object, tolerance: object, over: str, objective: str, budget: object) -> None:
+def _check(metric: object, tolerance: object, over: str, objective: str, budget: object, least_budget: int) -> None:
     if metric is not None and not callable(metric):
         raise TypeError(f"metric must be a function of an output and a reference, or None; got {metric!r}")
     if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
@@ -143,19 +161,27 @@ def _check(metric: object, tolerance: object, over: str, objective: str, budget:
     for what, said, known in (("over", over, _OVER), ("objective", objective, _OBJECTIVES)):
         if said not in known:
             raise ValueError(f"{what} must be {' or '.join(map(repr, known))}, got {said!r}")
-    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < _LEAST_BUDGET):
-        raise ValueError(
-            f"budget must be a number of evaluations, at least {_LEAST_BUDGET} (the region without a policy, and "
-            f"everything in float32); got {budget!r}"
-        )
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < least_budget):
+        ways = "the region without a policy, and everything in float32"
+        if least_budget > _LEAST_BUDGET:
+            ways += ", and in the fast dtype"
+        raise ValueError(f"budget must be a number of evaluations, at least {least_budget} ({ways}); got {budget!r}")
 
 
 class _Search:
     def __init__(
-        self, model: torch.nn.Module, call: Call, metric: Metric, region: autocast, over: str, tolerance: float
+        self,
+        model: torch.nn.Module,
+        call: Call,
+        metric: Metric,
+        region: autocast,
+        over: str,
+        tolerance: float,
+        recipe: Recipe | None,
     ) -> None:
         self._model, self._call, self._metric, self._region, self._over = model, call, metric, region, over
-        self._tolerance = tolerance
+        self._tolerance, self._recipe = tolerance, recipe
+        self._fast = None if recipe is None else autocast(region.device, region.fast_dtype)
         self._generators = RandomState(region.device)
         self._seen, self._reference = survey(model, call, region.device)
         if metric is relative_error and not has_floats(self._reference):
@@ -165,10 +191,12 @@ class _Search:
             )
         self._candidates: Modules | Ops
         if over == "modules":
-            self._candidates, self.names = Modules(self._seen, region.fast_dtype), list(self._seen.by_name())
+            self._candidates = Modules(self._seen, region.fast_dtype, recipe)
+            self.names = list(self._seen.by_name())
         else:
+            self._candidates = Ops(recipe)
             with self._as_it_was():
-                self._candidates, self.names = Ops(), ops_seen(model, call, region)
+                self.names = ops_seen(model, call, self._fast or region)
 
     @contextmanager
     def _as_it_was(self) -> Iterator[None]:
@@ -179,18 +207,20 @@ class _Search:
     def run(self, budget: int, file: StateFile | None, asked: Asked) -> Tuned:
         with progress("tuning", None) as advance:
 
-            def evaluate(members: Members) -> Trial:
-                trial = self._evaluate(members)
-                advance(f"{len(members)} in float32: {trial.distance:.3g}")
+            def evaluate(choice: Choice) -> Trial:
+                trial = self._evaluate(choice)
+                kept = f", {len(choice.kept)} kept" if self._recipe is not None else ""
+                advance(f"{len(choice.members)} in float32{kept}: {trial.distance:.3g}")
                 return trial
 
-            order = self._order(file)
+            ordered = Ordered(self._order(file), self._candidates.can_be_kept)
             trials = Trials(evaluate, budget, file)
-            found = self._smallest(order, trials)
+            found = self._least(ordered, trials)
             timings = None
             if asked.objective == "time" and found.met:
-                found, timings = self._fastest(order, trials, found, advance)
-        return self._tuned(found, trials, timings, asked, budget)
+                found, timings = self._fastest(ordered, trials, found, advance)
+        all_fast = None if self._recipe is None else trials.made.get(ordered.all_fast())
+        return self._tuned(found, trials, timings, asked, budget, all_fast)
 
     def _order(self, file: StateFile | None) -> list[str]:
         if file is not None and file.order is not None:
@@ -210,27 +240,28 @@ class _Search:
         except RuntimeError:  # the model cannot run in the region without a policy
             return self.names
 
-    def _evaluate(self, members: Members) -> Trial:
+    def _evaluate(self, choice: Choice) -> Trial:
         with self._as_it_was():
             try:
-                with uncompiled(), apply_policy(self._model, self._candidates.policy(members)), self._region:
+                with uncompiled(), apply_policy(self._model, self._candidates.policy(choice)), self._region:
                     output = self._call.of_model(self._model)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                return Trial(members, math.inf, str(error).partition("\n")[0])
-            return Trial(members, distance_of(self._metric(output, self._reference)))
+                return Trial(choice.members, math.inf, str(error).partition("\n")[0], choice.kept)
+            distance = distance_of(self._metric(output, self._reference))
+            return Trial(choice.members, distance, kept=choice.kept)
 
-    def _smallest(self, order: list[str], trials: Trials) -> _Found:
-        everything = tuple(order)
-        trials.of(())
+    def _least(self, ordered: Ordered, trials: Trials) -> _Found:
+        everything = Choice(ordered.order)
+        trials.of(PLAIN)
         trials.of(everything)
-        smallest = smallest_set(order, lambda members: trials.of(members).distance <= self._tolerance)
-        if smallest is None:
-            best = min(trials.made.values(), key=lambda trial: (trial.distance, len(trial.members)))
-            return _Found(best.members, False, False, self._why_not(trials.of(everything)))
-        reason = "" if smallest.is_minimal else f"the budget was spent after {len(trials.made)} evaluations"
-        return _Found(smallest.members, True, smallest.is_minimal, reason)
+        found = least(ordered, lambda choice: trials.of(choice).distance <= self._tolerance)
+        if found is None:
+            best = min(trials.made.values(), key=lambda trial: (trial.distance, len(trial.members), len(trial.kept)))
+            return _Found(best.choice, False, False, self._why_not(trials.of(everything)))
+        reason = "" if found.is_minimal else f"the budget was spent after {len(trials.made)} evaluations"
+        return _Found(found.choice, True, found.is_minimal, reason)
 
     def _why_not(self, everything: Trial) -> str:
         with self._as_it_was():
@@ -241,31 +272,51 @@ class _Search:
         return f"no policy keeps the tolerance: with all {self._over} in float32 the output {said}"
 
     def _fastest(
-        self, order: list[str], trials: Trials, found: _Found, advance: Callable[[str], None]
+        self, ordered: Ordered, trials: Trials, found: _Found, advance: Callable[[str], None]
     ) -> tuple[_Found, Timings]:
         with self._as_it_was():
-            watch = Stopwatch(self._model, self._call, self._region, self._seen)
-            proposed = {PLAIN: (), "all in float32": tuple(order), "the smallest set in float32": found.members}
+            watch = Stopwatch(self._model, self._call, self._region, self._seen, self._fast)
+            proposed = {PLAIN_SIDE: PLAIN, "all in float32": Choice(ordered.order)}
+            if self._recipe is not None:
+                proposed["all in the fast dtype"] = ordered.all_fast()
+            smallest = "the smallest set in float32" if self._recipe is None else "the least that leaves the recipe"
+            proposed[smallest] = found.choice
             if self._over == "modules":
-                fast = watch.fastest_modules(set(found.members))
+                fast = watch.fastest_modules(found.choice)
             else:
-                fast = watch.fastest_ops(order, self._candidates.policy) | set(found.members)
-            proposed[f"the fastest of each of the {self._over}"] = tuple(name for name in order if name in fast)
-            sides: dict[str, Members] = {}
-            for side, members in proposed.items():
-                if members not in sides.values() and self._keeps(trials, members):
-                    sides[side] = members
-            policies = {side: self._candidates.policy(members) for side, members in sides.items()}
+                fast = self._fastest_ops(ordered.order, watch, found.choice)
+            proposed[f"the fastest of each of the {self._over}"] = ordered.choice(fast.members, fast.kept)
+            sides: dict[str, Choice] = {}
+            for side, choice in proposed.items():
+                if choice not in sides.values() and self._keeps(trials, choice):
+                    sides[side] = choice
+            policies = {side: self._candidates.policy(choice) for side, choice in sides.items()}
             timings = choose(watch.race(policies, advance), list(sides))
         return _Found(sides[timings.chosen], True, False, found.reason), timings
 
-    def _keeps(self, trials: Trials, members: Members) -> bool:
+    def _fastest_ops(self, ops: Members, watch: Stopwatch, needed: Choice) -> Choice:
+        """Return what makes the model faster, of each op by itself, and what is needed."""
+        tried = {op: [*([Choice(kept=(op,))] if self._candidates.can_be_kept(op) else []), Choice((op,))] for op in ops}
+        fast = watch.fastest_ops(tried, self._candidates.policy)
+        members = {*needed.members, *(op for op, choice in fast.items() if choice.members)}
+        kept = {*needed.kept, *(op for op, choice in fast.items() if choice.kept)} - members
+        return Choice(tuple(members), tuple(kept))
+
+    def _keeps(self, trials: Trials, choice: Choice) -> bool:
         try:
-            return trials.of(members).distance <= self._tolerance
+            return trials.of(choice).distance <= self._tolerance
         except OutOfBudget:
             return False
 
-    def _tuned(self, found: _Found, trials: Trials, timings: Timings | None, asked: Asked, budget: int) -> Tuned:
+    def _tuned(
+        self,
+        found: _Found,
+        trials: Trials,
+        timings: Timings | None,
+        asked: Asked,
+        budget: int,
+        all_fast: Trial | None,
+    ) -> Tuned:
         evidence = Evidence(
             model=type(self._model).__qualname__,
             device_type=self._region.device,
@@ -276,17 +327,20 @@ class _Search:
             metric=asked.metric,
             tolerance=self._tolerance,
             budget=budget,
-            members=found.members,
+            members=found.choice.members,
             candidates=len(self.names),
-            distance=trials.of(found.members).distance,
-            plain=trials.of(()).distance,
+            distance=trials.of(found.choice).distance,
+            plain=trials.of(PLAIN).distance,
             met=found.met,
             is_minimal=found.is_minimal,
             reason=found.reason,
             trials=tuple(trials.made.values()),
             timings=timings,
             machine=MappingProxyType(machine(self._region.device)),
+            recipe=self._recipe,
+            kept=found.choice.kept,
+            fast=None if all_fast is None else all_fast.distance,
         )
         if not found.met:
             warn_user(f"{found.reason}. The closest that was found is {evidence.distance:.3g} off.")
-        return Tuned(self._candidates.policy(found.members, evidence.name()), evidence)
+        return Tuned(self._candidates.policy(found.choice, evidence.name()), evidence)

@@ -82,7 +82,8 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
     - ``"off"``: autocast is off in it, and inputs are as they are;
     - a fast dtype, such as ``"float16"``: its ops run in a region with that dtype, also inside a module that a rule
       has switched autocast off in;
-    - a recipe, such as ``"int8"``, or ``"none"`` for the fast dtype: in place of the recipe of the region outside;
+    - a recipe, such as ``"int8"``, or ``"none"`` for the fast dtype: in place of the recipe of the region outside, also
+      inside a module that a rule has switched autocast off in;
     - policies by op: they are laid over what holds outside, and over what regions inside the module ask for.
 
     ``policy.ops`` hold in the whole model. Where a model is put under rules twice, the later ones decide in the

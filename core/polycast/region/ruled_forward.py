@@ -116,8 +116,8 @@ class RuledForward:
         found = []
         for device in devices:
             rule = self._rules.get(device) or self._rules.get(ANY_DEVICE)
-            # Policies for ops and recipes are for a region, and switch none on.
-            if rule is not None and (rule.dtype is not None or not rule.enabled or device in enabled):
+            # Policies for ops are for a region, and switch none on.
+            if rule is not None and (rule.dtype or rule.recipe or not rule.enabled or device in enabled):
                 found.append((device, rule))
         return tuple(found)
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from collections.abc import Iterable
 
 from .records import LowBit
 
@@ -24,3 +25,13 @@ class LowBitCounts:
             device, recipe, op, reason = key
             together[device, recipe, op, reason] += calls
         return tuple(LowBit(*key, calls=calls) for key, calls in together.most_common())
+
+
+def low_bit_lines(records: Iterable[LowBit]) -> Iterable[str]:
+    """Yield what recipes computed and declined, for people."""
+    for record in records:
+        op = record.op.removeprefix("aten::")
+        if record.declined:
+            yield f"{record.recipe} on {record.device}: {op} declined {record.calls:,} times: {record.declined}"
+        else:
+            yield f"{record.recipe} on {record.device}: {op} computed {record.calls:,} times"

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .facts import Facts, share, total_of
+from .low_bit_counts import low_bit_lines
 from .records import Finding, Op
 
 _MOST = 30
@@ -23,7 +24,7 @@ def shown(facts: Facts, findings: Iterable[Finding]) -> Group:
     others = len(facts.ops) - len(_called(facts)[:_MOST])
     if others:
         parts.append(Text(f"... and {others} more, with those that other ops are made of, in to_dict()"))
-    parts += [Text(line) for line in _low_bit_lines(facts)]
+    parts += [Text(line) for line in low_bit_lines(facts.low_bit)]
     found = [Text(f"- {finding}") for finding in findings]
     if found:
         parts += [Text(""), Text("Findings", style="bold"), *found]
@@ -40,15 +41,6 @@ def _run_lines(facts: Facts) -> Iterable[str]:
         yield f"{fast:.0%} of the floating-point ops computed in a fast dtype{in_time}"
     cast = f"{total.casts:,} casts, {total.cast_bytes:,} bytes; kept casts: {total.hits:,} found, {total.misses:,} not"
     yield cast + (f"; {total.cast_seconds:.3f} s of casting" if run.timing else "")
-
-
-def _low_bit_lines(facts: Facts) -> Iterable[str]:
-    for record in facts.low_bit:
-        op = record.op.removeprefix("aten::")
-        if record.declined:
-            yield f"{record.recipe} on {record.device}: {op} declined {record.calls:,} times: {record.declined}"
-        else:
-            yield f"{record.recipe} on {record.device}: {op} computed {record.calls:,} times"
 
 
 def _ops(facts: Facts) -> Table:

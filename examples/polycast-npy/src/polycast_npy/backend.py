@@ -1,14 +1,15 @@
 """Autocast for npy: what polycast asks of a device."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from typing_extensions import override
 
-from polycast import STANDARD_REMEDIES, Availability, Backend
+from polycast import STANDARD_REMEDIES, Availability, Backend, LowBitKernel, Recipe
 
 from .device import numpy_availability
 from .kernels import KERNELS
+from .low_bit import int8_kernels
 from .policies import POLICIES
 
 
@@ -28,3 +29,11 @@ class NpyBackend(Backend):
     @override
     def availability(self) -> Availability:
         return Availability(*numpy_availability())
+
+    @override
+    def recipe_availability(self, recipe: Recipe) -> Availability:
+        return Availability(True) if recipe.kind == "int8" else super().recipe_availability(recipe)
+
+    @override
+    def low_bit_kernels(self, recipe: Recipe) -> Mapping[str, LowBitKernel]:
+        return int8_kernels(recipe.scales)

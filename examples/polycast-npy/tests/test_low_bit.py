@@ -1,0 +1,135 @@
+"""Products in int8 by a recipe: near float32's, of what is unusual too, and on a weight that is packed once."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import polycast
+from polycast_npy.low_bit import Linear, Mm, int8_kernels
+
+RECIPE = polycast.Int8(min_size=0)
+INF, NAN = torch.inf, torch.nan
+
+
+def product(kernel, *args):
+    """Call a kernel as polycast does, on tensors of the CPU."""
+    args = [arg.to("npy") if isinstance(arg, torch.Tensor) else arg for arg in args]
+    assert kernel.declines(*args) is None
+    return kernel.run(kernel.prepare(args[1]), *args).cpu()
+
+
+@pytest.fixture(params=["row", "tensor"])
+def scales(request):
+    return request.param
+
+
+def test_the_backend_offers_int8_and_says_why_not_of_others():
+    backend = polycast.get_backend("npy")
+    assert backend.recipe_availability(polycast.Int8("tensor"))
+    answer = backend.recipe_availability(polycast.Float8())
+    assert (answer.available, answer.reason) == (False, "the backend for npy has no kernels for float8")
+    assert sorted(int8_kernels("row")) == ["aten::linear", "aten::mm"]
+
+
+def test_a_region_with_the_recipe_runs_the_kernels(engine):
+    layer = torch.nn.Linear(64, 32).to("npy")
+    x = torch.randn(5, 64).to("npy")
+    with torch.no_grad():
+        expected = layer(x).cpu()
+        with polycast.observe() as seen, polycast.autocast("npy", recipe=RECIPE):
+            actual = layer(x)
+        with polycast.autocast("npy"):
+            plain = layer(x).cpu()
+    assert [(each.op, each.declined, each.calls) for each in seen.low_bit] == [("aten::linear", "", 1)]
+    assert actual.dtype is torch.float16
+    assert not torch.equal(actual.cpu(), plain)
+    torch.testing.assert_close(actual.cpu().float(), expected, rtol=0.05, atol=0.02)
+
+
+def test_a_weight_is_packed_once_and_again_when_it_changes(engine):
+    cache = polycast.WeightCache()
+    layer = torch.nn.Linear(64, 32, bias=False).to("npy")
+    x = torch.randn(5, 64).to("npy")
+    found = []
+    with torch.no_grad():
+        for use in range(3):
+            if use == 2:
+                layer.weight.mul_(2)
+            with polycast.autocast("npy", recipe=RECIPE, cache=cache):
+                found.append(layer(x).cpu().float())
+    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[2], 2 * found[0])
+    assert (cache.stats().misses, cache.stats().hits) == (2, 1)
+    assert (cache.stats().packings, cache.stats().packed_bytes) == (1, 64 * 32 + 4 * 32)
+
+
+def test_where_gradients_are_recorded_the_op_runs_in_float16(engine):
+    layer = torch.nn.Linear(64, 32).to("npy")
+    x = torch.randn(5, 64).to("npy")
+    with polycast.observe() as seen, polycast.autocast("npy", recipe=RECIPE):
+        layer(x).sum().backward()
+    assert [each.declined for each in seen.low_bit] == ["autograd records it, and low bit is for inference"]
+    assert layer.weight.grad.dtype is torch.float32
+
+
+@pytest.mark.parametrize("shape", [(130,), (5, 130), (2, 3, 130), (0, 130)], ids=str)
+def test_linear_takes_any_number_of_dimensions(scales, shape):
+    x, weight, bias = torch.randn(shape), torch.randn(70, 130), torch.randn(70)
+    actual = product(Linear(scales), x, weight, bias)
+    torch.testing.assert_close(actual.float(), F.linear(x, weight, bias), rtol=0.05, atol=0.5)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_mm_takes_its_weight_the_other_way_round(scales, rows):
+    x, weight = torch.randn(rows, 130), torch.randn(130, 70)
+    assert torch.equal(product(Mm(scales), x, weight), product(Linear(scales), x, weight.t(), None))
+
+
+def test_values_that_are_bytes_are_exact(scales):
+    x, weight = torch.randint(-127, 128, (5, 64)).float(), torch.randint(-127, 128, (32, 64)).float()
+    x[:, 0], weight[:, 0] = 127, 127
+    actual = product(Linear(scales), x / 128, weight / 128, None)
+    torch.testing.assert_close(actual, (x @ weight.t() / 128**2).half(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("values", [(INF,), (-INF,), (INF, -INF), (NAN,)], ids=str)
+def test_a_row_with_inf_or_nan_is_what_it_is_in_float32_and_the_others_are_what_they_are_without(scales, values):
+    x, weight = torch.randn(4, 16), torch.randn(8, 16).sign()
+    clean = x.clone()
+    clean[2], x[2, : len(values)] = 0, torch.tensor(values)
+    actual = product(Linear(scales), x, weight, None)
+    torch.testing.assert_close(actual[2].float(), F.linear(x, weight)[2], equal_nan=True)
+    others = [0, 1, 3]
+    assert torch.equal(actual[others], product(Linear(scales), clean, weight, None)[others])
+
+
+def test_rows_of_zeros_give_the_bias(scales):
+    bias = torch.randn(8).half()
+    assert torch.equal(product(Linear(scales), torch.zeros(3, 16), torch.randn(8, 16), bias), bias.expand(3, 8))
+
+
+@pytest.mark.parametrize("value", [INF, NAN])
+def test_a_weight_with_inf_or_nan_is_not_packed(value):
+    weight = torch.randn(8, 16)
+    weight[3, 3] = value
+    assert Linear("row").prepare(weight.to("npy")) is None
+
+
+X, WEIGHT = torch.ones(5, 16), torch.ones(8, 16)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "args", "reason"),
+    [
+        (Linear, (X, torch.ones(16), None), "the weight is not a matrix"),
+        (Linear, (X, torch.ones(8, 17), None), "the sizes do not fit"),
+        (Linear, (torch.tensor(1.0), WEIGHT, None), "the sizes do not fit"),
+        (Linear, (torch.ones(5, 0), torch.ones(8, 0), None), "the weight has no elements"),
+        (Linear, (X, WEIGHT, torch.ones(5, 8)), "the bias is not a vector of the output features"),
+        (Mm, (X[None], WEIGHT.t()), "the sizes do not fit"),
+        (Mm, (X, WEIGHT), "the sizes do not fit"),
+    ],
+    ids=str,
+)
+def test_what_is_declined_has_a_reason(kernel, args, reason):
+    assert kernel("row").declines(*args) == reason

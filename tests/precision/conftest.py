@@ -1,0 +1,45 @@
+"""A CPU that computes recipes in Python, so that what is found does not depend on the processor."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import polycast
+from polycast_cpu import CpuBackend
+
+
+def quantized(values, dim):
+    """Return values rounded to 255 levels, with a scale for each row along a dimension, or one for all."""
+    largest = values.abs().amax() if dim is None else values.abs().amax(dim, keepdim=True)
+    scale = largest.clamp(min=1e-30) / 127
+    return (values / scale).round() * scale
+
+
+class Linear(polycast.LowBitKernel):
+    """A linear in int8, in float32's numbers."""
+
+    def __init__(self, scales):
+        self.dim = -1 if scales == "row" else None
+
+    def prepare(self, weight):
+        return (quantized(weight.float(), 1),)
+
+    def run(self, prepared, x, weight, bias):
+        product = F.linear(quantized(x.float(), self.dim), prepared[0], None if bias is None else bias.float())
+        return product.to(torch.get_autocast_dtype("cpu"))
+
+
+class PythonCpu(CpuBackend):
+    def recipe_availability(self, recipe):
+        if recipe.kind == "int8":
+            return polycast.Availability(True)
+        return polycast.Availability(False, "there is int8 only")
+
+    def low_bit_kernels(self, recipe):
+        return {"aten::linear": Linear(recipe.scales)}
+
+
+@pytest.fixture
+def int8_in_python():
+    """Register a backend for the CPU whose recipes are computed in Python."""
+    polycast.register_backend(PythonCpu())

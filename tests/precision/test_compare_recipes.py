@@ -1,0 +1,110 @@
+"""``compare(recipe=...)``: what a recipe adds to the error of each module, and what it did not compute."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+from polycast import Int8
+
+pytestmark = pytest.mark.usefixtures("int8_in_python")
+RECIPE = Int8(min_size=0)
+
+
+@pytest.fixture
+def model():
+    """Two layers, of which the second takes channels that are much larger than the others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32)).eval()
+    with torch.no_grad():
+        model[1].weight[:2] *= 3000
+        model[2].weight[:, :2] /= 3000
+    return model
+
+
+@pytest.fixture
+def x():
+    return torch.randn(16, 32)
+
+
+def compare(model, x, **settings):
+    return polycast.compare(model, x, "cpu", **{"recipe": RECIPE, **settings})
+
+
+def errors(comparison):
+    return {module.name: module.own.relative for module in comparison.modules}
+
+
+def test_the_module_that_the_recipe_harms_comes_first(model, x, engine):
+    comparison, without = compare(model, x), compare(model, x, recipe=None)
+    assert comparison.modules[0].name == "2"
+    assert errors(comparison)["2"] > 10 * errors(without)["2"]
+    assert errors(comparison)["1"] == pytest.approx(errors(without)["1"])
+
+
+def test_the_output_is_that_of_a_region_with_the_recipe(model, x, engine):
+    with torch.no_grad():
+        expected = model(x)
+        with polycast.autocast("cpu", recipe=RECIPE):
+            output = model(x)
+    distance = (output.float() - expected).norm() / expected.norm()
+    assert compare(model, x).outputs["output"].relative == pytest.approx(distance.item(), rel=1e-4)
+
+
+def test_a_rule_takes_a_module_out_of_the_recipe(model, x):
+    policy = polycast.Policy(modules={"2": "none"})
+    assert errors(compare(model, x, policy=policy))["2"] == errors(compare(model, x, recipe=None))["2"]
+
+
+def test_what_was_computed_and_what_declined_is_counted_once_for_each_call_in_the_region(model, x, engine):
+    comparison = compare(model, x, recipe=Int8(min_size=0, keep=(model[0],)))
+    assert {(each.op, each.declined, each.calls) for each in comparison.low_bit} == {
+        ("aten::linear", "", 1),
+        ("aten::linear", "the recipe keeps the weight in the fast dtype", 1),
+    }
+    assert "int8 on cpu: linear computed 1 times" in str(comparison)
+    assert "float32 against a region of bfloat16 and int8 on cpu: relative errors." in str(comparison)
+
+
+def test_where_the_recipe_computes_nothing_that_is_said(model, x):
+    text = str(compare(model, x, recipe=Int8()))
+    assert "linear declined 2 times: the weight is smaller than the recipe's min_size" in text
+    assert "Nothing was computed by Int8(): these are the errors of bfloat16." in text
+
+
+def test_without_a_recipe_there_is_nothing_to_say_of_one(model, x):
+    comparison = compare(model, x, recipe=None)
+    assert (comparison.recipe, comparison.low_bit) == (None, ())
+    assert "int8" not in str(comparison)
+
+
+def test_programs_get_the_recipe_and_the_counts(model, x):
+    said = json.loads(json.dumps(compare(model, x).to_dict(), allow_nan=False))
+    assert said["recipe"] == "int8"
+    assert said["low_bit"] == [
+        {"device": "cpu", "recipe": "int8", "op": "aten::linear", "declined": "", "calls": 2},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "error", "message"),
+    [
+        ("float8", RuntimeError, "Float8() cannot be used on cpu: there is int8 only. There is no region to look at."),
+        ("int9", ValueError, "'int9' is not a recipe"),
+        (Int8, TypeError, "recipe is the class Int8: call it, Int8()"),
+    ],
+    ids=str,
+)
+def test_a_recipe_that_cannot_be_used_is_refused(model, x, recipe, error, message):
+    with pytest.raises(error) as caught:
+        compare(model, x, recipe=recipe)
+    assert message in str(caught.value)
+
+
+def test_nobody_listens_afterwards(model, x):
+    from polycast.engine import low_bit
+
+    compare(model, x)
+    assert low_bit._listeners == ()

@@ -1,0 +1,255 @@
+"""``tune(recipe=...)``: what has to leave a recipe, and what the fast dtype is not enough for either."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+from polycast import Int8, NoRecipe, Policy
+from polycast.precision import fastest
+from polycast.precision.calls import Call
+from polycast.precision.candidates import Modules, Ops
+from polycast.precision.choice import Choice
+from polycast.precision.fastest import PLAIN
+from polycast.precision.survey import survey
+from polycast.precision.timing import Race
+
+pytestmark = pytest.mark.usefixtures("int8_in_python")
+RECIPE = Int8(min_size=0)
+
+
+def outliers(layer, norm, factor=3000.0):
+    """Have a few channels of what a layer takes be much larger than the others: the same function in float32."""
+    with torch.no_grad():
+        norm.weight[:2] *= factor
+        layer.weight[:, :2] /= factor
+
+
+class Block(nn.Module):
+    def __init__(self, width, much):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+        if much:
+            outliers(self.up, self.norm)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def planted(*culprits, blocks=5):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(32, n in culprits) for n in range(blocks))).eval(), torch.randn(16, 32)
+
+
+def tune(model, x, **arguments):
+    """Tune, and check what is promised of every result that is met."""
+    settings = {"tolerance": 2e-2, "device_type": "cpu", "recipe": RECIPE}
+    tuned = polycast.tune(model, x, **{**settings, **arguments})
+    evidence = tuned.evidence
+    tried = {(frozenset(trial.members), frozenset(trial.kept)): trial.distance for trial in evidence.trials}
+    members, kept = frozenset(evidence.members), frozenset(evidence.kept)
+    assert tuned.met
+    assert evidence.distance <= evidence.tolerance
+    if evidence.is_minimal:
+        assert all(tried[members, kept - {name}] > evidence.tolerance for name in kept)
+        assert all(tried[members - {name}, kept | {name}] > evidence.tolerance for name in members)
+    return tuned
+
+
+def distance(model, x, policy, **settings):
+    with torch.no_grad():
+        expected = model(x)
+        with polycast.apply_policy(model, policy), polycast.autocast("cpu", **settings):
+            output = model(x)
+    return ((output.float() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("culprits", [(1,), (0, 3)], ids=str)
+def test_the_layers_with_outlier_channels_are_what_leaves_the_recipe(culprits, engine):
+    tuned = tune(*planted(*culprits))
+    assert set(tuned.evidence.kept) == {f"{n}.up" for n in culprits}
+    assert tuned.evidence.members == ()
+    assert tuned.evidence.is_minimal
+    assert dict(tuned.policy.modules) == {"": RECIPE, **{f"{n}.up": NoRecipe() for n in culprits}}
+
+
+def test_where_the_recipe_is_enough_nothing_leaves_it():
+    tuned = tune(*planted(), tolerance=0.05)
+    assert dict(tuned.policy.modules) == {"": RECIPE}
+    assert (tuned.evidence.kept, tuned.evidence.members, tuned.evidence.is_minimal) == ((), (), True)
+
+
+def test_what_the_fast_dtype_is_not_enough_for_is_in_float32_and_the_others_stay_in_the_recipe(engine):
+    model, x = planted(1)
+    with torch.no_grad():  # more than float16 can hold
+        model[3].up.weight.mul_(1e6)
+        model[3].down.weight.mul_(1e-6)
+    tuned = tune(model, x, dtype=torch.float16)
+    assert set(tuned.evidence.members) == {"3.up", "3.down"}
+    assert tuned.evidence.kept == ("1.up",)
+    assert {name: str(rule) for name, rule in tuned.policy.modules.items()} == {
+        "": str(RECIPE),
+        "1.up": "NoRecipe()",
+        "3.up": "fp32",
+        "3.down": "fp32",
+    }
+    assert tuned.evidence.is_minimal
+
+
+def test_the_policy_does_the_same_in_a_region_with_the_recipe_and_in_one_without(engine):
+    model, x = planted(1)
+    tuned = tune(model, x)
+    expected = pytest.approx(tuned.evidence.distance)
+    assert distance(model, x, tuned.policy) == expected
+    assert distance(model, x, tuned.policy, recipe=RECIPE) == expected
+
+
+def test_the_policy_is_saved_and_loaded(tmp_path):
+    model, x = planted(1)
+    tuned = tune(model, x)
+    tuned.save(tmp_path / "int8.toml")
+    assert Policy.load(tmp_path / "int8.toml") == tuned.policy
+    assert distance(model, x, tmp_path / "int8.toml") == pytest.approx(tuned.evidence.distance)
+
+
+def test_the_evidence_says_what_left_and_how_far_the_recipe_and_the_fast_dtype_are():
+    evidence = tune(*planted(1)).evidence
+    assert evidence.plain > evidence.tolerance >= evidence.fast
+    first, second, *_ = evidence.lines()
+    assert first == "Sequential on cpu, bfloat16, int8: 0 of 21 modules in float32, 1 kept in bfloat16"
+    assert second.endswith(f"; without a policy {evidence.plain:.3g}, all in bfloat16 {evidence.fast:.3g}")
+    said = json.loads(json.dumps(evidence.to_dict(), allow_nan=False))
+    assert (said["recipe"], said["kept"], said["members"]) == ("int8", ["1.up"], [])
+    assert "in bfloat16 and int8 on cpu, tuned for accuracy" in evidence.name()
+
+
+def test_over_ops_those_of_the_recipe_can_leave_it(engine):
+    model, x = planted(1)
+    tuned = tune(model, x, over="ops")
+    assert tuned.policy == Policy({"linear": "lower_precision_fp"}, name=tuned.policy.name)
+    assert tuned.evidence.kept == ("linear",)
+    with torch.no_grad(), polycast.autocast("cpu", recipe=RECIPE, policy=tuned.policy):
+        in_region = model(x)
+    with torch.no_grad(), polycast.autocast("cpu"):
+        assert torch.equal(model(x), in_region)
+
+
+def test_a_search_goes_on_from_its_file_and_not_with_another_recipe(tmp_path):
+    model, x = planted(1)
+    state = tmp_path / "state.json"
+    first = tune(model, x, state=state)
+    assert tune(model, x, state=state).evidence.trials == first.evidence.trials
+    with pytest.raises(ValueError, match="is of another search: its recipe was 'int8 row"):
+        tune(model, x, state=state, recipe="int8:tensor")
+
+
+def test_where_the_budget_is_spent_what_is_found_keeps_the_tolerance():
+    tuned = tune(*planted(1), budget=3)
+    assert (tuned.met, tuned.evidence.is_minimal) == (True, False)
+    assert tuned.evidence.reason == "the budget was spent after 3 evaluations"
+
+
+def test_where_not_even_float32_is_enough_that_is_said():
+    model, x = planted()
+    with pytest.warns(UserWarning, match="no policy keeps the tolerance: with all modules in float32 the output is 1"):
+        tuned = polycast.tune(model, x, lambda *_: 1.0, tolerance=0.5, device_type="cpu", recipe=RECIPE)
+    assert not tuned.met
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"recipe": "int9"}, ValueError, "'int9' is not a recipe: did you mean 'int8'?"),
+        ({"recipe": 8}, TypeError, "recipe must be a Recipe such as polycast.Int8(), its name, or None, got 8"),
+        ({"recipe": "float8"}, RuntimeError, "cannot be used on cpu: there is int8 only. There is no region to look"),
+        ({"budget": 2}, ValueError, "at least 3 (the region without a policy, and everything in float32, and in the"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(arguments, error, message):
+    with pytest.raises(error) as caught:
+        tune(*planted(), **arguments)
+    assert message in str(caught.value)
+
+
+def test_a_recipe_that_keeps_something_is_refused_with_the_reason():
+    model, x = planted()
+    with pytest.raises(ValueError, match="what to keep is what tune\\(\\) finds. Give it a recipe without keep="):
+        tune(model, x, recipe=Int8(keep=(model[0],)))
+
+
+def test_no_recipe_is_the_search_without_one():
+    model, x = planted()
+    assert tune(model, x, recipe="none").evidence.recipe is None
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Have races take no time; `faster` says which side wins."""
+
+    def quick(faster):
+        def run(self, advance=None):
+            self.rounds = [{side: 1.0 if side == faster else 2.0 for side in self.sides}]
+            return self
+
+        monkeypatch.setattr(Race, "run", run)
+
+    return quick
+
+
+@pytest.mark.parametrize("over", ["modules", "ops"])
+def test_for_time_all_three_are_timed(quick, over):
+    quick("all in the fast dtype")
+    model, x = planted()
+    tuned = tune(model, x, objective="time", tolerance=0.1, over=over)
+    seconds = tuned.evidence.timings.seconds
+    assert {PLAIN, "all in float32", "all in the fast dtype"} <= set(seconds)
+    assert distance(model, x, tuned.policy, recipe=RECIPE) == pytest.approx(tuned.evidence.fast)
+
+
+def test_for_time_the_recipe_alone_is_chosen_where_it_is_the_fastest(quick):
+    quick(PLAIN)
+    tuned = tune(*planted(), objective="time", tolerance=0.1)
+    assert dict(tuned.policy.modules) == {"": RECIPE}
+
+
+def test_for_time_what_the_tolerance_needs_out_of_the_recipe_is_out_of_it(monkeypatch):
+    monkeypatch.setattr(fastest, "_ROUNDS", 1)
+    evidence = tune(*planted(1), objective="time").evidence
+    assert "1.up" in (*evidence.kept, *evidence.members)
+    assert PLAIN not in evidence.timings.seconds
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.act, self.last = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(self.act(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    ("choice", "rules"),
+    [
+        (Choice(), {"": RECIPE}),
+        (Choice(kept=("first",)), {"": RECIPE, "first": "none"}),
+        (Choice(kept=("",)), {"": "none", "first": RECIPE, "last": RECIPE}),
+        (Choice(("",)), {"": "fp32", "first": RECIPE, "last": RECIPE}),
+        (Choice(("",), ("first", "last")), {"": "fp32", "first": "none", "last": "none"}),
+        (Choice(("first",), ("", "act")), {"": "none", "first": "fp32", "last": RECIPE}),
+    ],
+    ids=str,
+)
+def test_a_module_has_a_rule_where_it_computes_in_other_numbers_than_its_caller(choice, rules):
+    model = Nested()
+    seen, _ = survey(model, Call.of(model, torch.randn(2, 4)), "cpu")
+    assert Modules(seen, torch.bfloat16, RECIPE).policy(choice) == Policy(modules=rules)
+
+
+def test_only_the_ops_of_a_recipe_can_leave_it():
+    ops = Ops(Int8(ops=("linear",)))
+    assert (ops.can_be_kept("linear"), ops.can_be_kept("mm"), ops.can_be_kept("exp")) == (True, False, False)
+    assert not Ops().can_be_kept("linear")
