@@ -10,11 +10,11 @@ template <typename Function>
 void with_elements(const at::Tensor& tensor, const Function& function) {
   switch (tensor.scalar_type()) {
     case at::kFloat:
-      return function(static_cast<float*>(tensor.data_ptr()));
+      return function(tensor.data_ptr<float>());
     case at::kBFloat16:
-      return function(static_cast<at::BFloat16*>(tensor.data_ptr()));
+      return function(tensor.data_ptr<at::BFloat16>());
     case at::kHalf:
-      return function(static_cast<at::Half*>(tensor.data_ptr()));
+      return function(tensor.data_ptr<at::Half>());
     default:
       TORCH_CHECK(false, "expected float32, bfloat16 or float16, got ", tensor.scalar_type());
   }

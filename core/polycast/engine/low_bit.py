@@ -21,6 +21,7 @@ import torch
 from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.library import Library
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..plugins.backend import Backend, LowBitKernel
 from ..plugins.discovery import check_recipe
@@ -32,19 +33,24 @@ from .disable_dynamo import disable_dynamo
 from .kept_cast import TAGS, number_in_graph
 from .state import NO_WEIGHT, NOTHING_KEPT, WATCHED, Overlay
 from .weight_cache import WeightCache, cache_by_identity
+from .weights import caching_is_safe
 
 NO_KERNEL = "the backend has no kernel for it"
 RECORDS = "autograd records it, and low bit is for inference"
 SMALL = "the weight is smaller than the recipe's min_size"
 KEPT = "the recipe keeps the weight in the fast dtype"
 NO_PACKING = "the weight cannot be packed"
+IN_FUNCTION = "an autograd.Function computes it, and low bit is for inference (what torch.inference_mode() says)"
+SUBCLASS = "a tensor is of a subclass that sees each op itself, or has no memory"
 
 _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _Note = Callable[[str, str, str, str | None], object]
 _listeners: tuple[tuple[_Note, int | None], ...] = ()
 _lock = threading.Lock()
-_kinds: dict[Hashable, int] = {}
+_kinds: list[tuple[weakref.ref[Backend], dict[Hashable, int]]] = []
+"""The kinds of packings, of each backend: one by one, for another instance of its class may pack otherwise."""
 _unused_kinds = itertools.count(1)
 
 
@@ -100,21 +106,36 @@ packings = _Packings()
 
 
 class _Thread(threading.local):
-    recorded = 0
-    """How many functions this thread runs without a graph that are run again with one, in a backward."""
+    forward: tuple[int, bool] | None = None
+    """Where a forward runs again in a backward: which backward, and whether a function of autograd's ran it first."""
 
 
 _thread = _Thread()
 
 
+def in_function() -> bool:
+    """Say whether a function of autograd's computes now, forward or backward, so that gradients may come of it.
+
+    Its forward runs without a graph, as inference does. But there autograd switches off forward mode too, which else
+    only inference mode does.
+    """
+    if not torch._C._is_fwd_grad_enabled():
+        return not torch.is_inference_mode_enabled()
+    backward = torch._C._current_graph_task_id()
+    if _thread.forward is not None and _thread.forward[0] == backward:
+        return _thread.forward[1]
+    return backward != -1
+
+
 @contextmanager
-def recorded_later() -> Iterator[None]:
-    """Have no op computed by a recipe in what autograd will record in its second run: it is to compute the same."""
-    _thread.recorded += 1
+def as_in_forward(in_function: bool) -> Iterator[None]:
+    """Have what a backward runs again computed as its forward was, in a function of autograd's or not."""
+    before = _thread.forward
+    _thread.forward = torch._C._current_graph_task_id(), in_function
     try:
         yield
     finally:
-        _thread.recorded -= 1
+        _thread.forward = before
 
 
 class _Keep:
@@ -153,10 +174,11 @@ class _Plan:
         self.refusal = NO_KERNEL
         answer = check_recipe(backend, recipe)
         if answer.available:
-            self.kernels = backend.low_bit_kernels(recipe)
+            with _disable_current_modes(), torch.inference_mode(False):  # kernels may make tensors, to keep them
+                self.kernels = backend.low_bit_kernels(recipe)
         else:
             self.refusal = answer.reason
-        self._kinds = {op: _kind_of(backend, recipe, kernel) for op, kernel in self.kernels.items()}
+        self._kinds = {op: _kind_of(backend, recipe, op, kernel) for op, kernel in self.kernels.items()}
         self._prepare = {op: _preparing(kernel) for op, kernel in self.kernels.items()}
 
     def declines(self, op: str, args: Sequence[Any]) -> str | None:
@@ -167,8 +189,6 @@ class _Plan:
         weight = args[kernel.weight]
         if not isinstance(weight, torch.Tensor):
             return "its weight is no tensor"
-        if _thread.recorded:
-            return RECORDS
         records = torch.is_grad_enabled()
         for arg in args:
             if isinstance(arg, torch.Tensor):
@@ -176,6 +196,8 @@ class _Plan:
                     return f"a tensor is on {arg.device.type}"
                 if arg.dtype not in _FLOATS:
                     return f"a tensor is {str(arg.dtype).removeprefix('torch.')}"
+                if arg.layout is not torch.strided or arg.is_nested:
+                    return "a tensor is not strided"
                 if records and arg.requires_grad:
                     return RECORDS
         if weight.numel() < self.recipe.min_size:
@@ -193,6 +215,9 @@ class _Plan:
         weight: torch.Tensor = args[kernel.weight]
         if self._may_capture and self.backend.is_capturing():
             return NOTHING_KEPT
+        # What a compiler traces is of subclasses, too.
+        if any(isinstance(arg, torch.Tensor) and _is_special(arg) for arg in args) and caching_is_safe():
+            return SUBCLASS
         where = packings.cache if cache is None else cache
         prepared = state.machine.packing(where, weight, self._kinds[op], self._prepare[op])
         if prepared is None:
@@ -210,15 +235,30 @@ def _preparing(kernel: LowBitKernel) -> Callable[[torch.Tensor], tuple[torch.Ten
     def prepare(weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         with torch.inference_mode(False), torch.no_grad():
             packed = kernel.prepare(weight.detach())
-            return None if packed is None else tuple(packed)
+            if isinstance(packed, torch.Tensor):  # which is a sequence too
+                raise TypeError(f"{type(kernel).__name__}.prepare must return a tuple of tensors or None, got a tensor")
+            return tuple(packed or ()) or None
 
     return prepare
 
 
-def _kind_of(backend: Backend, recipe: Recipe, kernel: LowBitKernel) -> int:
-    packing = kernel if kernel.packing is None else (type(backend), recipe.kind, recipe.scales, kernel.packing)
+def _kind_of(backend: Backend, recipe: Recipe, op: str, kernel: LowBitKernel) -> int:
+    # Each region may have a recipe of its own that equals the last one's, with kernels of its own.
+    alone = (recipe.text.partition(" #")[0], op)
+    packing = alone if kernel.packing is None else (recipe.kind, recipe.scales, kernel.packing)
     with _lock:
-        return _kinds.setdefault(packing, next(_unused_kinds))
+        _kinds[:] = [known for known in _kinds if known[0]() is not None]
+        kinds = next((kinds for of, kinds in _kinds if of() is backend), None)
+        if kinds is None:
+            kinds = {}
+            _kinds.append((weakref.ref(backend), kinds))
+        return kinds.setdefault(packing, next(_unused_kinds))
+
+
+def _is_special(tensor: torch.Tensor) -> bool:
+    if type(tensor) in _PLAIN:
+        return tensor.is_meta
+    return tensor.is_meta or torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
 
 
 def plan_of(overlay: Overlay, device_type: str) -> _Plan | None:
@@ -256,11 +296,21 @@ def perform(op: str, device_type: str, *args: Any) -> torch.Tensor | None:
     plan = plan_of(region[0], device_type)
     if plan is None:
         return None
-    result = plan.compute(op, args, cache)
-    if result is WATCHED:
-        result = _traced(op, plan, args, cache)
-        if isinstance(result, torch.Tensor):
-            return result  # the operator tells of itself, where it runs
+    result: torch.Tensor | str
+    if in_function():
+        result = IN_FUNCTION
+    elif (
+        forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+    ):
+        result = WATCHED
+    else:
+        result = plan.compute(op, args, cache)
+        if result is WATCHED:
+            result = _traced(op, plan, args, cache)
+            if isinstance(result, torch.Tensor):
+                return result  # the operator tells of itself, where it runs
     if isinstance(result, torch.Tensor):
         _tell(device_type, plan.recipe, op, None)
         return result
@@ -270,12 +320,7 @@ def perform(op: str, device_type: str, *args: Any) -> torch.Tensor | None:
 
 def _traced(op: str, plan: _Plan, args: Sequence[Any], cache: WeightCache | None) -> torch.Tensor | str:
     """Return what stands for the op's result in what is traced, or why there is none."""
-    if (
-        torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-        or torch.compiler.is_exporting()
-    ):
+    if torch.compiler.is_exporting():
         return WATCHED
     weight = args[plan.kernels[op].weight]
     if not isinstance(_unwrapped(weight), torch.nn.Parameter):

@@ -7,7 +7,6 @@ are entered on the thread that recomputes, so nested checkpoints, regions inside
 in the recomputation what they found in the forward.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from torch._compile import _disable_dynamo
 from ..compilers.on_import import Changes
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.installation import taken_back
-from ..engine.low_bit import recorded_later
+from ..engine.low_bit import as_in_forward, in_function
 from ..errors import warn_user
 from .capture import Snapshot, capture
 from .entry import has_more_than_torch
@@ -31,14 +30,15 @@ def carry_regions() -> None:
 
 @dataclass(frozen=True)
 class _InRegions:
-    """A function that runs in the regions of a snapshot."""
+    """A function that runs in the regions of a snapshot, and by a recipe where its forward did."""
 
     function: Callable[..., Any]
     snapshot: Snapshot
+    in_function: bool = False
 
     @_disable_dynamo  # as torch's checkpoint, which has imported Dynamo by now, does itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.snapshot.apply():
+        with self.snapshot.apply(), as_in_forward(self.in_function):
             return self.function(*args, **kwargs)
 
 
@@ -51,7 +51,8 @@ class _Recomputed:
     @disable_dynamo
     def __set__(self, checkpointed: Any, function: Callable[..., Any]) -> None:
         here = capture()
-        vars(checkpointed)[self._name] = _InRegions(function, here) if _has_more_than_torch(here) else function
+        more = _has_more_than_torch(here)
+        vars(checkpointed)[self._name] = _InRegions(function, here, in_function()) if more else function
 
     @disable_dynamo
     def __get__(self, checkpointed: Any, owner: type | None = None) -> Any:
@@ -81,16 +82,6 @@ def _change(changes: Changes) -> None:
     ):
         if name not in method.__code__.co_names:
             raise NotImplementedError(f"{method.__qualname__} has no {name}")
-    forward: Any = CheckpointFunction.forward
-
-    @functools.wraps(forward)
-    def forward_as_recomputed(ctx: Any, *args: Any) -> Any:
-        if not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
-            return forward(ctx, *args)
-        with recorded_later():
-            return forward(ctx, *args)
-
-    changes.replace(CheckpointFunction, "forward", staticmethod(forward_as_recomputed))
     changes.replace(context, "run_function", _Recomputed("run_function"))
     changes.replace(_CheckpointFrame, "recompute_fn", _Recomputed("recompute_fn"))
 

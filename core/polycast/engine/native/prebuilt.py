@@ -5,8 +5,8 @@ what torch's headers show. Between the builds of one version, for the CPU and fo
 Python that has the limited API. Whoever can write where it lies can write polycast too, so only its checksum is looked
 at, for a file that was cut short or changed.
 
-``python -m polycast.engine.native.prebuilt FOLDER [PACKAGE ...]`` builds the engine for the running torch, and the ops of
-backends' packages; tools/platform_wheel.py puts them into a wheel.
+``python -m polycast.engine.native.prebuilt FOLDER [PACKAGE ...]`` builds the engine for the running torch, and the ops
+of backends' packages; tools/platform_wheel.py puts them into a wheel.
 """
 
 import hashlib

@@ -1,0 +1,223 @@
+"""What recipes leave to the fast dtype: tensors that are odd, and who watches or differentiates."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+import polycast
+from polycast import Int8, autocast
+from polycast.engine import low_bit
+
+X = torch.randn(3, 8)
+
+
+@pytest.fixture
+def linear(engine, int8_kernels):
+    return int8_kernels["aten::linear"]
+
+
+@pytest.fixture
+def layer(linear):
+    return nn.Linear(8, 8).requires_grad_(False)
+
+
+def run(function, **settings):
+    with autocast("cpu", recipe=Int8(min_size=1, **settings)):
+        return function()
+
+
+def outcome(function):
+    try:
+        return function().device
+    except RuntimeError as error:
+        return str(error)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor in a tensor, which knows the ops of ATen."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        assert function.namespace == "aten"
+        args, kwargs = tree_map_only(Wrapped, lambda each: each.inner, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, Wrapped, function(*args, **kwargs))
+
+
+@pytest.mark.parametrize("wrapped", ["x", "bias"])
+def test_a_subclass_that_sees_each_op_sees_the_fast_dtypes(layer, linear, wrapped):
+    x, bias = (Wrapped(each) if name == wrapped else each for name, each in (("x", X), ("bias", layer.bias)))
+    with autocast("cpu"):
+        expected = layer(X)
+    assert torch.equal(run(lambda: functional.linear(x, layer.weight, bias)).inner, expected)
+    assert linear.ran == 0
+
+
+def test_a_fake_tensor_outside_of_its_mode_stays_fake(layer, linear):
+    x = FakeTensorMode(allow_non_fake_inputs=True).from_tensor(X)
+    assert run(lambda: layer(x)).dtype is torch.bfloat16
+    assert linear.ran == 0
+
+
+@pytest.mark.parametrize("on_meta", ["x", "weight", "bias"])
+def test_a_tensor_on_meta_gives_what_it_does_in_the_fast_dtype(layer, linear, on_meta):
+    given = {"input": X, "weight": layer.weight, "bias": layer.bias}
+    name = "input" if on_meta == "x" else on_meta
+    given[name] = nn.Parameter(given[name].to("meta"), requires_grad=False)
+    with autocast("cpu"):
+        expected = outcome(lambda: functional.linear(**given))
+    assert outcome(lambda: run(lambda: functional.linear(**given))) == expected
+    assert (linear.prepared, linear.ran) == (0, 0)
+
+
+def test_a_nested_tensor_is_computed_in_the_fast_dtype(layer, linear):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are a prototype
+        x = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)])
+    assert run(lambda: layer(x)).is_nested
+    assert linear.ran == 0
+
+
+def test_a_tangent_is_that_of_the_fast_dtype(layer, linear):
+    def tangent():
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(layer(forward_ad.make_dual(X, torch.ones_like(X)))).tangent
+
+    with torch.no_grad(), autocast("cpu"):
+        expected = tangent()
+    with torch.no_grad():
+        assert torch.equal(run(tangent), expected)
+    assert linear.ran == 0
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_torchscript_traces_the_fast_dtype_without_a_warning(layer, linear):
+    traced = run(lambda: torch.jit.trace(lambda x: functional.linear(x, layer.weight), X, check_trace=False))
+    assert "polycast::" not in str(traced.graph)
+    assert linear.ran == 0
+
+
+class Product(torch.autograd.Function):
+    """A linear layer with a backward of its own."""
+
+    @staticmethod
+    @polycast.custom_fwd(device_type="cpu")
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return functional.linear(x, weight)
+
+    @staticmethod
+    @polycast.custom_bwd(device_type="cpu")
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient.mm(weight), x.t().mm(gradient.float()).t()
+
+
+def test_a_function_of_autograds_runs_in_the_fast_dtype_forward_and_backward(layer, linear, int8_kernels):
+    weight, x = nn.Parameter(torch.randn(8, 8)), X.clone().requires_grad_()
+    run(lambda: Product.apply(x, weight)).float().sum().backward()
+    assert [kernel.ran for kernel in int8_kernels.values()] == [0, 0, 0]
+    assert x.grad is not None
+    with torch.inference_mode():
+        run(lambda: Product.apply(X, weight))
+    assert linear.ran == 1
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_checkpoint_computes_what_autograd_does_not_record_twice_in_the_same_way(layer, linear, reentrant, nested):
+    head, seen = nn.Linear(8, 8), []
+
+    def forward(x, unused):
+        seen.append(layer(x))
+        return head(seen[-1])
+
+    def block(x, differentiable):
+        if nested:
+            return checkpoint(forward, x, differentiable, use_reentrant=False)
+        return forward(x, differentiable)
+
+    differentiable = torch.zeros(1, requires_grad=True)
+    y = run(lambda: checkpoint(block, X, differentiable, use_reentrant=reentrant))
+    y.float().sum().backward()
+    assert len(seen) >= 2
+    assert all(torch.equal(seen[0], each) for each in seen)
+
+
+@pytest.mark.parametrize("packing", [None, "rows"])
+def test_equal_recipes_share_what_is_packed(layer, linear, packing, monkeypatch):
+    monkeypatch.setattr(type(linear), "packing", packing)
+    for _ in range(3):
+        run(lambda: layer(X))
+    run(lambda: layer(X), keep=(nn.Linear(2, 2),))
+    assert (linear.prepared, linear.ran) == (1, 4)
+
+
+def test_another_instance_of_a_backends_class_packs_for_itself(layer, linear):
+    cache = polycast.WeightCache()
+    with autocast("cpu", cache=cache):
+        run(lambda: layer(X))
+    other = copy.copy(polycast.get_backend("cpu"))
+    doubled = copy.copy(linear)
+    doubled.prepare = lambda weight: tuple(part * 2 for part in linear.prepare(weight / 2))
+    vars(other)["low_bit_kernels"] = lambda recipe: {"aten::linear": doubled}
+    polycast.unregister_backend("cpu")
+    polycast.register_backend(other)
+    with autocast("cpu", cache=cache):
+        run(lambda: layer(X))
+    assert linear.prepared == 2
+
+
+@pytest.mark.parametrize("nothing", [(), []])
+def test_nothing_to_keep_is_a_weight_that_cannot_be_packed(layer, linear, monkeypatch, nothing):
+    monkeypatch.setattr(type(linear), "prepare", lambda *args: nothing)
+    for _ in range(2):
+        assert run(lambda: layer(X)).dtype is torch.bfloat16
+    assert linear.ran == 0
+
+
+def test_a_bare_tensor_is_no_packing(layer, linear, monkeypatch):
+    monkeypatch.setattr(type(linear), "prepare", lambda kernel, weight: weight.clone())
+    with pytest.raises(TypeError, match="must return a tuple"):
+        run(lambda: layer(X))
+
+
+def test_kernels_that_are_first_asked_for_under_a_mode_have_plain_tensors(layer, linear):
+    made = []
+    backend = polycast.get_backend("cpu")
+    offered = backend.low_bit_kernels
+
+    def low_bit_kernels(recipe):
+        made.append(torch.ones(2))
+        return offered(recipe)
+
+    vars(backend)["low_bit_kernels"] = low_bit_kernels
+    with torch.inference_mode(), FakeTensorMode(allow_non_fake_inputs=True):
+        run(lambda: layer(X))
+    assert [(type(each), each.is_inference()) for each in made] == [(torch.Tensor, False)]
+
+
+def test_a_weight_without_memory_is_refused_as_in_the_fast_dtype(engine):
+    if not polycast.get_backend("cpu").recipe_availability(Int8()).available:
+        pytest.skip("no int8 here")
+    weight = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="not allocated"):
+        run(lambda: functional.linear(X, weight))
+    assert low_bit.packings.cache.stats().packings == 0
