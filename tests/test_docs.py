@@ -3,6 +3,7 @@
 import contextlib
 import doctest
 import importlib
+import importlib.util
 import io
 import pkgutil
 import re
@@ -75,7 +76,8 @@ def examples():
     for package in ("polycast", "polycast_pytest", *(f"polycast_{name}" for name in BUILT_INS)):
         path = importlib.import_module(package).__path__
         for name in [package, *(info.name for info in pkgutil.walk_packages(path, package + "."))]:
-            if not name.endswith("__main__"):
+            has_no_triton = name.endswith("_triton") and importlib.util.find_spec("triton") is None
+            if not name.endswith("__main__") and not has_no_triton:
                 found = doctest.DocTestFinder().find(importlib.import_module(name), name)
                 yield from (example for example in found if example.examples)
 
