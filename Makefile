@@ -32,7 +32,7 @@ check: $(VENV)/polycast.stamp
 
 # It installs what the demo needs and no more, and says how long that took and the demo.
 demo:
-	@started=$$(date +%s); \
+	@set -e; started=$$(date +%s); \
 	$(MAKE) --no-print-directory $(VENV)/demo.stamp; \
 	installed=$$(date +%s); \
 	$(VENV)/bin/polycast demo; \
