@@ -39,7 +39,7 @@ def main() -> None:
     ).stdout
     print(told)
     first.unlink()
-    # torch's libraries are none that Linux has, so that it calls the wheel one for this machine; what counts is the rest.
+    # It calls a wheel that needs torch's libraries one for this machine; what counts is what else it needs.
     tag = re.search(r'constrains\s+the\s+platform\s+tag\s+to\s+"(\w+)"', told)
     print(write_wheel(given.pure_wheel, given.engines, given.folder, platform if tag is None else tag[1]))
 
