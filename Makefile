@@ -35,8 +35,14 @@ check: $(VENV)/polycast.stamp
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(VENV)/bin/zizmor --offline --quiet .github
 
-demo: $(VENV)/polycast.stamp
-	$(VENV)/bin/polycast demo
+# It installs what the demo needs and no more, and says how long that took and the demo.
+demo:
+	@set -e; started=$$(date +%s); \
+	$(MAKE) --no-print-directory $(VENV)/demo.stamp; \
+	installed=$$(date +%s); \
+	$(VENV)/bin/polycast demo; \
+	ended=$$(date +%s); \
+	echo "Installed in $$((installed - started)) s, and run in $$((ended - installed)) s."
 
 # The site, from docs/, the docstrings and docs/figures; what is wrong with a page or a link ends it. Open site/index.html.
 docs: $(VENV)/docs.stamp
@@ -104,16 +110,23 @@ $(VENV)/torch.stamp: FORCE
 
 # The wheel is built from the sdist, so that both are whole and nothing left in build/ gets in. The metadata that
 # building leaves here would be found before that of the installed wheel by whatever runs in this folder.
-$(VENV)/polycast.stamp: $(VENV)/torch.stamp $(SOURCES)
+$(VENV)/wheel.stamp: $(VENV)/torch.stamp $(SOURCES)
 	rm -rf dist
 	$(VENV)/bin/python -m pip install --quiet build 'setuptools>=77'
 	$(VENV)/bin/python -m build --no-isolation
 	rm -rf build *.egg-info
 	$(VENV)/bin/python -m pip uninstall --quiet --yes polycast
+	touch $@
+
+# The wheel, for what its extras ask for.
+$(VENV)/demo.stamp: $(VENV)/wheel.stamp
+	$(VENV)/bin/python -m pip install "$$(echo dist/*-none-any.whl)[demo]"
+	touch $@
+
+$(VENV)/polycast.stamp: $(VENV)/wheel.stamp
 	$(VENV)/bin/python -m pip install "$$(echo dist/*-none-any.whl)[dev]"
 	touch $@
 
-# The wheel again, for what its extra `bench` asks for.
 $(VENV)/bench.stamp: $(VENV)/polycast.stamp
 	$(VENV)/bin/python -m pip install "$$(echo dist/*-none-any.whl)[bench]"
 	touch $@

@@ -27,7 +27,7 @@ class ImportTime:
         for _ in range(3 if quick else self.rounds):
             seconds.append(_output("-c", _IMPORT))
             yield []
-        yield [Result("import polycast, after import torch", "-", statistics.median(seconds) * 1000, 30, unit=" ms")]
+        yield [Result("import polycast, after import torch", "-", statistics.median(seconds) * 1000, 15, unit=" ms")]
 
 
 @dataclass(frozen=True)

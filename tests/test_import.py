@@ -57,13 +57,57 @@ def seen():
 def test_it_imports_no_plugin_and_nothing_of_the_command_line(seen):
     packages = {name.partition(".")[0] for name in seen["modules"]}
     assert "polycast" in packages
-    assert packages.isdisjoint({"rich", "typer", "sklearn"})
+    assert packages.isdisjoint({"jinja2", "pluggy", "rich", "typer", "sklearn"})
+    assert not any(name.startswith("torch._dynamo") for name in seen["modules"])
     assert not any(name.startswith("polycast_") for name in packages)
     assert not any(name.startswith("polycast.cli") for name in seen["modules"])
 
 
 def test_it_imports_nothing_of_what_is_for_the_desk(seen):
     assert not any(name.startswith("polycast.precision") for name in seen["modules"])
+
+
+def test_it_imports_no_more_of_itself_than_exported_programs_need(seen):
+    ours = {name for name in seen["modules"] if name.startswith("polycast")}
+    assert ours == {"polycast", "polycast.engine", "polycast.engine.kept_cast", "polycast.out_dtype"}
+
+
+def test_a_function_is_what_its_name_stands_for_though_a_room_has_the_name():
+    import polycast
+    import polycast.out_dtype.matmul_kernels
+
+    assert polycast.out_dtype is sys.modules["polycast.out_dtype.operator"].out_dtype
+
+
+COMPILED = """
+import torch, polycast
+
+@torch.compile(backend="eager", fullgraph=True)
+def function(x):
+    with polycast.autocast("cpu"):
+        return x @ x
+
+print(function(torch.ones(2, 2)).dtype)
+"""
+
+SCRIPTED = """
+import torch, polycast
+
+@torch.jit.script
+def function(x):
+    with polycast.autocast("cpu"):
+        return x @ x
+
+print(function(torch.ones(2, 2)).dtype)
+"""
+
+
+@pytest.mark.parametrize("script", [COMPILED, SCRIPTED], ids=["compiled", "scripted"])
+def test_the_first_use_of_a_name_may_be_in_what_a_compiler_reads(script, tmp_path):
+    (tmp_path / "program.py").write_text(script)
+    command = [sys.executable, "-W", "ignore", str(tmp_path / "program.py")]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "torch.bfloat16\n"), done.stderr
 
 
 def test_a_name_that_there_is_not_is_an_attribute_error():

@@ -15,71 +15,127 @@ except ModuleNotFoundError as error:
 
     raise torch_is_missing() from None
 
-from .drop_in.patch import patch_torch
-from .engine.installation import install, uninstall
-from .engine.register_op import OpRegistration, register_op
-from .engine.weight_cache import WeightCache, WeightCacheStats
-from .errors import (
-    AutocastDisabledWarning,
-    BackendBrokenError,
-    BackendConflictError,
-    BackendNotFoundError,
-    InvalidBackendError,
-    RecipeDisabledWarning,
-    StaleWeightError,
-)
-from .out_dtype.matmul_kernels import float32_products
-from .out_dtype.operator import out_dtype
-from .plugins.backend import Availability, Backend, LowBitKernel
-from .plugins.discovery import BackendStatus
-from .plugins.hookspecs import hookimpl
-from .plugins.registry import backends, get_backend, is_autocast_available, register_backend, unregister_backend
-from .policy.cast_policy import CastPolicy, policy_table
-from .policy.recipes import Float8, Int8, NoRecipe, Recipe
-from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
-from .policy.value import Policy
-from .region.autocast import autocast, autocast_decorator
-from .region.capture import Snapshot, capture
-from .region.custom_function import custom_bwd, custom_fwd
-from .region.grad_scaler import grad_scaler
-from .region.thread_state import (
-    autocast_nesting,
-    clear_autocast_cache,
-    get_autocast_dtype,
-    is_autocast_cache_enabled,
-    is_autocast_enabled,
-    set_autocast_cache_enabled,
-    set_autocast_dtype,
-    set_autocast_enabled,
-)
-
 if TYPE_CHECKING:
+    from .drop_in.patch import patch_torch
+    from .engine.installation import install, uninstall
     from .engine.native.ops import load_ops
+    from .engine.register_op import OpRegistration, register_op
+    from .engine.weight_cache import WeightCache, WeightCacheStats
+    from .errors import (
+        AutocastDisabledWarning,
+        BackendBrokenError,
+        BackendConflictError,
+        BackendNotFoundError,
+        InvalidBackendError,
+        RecipeDisabledWarning,
+        StaleWeightError,
+    )
+    from .out_dtype.matmul_kernels import float32_products
+    from .out_dtype.operator import out_dtype
+    from .plugins.backend import Availability, Backend, LowBitKernel
+    from .plugins.discovery import BackendStatus
+    from .plugins.hookspecs import hookimpl
+    from .plugins.registry import backends, get_backend, is_autocast_available, register_backend, unregister_backend
+    from .policy.cast_policy import CastPolicy, policy_table
+    from .policy.recipes import Float8, Int8, NoRecipe, Recipe
+    from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
+    from .policy.value import Policy
     from .precision.compare import compare
     from .precision.comparison import Comparison
     from .precision.evidence import Evidence, Tuned
     from .precision.observe.observation import Observation
     from .precision.observe.observe import observe
     from .precision.tune import tune
+    from .region.autocast import autocast, autocast_decorator
+    from .region.capture import Snapshot, capture
+    from .region.custom_function import custom_bwd, custom_fwd
     from .region.explain import explain
     from .region.explanation import Explanation
+    from .region.grad_scaler import grad_scaler
     from .region.module_rules import ModuleRules, apply_policy
+    from .region.thread_state import (
+        autocast_nesting,
+        clear_autocast_cache,
+        get_autocast_dtype,
+        is_autocast_cache_enabled,
+        is_autocast_enabled,
+        set_autocast_cache_enabled,
+        set_autocast_dtype,
+        set_autocast_enabled,
+    )
+
+# torch has to know the operator from the start: a program that was exported calls it.
+importlib.import_module(".engine.kept_cast", __name__)
+
+# Once it is imported, a room does not take the place any more of the function that has its name.
+importlib.import_module(".out_dtype", __name__)
+del globals()["out_dtype"]
 
 _AT_FIRST_USE = {
+    "AutocastDisabledWarning": "errors",
+    "Availability": "plugins.backend",
+    "Backend": "plugins.backend",
+    "BackendBrokenError": "errors",
+    "BackendConflictError": "errors",
+    "BackendNotFoundError": "errors",
+    "BackendStatus": "plugins.discovery",
+    "CastPolicy": "policy.cast_policy",
     "Comparison": "precision.comparison",
     "Evidence": "precision.evidence",
     "Explanation": "region.explanation",
+    "Float8": "policy.recipes",
+    "Int8": "policy.recipes",
+    "InvalidBackendError": "errors",
+    "LowBitKernel": "plugins.backend",
     "ModuleRules": "region.module_rules",
+    "NoRecipe": "policy.recipes",
     "Observation": "precision.observe.observation",
+    "OpRegistration": "engine.register_op",
+    "Policy": "policy.value",
+    "Recipe": "policy.recipes",
+    "RecipeDisabledWarning": "errors",
+    "STANDARD_POLICIES": "policy.standard",
+    "STANDARD_REMEDIES": "policy.standard",
+    "Snapshot": "region.capture",
+    "StaleWeightError": "errors",
     "Tuned": "precision.evidence",
+    "WeightCache": "engine.weight_cache",
+    "WeightCacheStats": "engine.weight_cache",
     "apply_policy": "region.module_rules",
+    "autocast": "region.autocast",
+    "autocast_decorator": "region.autocast",
+    "autocast_nesting": "region.thread_state",
+    "backends": "plugins.registry",
+    "capture": "region.capture",
+    "clear_autocast_cache": "region.thread_state",
     "compare": "precision.compare",
+    "custom_bwd": "region.custom_function",
+    "custom_fwd": "region.custom_function",
     "explain": "region.explain",
+    "float32_products": "out_dtype.matmul_kernels",
+    "get_autocast_dtype": "region.thread_state",
+    "get_backend": "plugins.registry",
+    "grad_scaler": "region.grad_scaler",
+    "hookimpl": "plugins.hookspecs",
+    "install": "engine.installation",
+    "is_autocast_available": "plugins.registry",
+    "is_autocast_cache_enabled": "region.thread_state",
+    "is_autocast_enabled": "region.thread_state",
     "load_ops": "engine.native.ops",
     "observe": "precision.observe.observe",
+    "out_dtype": "out_dtype.operator",
+    "patch_torch": "drop_in.patch",
+    "policy_table": "policy.cast_policy",
+    "register_backend": "plugins.registry",
+    "register_op": "engine.register_op",
+    "set_autocast_cache_enabled": "region.thread_state",
+    "set_autocast_dtype": "region.thread_state",
+    "set_autocast_enabled": "region.thread_state",
     "tune": "precision.tune",
+    "uninstall": "engine.installation",
+    "unregister_backend": "plugins.registry",
 }
-"""What few programs use, by its module: the others need not wait for it."""
+"""Every public name, by its module: a program waits for what it uses, and no more."""
 
 __all__ = [
     "STANDARD_POLICIES",
