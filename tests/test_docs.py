@@ -3,6 +3,7 @@
 import contextlib
 import doctest
 import importlib
+import importlib.util
 import io
 import pkgutil
 import re
@@ -71,11 +72,15 @@ def on_both(block):
     return "amp." in block.code.replace("torch.amp.", "")
 
 
+NEEDS = {"polycast_cuda.float8_triton": "triton"}
+"""Modules that import what torch brings for some devices only."""
+
+
 def examples():
     for package in ("polycast", "polycast_pytest", *(f"polycast_{name}" for name in BUILT_INS)):
         path = importlib.import_module(package).__path__
         for name in [package, *(info.name for info in pkgutil.walk_packages(path, package + "."))]:
-            if not name.endswith("__main__"):
+            if not name.endswith("__main__") and importlib.util.find_spec(NEEDS.get(name, name)) is not None:
                 found = doctest.DocTestFinder().find(importlib.import_module(name), name)
                 yield from (example for example in found if example.examples)
 
