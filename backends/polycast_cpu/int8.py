@@ -218,7 +218,9 @@ def _pair(step: Any) -> Sequence[int]:
 
 
 def int8_kernels(scales: str) -> Mapping[str, LowBitKernel]:
-    """Return the kernels of ``Int8(scales)``, by op."""
+    """Return the kernels of ``Int8(scales)``, by op; none where int8 is not available."""
+    if not int8_availability():
+        return {}
     by_row = scales == "row"
     return {
         "aten::linear": Linear(by_row),

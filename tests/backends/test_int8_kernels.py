@@ -1,6 +1,8 @@
 """The CPU's int8 kernels: within the error of their recipe, for every op, dtype, size, layout and instruction set."""
 
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -155,3 +157,21 @@ def test_the_number_of_threads_makes_no_difference(isa, threads):
         assert torch.equal(run_kernel(kernel, x, weight, None), expected)
     finally:
         torch.set_num_threads(before)
+
+
+COUNT = """
+import os, torch, polycast
+torch.set_num_threads(3)
+kernel = polycast.get_backend("cpu").low_bit_kernels(polycast.Int8())["aten::linear"]
+x, weight = torch.randn(512, 1024), torch.randn(1024, 1024)
+torch.mm(x, weight), torch.relu(torch.randn(10**6))
+before = len(os.listdir("/proc/self/task"))
+kernel.run(kernel.prepare(weight), x, weight, None)
+print(before > 1, len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux lists the threads of a process")
+def test_the_threads_are_torchs_own():
+    done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("True 0\n", "")

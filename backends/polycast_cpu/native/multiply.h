@@ -48,7 +48,7 @@ template <int Rows>
     if constexpr (Rows <= 4) {  // the weight is read once, and faster than the processor sees coming
 #pragma GCC unroll 8
       for (int part = 0; part < 4; ++part) {
-        _mm_prefetch(reinterpret_cast<const char*>(block) + 4096 + 64 * part, _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(block) + 2048 + 64 * part, _MM_HINT_T0);
       }
     }
 #pragma GCC unroll 8

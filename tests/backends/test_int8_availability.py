@@ -1,0 +1,44 @@
+"""Where the CPU's backend has int8, and what it says where it has none."""
+
+import pytest
+import torch
+
+import polycast
+import polycast_cpu.int8
+
+
+@pytest.fixture(autouse=True)
+def ask_anew():
+    polycast_cpu.int8.int8_availability.cache_clear()
+    yield
+    polycast_cpu.int8.int8_availability.cache_clear()
+
+
+def test_a_processor_without_vnni_has_no_int8_and_no_kernels(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    backend = polycast.get_backend("cpu")
+    reason = "this CPU has no AVX512-VNNI: int8 would be slower than bfloat16"
+    assert backend.recipe_availability(polycast.Int8()) == polycast.Availability(False, reason)
+    assert backend.low_bit_kernels(polycast.Int8()) == {}
+
+
+def test_where_the_ops_cannot_be_built_the_reason_is_passed_on(monkeypatch):
+    none = polycast.Availability(False, "no C++ compiler is found")
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    monkeypatch.setattr(polycast_cpu.int8, "load_ops", lambda package: none)
+    assert polycast.get_backend("cpu").recipe_availability(polycast.Int8()) == none
+
+
+def test_the_cpu_has_no_float8():
+    answer = polycast.get_backend("cpu").recipe_availability(polycast.Float8())
+    assert answer == polycast.Availability(False, "the backend for cpu has no kernels for float8")
+
+
+@pytest.mark.parametrize("scales", ["row", "tensor"])
+def test_each_recipe_has_a_kernel_for_each_op(scales):
+    recipe = polycast.Int8(scales=scales)
+    backend = polycast.get_backend("cpu")
+    if not backend.recipe_availability(recipe):
+        pytest.skip("no int8 here")
+    ops = {"aten::linear", "aten::matmul", "aten::mm", "aten::addmm", "aten::conv2d"}
+    assert set(backend.low_bit_kernels(recipe)) == ops
