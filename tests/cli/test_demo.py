@@ -17,6 +17,7 @@ from polycast.cli.demo.timing import ROUNDS, Timing
 from polycast.cli.demo.training import FLOAT32, INT8, MODES, POLYCAST, TORCH, Run, inference_modes, train
 from polycast.plugins.registry import registry
 from polycast.precision.observe.facts import Facts
+from polycast.precision.observe.records import LowBit
 
 pytest.importorskip("sklearn", reason="the demo's digits are scikit-learn's")
 
@@ -274,9 +275,12 @@ def test_command_prints_what_it_measured(monkeypatch):
 def test_command_prints_a_column_for_int8_where_there_is_one(monkeypatch):
     rounds = ({**GOOD.timings[0].rounds[0], INT8.name: 0.0005},)
     accuracies = dict.fromkeys(rounds[0], 0.9722)
-    result = replace(GOOD, timings=(Timing(1, rounds),), accuracies=accuracies)
+    low_bit = (LowBit("cpu", "int8", "aten::linear", calls=2), LowBit("cpu", "int8", "aten::mm", "it is small", 1))
+    result = replace(GOOD, timings=(Timing(1, rounds),), accuracies=accuracies, low_bit=low_bit)
     monkeypatch.setattr(demo, "measure", lambda *_: result)
-    rows = [line.split() for line in run_demo().stdout.splitlines()]
+    said = run_demo().stdout
+    assert "linear: 2 in int8.\nmm: 1 in bfloat16: it is small.\n" in said
+    rows = [line.split() for line in said.splitlines()]
     assert ["1", "1.00", "2.00", "(2.00x)", "3.00", "(3.00x)", "0.50", "(0.50x)", "1.50x"] in rows
     assert ["right", *["97.22%"] * 4] in rows
 

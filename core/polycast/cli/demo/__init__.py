@@ -18,6 +18,7 @@ from ...engine.installation import uninstall
 from ...plugins.registry import backends
 from ...precision.observe.headline import headline
 from ...precision.observe.observation import Observation
+from ...precision.observe.observe import observe
 from ...precision.observe.report.target import check_target
 from ..terminal import console, engine_name, library_errors
 from .checks import MIN_ACCURACY, Result, problems
@@ -50,13 +51,14 @@ def measure(
             for images in (1, len(digits.test_images))
         )
         trained = runs[FLOAT32.name].network.eval()
-        accuracies = {
-            mode.name: accuracy(mode, trained, device_type, dtype, here) for mode in inference_modes(device_type)
-        }
+        with observe() as inferred:
+            accuracies = {
+                mode.name: accuracy(mode, trained, device_type, dtype, here) for mode in inference_modes(device_type)
+            }
         seen = observe_training(device_type, dtype, here)
     finally:
         uninstall(device_type)
-    return Result(device_type, dtype, runs, timings, seen, accuracies)
+    return Result(device_type, dtype, runs, timings, seen, accuracies, inferred.low_bit)
 
 
 def steps(digits: Digits, epochs: int) -> int:

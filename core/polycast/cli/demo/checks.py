@@ -7,6 +7,7 @@ import torch
 
 from ...policy.dtypes import dtype_name
 from ...precision.observe.observation import Observation
+from ...precision.observe.records import LowBit
 from .timing import Timing
 from .training import FLOAT32, INT8, POLYCAST, TORCH, Run
 
@@ -28,6 +29,7 @@ class Result:
     """What the demo found on one device: a run for each mode, by the mode's name, timings, and what was observed.
 
     `accuracies` are those of the network that was trained in float32, by the name of the mode of inference.
+    `low_bit` is what int8 computed of it, and what it declined.
     """
 
     device_type: str
@@ -36,6 +38,7 @@ class Result:
     timings: tuple[Timing, ...]
     seen: Observation
     accuracies: Mapping[str, float] = field(default_factory=dict)
+    low_bit: tuple[LowBit, ...] = ()
 
     def loss_difference(self) -> float:
         """Return how far the final losses of the two autocasts are apart, as a part of the larger."""

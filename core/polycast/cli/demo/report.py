@@ -61,6 +61,9 @@ def _print_timings(result: Result, out: Console) -> None:
     out.print(f"Medians of {len(result.timings[0].rounds)} rounds in which the modes take turns.")
     if result.accuracies:
         out.print("right: how many of the test images, with the network that was trained in float32.")
+    for each in result.low_bit:
+        where = f"{dtype_name(result.dtype)}: {each.declined}" if each.declined else each.recipe
+        out.print(f"{each.op.removeprefix('aten::')}: {each.calls} in {where}.", soft_wrap=True)
     out.print()
 
 
