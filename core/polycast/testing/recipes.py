@@ -1,6 +1,7 @@
 """Checks of the kernels of recipes: against float64, with the error that their recipe may bring."""
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from ..plugins.backend import LowBitKernel
 from ..policy.cast_policy import CastPolicy
 from ..policy.recipes import Float8, Int8, Recipe
 from ..policy.schemas import find_op
+from ..region.autocast import autocast
 from .contract import answer_of
 from .low_bit import PRODUCTS, Product, assert_within, run_prepared
 from .subject import Device, Subject, require
@@ -204,7 +206,7 @@ class RecipeChecks(Subject):
                 with torch.no_grad(), _outcomes() as outcomes:
                     if change is not None:
                         weight.mul_(change)
-                    with device.region(recipe=call.recipe, cache=cache):
+                    with _region(device, call.recipe, cache):
                         result = call.product(args)
                 require(outcomes == [None], f"{call} did not run in a region with {call.recipe!r}: {outcomes}")
             stats = cache.stats()
@@ -299,6 +301,12 @@ def _calls(device: Device, name: str, declined_too: bool = False) -> Iterator[_K
                     yield call
     if not taken:
         pytest.skip(f"no kernel for {name} takes the suite's arguments: {', '.join(kernels) or 'there is none'}")
+
+
+def _region(device: Device, recipe: Recipe, cache: WeightCache) -> autocast:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a recipe may be experimental, which is said once
+        return device.region(recipe=recipe, cache=cache)
 
 
 @contextmanager
