@@ -54,7 +54,7 @@ def test_none_serves_another_version_or_a_build_of_somebody_elses(came_with, mon
 
 def test_none_serves_another_source(came_with, monkeypatch):
     sources = build.read_sources()
-    monkeypatch.setattr(prebuilt, "read_sources", lambda: {**sources, "store.h": b"// another"})
+    monkeypatch.setattr(prebuilt, "read_sources", lambda wanted: {**sources, "store.h": b"// another"})
     assert prebuilt.find() is None
 
 

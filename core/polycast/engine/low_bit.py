@@ -68,7 +68,7 @@ def listen_no_more(note: _Note) -> None:
     """Have it told no more."""
     global _listeners
     with _lock:
-        _listeners = tuple(each for each in _listeners if each[0] is not note)
+        _listeners = tuple(each for each in _listeners if each[0] != note)
 
 
 def _tell(device_type: str, recipe: Recipe, op: str, reason: str | None) -> None:

@@ -12,6 +12,7 @@ from .functions import FunctionChecks
 from .imports import ImportChecks
 from .kernels import KernelChecks, kernel_names
 from .ops import OpChecks
+from .recipes import RECIPES, RecipeChecks
 from .regions import RegionChecks
 from .subject import require
 
@@ -24,6 +25,7 @@ class BackendConformance(
     FunctionChecks,
     CompileChecks,
     KernelChecks,
+    RecipeChecks,
     ImportChecks,
 ):
     """The conformance suite of a backend: subclass it in a test file, under a name that begins with ``Test``.
@@ -49,7 +51,7 @@ class BackendConformance(
         """Each line of the file of expected failures names something that is tested."""
         backend = self.loaded()
         tested = {name for name in dir(self) if name.startswith("test_")}
-        tested |= {*kernel_names(backend), *backend.policies, *torch_ops(self.backend)}
+        tested |= {*kernel_names(backend), *RECIPES, *backend.policies, *torch_ops(self.backend)}
         stale = [
             name
             for name in expected.read(self.expected_failures)
@@ -57,16 +59,18 @@ class BackendConformance(
         ]
         require(
             not stale,
-            f"{self.expected_failures} names what is no op, no kernel and no test of {self.backend}: "
+            f"{self.expected_failures} names what is no op, no kernel, no recipe and no test of {self.backend}: "
             f"{', '.join(stale)}. Remove or correct these lines.",
         )
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Make a test of each op of the table and of each kernel."""
+        """Make a test of each op of the table, of each kernel and of each recipe."""
         if "op" in metafunc.fixturenames:
             metafunc.parametrize("op", sorted(self.loaded().policies))
         if "kernel" in metafunc.fixturenames:
             metafunc.parametrize("kernel", sorted(kernel_names(self.loaded())) or [None])
+        if "recipe" in metafunc.fixturenames:
+            metafunc.parametrize("recipe", RECIPES)
 
 
 def _is_op_of_another_torch(name: str) -> bool:

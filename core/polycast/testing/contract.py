@@ -18,7 +18,7 @@ class ContractChecks(Subject):
 
     def test_availability(self) -> None:
         """The availability check says truly whether the device can be used and, if not, why."""
-        answer = _answer(f"{self.backend}: availability()", self.loaded().availability)
+        answer = answer_of(f"{self.backend}: availability()", self.loaded().availability)
         require(
             answer or answer.reason.strip(),
             f"{self.backend}: availability() says that the device cannot be used and not why. Give the reason: "
@@ -61,7 +61,7 @@ class ContractChecks(Subject):
         supported = backend.supported_dtypes()
         for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8):
             call = f"{self.backend}: dtype_availability({dtype})"
-            answer = _answer(call, lambda dtype=dtype: backend.dtype_availability(dtype))  # type: ignore[misc]
+            answer = answer_of(call, lambda dtype=dtype: backend.dtype_availability(dtype))  # type: ignore[misc]
             require(
                 answer.available == (dtype in supported),
                 f"{call} says {answer.available}, and supported_dtypes() says {dtype in supported}. Let them agree.",
@@ -85,7 +85,8 @@ def _without_error(call: str, function: Callable[[], Any]) -> Any:
         raise AssertionError(f"{call} raised {type(error).__name__}: {error}. It must answer and not raise.") from error
 
 
-def _answer(call: str, function: Callable[[], Any]) -> Availability:
+def answer_of(call: str, function: Callable[[], Any]) -> Availability:
+    """Return the answer of a check of a backend's; fail if it is none."""
     answer = _without_error(call, function)
     require(isinstance(answer, Availability), f"{call} returned {answer!r}, expected a polycast.Availability")
     assert isinstance(answer, Availability)

@@ -1,10 +1,14 @@
 """What kernels of recipes are held to: the product in float64, and how far from it numbers of so few bits may be."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..plugins.backend import LowBitKernel
+from ..policy.recipes import Float8, Int8, Recipe
+from ..policy.schemas import by_schema, find_op
 
 _SMALLEST = 2.0**-110
 """Values may be quantized as if one of this size were among them, so that scales and their inverses stay normal."""
@@ -13,42 +17,114 @@ _SMALLEST = 2.0**-110
 def int8_product(x: torch.Tensor, weight: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``x @ weight.T`` in float64, and how far from it a product of int8 may be.
 
-    With 255 levels to a scale, a value is off by half a level: x' = x + dx and w' = w + dw give
-    x'w' - xw = dx w + x dw + dx dw, of which each term is summed over its magnitudes. A thousandth more is for scales
-    that are rounded themselves.
-
     Args:
         x: activations [..., K].
         weight: [N, K], with a scale for each row.
         by_row: whether each row of `x` has a scale, or all have one.
     """
-    x, weight = x.double(), weight.double()
-    of_x, of_weight = _level(x, -1 if by_row else None), _level(weight, 1).T
-    error = of_x * weight.abs().sum(1) + x.abs().sum(-1, keepdim=True) * of_weight + x.shape[-1] * of_x * of_weight / 2
-    return x @ weight.T, error / 2 * 1.001
+    return PRODUCTS["aten::linear"].within(Int8("row" if by_row else "tensor"), (x, weight, None))
 
 
 def float8_product(x: torch.Tensor, weight: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same for a product of float8 (e4m3), with scales for rows of both or one for each.
+    """Return the same for a product of float8 (e4m3), with scales for rows of both or one for each."""
+    return PRODUCTS["aten::linear"].within(Float8("row" if by_row else "tensor"), (x, weight, None))
 
-    A value is off by half of its last bit: by 2**-4 of itself, or by 2**-10 scales where it is below the normal
-    numbers. A thousandth of the sum of magnitudes is for how the products are added.
+
+@dataclass(frozen=True)
+class Product:
+    """An op that is linear in activations and in a weight: where they are among its arguments, and what is added.
+
+    Attributes:
+        op: its name in the dispatcher.
+        weight, activations, added: positions.
+        features: the dimension of the weight that the output features are in.
+        rows: whether a row of the activations, their last dimension, comes to a row of the output.
     """
-    x, weight = x.double(), weight.double()
-    of_x, of_weight = (_float8_error(values, by_row) for values in (x, weight))
-    magnitudes = x.abs() @ weight.abs().T
-    error = of_x @ (weight.abs() + of_weight).T + x.abs() @ of_weight.T
-    return x @ weight.T, error * 1.001 + magnitudes / 1000
+
+    op: str
+    features: int
+    added: int | None = None
+    activations: int = 0
+    weight: int = 1
+    rows: bool = True
+
+    def __call__(self, args: Sequence[Any]) -> torch.Tensor:
+        """Return what the op returns, outside of autocast."""
+        op = find_op(self.op)
+        assert op is not None  # torch has those that are listed here
+        positional, named = by_schema(op, args)
+        with torch.no_grad():
+            result: torch.Tensor = op(*positional, **named)
+        return result
+
+    def within(self, recipe: Recipe, args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the op's result in float64, and how far from it a product by a recipe may be.
+
+        Values x' = x + dx and w' = w + dw give x'w' - xw = dx w + x dw + dx dw, which is at most what the op makes of
+        the magnitudes.
+        """
+        exact = [arg.double() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        x, weight = exact[self.activations], exact[self.weight]
+        off = _OFF[recipe.kind]
+        other_than_features = [dim for dim in range(weight.dim()) if dim != self.features]
+        by_feature = recipe.scales == "row" or recipe.kind == Int8.kind
+        dx = off(x, [-1] if recipe.scales == "row" and self.rows else None)
+        dw = off(weight, other_than_features if by_feature else None)
+        magnitudes = [(dx, weight.abs()), (x.abs(), dw), (dx, dw)]
+        return self(exact), sum((self(self._of(exact, *pair)) for pair in magnitudes), torch.zeros((), dtype=x.dtype))
+
+    def _of(self, args: Sequence[Any], x: torch.Tensor, weight: torch.Tensor) -> list[Any]:
+        """Return arguments with other activations and another weight, and nothing added."""
+        given = list(args)
+        given[self.activations], given[self.weight] = x, weight
+        if self.op == "aten::addmm":
+            given = [torch.zeros_like(given[0]), *given[1:4], abs(given[4])]
+        elif self.added is not None:
+            given[self.added] = None
+        return given
 
 
-def _float8_error(values: torch.Tensor, by_row: bool) -> torch.Tensor:
-    largest = values.abs().amax(-1, keepdim=True) if by_row else values.abs().amax()
-    return torch.maximum(values.abs() / 2**4, largest.clamp(min=_SMALLEST) / 448 / 2**10)
+PRODUCTS = {
+    product.op: product
+    for product in (
+        Product("aten::linear", features=0, added=2),
+        Product("aten::mm", features=1),
+        Product("aten::matmul", features=1),
+        Product("aten::addmm", features=1, added=0, activations=1, weight=2),
+        Product("aten::conv2d", features=0, added=2, rows=False),
+    )
+}
+"""The ops that a reference is known for, by name."""
 
 
-def _level(values: torch.Tensor, dim: int | None) -> torch.Tensor:
-    largest = values.abs().amax() if dim is None else values.abs().amax(dim, keepdim=True)
-    return largest.clamp(min=_SMALLEST) / 127
+def _largest(values: torch.Tensor, dims: list[int] | None) -> torch.Tensor:
+    if values.numel() == 0:
+        return torch.full((), _SMALLEST, dtype=values.dtype)
+    magnitudes = values.abs()
+    return (magnitudes.amax() if dims is None else magnitudes.amax(dims, keepdim=True)).clamp(min=_SMALLEST)
+
+
+def _off_in_int8(values: torch.Tensor, dims: list[int] | None) -> torch.Tensor:
+    """Return how far values are at most when they are rounded to 255 levels: half of one.
+
+    A thousandth more is for scales that are rounded themselves.
+    """
+    return (_largest(values, dims) / 127 / 2 * 1.001).expand(values.shape).contiguous()
+
+
+def _off_in_float8(values: torch.Tensor, dims: list[int] | None) -> torch.Tensor:
+    """Return how far values are at most when they are rounded to e4m3, the largest to 448: half of the last bit of 4.
+
+    The smallest are multiples of 2**-9. A hundredth more is for scales and sums that are rounded themselves.
+    """
+    scale = _largest(values, dims) / 448
+    return torch.maximum(values.abs() / 16, (scale / 2**10).expand(values.shape)) * 1.01
+
+
+_OFF: dict[str, Callable[[torch.Tensor, list[int] | None], torch.Tensor]] = {
+    Int8.kind: _off_in_int8,
+    Float8.kind: _off_in_float8,
+}
 
 
 def assert_within(actual: torch.Tensor, expected: torch.Tensor, error: torch.Tensor) -> None:
@@ -72,13 +148,25 @@ def run_kernel(kernel: LowBitKernel, *args: Any, dtype: torch.dtype = torch.floa
     """
     reason = kernel.declines(*args)
     assert reason is None, f"it declines: {reason}"
+    with torch.no_grad():
+        prepared = kernel.prepare(args[kernel.weight])
+    assert prepared is not None, "the weight cannot be packed"
+    return run_prepared(kernel, prepared, *args, dtype=dtype)
+
+
+def run_prepared(
+    kernel: LowBitKernel, prepared: tuple[torch.Tensor, ...], *args: Any, dtype: torch.dtype
+) -> torch.Tensor:
+    """Call a kernel on a weight that is packed.
+
+    Raises:
+        AssertionError: it returns another dtype.
+    """
     device_type = args[kernel.weight].device.type
     before = torch.get_autocast_dtype(device_type)
     torch.set_autocast_dtype(device_type, dtype)
     try:
         with torch.no_grad():
-            prepared = kernel.prepare(args[kernel.weight])
-            assert prepared is not None, "the weight cannot be packed"
             result = kernel.run(prepared, *args)
     finally:
         torch.set_autocast_dtype(device_type, before)

@@ -88,7 +88,7 @@ class Subject:
         """Mark a test that the file of expected failures names, itself or the op that it is about."""
         reasons = expected.read(self.expected_failures)
         callspec = getattr(request.node, "callspec", None)
-        about = [] if callspec is None else [callspec.params.get(name) for name in ("op", "kernel")]
+        about = [] if callspec is None else [callspec.params.get(name) for name in ("op", "kernel", "recipe")]
         for name in (request.node.originalname, *about):
             if name in reasons:
                 request.applymarker(pytest.mark.xfail(reason=reasons[name], strict=True))

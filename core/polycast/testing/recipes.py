@@ -1,0 +1,333 @@
+"""Checks of the kernels of recipes: against float64, with the error that their recipe may bring."""
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from ..engine import low_bit
+from ..engine.weight_cache import WeightCache
+from ..plugins.backend import LowBitKernel
+from ..policy.cast_policy import CastPolicy
+from ..policy.recipes import Float8, Int8, Recipe
+from ..policy.schemas import find_op
+from ..region.autocast import autocast
+from .contract import answer_of
+from .low_bit import PRODUCTS, Product, assert_within, run_prepared
+from .subject import Device, Subject, require
+
+RECIPES: Mapping[str, Recipe] = {
+    recipe.short: recipe
+    for recipe in (Int8(min_size=0), Int8("tensor", min_size=0), Float8(min_size=0), Float8("tensor", min_size=0))
+}
+"""The recipes that there are, by the names that tests and files of expected failures give them."""
+
+_SIZES = [(5, 64, 48), (1, 128, 32), (16, 32, 16), (3, 33, 17)]
+"""Rows, terms and columns: such as the units of devices take, and such as they do not."""
+
+
+def _arguments(op: str, m: int, k: int, n: int) -> list[list[Any]]:
+    """Return arguments for a product of `m` rows, `k` terms and `n` columns, on the CPU, and of the weight no zeros."""
+    x, weight, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
+    weight = weight.sign() * (weight.abs() + 0.1)
+    if op == "aten::linear":
+        return [[x, weight, bias], [torch.randn(3, m, k).transpose(0, 1), weight, None], [x[0], weight, bias]]
+    if op == "aten::mm":
+        return [[x, weight.t().contiguous()], [x.t().contiguous().t(), weight.t()]]
+    if op == "aten::matmul":
+        return [[x, weight.t()], [torch.randn(2, m, k), weight.t().contiguous()]]
+    if op == "aten::addmm":
+        return [[bias, x, weight.t(), 1, 1], [torch.randn(m, n), x, weight.t().contiguous(), 2, -0.5]]
+    filters = torch.randn(n, k, 3, 3)
+    filters = filters.sign() * (filters.abs() + 0.1)
+    return [[torch.randn(m, k, 5, 4), filters, bias, [1, 1], [1, 1], [1, 1], 1]]
+
+
+class RecipeChecks(Subject):
+    """Kernels of recipes. Where the device cannot compute by one, its checks are skipped, with the reason."""
+
+    def test_recipe(self, recipe: str) -> None:
+        """The backend says whether the device can compute by a recipe and, if not, why; and which ops then."""
+        backend, wanted = self.loaded(), RECIPES[recipe]
+        call = f"{self.backend}: recipe_availability({wanted!r})"
+        answer = answer_of(call, lambda: backend.recipe_availability(wanted))
+        require(answer or answer.reason.strip(), f"{call} says no and not why. Give the reason.")
+        if not answer:
+            pytest.skip(f"{self.backend} has no {recipe}: {answer.reason}")
+        call = f"{self.backend}: low_bit_kernels({wanted!r})"
+        kernels = backend.low_bit_kernels(wanted)
+        require(
+            isinstance(kernels, Mapping)
+            and kernels
+            and all(isinstance(each, LowBitKernel) for each in kernels.values()),
+            f"{call} must map names of ops to instances of polycast.LowBitKernel, at least one; got {kernels!r}",
+        )
+        for name, kernel in kernels.items():
+            require(
+                backend.policies.get(name) is CastPolicy.LOWER_PRECISION_FP,
+                f"{call} has a kernel for {name}, which has no LOWER_PRECISION_FP in the backend's table: no recipe is "
+                "asked of it. Give it that policy, or leave the kernel out.",
+            )
+            op = find_op(name)
+            weight = None if op is None else op._schema.arguments[kernel.weight : kernel.weight + 1]
+            require(
+                weight is None or (weight and str(weight[0].type) == "Tensor"),
+                f"{call}: the kernel for {name} says that its weight is argument {kernel.weight}, which is no tensor. "
+                "Set the attribute `weight` to its position.",
+            )
+
+    def test_recipe_product(self, device: Device, recipe: str) -> None:
+        """A kernel gives what the op gives in float64, within the error of the recipe, in the fast dtype."""
+        device.skip_if_fake("there are no values")
+        for call in _calls(device, recipe):
+            for fast_dtype in device.fast_dtypes():
+                for dtype in (torch.float32, fast_dtype):
+                    given = call.of_dtype(dtype)
+                    expected, error = call.product.within(call.recipe, given)
+                    result = call.run(device, given, fast_dtype)
+                    with call.said(f"with inputs of {dtype}"):
+                        assert_within(device.values(result), expected, error)
+
+    def test_recipe_declines(self, device: Device, recipe: str) -> None:
+        """A kernel declines sizes that do not fit, and says of fake tensors what it says of real ones."""
+        for call in _calls(device, recipe, declined_too=True):
+            args = tree_map(lambda leaf: device.put(leaf) if isinstance(leaf, torch.Tensor) else leaf, call.args)
+            misfit = list(args)
+            x = args[call.product.activations]
+            misfit[call.product.activations] = torch.cat([x, x], 1 if call.product.op == "aten::conv2d" else -1)
+            require(
+                call.declines(misfit),
+                f"{call} must decline activations that do not fit the weight, so that torch says what is wrong",
+            )
+            if device.fake:
+                call.declines(args)
+                continue
+            for each in (args, misfit):
+                with FakeTensorMode() as mode:
+                    fakes = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in each]
+                    of_fakes = call.declines(fakes)
+                require(
+                    of_fakes == call.declines(each),
+                    f"{call} says {call.declines(each)!r}, and of fake tensors alike {of_fakes!r}. It may look at "
+                    "dtypes, sizes and strides, and at no values.",
+                )
+
+    def test_recipe_in_compiled_code(self, device: Device, recipe: str) -> None:
+        """What stands for the op in compiled code promises the shape, strides and dtype that the kernel gives."""
+        device.skip_if_fake("what is compared is what the kernel gives")
+        dtype = device.backend.default_dtype
+        for call in _calls(device, recipe):
+            args = call.on(device)
+            operator = low_bit.operator_of(call.product.op)
+            more = (call.recipe.text, 0, dtype)
+            with torch.no_grad(), _outcomes() as outcomes:
+                result = operator(*args, *more)
+            require(outcomes == [None], f"{call} was not asked in compiled code: {outcomes[0] if outcomes else ''}")
+            with torch.no_grad(), FakeTensorMode() as mode:
+                fakes = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+                promised = operator(*fakes, *more)
+            said, found = _form(promised), _form(result)
+            require(
+                said == found, f"{call} gave {found}, and compiled code is promised {said}. Give it what the op gives."
+            )
+
+    def test_recipe_inf_and_nan(self, device: Device, recipe: str) -> None:
+        """Activations with inf or nan come to what they come to in the fast dtype; what they do not touch is right."""
+        device.skip_if_fake("there are no values")
+        dtype = device.backend.default_dtype
+        for call in _calls(device, recipe):
+            for value in (torch.inf, -torch.inf, torch.nan):
+                args = list(call.args)
+                x = args[call.product.activations] = args[call.product.activations].clone().contiguous()
+                x.select(0, x.shape[0] // 2).view(-1)[0] = value
+                clean = list(args)
+                clean[call.product.activations] = x.nan_to_num(0.0, 0.0, 0.0)
+                error = call.product.within(call.recipe, clean)[1]
+                expected = call.product.within(call.recipe, args)[0]
+                result = device.values(call.run(device, args, dtype))
+                finite = expected.isfinite()
+                with call.said(f"with a {value} among its activations"):
+                    assert not (result.isfinite() & ~finite).any(), "a finite number where the op gives inf or nan"
+                    assert result[expected.isnan()].isnan().all(), "a nan was lost"
+                    assert_within(result[finite], expected[finite], error.expand_as(expected)[finite])
+
+    def test_recipe_empty_batch(self, device: Device, recipe: str) -> None:
+        """A batch without rows gives a result without rows."""
+        device.skip_if_fake("what is compared is what the kernel gives")
+        for call in _calls(device, recipe):
+            args = list(call.args)
+            if args[call.product.activations].dim() < 2:
+                continue
+            args[call.product.activations] = args[call.product.activations][:0]
+            if call.product.op == "aten::addmm":
+                args[0] = args[0][:0] if args[0].dim() == 2 else args[0]
+            if call.declines(call.on(device, args)):
+                continue
+            shape = call.product(args).shape
+            found = call.run(device, args, device.backend.default_dtype).shape
+            require(found == shape, f"{call}, with no rows, gave the shape {tuple(found)}, expected {tuple(shape)}")
+
+    def test_recipe_packing(self, device: Device, recipe: str) -> None:
+        """What a weight is packed into is all that a kernel needs of it, and is memory of its own."""
+        device.skip_if_fake("what is compared is values")
+        dtype = device.backend.default_dtype
+        for call in _calls(device, recipe):
+            args = call.on(device)
+            weight = args[call.product.weight].detach()
+            with torch.no_grad():
+                prepared = call.prepare(weight)
+                shared = [each for each in prepared if _shares_memory(each, weight)]
+                require(not shared, f"{call}: prepare() returned memory of the weight, which changes as that does")
+                before = [device.values(arg).clone() for arg in args if isinstance(arg, torch.Tensor)]
+                first = device.values(run_prepared(call.kernel, prepared, *args, dtype=dtype))
+                after = [device.values(arg) for arg in args if isinstance(arg, torch.Tensor)]
+                require(all(map(torch.equal, before, after)), f"{call}: run() wrote to its arguments")
+                weight.fill_(torch.nan)
+                second = device.values(run_prepared(call.kernel, prepared, *args, dtype=dtype))
+            require(
+                torch.equal(first, second), f"{call}: run() read the weight, or gave another result the second time"
+            )
+
+    def test_recipe_in_a_region(self, device: Device, recipe: str) -> None:
+        """A region packs a weight once, and again when it has changed, and the result follows."""
+        device.skip_if_fake("nothing of a fake tensor is kept")
+        for call in _calls(device, recipe):
+            args, cache = call.on(device), WeightCache()
+            weight = args[call.product.weight]
+            if type(weight) is not torch.nn.Parameter:
+                pytest.skip(f"parameters of {device.type} are of the subclass {type(weight).__name__}, kept by nothing")
+            for change in (None, None, -1.0):
+                with torch.no_grad(), _outcomes() as outcomes:
+                    if change is not None:
+                        weight.mul_(change)
+                    with _region(device, call.recipe, cache):
+                        result = call.product(args)
+                require(outcomes == [None], f"{call} did not run in a region with {call.recipe!r}: {outcomes}")
+            stats = cache.stats()
+            require(
+                (stats.misses, stats.hits, stats.packings) == (2, 1, 1),
+                f"{call}, in three regions with one WeightCache, the weight changed before the third, must pack it "
+                f"twice and find it once; the cache says: {stats}",
+            )
+            changed = list(call.args)
+            changed[call.product.weight] = -changed[call.product.weight]
+            with call.said("after the weight was negated"):
+                assert_within(device.values(result), *call.product.within(call.recipe, changed))
+
+
+class _KernelCall:
+    """A kernel, and arguments for its op, on the CPU in float32."""
+
+    def __init__(self, device_type: str, kernel: LowBitKernel, product: Product, recipe: Recipe, args: Any) -> None:
+        self.kernel, self.product, self.recipe, self.args = kernel, product, recipe, args
+        shapes = ", ".join(str(list(arg.shape)) for arg in args if isinstance(arg, torch.Tensor))
+        self._text = f"{product.op} by {recipe.short} on {device_type}, of shapes {shapes}"
+
+    def __str__(self) -> str:
+        return self._text
+
+    def of_dtype(self, dtype: torch.dtype) -> list[Any]:
+        """Return the arguments in a dtype."""
+        return [arg.to(dtype) if isinstance(arg, torch.Tensor) else arg for arg in self.args]
+
+    def on(self, device: Device, args: Sequence[Any] | None = None) -> list[Any]:
+        """Return the arguments, or others, on the device, the weight as a parameter."""
+        args = self.args if args is None else args
+        given = [device.put(arg.clone()) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        given[self.product.weight] = torch.nn.Parameter(given[self.product.weight], requires_grad=False)
+        return given
+
+    def declines(self, args: Sequence[Any]) -> str | None:
+        """Return what the kernel says of a call."""
+        reason = self.kernel.declines(*args)
+        require(
+            reason is None or (isinstance(reason, str) and reason.strip()),
+            f"{self}: declines() must return None or a reason, got {reason!r}",
+        )
+        return reason
+
+    def prepare(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what the weight is packed into."""
+        prepared = self.kernel.prepare(weight)
+        require(
+            isinstance(prepared, (tuple, list)) and all(isinstance(each, torch.Tensor) for each in prepared),
+            f"{self}: prepare() must return a tuple of tensors for a weight of finite numbers, got {prepared!r}",
+        )
+        assert prepared is not None
+        return tuple(prepared)
+
+    def run(self, device: Device, args: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+        """Return what the kernel makes of arguments, in a fast dtype."""
+        given = self.on(device, args)
+        with torch.no_grad():
+            prepared = self.prepare(given[self.product.weight].detach())
+        with self.said(f"where the fast dtype is {dtype}"):
+            return run_prepared(self.kernel, prepared, *given, dtype=dtype)
+
+    @contextmanager
+    def said(self, how: str) -> Iterator[None]:
+        """Say of what a failure is."""
+        try:
+            yield
+        except AssertionError as error:
+            raise AssertionError(f"{self}, {how}: {error}") from None
+
+
+def _calls(device: Device, name: str, declined_too: bool = False) -> Iterator[_KernelCall]:
+    """Yield calls of each kernel that there is for a recipe; skip the check where there is none."""
+    recipe, backend = RECIPES[name], device.backend
+    answer = backend.recipe_availability(recipe)
+    if not answer:
+        pytest.skip(f"{device.type} has no {name}: {answer.reason}")
+    torch.default_generator.manual_seed(0)
+    taken: list[str] = []
+    kernels = backend.low_bit_kernels(recipe)
+    for op, kernel in kernels.items():
+        product = PRODUCTS.get(op)
+        if product is None:
+            continue
+        with_op = type(recipe)(recipe.scales, (op,), 0)
+        for sizes in _SIZES:
+            for args in _arguments(op, *sizes):
+                call = _KernelCall(device.type, kernel, product, with_op, args)
+                if declined_too or device.fake or call.declines(call.on(device)) is None:
+                    taken.append(op)
+                    yield call
+    if not taken:
+        pytest.skip(f"no kernel for {name} takes the suite's arguments: {', '.join(kernels) or 'there is none'}")
+
+
+def _region(device: Device, recipe: Recipe, cache: WeightCache) -> autocast:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a recipe may be experimental, which is said once
+        return device.region(recipe=recipe, cache=cache)
+
+
+@contextmanager
+def _outcomes() -> Iterator[list[str | None]]:
+    """Yield a list of why each op that a recipe is for was declined in this thread, None where it was computed."""
+    found: list[str | None] = []
+
+    def note(device_type: str, recipe: str, op: str, reason: str | None) -> None:
+        found.append(reason)
+
+    low_bit.listen(note, threading.get_ident())
+    try:
+        yield found
+    finally:
+        low_bit.listen_no_more(note)
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of shape {list(tensor.shape)}, strides {list(tensor.stride())}, on {tensor.device.type}"
+
+
+def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    storages: list[Callable[[], int]] = [each.untyped_storage().data_ptr for each in (one, other)]
+    return storages[0]() == storages[1]()

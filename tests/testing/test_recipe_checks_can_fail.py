@@ -1,0 +1,268 @@
+"""Each check of kernels of recipes, on a kernel that is wrong in what it checks: it fails and says what is wrong."""
+
+import inspect
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import polycast
+from polycast.testing import BackendConformance, recipes
+from polycast.testing.low_bit import PRODUCTS
+from polycast_cpu import CpuBackend
+
+
+def quantized(values, dim):
+    sound = values.float().nan_to_num(0.0, 0.0, 0.0)
+    scale = (sound.abs().amax() if dim is None else sound.abs().amax(dim, keepdim=True)).clamp(min=1e-30) / 127
+    return torch.where(values.isfinite(), (values / scale).round() * scale, values.float())
+
+
+class Linear(polycast.LowBitKernel):
+    """A linear that is right."""
+
+    dim = -1
+
+    def prepare(self, weight):
+        return (quantized(weight, 1),)
+
+    def declines(self, x, weight, bias):
+        return None if x.shape[-1] == weight.shape[-1] else "the sizes do not fit"
+
+    def run(self, prepared, x, weight, bias):
+        product = F.linear(quantized(x, self.dim), prepared[0], None if bias is None else bias.float())
+        return product.to(torch.get_autocast_dtype("cpu"))
+
+
+class NotTransposed(Linear):
+    def run(self, prepared, x, weight, bias):
+        return super().run((prepared[0].flip(0),), x, weight, bias)
+
+
+class OneScale(Linear):
+    dim = None
+
+
+class NoBias(Linear):
+    def run(self, prepared, x, weight, bias):
+        return super().run(prepared, x, weight, None)
+
+
+class InFloat32(Linear):
+    def run(self, *args):
+        return super().run(*args).float()
+
+
+class LosesNan(Linear):
+    def run(self, prepared, x, weight, bias):
+        return super().run(prepared, x.nan_to_num(), weight, bias)
+
+
+class SpreadsNan(Linear):
+    def run(self, prepared, x, weight, bias):
+        return super().run(prepared, x, weight, bias) + (x * 0).sum().to(torch.get_autocast_dtype("cpu"))
+
+
+class LooksAtValues(Linear):
+    def declines(self, x, weight, bias):
+        from torch._subclasses import FakeTensor
+
+        return "it is fake" if isinstance(x, FakeTensor) else super().declines(x, weight, bias)
+
+
+class NeverDeclines(Linear):
+    def declines(self, *args):
+        return None
+
+
+class SaysNothing(Linear):
+    def declines(self, x, weight, bias):
+        return "" if x.shape[-1] != weight.shape[-1] else None
+
+
+class OtherStrides(Linear):
+    def run(self, *args):
+        result = super().run(*args)
+        return result.mT.contiguous().mT if result.dim() > 1 else result
+
+
+class NoRows(Linear):
+    def run(self, prepared, x, weight, bias):
+        result = super().run(prepared, x, weight, bias)
+        return result if x.numel() else result.new_zeros(0)
+
+
+class KeepsTheWeight(Linear):
+    def prepare(self, weight):
+        return (weight,)
+
+
+class ReadsTheWeight(Linear):
+    def run(self, prepared, x, weight, bias):
+        return super().run((quantized(weight, 1),), x, weight, bias)
+
+
+class WritesToTheInput(Linear):
+    def run(self, prepared, x, weight, bias):
+        return super().run(prepared, x.mul_(2), weight, bias)
+
+
+class PacksNothing(Linear):
+    def prepare(self, weight):
+        return None
+
+
+class PacksNoTensor(Linear):
+    def prepare(self, weight):
+        return (weight, None)
+
+
+class ForgetsTheSign(Linear):
+    def prepare(self, weight):
+        return (quantized(weight, 1) * self.__dict__.setdefault("sign", weight[0, 0].sign()) * weight[0, 0].sign(),)
+
+
+class Second(Linear):
+    weight = 2
+
+
+def check(name, kernel, recipe="int8", op="aten::linear", **answers):
+    """Run one check of the suite on a backend for the CPU that has a kernel."""
+
+    class Wrong(CpuBackend):
+        def recipe_availability(self, recipe):
+            there = polycast.Availability(
+                recipe.short == "int8", "" if recipe.short == "int8" else "there is int8 only"
+            )
+            return answers.get("availability", there)
+
+        def low_bit_kernels(self, recipe):
+            return answers.get("kernels", {op: kernel})
+
+    polycast.register_backend(Wrong())
+    suite = type("TestWrong", (BackendConformance,), {"backend": "cpu"})()
+    method = getattr(suite, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("polycast.testing.recipes._SIZES", [(5, 32, 16)])
+        try:
+            if "device" not in inspect.signature(method).parameters:
+                return method(recipe)
+            with suite.opened() as device:
+                return method(device, recipe)
+        finally:
+            polycast.unregister_backend("cpu")
+
+
+CHECKS = [name for name in dir(BackendConformance) if name.startswith("test_recipe")]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_kernel_that_is_right_passes(name, engine):
+    check(name, Linear())
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "message"),
+    [
+        ("test_recipe", Second(), "says that its weight is argument 2, which is no tensor. Set the attribute `weight`"),
+        ("test_recipe", max, "must map names of ops to instances of polycast.LowBitKernel, at least one"),
+        (
+            "test_recipe_product",
+            NotTransposed(),
+            "aten::linear by int8 on cpu, of shapes [5, 32], [16, 32], [16], with",
+        ),
+        ("test_recipe_product", NoBias(), "times what the recipe may bring"),
+        ("test_recipe_product", InFloat32(), "the result is torch.float32, not torch.bfloat16"),
+        (
+            "test_recipe_product",
+            PacksNothing(),
+            "a tuple of tensors for a weight of finite numbers, got None",
+        ),
+        (
+            "test_recipe_product",
+            PacksNoTensor(),
+            "a tuple of tensors for a weight of finite numbers, got (",
+        ),
+        ("test_recipe_declines", LooksAtValues(), "says None, and of fake tensors alike 'it is fake'. It may look at"),
+        ("test_recipe_declines", NeverDeclines(), "must decline activations that do not fit the weight, so that torch"),
+        ("test_recipe_declines", SaysNothing(), "declines() must return None or a reason, got ''"),
+        (
+            "test_recipe_in_compiled_code",
+            OtherStrides(),
+            "strides [1, 5], on cpu, and compiled code is promised",
+        ),
+        ("test_recipe_in_compiled_code", PacksNothing(), "not asked in compiled code: the weight cannot be packed"),
+        ("test_recipe_inf_and_nan", LosesNan(), "a finite number where the op gives inf or nan"),
+        ("test_recipe_inf_and_nan", SpreadsNan(), "times what the recipe may bring"),
+        ("test_recipe_empty_batch", NoRows(), "with no rows, gave the shape (0,), expected (0, 16)"),
+        (
+            "test_recipe_packing",
+            KeepsTheWeight(),
+            "prepare() returned memory of the weight",
+        ),
+        ("test_recipe_packing", ReadsTheWeight(), "run() read the weight, or gave another result the second time"),
+        ("test_recipe_packing", WritesToTheInput(), "run() wrote to its arguments"),
+        ("test_recipe_in_a_region", PacksNothing(), "did not run in a region with Int8("),
+        ("test_recipe_in_a_region", ForgetsTheSign(), "after the weight was negated: the error is "),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, polycast.LowBitKernel) else "",
+)
+def test_a_kernel_that_is_wrong(name, kernel, message):
+    with pytest.raises(AssertionError, match=re.escape(message)):
+        check(name, kernel)
+
+
+def test_one_scale_for_all_rows_is_not_what_a_scale_for_each_row_gives(monkeypatch):
+    def rows_of_very_different_size(op, *sizes):
+        x, weight = torch.randn(3, 32) * torch.tensor([1e-3, 1.0, 1e3])[:, None], torch.randn(16, 32)
+        return [[x, weight, None]]
+
+    monkeypatch.setattr(recipes, "_arguments", rows_of_very_different_size)
+    check("test_recipe_product", Linear())
+    with pytest.raises(AssertionError, match="times what the recipe may bring"):
+        check("test_recipe_product", OneScale())
+
+
+def test_a_recipe_that_is_refused_without_a_reason():
+    with pytest.raises(AssertionError, match="says no and not why. Give the reason"):
+        check("test_recipe", Linear(), availability=polycast.Availability(False))
+
+
+def test_a_recipe_that_is_available_and_has_no_kernels():
+    with pytest.raises(AssertionError, match="at least one; got {}"):
+        check("test_recipe", Linear(), kernels={})
+
+
+def test_a_kernel_for_an_op_that_is_not_cast_down():
+    with pytest.raises(AssertionError, match="has a kernel for aten::exp, which has no LOWER_PRECISION_FP in the"):
+        check("test_recipe", Linear(), op="aten::exp")
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_recipe_that_the_device_lacks_is_skipped_with_the_reason(name):
+    with pytest.raises(pytest.skip.Exception, match="cpu has no float8: there is int8 only"):
+        check(name, Linear(), recipe="float8")
+
+
+def test_kernels_whose_arguments_are_not_known_are_reported_as_not_called():
+    with pytest.raises(pytest.skip.Exception, match="no kernel for int8 takes the suite's arguments: aten::bmm"):
+        check("test_recipe_product", Linear(), op="aten::bmm")
+
+
+def rounded_to_e4m3(values):
+    scale = values.abs().amax() / 448
+    return (values / scale).to(torch.float8_e4m3fn).to(values.dtype) * scale
+
+
+@pytest.mark.parametrize("op", PRODUCTS)
+def test_numbers_of_e4m3_are_within_the_error_of_their_recipe(op):
+    product = PRODUCTS[op]
+    for args in recipes._arguments(op, 5, 64, 16):
+        expected, error = product.within(recipes.RECIPES["float8:tensor"], args)
+        given = [arg.double() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        for position in (product.activations, product.weight):
+            given[position] = rounded_to_e4m3(given[position])
+        off = (product(given) - expected).abs()
+        assert (off <= error).all()
+        assert off.max() > error.max() / 100
