@@ -21,7 +21,6 @@ import torch
 import typer
 
 from ..engine.choice import choose
-from ..engine.native.cache import cache_directory
 from ..engine.weight_cache import WeightCache
 from ..plugins.registry import backends
 from ..region.autocast import autocast
@@ -93,22 +92,11 @@ def _engine() -> dict[str, object]:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         engine = choose()
-    library = getattr(getattr(engine, "_extension", None), "__file__", None)
     return {
         "name": engine.name,
-        "library": library,
-        "from": _where_from(library) if library is not None else "Python, in the package",
+        "from": engine.origin or "the package, in Python",
         "warning": str(told[0].message) if told else None,
     }
-
-
-def _where_from(library: str) -> str:
-    path = Path(library).resolve()
-    if path.is_relative_to(Path(__file__).resolve().parent.parent):
-        return "prebuilt, in the package"
-    if path.is_relative_to(cache_directory().resolve()):
-        return "compiled on this machine, and kept"
-    return "compiled for this process alone"
 
 
 def _cpu() -> dict[str, object]:
