@@ -1,5 +1,6 @@
 """Recipes: in which numbers below the fast dtype a region's products are computed, as values that hold no state."""
 
+import functools
 import itertools
 import weakref
 from collections.abc import Iterable
@@ -240,7 +241,13 @@ def read_recipe(recipe: object) -> Recipe:
         raise ValueError(
             f"{recipe!r} is not a recipe: " + (f"did you mean {alike[0]!r}?" if alike else f"expected one of {known}")
         )
-    return _kinds[kind](scales) if colon else _kinds[kind]()
+    return _named(_kinds[kind], scales or "row")
+
+
+@functools.lru_cache(maxsize=64)
+def _named(cls: type[Recipe], scales: str) -> Recipe:
+    """Return one recipe for all regions that say it as text, and what other rooms have made of it."""
+    return cls() if issubclass(cls, NoRecipe) else cls(scales)
 
 
 def is_recipe_name(text: str) -> bool:
