@@ -114,4 +114,4 @@ def test_a_tensor_may_be_kept():
 
 
 def test_regions_that_say_it_as_text_have_one_recipe_and_what_was_made_of_it():
-    assert read_recipe("int8:tensor") is read_recipe("int8:tensor")
+    assert read_recipe("int8:tensor").derived is read_recipe("int8:tensor").derived
