@@ -207,6 +207,7 @@ class _Plan:
     def __init__(self, backend: Backend, recipe: Recipe) -> None:
         self.backend = backend
         self.recipe = recipe
+        self._min_size = recipe.min_size
         self.device_type = backend.device_type
         self.keep = _Keep(recipe) if recipe.keep else None
         overridden = type(backend).is_capturing is not Backend.is_capturing or "is_capturing" in vars(backend)
@@ -228,9 +229,6 @@ class _Plan:
         kernel = self.kernels.get(op)
         if kernel is None:
             return self.refusal
-        weight = args[kernel.weight]
-        if not isinstance(weight, torch.Tensor):
-            return "its weight is no tensor"
         records = torch.is_grad_enabled()
         for arg in args:
             if isinstance(arg, torch.Tensor):
@@ -242,23 +240,33 @@ class _Plan:
                     return "a tensor is not strided"
                 if records and arg.requires_grad:
                     return RECORDS
-        if weight.numel() < self.recipe.min_size:
+        return self._declines_plain(kernel, args)
+
+    def _declines_plain(self, kernel: LowBitKernel, args: Sequence[Any]) -> str | None:
+        weight = args[kernel.weight]
+        if not isinstance(weight, torch.Tensor):
+            return "its weight is no tensor"
+        if weight.numel() < self._min_size:
             return SMALL
         if self.keep is not None and self.keep.has(weight):
             return KEPT
         return kernel.declines(*args)
 
-    def compute(self, op: str, args: Sequence[Any], cache: WeightCache | None) -> torch.Tensor | str:
+    def compute(
+        self, op: str, args: Sequence[Any], cache: WeightCache | None, plain: bool = False
+    ) -> torch.Tensor | str:
         """Return what a kernel makes of an op, or why none does."""
-        reason = self.declines(op, args)
+        kernel = self.kernels.get(op)
+        if kernel is None:
+            return self.refusal
+        reason = self._declines_plain(kernel, args) if plain else self.declines(op, args)
         if reason is not None:
             return reason
-        kernel = self.kernels[op]
         weight: torch.Tensor = args[kernel.weight]
         if self._may_capture and self.backend.is_capturing():
             return NOTHING_KEPT
         # What a compiler traces is of subclasses, too.
-        if any(isinstance(arg, torch.Tensor) and _is_special(arg) for arg in args) and caching_is_safe():
+        if not plain and any(isinstance(arg, torch.Tensor) and _is_special(arg) for arg in args) and caching_is_safe():
             return SUBCLASS
         where = packings.cache if cache is None else cache
         prepared = state.machine.packing(where, weight, self._kinds[op], self._prepare[op])
@@ -322,7 +330,7 @@ def _plan(backend: Backend, recipe: Recipe) -> _Plan:
 
 
 @disable_dynamo
-def perform(op: str, device_type: str, *args: Any) -> torch.Tensor | None:
+def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False) -> torch.Tensor | None:
     """Compute an op by the recipe of this thread's region; None where it is to run in the fast dtype.
 
     Called by kernels at the Autocast key, outside of autocast for the device.
@@ -330,6 +338,8 @@ def perform(op: str, device_type: str, *args: Any) -> torch.Tensor | None:
     Args:
         op: by its name in the dispatcher.
         args: all that the op takes, in the order of its schema.
+        plain: whether it is known already that the tensors are such as :meth:`_Plan.declines` looks for, that nothing
+            watches the ops, and that autograd has nothing to record.
     """
     region = state.machine.innermost(device_type)
     if region is None or region[0] is None:
@@ -341,14 +351,14 @@ def perform(op: str, device_type: str, *args: Any) -> torch.Tensor | None:
     result: torch.Tensor | str
     if in_function():
         result = IN_FUNCTION
-    elif (
+    elif not plain and (
         forward_ad._current_level >= 0
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
     ):
         result = WATCHED
     else:
-        result = plan.compute(op, args, cache)
+        result = plan.compute(op, args, cache, plain)
         if result is WATCHED:
             result = _traced(op, plan, args, cache)
             if isinstance(result, torch.Tensor):

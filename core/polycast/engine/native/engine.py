@@ -84,8 +84,8 @@ class NativeEngine:
         return number
 
     @disable_dynamo
-    def _perform_low_bit(self, op: int, device_type: str, *args: Any) -> torch.Tensor | None:
-        return low_bit.perform(_names[op], device_type, *args)
+    def _perform_low_bit(self, op: int, device_type: str, plain: bool, *args: Any) -> torch.Tensor | None:
+        return low_bit.perform(_names[op], device_type, args, plain)
 
     def packing(
         self, cache: WeightCache, weight: torch.Tensor, kind: int, prepare: Callable[[torch.Tensor], Any]

@@ -51,19 +51,39 @@ Object for_python(const c10::IValue& value) {
   return Object();
 }
 
+// Whether kernels for low bit may be given arguments without a look at each in Python: tensors of the device and nothing
+// else, in dtypes that weights have too, of which autograd has nothing to record. See _Plan.declines in low_bit.py.
+bool are_plain(c10::ArrayRef<c10::IValue> arguments, DeviceType device) {
+  static constexpr c10::DispatchKeySet kSpecial{
+      DispatchKey::Python, DispatchKey::FuncTorchGradWrapper, DispatchKey::FuncTorchBatched, DispatchKey::Functionalize};
+  const Differentiation autograd;
+  return caching_is_safe() && std::all_of(arguments.begin(), arguments.end(), [&](const c10::IValue& argument) {
+    if (!argument.isTensor()) {
+      return true;
+    }
+    const Tensor& tensor = argument.toTensor();
+    const ScalarType dtype = tensor.scalar_type();
+    return tensor.device().type() == device && tensor.layout() == at::kStrided && !tensor.is_nested() &&
+        (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf) && !tensor.key_set().has_any(kSpecial) &&
+        !autograd.has(tensor);
+  });
+}
+
 // Have an op computed by the recipe of this thread's region; an undefined tensor where it is to run in the fast dtype.
 C10_NOINLINE Tensor low_bit(int64_t op, DeviceType device, c10::ArrayRef<c10::IValue> arguments) {
   const Gil gil;
-  const Object given = Object::made(PyTuple_New(static_cast<Py_ssize_t>(arguments.size() + 2)));
+  constexpr size_t kBefore = 3;
+  const Object given = Object::made(PyTuple_New(static_cast<Py_ssize_t>(arguments.size() + kBefore)));
   PyTuple_SetItem(given.get(), 0, Object::made(PyLong_FromLongLong(op)).release());
   const std::string name = c10::DeviceTypeName(device, /*lower_case=*/true);
   PyTuple_SetItem(given.get(), 1, Object::made(PyUnicode_FromString(name.c_str())).release());
+  PyTuple_SetItem(given.get(), 2, Py_NewRef(are_plain(arguments, device) ? Py_True : Py_False));
   for (size_t i = 0; i < arguments.size(); ++i) {
     Object argument = for_python(arguments[i]);
     if (!argument) {
       return Tensor();
     }
-    PyTuple_SetItem(given.get(), static_cast<Py_ssize_t>(i + 2), argument.release());
+    PyTuple_SetItem(given.get(), static_cast<Py_ssize_t>(i + kBefore), argument.release());
   }
   const Object result = Object::made(PyObject_CallObject(perform_low_bit, given.get()));
   return result.is_none() ? Tensor() : tensor_of(result.get());

@@ -103,7 +103,7 @@ class _Kernel:
                 if region is not None and region[0] is not None:
                     telling.listener.note_overlay(region[0])
             if policy is CastPolicy.LOWER_PRECISION_FP and self.machine.computes_low_bit(self.name, self.device_type):
-                result = low_bit.perform(self.name, self.device_type, *in_order(self.op, args, kwargs))
+                result = low_bit.perform(self.name, self.device_type, in_order(self.op, args, kwargs))
                 if result is not None:
                     return result
             return _RULES[policy](self, args, kwargs)
