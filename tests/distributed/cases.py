@@ -241,9 +241,18 @@ def freed():
 @case
 def gathered_again():
     """The memory of a large weight is given back to the system, which gives the same addresses again."""
+    return sums_of_gathered("none")
+
+
+@case
+def gathered_again_in_int8():
+    return sums_of_gathered("int8" if polycast.get_backend("cpu").recipe_availability(polycast.Int8()) else "none")
+
+
+def sums_of_gathered(recipe):
     cache, model, x = polycast.WeightCache(), fully_shard(nn.Linear(1024, 1024, bias=False)), torch.ones(2, 1024)
     sums = []
-    with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+    with torch.no_grad(), polycast.autocast("cpu", cache=cache, recipe=recipe):
         for value in range(40):
             model.weight.to_local().fill_(value)
             sums.append(model(x).float().mean().item())

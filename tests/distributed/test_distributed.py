@@ -147,9 +147,10 @@ def test_a_shard_frees_its_gathered_weights_and_no_cast_of_them_is_kept(results)
     assert results["freed"] == ["Parameter", 0, 0]
 
 
-def test_a_weight_gathered_again_into_the_same_memory_is_cast_again(results):
+@pytest.mark.parametrize("case", ["gathered_again", "gathered_again_in_int8"])
+def test_a_weight_gathered_again_into_the_same_memory_is_cast_again(results, case):
     """Whether it is the same memory is the system's choice; in some of so many rounds it is."""
-    assert results["gathered_again"] == 2 * [[1024.0 * value for value in range(40)]]
+    assert results[case] == 2 * [[1024.0 * value for value in range(40)]]
 
 
 def test_weights_that_nobody_gathers_are_kept_beside_a_process_group(results):

@@ -111,3 +111,7 @@ def test_what_is_none_is_refused(make, error, text):
 def test_a_tensor_may_be_kept():
     weight = torch.ones(2)
     assert Int8(keep=weight).keep[0] is weight
+
+
+def test_regions_that_say_it_as_text_have_one_recipe_and_what_was_made_of_it():
+    assert read_recipe("int8:tensor").derived is read_recipe("int8:tensor").derived

@@ -11,12 +11,13 @@ it lies in the weight's own storage. The compilers that have to be told more are
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.library import Library
 
-from .weight_cache import WeightCache
+if TYPE_CHECKING:
+    from .weight_cache import WeightCache
 
 # What the device records would go on to use what it has recorded when the weight has another cast.
 TAGS = tuple(getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, name))
@@ -83,19 +84,19 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def enter_in_graph(cache: WeightCache | None) -> None:
+def enter_in_graph(cache: "WeightCache | None") -> None:
     """Note that a region in a graph is entered: what is traced in it will find its cache by the number."""
     if cache is not None:
         _thread.caches.append(cache)
 
 
-def leave_in_graph(cache: WeightCache | None) -> None:
+def leave_in_graph(cache: "WeightCache | None") -> None:
     """Note that such a region is left."""
     if cache is not None:
         _thread.caches.remove(cache)
 
 
-def number_in_graph(cache: WeightCache | None) -> int:
+def number_in_graph(cache: "WeightCache | None") -> int:
     """Return the number by which a graph is to name the cache of the innermost region; 0: that of where it runs."""
     return cache.identity if cache is not None and any(each is cache for each in _thread.caches) else 0
 

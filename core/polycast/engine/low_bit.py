@@ -21,6 +21,7 @@ import torch
 from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.library import Library
+from torch.nn.modules import module
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..plugins.backend import Backend, LowBitKernel
@@ -94,15 +95,44 @@ class _Packings:
         return found
 
     def clear(self) -> None:
+        """Drop all, and what refers to weights: ``torch.utils.swap_tensors`` refuses those that anybody refers to."""
         found = self._cache
         if found is not None:
             found.clear()
+        for keep in list(_all_keeps):
+            keep.forget()
 
     def drop(self) -> None:
+        """Drop all, and take back what is in torch."""
         self._cache = None
+        _parameters.unwatch()
+
+
+class _Parameters:
+    """Counts how often any module is given a parameter or a module, while it is watched."""
+
+    def __init__(self) -> None:
+        self.given = 0
+        self._hooks: list[Any] = []
+
+    def watch(self) -> None:
+        if not self._hooks:
+            self.given += 1  # what was not seen until now may have been one
+            self._hooks = [
+                module.register_module_parameter_registration_hook(self._count),
+                module.register_module_module_registration_hook(self._count),
+            ]
+
+    def unwatch(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _count(self, *_: object) -> None:
+        self.given += 1
 
 
 packings = _Packings()
+_parameters = _Parameters()
 
 
 class _Thread(threading.local):
@@ -143,9 +173,18 @@ class _Keep:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
+        self._given = 0
         self._answers: dict[int, tuple[weakref.ref[torch.Tensor], bool]] = {}
+        _all_keeps.add(self)
+
+    def forget(self) -> None:
+        self._answers = {}
 
     def has(self, weight: torch.Tensor) -> bool:
+        _parameters.watch()
+        if self._given != _parameters.given:
+            self._given = _parameters.given
+            self.forget()
         known = self._answers.get(id(weight))
         if known is not None and known[0]() is weight:
             return known[1]
@@ -157,6 +196,9 @@ class _Keep:
             self._answers = {}
         self._answers[id(weight)] = weakref.ref(weight), found
         return found
+
+
+_all_keeps: "weakref.WeakSet[_Keep]" = weakref.WeakSet()
 
 
 class _Plan:

@@ -1,5 +1,6 @@
 """Recipes: in which numbers below the fast dtype a region's products are computed, as values that hold no state."""
 
+import functools
 import itertools
 import weakref
 from collections.abc import Iterable
@@ -25,6 +26,7 @@ class _Number:
     def __init__(self, keep: Iterable[nn.Module | torch.Tensor]) -> None:
         self.value = next(_numbers)
         self._keep = [weakref.ref(each) for each in keep]
+        self.derived: dict[str, dict[Any, Any]] = {}
         _by_number[self.value] = self
 
     @property
@@ -70,7 +72,7 @@ class Recipe:
     text: str
     """What it says, in a line that is the same for equal ones, and without `keep` in every process."""
     derived: dict[Any, Any]
-    """What other rooms have made of it."""
+    """What other rooms have made of it, and of those that equal it."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -99,7 +101,8 @@ class Recipe:
         kept = [_checked(each) for each in _listed(keep)]
         number = _Number.of(kept) if kept else None
         text = f"{self.kind} {scales} {','.join(named)} {min_size}" + (f" #{number.value}" if number else "")
-        vars(self).update(scales=scales, ops=named, min_size=min_size, text=text, derived={}, _number=number)
+        derived = _derived(text) if number is None else number.derived.setdefault(text, {})
+        vars(self).update(scales=scales, ops=named, min_size=min_size, text=text, derived=derived, _number=number)
 
     @classmethod
     def of_text(cls, text: str) -> "Recipe":
@@ -202,7 +205,7 @@ class NoRecipe(Recipe):
 
     def __init__(self) -> None:
         super().__init__()
-        vars(self).update(ops=(), text=self.kind)
+        vars(self).update(ops=(), text=self.kind, derived=_derived(self.kind))
 
     @property
     def written(self) -> str:
@@ -251,10 +254,20 @@ def is_recipe_name(text: str) -> bool:
 def _read_ops(ops: Iterable[str]) -> tuple[str, ...]:
     if isinstance(ops, str) or not isinstance(ops, Iterable):
         raise TypeError(f"ops must be names of ops, such as ('linear', 'mm'), got {ops!r}")
+    return _known_ops(tuple(ops))
+
+
+@functools.lru_cache(maxsize=64)
+def _known_ops(ops: tuple[str, ...]) -> tuple[str, ...]:
     named = sorted({read_op(each).short for each in ops})
     for each in named:
         known_overloads(read_op(each))
     return tuple(named)
+
+
+@functools.lru_cache(maxsize=64)
+def _derived(text: str) -> dict[Any, Any]:
+    return {}
 
 
 def _listed(keep: Any) -> Iterable[Any]:
