@@ -70,7 +70,7 @@ class Recipe:
     ops: tuple[str, ...]
     min_size: int
     text: str
-    """What it says, in a line: the same for equal ones, and without `keep` in every process."""
+    """What it says, in a line that is the same for equal ones, and without `keep` in every process."""
     derived: dict[Any, Any]
     """What other rooms have made of it, and of those that equal it."""
 
@@ -129,7 +129,7 @@ class Recipe:
 
     @property
     def short(self) -> str:
-        """The kind and the scales, as the command takes them: ``"int8"``, ``"int8:tensor"``."""
+        """The kind and the scales, as the command takes them, such as ``"int8"`` or ``"int8:tensor"``."""
         return self.kind if self.scales == "row" else f"{self.kind}:{self.scales}"
 
     @property

@@ -77,7 +77,7 @@ class Observation:
 
     @property
     def low_bit(self) -> tuple[LowBit, ...]:
-        """What recipes were to compute: the calls that they did, and those that they declined, with the reason."""
+        """The calls that recipes were to compute, those that they did and those that they declined, with the reason."""
         return self.facts.low_bit
 
     @property
