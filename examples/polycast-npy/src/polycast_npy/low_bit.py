@@ -1,8 +1,8 @@
 """Products in int8, for ``polycast.Int8()``: what a recipe asks of a device, in as few lines as it takes.
 
 A weight is packed once, into signed bytes with a scale for each output feature. Activations are rounded to bytes at
-each call, with a scale for each row or, as the recipe says, one for all. Sums are exact; what is rounded is what goes in
-and what comes out. It saves no time here: NumPy has no product of integers that is faster than that of floats.
+each call, with a scale for each row or, as the recipe says, one for all. Sums are exact; what is rounded is what goes
+in and what comes out. It saves no time here: NumPy has no product of integers that is faster than that of floats.
 """
 
 from collections.abc import Hashable, Mapping
