@@ -175,6 +175,17 @@ def test_devices_lists_a_broken_plugin_among_the_others(polycast_command, plugin
     }
 
 
+def test_devices_verbose_says_of_each_recipe_whether_the_device_can(polycast_command, hand_made):
+    def recipe_availability(recipe):
+        return polycast.Availability(recipe.kind == "int8", "" if recipe.kind == "int8" else "it has no such units")
+
+    hand_made("cpu", recipe_availability=recipe_availability)
+    shown = polycast_command("devices", "--verbose").stdout
+    assert "cpu: int8: yes\ncpu: float8: no, it has no such units\n" in shown
+    assert "xpu: int8" not in shown
+    assert "int8" not in polycast_command("devices").stdout
+
+
 def test_devices_verbose_shows_the_traceback_of_a_broken_plugin(polycast_command, plugin):
     plugin("acme_traced", "raise OSError('libacme.so: cannot open')")
     shown = polycast_command("devices", "--verbose").stdout

@@ -33,9 +33,20 @@ def test_an_op_is_explained_under_a_policy_file(tmp_path):
     assert (told["policy"], told["rule"], told["rule_name"]) == ("fp32", "region's policy", "careful")
 
 
+def test_an_op_is_explained_in_a_region_with_a_recipe():
+    told = [
+        json.loads(call("ops", "xpu", "--explain", op, "--recipe", "int8:tensor", "--json").stdout)
+        for op in ("linear", "exp")
+    ]
+    assert [each["recipe"] for each in told] == ["int8:tensor", ""]
+    assert told[0]["declined"] == "the backend for xpu has no kernels for int8"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--explain", "mm", "--recipe", "int9"], "'int9' is not a recipe: did you mean 'int8'?"),
+        (["--recipe", "int8"], "--recipe is for --explain: name an op."),
         (["--explain", "sofmax"], "has no op 'sofmax'; the nearest are 'softmax', '_softmax', 'fmax'\n"),
         (["--policy", "fp23"], "--policy must be a CastPolicy or the name of one, got 'fp23'; the nearest is 'fp32'\n"),
         (["--explain", "mm", "--policy-file", "absent.toml"], "No such file or directory: 'absent.toml'\n"),

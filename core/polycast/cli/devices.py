@@ -8,9 +8,10 @@ import typer
 from rich.text import Text
 
 from ..errors import BackendBrokenError
-from ..plugins.discovery import BackendStatus
+from ..plugins.discovery import BackendStatus, check_recipe
 from ..plugins.registry import backends, get_backend
 from ..policy.dtypes import dtype_name
+from ..policy.recipes import Float8, Int8
 from .terminal import console, engine_and_origin, library_errors, print_json, table
 
 _STYLES = {
@@ -39,6 +40,16 @@ class Device:
         if self.status.replaces:
             notes.append(f"in place of {', '.join(self.status.replaces)}")
         return notes
+
+    def recipes(self) -> list[str]:
+        """Return what the device says of each kind of recipe. It may compile what it takes to know."""
+        if self.status.state != "ready":
+            return []
+        backend = get_backend(self.status.device_type)
+        answers = {recipe.kind: check_recipe(backend, recipe) for recipe in (Int8(), Float8())}
+        return [
+            f"{kind}: {'yes' if answer else 'no'}, {answer.reason}".rstrip(", ") for kind, answer in answers.items()
+        ]
 
     def as_json(self) -> dict[str, object]:
         """Return the device for programs; what is not known is None."""
@@ -77,7 +88,9 @@ def _ask(status: BackendStatus) -> Device:
 
 def show(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: a list of objects, one for a device.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of a broken plugin.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show tracebacks of broken plugins, and recipes.")
+    ] = False,
 ) -> None:
     """List the backend of every device: its state, its dtypes and where it comes from."""
     with library_errors():
@@ -86,7 +99,7 @@ def show(
     if engine is None:
         print_json([device.as_json() for device in devices])
     else:
-        _print(devices, engine)
+        _print(devices, engine, verbose)
     broken = [device for device in devices if device.failure is not None]
     if verbose:
         for device in broken:
@@ -96,7 +109,7 @@ def show(
         typer.echo("polycast devices --verbose shows the traceback of what is broken.")
 
 
-def _print(devices: list[Device], engine: str) -> None:
+def _print(devices: list[Device], engine: str, verbose: bool) -> None:
     rows = table("device", "state", "default", "supported", "distribution")
     for device in devices:
         status = device.status
@@ -111,6 +124,6 @@ def _print(devices: list[Device], engine: str) -> None:
     out.print(rows)
     out.print()
     for device in devices:
-        for note in device.notes():
+        for note in [*device.notes(), *(device.recipes() if verbose else [])]:
             out.print(f"{device.status.device_type}: {note}", soft_wrap=True)
     out.print(f"Engine: {engine}", soft_wrap=True)

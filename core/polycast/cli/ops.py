@@ -14,9 +14,10 @@ from ..plugins.backend import Backend
 from ..plugins.registry import get_backend
 from ..policy.cast_policy import CastPolicy
 from ..policy.names import read_policy
+from ..policy.recipes import read_recipe
 from ..region.explain import explain_in
 from ..region.explanation import Explanation
-from ..region.policies import overlay_of
+from ..region.policies import overlay_of, with_recipe
 from .terminal import console, library_errors, print_json, table
 
 
@@ -31,6 +32,9 @@ def show(
     policy_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --explain: in a region with the policy of this file.")
     ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(metavar="RECIPE", help="With --explain: in a region with this recipe, such as int8.")
+    ] = None,
     drift: Annotated[bool, typer.Option("--drift", help="Show where the table and the running torch differ.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -41,10 +45,12 @@ def show(
         raise typer.BadParameter("--explain is about one op: leave out --policy and --drift.")
     if policy_file is not None and explain is None:
         raise typer.BadParameter("--policy-file is for --explain: name an op.")
+    if recipe is not None and explain is None:
+        raise typer.BadParameter("--recipe is for --explain: name an op.")
     with library_errors():
         backend = get_backend(device)
         wanted = None if policy is None else read_policy(policy, "--policy")
-        explained = None if explain is None else _explained(explain, backend, policy_file)
+        explained = None if explain is None else _explained(explain, backend, policy_file, recipe)
     if explained is not None:
         if as_json:
             print_json(explained.to_dict())
@@ -65,9 +71,11 @@ def show(
         _print(backend.device_type, ops)
 
 
-def _explained(op: str, backend: Backend, policy_file: Path | None) -> Explanation:
+def _explained(op: str, backend: Backend, policy_file: Path | None, recipe: str | None) -> Explanation:
     """Say what becomes of an op in a region of the backend's default dtype, be the device there or not."""
     overlay = None if policy_file is None else overlay_of(policy_file, backend.device_type)
+    if recipe is not None:
+        overlay = with_recipe(overlay, read_recipe(recipe))
     region = Settings(backend.device_type, True, backend.default_dtype, overlay=overlay)
     return explain_in(region, backend, op)
 

@@ -454,11 +454,17 @@ def _op(name: str) -> torch._ops.OpOverload:
     return found
 
 
+def why_no_kernel(overlay: Overlay, op: str, device_type: str) -> str | None:
+    """Say why no call of an op would be computed by the recipe: there is no kernel; None: there is one."""
+    plan = plan_of(overlay, device_type)
+    return NO_KERNEL if plan is None else None if op in plan.kernels else plan.refusal
+
+
 def why_not(overlay: Overlay, op: str, device_type: str, args: Sequence[Any]) -> str | None:
     """Say why a call would not be computed by the recipe, of arguments that may be fake; None: it would be."""
     plan = plan_of(overlay, device_type)
     if plan is None or op not in plan.kernels:
-        return NO_KERNEL if plan is None else plan.refusal
+        return why_no_kernel(overlay, op, device_type)
     weight = args[plan.kernels[op].weight]
     if isinstance(weight, torch.Tensor) and not (weight.is_meta or isinstance(weight, torch.nn.Parameter)):
         return NO_WEIGHT

@@ -111,7 +111,8 @@ def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanati
         return told
     if policy is not CastPolicy.LOWER_PRECISION_FP:
         return told
-    return replace(told, recipe=overlay.recipe.short)
+    declined = low_bit.why_no_kernel(overlay, op, region.device_type)
+    return replace(told, recipe=overlay.recipe.short, declined=declined)
 
 
 def deciding_rule(op: str, region: Settings, backend: Backend) -> _Rule:

@@ -66,7 +66,7 @@ class Explanation:
         calls: the overload that is called in the end.
         refusal: what the call raises, where the op is banned.
         recipe: the recipe that the op is to be computed by, if it is: ``"int8"``.
-        declined: why it is not by that, but in the fast dtype; None where it is, or no arguments were given.
+        declined: why it is not by that, but in the fast dtype; None where it is. Without arguments: why no call is.
         others: the same for the other overloads that the name means, where there were no arguments to tell which.
     """
 
