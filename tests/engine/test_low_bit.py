@@ -9,7 +9,7 @@ from torch import nn
 
 import polycast
 from polycast import Int8, WeightCache, autocast
-from polycast.engine import low_bit
+from polycast.engine.low_bit_plan import packings
 
 X = torch.randn(3, 8)
 
@@ -121,7 +121,7 @@ def test_a_packing_dies_with_its_weight(linear):
     layer, cache = nn.Linear(8, 8), WeightCache()
     run(layer, cache=cache)
     run(layer)
-    kept = low_bit.packings.cache
+    kept = packings.cache
     before = kept.stats().packings
     del layer
     gc.collect()
@@ -132,7 +132,7 @@ def test_a_packing_dies_with_its_weight(linear):
 def test_clearing_drops_what_is_kept_for_the_process(layer, linear):
     run(layer)
     polycast.clear_autocast_cache()
-    assert low_bit.packings.cache.stats().packings == 0
+    assert packings.cache.stats().packings == 0
     run(layer)
     assert linear.prepared == 2
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polycast
 from polycast import Int8, autocast
-from polycast.engine import low_bit
+from polycast.engine.low_bit_plan import packings
 
 X = torch.randn(3, 8)
 
@@ -220,4 +220,4 @@ def test_a_weight_without_memory_is_refused_as_in_the_fast_dtype(engine):
     weight.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="not allocated"):
         run(lambda: functional.linear(X, weight))
-    assert low_bit.packings.cache.stats().packings == 0
+    assert packings.cache.stats().packings == 0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine import low_bit, state
+from ..engine import low_bit_listeners, state
 from ..engine.choice import choose
 from ..engine.state import Settings
 from ..engine.weight_cache import WeightCache
@@ -62,7 +62,7 @@ class Session:
         patch_torch().start()
         stand_in.on_entry = self._on_entry()
         if self._options.recipe is not None:
-            low_bit.listen(self._note_low_bit, None)
+            low_bit_listeners.listen(self._note_low_bit, None)
         if self._options.wrap is not None:
             _wrap_modules(*self._options.wrap)
         _extend_to_spawned(self._options)

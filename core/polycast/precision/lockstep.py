@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..engine import low_bit
+from ..engine import low_bit_listeners
 from ..region.autocast import autocast
 from ..region.capture import Snapshot
 from .calls import Call
@@ -107,7 +107,7 @@ class Lockstep:
             stack.enter_context(self.state.set_aside())
             random, state = self.generators.get(), self.state.cloned()
             note = self.record.low_bit.note
-            stack.callback(lambda: low_bit.listen_no_more(note))
+            stack.callback(lambda: low_bit_listeners.listen_no_more(note))
 
             def theirs() -> Any:
                 with ExitStack() as stack:
@@ -117,7 +117,7 @@ class Lockstep:
                     self.state.put(state)
                     self.generators.set(random)
                     stack.enter_context(self.region)
-                    low_bit.listen(note, threading.get_ident())
+                    low_bit_listeners.listen(note, threading.get_ident())
                     return self._call.of_model(self._model)
 
             stack.enter_context(watched(self._model, watcher))

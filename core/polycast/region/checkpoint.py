@@ -16,8 +16,8 @@ from torch._compile import _disable_dynamo
 
 from ..compilers.on_import import Changes
 from ..engine.disable_dynamo import disable_dynamo
+from ..engine.inference import as_in_forward, in_function
 from ..engine.installation import taken_back
-from ..engine.low_bit import as_in_forward, in_function
 from ..errors import warn_user
 from .capture import Snapshot, capture
 from .entry import has_more_than_torch

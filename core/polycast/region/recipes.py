@@ -1,14 +1,14 @@
 """What becomes of the recipe that a region is given, on a device that may not have it."""
 
-from ..engine import low_bit
 from ..engine.installation import taken_back
+from ..engine.low_bit_plan import packings
 from ..errors import RecipeDisabledWarning, warn_user
 from ..plugins.backend import Backend
 from ..plugins.discovery import check_recipe
 from ..policy.recipes import NoRecipe, Recipe, RecipeLike, read_recipe
 
 _told: set[tuple[str, str]] = set()
-taken_back.append(low_bit.packings.drop)
+taken_back.append(packings.drop)
 
 
 def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:

@@ -2,8 +2,9 @@
 
 import torch
 
-from ..engine import low_bit, state
+from ..engine import state
 from ..engine.installation import kernels_of
+from ..engine.low_bit_plan import packings
 from ..errors import BackendNotFoundError
 from ..plugins.discovery import check_dtype
 from ..plugins.registry import registry
@@ -111,7 +112,7 @@ def clear_autocast_cache(all_threads: bool = False) -> None:
     if not isinstance(all_threads, bool):
         raise TypeError(f"all_threads must be a bool, got {all_threads!r}")
     state.machine.clear_own_casts(all_threads)
-    low_bit.packings.clear()
+    packings.clear()
     torch.clear_autocast_cache()
 
 

@@ -11,7 +11,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from ..engine import low_bit
+from ..engine.low_bit_listeners import listen, listen_no_more
+from ..engine.low_bit_operators import operator_of
 from ..engine.weight_cache import WeightCache
 from ..plugins.backend import LowBitKernel
 from ..policy.cast_policy import CastPolicy
@@ -124,7 +125,7 @@ class RecipeChecks(Subject):
         dtype = device.backend.default_dtype
         for call in _calls(device, recipe):
             args = call.on(device)
-            operator = low_bit.operator_of(call.product.op)
+            operator = operator_of(call.product.op)
             more = (call.recipe.text, 0, dtype)
             with torch.no_grad(), _outcomes() as outcomes:
                 result = operator(*args, *more)
@@ -317,11 +318,11 @@ def _outcomes() -> Iterator[list[str | None]]:
     def note(device_type: str, recipe: str, op: str, reason: str | None) -> None:
         found.append(reason)
 
-    low_bit.listen(note, threading.get_ident())
+    listen(note, threading.get_ident())
     try:
         yield found
     finally:
-        low_bit.listen_no_more(note)
+        listen_no_more(note)
 
 
 def _form(tensor: torch.Tensor) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from ...engine.low_bit import RECORDS
+from ...engine.low_bit_plan import RECORDS
 from .facts import Facts
 from .records import Chain, Finding, Region
 from .units import size as _bytes

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ...engine import low_bit
+from ...engine import low_bit_listeners
 from ...engine.choice import choose
 from ...engine.recorder import NONFINITE, Recorder
 from .compilations import tell_compilations, tell_compilations_no_more
@@ -140,13 +140,13 @@ class _Observing:
             before_modules.append(self._modules.meet)
         if self._raises:
             after_modules.append(self._after_module)
-        low_bit.listen(self._low_bit.note, None if self._run.threads == "all" else threading.get_ident())
+        low_bit_listeners.listen(self._low_bit.note, None if self._run.threads == "all" else threading.get_ident())
         self._began = time.perf_counter()
         self._recorder.start()
 
     def stop(self) -> None:
         self._recorder.stop()
-        low_bit.listen_no_more(self._low_bit.note)
+        low_bit_listeners.listen_no_more(self._low_bit.note)
         self.observation._facts = self._facts()
         if self._finds_modules:
             before_modules.remove(self._modules.meet)

@@ -1,0 +1,108 @@
+"""``polycast::low_bit_...``: operators that stand in compiled code for ops that a recipe computes.
+
+Each has the schema of its op. Where a compiler traces a region it takes the op's place, and at run time it finds kernel
+and packing as the op does outside of compiled code: of this thread's region, or with the cache of a region in the code.
+"""
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.library import Library
+
+from ..plugins.registry import registry
+from ..policy.recipes import Recipe
+from ..policy.schemas import by_schema, find_op
+from . import state
+from .disable_dynamo import disable_dynamo
+from .kept_cast import TAGS, number_in_graph
+from .low_bit_listeners import tell
+from .low_bit_plan import FLOATS, Plan, plan_for
+from .state import NO_WEIGHT, WATCHED
+from .weight_cache import WeightCache, cache_by_identity
+
+
+def traced(op: str, plan: Plan, args: Sequence[Any], cache: WeightCache | None) -> torch.Tensor | str:
+    """Return what stands for the op's result in what is traced, or why there is none."""
+    if torch.compiler.is_exporting():
+        return WATCHED
+    weight = args[plan.kernels[op].weight]
+    if not isinstance(_unwrapped(weight), torch.nn.Parameter):
+        return NO_WEIGHT
+    dtype = torch.get_autocast_dtype(plan.device_type)
+    result: torch.Tensor = operator_of(op)(*args, plan.recipe.text, number_in_graph(cache), dtype)
+    return result
+
+
+def _unwrapped(weight: torch.Tensor) -> torch.Tensor:
+    elem = getattr(weight, "elem", None)
+    return torch._from_functional_tensor(elem) if elem is not None and torch._is_functional_tensor(elem) else weight
+
+
+@functools.cache
+def operator_of(op: str) -> Any:
+    """Return the operator that stands for an op in compiled code, which finds the packing of the weight at run time."""
+    overload = _op(op)
+    name = "low_bit_" + op.replace("::", "_").replace(".", "_")
+    arguments, _, returns = str(overload._schema).partition("(")[2].rpartition(") -> ")
+    arguments = re.sub(r"=(\[[^]]*\]|[^,]*)", "", arguments.replace("*, ", ""))  # all of them are given, by position
+    schema = f"{name}({arguments}, str recipe, int cache, ScalarType dtype) -> {returns}"
+    _library.define(schema, tags=TAGS)  # type: ignore[no-untyped-call]
+
+    @disable_dynamo
+    def run(*args: Any) -> torch.Tensor:
+        *of_op, recipe, cache, dtype = args
+        return _run_in_compiled(op, of_op, recipe, cache, dtype)
+
+    def fake(*args: Any) -> torch.Tensor:
+        *of_op, _, _, dtype = args
+        return _in_fast_dtype(op, of_op, dtype)
+
+    _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.impl(name, fake, "Meta")  # type: ignore[no-untyped-call]
+    return getattr(torch.ops.polycast, name).default
+
+
+_library = Library("polycast", "FRAGMENT")  # type: ignore[no-untyped-call]
+_recipe_of_text = functools.lru_cache(maxsize=256)(Recipe.of_text)
+
+
+def _run_in_compiled(op: str, args: Sequence[Any], recipe: str, cache: int, dtype: torch.dtype) -> torch.Tensor:
+    device_type = next(arg for arg in args if isinstance(arg, torch.Tensor)).device.type
+    plan = plan_for(registry.find(device_type), _recipe_of_text(recipe))
+    region = None if cache else state.machine.innermost(device_type)
+    found = cache_by_identity(cache) if region is None else region[1]
+    before = torch.get_autocast_dtype(device_type)
+    if before is not dtype:
+        torch.set_autocast_dtype(device_type, dtype)
+    try:
+        with torch._C._DisableAutocast():
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    result = plan.compute(op, args, found)
+            else:
+                result = plan.compute(op, args, found)
+            if isinstance(result, torch.Tensor):
+                tell(device_type, plan.recipe, op, None)
+                return result
+            tell(device_type, plan.recipe, op, result)
+            return _in_fast_dtype(op, args, dtype)
+    finally:
+        if before is not dtype:
+            torch.set_autocast_dtype(device_type, before)
+
+
+def _in_fast_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+    cast = [arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.dtype in FLOATS else arg for arg in args]
+    positional, named = by_schema(_op(op), cast)
+    result: torch.Tensor = _op(op)(*positional, **named)
+    return result
+
+
+@functools.cache
+def _op(name: str) -> torch._ops.OpOverload:
+    found = find_op(name)
+    assert found is not None  # it was called
+    return found
