@@ -3,6 +3,7 @@
 PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has no assertion to rewrite here.
 """
 
+import gc
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -206,7 +207,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _AT_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_AT_FIRST_USE[name]}"), name)
+    collects = gc.isenabled()
+    gc.disable()  # what is collected may run code that uses another name, of modules that are half imported
+    try:
+        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_AT_FIRST_USE[name]}"), name)
+    finally:
+        if collects:
+            gc.enable()
     return value
 
 
