@@ -16,6 +16,7 @@ import torch
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 import polycast
+from polycast.engine.weight_cache import caches_alive
 
 from .once import Several
 from .timing import Race, Ratio, Result, Side
@@ -150,5 +151,5 @@ if __name__ == "__main__":
     step = _step(sys.argv[1], 1)
     for _ in range(3):
         step()
-    kept = sum(cache.stats().bytes for cache in polycast.engine.weight_cache.caches_alive.values())
+    kept = sum(cache.stats().bytes for cache in caches_alive.values())
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - kept)
