@@ -1,6 +1,7 @@
 """What every test stands on: an engine, a clean thread afterwards, and devices that need no hardware."""
 
 import copy
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -84,6 +85,31 @@ def in_thread():
             return thread.submit(function).result()
 
     return call
+
+
+@pytest.fixture(scope="session")
+def start_chromium():
+    """Return a function that starts a browser, which ends with the tests."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium drives the browser")
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("there is no chromium and chromedriver here")
+    started = []
+
+    def start():
+        options = webdriver.ChromeOptions()
+        options.binary_location = chromium
+        for switch in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--no-first-run"):
+            options.add_argument(switch)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        browser = webdriver.Chrome(options, webdriver.ChromeService(driver))
+        started.append(browser)
+        browser.execute_cdp_cmd("Network.enable", {})
+        return browser
+
+    yield start
+    for browser in started:
+        browser.quit()
 
 
 class HandMade(polycast.Backend):

@@ -6,10 +6,7 @@ from types import ModuleType
 
 import torch
 
-FLOAT8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FLOAT8).max
-SMALLEST = 2.0**-110
-"""Rows that are smaller are cast as if this were in them, so that scales and their inverses stay normal numbers."""
+from .float8_numbers import FLOAT8, LARGEST, SMALLEST
 
 
 def cast_rows(matrix: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-from .float8_cast import FLOAT8, LARGEST, SMALLEST
+from .float8_numbers import FLOAT8, LARGEST, SMALLEST
 
 _MOST_AT_ONCE = 4096
 

@@ -4,18 +4,12 @@ import base64
 import importlib.util
 import itertools
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import polycast
-
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium drives the browser")
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-if CHROMIUM is None or DRIVER is None:
-    pytest.skip("there is no chromium and chromedriver here", allow_module_level=True)
 
 NARROW = 400
 
@@ -32,21 +26,14 @@ def pages(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def chromium():
+def chromium(start_chromium):
     """Return a browser that has no network."""
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for switch in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--no-first-run"):
-        options.add_argument(switch)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    browser = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
-    browser.execute_cdp_cmd("Network.enable", {})
+    browser = start_chromium()
     browser.execute_cdp_cmd(
         "Network.emulateNetworkConditions",
         {"offline": True, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1},
     )
-    yield browser
-    browser.quit()
+    return browser
 
 
 class Page:

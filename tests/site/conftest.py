@@ -3,7 +3,6 @@
 import functools
 import http.server
 import json
-import shutil
 import subprocess
 import sys
 import threading
@@ -83,18 +82,6 @@ class Browser:
 
 
 @pytest.fixture(scope="session")
-def browser():
+def browser(start_chromium):
     """Return chromium."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium drives the browser")
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if chromium is None or driver is None:
-        pytest.skip("there is no chromium and chromedriver here")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for switch in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--no-first-run"):
-        options.add_argument(switch)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    started = webdriver.Chrome(options, webdriver.ChromeService(driver))
-    started.execute_cdp_cmd("Network.enable", {})
-    yield Browser(started)
-    started.quit()
+    return Browser(start_chromium())

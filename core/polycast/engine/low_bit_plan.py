@@ -92,11 +92,27 @@ class Plan:
         self._kinds = {op: _kind_of(backend, recipe, op, kernel) for op, kernel in self.kernels.items()}
         self._prepare = {op: _preparing(kernel) for op, kernel in self.kernels.items()}
 
-    def declines(self, op: str, args: Sequence[Any]) -> str | None:
-        """Say why an op is not computed by the recipe; None: it is, if its weight can be packed."""
+    def declines(self, op: str, args: Sequence[Any], plain: bool = False) -> str | None:
+        """Say why an op is not computed by the recipe; None: it is, if its weight can be packed.
+
+        Tensors that are known to be `plain` are not looked at one by one.
+        """
         kernel = self.kernels.get(op)
         if kernel is None:
             return self.refusal
+        unfit = None if plain else self._unfit(args)
+        if unfit is not None:
+            return unfit
+        weight = args[kernel.weight]
+        if not isinstance(weight, torch.Tensor):
+            return "its weight is no tensor"
+        if weight.numel() < self._min_size:
+            return SMALL
+        if self.keep is not None and self.keep.has(weight):
+            return KEPT
+        return kernel.declines(*args)
+
+    def _unfit(self, args: Sequence[Any]) -> str | None:
         records = torch.is_grad_enabled()
         for arg in args:
             if isinstance(arg, torch.Tensor):
@@ -108,28 +124,16 @@ class Plan:
                     return "a tensor is not strided"
                 if records and arg.requires_grad:
                     return RECORDS
-        return self._declines_plain(kernel, args)
-
-    def _declines_plain(self, kernel: LowBitKernel, args: Sequence[Any]) -> str | None:
-        weight = args[kernel.weight]
-        if not isinstance(weight, torch.Tensor):
-            return "its weight is no tensor"
-        if weight.numel() < self._min_size:
-            return SMALL
-        if self.keep is not None and self.keep.has(weight):
-            return KEPT
-        return kernel.declines(*args)
+        return None
 
     def compute(
         self, op: str, args: Sequence[Any], cache: WeightCache | None, plain: bool = False
     ) -> torch.Tensor | str:
         """Return what a kernel makes of an op, or why none does."""
-        kernel = self.kernels.get(op)
-        if kernel is None:
-            return self.refusal
-        reason = self._declines_plain(kernel, args) if plain else self.declines(op, args)
+        reason = self.declines(op, args, plain)
         if reason is not None:
             return reason
+        kernel = self.kernels[op]
         weight: torch.Tensor = args[kernel.weight]
         if self._may_capture and self.backend.is_capturing():
             return NOTHING_KEPT
