@@ -15,7 +15,7 @@ from ..plugins.signals import raised_by_signal_handler
 from ..policy.cast_policy import CastPolicy
 from . import state
 from .kernels import Kernels
-from .recorder import Recorder
+from .recorder import Observer
 
 
 class Engine(state.StateMachine, Protocol):
@@ -34,17 +34,12 @@ class Engine(state.StateMachine, Protocol):
     def unwatch_writes(self) -> None:
         """Take out of torch what watch_writes put there."""
 
-    def recorder(self, all_threads: bool, timing: bool, nonfinite: int, stacks: bool, /) -> Recorder:
-        """Return a recorder that is to be started; `nonfinite` is a number of recorder.NONFINITE."""
+    def observer(self) -> Observer:
+        """Return what sees this engine at work.
 
-    def enter_module(self, module: object, /) -> None:
-        """Have the ops on this thread counted for a module, if a recorder knows it."""
-
-    def leave_module(self, module: object, /) -> None:
-        """Have them counted no more for it, nor for those inside it that were not left."""
-
-    def note_compiling(self, begins: bool, /) -> None:
-        """Have the ops on this thread not counted: they are a compiler's, until it is done."""
+        Raises:
+            RuntimeError: it is C++, and cannot be built.
+        """
 
 
 class _Unchosen:

@@ -1,4 +1,4 @@
-"""What an engine counts while somebody observes: the contract of recorders, and what is read of one."""
+"""What is counted while somebody observes: the contract of observers and recorders, and what is read of one."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias, TypedDict
@@ -52,6 +52,22 @@ CHAIN_KINDS = ("round_trip", "float32_by_one_input", "unlisted_float32_op", "los
 
 NONFINITE = ("ignore", "record", "raise")
 """What becomes of inf and nan, by number."""
+
+
+class Observer(Protocol):
+    """What sees an engine at work, once somebody wants to know."""
+
+    def recorder(self, all_threads: bool, timing: bool, nonfinite: int, stacks: bool, /) -> "Recorder":
+        """Return a recorder that is to be started; `nonfinite` is a number of :data:`NONFINITE`."""
+
+    def enter_module(self, module: object, /) -> None:
+        """Have the ops on this thread counted for a module, if a recorder knows it."""
+
+    def leave_module(self, module: object, /) -> None:
+        """Have them counted no more for it, nor for those inside it that were not left."""
+
+    def note_compiling(self, begins: bool, /) -> None:
+        """Have the ops on this thread not counted: they are a compiler's, until it is done."""
 
 
 class Recorder(Protocol):

@@ -1,26 +1,21 @@
 // The native engine's Python module: the semantics of the reference engine at the speed of torch's own kernels.
 //
 // Compiled as one unit with the files it includes: parsing torch's headers is most of the build, and is done once so. From
-// the bottom: store.h, tally.h, regions.h, methods.h, observe.h, reading.h, casting.h, kernels.h. Each says what it owns and which
+// the bottom: store.h, regions.h, methods.h, casting.h, kernels.h. Each says what it owns and which
 // lock it takes.
 
 #include "python.h"
 
-#ifndef _WIN32
-#include <pthread.h>
-#endif
-
 #include <algorithm>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "forks.h"
 #include "kernels.h"
 #include "methods.h"
-#include "observe.h"
-#include "reading.h"
+#include "observed.h"
 #include "regions.h"
 #include "store.h"
 
@@ -28,49 +23,16 @@ namespace {
 
 std::unique_ptr<Announcers> announcers;
 
-// Locks are taken before a fork and given back after it, on both sides, in the order in which they nest.
-std::vector<std::mutex*> held_over_fork;
-
-void give_locks_back() {
-  while (!held_over_fork.empty()) {
-    std::mutex* const held = held_over_fork.back();
-    held_over_fork.pop_back();  // before the last one is given back, for it guards this list
-    held->unlock();
+void take_locks() {
+  const auto take = &HeldOverFork::take;
+  take(AllStores::list().mutex);
+  for (Store* const store : AllStores::list().stores) {
+    take(store->mutex());
   }
-}
-
-void hold_locks_over_forks() {
-#ifndef _WIN32
-  static std::once_flag once;
-  std::call_once(once, [] {
-    pthread_atfork(
-        [] {
-          const auto take = [](std::mutex& mutex) {
-            mutex.lock();
-            held_over_fork.push_back(&mutex);
-          };
-          take(AllStores::list().mutex);
-          for (Store* const store : AllStores::list().stores) {
-            take(store->mutex());
-          }
-          take(SharedCasts::index().mutex());
-          take(InFlight::storages().mutex());
-          take(Writes::log().mutex());
-          take(LeftBehind::things().mutex());
-          take(OpInfos::all().mutex());
-          take(Recorders::running().mutex);
-          for (const auto& recorder : Recorders::running().recorders) {
-            take(recorder->mutex);
-            take(recorder->of_ended_threads.mutex);
-            for (const auto& [number, table] : recorder->tables) {
-              take(table->mutex);
-            }
-          }
-        },
-        &give_locks_back,
-        &give_locks_back);
-  });
-#endif
+  take(SharedCasts::index().mutex());
+  take(InFlight::storages().mutex());
+  take(Writes::log().mutex());
+  take(LeftBehind::things().mutex());
 }
 
 // overlay(policies): a mapping of the numbers of ops to those of policies
@@ -155,51 +117,15 @@ PyObject* library_remove(PyObject* self, PyObject*) {
   return Py_NewRef(Py_None);
 }
 
-// Recorder(all_threads, timing, nonfinite, stacks)
-PyObject* make_recorder(PyTypeObject*, PyObject* arguments, PyObject*) {
-  int all_threads, timing, nonfinite, stacks;
-  parse(arguments, "ppip", &all_threads, &timing, &nonfinite, &stacks);
-  return Holder<Recorder>::make(std::make_shared<Recorder>(all_threads != 0, timing != 0, nonfinite, stacks != 0));
-}
-
-PyObject* recorder_start(PyObject* self, PyObject*) {
-  start_recorder(Holder<Recorder>::of(self));
-  return Py_NewRef(Py_None);
-}
-
-PyObject* recorder_stop(PyObject* self, PyObject*) {
-  stop_recorder(Holder<Recorder>::of(self));
-  return Py_NewRef(Py_None);
-}
-
-PyObject* recorder_read(PyObject* self, PyObject*) { return Reading::of(*Holder<Recorder>::of(self)); }
-
-PyObject* recorder_nonfinite_count(PyObject* self, PyObject*) {
-  return PyLong_FromUnsignedLongLong(Holder<Recorder>::of(self)->nonfinite_seen());
-}
-
-// add_module(address, number)
-PyObject* recorder_add_module(PyObject* self, PyObject* arguments) {
-  unsigned long long address;
-  int number;
-  parse(arguments, "Ki", &address, &number);
-  Holder<Recorder>::of(self)->add_module(address, number);
-  return Py_NewRef(Py_None);
-}
-
-// forget_module(address)
-PyObject* recorder_forget_module(PyObject* self, PyObject* address) {
-  Holder<Recorder>::of(self)->forget_module(PyLong_AsUnsignedLongLong(address));
-  return Py_NewRef(Py_None);
-}
-
-// add_parameter(parameter, module)
-PyObject* recorder_add_parameter(PyObject* self, PyObject* arguments) {
-  PyObject* parameter;
-  int module;
-  parse(arguments, "Oi", &parameter, &module);
-  Holder<Recorder>::of(self)->add_parameter(tensor_of(parameter), module);
-  return Py_NewRef(Py_None);
+// observing() -> what an observer is bound to
+PyObject* observing(PyObject*, PyObject*) {
+  static Engine engine{
+      [] { return &observed_op; },
+      [](DeviceType device) { return static_cast<const void*>(region_of(device).overlay); },
+      &hold_overlay,
+      [] { return Writes::log().count(); },
+      [](const Observer& told) { observer.store(&told); }};
+  return PyCapsule_New(&engine, kObserving, nullptr);
 }
 
 // watch_writes(ops, collectives)
@@ -227,26 +153,23 @@ PyObject* note_writes(PyObject*, PyObject* tensors) {
   return Py_NewRef(Py_None);
 }
 
-// bind(policies, overlay, store, rewritten, error, text, stack, place, of_traced, by_identity, low_bit): what is called in Python
+// bind(policies, overlay, store, rewritten, error, text, of_traced, by_identity, low_bit): what is called in Python
 PyObject* bind(PyObject*, PyObject* arguments) {
-  PyObject *policies, *overlay, *store, *rewritten, *error, *stack, *place, *of_traced, *by_identity, *low_bit;
+  PyObject *policies, *overlay, *store, *rewritten, *error, *of_traced, *by_identity, *low_bit;
   const char* text;
   parse(
-      arguments, "OOOOOsOOOOO", &policies, &overlay, &store, &rewritten, &error, &text, &stack, &place, &of_traced, &by_identity,
-      &low_bit);
+      arguments, "OOOOOsOOO", &policies, &overlay, &store, &rewritten, &error, &text, &of_traced, &by_identity, &low_bit);
   const auto names = each_of(policies, &string_of);
   TORCH_CHECK(std::equal(names.begin(), names.end(), kPolicyNames.begin(), kPolicyNames.end()));
   keep(native_overlay, overlay);
   keep(native_store, store);
   keep(storages_are_rewritten, rewritten);
   keep(stale_weight_error, error);
-  keep(stack_now, stack);
-  keep(place_now, place);
   keep(kept_cast_of_traced, of_traced);
   keep(store_by_identity, by_identity);
   keep(perform_low_bit, low_bit);
   stale_weight_message = text;
-  hold_locks_over_forks();
+  HeldOverFork::have(&take_locks);
   return Py_NewRef(Py_None);
 }
 
@@ -261,17 +184,11 @@ PyMethodDef functions[] = {
     {"open_regions", &raising<&open_regions>, METH_O, "Return how many all threads are in."},
     {"clear_own_casts", &raising<&clear_own_casts>, METH_O, "Drop the casts of the thread's regions, or of all."},
     {"region_methods", &raising<&region_methods>, METH_VARARGS, "Return __enter__ and __exit__."},
-    {"enter_module", &raising<&pass_module<true>>, METH_O, "A module begins to compute."},
-    {"leave_module", &raising<&pass_module<false>>, METH_O, "A module has computed."},
-    {"note_compiling", &raising<&note_compiling>, METH_O, "A compiler begins, or is done."},
-    {"note_overlay", &raising<&note_overlay>, METH_O, "An op runs under an overlay."},
-    {"note_cast", &raising<&note_cast>, METH_VARARGS, "A tensor was cast."},
-    {"note_entry", &raising<&note_python_entry>, METH_VARARGS, "A region was entered."},
-    {"note_exit", &raising<&note_python_exit>, METH_O, "A region was left."},
     {"watch_writes", &raising<&watch_writes>, METH_VARARGS, "See writes that count no version."},
     {"unwatch_writes", &raising<&unwatch_writes>, METH_NOARGS, "See them no more."},
     {"note_writes", &raising<&note_writes>, METH_O, "Tensors were written."},
     {"packing_of", &raising<&packing_of>, METH_VARARGS, "Return what a weight is packed into."},
+    {"observing", &raising<&observing>, METH_NOARGS, "Return what an observer is bound to."},
     {"bind", &raising<&bind>, METH_VARARGS, "Take what is called in Python."},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -287,16 +204,6 @@ PyMethodDef library_methods[] = {
     {"remove", &raising<&library_remove>, METH_NOARGS, "Take the kernels out."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyMethodDef recorder_methods[] = {
-    {"start", &raising<&recorder_start>, METH_NOARGS, "Count from now on."},
-    {"stop", &raising<&recorder_stop>, METH_NOARGS, "Count no more."},
-    {"read", &raising<&recorder_read>, METH_NOARGS, "Return what was counted."},
-    {"nonfinite_count", &raising<&recorder_nonfinite_count>, METH_NOARGS, "Return how many ops made inf or nan."},
-    {"add_module", &raising<&recorder_add_module>, METH_VARARGS, "Know a module."},
-    {"forget_module", &raising<&recorder_forget_module>, METH_O, "Know it no more."},
-    {"add_parameter", &raising<&recorder_add_parameter>, METH_VARARGS, "Know a parameter's module."},
-    {nullptr, nullptr, 0, nullptr}};
-
 PyMethodDef no_methods[] = {{nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "polycast_native", "The native engine.", -1, functions};
@@ -307,8 +214,7 @@ PyMODINIT_FUNC PyInit_polycast_native() {
   PyObject* const module = PyModule_Create(&definition);
   if (module == nullptr || !add_class<const Overlay, &make_overlay>(module, "polycast_native.Overlay", no_methods) ||
       !add_class<Store, &make_store>(module, "polycast_native.Store", store_methods) ||
-      !add_class<Library, &make_library>(module, "polycast_native.Library", library_methods) ||
-      !add_class<Recorder, &make_recorder>(module, "polycast_native.Recorder", recorder_methods)) {
+      !add_class<Library, &make_library>(module, "polycast_native.Library", library_methods)) {
     Py_XDECREF(module);
     return nullptr;
   }

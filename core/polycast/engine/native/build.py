@@ -26,7 +26,7 @@ from ...errors import warn_user
 from ...plugins.signals import raised_by_signal_handler
 from . import prebuilt
 from .cache import BuildError, UntrustedCacheError, cache_directory, check_folders, is_trusted, make_folders
-from .compiling import ENGINE, FLAGS, PYTHON, Library, checksum, compile_library, find_compiler, read_sources
+from .compiling import ENGINE, FLAGS, OBSERVER, PYTHON, Library, checksum, compile_library, find_compiler, read_sources
 from .engine import NativeEngine
 
 
@@ -44,40 +44,57 @@ def load() -> NativeEngine:
 
 @functools.cache
 def _load_prebuilt() -> NativeEngine | None:
-    library = prebuilt.find()
-    try:
-        return None if library is None else NativeEngine(_import(library), f"came with polycast: {library}")
-    except ImportError:  # it asks for a newer libc than there is here, say
-        return None
+    found = _import_prebuilt(ENGINE)
+    return None if found is None else NativeEngine(*found, _load_observer)
 
 
 @functools.cache
 def _load(directory: Path) -> NativeEngine:
+    return NativeEngine(*_import_built(directory, ENGINE), _load_observer)
+
+
+def _load_observer() -> ModuleType:
+    extension, _ = _import_prebuilt(OBSERVER) or _import_built(cache_directory(), OBSERVER)
+    return extension
+
+
+def _import_prebuilt(wanted: Library) -> tuple[ModuleType, str] | None:
+    """Return a library that came with polycast, as a module, and its origin."""
+    library = prebuilt.find(wanted)
     try:
-        return _engine(find_or_build(directory))
+        return None if library is None else (_import(library), f"came with polycast: {library}")
+    except ImportError:  # it asks for a newer libc than there is here, say
+        return None
+
+
+def _import_built(directory: Path, wanted: Library) -> tuple[ModuleType, str]:
+    """Return a library that is built here, as a module, and its origin."""
+    try:
+        return _import_compiled(find_or_build(directory, wanted=wanted))
     except UntrustedCacheError as error:
         refusal = error
     try:
         with tempfile.TemporaryDirectory(prefix="polycast-") as private:
-            engine = _engine(find_or_build(Path(private)))
+            imported = _import_compiled(find_or_build(Path(private), wanted=wanted))
     except (BuildError, OSError) as error:
         if raised_by_signal_handler(error):
             raise
         raise BuildError(f"{refusal} It cannot be built elsewhere either: {error}") from error
-    warn_user(f"polycast built its native engine for this process alone, as each process will: {refusal}")
-    return engine
+    warn_user(f"polycast built {wanted.what} for this process alone, as each process will: {refusal}")
+    return imported
 
 
-def _engine(library: Path) -> NativeEngine:
+def _import_compiled(library: Path) -> tuple[ModuleType, str]:
     try:
-        return NativeEngine(_import(library), f"compiled here: {library}")
+        return _import(library), f"compiled here: {library}"
     except ImportError as error:
         raise BuildError(f"{library} does not load: {error}. Remove it to have it built again.") from error
 
 
 def _import(library: Path) -> ModuleType:
-    loader = importlib.machinery.ExtensionFileLoader(ENGINE.name, str(library))
-    spec = importlib.util.spec_from_file_location(ENGINE.name, library, loader=loader)
+    name = library.stem
+    loader = importlib.machinery.ExtensionFileLoader(name, str(library))
+    spec = importlib.util.spec_from_file_location(name, library, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)

@@ -15,7 +15,7 @@
 #include <optional>
 
 #include "autocast.h"
-#include "observe.h"
+#include "observed.h"
 #include "regions.h"
 #include "store.h"
 
@@ -93,13 +93,6 @@ struct Differentiation {
   }
 };
 
-// What became of a cast.
-struct Outcome {
-  bool looked_for = false;  // where casts are kept
-  bool made = true;
-  bool in_torchs_region = false;
-};
-
 // Whether a cast of a tensor may be kept now. Python may run, and the region end.
 bool may_be_kept(const Tensor& tensor, ScalarType dtype, const Object& is_capturing) {
   return dtype != at::kFloat && is_weight(tensor) && at::autocast::is_autocast_cache_enabled() && caching_is_safe() &&
@@ -134,13 +127,14 @@ Tensor plain_cast(const Tensor& tensor, const CastTo& to) {
 }
 
 Tensor find_or_cast(
-    const Tensor& tensor, const CastTo& to, const DeviceRegion& region, const Object& is_capturing, Outcome& outcome) {
+    const Tensor& tensor, const CastTo& to, const DeviceRegion& region, const Object& is_capturing, SeenCast& seen) {
   if (region.innermost == nullptr) {
-    outcome.in_torchs_region = true;
+    seen.in_torchs_region = true;
     return at::autocast::cached_cast(to.dtype, tensor, to.device);  // a region of torch's has torch's cache
   }
   if (may_be_kept(tensor, to.dtype, is_capturing) && region.innermost != nullptr) {
-    outcome = {true, false};
+    seen.looked_for = true;
+    seen.made = false;
     if (region.store == nullptr) {
       if (const Tensor* const found = region.casts->find(tensor, to.dtype)) {
         return *found;
@@ -150,10 +144,10 @@ Tensor find_or_cast(
     const std::shared_ptr<Store> store = region.store == nullptr ? nullptr : region.store->shared_from_this();
     const std::shared_ptr<ThreadRegions> regions = this_thread.regions;
     if (store == nullptr) {
-      return regions->casts.cast(tensor, to.dtype, outcome.made);
+      return regions->casts.cast(tensor, to.dtype, seen.made);
     }
     const uint64_t writes = Writes::log().count();
-    Tensor kept = store->cast(tensor, to.dtype, outcome.made);
+    Tensor kept = store->cast(tensor, to.dtype, seen.made);
     return wants_history(tensor) ? regions->casts.with_link(tensor, to.dtype, kept, writes) : kept;
   }
   if (C10_UNLIKELY(to.dtype != at::kFloat && !caching_is_safe())) {
@@ -166,36 +160,15 @@ Tensor find_or_cast(
 
 // Cast for an op that somebody observes.
 Tensor observed_cast(
-    ObservedOp& op, const Tensor& tensor, const CastTo& to, const DeviceRegion& region, const Object& is_capturing) {
+    ObservedCall& op, const Tensor& tensor, const CastTo& to, const DeviceRegion& region, const Object& is_capturing) {
   using Clock = std::chrono::steady_clock;
-  using Last = Watch::Last;
-  CastCounts counts{tensor.scalar_type(), to.dtype, has_known_sizes(tensor) && is_weight(tensor)};
-  const auto begin = op.watch->timing ? Clock::now() : Clock::time_point();
-  Outcome outcome;
-  Tensor cast = find_or_cast(tensor, to, region, is_capturing, outcome);
-  if (op.watch->timing) {
-    counts.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+  SeenCast seen{has_known_sizes(tensor) && is_weight(tensor)};
+  const auto begin = op.is_timed ? Clock::now() : Clock::time_point();
+  Tensor cast = find_or_cast(tensor, to, region, is_capturing, seen);
+  if (op.is_timed) {
+    seen.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
   }
-  const bool can_be_kept = counts.of_weight && to.dtype != at::kFloat;
-  const Last last = can_be_kept && (outcome.made || outcome.in_torchs_region) ? op.watch->note_cast(tensor, cast) : Last::kNone;
-  if (outcome.in_torchs_region && last == Last::kSameCast) {
-    outcome = {true, false};
-  }
-  if (outcome.made) {
-    counts.count = 1;
-    counts.bytes = bytes_of(cast);
-    counts.misses = outcome.looked_for;
-    if (last != Last::kNone) {
-      counts.recasts = 1;
-      counts.recast_bytes = counts.bytes;
-    }
-  } else {
-    counts.hits = 1;
-  }
-  op.casts.add(counts);
-  if (!op.backward && !counts.of_weight) {
-    note_chain(op, tensor, to.dtype, bytes_of(cast));
-  }
+  observer.load(std::memory_order_relaxed)->note_cast(op, tensor, cast, seen);
   return cast;
 }
 
@@ -204,8 +177,8 @@ C10_NOINLINE Tensor cast(const Tensor& tensor, const CastTo& to, const DeviceReg
   if (C10_UNLIKELY(observed_op != nullptr)) {
     return observed_cast(*observed_op, tensor, to, region, is_capturing);
   }
-  Outcome outcome;
-  return find_or_cast(tensor, to, region, is_capturing, outcome);
+  SeenCast unseen;
+  return find_or_cast(tensor, to, region, is_capturing, unseen);
 }
 
 }  // namespace

@@ -33,6 +33,8 @@ class Library:
     """How a sentence calls it."""
     again: str
     """How a build that failed is tried again, for the end of a sentence."""
+    folders: tuple[str, ...] = (".",)
+    """Where its files are in the package; it is compiled as if they were in one."""
 
     @classmethod
     def of_ops(cls, package: str) -> "Library":
@@ -40,7 +42,12 @@ class Library:
         return cls(package, package.replace(".", "_"), f"the ops of {package}", "remove that file to try again")
 
 
-ENGINE = Library(str(__package__), "polycast_native", "the native engine", "`polycast build` tries again")
+_AGAIN = "`polycast build` tries again"
+ENGINE = Library(str(__package__), "polycast_native", "the native engine", _AGAIN, (".", "common"))
+OBSERVER = Library(
+    str(__package__), "polycast_observer", "the native engine's observer", _AGAIN, ("observer", "common")
+)
+"""What sees the engine at work: apart from it, so that who does not observe need not have it built."""
 
 PYTHON = str(sysconfig.get_config_var("SOABI")) if sysconfig.get_config_var("Py_GIL_DISABLED") else "abi3"
 """The Pythons that what is compiled here is for."""
@@ -59,13 +66,17 @@ def read_sources(wanted: Library = ENGINE) -> Mapping[str, bytes]:
     Raises:
         BuildError: it was not installed.
     """
-    folder = importlib.resources.files(wanted.package)
-    try:
-        found = {file.name: file.read_bytes() for file in folder.iterdir() if file.name.endswith((".cpp", ".h"))}
-    except OSError:
-        found = {}
-    if not found:
-        raise BuildError(f"its C++ sources are not in {folder}. Install polycast with all its files.")
+    package = importlib.resources.files(wanted.package)
+    found: dict[str, bytes] = {}
+    for name in wanted.folders:
+        folder = package if name == "." else package / name
+        try:
+            of_folder = {file.name: file.read_bytes() for file in folder.iterdir() if file.name.endswith((".cpp", ".h"))}
+        except OSError:
+            of_folder = {}
+        if not of_folder:
+            raise BuildError(f"its C++ sources are not in {folder}. Install polycast with all its files.")
+        found |= of_folder
     return dict(sorted(found.items()))
 
 

@@ -1,6 +1,7 @@
 """The native engine: what Python sees of the C++."""
 
 import itertools
+import threading
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
@@ -10,17 +11,22 @@ from typing_extensions import override
 
 from ...errors import StaleWeightError
 from ...plugins.backend import Backend
+from ...plugins.fork import hold_over_forks
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import overload_with_dtype
 from .. import kept_cast, low_bit
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, autocast_key, refusal
 from ..places import place_now, stack_now
-from ..recorder import Recorder
+from ..recorder import Observer, Recorder
 from ..state import NO_WEIGHT, NOTHING_KEPT, WATCHED, Overlay, Settings
 from ..unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedOptimizers
 from ..weight_cache import WeightCache, cache_by_identity
 from ..weights import STALE, storages_are_rewritten
+from .cache import BuildError
+
+_lock = threading.RLock()
+hold_over_forks(lambda: [_lock])
 
 # The numbers that regions.h's enumeration Policy gives them.
 _POLICIES: dict[CastPolicy | None, int] = {None: -1, **{policy: number for number, policy in enumerate(CastPolicy)}}
@@ -38,8 +44,10 @@ class NativeEngine:
 
     name = "native"
 
-    def __init__(self, extension: ModuleType, origin: str) -> None:
+    def __init__(self, extension: ModuleType, origin: str, load_observer: Callable[[], ModuleType]) -> None:
         self.origin = origin
+        self._load_observer = load_observer
+        self._observer: NativeObserver | None = None
         policies = [policy.name for policy in CastPolicy]
         extension.bind(
             policies,
@@ -48,8 +56,6 @@ class NativeEngine:
             storages_are_rewritten,
             StaleWeightError,
             STALE,
-            stack_now,
-            place_now,
             kept_cast.of_traced,
             self._store_by_identity,
             self._perform_low_bit,
@@ -67,15 +73,6 @@ class NativeEngine:
         self.excluded_keys: Callable[[], int] = extension.excluded_keys
         self.clear_own_casts = extension.clear_own_casts
         self.region_methods = extension.region_methods
-        # See Recorder, and the hooks beside it.
-        self.enter_module: Callable[[object], None] = extension.enter_module
-        self.leave_module: Callable[[object], None] = extension.leave_module
-        self.note_compiling: Callable[[bool], None] = extension.note_compiling
-        # See Listener in the reference engine, whose casts and regions recorders count, too.
-        self.note_overlay = extension.note_overlay
-        self.note_cast = extension.note_cast
-        self.note_entry = extension.note_entry
-        self.note_exit = extension.note_exit
 
     def number(self, name: str) -> int:
         """Return the number by which kernels and overlays know an op."""
@@ -125,14 +122,41 @@ class NativeEngine:
             self._optimizers = None
             self._extension.unwatch_writes()
 
-    def recorder(self, all_threads: bool, timing: bool, nonfinite: int, stacks: bool) -> Recorder:
-        """Return a recorder that is to be started."""
-        made: Recorder = self._extension.Recorder(all_threads, timing, nonfinite, stacks)
-        return made
+    def observer(self) -> Observer:
+        """Return the one in C++, building it where it was not yet.
+
+        Raises:
+            RuntimeError: it cannot be built.
+        """
+        with _lock:
+            if self._observer is None:
+                try:
+                    extension = self._load_observer()
+                except BuildError as error:
+                    raise RuntimeError(f"polycast.observe needs C++ that cannot be built: {error}") from error
+                extension.bind(self._extension.observing(), stack_now, place_now)
+                self._observer = NativeObserver(extension)
+            return self._observer
 
     def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy]) -> Kernels:
         """Put a backend's kernels in place."""
         return _NativeKernels(backend, policies, self, self._extension)
+
+
+class NativeObserver:
+    """What sees the native engine at work, and is told by the reference engine, whose casts and regions it counts too."""
+
+    def __init__(self, extension: ModuleType) -> None:
+        # See Observer.
+        self.recorder: Callable[[bool, bool, int, bool], Recorder] = extension.Recorder
+        self.enter_module: Callable[[object], None] = extension.enter_module
+        self.leave_module: Callable[[object], None] = extension.leave_module
+        self.note_compiling: Callable[[bool], None] = extension.note_compiling
+        # See Listener in the reference engine.
+        self.note_overlay = extension.note_overlay
+        self.note_cast = extension.note_cast
+        self.note_entry = extension.note_entry
+        self.note_exit = extension.note_exit
 
 
 class _NativeKernels(Kernels):

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "autocast.h"
 #include "casting.h"
 #include "kept_cast.h"
 #include "low_bit.h"

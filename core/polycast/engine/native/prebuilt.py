@@ -5,8 +5,8 @@ what torch's headers show. Between the builds of one version, for the CPU and fo
 Python that has the limited API. Whoever can write where it lies can write polycast too, so only its checksum is looked
 at, for a file that was cut short or changed.
 
-``python -m polycast.engine.native.prebuilt FOLDER [PACKAGE ...]`` builds the engine for the running torch, and the ops
-of backends' packages; tools/platform_wheel.py puts them into a wheel.
+``python -m polycast.engine.native.prebuilt FOLDER [PACKAGE ...]`` builds the engine and its observer for the running torch, and the
+ops of backends' packages; tools/platform_wheel.py puts them into a wheel.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from .cache import BuildError
-from .compiling import ENGINE, PYTHON, Library, checksum, compile_library, find_compiler, read_sources
+from .compiling import ENGINE, OBSERVER, PYTHON, Library, checksum, compile_library, find_compiler, read_sources
 
 _FOLDER = Path(__file__).parent / "prebuilt"
 _SAME_LAYOUT = re.compile(r"(?:\+(?:cpu|cu\d+))?")  # the local part of a version: torch's own builds
@@ -71,5 +71,5 @@ def _key(sources: Mapping[str, bytes]) -> str | None:
 
 
 if __name__ == "__main__":
-    for each in (ENGINE, *map(Library.of_ops, sys.argv[2:])):
+    for each in (ENGINE, OBSERVER, *map(Library.of_ops, sys.argv[2:])):
         print(make(Path(sys.argv[1]), each))

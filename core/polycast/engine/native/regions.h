@@ -22,14 +22,12 @@
 #include <vector>
 
 #include "autocast.h"
+#include "observed.h"
 #include "python.h"
 #include "region_casts.h"
 #include "store.h"
-#include "tally.h"
 
 namespace {  // all is one unit, binding.cpp
-
-using c10::DeviceType;
 
 // The order is that of polycast.CastPolicy, which bind() checks.
 // kNone is that of an op that is in an overlay and not in the table, outside regions with that overlay.
@@ -270,25 +268,6 @@ ThreadRegions& here() {
   return *this_thread.regions;
 }
 
-// The device type that a string names. Called with the GIL held.
-DeviceType device_of(PyObject* name) {
-  static auto* const known = new std::unordered_map<std::string, DeviceType>();
-  static PyObject* last = nullptr;  // the string asked for last, held; most ask for one and the same again
-  static DeviceType type;
-  if (name == last) {
-    return type;
-  }
-  std::string text = string_of(name);
-  auto found = known->find(text);
-  if (found == known->end()) {
-    const auto parsed = c10::Device(text).type();
-    found = known->emplace(std::move(text), parsed).first;
-  }
-  type = found->second;
-  keep(last, name);
-  return type;
-}
-
 // Lay the overlay of a new frame over the one below it, or over None. A program enters the same few again and again, so the last
 // answers are kept. Called with the GIL held; runs Python where there is no answer yet.
 void lay_over(Frame& frame, PyObject* below) {
@@ -339,8 +318,8 @@ bool enter_region(PyObject* owner, PyObject* all_settings) {
   if (!frame->cache.is_none()) {
     frame->store = Holder<Store>::of(call(native_store, "(O)", frame->cache.get()).get());
   }
-  if (C10_UNLIKELY(Recorders::count.load(std::memory_order_relaxed) != 0)) {
-    note_entry(frame.get(), device, settings[1] == Py_True, dtype);
+  if (const Observer* const told = observer.load(std::memory_order_relaxed)) {
+    told->enter_region(frame.get(), device, settings[1] == Py_True, dtype);
   }
   // Python may have run until here, and have entered and left regions; from here on it does not.
   if (const Frame* const below = region_of(device).innermost; below != nullptr && inherits) {
@@ -386,7 +365,9 @@ std::optional<bool> leave_region(PyObject* owner) {
     at::autocast::set_autocast_enabled(found->device, found->enabled_before);
     at::autocast::set_autocast_dtype(found->device, found->dtype_before);
   }
-  note_exit(found);
+  if (const Observer* const told = observer.load(std::memory_order_relaxed)) {
+    told->leave_region(found);
+  }
   // It is freed at the end, for that may run Python.
   const std::unique_ptr<Frame> frame = regions.frames.take_out(found);
   if (at::autocast::decrement_nesting() == 0) {
@@ -397,6 +378,17 @@ std::optional<bool> leave_region(PyObject* owner) {
     regions.casts.end_region();
   }
   return at::impl::torch_function_mode_enabled();
+}
+
+// See Engine in observing.h.
+PyObject* hold_overlay(DeviceType device, const void* overlay) {
+  const Frame* const frame = region_of(device).innermost;
+  if (frame == nullptr || frame->policies.get() != overlay) {
+    return nullptr;
+  }
+  const Object held = frame->overlay;
+  Object policies = Object::made(Holder<const Overlay>::make(frame->policies));
+  return Object::made(Py_BuildValue("(ON)", held.get(), policies.release())).release();
 }
 
 // enter(owner, settings) -> bool

@@ -1,7 +1,6 @@
-// A weight and a cast of it: what tells that a weight is still what it was, and how a cast is made.
+// A weight and a cast of it: whether it can be kept, and how it is made.
 //
-// Owns nothing but weak references: to a weight, so that its address, which is the key, is not given to another tensor, and
-// to its storage, for freed memory may be given to another storage. Locks: none.
+// Owns nothing. Locks: none.
 
 #pragma once
 
@@ -19,78 +18,15 @@
 #include <type_traits>
 #include <utility>
 
+#include "content.h"
 #include "python.h"
+#include "streams.h"
 
 namespace torch::autograd::generated {
 #include "excerpt_ToCopyBackward0.h"
 }
 
 namespace {  // all is one unit, binding.cpp
-
-using c10::StorageImpl;
-using c10::TensorImpl;
-
-// Of a cast of a weight; of what it was packed into, which has no dtype, the kind of packing.
-struct Key {
-  TensorImpl* weight;
-  ScalarType dtype;
-  int packing = 0;
-  bool operator==(const Key& other) const {
-    return weight == other.weight && dtype == other.dtype && packing == other.packing;
-  }
-};
-
-struct KeyHash {
-  size_t operator()(const Key& key) const {
-    return std::hash<void*>()(key.weight) * 31 + static_cast<size_t>(key.dtype) + static_cast<size_t>(key.packing) * 1021;
-  }
-};
-
-const StorageImpl* storage_of(const Tensor& tensor) {
-  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-}
-
-// What a weight was when a cast of it was made.
-//
-// What can make a kept cast wrong, and what sees it:
-//   an in-place op, an optimizer's step, load_state_dict    the version
-//   weight.data = ..., set_, resize_                        the storage, the address, sizes and strides
-//   another tensor at the address of a dead one             the weak references
-//   ops that write and count no version                     writes.h
-//   memory that another process writes                      is_shared(): no cast of it is kept
-//   a write through .data, NumPy, DLPack, a raw pointer     nothing; WeightCache(verify=True) finds it
-//
-// And of the cast itself:
-//   who was given it writes it                              its version: is_unwritten()
-//   a stream that has not seen it made, or uses it longer   the streams that may use it; share_between()
-class Content {
- public:
-  explicit Content(const Tensor& weight)
-      : weight_(weight.getIntrusivePtr()),
-        storage_(weight.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl()),
-        data_(weight.const_data_ptr()),
-        version_(weight._version()),
-        sizes_(weight.sizes()),
-        strides_(weight.strides()) {}
-
-  // Whether a weight, whose key this is found by, is what it was.
-  bool is_that_of(const Tensor& weight) const {
-    const TensorImpl* const impl = weight.unsafeGetTensorImpl();
-    return version_ == impl->version_counter().current_version() && data_ == impl->data() &&
-        storage_._unsafe_get_target() == storage_of(weight) && weight.sizes() == c10::IntArrayRef(sizes_) &&
-        weight.strides() == c10::IntArrayRef(strides_);
-  }
-
-  const StorageImpl* storage() const { return storage_._unsafe_get_target(); }
-  bool weight_is_alive() const { return weight_.use_count() > 0; }
-
- private:
-  c10::weak_intrusive_ptr<TensorImpl, c10::UndefinedTensorImpl> weight_;
-  c10::weak_intrusive_ptr<StorageImpl> storage_;
-  const void* data_;
-  uint32_t version_;
-  c10::DimVector sizes_, strides_;
-};
 
 // Whether another process may write a weight's memory. torch's own memory is told by its deleter; few weights have another.
 bool is_shared(const Tensor& weight) {
@@ -105,15 +41,6 @@ bool is_shared(const Tensor& weight) {
   return is_true(Object::made(PyObject_CallMethod(python_tensor(weight).get(), "is_shared", nullptr)));
 }
 
-// The stream that work on a tensor is given to now; none on the CPU.
-std::optional<c10::Stream> current_stream(const Tensor& tensor) {
-  const auto device = tensor.device();
-  if (device.is_cpu() || !c10::impl::hasDeviceGuardImpl(device.type())) {
-    return std::nullopt;
-  }
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
 // Have a stream wait for what another was given so far, a cast among it, and the memory of the cast for the stream.
 void share_between(const Tensor& cast, const c10::Stream& made_on, const c10::Stream& stream) {
   const c10::impl::VirtualGuardImpl device(stream.device_type());
@@ -121,21 +48,6 @@ void share_between(const Tensor& cast, const c10::Stream& made_on, const c10::St
   made.record(made_on);
   made.block(stream);
   device.recordDataPtrOnStream(cast.storage().data_ptr(), stream);
-}
-
-// Whether the device records a graph now. `is_capturing` is the backend's own answer, empty where it has none: then the
-// device's stream is asked, where this torch's streams can tell.
-template <class Stream = c10::Stream>
-bool captures(const Tensor& tensor, const Object& is_capturing) {
-  if (is_capturing) {
-    const Gil gil;
-    return is_true(call(is_capturing.get()));
-  }
-  if constexpr (requires(const Stream& stream) { stream.is_capturing(); }) {
-    const std::optional<Stream> stream = current_stream(tensor);
-    return stream && stream->is_capturing();
-  }
-  return false;
 }
 
 // Return a weight in another dtype, without history. `reusable` is a former cast that nothing else holds, or undefined: its

@@ -11,7 +11,7 @@ from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import find_op
 from ..casting import tensors_in
 from ..kernels import Kernels, dispatch_key
-from ..recorder import Recorder
+from ..recorder import Observer, Recorder
 from ..unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedOptimizers
 from . import telling
 from .kernels import PythonKernels
@@ -36,35 +36,18 @@ class ReferenceEngine(PythonStateMachine):
         """Put a backend's kernels in place."""
         return PythonKernels(backend, policies, self)
 
-    def recorder(self, all_threads: bool, timing: bool, nonfinite: int, stacks: bool) -> Recorder:
-        """Return a recorder that is to be started: the native engine's, which sees the ops of any engine.
+    def observer(self) -> Observer:
+        """Return the native engine's, which sees the ops of any engine, told of what this one does.
 
         Raises:
             RuntimeError: it cannot be built.
         """
-        return _ToldRecorder(self._native(), all_threads, timing, nonfinite, stacks)
-
-    def enter_module(self, module: object) -> None:
-        """See :class:`Engine`."""
-        self._native().enter_module(module)
-
-    def leave_module(self, module: object) -> None:
-        """See :class:`Engine`."""
-        self._native().leave_module(module)
-
-    def note_compiling(self, begins: bool) -> None:
-        """See :class:`Engine`."""
-        self._native().note_compiling(begins)
-
-    def _native(self) -> Any:
         from ..native import build, cache  # few observe
 
         try:
-            return build.load()
+            return _ToldObserver(build.load().observer())
         except cache.BuildError as error:
-            raise RuntimeError(
-                f"polycast.observe needs the C++ of the native engine on this one, too, and it cannot be built: {error}"
-            ) from error
+            raise RuntimeError(f"polycast.observe needs C++ that cannot be built: {error}") from error
 
     def watch_writes(self) -> None:
         """Have writes of weights that count no version seen, from now on."""
@@ -91,22 +74,34 @@ class ReferenceEngine(PythonStateMachine):
             self._libraries = {}
 
 
-class _ToldRecorder:
-    """A recorder of the native engine, told of what this one does."""
+class _ToldObserver:
+    """The native engine's observer, and its recorders told of what this engine does."""
 
-    def __init__(self, native: Any, *options: Any) -> None:
+    def __init__(self, native: Any) -> None:
         self._native = native
-        self._recorder: Recorder = native.recorder(*options)
+        self.enter_module = native.enter_module
+        self.leave_module = native.leave_module
+        self.note_compiling = native.note_compiling
+
+    def recorder(self, all_threads: bool, timing: bool, nonfinite: int, stacks: bool) -> Recorder:
+        """See :class:`Observer`."""
+        return _ToldRecorder(self._native, self._native.recorder(all_threads, timing, nonfinite, stacks))
+
+
+class _ToldRecorder:
+    def __init__(self, listener: telling.Listener, recorder: Recorder) -> None:
+        self._listener = listener
+        self._recorder = recorder
         self._runs = False
-        self.read = self._recorder.read
-        self.nonfinite_count = self._recorder.nonfinite_count
-        self.add_module = self._recorder.add_module
-        self.forget_module = self._recorder.forget_module
-        self.add_parameter = self._recorder.add_parameter
+        self.read = recorder.read
+        self.nonfinite_count = recorder.nonfinite_count
+        self.add_module = recorder.add_module
+        self.forget_module = recorder.forget_module
+        self.add_parameter = recorder.add_parameter
 
     def start(self) -> None:
         """See :class:`Recorder`."""
-        telling.tell(self._native)
+        telling.tell(self._listener)
         self._runs = True
         self._recorder.start()
 

@@ -1,4 +1,4 @@
-"""When a compiler is at work on a thread, told to the engine while somebody observes: its ops are not the program's."""
+"""When a compiler is at work on a thread, told to the observer while somebody observes: its ops are not the program's."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -26,13 +26,13 @@ def _change(changes: Changes) -> None:
 def _telling(install_callbacks: Callable[..., AbstractContextManager[Any]]) -> Callable[..., Any]:
     @contextmanager
     def telling(*args: Any, **kwargs: Any) -> Iterator[None]:
-        engine = choose()
-        engine.note_compiling(True)
+        observer = choose().observer()
+        observer.note_compiling(True)
         try:
             with install_callbacks(*args, **kwargs):
                 yield
         finally:
-            engine.note_compiling(False)
+            observer.note_compiling(False)
 
     return telling
 
@@ -45,7 +45,7 @@ _changes = Changes({_DYNAMO: _change}, _refused)
 
 
 def tell_compilations() -> None:
-    """Have compilations told to the engine, until :func:`tell_compilations_no_more`."""
+    """Have compilations told to the observer, until :func:`tell_compilations_no_more`."""
     global _observers
     with _lock:
         _observers += 1

@@ -1,4 +1,4 @@
-"""Which module computes now, told to the engine while somebody observes a model.
+"""Which module computes now, told to the observer while somebody observes a model.
 
 ``nn.Module.__call__`` is wrapped meanwhile. Global hooks would do too, but make Dynamo compile again when they come and
 go, warn those who call what it compiled, and are not called when KeyboardInterrupt leaves a module.
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...engine.choice import Engine, choose
+from ...engine.choice import choose
+from ...engine.recorder import Observer
 from ...plugins.fork import hold_over_forks
 
 _lock = threading.RLock()
@@ -23,7 +24,7 @@ _call_in_force: Callable[..., Any] | None = None
 """The wrapper that tells, of those that are there."""
 _stays = False
 """Whether the wrapper is below another's that was not taken out."""
-_engine: Engine
+_observer: Observer
 before_modules: list[Callable[[nn.Module, nn.Module], None]] = []
 """What is called before each module computes, on its thread, with it and with the outermost one that computes there."""
 after_modules: list[Callable[[], None]] = []
@@ -62,11 +63,11 @@ def _tell(modules_call: Callable[..., Any], module: nn.Module, args: tuple[Any, 
             meet(module, module if outermost is None else outermost)
     if outermost is None:
         _of_thread.outermost = module
-    _engine.enter_module(module)
+    _observer.enter_module(module)
     try:
         result = modules_call(module, *args, **kwargs)
     finally:
-        _engine.leave_module(module)
+        _observer.leave_module(module)
         if outermost is None:
             _of_thread.outermost = None
     for call in tuple(after_modules):
@@ -75,11 +76,11 @@ def _tell(modules_call: Callable[..., Any], module: nn.Module, args: tuple[Any, 
 
 
 def tell_modules() -> None:
-    """Have the modules that compute told to the engine, until :func:`tell_modules_no_more`."""
-    global _observers, _modules_call, _call_in_force, _engine
+    """Have the modules that compute told to the observer, until :func:`tell_modules_no_more`."""
+    global _observers, _modules_call, _call_in_force, _observer
     with _lock:
         if _observers == 0:
-            _engine = choose()
+            _observer = choose().observer()
             call = nn.Module.__call__
             if call is _observed_call:
                 _call_in_force = call

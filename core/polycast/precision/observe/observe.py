@@ -117,7 +117,7 @@ class _Observing:
         engine = choose()
         self._run = options
         self._engine_name = engine.name
-        self._recorder: Recorder = engine.recorder(
+        self._recorder: Recorder = engine.observer().recorder(
             options.threads == "all", options.timing, NONFINITE.index(options.nonfinite), options.stacks
         )
         self._finds_modules = finds_modules

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "python.h"
-#include "tally.h"
+#include "recorder.h"
 
 namespace {
 

@@ -17,10 +17,13 @@
 #include <exception>
 #include <memory>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
-namespace {  // all is one unit, binding.cpp
+#include "tensors.h"
+
+namespace {
 
 // Holds the GIL.
 class Gil {
@@ -75,9 +78,6 @@ void translate_exception_to_python(const std::exception_ptr& exception);
 }
 
 namespace {
-
-using at::ScalarType;
-using at::Tensor;
 
 // Raise what Python has raised, from here on in C++.
 [[noreturn]] C10_NOINLINE void raise() {
@@ -207,6 +207,25 @@ PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t))
 void keep(PyObject*& variable, PyObject* object) {
   PyObject* const former = std::exchange(variable, Py_NewRef(object));
   Py_XDECREF(former);
+}
+
+// The device type that a string names. Called with the GIL held.
+DeviceType device_of(PyObject* name) {
+  static auto* const known = new std::unordered_map<std::string, DeviceType>();
+  static PyObject* last = nullptr;  // the string asked for last, held; most ask for one and the same again
+  static DeviceType type;
+  if (name == last) {
+    return type;
+  }
+  std::string text = string_of(name);
+  auto found = known->find(text);
+  if (found == known->end()) {
+    const auto parsed = c10::Device(text).type();
+    found = known->emplace(std::move(text), parsed).first;
+  }
+  type = found->second;
+  keep(last, name);
+  return type;
 }
 
 // Read the arguments of a call, as PyArg_ParseTuple does.

@@ -16,22 +16,11 @@
 #include <cmath>
 #include <utility>
 
-#include "weights.h"
+#include "python.h"
+#include "streams.h"
+#include "tensors.h"
 
 namespace {
-
-using c10::DispatchKey;
-
-// Whoever overrides in Python what a tensor's sizes, device and layout are sees that they are asked for, so of such a tensor
-// nothing is asked.
-struct Overridden : c10::TensorImpl {
-  static bool sizes_of(const c10::TensorImpl& impl) {
-    return impl.has_symbolic_sizes_strides() ||
-        (impl.key_set().has(DispatchKey::Python) && (impl.*&Overridden::matches_policy)(SizesStridesPolicy::CustomSizes));
-  }
-};
-
-bool has_known_sizes(const Tensor& tensor) { return !Overridden::sizes_of(*tensor.unsafeGetTensorImpl()); }
 
 // Whether a tensor has another in it, on which ops run.
 bool is_wrapper(const Tensor& tensor) {

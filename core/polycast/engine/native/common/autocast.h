@@ -5,6 +5,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKey.h>
+
+#include <cstring>
+#include <string>
 
 namespace at::autocast {
 
@@ -20,3 +24,12 @@ void clear_cache();
 Tensor cached_cast(at::ScalarType to_type, const Tensor& arg, c10::DeviceType device_type);
 
 }  // namespace at::autocast
+
+namespace {
+
+// A device's own key, whose name that of its Autocast key ends with.
+c10::DispatchKey key_below(c10::DispatchKey autocast) {
+  return c10::parseDispatchKey(std::string(c10::toString(autocast)).substr(std::strlen("Autocast")));
+}
+
+}  // namespace

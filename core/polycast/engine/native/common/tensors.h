@@ -1,0 +1,33 @@
+// What is asked of any tensor.
+//
+// Owns nothing. Locks: none.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace {
+
+using c10::DeviceType;
+using c10::DispatchKey;
+using c10::StorageImpl;
+using c10::TensorImpl;
+using at::ScalarType;
+using at::Tensor;
+
+const StorageImpl* storage_of(const Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+// Whoever overrides in Python what a tensor's sizes, device and layout are sees that they are asked for, so of such a tensor
+// nothing is asked.
+struct Overridden : c10::TensorImpl {
+  static bool sizes_of(const c10::TensorImpl& impl) {
+    return impl.has_symbolic_sizes_strides() ||
+        (impl.key_set().has(DispatchKey::Python) && (impl.*&Overridden::matches_policy)(SizesStridesPolicy::CustomSizes));
+  }
+};
+
+bool has_known_sizes(const Tensor& tensor) { return !Overridden::sizes_of(*tensor.unsafeGetTensorImpl()); }
+
+}  // namespace

@@ -1,0 +1,58 @@
+// Casts that observed ops needed, made by kernels of either engine, and what they say of the ops before.
+//
+// Owns nothing. Locks: none.
+
+#pragma once
+
+#include "nonfinite.h"
+#include "values.h"
+#include "watch.h"
+
+namespace {
+
+// Note what the cast of an activation says of the ops before.
+void note_chain(ObservedOp& op, const Tensor& tensor, ScalarType target, uint64_t bytes) {
+  const Producer* const producer = op.watch->producers.find(tensor);
+  if (producer == nullptr) {
+    return;
+  }
+  if (is_fast(target) && producer->computes == at::kFloat) {
+    op.cast_down = true;
+    if (producer->fast_before != nullptr) {
+      op.chains.push_back(
+          {Chain{ChainKind::kUnlistedFloat32, {producer->fast_before, producer->op, op.op}, producer->overlay, kNoModule,
+                 producer->device, target},
+           2 * bytes});
+    }
+  } else if (target == at::kFloat && producer->cast_down) {
+    op.chains.push_back(
+        {Chain{ChainKind::kRoundTrip, {producer->op, op.op}, op.overlay, kNoModule, op.device, tensor.scalar_type()}, bytes});
+  }
+}
+
+// Called where an observed op needs a cast.
+void note_cast(ObservedCall& call, const Tensor& tensor, const Tensor& cast, const SeenCast& seen) {
+  using Last = Watch::Last;
+  auto& op = static_cast<ObservedOp&>(call);
+  CastCounts counts{tensor.scalar_type(), cast.scalar_type(), seen.of_weight};
+  counts.seconds = op.is_timed ? seen.seconds : 0;
+  const bool may_be_kept = seen.of_weight && counts.target != at::kFloat;
+  const Last last = may_be_kept && seen.made ? op.watch->note_cast(tensor, cast) : Last::kNone;
+  if (!seen.made || (seen.in_torchs_region && last == Last::kSameCast)) {
+    counts.hits = 1;
+  } else {
+    counts.count = 1;
+    counts.bytes = bytes_of(cast);
+    counts.misses = seen.looked_for;
+    if (last != Last::kNone) {
+      counts.recasts = 1;
+      counts.recast_bytes = counts.bytes;
+    }
+  }
+  op.casts.add(counts);
+  if (!op.backward && !seen.of_weight) {
+    note_chain(op, tensor, counts.target, bytes_of(cast));
+  }
+}
+
+}  // namespace

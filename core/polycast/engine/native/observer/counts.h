@@ -1,0 +1,199 @@
+// What is counted of calls of ops that are alike, of casts, of chains of ops and of regions.
+//
+// Owns nothing. Locks: those of the table that the counts are in.
+
+#pragma once
+
+#include <c10/util/SmallVector.h>
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "tensors.h"
+
+namespace {
+
+// What there is to know of an op besides its calls. These live as long as the process.
+struct OpInfo {
+  std::string name;
+  size_t arguments = 0, returns = 0;
+  std::vector<size_t> written;  // the arguments that it writes to
+  std::vector<size_t> out;      // those that it reads nothing of
+  bool makes_nothing_up = true;  // what it returns is computed, and not memory as it was found
+  bool copies = false;           // what it returns has the value of what it is given
+  bool is_loss = false;
+};
+
+class DtypeCounts {
+ public:
+  void add(ScalarType dtype, int64_t count = 1) {
+    for (auto& [seen, number] : counts_) {
+      if (seen == dtype) {
+        number += count;
+        return;
+      }
+    }
+    counts_.emplace_back(dtype, count);
+  }
+
+  void add(const DtypeCounts& others) {
+    for (const auto& [dtype, count] : others.counts_) {
+      add(dtype, count);
+    }
+  }
+
+  int64_t of(ScalarType dtype) const {
+    for (const auto& [seen, number] : counts_) {
+      if (seen == dtype) {
+        return number;
+      }
+    }
+    return 0;
+  }
+
+  bool empty() const { return counts_.empty(); }
+  auto begin() const { return counts_.begin(); }
+  auto end() const { return counts_.end(); }
+
+ private:
+  c10::SmallVector<std::pair<ScalarType, int64_t>, 2> counts_;
+};
+
+// The casts of one kind.
+struct CastCounts {
+  ScalarType source, target;
+  bool of_weight;
+  uint64_t count = 0, bytes = 0, hits = 0, misses = 0, recasts = 0, recast_bytes = 0;
+  double seconds = 0;
+
+  void add(const CastCounts& other) {
+    count += other.count;
+    bytes += other.bytes;
+    hits += other.hits;
+    misses += other.misses;
+    recasts += other.recasts;
+    recast_bytes += other.recast_bytes;
+    seconds += other.seconds;
+  }
+};
+
+class CastsByKind {
+ public:
+  void add(const CastCounts& casts) {
+    for (CastCounts& each : casts_) {
+      if (each.source == casts.source && each.target == casts.target && each.of_weight == casts.of_weight) {
+        each.add(casts);
+        return;
+      }
+    }
+    casts_.push_back(casts);
+  }
+
+  bool empty() const { return casts_.empty(); }
+  auto begin() const { return casts_.begin(); }
+  auto end() const { return casts_.end(); }
+
+ private:
+  c10::SmallVector<CastCounts, 2> casts_;
+};
+
+constexpr int kNoModule = -1;
+
+// What calls of an op are told apart by. An overlay is told by its address: the recorder holds it.
+struct Where {
+  const OpInfo* op;
+  const void* overlay;
+  int module;
+  int8_t device;  // the one whose autocast looked; -1: none did
+  ScalarType fast;
+  bool backward;
+
+  bool operator==(const Where& other) const {
+    return op == other.op && overlay == other.overlay && module == other.module && device == other.device &&
+        fast == other.fast && backward == other.backward;
+  }
+};
+
+struct WhereHash {
+  size_t operator()(const Where& where) const {
+    const auto mix = [](size_t hash, size_t value) { return (hash ^ value) * 0x9E3779B97F4A7C15ull; };
+    size_t hash = mix(reinterpret_cast<uintptr_t>(where.op) >> 4, reinterpret_cast<uintptr_t>(where.overlay));
+    hash = mix(hash, static_cast<size_t>(where.module) * 512 + static_cast<size_t>(where.device) * 2 + where.backward);
+    return mix(hash, static_cast<size_t>(where.fast)) >> 7;
+  }
+};
+
+struct Counts {
+  uint64_t calls = 0, inner_calls = 0;
+  DtypeCounts inputs, computes, outputs;
+  c10::SmallVector<std::pair<ScalarType, double>, 1> seconds;  // of calls that are in no other, by what they compute in
+  CastsByKind casts;
+  size_t stack = 0;  // of the first call, where these are kept: its number with the recorder, from 1 on
+
+  void add_seconds(ScalarType dtype, double more) {
+    for (auto& [seen, sum] : seconds) {
+      if (seen == dtype) {
+        sum += more;
+        return;
+      }
+    }
+    seconds.emplace_back(dtype, more);
+  }
+
+  void add(const Counts& other) {
+    calls += other.calls;
+    inner_calls += other.inner_calls;
+    inputs.add(other.inputs);
+    computes.add(other.computes);
+    outputs.add(other.outputs);
+    for (const auto& [dtype, sum] : other.seconds) {
+      add_seconds(dtype, sum);
+    }
+    for (const CastCounts& each : other.casts) {
+      casts.add(each);
+    }
+  }
+};
+
+// Ops one after the other that a finding may be about; see Chain in precision/observe/records.py.
+enum class ChainKind : int8_t { kRoundTrip, kFloat32ByOneInput, kUnlistedFloat32, kLoss, kLossRoot };
+
+struct Chain {
+  ChainKind kind;
+  std::array<const OpInfo*, 3> ops;  // or one that has the name of a node
+  const void* overlay;             // of the op that it is about
+  int module;
+  int8_t device;
+  ScalarType fast;
+
+  auto key() const { return std::tie(kind, ops, overlay, module, device, fast); }
+  bool operator<(const Chain& other) const { return key() < other.key(); }
+};
+
+struct ChainCounts {
+  uint64_t count = 0, bytes = 0;
+
+  void add(const ChainCounts& other) {
+    count += other.count;
+    bytes += other.bytes;
+  }
+};
+
+// A region by the place that entered it.
+using RegionKey = std::tuple<std::string, int8_t, bool, ScalarType>;
+
+struct RegionCounts {
+  uint64_t entries = 0, unused = 0, ops = 0;
+
+  void add(const RegionCounts& other) {
+    entries += other.entries;
+    unused += other.unused;
+    ops += other.ops;
+  }
+};
+
+}  // namespace

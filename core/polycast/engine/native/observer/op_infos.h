@@ -1,0 +1,101 @@
+// What there is to know of an op by its schema.
+//
+// Owns that for each op that was seen, as long as the process lives: counts refer to it. Locks: a mutex of its own.
+
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "counts.h"
+
+namespace {
+
+// The ops that were seen so far, in any thread, and other names that chains hold.
+class OpInfos {
+ public:
+  static OpInfos& all() {
+    static auto* const only = new OpInfos();
+    return *only;
+  }
+
+  // The op of an event, or null where it is another range.
+  const OpInfo* of(const at::RecordFunction& event) {
+    const auto schema = event.operator_schema();
+    if (!schema) {
+      return nullptr;
+    }
+    std::string name = c10::toString(schema->operator_name());
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto& info = infos_[name];
+    if (info == nullptr) {
+      info = std::make_unique<OpInfo>();
+      info->arguments = schema->arguments().size();
+      info->returns = schema->returns().size();
+      for (size_t i = 0; i < info->arguments; ++i) {
+        const auto* const alias = schema->arguments()[i].alias_info();
+        if (alias != nullptr && alias->isWrite()) {
+          info->written.push_back(i);
+          if (schema->arguments()[i].is_out()) {
+            info->out.push_back(i);
+          }
+        }
+      }
+      const std::string base = schema->name();
+      const auto has = [&base](const char* part) { return base.find(part) != std::string::npos; };
+      info->makes_nothing_up = !has("empty") && !has("::resize") && !has("::set_");
+      info->copies = base == "aten::to" || has("_to_copy") || has("::clone") || has("::contiguous");
+      info->is_loss = has("_loss") || has("::binary_cross_entropy") || has("::kl_div");
+      info->name = std::move(name);
+    }
+    return info.get();
+  }
+
+  const OpInfo* named(const std::string& name) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto& info = infos_[name];
+    if (info == nullptr) {
+      info = std::make_unique<OpInfo>();
+      info->name = name;
+    }
+    return info.get();
+  }
+
+  std::mutex& mutex() { return mutex_; }
+
+  // Changes where an op goes, and another may come by its name.
+  static inline std::atomic<uint64_t> generation{0};
+
+ private:
+  class Gone final : public c10::OpRegistrationListener {
+    void onOperatorRegistered(const c10::OperatorHandle&) override {}
+    void onOperatorDeregistered(const c10::OperatorHandle& op) override { all().forget(c10::toString(op.operator_name())); }
+  };
+
+  OpInfos() : told_(c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Gone>())) {}
+
+  void forget(const std::string& name) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = infos_.find(name);
+    if (found != infos_.end()) {
+      gone_.push_back(std::move(found->second));  // there are counts of it
+      infos_.erase(found);
+      ++generation;
+    }
+  }
+
+  std::mutex mutex_;
+  std::unordered_map<std::string, std::unique_ptr<OpInfo>> infos_;
+  std::vector<std::unique_ptr<OpInfo>> gone_;
+  c10::RegistrationHandleRAII told_;
+};
+
+}  // namespace

@@ -1,0 +1,34 @@
+// The tensors among what ops are given and return.
+//
+// Owns nothing. Locks: none.
+
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include "tensors.h"
+
+namespace {
+
+template <class Each>
+void each_tensor(const c10::IValue& value, const Each& each) {
+  if (value.isTensor()) {
+    const Tensor& tensor = value.toTensor();
+    if (tensor.defined()) {
+      each(tensor);
+    }
+  } else if (value.isList()) {
+    const auto items = value.toListRef();
+    if (!items.empty() && (items.front().isTensor() || value.isOptionalTensorList())) {
+      for (const c10::IValue& item : items) {
+        if (item.isTensor() && item.toTensor().defined()) {
+          each(item.toTensor());
+        }
+      }
+    }
+  }
+}
+
+bool is_fast(ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
+
+}  // namespace

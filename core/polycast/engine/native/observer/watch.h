@@ -1,0 +1,241 @@
+// What a thread knows of those who observe it, and the op that it is in.
+//
+// Owns each thread's watch. Locks: Recorders::mutex, where who observes has changed.
+
+#pragma once
+
+#include <ATen/record_function.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "content.h"
+#include "observing.h"
+#include "recorder.h"
+
+namespace {
+
+// What an op returned, for the ops that take it.
+struct Producer {
+  c10::weak_intrusive_ptr<StorageImpl> storage{c10::intrusive_ptr<StorageImpl>()};
+  const OpInfo* op = nullptr;
+  const OpInfo* fast_before = nullptr;  // of one that computed in float32: the op before that did not
+  const void* overlay = nullptr;
+  int8_t device = -1;
+  ScalarType computes = ScalarType::Undefined;
+  bool cast_down = false;  // an activation that another op had computed in float32
+};
+
+// The last producers, by storage.
+class Producers {
+ public:
+  const Producer* find(const Tensor& tensor) const {
+    if (slots_ == nullptr || !tensor.has_storage()) {
+      return nullptr;
+    }
+    const StorageImpl* const storage = storage_of(tensor);
+    const Producer& slot = slot_of(storage);
+    return slot.op != nullptr && slot.storage._unsafe_get_target() == storage ? &slot : nullptr;
+  }
+
+  void set(const Tensor& tensor, Producer producer) {
+    if (slots_ == nullptr) {
+      slots_ = std::make_unique<std::array<Producer, kSlots>>();
+    }
+    producer.storage = tensor.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl();
+    slot_of(storage_of(tensor)) = std::move(producer);
+  }
+
+  void clear() { slots_.reset(); }
+
+ private:
+  static constexpr size_t kSlots = 512;
+
+  Producer& slot_of(const StorageImpl* storage) const {
+    return (*slots_)[(reinterpret_cast<uintptr_t>(storage) >> 4) * 0x9E3779B97F4A7C15ull >> 55];
+  }
+
+  std::unique_ptr<std::array<Producer, kSlots>> slots_;
+};
+
+// What the engine does for the observer. Set by bind().
+Engine engine;
+
+struct ObservedOp;
+
+// A region that was entered while it was observed, and is not left yet.
+struct EnteredRegion {
+  const void* id;
+  RegionKey key;
+  uint64_t ops = 0;
+};
+
+// What a thread knows of those who observe it. Its recorders and tables change wherever Python may run: whoever walks them
+// while it may has a copy.
+struct Watch {
+  using Tables = c10::SmallVector<std::shared_ptr<Table>, 2>;
+
+  std::vector<std::shared_ptr<Recorder>> recorders;
+  std::vector<std::shared_ptr<Recorder>> lent;  // those that see a thread of autograd's for as long as it runs a node
+  Tables tables;                                // of each
+  uint64_t generation = 0;
+  std::optional<at::CallbackHandle> callback;  // this thread's own
+  ObservedOp* op = nullptr;                    // the innermost
+  ObservedCall** const engines_op = engine.observed_op();  // the same, where the engine looks
+  int compiling = 0;
+  int last_graph_task = -1;
+  Producers producers;
+  struct Weight {
+    Content content;
+    c10::weak_intrusive_ptr<TensorImpl, c10::UndefinedTensorImpl> cast;
+  };
+  std::unordered_map<Key, Weight, KeyHash> weights;  // as they were when they were cast last
+  std::vector<EnteredRegion> regions;
+  uint64_t writes_seen = 0;
+  ska::flat_hash_map<const char*, const OpInfo*> ops;
+  uint64_t ops_generation = 0;
+  bool timing = false, looks_for_nonfinite = false;
+  bool looking = false;  // in an op that only looks
+
+  static constexpr size_t kMostWeights = 1 << 16;
+
+  // The thread is in an op now, or in none.
+  void be_in(ObservedOp* now);
+
+  // Called after the recorders have changed.
+  void find_tables() {
+    Tables found;
+    timing = looks_for_nonfinite = false;
+    for (const auto* const those : {&recorders, &lent}) {
+      for (const auto& recorder : *those) {
+        found.push_back(recorder->table_of(at::RecordFunction::currentThreadId()));
+        timing |= recorder->timing;
+        looks_for_nonfinite |= recorder->nonfinite != NonFinitePolicy::kIgnore;
+      }
+    }
+    tables.swap(found);
+  }
+
+  enum class Last : int8_t { kNone, kSameContent, kSameCast };
+
+  // Note the cast of a weight; say what is the same as it was at the last one.
+  Last note_cast(const Tensor& weight, const Tensor& cast) {
+    const uint64_t writes = engine.count_of_writes();
+    if (writes != writes_seen || weights.size() >= kMostWeights) {
+      weights.clear();
+      writes_seen = writes;
+    }
+    const Key key{weight.unsafeGetTensorImpl(), cast.scalar_type()};
+    const auto found = weights.find(key);
+    Last last = Last::kNone;
+    if (found != weights.end() && found->second.content.is_that_of(weight)) {
+      last = found->second.cast._unsafe_get_target() == cast.unsafeGetTensorImpl() ? Last::kSameCast : Last::kSameContent;
+    }
+    weights.insert_or_assign(key, Weight{Content(weight), decltype(Weight::cast)(cast.getIntrusivePtr())});
+    return last;
+  }
+};
+
+struct Observed : at::ObserverContext {
+  explicit Observed(bool is_node) : is_node(is_node) {}
+
+  const bool is_node;  // or an op
+};
+
+// A call of an op that is being counted.
+struct ObservedOp final : Observed, ObservedCall {
+  ObservedOp() : Observed(false) {}
+
+  Watch* watch = nullptr;
+  ObservedOp* outer = nullptr;
+  const OpInfo* op = nullptr;
+  const void* overlay = nullptr;
+  int8_t device = -1;
+  ScalarType fast = ScalarType::Undefined;
+  bool backward = false, inner = false, cast_down = false;
+  bool is_wrapped = false;   // a tensor that it was given has others in it, on which ops run that this op is made of
+  bool only_looks = false;   // for inf and nan, in an op that is counted
+  bool looks = true;         // unless the op that it is made of does
+  DtypeCounts inputs;
+  ScalarType widest = ScalarType::Undefined;
+  std::chrono::steady_clock::time_point began;
+  int fast_inputs = 0, float32_inputs = 0;  // with dimensions
+  const OpInfo* fast_before = nullptr;
+  std::optional<Producer> copied;
+  CastsByKind casts;
+  c10::SmallVector<const StorageImpl*, 6> storages;    // of the inputs
+  c10::SmallVector<std::pair<Chain, uint64_t>, 1> chains;  // with bytes
+  c10::SmallVector<Tensor, 4> tensors;  // the inputs that nothing writes, where it is asked whether they are finite
+  bool inputs_were_finite = true;       // those that are written, and numbers
+};
+
+void Watch::be_in(ObservedOp* now) {
+  op = now;
+  *engines_op = now;
+}
+
+// How many recorders there are that see all threads.
+std::atomic<int> recorders_of_all{0};
+
+// The thread's, or null.
+constinit thread_local Watch* watch_of_thread = nullptr;
+constinit thread_local bool watch_has_ended = false;  // with its thread
+
+// Which recorders see this thread has changed: look again. Returns null where none does.
+Watch* refreshed_watch(bool create) {
+  Watch* watch = watch_of_thread;
+  const uint64_t generation = Recorders::generation.load(std::memory_order_acquire);
+  if (watch != nullptr && watch->generation == generation) {
+    return watch;
+  }
+  static thread_local struct Owner {
+    std::unique_ptr<Watch> watch;
+    ~Owner() {
+      watch_has_ended = true;
+      watch_of_thread = nullptr;
+      if (watch != nullptr) {
+        *watch->engines_op = nullptr;
+        for (const auto& recorder : watch->recorders) {
+          recorder->end_thread(at::RecordFunction::currentThreadId());
+        }
+      }
+    }
+  } owner;
+  if (watch == nullptr) {
+    if (!create || watch_has_ended) {
+      return nullptr;
+    }
+    owner.watch = std::make_unique<Watch>();
+    watch = watch_of_thread = owner.watch.get();
+  }
+  std::vector<std::shared_ptr<Recorder>> found;
+  {
+    std::lock_guard<std::mutex> lock(Recorders::running().mutex);
+    watch->generation = Recorders::generation.load(std::memory_order_acquire);
+    for (const auto& recorder : Recorders::running().recorders) {
+      if (recorder->all_threads || recorder->thread == std::this_thread::get_id()) {
+        found.push_back(recorder);
+      }
+    }
+  }
+  if (found.empty()) {
+    watch->producers.clear();
+    watch->weights.clear();
+    watch->regions.clear();
+  }
+  watch->recorders.swap(found);
+  watch->find_tables();
+  return watch;
+}
+
+}  // namespace
