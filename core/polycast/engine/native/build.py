@@ -26,7 +26,7 @@ from ...errors import warn_user
 from ...plugins.signals import raised_by_signal_handler
 from . import prebuilt
 from .cache import BuildError, UntrustedCacheError, cache_directory, check_folders, is_trusted, make_folders
-from .compiling import ENGINE, FLAGS, OBSERVER, PYTHON, Library, checksum, compile_library, find_compiler, read_sources
+from .compiling import ENGINE, OBSERVER, PYTHON, Library, checksum, compile_library, find_compiler, read_sources
 from .engine import NativeEngine
 
 
@@ -113,7 +113,7 @@ def find_or_build(directory: Path, again: bool = False, wanted: Library = ENGINE
     sources = read_sources(wanted)
     place = directory / _digest(*_for_which(), *(text.hex() for text in sources.values()))
     compiler = find_compiler()
-    folder = place / _digest(*compiler, *FLAGS) if compiler is not None else place
+    folder = place / _digest(*compiler, *wanted.flags) if compiler is not None else place
     try:
         check_folders(directory, folder)
         if compiler is None:
@@ -185,7 +185,7 @@ def _build(compiler: str, sources: Mapping[str, bytes], library: Path, wanted: L
         sys.stderr.flush()
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / library.name
-        status, output = compile_library(compiler, sources, built)
+        status, output = compile_library(compiler, wanted, sources, built)
         if status != 0 or not built.is_file():
             log = _failure(library)
             _write_log(log, output)

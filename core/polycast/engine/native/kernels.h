@@ -11,7 +11,7 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
@@ -211,6 +211,14 @@ class Casts {
   std::array<Cast, kMost> casts_;  // as many as are counted
 };
 
+// An argument as it is on a stack.
+using Box = c10::IValue (*)(const void* address);
+
+template <class Arg>
+c10::IValue boxed(const void* address) {
+  return *static_cast<const Arg*>(address);
+}
+
 class Kernel final : public c10::OperatorKernel {
  public:
   Kernel(Op op, const c10::OperatorHandle& handle, DeviceType device, DispatchKey key, Object is_capturing, void (*redispatch)() = nullptr)
@@ -252,6 +260,15 @@ class Kernel final : public c10::OperatorKernel {
   Tensor low_bit(c10::ArrayRef<c10::IValue> arguments) const {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(keys_);
     return ::low_bit(op_.number, device_, arguments);
+  }
+
+  // The same where the signature is known: `boxes` are for the arguments at the addresses.
+  C10_NOINLINE Tensor low_bit(const Box* boxes, const void* const* addresses, size_t count) const {
+    c10::SmallVector<c10::IValue, 8> arguments;
+    for (size_t i = 0; i < count; ++i) {
+      arguments.push_back(boxes[i](addresses[i]));
+    }
+    return low_bit(arguments);
   }
 
   // torch's function that goes on with the op, where its signature is known.
@@ -521,7 +538,9 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
       const Kernel& kernel, c10::DispatchKeySet keys, std::index_sequence<I...>, std::remove_reference_t<Args>&... args) {
     if constexpr (is_for_low_bit<Result(Args...)>) {
       if (C10_UNLIKELY(kernel.has_recipe())) {
-        if (Tensor result = kernel.low_bit({c10::IValue(args)...}); result.defined()) {
+        static constexpr std::array<Box, sizeof...(Args)> kBoxes{&boxed<std::decay_t<Args>>...};
+        const std::array<const void*, sizeof...(Args)> given{std::addressof(args)...};
+        if (Tensor result = kernel.low_bit(kBoxes.data(), given.data(), given.size()); result.defined()) {
           return result;
         }
       }
@@ -548,9 +567,9 @@ namespace {
 
 // An op whose kernel is called without a stack.
 struct Entrance {
-  const char *name = "", *overload_name = "";
-  c10::KernelFunction (*function)(std::unique_ptr<c10::OperatorKernel>) = nullptr;
-  void (*redispatch)() = nullptr;  // of its signature
+  const char *name, *overload_name;
+  c10::KernelFunction (*function)(std::unique_ptr<c10::OperatorKernel>);
+  void (*redispatch)();  // of its signature
 };
 
 template <class Signature>
@@ -558,28 +577,38 @@ c10::KernelFunction unboxed(std::unique_ptr<c10::OperatorKernel> kernel) {
   return c10::KernelFunction::makeFromUnboxedFunctor<false, Unboxed<Signature>>(std::move(kernel));
 }
 
+// What there is of an op: of one that this torch does not have, nothing.
 template <class Op>
-Entrance entrance_of() {
-  if constexpr (requires { typename Op::schema; }) {
-    return {Op::name, Op::overload_name, &unboxed<typename Op::schema>, reinterpret_cast<void (*)()>(&Op::redispatch)};
-  } else {
-    return {};
-  }
-}
+struct Known {
+  static constexpr const char *name = "", *overload_name = "";
+  static constexpr c10::KernelFunction (*function)(std::unique_ptr<c10::OperatorKernel>) = nullptr;
+  static constexpr void (*redispatch)() = nullptr;
+};
+
+template <class Op>
+  requires requires { typename Op::schema; }
+struct Known<Op> : Op {
+  static constexpr auto function = &unboxed<typename Op::schema>;
+};
+
+template <class Ops>
+struct Entrances;
 
 template <class... Ops>
-std::array<Entrance, sizeof...(Ops)> entrances_of(OpList<Ops...>) {
-  return {entrance_of<Ops>()...};
-}
+struct Entrances<OpList<Ops...>> {
+  // Initialized where it is, and by no code: a function for so many would be the largest of all.
+  static inline const Entrance all[] = {
+      {Known<Ops>::name, Known<Ops>::overload_name, Known<Ops>::function, reinterpret_cast<void (*)()>(Known<Ops>::redispatch)}...};
+};
 
 // The entrance of an op, or null.
 const Entrance* find_entrance(const c10::OperatorHandle& handle) {
-  static const auto kEntrances = entrances_of(at::_ops::UnboxedOps());
   const auto& op = handle.operator_name();
-  const auto found = std::find_if(kEntrances.begin(), kEntrances.end(), [&](const Entrance& entrance) {
+  const auto& all = Entrances<at::_ops::UnboxedOps>::all;
+  const auto found = std::find_if(std::begin(all), std::end(all), [&](const Entrance& entrance) {
     return op.name == entrance.name && op.overload_name == entrance.overload_name;
   });
-  return found == kEntrances.end() ? nullptr : &*found;
+  return found == std::end(all) ? nullptr : &*found;
 }
 
 // torch warns, once in a process, that a kernel is overridden: that is what is meant here.

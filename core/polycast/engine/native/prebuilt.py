@@ -53,7 +53,7 @@ def make(folder: Path, wanted: Library = ENGINE) -> Path:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         built = Path(scratch) / library.name
-        status, output = compile_library(compiler[0], sources, built, ["-s"])
+        status, output = compile_library(compiler[0], wanted, sources, built, ["-s"])
         if status != 0:
             raise BuildError(f"the compiler failed with status {status}: {output}")
         library.write_bytes(built.read_bytes())
