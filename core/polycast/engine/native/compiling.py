@@ -59,7 +59,10 @@ def read_sources(wanted: Library = ENGINE) -> Mapping[str, bytes]:
     Raises:
         BuildError: it was not installed.
     """
-    folder = importlib.resources.files(wanted.package)
+    try:
+        folder = importlib.resources.files(wanted.package)
+    except ModuleNotFoundError as error:
+        raise BuildError(f"there is no package {wanted.package} with its C++ sources: {error}.") from error
     try:
         found = {file.name: file.read_bytes() for file in folder.iterdir() if file.name.endswith((".cpp", ".h"))}
     except OSError:

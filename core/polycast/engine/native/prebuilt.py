@@ -37,6 +37,11 @@ def find(wanted: Library = ENGINE) -> Path | None:
     return library if whole else None
 
 
+def origin(library: Path) -> str:
+    """Say where one came from, in words."""
+    return f"came with polycast: {library}"
+
+
 def make(folder: Path, wanted: Library = ENGINE) -> Path:
     """Build the one for the running torch, in a folder for its key.
 
