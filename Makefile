@@ -129,10 +129,11 @@ $(VENV)/package.stamp: $(VENV)/wheel.stamp
 	$(VENV)/bin/python -m pip install --no-compile "$$(echo dist/*-none-any.whl)"
 	touch $@
 
-# The wheel once more, for what its extras ask for. What the demo imports is imported here, to be compiled beside the C++.
+# The wheel once more, for what its extras ask for. What the demo imports, torch.optim's part of torch among it, is imported
+# here, to be compiled beside the C++.
 $(VENV)/demo.stamp: $(VENV)/package.stamp
 	$(VENV)/bin/python -m pip install --no-compile "$$(echo dist/*-none-any.whl)[demo]"
-	$(VENV)/bin/python -c "import sklearn.datasets"
+	$(VENV)/bin/python -c "import sklearn.datasets, torch._dynamo"
 	touch $@
 
 # The tests start many processes, which may not write bytecode. What pip passes over, for it cannot be compiled, is
