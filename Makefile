@@ -80,9 +80,11 @@ tsan: $(VENV)/polycast.stamp
 		TSAN_OPTIONS=suppressions=tests/engine/races_of_torch.txt $(call preloading,tsan) \
 		POLYCAST_ENGINE=native setarch -R $(VENV)/bin/python tests/engine/stress.py $(RACE_STEPS) 0 0
 
-# BENCH takes options: make bench BENCH="--quick --json figures.json". The pictures are of what is kept in docs/figures.
+# BENCH takes options: make bench BENCH="--quick --json figures.json". The pictures are of what is kept in docs/figures,
+# of which this makes again what a run and `polycast devices` say here.
 bench: $(VENV)/bench.stamp
 	$(VENV)/bin/python -m benchmarks $(BENCH)
+	$(VENV)/bin/python -m docs.figures
 	$(VENV)/bin/python -m docs.pictures
 
 # A wheel with an engine for each torch of TORCHES, beside the pure one: where it is installed, no compiler is needed. Each is
