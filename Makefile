@@ -10,7 +10,7 @@ TESTS ?= tests
 SOURCES := pyproject.toml MANIFEST.in README.md $(wildcard LICENSE) $(shell find core backends \
 	\( -name __pycache__ -o -name '*.egg-info' \) -prune -o -print)
 
-.PHONY: test matrix check demo docs stress asan tsan bench wheels clean FORCE
+.PHONY: test matrix check demo compiled docs stress asan tsan bench wheels clean FORCE
 
 # The tests run on the installed wheel, not on the source tree.
 test: $(VENV)/polycast.stamp
@@ -35,14 +35,20 @@ check: $(VENV)/polycast.stamp
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(VENV)/bin/zizmor --offline --quiet .github
 
-# It installs what the demo needs and no more, and says how long that took and the demo.
+# It installs what the demo needs and no more, compiles meanwhile, and says how long that took and the demo. The bytecode of
+# what it imports is kept in $(VENV) whatever the environment says, for pip made none.
+demo: export PYTHONDONTWRITEBYTECODE =
 demo:
 	@set -e; started=$$(date +%s); \
-	$(MAKE) --no-print-directory $(VENV)/demo.stamp; \
+	$(MAKE) --no-print-directory -j2 $(VENV)/demo.stamp compiled; \
 	installed=$$(date +%s); \
 	$(VENV)/bin/polycast demo; \
 	ended=$$(date +%s); \
 	echo "Installed in $$((installed - started)) s, and run in $$((ended - installed)) s."
+
+# The C++, ahead of its first use. Where it cannot be compiled that is said, and again by whoever does without it.
+compiled: $(VENV)/package.stamp
+	$(VENV)/bin/polycast build || true
 
 # The site, from docs/, the docstrings and docs/figures; what is wrong with a page or a link ends it. Open site/index.html.
 docs: $(VENV)/docs.stamp
@@ -74,9 +80,11 @@ tsan: $(VENV)/polycast.stamp
 		TSAN_OPTIONS=suppressions=tests/engine/races_of_torch.txt $(call preloading,tsan) \
 		POLYCAST_ENGINE=native setarch -R $(VENV)/bin/python tests/engine/stress.py $(RACE_STEPS) 0 0
 
-# BENCH takes options: make bench BENCH="--quick --json figures.json". The pictures are of what is kept in docs/figures.
+# BENCH takes options: make bench BENCH="--quick --json figures.json". The pictures are of what is kept in docs/figures,
+# of which this makes again what a run and `polycast devices` say here.
 bench: $(VENV)/bench.stamp
 	$(VENV)/bin/python -m benchmarks $(BENCH)
+	$(VENV)/bin/python -m docs.figures
 	$(VENV)/bin/python -m docs.pictures
 
 # A wheel with an engine for each torch of TORCHES, beside the pure one: where it is installed, no compiler is needed. Each is
@@ -88,7 +96,7 @@ wheels: $(VENV)/polycast.stamp
 	set -e; for torch in $(TORCHES); do \
 		rm -rf $(VENV)-engine; \
 		$(PYTHON) -m venv $(VENV)-engine; \
-		$(VENV)-engine/bin/python -m pip install --quiet "$$torch" "$$(echo dist/*-none-any.whl)"; \
+		$(VENV)-engine/bin/python -m pip install --quiet --no-compile "$$torch" "$$(echo dist/*-none-any.whl)"; \
 		$(VENV)-engine/bin/python -m polycast.engine.native.prebuilt build/engines polycast_cpu.native; \
 		rm -rf $(VENV)-engine; \
 	done
@@ -98,13 +106,15 @@ wheels: $(VENV)/polycast.stamp
 clean:
 	rm -rf $(VENV) $(VENV)-engine $(VENV)-nox .nox build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
-# torch first: what is installed satisfies polycast's requirement, and nothing takes another build of it.
+# torch first: what is installed satisfies polycast's requirement, and nothing takes another build of it. pip would compile
+# to bytecode all of it, of which the demo imports a part: that is compiled as it is imported, and the rest with the tests.
+# numpy is what torch looks for as it is imported, which it is while more is installed.
 # The stamp holds the requirement, so that it is newer only when TORCH is another.
 $(VENV)/torch.stamp: FORCE
 	@test "$$(cat $@ 2>/dev/null)" = "$(TORCH)" || { \
 		set -ex; \
 		$(PYTHON) -m venv $(VENV); \
-		$(VENV)/bin/python -m pip install "$(TORCH)"; \
+		$(VENV)/bin/python -m pip install --no-compile "$(TORCH)" numpy build 'setuptools>=77'; \
 		echo "$(TORCH)" > $@; \
 	}
 
@@ -112,19 +122,27 @@ $(VENV)/torch.stamp: FORCE
 # building leaves here would be found before that of the installed wheel by whatever runs in this folder.
 $(VENV)/wheel.stamp: $(VENV)/torch.stamp $(SOURCES)
 	rm -rf dist
-	$(VENV)/bin/python -m pip install --quiet build 'setuptools>=77'
 	$(VENV)/bin/python -m build --no-isolation
 	rm -rf build *.egg-info
+	touch $@
+
+$(VENV)/package.stamp: $(VENV)/wheel.stamp
 	$(VENV)/bin/python -m pip uninstall --quiet --yes polycast
+	$(VENV)/bin/python -m pip install --no-compile "$$(echo dist/*-none-any.whl)"
 	touch $@
 
-# The wheel, for what its extras ask for.
-$(VENV)/demo.stamp: $(VENV)/wheel.stamp
-	$(VENV)/bin/python -m pip install "$$(echo dist/*-none-any.whl)[demo]"
+# The wheel once more, for what its extras ask for. What the demo imports, torch.optim's part of torch among it, is imported
+# here, to be compiled beside the C++.
+$(VENV)/demo.stamp: $(VENV)/package.stamp
+	$(VENV)/bin/python -m pip install --no-compile "$$(echo dist/*-none-any.whl)[demo]"
+	$(VENV)/bin/python -c "import sklearn.datasets, torch._dynamo"
 	touch $@
 
-$(VENV)/polycast.stamp: $(VENV)/wheel.stamp
+# The tests start many processes, which may not write bytecode. What pip passes over, for it cannot be compiled, is
+# passed over here too.
+$(VENV)/polycast.stamp: $(VENV)/package.stamp
 	$(VENV)/bin/python -m pip install "$$(echo dist/*-none-any.whl)[dev]"
+	$(VENV)/bin/python -m compileall -qq -j0 $(VENV)/lib || true
 	touch $@
 
 $(VENV)/bench.stamp: $(VENV)/polycast.stamp

@@ -3,6 +3,7 @@
 PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has no assertion to rewrite here.
 """
 
+import platform
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -24,6 +25,8 @@ class CpuBackend(Backend):
     default_dtype = torch.bfloat16
     policies = POLICIES
     kernels = KERNELS
+    # int8's: for the instructions of these processors, whether or not this one has them, for a build may be shared.
+    ops_in_cpp = ("polycast_cpu.native",) if platform.machine() in ("x86_64", "AMD64") else ()
 
     @override
     def supported_dtypes(self) -> Sequence[torch.dtype]:

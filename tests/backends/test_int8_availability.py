@@ -1,5 +1,7 @@
 """Where the CPU's backend has int8, and what it says where it has none."""
 
+import platform
+
 import pytest
 import torch
 
@@ -42,3 +44,14 @@ def test_each_recipe_has_a_kernel_for_each_op(scales):
         pytest.skip("no int8 here")
     ops = {"aten::linear", "aten::matmul", "aten::mm", "aten::addmm", "aten::conv2d"}
     assert set(backend.low_bit_kernels(recipe)) == ops
+
+
+def test_the_ops_that_int8_loads_are_those_that_polycast_build_compiles(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    monkeypatch.setattr(polycast_cpu.int8, "load_ops", lambda package: asked.append(package))
+    polycast_cpu.int8.int8_availability()
+    if platform.machine() in ("x86_64", "AMD64"):
+        assert polycast.get_backend("cpu").ops_in_cpp == tuple(asked)
+    else:
+        assert polycast.get_backend("cpu").ops_in_cpp == ()

@@ -1,13 +1,21 @@
-"""``polycast build``: it says where the engine is, or why there is none."""
+"""``polycast build``: it says where what is compiled is, how long that took, and what cannot be compiled."""
 
+import os
+import re
 import sys
 
 import pytest
 from typer.testing import CliRunner
 
+import polycast
 from polycast.cli import app
 from polycast.engine.native import build
-from polycast.engine.native.cache import cache_directory
+from polycast.engine.native.cache import BuildError, cache_directory
+from polycast.engine.native.compiling import ENGINE, OBSERVER, Library
+
+WRITES = "open(sys.argv[sys.argv.index('-o') + 1], 'w').write('a library')"
+OPS = Library.of_ops("polycast_cpu.native")
+ALL = (ENGINE, OBSERVER, OPS)
 
 
 @pytest.fixture
@@ -17,50 +25,132 @@ def compiler(monkeypatch, tmp_path):
 
     def behave(code):
         script = tmp_path / "c++"
-        script.write_text(f"#!{sys.executable}\nimport sys\nif '--version' not in sys.argv:\n    {code}\n")
+        script.write_text(f"#!{sys.executable}\nimport os, signal, sys\nif '--version' not in sys.argv:\n    {code}\n")
         script.chmod(0o755)
         monkeypatch.setenv("CXX", str(script))
 
     return behave
 
 
-def test_it_builds_and_prints_where(compiler):
-    compiler("open(sys.argv[sys.argv.index('-o') + 1], 'w').write('a library')")
-    result = CliRunner().invoke(app, ["build"])
-    library = build.find_or_build(cache_directory())
-    assert (result.exit_code, result.stdout) == (0, f"{library}\n")
-    assert library.read_text() == "a library"
+@pytest.fixture
+def ops(hand_made):
+    """Have the backend of cpu, on whatever processor, have these ops in C++ and no others."""
+    return lambda *packages: hand_made("cpu", ops_in_cpp=packages)
 
 
-def test_it_does_not_build_again(compiler):
-    compiler("open(sys.argv[sys.argv.index('-o') + 1], 'w').write('a library')")
-    first, second = (CliRunner().invoke(app, ["build"]) for _ in range(2))
-    assert first.stderr == "polycast: building the native engine, once for this torch ...\n"
-    assert second.stderr == ""
-    assert second.stdout == first.stdout
+def run():
+    return CliRunner().invoke(app, ["build"])
 
 
-def test_it_fails_with_the_compiler_and_names_the_log(compiler):
-    compiler("sys.exit('no room for the object file')")
-    result = CliRunner().invoke(app, ["build"])
+def test_it_builds_the_engine_its_observer_and_the_ops_and_prints_where_and_how_long(compiler, ops):
+    ops(OPS.package)
+    compiler(WRITES)
+    result = run()
+    libraries = [build.find_build(cache_directory(), wanted) for wanted in ALL]
+    assert [library.read_text() for library in libraries] == ["a library"] * 3
+    assert result.exit_code == 0
+    assert re.sub(r"\d+\.\d s", "0.0 s", result.stdout).splitlines() == [
+        f"the native engine: compiled here: {libraries[0]} (0.0 s)",
+        f"the native engine's observer: compiled here: {libraries[1]} (0.0 s)",
+        f"the ops of polycast_cpu.native: compiled here: {libraries[2]} (0.0 s)",
+    ]
+
+
+def test_it_does_not_build_again(compiler, ops):
+    ops(OPS.package)
+    compiler(WRITES)
+    assert sorted(run().stderr.splitlines()) == [
+        "polycast: building the native engine's observer, once for this torch ...",
+        "polycast: building the native engine, once for this torch ...",
+        "polycast: building the ops of polycast_cpu.native, once for this torch ...",
+    ]
+    again = run()
+    assert (again.exit_code, again.stderr) == (0, "")
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2 or not hasattr(os, "mkfifo"), reason="there is one core, or no FIFO")
+def test_each_is_compiled_while_the_other_is(compiler, ops, tmp_path):
+    meeting = tmp_path / "meeting"
+    os.mkfifo(meeting)  # whoever opens an end of it waits for the other
+    ops(OPS.package)
+    end = "'w' if 'polycast_native' in str(sys.argv) else 'r'"
+    compiler(f"signal.alarm(120); 'observer' in str(sys.argv) or open({str(meeting)!r}, {end}).close(); {WRITES}")
+    assert run().exit_code == 0
+
+
+@pytest.mark.parametrize("fails", ALL)
+def test_what_fails_is_named_with_its_log_and_the_others_are_built(compiler, ops, fails):
+    ops(OPS.package)
+    compiler(f"sys.exit('no room') if '/{fails.name}.so' in str(sys.argv) else {WRITES}")
+    result = run()
     (log,) = cache_directory().rglob("*.log")
-    assert result.stdout == ""
-    assert result.stderr.splitlines()[-1] == (
-        f"polycast: the native engine cannot be built: the compiler failed with status 1; its output is in {log}. "
-        "Once it can do better, `polycast build` tries again."
+    (said,) = [line for line in result.stderr.splitlines() if "building" not in line]
+    assert said == (
+        f"polycast: {fails.what} cannot be built: the compiler failed with status 1; its output is in {log}. "
+        f"Once it can do better, {fails.again}."
     )
+    built = [line.partition(": compiled here: ")[0] for line in result.stdout.splitlines()]
+    assert built == [library.what for library in ALL if library is not fails]
     assert result.exit_code == 1
 
 
-def test_it_fails_where_there_is_no_compiler(compiler, monkeypatch):
+def test_what_failed_before_is_tried_again(compiler, ops):
+    ops(OPS.package)
+    compiler("sys.exit('no room')")
+    assert run().exit_code == 1
+    compiler(WRITES)
+    assert run().exit_code == 0
+
+
+def test_it_fails_where_there_is_no_compiler(compiler, ops, monkeypatch):
+    ops()
     compiler("pass")
     monkeypatch.setenv("CXX", "no-such-compiler")
-    result = CliRunner().invoke(app, ["build"])
-    assert result.stderr == (
-        "polycast: the native engine cannot be built: no C++ compiler is found. Install one (c++), or name it in the "
-        "variable CXX.\n"
+    result = run()
+    assert result.stderr.splitlines() == [
+        f"polycast: {library.what} cannot be built: no C++ compiler is found. Install one (c++), or name it in the "
+        "variable CXX."
+        for library in (ENGINE, OBSERVER)
+    ]
+    assert result.exit_code == 1
+
+
+def test_a_package_that_is_not_there_is_told(compiler, ops):
+    ops("acme_npu.native")
+    compiler(WRITES)
+    result = run()
+    assert result.stderr.splitlines()[-1] == (
+        "polycast: the ops of acme_npu.native cannot be built: there is no package acme_npu.native with its C++ "
+        "sources: No module named 'acme_npu'."
     )
     assert result.exit_code == 1
+
+
+def test_the_ops_of_a_device_that_cannot_be_used_are_not_built_and_that_is_said(compiler, ops, hand_made):
+    ops()
+    absent = polycast.Availability(False, "there is none")
+    hand_made("ipu", ops_in_cpp=[OPS.package], availability=lambda: absent)
+    compiler(WRITES)
+    result = run()
+    assert result.stdout.splitlines()[2:] == [
+        "the ops of polycast_cpu.native: not compiled, for ipu cannot be used now"
+    ]
+    assert result.exit_code == 0
+
+
+def test_ops_that_two_backends_share_are_built_once(compiler, ops, hand_made):
+    ops(OPS.package)
+    hand_made("ipu", ops_in_cpp=[OPS.package])
+    compiler(WRITES)
+    assert len(run().stdout.splitlines()) == 3
+
+
+def test_a_compiler_that_the_user_interrupts_is_not_remembered_as_one_that_failed(compiler):
+    compiler("signal.signal(signal.SIGINT, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGINT)")
+    with pytest.raises(BuildError, match=r"^the compiler was interrupted\.$"):
+        build.find_or_build(cache_directory())
+    assert list(cache_directory().rglob("*.log")) == []
+    assert build.find_build(cache_directory()) is None
 
 
 def test_an_illegal_engine_is_told(compiler, monkeypatch):

@@ -127,16 +127,31 @@ def test_devices_says_of_a_device_without_a_backend_what_is_needed(polycast_comm
     assert (device["state"], device["reason"], device["supported_dtypes"]) == ("missing", reason, None)
 
 
+def line_that_begins_with(word, text):
+    (line,) = (line for line in text.splitlines() if line.startswith(word))
+    return line
+
+
 def test_devices_names_the_engine(polycast_command, engine):
-    *_, last = polycast_command("devices").stdout.splitlines()
+    last = line_that_begins_with("Engine:", polycast_command("devices").stdout)
     assert last.startswith(f"Engine: {engine}")
     assert (engine == "reference") == (last == "Engine: reference")
 
 
 def test_devices_says_where_the_native_engine_came_from(polycast_command, engine):
-    *_, last = polycast_command("devices").stdout.splitlines()
+    last = line_that_begins_with("Engine:", polycast_command("devices").stdout)
     if engine == "native":
         assert re.fullmatch(r"Engine: native, (compiled here|came with polycast): /.*/polycast_native\.so", last)
+
+
+def test_devices_says_where_the_ops_of_backends_come_from(polycast_command, hand_made):
+    hand_made("cpu", ops_in_cpp=["polycast_cpu.native", "acme_npu.native"])
+    missing = line_that_begins_with("Ops of acme_npu", polycast_command("devices").stdout)
+    assert missing.startswith("Ops of acme_npu.native: none: there is no package acme_npu.native")
+    ours = line_that_begins_with("Ops of polycast_cpu", polycast_command("devices").stdout)
+    assert re.search(
+        r": (compiled here: |came with polycast: |not compiled yet, as `polycast build` does$|none: )", ours
+    )
 
 
 def test_devices_json_has_the_same_keys_for_every_device(polycast_command):

@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 
 import polycast
 from polycast.cli import app, doctor
+from polycast.engine.native import ops, prebuilt
 from polycast.plugins.registry import registry
 
-SECTIONS = ["versions", "compiler", "engine", "cpu", "accelerator", "backends", "environment", "checks"]
+SECTIONS = ["versions", "compiler", "engine", "ops", "cpu", "accelerator", "backends", "environment", "checks"]
 BROKEN = "raise RuntimeError('the driver is gone')\n"
 
 
@@ -82,6 +83,17 @@ def test_it_says_which_engine_there_is_and_where_it_comes_from(engine, examine):
         origin, _, library = found["engine"]["from"].partition(": ")
         assert origin in ("came with polycast", "compiled here")
         assert os.path.isfile(library)
+
+
+def test_it_says_where_the_ops_of_backends_come_from(examine, hand_made, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "true")  # a compiler that says nothing of itself, and is not called for more
+    monkeypatch.setattr(ops, "_origins", {})
+    monkeypatch.setattr(prebuilt, "find", lambda wanted: None)
+    hand_made("cpu", ops_in_cpp=["polycast_cpu.native"])
+    _, found = examine()
+    assert found["ops"] == [{"package": "polycast_cpu.native", "from": "not compiled yet, as `polycast build` does"}]
+    assert "  polycast_cpu.native: not compiled yet" in CliRunner().invoke(app, ["doctor"]).stdout
 
 
 def test_it_says_what_the_processor_can_do(examine):

@@ -85,7 +85,7 @@ def test_the_engine_is_then_built_for_this_process_alone(compiler, home, monkeyp
     elsewhere.mkdir()
     monkeypatch.setattr(build.tempfile, "tempdir", str(elsewhere))
     message = (
-        f"^polycast built its native engine for this process alone, as each process will: {said}{REMEDY.format(home)}"
+        f"^polycast built the native engine for this process alone, as each process will: {said}{REMEDY.format(home)}"
     )
     with pytest.warns(UserWarning, match=message) as caught:
         assert wanted("auto").name == "native"

@@ -37,6 +37,24 @@ def test_ops_are_built_once_with_a_line_that_says_so(compiler, home, loaded, cap
     assert first.is_relative_to(home)
 
 
+def test_it_is_known_where_they_came_from_before_and_after_they_are_loaded(compiler, home, loaded, monkeypatch):
+    monkeypatch.setattr(ops, "_origins", {})
+    assert ops.origin(PACKAGE) == "not compiled yet, as `polycast build` does"
+    assert compiler.calls == 0
+    assert polycast.load_ops(PACKAGE)
+    assert ops.origin(PACKAGE) == f"compiled here: {loaded[0]}"
+    ops._origins.clear()
+    assert ops.origin(PACKAGE) == f"compiled here: {loaded[0]}"
+
+
+def test_of_ops_that_cannot_be_had_it_is_known_why(compiler, home, loaded, monkeypatch):
+    monkeypatch.setattr(ops, "_origins", {})
+    compiler.behave(status=3)
+    assert not polycast.load_ops(PACKAGE)
+    (log,) = home.rglob("*.log")
+    assert ops.origin(PACKAGE).startswith(f"none: it failed before; its output is in {log}.")
+
+
 def test_they_do_not_lie_where_the_engine_does(compiler, home, loaded):
     polycast.load_ops(PACKAGE)
     assert loaded[0].parent.parent != ops.find_or_build(home).parent.parent

@@ -269,8 +269,8 @@ def test_without_the_native_engines_code_there_is_a_reason(monkeypatch):
     with pytest.raises(RuntimeError) as raised:
         polycast.observe().__enter__()
     assert str(raised.value) == (
-        "polycast.observe needs C++ that cannot be built: no C++ compiler is found. Install one (c++), or name it in the "
-        "variable CXX."
+        "polycast.observe needs C++ that cannot be built: no C++ compiler is found. Install one (c++), or name it in "
+        "the variable CXX."
     )
     installation.forget_choice()
 

@@ -158,6 +158,12 @@ def test_kernels_are_a_mapping(kernels):
     ]
 
 
+@pytest.mark.parametrize("packages", ["acme_npu.native", None, ["acme npu"], [""], [1]], ids=repr)
+def test_the_ops_in_cpp_are_names_of_packages(packages):
+    said = f"ops_in_cpp must be a list or tuple of the names of packages, got {packages!r}"
+    assert problems(with_(ops_in_cpp=packages)) == [said]
+
+
 @pytest.mark.parametrize("texts", [None, [], {"aten::mm": 1}, {1: "do not"}], ids=repr)
 @pytest.mark.parametrize("attribute", ["remedies", "left_to_torch"])
 def test_remedies_and_what_is_left_to_torch_map_names_to_sentences(attribute, texts):

@@ -1,21 +1,48 @@
-"""``polycast build``: have the native engine and its observer ahead of their first use, for instance in a container image."""
+"""``polycast build``: have what is compiled ahead of its first use, for instance in a container image."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import typer
 
 from ..engine.native import prebuilt
-from ..engine.native.build import find_or_build
+from ..engine.native.build import find_or_build, origin
 from ..engine.native.cache import BuildError, cache_directory
-from ..engine.native.compiling import ENGINE, OBSERVER
+from ..engine.native.compiling import ENGINE, OBSERVER, Library
+from .compiled import packages_of_ops
 from .terminal import library_errors
 
 
 def run() -> None:
-    """Build the native engine now, unless it came with polycast or is built already, and print where it is."""
-    for wanted in (ENGINE, OBSERVER):
-        try:
-            with library_errors():
-                library = prebuilt.find(wanted) or find_or_build(cache_directory(), again=True, wanted=wanted)
-        except BuildError as error:
-            typer.echo(f"polycast: {wanted.what} cannot be built: {error}", err=True)
-            raise typer.Exit(1) from error
-        typer.echo(library)
+    """Compile the native engine, its observer and backends' ops in C++; print where each is and how long that took.
+
+    What came with polycast, or was compiled before, is not compiled again. Ops are those of devices that can be used.
+
+    Exits with status 1 where something cannot be compiled; the rest is compiled all the same.
+    """
+    with library_errors():
+        libraries = [ENGINE, OBSERVER, *map(Library.of_ops, packages_of_ops())]
+        absent = packages_of_ops("unavailable")
+    failed = False
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # a compiler for each
+        for library, answer in zip(libraries, [pool.submit(_have, each) for each in libraries], strict=True):
+            try:
+                typer.echo(f"{library.what}: {answer.result()}")
+            except BuildError as error:
+                typer.echo(f"polycast: {library.what} cannot be built: {error}", err=True)
+                failed = True
+    for package, device_type in absent.items():
+        typer.echo(f"{Library.of_ops(package).what}: not compiled, for {device_type} cannot be used now")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _have(library: Library) -> str:
+    """Have a library, compiling it where that is to be done, and say where it is."""
+    beforehand = prebuilt.find(library)
+    if beforehand is not None:
+        return prebuilt.origin(beforehand)
+    started = time.perf_counter()
+    built = find_or_build(cache_directory(), again=True, wanted=library)
+    return f"{origin(built)} ({time.perf_counter() - started:.1f} s)"

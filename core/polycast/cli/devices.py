@@ -1,6 +1,7 @@
 """``polycast devices``: what is known of the backend of each device."""
 
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from ..plugins.discovery import BackendStatus, check_recipe
 from ..plugins.registry import backends, get_backend
 from ..policy.dtypes import dtype_name
 from ..policy.recipes import Float8, Int8
+from .compiled import origins
 from .terminal import console, engine_and_origin, library_errors, print_json, table
 
 _STYLES = {
@@ -96,10 +98,11 @@ def show(
     with library_errors():
         devices = known_devices()
         engine = None if as_json else engine_and_origin()
+        ops = {} if as_json else origins()
     if engine is None:
         print_json([device.as_json() for device in devices])
     else:
-        _print(devices, engine, verbose)
+        _print(devices, engine, ops, verbose)
     broken = [device for device in devices if device.failure is not None]
     if verbose:
         for device in broken:
@@ -109,7 +112,7 @@ def show(
         typer.echo("polycast devices --verbose shows the traceback of what is broken.")
 
 
-def _print(devices: list[Device], engine: str, verbose: bool) -> None:
+def _print(devices: list[Device], engine: str, ops: Mapping[str, str], verbose: bool) -> None:
     rows = table("device", "state", "default", "supported", "distribution")
     for device in devices:
         status = device.status
@@ -127,3 +130,5 @@ def _print(devices: list[Device], engine: str, verbose: bool) -> None:
         for note in [*device.notes(), *(device.recipes() if verbose else [])]:
             out.print(f"{device.status.device_type}: {note}", soft_wrap=True)
     out.print(f"Engine: {engine}", soft_wrap=True)
+    for package, origin in ops.items():
+        out.print(f"Ops of {package}: {origin}", soft_wrap=True)

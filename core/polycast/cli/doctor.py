@@ -24,6 +24,7 @@ from ..engine.choice import choose
 from ..engine.weight_cache import WeightCache
 from ..plugins.registry import backends
 from ..region.autocast import autocast
+from .compiled import origins
 from .devices import known_devices
 from .terminal import print_json
 
@@ -99,6 +100,10 @@ def _engine() -> dict[str, object]:
     }
 
 
+def _ops() -> list[dict[str, str]]:
+    return [{"package": package, "from": origin} for package, origin in origins().items()]
+
+
 def _cpu() -> dict[str, object]:
     info = Path("/proc/cpuinfo")
     lines = [line.partition(":") for line in info.read_text().splitlines()] if info.is_file() else []
@@ -167,6 +172,7 @@ def examination() -> dict[str, Any]:
         "versions": _answer(_versions),
         "compiler": _answer(_compiler),
         "engine": _answer(_engine),
+        "ops": _answer(_ops),
         "cpu": _answer(_cpu),
         "accelerator": _answer(_accelerator),
         "backends": _answer(lambda: [device.as_json() for device in known_devices()]),
@@ -195,6 +201,9 @@ def _print(found: Mapping[str, Any]) -> None:
         if section == "backends" and not isinstance(said, str):
             for device in said:
                 typer.echo(f"  {device['device_type']}: {_of_device(device)}")
+        elif section == "ops" and isinstance(said, list) and said:
+            for ops in said:
+                typer.echo(f"  {ops['package']}: {ops['from']}")
         elif section == "checks":
             for check in said:
                 typer.echo(f"  {check['name']}: {check['problem'] or 'ok'}")

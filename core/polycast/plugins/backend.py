@@ -100,6 +100,8 @@ class Backend:
         remedies: for a BANNED op a sentence that says what to use in its place; may be empty.
         left_to_torch: the ops that torch itself treats for the device and that are not in `policies` on purpose, so
             that torch's own kernels serve them, each with the reason; may be empty.
+        ops_in_cpp: the packages whose C++ the backend has compiled by :func:`polycast.load_ops`, so that
+            ``polycast build`` can do it ahead of their first use; may be empty.
     """
 
     device_type: str
@@ -108,6 +110,7 @@ class Backend:
     kernels: Mapping[KernelKey, Callable[..., Any]] = MappingProxyType({})
     remedies: Mapping[str, str] = MappingProxyType({})
     left_to_torch: Mapping[str, str] = MappingProxyType({})
+    ops_in_cpp: Sequence[str] = ()
 
     _required: ClassVar[tuple[str, ...]] = ("device_type", "default_dtype", "policies")
 
@@ -200,6 +203,7 @@ def validate(backend: object, device_type: str | None = None) -> Backend:
     problems += _kernel_problems(backend.kernels)
     problems += _text_problems("remedies", backend.remedies)
     problems += _text_problems("left_to_torch", backend.left_to_torch)
+    problems += _package_problems(backend.ops_in_cpp)
     problems += [
         f"{name}() is not implemented"
         for name in ("supported_dtypes", "availability")
@@ -260,3 +264,11 @@ def _text_problems(attribute: str, texts: object) -> list[str]:
     if isinstance(texts, Mapping) and all(isinstance(text, str) for pair in texts.items() for text in pair):
         return []
     return [f"{attribute} must map op names to sentences"]
+
+
+def _package_problems(packages: object) -> list[str]:
+    if isinstance(packages, (list, tuple)) and all(
+        isinstance(package, str) and all(part.isidentifier() for part in package.split(".")) for package in packages
+    ):
+        return []
+    return [f"ops_in_cpp must be a list or tuple of the names of packages, got {packages!r}"]

@@ -12,10 +12,12 @@ import importlib.machinery
 import importlib.util
 import os
 import shutil
+import signal
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -62,7 +64,7 @@ def _import_prebuilt(wanted: Library) -> tuple[ModuleType, str] | None:
     """Return a library that came with polycast, as a module, and its origin."""
     library = prebuilt.find(wanted)
     try:
-        return None if library is None else (_import(library), f"came with polycast: {library}")
+        return None if library is None else (_import(library), prebuilt.origin(library))
     except ImportError:  # it asks for a newer libc than there is here, say
         return None
 
@@ -86,7 +88,7 @@ def _import_built(directory: Path, wanted: Library) -> tuple[ModuleType, str]:
 
 def _import_compiled(library: Path) -> tuple[ModuleType, str]:
     try:
-        return _import(library), f"compiled here: {library}"
+        return _import(library), origin(library)
     except ImportError as error:
         raise BuildError(f"{library} does not load: {error}. Remove it to have it built again.") from error
 
@@ -101,6 +103,62 @@ def _import(library: Path) -> ModuleType:
     return module
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where the builds of a source for this torch lie, and in which folder those of the compiler that is there now."""
+
+    cache: Path
+    sources: Mapping[str, bytes]
+    folder: Path
+    compiler: str | None
+    wanted: Library
+
+    @classmethod
+    def of(cls, cache: Path, wanted: Library) -> "_Place":
+        sources = read_sources(wanted)
+        folder = cache / _digest(*_for_which(), *(text.hex() for text in sources.values()))
+        compiler = find_compiler()
+        if compiler is None:
+            return cls(cache, sources, folder, None, wanted)
+        return cls(cache, sources, folder / _digest(*compiler, *wanted.flags), compiler[0], wanted)
+
+    @property
+    def library(self) -> Path:
+        return self.folder / f"{self.wanted.name}.so"
+
+    def find(self) -> Path | None:
+        """Return a build that is whole: of this compiler or, where there is none now, of any: it does as well."""
+        check_folders(self.cache, self.folder)
+        for library in [self.library] if self.compiler else sorted(self.folder.glob(f"*/{self.library.name}")):
+            check_folders(self.cache, library.parent)
+            if _is_whole(library):
+                return library
+        return None
+
+    def refusal(self, again: bool = False) -> str | None:
+        """Say why no build is to be tried, unless `again` has it tried where it failed."""
+        if self.compiler is None:
+            return "no C++ compiler is found. Install one (c++), or name it in the variable CXX."
+        if _failure(self.library).exists() and not again:
+            return f"it failed before; its output is in {_failure(self.library)}. {_sentence(self.wanted.again)}"
+        return None
+
+
+def find_build(directory: Path, wanted: Library = ENGINE) -> Path | None:
+    """Return a build that is whole, or None: it is yet to be made.
+
+    Raises:
+        UntrustedCacheError: others can write where it would be.
+        BuildError: there is none, and none would be made.
+    """
+    place = _Place.of(directory, wanted)
+    library = place.find()
+    refusal = place.refusal() if library is None else None
+    if refusal is not None:
+        raise BuildError(refusal)
+    return library
+
+
 def find_or_build(directory: Path, again: bool = False, wanted: Library = ENGINE) -> Path:
     """Return a build that is whole, making one if there is none.
 
@@ -110,44 +168,36 @@ def find_or_build(directory: Path, again: bool = False, wanted: Library = ENGINE
         UntrustedCacheError: others can write where it would be.
         BuildError: there is none, and none can be made.
     """
-    sources = read_sources(wanted)
-    place = directory / _digest(*_for_which(), *(text.hex() for text in sources.values()))
-    compiler = find_compiler()
-    folder = place / _digest(*compiler, *wanted.flags) if compiler is not None else place
+    place = _Place.of(directory, wanted)
     try:
-        check_folders(directory, folder)
-        if compiler is None:
-            return _any_build(directory, place, wanted)
-        library = folder / f"{wanted.name}.so"
-        if not _is_whole(library):
-            if _failure(library).exists() and not again:
-                raise BuildError(f"it failed before; its output is in {_failure(library)}. {_sentence(wanted.again)}")
-            make_folders(directory, folder)
-            check_folders(directory, folder)
-            with FileLock(folder / "lock"):
-                if not _is_whole(library):  # another process may have built it meanwhile
-                    _remove_leftovers(folder)
-                    _build(compiler[0], sources, library, wanted)
-        return library
+        library = place.find()
+        if library is not None:
+            return library
+        refusal = place.refusal(again)
+        if refusal is not None:
+            raise BuildError(refusal)
+        make_folders(directory, place.folder)
+        check_folders(directory, place.folder)
+        with FileLock(place.folder / "lock"):
+            if not _is_whole(place.library):  # another process may have built it meanwhile
+                _remove_leftovers(place.folder)
+                _build(place)
+        return place.library
     except (OSError, NotImplementedError) as error:  # the latter is filelock's, for a file system without locks
         if raised_by_signal_handler(error):  # a TimeoutError is an OSError
             raise
         raise BuildError(
-            f"nothing can be written to {folder}: {error}. Set XDG_CACHE_HOME to a folder of yours that has room."
+            f"nothing can be written to {place.folder}: {error}. Set XDG_CACHE_HOME to a folder of yours that has room."
         ) from error
+
+
+def origin(library: Path) -> str:
+    """Say where a build came from, in words."""
+    return f"compiled here: {library}"
 
 
 def _sentence(words: str) -> str:
     return f"{words[:1].upper()}{words[1:]}."
-
-
-def _any_build(directory: Path, place: Path, wanted: Library) -> Path:
-    """Return a build of whatever compiler: where there is none now, it does as well."""
-    for library in sorted(place.glob(f"*/{wanted.name}.so")):
-        check_folders(directory, library.parent)
-        if _is_whole(library):
-            return library
-    raise BuildError("no C++ compiler is found. Install one (c++), or name it in the variable CXX.")
 
 
 def _for_which() -> tuple[str, ...]:
@@ -179,27 +229,30 @@ def _remove_leftovers(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _build(compiler: str, sources: Mapping[str, bytes], library: Path, wanted: Library) -> None:
+def _build(place: _Place) -> None:
+    assert place.compiler is not None
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a daemon's stderr may be closed, or None
-        sys.stderr.write(f"polycast: building {wanted.what}, once for this torch ...\n")
+        sys.stderr.write(f"polycast: building {place.wanted.what}, once for this torch ...\n")
         sys.stderr.flush()
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        built = Path(folder) / library.name
-        status, output = compile_library(compiler, wanted, sources, built)
+    with tempfile.TemporaryDirectory(dir=place.folder) as folder:
+        built = Path(folder) / place.library.name
+        status, output = compile_library(place.compiler, place.wanted, place.sources, built)
+        if status == -signal.SIGINT:  # the user's, at a terminal, to this process too, of which another thread is told
+            raise BuildError("the compiler was interrupted.")
+        log = _failure(place.library)
         if status != 0 or not built.is_file():
-            log = _failure(library)
             _write_log(log, output)
             raise BuildError(
                 f"the compiler failed with status {status}; its output is in {log}. Once it can do better, "
-                f"{wanted.again}."
+                f"{place.wanted.again}."
             )
-        _failure(library).unlink(missing_ok=True)
+        log.unlink(missing_ok=True)
         told = built.with_suffix(".sha256")
         told.write_text(checksum(built))
         # The checksum goes first: a library without its own, or with a former one, is not whole.
         for file in (told, built):
             file.chmod(0o600)
-            os.replace(file, library.parent / file.name)
+            os.replace(file, place.folder / file.name)
 
 
 def _write_log(log: Path, text: str) -> None:

@@ -22,9 +22,9 @@ from ...plugins.signals import raised_by_signal_handler
 from .cache import BuildError
 from .excerpts import write_excerpts
 
-
 _FOR_LOOPS = ("-O2",)
-# What -O2 does besides is a quarter of the build, and no op was found to be faster for it. GCC collects garbage less often.
+# What -O2 does besides is a quarter of the build, and no op was found to be faster for it. The last two have GCC look
+# for garbage less often.
 _FOR_SHORT_PATHS = (
     *("-O1", "-finline-small-functions", "-foptimize-sibling-calls", "-fstrict-aliasing", "-fcaller-saves", "-fipa-ra"),
     *("-freorder-blocks-and-partition", "-freorder-blocks-algorithm=stc", "-falign-functions=16", "-falign-jumps=16"),
@@ -86,7 +86,10 @@ def read_sources(wanted: Library = ENGINE) -> Mapping[str, bytes]:
     Raises:
         BuildError: it was not installed.
     """
-    package = importlib.resources.files(wanted.package)
+    try:
+        package = importlib.resources.files(wanted.package)
+    except ModuleNotFoundError as error:
+        raise BuildError(f"there is no package {wanted.package} with its C++ sources: {error}.") from error
     found: dict[str, bytes] = {}
     for name in wanted.folders:
         folder = package if name == "." else package / name
@@ -126,7 +129,7 @@ def find_compiler() -> tuple[str, str] | None:
 def compile_library(
     compiler: str, wanted: Library, sources: Mapping[str, bytes], library: Path, linking: Sequence[str] = ()
 ) -> tuple[int, str]:
-    """Compile what is wanted into a library, in a folder that is for this alone; return the compiler's status, and what it wrote.
+    """Compile into a library, in a folder that is for this alone; return the compiler's status and output.
 
     Raises:
         BuildError: torch's headers are not what they were.

@@ -144,7 +144,7 @@ class NativeEngine:
 
 
 class NativeObserver:
-    """What sees the native engine at work, and is told by the reference engine, whose casts and regions it counts too."""
+    """What sees the native engine at work, and is told of the reference engine's casts and regions."""
 
     def __init__(self, extension: ModuleType) -> None:
         # See Observer.

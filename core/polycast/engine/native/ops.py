@@ -1,4 +1,7 @@
-"""Ops that a backend has in C++: built, kept and checked as the native engine is, and loaded into torch."""
+"""Ops that a backend has in C++: built, kept and checked as the native engine is, and loaded into torch.
+
+A backend names their packages in its `ops_in_cpp`, so that they can be built ahead of their first use.
+"""
 
 import functools
 import tempfile
@@ -10,12 +13,14 @@ import torch
 from ...errors import warn_user
 from ...plugins.backend import Availability
 from ...plugins.signals import raised_by_signal_handler
-from . import prebuilt
-from .build import find_or_build
+from . import build, prebuilt
+from .build import find_build, find_or_build
 from .cache import BuildError, UntrustedCacheError, cache_directory
 from .compiling import Library
 
 _one_at_a_time = threading.Lock()
+_origins: dict[str, str] = {}
+"""Where what is loaded came from, by package."""
 
 
 def load_ops(package: str) -> Availability:
@@ -49,18 +54,39 @@ def _load(package: str) -> Availability:
     try:
         beforehand = prebuilt.find(library)
         if beforehand is not None and _registers(beforehand):
+            _origins[package] = prebuilt.origin(beforehand)
             return Availability(True)
         try:
-            _register(find_or_build(cache_directory(), wanted=library))
+            built = find_or_build(cache_directory(), wanted=library)
+            _register(built)
+            _origins[package] = build.origin(built)
         except UntrustedCacheError as refusal:
             with tempfile.TemporaryDirectory(prefix="polycast-") as private:
                 _register(find_or_build(Path(private), wanted=library))
+            _origins[package] = "compiled here, for this process alone"
             warn_user(f"polycast built the ops of {package} for this process alone, as each process will: {refusal}")
     except (BuildError, OSError) as error:
         if raised_by_signal_handler(error):
             raise
         return Availability(False, f"the C++ of {package} cannot be had: {error}")
     return Availability(True)
+
+
+def origin(package: str) -> str:
+    """Say where the ops of a package came from or, where they are not loaded, would come from; compiles nothing."""
+    if package in _origins:
+        return _origins[package]
+    library = Library.of_ops(package)
+    try:
+        beforehand = prebuilt.find(library)
+        if beforehand is not None:
+            return prebuilt.origin(beforehand)
+        built = find_build(cache_directory(), library)
+    except (BuildError, OSError) as error:
+        if raised_by_signal_handler(error):
+            raise
+        return f"none: {error}"
+    return "not compiled yet, as `polycast build` does" if built is None else build.origin(built)
 
 
 def _register(library: Path) -> None:

@@ -5,8 +5,8 @@ what torch's headers show. Between the builds of one version, for the CPU and fo
 Python that has the limited API. Whoever can write where it lies can write polycast too, so only its checksum is looked
 at, for a file that was cut short or changed.
 
-``python -m polycast.engine.native.prebuilt FOLDER [PACKAGE ...]`` builds the engine and its observer for the running torch, and the
-ops of backends' packages; tools/platform_wheel.py puts them into a wheel.
+``python -m polycast.engine.native.prebuilt FOLDER [PACKAGE ...]`` builds the engine and its observer for
+the running torch, and the ops of backends' packages; tools/platform_wheel.py puts them into a wheel.
 """
 
 import hashlib
@@ -35,6 +35,11 @@ def find(wanted: Library = ENGINE) -> Path | None:
     except (OSError, UnicodeDecodeError):
         return None
     return library if whole else None
+
+
+def origin(library: Path) -> str:
+    """Say where one came from, in words."""
+    return f"came with polycast: {library}"
 
 
 def make(folder: Path, wanted: Library = ENGINE) -> Path:

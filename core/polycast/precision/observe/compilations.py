@@ -1,4 +1,4 @@
-"""When a compiler is at work on a thread, told to the observer while somebody observes: its ops are not the program's."""
+"""When a compiler is at work on a thread, told to the observer: its ops are not the program's."""
 
 import threading
 from collections.abc import Callable, Iterator

@@ -1,14 +1,9 @@
-"""The run whose report is drawn, kept in docs/figures: ``python -m docs.pictures.observed`` runs it again."""
-
-import json
-from pathlib import Path
+"""The run whose report is drawn."""
 
 import torch
 from torch import nn
 
 import polycast
-
-FILE = Path(__file__).parent.parent / "figures" / "observation.json"
 
 
 class Block(nn.Module):
@@ -42,8 +37,8 @@ class TinyGPT(nn.Module):
         return self.head(self.blocks(self.tokens(x) + self.places.weight[: x.shape[1]]))
 
 
-def main() -> None:
-    """Observe a step of training over two micro-batches."""
+def run() -> polycast.Observation:
+    """Return what is seen of a step of training over two micro-batches."""
     torch.manual_seed(0)
     model, words = TinyGPT(), torch.randint(256, (2, 4, 32))
     with polycast.observe(model) as seen:
@@ -51,8 +46,4 @@ def main() -> None:
             with polycast.autocast("cpu"):
                 loss = nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
             loss.backward()
-    FILE.write_text(json.dumps(seen.to_dict(), separators=(",", ":")) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    return seen

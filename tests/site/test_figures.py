@@ -1,0 +1,108 @@
+"""What the pictures are drawn from: that the program makes it, and still says it in that form."""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent.parent
+FIGURES = ROOT / "docs" / "figures"
+STALE = "the form of {} is another than the program's: run `python -m docs.figures` and `python -m docs.pictures`"
+
+
+@pytest.fixture(scope="module")
+def figures():
+    """Return the module that makes them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT)
+        patch.chdir(ROOT)
+        yield importlib.import_module("docs.figures.__main__")
+
+
+@pytest.fixture(scope="module", params=["devices.json", "observation.json"])
+def figure(request, figures):
+    """Return a figure's name, what the program says here now, and what is kept."""
+    with torch.random.fork_rng():
+        made = figures.FIGURES[request.param]()
+    return request.param, json.loads(made), json.loads((FIGURES / request.param).read_text(encoding="utf-8"))
+
+
+CPU_DEPENDENT = ("run", "emulated")
+"""What the processor lacks, by dtype."""
+
+
+def form(value, place=()):
+    """Return what kinds of value there are at each place; the elements of a list have one place."""
+    if isinstance(value, dict):
+        found, inner = {place: {"object"}}, value.items()
+    elif isinstance(value, list):
+        found, inner = {place: {"list"}}, (("[]", each) for each in value)
+    else:
+        kind = "number" if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value).__name__
+        found, inner = {place: {kind}}, ()
+    for key, each in inner:
+        for where, kinds in form(each, (*place, key)).items():
+            found.setdefault(where, set()).update(kinds)
+    return found
+
+
+def differences(one, other):
+    """Say where two values have another form; a list without elements has that of all, and so has null."""
+    one, other = form(one), form(other)
+    keys = {
+        place
+        for place in one.keys() ^ other.keys()
+        if place[-1] != "[]" and place[:-1] in one.keys() & other.keys() and place[:-1] != CPU_DEPENDENT
+    }
+    pairs = {place: (one[place] - {"NoneType"}, other[place] - {"NoneType"}) for place in one.keys() & other.keys()}
+    return sorted(keys | {place for place, (mine, its) in pairs.items() if mine and its and mine != its})
+
+
+def test_what_is_kept_has_the_form_of_what_the_program_says(figure):
+    name, made, kept = figure
+    assert differences(made, kept) == [], STALE.format(name)
+
+
+@pytest.mark.parametrize(
+    ("kept", "where"),
+    [
+        ({"run": {"engine": "native", "runs": 1}, "ops": [{"op": "mm", "calls": 2}]}, []),
+        ({"run": {"engine": None, "runs": 1.5}, "ops": []}, []),
+        ({"run": {"engine": "native"}, "ops": []}, [("run", "runs")]),
+        ({"run": {"engine": "native", "runs": "1"}, "ops": []}, [("run", "runs")]),
+        (
+            {"run": {"engine": "native", "runs": 1}, "ops": [{"op": "mm", "count": 2}]},
+            [("ops", "[]", "calls"), ("ops", "[]", "count")],
+        ),
+        ({"run": {"engine": "native", "runs": 1}}, [("ops",)]),
+    ],
+)
+def test_another_form_is_told(kept, where):
+    said = {"run": {"engine": "reference", "runs": 2}, "ops": [{"op": "mm", "calls": 2}, {"op": "addmm", "calls": 1}]}
+    assert differences(said, kept) == where
+
+
+def test_what_is_made_is_what_is_written(figures, monkeypatch, tmp_path):
+    monkeypatch.setattr(figures, "FOLDER", tmp_path)
+    monkeypatch.setattr(figures, "FIGURES", {"one.json": lambda: "[1]\n", "other.json": lambda: "[2]\n"})
+    figures.main()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"one.json": "[1]\n", "other.json": "[2]\n"}
+
+
+@pytest.mark.parametrize("path", ["/home/somebody/model.py:3", "C:\\\\Users\\\\model.py"])
+def test_no_path_of_a_machine_is_written(figures, path, monkeypatch, tmp_path):
+    monkeypatch.setattr(figures, "FOLDER", tmp_path)
+    monkeypatch.setattr(figures, "FIGURES", {"one.json": lambda: "[1]\n", "other.json": lambda: f'["at {path}"]\n'})
+    with pytest.raises(
+        ValueError, match=r"^other\.json would name a path of this machine: .* Run it in the repository's"
+    ):
+        figures.main()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", sorted(FIGURES.glob("*.json")), ids=lambda path: path.name)
+def test_what_is_kept_names_no_path_of_a_machine(figures, path):
+    text = path.read_text(encoding="utf-8")
+    assert figures.checked(path.name, text) == text
