@@ -14,12 +14,13 @@ import sys
 import sysconfig
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 PLACE = "polycast/engine/native/prebuilt"
 MOST_BYTES = 250_000
-"""What a wheel may grow by for one version of torch."""
+"""What a wheel may grow by for the engine and its observer, for one version of torch."""
 
 
 def main() -> None:
@@ -45,12 +46,19 @@ def main() -> None:
 
 
 def check_sizes(engines: Path) -> None:
-    """Say what each engine adds to a wheel, and stop where that is too much."""
+    """Say what each library adds to a wheel, and stop where an engine is too much."""
+    of_engine = Counter[str]()
     for library in sorted(engines.rglob("*.so")):
         compressed = len(zlib.compress(library.read_bytes(), 9))
-        print(f"{library.parent.name}: {library.stat().st_size:,} bytes, {compressed:,} in the wheel")
+        torch = library.parent.name.rpartition("-")[0]
+        print(f"{torch}: {library.name} has {library.stat().st_size:,} bytes, {compressed:,} in the wheel")
+        if library.stem in ("polycast_native", "polycast_observer"):
+            of_engine[torch] += compressed
+    for torch, compressed in of_engine.items():
         if compressed > MOST_BYTES:
-            raise SystemExit(f"that is more than {MOST_BYTES:,}.")
+            raise SystemExit(
+                f"{torch}: the engine and its observer are {compressed:,} bytes, more than {MOST_BYTES:,}."
+            )
 
 
 def write_wheel(pure: Path, engines: Path, folder: Path, platform: str) -> Path:

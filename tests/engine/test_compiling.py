@@ -1,6 +1,7 @@
 """What the compiler of the native engine is given."""
 
 import os
+import sys
 
 import pytest
 
@@ -24,6 +25,14 @@ def test_ccache_is_used_where_it_is(compiler, home, tmp_path, monkeypatch):
     assert call.startswith(compiler.command)
     assert str(library.parent) not in call  # which is another for each build
     assert compiler.calls == 2  # an object, and a library
+
+
+def test_the_linker_of_macos_is_told_that_python_is_elsewhere(compiler, home, tmp_path, monkeypatch):
+    words = tmp_path / "words"
+    monkeypatch.setenv("CXX", f'sh -c \'echo "$@" >> {words}; exec {compiler.command} "$@"\' sh')
+    monkeypatch.setattr(sys, "platform", "darwin")
+    build.find_or_build(home)
+    assert " -shared -undefined dynamic_lookup " in words.read_text()
 
 
 HEADER = """#pragma once

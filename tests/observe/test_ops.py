@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import polycast
-from polycast.engine import installation
+from polycast.engine import choice, installation
 from polycast.engine.native import build
 from polycast.engine.native.cache import BuildError
 
@@ -272,6 +272,22 @@ def test_without_the_native_engines_code_there_is_a_reason(monkeypatch):
         "polycast.observe needs C++ that cannot be built: no C++ compiler is found. Install one (c++), or name it in "
         "the variable CXX."
     )
+    installation.forget_choice()
+
+
+def test_where_the_observer_cannot_be_built_regions_run_and_there_is_a_reason(monkeypatch):
+    def fails():
+        raise BuildError("no room is left.")
+
+    monkeypatch.setenv("POLYCAST_ENGINE", "native")
+    installation.forget_choice()
+    engine = choice.choose()
+    monkeypatch.setattr(engine, "_observer", None)
+    monkeypatch.setattr(engine, "_load_observer", fails)
+    with polycast.autocast("cpu"):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match=r"^polycast.observe needs C\+\+ that cannot be built: no room is left\.$"):
+        polycast.observe().__enter__()
     installation.forget_choice()
 
 

@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,12 +24,12 @@ from .cache import BuildError
 from .excerpts import write_excerpts
 
 _FOR_LOOPS = ("-O2",)
-# What -O2 does besides is a quarter of the build, and no op was found to be faster for it. The last two have GCC look
-# for garbage less often.
+# What -O2 does besides is a quarter of the build. The last two have GCC look for garbage less often.
+_QUICKLY = ("-O1", "-finline-small-functions", "--param=ggc-min-expand=400", "--param=ggc-min-heapsize=700000")
+# And what the path of an op gains from: with these no op was found to be slower than with -O2.
 _FOR_SHORT_PATHS = (
-    *("-O1", "-finline-small-functions", "-foptimize-sibling-calls", "-fstrict-aliasing", "-fcaller-saves", "-fipa-ra"),
+    *(*_QUICKLY, "-foptimize-sibling-calls", "-fstrict-aliasing", "-fcaller-saves", "-fipa-ra", "-fpeephole2"),
     *("-freorder-blocks-and-partition", "-freorder-blocks-algorithm=stc", "-falign-functions=16", "-falign-jumps=16"),
-    *("-fpeephole2", "--param=ggc-min-expand=400", "--param=ggc-min-heapsize=700000"),
 )
 
 
@@ -65,7 +66,7 @@ OBSERVER = Library(
     "the native engine's observer",
     _AGAIN,
     ("observer", "common"),
-    _FOR_SHORT_PATHS,
+    _QUICKLY,
 )
 """What sees the engine at work: apart from it, so that who does not observe need not have it built."""
 
@@ -74,7 +75,15 @@ PYTHON = str(sysconfig.get_config_var("SOABI")) if sysconfig.get_config_var("Py_
 
 # NDEBUG as in torch's own libraries: without it at::RecordFunction has another layout than theirs.
 FLAGS = (
-    *("-g0", "-DNDEBUG", "-fPIC", "-std=c++20", "-fvisibility=hidden", "-DAT_PER_OPERATOR_HEADERS"),
+    *(
+        "-g0",
+        "-DNDEBUG",
+        "-fPIC",
+        "-std=c++20",
+        "-fvisibility=hidden",
+        "-ffunction-sections",
+        "-DAT_PER_OPERATOR_HEADERS",
+    ),
     *(("-DPy_LIMITED_API=0x030A0000",) if PYTHON == "abi3" else ()),
 )
 """The compiler's flags for all that is compiled."""
@@ -145,7 +154,9 @@ def compile_library(
     units = sorted(name for name in sources if name.endswith(".cpp"))
     compiling = [*shlex.split(compiler), *wanted.flags, abi, *(f"-isystem{path}" for path in headers), *units]
     libraries = (f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
-    ends = ["-shared", *linking, *libraries, "-o", str(library)]
+    # Python's functions are in whoever loads it, which macOS's linker wants to be told.
+    elsewhere = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
+    ends = ["-shared", *elsewhere, *linking, *libraries, "-o", str(library)]
     steps = [[*compiling, *ends]]
     if shutil.which("ccache") is not None and "ccache" not in compiler:  # which knows objects, not libraries
         steps = [["ccache", *compiling, "-c", "-o", "unit.o"], [*shlex.split(compiler), "unit.o", *ends]]

@@ -23,6 +23,7 @@ from .cache import BuildError
 from .compiling import ENGINE, OBSERVER, PYTHON, Library, checksum, compile_library, find_compiler, read_sources
 
 _FOLDER = Path(__file__).parent / "prebuilt"
+_LINKING = ("-s", "-Wl,--gc-sections", "-Wl,-z,noseparate-code") if sys.platform == "linux" else ()  # for its size
 _SAME_LAYOUT = re.compile(r"(?:\+(?:cpu|cu\d+))?")  # the local part of a version: torch's own builds
 
 
@@ -58,7 +59,7 @@ def make(folder: Path, wanted: Library = ENGINE) -> Path:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         built = Path(scratch) / library.name
-        status, output = compile_library(compiler[0], wanted, sources, built, ["-s"])
+        status, output = compile_library(compiler[0], wanted, sources, built, _LINKING)
         if status != 0:
             raise BuildError(f"the compiler failed with status {status}: {output}")
         library.write_bytes(built.read_bytes())
