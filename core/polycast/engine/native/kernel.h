@@ -1,0 +1,249 @@
+// The kernel of an op, of any signature: what it casts its arguments to, and how it goes on.
+//
+// Owns what it is made with; it is immutable. Locks: none.
+
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "arguments.h"
+#include "autocast.h"
+#include "low_bit.h"
+#include "regions.h"
+
+namespace {  // all is one unit, binding.cpp
+
+// What is between the Autocast keys and a device's own, and does nothing for an op without side effects whose inputs are not
+// differentiated.
+constexpr c10::DispatchKeySet kNothingToDo{
+    DispatchKey::BackendSelect,
+    DispatchKey::ADInplaceOrView,
+    DispatchKey::AutogradFunctionality,
+    DispatchKey::AutogradOther};
+
+struct Op {
+  int64_t number;
+  Policy policy;
+  std::string refusal;  // what a BANNED op says
+  std::optional<c10::OperatorHandle> with_dtype;  // the overload that takes a dtype more, where there is one
+};
+
+// An argument as it is on a stack.
+using Box = c10::IValue (*)(const void* address);
+
+template <class Arg>
+c10::IValue boxed(const void* address) {
+  return *static_cast<const Arg*>(address);
+}
+
+class Kernel final : public c10::OperatorKernel {
+ public:
+  Kernel(Op op, const c10::OperatorHandle& handle, DeviceType device, DispatchKey key, Object is_capturing, void (*redispatch)() = nullptr)
+      : op_(std::move(op)),
+        device_(device),
+        keys_(key),
+        below_(c10::DispatchKeySet::FULL_AFTER, key),
+        device_keys_(key_below(key)),
+        skipped_(keys_ | kNothingToDo),
+        passes_autograd_by_(can_pass_autograd_by(op_, handle)),
+        is_capturing_(std::move(is_capturing)),
+        redispatch_(redispatch) {
+    const auto& arguments = handle.schema().arguments();
+    arity_ = arguments.size();
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      const std::string type = arguments[i].real_type()->str();
+      if (type.find("Tensor") != std::string::npos) {
+        tensors_.push_back(i);
+      } else if (type == "ScalarType?") {
+        optional_dtype_ = i;
+      }
+    }
+  }
+
+  ~Kernel() override {
+    if (is_capturing_) {
+      const Gil gil;
+      is_capturing_ = Object();
+    }
+  }
+
+  // Whether the region's recipe is for the op.
+  C10_ALWAYS_INLINE bool has_recipe() const {
+    const Overlay* const overlay = region_of(device_).overlay;
+    return C10_UNLIKELY(overlay != nullptr) && overlay->over(op_.policy, op_.number) == Policy::kLowBit;
+  }
+
+  // Have the op computed by it; an undefined tensor where it is to run in the fast dtype.
+  Tensor low_bit(c10::ArrayRef<c10::IValue> arguments) const {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(keys_);
+    return ::low_bit(op_.number, device_, arguments);
+  }
+
+  // The same where the signature is known: `boxes` are for the arguments at the addresses.
+  C10_NOINLINE Tensor low_bit(const Box* boxes, const void* const* addresses, size_t count) const {
+    c10::SmallVector<c10::IValue, 8> arguments;
+    for (size_t i = 0; i < count; ++i) {
+      arguments.push_back(boxes[i](addresses[i]));
+    }
+    return low_bit(arguments);
+  }
+
+  // torch's function that goes on with the op, where its signature is known.
+  auto redispatch() const { return redispatch_; }
+
+  // The kernel of an op of any signature.
+  void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
+    if (C10_UNLIKELY(has_recipe())) {
+      if (Tensor result = low_bit(c10::ArrayRef<c10::IValue>(&argument(stack, 0), arity_)); result.defined()) {
+        stack->erase(stack->end() - static_cast<int64_t>(arity_), stack->end());
+        stack->emplace_back(std::move(result));
+        return;
+      }
+    }
+    const DeviceRegion& region = region_of(device_);
+    const Policy policy = this->policy(region);
+    if (policy == Policy::kNone) {
+      handle.redispatchBoxed(keys & below_, stack);
+      return;
+    }
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(keys_);
+    const Conversion conversion{
+        dtype_for(policy, [&](Promotion& promotion) { look(promotion, stack); }), device_, has_plain_keys(keys), region,
+        is_capturing_};
+    if (conversion.dtype != ScalarType::Undefined) {
+      cast_all(conversion, stack);
+    } else if (policy == Policy::kFp32SetOptDtype && first_is_eligible(stack)) {
+      c10::IValue& dtype = argument(stack, *optional_dtype_);
+      if (dtype.isNone()) {
+        dtype = c10::IValue(static_cast<int64_t>(at::kFloat));
+      }
+    } else if (policy == Policy::kFp32AppendDtype) {
+      const auto dtype = first_is_eligible(stack) ? at::kFloat : argument(stack, 0).toTensor().scalar_type();
+      stack->emplace_back(static_cast<int64_t>(dtype));
+      op_.with_dtype->callBoxed(stack);
+      return;
+    }
+    handle.callBoxed(stack);
+  }
+
+ private:
+  friend class Passage;
+
+  // Whether autograd need not be asked where it has nothing to record. It is what makes views of what an op returns on its
+  // inputs' memory. That schemas tell, save of ops that are made of others alone: of these the products of tensors go on at once.
+  static bool can_pass_autograd_by(const Op& op, const c10::OperatorHandle& handle) {
+    const auto& arguments = handle.schema().arguments();
+    const bool returns_views = std::any_of(
+        arguments.begin(), arguments.end(), [](const auto& argument) { return argument.alias_info() != nullptr; });
+    const bool takes_lists = std::any_of(arguments.begin(), arguments.end(), [](const auto& argument) {
+      return argument.real_type()->str().find("Tensor[]") != std::string::npos;
+    });
+    return !returns_views &&
+        (!handle.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) ||
+         (op.policy == Policy::kLowerPrecisionFp && !takes_lists));
+  }
+
+  // Whether nothing but autograd is between here and the device's kernel.
+  C10_ALWAYS_INLINE bool has_plain_keys(c10::DispatchKeySet keys) const { return keys - skipped_ == device_keys_; }
+
+  // The dtype that the inputs are cast to, or Undefined.
+  template <class Look>
+  C10_ALWAYS_INLINE ScalarType dtype_for(Policy policy, const Look& look) const {
+    switch (policy) {
+      case Policy::kLowerPrecisionFp:
+      case Policy::kLowBit:
+        return at::autocast::get_autocast_dtype(device_);
+      case Policy::kFp32:
+        return at::kFloat;
+      case Policy::kPromote: {
+        Promotion promotion{device_};
+        look(promotion);
+        return promotion.different ? at::kFloat : ScalarType::Undefined;
+      }
+      case Policy::kBanned:
+        refuse();
+      default:
+        return ScalarType::Undefined;
+    }
+  }
+
+  [[noreturn]] C10_NOINLINE void refuse() const { TORCH_CHECK(false, op_.refusal); }
+
+  C10_ALWAYS_INLINE Policy policy(const DeviceRegion& region) const {
+    const Overlay* const overlay = region.overlay;
+    return C10_UNLIKELY(overlay != nullptr) ? overlay->over(op_.policy, op_.number) : op_.policy;
+  }
+
+  c10::IValue& argument(torch::jit::Stack* stack, size_t position) const {
+    return (*stack)[stack->size() - arity_ + position];
+  }
+
+  bool first_is_eligible(torch::jit::Stack* stack) const {
+    const c10::IValue& first = argument(stack, 0);
+    return first.isTensor() && is_eligible(first.toTensor(), device_);
+  }
+
+  void cast_all(const Conversion& conversion, torch::jit::Stack* stack) const {
+    for (const size_t position : tensors_) {
+      c10::IValue& value = argument(stack, position);
+      if (value.isTensor()) {
+        const Tensor& tensor = value.toTensor();
+        if (conversion.changes(tensor)) {
+          value = conversion.cast(tensor);
+        }
+      } else if (value.isTensorList()) {
+        c10::List<Tensor> casts;
+        for (const Tensor& tensor : value.toTensorVector()) {
+          casts.push_back(conversion.changes(tensor) ? conversion.cast(tensor) : tensor);
+        }
+        value = std::move(casts);
+      } else if (value.isOptionalTensorList()) {
+        c10::List<std::optional<Tensor>> casts;
+        for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector()) {
+          casts.push_back(tensor && conversion.changes(*tensor) ? conversion.cast(*tensor) : tensor);
+        }
+        value = std::move(casts);
+      }
+    }
+  }
+
+  void look(Promotion& promotion, torch::jit::Stack* stack) const {
+    for (const size_t position : tensors_) {
+      const c10::IValue& value = argument(stack, position);
+      if (value.isTensor()) {
+        promotion.look(value.toTensor());
+      } else if (value.isTensorList()) {
+        for (const Tensor& tensor : value.toTensorVector()) {
+          promotion.look(tensor);
+        }
+      } else if (value.isOptionalTensorList()) {
+        for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector()) {
+          if (tensor) {
+            promotion.look(*tensor);
+          }
+        }
+      }
+    }
+  }
+
+  const Op op_;
+  const DeviceType device_;
+  const c10::DispatchKeySet keys_;  // the one that this is at
+  const c10::DispatchKeySet below_;  // what is autocast as ever where there is no kernel here
+  const c10::DispatchKeySet device_keys_, skipped_;
+  const bool passes_autograd_by_;
+  Object is_capturing_;  // empty where the backend never captures
+  void (*const redispatch_)();
+  size_t arity_ = 0;
+  std::vector<size_t> tensors_;
+  std::optional<size_t> optional_dtype_;
+};
+
+}  // namespace

@@ -1,0 +1,88 @@
+// The kernels at one device's Autocast key, put there and taken out.
+//
+// Owns their registrations: the kernels live as long as these. Locks: the dispatcher's own, as a library is made and removed.
+
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kept_cast.h"
+#include "kernel.h"
+#include "unboxed.h"
+
+namespace {  // all is one unit, binding.cpp
+
+// torch warns, once in a process, that a kernel is overridden: that is what is meant here.
+struct NoWarnings : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+// The kernels at one device's key; they are gone, and those before them back, when this is.
+class Library {
+ public:
+  Library(const std::string& device_type, const std::string& key)
+      : device_(c10::Device(device_type).type()), key_(c10::parseDispatchKey(key)) {}
+
+  void impl(const std::string& name, Op op, const char* with_dtype, Object is_capturing) {
+    const auto handle = find(name);
+    if (with_dtype != nullptr) {
+      op.with_dtype = find(with_dtype);
+    }
+    const Entrance* const entrance = with_dtype == nullptr ? find_entrance(handle) : nullptr;
+    auto kernel = std::make_unique<Kernel>(
+        std::move(op), handle, device_, key_, std::move(is_capturing), entrance == nullptr ? nullptr : entrance->redispatch);
+    NoWarnings no_warnings;
+    const c10::WarningUtils::WarningHandlerGuard guard(&no_warnings);
+    put(handle.operator_name(), key_,
+        entrance == nullptr ? c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)) : entrance->function(std::move(kernel)));
+  }
+
+  // The kernels of polycast::kept_cast.
+  void kept_cast(Object is_capturing) {
+    const DispatchKey device = key_below(key_);
+    // Some devices' keys have no name that can be parsed.
+    const auto autograd =
+        c10::toRuntimePerBackendFunctionalityKey(DispatchKey::AutogradFunctionality, c10::toBackendComponent(device));
+    put({kKeptCast, ""}, device,
+        c10::KernelFunction::makeFromUnboxedFunctor<false, KeptCastKernel>(
+            std::make_unique<KeptCastKernel>(device_, std::move(is_capturing))));
+    put({kKeptCast, ""}, autograd,
+        c10::KernelFunction::makeFromUnboxedFunctor<false, KeptCastAutograd>(std::make_unique<KeptCastAutograd>()));
+  }
+
+  void fallthrough() {
+    registered_.push_back(
+        c10::Dispatcher::singleton().registerFallback(key_, c10::KernelFunction::makeFallthrough(), "polycast"));
+  }
+
+  void remove() {
+    while (!registered_.empty()) {
+      registered_.pop_back();
+    }
+  }
+
+ private:
+  static c10::OperatorHandle find(const std::string& name) {
+    const auto dot = name.find('.');
+    return c10::Dispatcher::singleton().findSchemaOrThrow(
+        name.substr(0, dot).c_str(), dot == std::string::npos ? "" : name.substr(dot + 1).c_str());
+  }
+
+  // No signature is given, against which torch would check the others: these are torch's own.
+  void put(const c10::OperatorName& op, DispatchKey key, c10::KernelFunction kernel) {
+    registered_.push_back(
+        c10::Dispatcher::singleton().registerImpl(op, key, std::move(kernel), std::nullopt, nullptr, "polycast"));
+  }
+
+  const DeviceType device_;
+  const DispatchKey key_;
+  std::vector<c10::RegistrationHandleRAII> registered_;
+};
+
+}  // namespace

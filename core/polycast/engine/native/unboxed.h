@@ -1,0 +1,213 @@
+// Kernels that are called without a stack: what differs by an op's signature, and how each goes on below the Autocast key.
+//
+// Owns nothing. Locks: none.
+
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <array>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <type_traits>
+#include <utility>
+
+#include "arguments.h"
+#include "kernel.h"
+#include "signatures.h"
+
+namespace {  // all is one unit, binding.cpp
+
+// From a kernel of a known signature to what is below in the dispatcher: while this is there, autocast is off, the casts live, and
+// where autograd, which alone is between here and the device's kernel, has nothing to do, it is passed by.
+class Passage {
+ public:
+  C10_NOINLINE Passage(const Kernel& kernel, c10::DispatchKeySet keys, const Arguments& arguments) : keys_(keys & kernel.below_) {
+    const DeviceRegion& region = region_of(kernel.device_);
+    const Policy policy = kernel.policy(region);
+    if (policy == Policy::kNone) {
+      return;
+    }
+    no_autocast_.emplace(kernel.keys_);
+    const Conversion conversion{
+        kernel.dtype_for(policy, [&](Promotion& promotion) {
+          arguments.any_tensor([&](const Tensor& tensor) {
+            promotion.look(tensor);
+            return false;
+          });
+        }),
+        kernel.device_, kernel.has_plain_keys(keys), region, kernel.is_capturing_};
+    if (conversion.dtype != ScalarType::Undefined) {
+      casts_.make(arguments, conversion);
+    } else if (
+        policy == Policy::kFp32SetOptDtype && arguments.begin_with_tensor && is_eligible(arguments.at<Tensor>(0), kernel.device_)) {
+      set_dtype(arguments);
+    }
+    if (C10_UNLIKELY((keys_ | kernel.keys_) != keys)) {
+      keys_ = keys - kernel.keys_;  // what is above, such as a Python dispatcher, sees each call
+    } else if (conversion.has_plain_keys && kernel.passes_autograd_by_ && has_nothing_to_record(arguments)) {
+      below_autograd_.emplace();  // what the op is made of, too
+      keys_ = kernel.device_keys_;
+    }
+  }
+  Passage(const Passage&) = delete;
+  C10_NOINLINE ~Passage() {}
+
+  // The keys that the op goes on with.
+  c10::DispatchKeySet keys() const { return keys_; }
+
+ private:
+  static bool has_nothing_to_record(const Arguments& arguments) {
+    const Differentiation differentiation;
+    return std::find(arguments.kinds, arguments.kinds + arguments.count, Kind::kOptionals) == arguments.kinds + arguments.count &&
+        !arguments.any_tensor([&](const Tensor& tensor) { return differentiation.has(tensor); });
+  }
+
+  // The kernel's own copy of an argument that the caller left out.
+  static void set_dtype(const Arguments& arguments) {
+    for (size_t i = 0; i < arguments.count; ++i) {
+      if (arguments.kinds[i] == Kind::kDtype && !arguments.at<std::optional<ScalarType>>(i)) {
+        static constexpr std::optional<ScalarType> kFloat = at::kFloat;
+        arguments.addresses[i] = &kFloat;
+      }
+    }
+  }
+
+  c10::DispatchKeySet keys_;
+  std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast_;
+  Casts casts_;
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd_;
+};
+
+// Stands for the kernel of an op of a known signature, which is a Kernel.
+template <class Signature>
+struct Unboxed;
+
+template <class Result, class... Args>
+struct Unboxed<Result(Args...)> : c10::OperatorKernel {
+  Result operator()(c10::DispatchKeySet keys, Args... args);
+};
+
+// Where the arguments of a signature that are of some kind have their addresses.
+template <class... Args>
+struct Places {
+  static constexpr size_t count = (size_t{0} + ... + (kind_of<Args> != Kind::kOther));
+  static_assert(count <= Casts::kMost);
+
+  std::array<Kind, sizeof...(Args)> kinds{kind_of<Args>...};  // of those that are of some, in front
+  std::array<uint8_t, sizeof...(Args)> of_argument{};
+  bool begin_with_tensor = kinds[0] == Kind::kTensor;
+
+  constexpr Places() {
+    uint8_t found = 0;
+    for (size_t i = 0; i < kinds.size(); ++i) {
+      of_argument[i] = found;
+      if (kinds[i] != Kind::kOther) {
+        kinds[found++] = kinds[i];
+      }
+    }
+  }
+};
+
+// An argument, or its cast. One of no kind is passed on as it came.
+template <class Arg>
+C10_ALWAYS_INLINE decltype(auto) used(std::remove_reference_t<Arg>& arg, const void* address) {
+  if constexpr (kind_of<Arg> == Kind::kOther) {
+    return std::forward<Arg>(arg);
+  } else {
+    return *static_cast<const std::remove_cvref_t<Arg>*>(address);
+  }
+}
+
+}  // namespace
+
+// What the dispatcher calls with arguments.
+template <class Result, class... Args>
+struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(c10::DispatchKeySet, Args...)> final {
+  static Result call(c10::OperatorKernel* functor, c10::DispatchKeySet keys, Args... args) {
+    return run(static_cast<const Kernel&>(*functor), keys, std::index_sequence_for<Args...>(), args...);
+  }
+
+ private:
+  template <size_t... I>
+  C10_ALWAYS_INLINE static Result run(
+      const Kernel& kernel, c10::DispatchKeySet keys, std::index_sequence<I...>, std::remove_reference_t<Args>&... args) {
+    if constexpr (is_for_low_bit<Result(Args...)>) {
+      if (C10_UNLIKELY(kernel.has_recipe())) {
+        static constexpr std::array<Box, sizeof...(Args)> kBoxes{&boxed<std::decay_t<Args>>...};
+        const std::array<const void*, sizeof...(Args)> given{std::addressof(args)...};
+        if (Tensor result = kernel.low_bit(kBoxes.data(), given.data(), given.size()); result.defined()) {
+          return result;
+        }
+      }
+    }
+    static constexpr Places<Args...> kPlaces;
+    std::array<const void*, kPlaces.count + 1> addresses;
+    ((kind_of<Args> != Kind::kOther ? void(addresses[kPlaces.of_argument[I]] = std::addressof(args)) : void()), ...);
+    const Passage passage(
+        kernel, keys, {kPlaces.kinds.data(), addresses.data(), kPlaces.count, kPlaces.begin_with_tensor});
+    const auto redispatch = reinterpret_cast<Result (*)(c10::DispatchKeySet, Args...)>(kernel.redispatch());
+    return redispatch(passage.keys(), used<Args>(args, addresses[kPlaces.of_argument[I]])...);
+  }
+};
+
+// What it calls with a stack: torch's would take the arguments off it, and put them on another below.
+template <class Signature>
+struct c10::impl::make_boxed_from_unboxed_functor<Unboxed<Signature>, false> final {
+  static void call(c10::OperatorKernel* functor, const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack* stack) {
+    (*static_cast<const Kernel*>(functor))(handle, keys, stack);
+  }
+};
+
+namespace {
+
+// An op whose kernel is called without a stack.
+struct Entrance {
+  const char *name, *overload_name;
+  c10::KernelFunction (*function)(std::unique_ptr<c10::OperatorKernel>);
+  void (*redispatch)();  // of its signature
+};
+
+template <class Signature>
+c10::KernelFunction unboxed(std::unique_ptr<c10::OperatorKernel> kernel) {
+  return c10::KernelFunction::makeFromUnboxedFunctor<false, Unboxed<Signature>>(std::move(kernel));
+}
+
+// What there is of an op: of one that this torch does not have, nothing.
+template <class Op>
+struct Known {
+  static constexpr const char *name = "", *overload_name = "";
+  static constexpr c10::KernelFunction (*function)(std::unique_ptr<c10::OperatorKernel>) = nullptr;
+  static constexpr void (*redispatch)() = nullptr;
+};
+
+template <class Op>
+  requires requires { typename Op::schema; }
+struct Known<Op> : Op {
+  static constexpr auto function = &unboxed<typename Op::schema>;
+};
+
+template <class Ops>
+struct Entrances;
+
+template <class... Ops>
+struct Entrances<OpList<Ops...>> {
+  // Initialized where it is, and by no code: a function for so many would be the largest of all.
+  static inline const Entrance all[] = {
+      {Known<Ops>::name, Known<Ops>::overload_name, Known<Ops>::function, reinterpret_cast<void (*)()>(Known<Ops>::redispatch)}...};
+};
+
+// The entrance of an op, or null.
+const Entrance* find_entrance(const c10::OperatorHandle& handle) {
+  const auto& op = handle.operator_name();
+  const auto& all = Entrances<at::_ops::UnboxedOps>::all;
+  const auto found = std::find_if(std::begin(all), std::end(all), [&](const Entrance& entrance) {
+    return op.name == entrance.name && op.overload_name == entrance.overload_name;
+  });
+  return found == std::end(all) ? nullptr : &*found;
+}
+
+}  // namespace
