@@ -81,10 +81,10 @@ def test_what_fails_is_named_with_its_log_and_the_others_are_built(compiler, ops
     compiler(f"sys.exit('no room') if '/{fails.name}.so' in str(sys.argv) else {WRITES}")
     result = run()
     (log,) = cache_directory().rglob("*.log")
-    assert result.stderr.splitlines()[-1] == (
+    assert (
         f"polycast: {fails.what} cannot be built: the compiler failed with status 1; its output is in {log}. "
         f"Once it can do better, {fails.again}."
-    )
+    ) in result.stderr.splitlines()
     assert [line.partition(":")[0] for line in result.stdout.splitlines()] == [
         each.what for each in ALL if each is not fails
     ]
@@ -113,10 +113,10 @@ def test_a_package_that_is_not_there_is_told(compiler, ops):
     ops("acme_npu.native")
     compiler(WRITES)
     result = run()
-    assert result.stderr.splitlines()[-1] == (
+    assert (
         "polycast: the ops of acme_npu.native cannot be built: there is no package acme_npu.native with its C++ "
         "sources: No module named 'acme_npu'."
-    )
+    ) in result.stderr.splitlines()
     assert result.exit_code == 1
 
 
