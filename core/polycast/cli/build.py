@@ -9,8 +9,8 @@ import typer
 from ..engine.native import prebuilt
 from ..engine.native.build import find_or_build, origin
 from ..engine.native.cache import BuildError, cache_directory
-from ..engine.native.compiling import ENGINE, OBSERVER, Library
-from .compiled import packages_of_ops
+from ..engine.native.compiling import Library
+from .compiled import libraries, packages_of_ops
 from .terminal import library_errors
 
 
@@ -22,11 +22,11 @@ def run() -> None:
     Exits with status 1 where something cannot be compiled; the rest is compiled all the same.
     """
     with library_errors():
-        libraries = [ENGINE, OBSERVER, *map(Library.of_ops, packages_of_ops())]
+        wanted = libraries()
         absent = packages_of_ops("unavailable")
     failed = False
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # a compiler for each
-        for library, answer in zip(libraries, [pool.submit(_have, each) for each in libraries], strict=True):
+        for library, answer in zip(wanted, [pool.submit(_have, each) for each in wanted], strict=True):
             try:
                 typer.echo(f"{library.what}: {answer.result()}")
             except BuildError as error:

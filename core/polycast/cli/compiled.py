@@ -2,8 +2,17 @@
 
 from collections.abc import Mapping
 
+from ..engine.native.compiling import ENGINE, OBSERVER, Library
 from ..engine.native.ops import origin
 from ..plugins.registry import backends, get_backend
+
+OWN = (ENGINE, OBSERVER)
+"""What polycast itself has in C++."""
+
+
+def libraries() -> list[Library]:
+    """Return what would be compiled here, in time; raises as :func:`packages_of_ops` does."""
+    return [*OWN, *map(Library.of_ops, packages_of_ops())]
 
 
 def packages_of_ops(state: str = "ready") -> Mapping[str, str]:
