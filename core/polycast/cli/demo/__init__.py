@@ -5,7 +5,7 @@ import operator
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -29,7 +29,12 @@ from .training import FLOAT32, MODES, accuracy, batches, inference_modes, observ
 
 
 def measure(
-    device_type: str, dtype: torch.dtype, digits: Digits, epochs: int, advance: Callable[[str], object]
+    device_type: str,
+    dtype: torch.dtype,
+    digits: Digits,
+    epochs: int,
+    advance: Callable[[str], object],
+    observes: bool = True,
 ) -> Result:
     """Train in each mode on one device and time inference.
 
@@ -39,6 +44,7 @@ def measure(
         digits: the data, on the host.
         epochs: how often to go through the training images.
         advance: called after each step with what is being done; :func:`steps` says how often.
+        observes: whether what runs is seen, which needs C++.
     """
     here = digits.to(device_type)
     try:
@@ -51,14 +57,14 @@ def measure(
             for images in (1, len(digits.test_images))
         )
         trained = runs[FLOAT32.name].network.eval()
-        with observe() as inferred:
+        with observe() if observes else nullcontext() as inferred:
             accuracies = {
                 mode.name: accuracy(mode, trained, device_type, dtype, here) for mode in inference_modes(device_type)
             }
-        seen = observe_training(device_type, dtype, here)
+        seen = observe_training(device_type, dtype, here) if observes else None
     finally:
         uninstall(device_type)
-    return Result(device_type, dtype, runs, timings, seen, accuracies, inferred.low_bit)
+    return Result(device_type, dtype, runs, timings, seen, accuracies, () if inferred is None else inferred.low_bit)
 
 
 def steps(digits: Digits, epochs: int) -> int:
@@ -75,7 +81,8 @@ def run(
 ) -> None:
     """Train a small network on handwritten digits, with and without autocast, on each device there is.
 
-    At the end it writes a report of a few steps: what ran in which dtype, and why.
+    At the end it writes a report of a few steps: what ran in which dtype, and why. That needs a C++ compiler, or a
+    wheel with the engine in it; the rest does not.
 
     Exits with status 1 where a run is not accurate, or where torch's autocast and polycast's do not agree.
     """
@@ -83,6 +90,9 @@ def run(
         if report is not None:
             check_target(report)
         statuses, engine = backends(), engine_name()
+        unseen = _why_unseen()
+        if report is not None and unseen is not None:
+            raise RuntimeError(unseen)
     try:
         digits = load_digits()
     except ImportError as error:
@@ -102,14 +112,30 @@ def run(
         raise typer.Exit(1)
     started = time.perf_counter()
     with _progress(len(ready) * steps(digits, epochs)) as advance:
-        results = [measure(name, dtype, digits, epochs, advance) for name, dtype in ready.items() if dtype is not None]
+        results = [
+            measure(name, dtype, digits, epochs, advance, unseen is None)
+            for name, dtype in ready.items()
+            if dtype is not None
+        ]
     for result in results:
         out.print()
         print_result(result, out)
     problems_found = _conclude(results, time.perf_counter() - started)
-    _write_report([result.seen for result in results], report)
+    if unseen is None:
+        _write_report([result.seen for result in results if result.seen is not None], report)
+    else:
+        typer.echo(f"No report: {unseen}")
     if problems_found:
         raise typer.Exit(1)
+
+
+def _why_unseen() -> str | None:
+    """Say why nothing can be observed here, if that is so."""
+    try:
+        with observe():
+            return None
+    except RuntimeError as error:
+        return str(error)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class Result:
     dtype: torch.dtype
     runs: dict[str, Run]
     timings: tuple[Timing, ...]
-    seen: Observation
+    seen: Observation | None
     accuracies: Mapping[str, float] = field(default_factory=dict)
     low_bit: tuple[LowBit, ...] = ()
 
