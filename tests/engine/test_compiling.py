@@ -1,12 +1,15 @@
 """What the compiler of the native engine is given."""
 
 import os
+import subprocess
 import sys
 
 import pytest
 
+from polycast.cli.compiled import OWN
 from polycast.engine.native import build, excerpts
 from polycast.engine.native.cache import BuildError
+from polycast.engine.native.compiling import Library, find_compiler
 
 CCACHE = """#!/bin/sh
 echo "$@" >> {calls}
@@ -72,3 +75,14 @@ def test_a_header_that_lacks_it_or_is_not_there_is_told(tmp_path):
     header.write_text("struct Other {\n};\n")
     with pytest.raises(BuildError, match="no struct Wanted is found in .*: this torch is newer than this polycast"):
         excerpts._cut_out(header, "Wanted")
+
+
+@pytest.mark.parametrize("command", ["c++", "g++", "clang++"])
+@pytest.mark.parametrize("wanted", [*OWN, Library.of_ops("polycast_cpu.native")], ids=lambda library: library.name)
+def test_each_compiler_knows_the_options_that_it_is_given(wanted, command, monkeypatch):
+    monkeypatch.setenv("CXX", command)
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("it is not here")
+    nothing = [command, *wanted.flags(compiler), "-fsyntax-only", "-xc++", os.devnull]
+    subprocess.run(nothing, check=True)

@@ -28,7 +28,17 @@ from ...errors import warn_user
 from ...plugins.signals import raised_by_signal_handler
 from . import prebuilt
 from .cache import BuildError, UntrustedCacheError, cache_directory, check_folders, is_trusted, make_folders
-from .compiling import ENGINE, OBSERVER, PYTHON, Library, checksum, compile_library, find_compiler, read_sources
+from .compiling import (
+    ENGINE,
+    OBSERVER,
+    PYTHON,
+    Compiler,
+    Library,
+    checksum,
+    compile_library,
+    find_compiler,
+    read_sources,
+)
 from .engine import NativeEngine
 
 
@@ -110,7 +120,7 @@ class _Place:
     cache: Path
     sources: Mapping[str, bytes]
     folder: Path
-    compiler: str | None
+    compiler: Compiler | None
     wanted: Library
 
     @classmethod
@@ -120,7 +130,7 @@ class _Place:
         compiler = find_compiler()
         if compiler is None:
             return cls(cache, sources, folder, None, wanted)
-        return cls(cache, sources, folder / _digest(*compiler, *wanted.flags), compiler[0], wanted)
+        return cls(cache, sources, folder / _digest(*compiler, *wanted.flags(compiler)), compiler, wanted)
 
     @property
     def library(self) -> Path:

@@ -15,7 +15,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,13 +24,26 @@ from .cache import BuildError
 from .excerpts import write_excerpts
 
 _FOR_LOOPS = ("-O2",)
-# What -O2 does besides is a quarter of the build. The last two have GCC look for garbage less often.
+# GCC's own: others refuse them. What -O2 does besides is a quarter of the build; the last two have it look for garbage
+# less often.
 _QUICKLY = ("-O1", "-finline-small-functions", "--param=ggc-min-expand=400", "--param=ggc-min-heapsize=700000")
 # And what the path of an op gains from: with these no op was found to be slower than with -O2.
 _FOR_SHORT_PATHS = (
     *(*_QUICKLY, "-foptimize-sibling-calls", "-fstrict-aliasing", "-fcaller-saves", "-fipa-ra", "-fpeephole2"),
     *("-freorder-blocks-and-partition", "-freorder-blocks-algorithm=stc", "-falign-functions=16", "-falign-jumps=16"),
 )
+
+
+class Compiler(NamedTuple):
+    """A C++ compiler: its command, and what it says of its version."""
+
+    command: str
+    version: str
+
+    @property
+    def is_gcc(self) -> bool:
+        """Whether it is GCC, whatever it is called: ``g++`` is Clang on macOS."""
+        return "Free Software Foundation" in self.version
 
 
 @dataclass(frozen=True)
@@ -45,12 +58,12 @@ class Library:
     """How a build that failed is tried again, for the end of a sentence."""
     folders: tuple[str, ...] = (".",)
     """Where its files are in the package; it is compiled as if they were in one."""
-    optimization: tuple[str, ...] = _FOR_LOOPS
+    gcc_optimization: tuple[str, ...] = _FOR_LOOPS
+    """What GCC is told to optimize; other compilers are told ``-O2``."""
 
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """The compiler's flags, which a build is keyed by."""
-        return (*self.optimization, *FLAGS)
+    def flags(self, compiler: "Compiler") -> tuple[str, ...]:
+        """Return a compiler's flags, which a build is keyed by."""
+        return (*(self.gcc_optimization if compiler.is_gcc else _FOR_LOOPS), *FLAGS)
 
     @classmethod
     def of_ops(cls, package: str) -> "Library":
@@ -114,8 +127,8 @@ def read_sources(wanted: Library = ENGINE) -> Mapping[str, bytes]:
     return dict(sorted(found.items()))
 
 
-def find_compiler() -> tuple[str, str] | None:
-    """Return the command of the C++ compiler and its version, or None if there is no compiler.
+def find_compiler() -> Compiler | None:
+    """Return the C++ compiler, or None if there is none.
 
     Raises:
         BuildError: the one that CXX names cannot be run.
@@ -128,7 +141,7 @@ def find_compiler() -> tuple[str, str] | None:
     if not words or shutil.which(words[0]) is None:
         return None
     try:
-        return command, _run([*words, "--version"], stderr=subprocess.DEVNULL).stdout
+        return Compiler(command, _run([*words, "--version"], stderr=subprocess.DEVNULL).stdout)
     except OSError as error:
         if raised_by_signal_handler(error):
             raise
@@ -136,7 +149,7 @@ def find_compiler() -> tuple[str, str] | None:
 
 
 def compile_library(
-    compiler: str, wanted: Library, sources: Mapping[str, bytes], library: Path, linking: Sequence[str] = ()
+    compiler: Compiler, wanted: Library, sources: Mapping[str, bytes], library: Path, linking: Sequence[str] = ()
 ) -> tuple[int, str]:
     """Compile into a library, in a folder that is for this alone; return the compiler's status and output.
 
@@ -152,20 +165,21 @@ def compile_library(
     headers = ("excerpts", str(torch_folder / "include"), sysconfig.get_path("include"))
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     units = sorted(name for name in sources if name.endswith(".cpp"))
-    compiling = [*shlex.split(compiler), *wanted.flags, abi, *(f"-isystem{path}" for path in headers), *units]
+    command = shlex.split(compiler.command)
+    compiling = [*command, *wanted.flags(compiler), abi, *(f"-isystem{path}" for path in headers), *units]
     libraries = (f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
     # Python's functions are in whoever loads it, which macOS's linker wants to be told.
     elsewhere = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
     ends = ["-shared", *elsewhere, *linking, *libraries, "-o", str(library)]
     steps = [[*compiling, *ends]]
-    if shutil.which("ccache") is not None and "ccache" not in compiler:  # which knows objects, not libraries
-        steps = [["ccache", *compiling, "-c", "-o", "unit.o"], [*shlex.split(compiler), "unit.o", *ends]]
+    if shutil.which("ccache") is not None and "ccache" not in compiler.command:  # which knows objects, not libraries
+        steps = [["ccache", *compiling, "-c", "-o", "unit.o"], [*command, "unit.o", *ends]]
     output = ""
-    for command in steps:
+    for step in steps:
         # What the compiler puts aside lies there too, and goes with the rest if it is killed. Names are relative, for
         # ccache compares them.
-        done = _run(command, stderr=subprocess.STDOUT, cwd=folder, env={**os.environ, "TMPDIR": str(folder)})
-        output += f"{shlex.join(command)}\n{done.stdout}"
+        done = _run(step, stderr=subprocess.STDOUT, cwd=folder, env={**os.environ, "TMPDIR": str(folder)})
+        output += f"{shlex.join(step)}\n{done.stdout}"
         if done.returncode != 0:
             break
     return done.returncode, output

@@ -59,7 +59,7 @@ def make(folder: Path, wanted: Library = ENGINE) -> Path:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         built = Path(scratch) / library.name
-        status, output = compile_library(compiler[0], wanted, sources, built, _LINKING)
+        status, output = compile_library(compiler, wanted, sources, built, _LINKING)
         if status != 0:
             raise BuildError(f"the compiler failed with status {status}: {output}")
         library.write_bytes(built.read_bytes())
