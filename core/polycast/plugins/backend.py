@@ -43,10 +43,11 @@ class Availability:
 
 
 class LowBitKernel:
-    """What computes one op by a recipe, on the weights of a model as they are.
+    """What computes one op by a recipe, on the weights of a model as they are. Of products, see `LowBitProduct`.
 
-    The op's arguments come in the order of its schema, all of them, with activations in the dtype that the caller gave
-    them. polycast keeps what the weight is packed into as long as the weight is what it was.
+    The op's arguments come in the order of its schema, all of them. Tensors are on the device, strided, and of float32,
+    bfloat16 or float16, as the caller gave them. polycast keeps what the weight is packed into as long as the weight is
+    what it was.
 
     Attributes:
         weight: the position of the weight among the op's arguments.
