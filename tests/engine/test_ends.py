@@ -127,14 +127,19 @@ def use():
     with polycast.autocast("cpu"):
         pass
 
-left = []
-for function, *args in [(end_late, threading.local()), (use,)]:
+def run(function, *args):
     thread = threading.Thread(target=function, args=args)
     thread.start()
     del args
     thread.join()
-    del thread
-gc.collect()
+
+left = []
+run(end_late, threading.local())
+for _ in range(1000):  # Python says that a thread has ended somewhat before it has
+    run(use)
+    gc.collect()
+    if left[0]() is None:
+        break
 print([reference() for reference in left])
 """
 
