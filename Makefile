@@ -56,7 +56,8 @@ docs: $(VENV)/docs.stamp
 	$(VENV)/bin/python -m docs.versions
 	$(VENV)/bin/python -m sphinx -W --keep-going --quiet docs site
 
-# Threads, caches, weights that change and die, generators that are collected, and forks, for longer than a test has.
+# Threads, caches, casts and packings of weights that change and die, generators that are collected, and forks, for longer
+# than a test has.
 STEPS ?= 20000
 stress: $(VENV)/polycast.stamp
 	POLYCAST_ENGINE=native $(VENV)/bin/python tests/engine/stress.py $(STEPS)

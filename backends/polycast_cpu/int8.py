@@ -10,17 +10,16 @@ and the rows beside them to what they come to without. A weight with inf or nan 
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from typing_extensions import override
 
-from polycast import Availability, LowBitKernel, load_ops
+from polycast import Availability, LowBitKernel, LowBitProduct, load_ops
 
 _MOST_TERMS = 65536
 """Longer sums of products of unsigned and signed bytes may not fit 32 bits."""
 
-_EMPTY = "the weight has no elements"
 _NO_FIT = "the sizes do not fit"
 _LONG_SUMS = f"its sums have more than {_MOST_TERMS} terms, which may not fit 32 bits"
 
@@ -33,10 +32,10 @@ def int8_availability() -> Availability:
     return load_ops("polycast_cpu.native")
 
 
-class _Product(LowBitKernel):
-    """What the ops have in common: the activations' rows by the weight, and something added."""
+class Product(LowBitProduct):
+    """Activations by a weight, with a scale for each row of the activations or one for all."""
 
-    activations: ClassVar[int] = 0
+    takes_batches = True
 
     def __init__(self, by_row: bool, isa: int | None = None) -> None:
         ops = torch.ops.polycast_cpu
@@ -45,120 +44,21 @@ class _Product(LowBitKernel):
         self._pack = ops.int8_pack.default
         self._linear = ops.int8_linear.default
 
-    def _size(self, weight: torch.Tensor) -> torch.Size:
-        """Return how many columns the product has, and how many terms each of its sums."""
-        raise NotImplementedError
+    @override
+    def declines(self, x: torch.Tensor, size: Sequence[int], bias: torch.Tensor | None) -> str | None:
+        return _LONG_SUMS if size[1] > _MOST_TERMS else None
 
     @override
-    def declines(self, *args: Any) -> str | None:
-        x, weight = args[self.activations], args[self.weight]
-        if weight.dim() != 2:
-            return "the weight is not a matrix"
-        if x.layout is not torch.strided or weight.layout is not torch.strided:
-            return "a tensor is not strided"
-        columns, terms = self._size(weight)
-        if not self._takes(x) or x.shape[-1] != terms:
-            return _NO_FIT
-        if columns == 0 or terms == 0:
-            return _EMPTY
-        if terms > _MOST_TERMS:
-            return _LONG_SUMS
-        return None
-
-    def _takes(self, x: torch.Tensor) -> bool:
-        return x.dim() > 0
-
-    def _multiply(
-        self,
-        prepared: tuple[torch.Tensor, ...],
-        x: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        factor: float = 1.0,
-    ) -> torch.Tensor:
-        dtype = torch.get_autocast_dtype("cpu")
-        result: torch.Tensor = self._linear(x, *prepared, bias, factor, self._by_row, dtype, self._isa)
-        return result
-
-
-class Linear(_Product):
-    """``aten::linear``: a weight [N, K]."""
-
-    packing: Hashable = "rows are output features"
-
-    @override
-    def _size(self, weight: torch.Tensor) -> torch.Size:
-        return weight.shape
-
-    @override
-    def declines(self, *args: Any) -> str | None:
-        bias = args[2]
-        if bias is not None and (bias.dim() != 1 or bias.shape[0] != args[1].shape[0]):
-            return "the bias is not a vector of the output features"
-        return super().declines(*args)
-
-    @override
-    def prepare(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         return tuple(self._pack(weight, self._isa)) or None
 
     @override
-    def run(self, prepared: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
-        x, _, bias = args
-        return self._multiply(prepared, x, bias)
-
-
-class Matmul(_Product):
-    """``aten::matmul`` with a matrix on the right, [K, N]."""
-
-    packing: Hashable = "columns are output features"
-
-    @override
-    def _size(self, weight: torch.Tensor) -> torch.Size:
-        return weight.shape[::-1]
-
-    @override
-    def prepare(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-        return tuple(self._pack(weight.t(), self._isa)) or None
-
-    @override
-    def run(self, prepared: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
-        return self._multiply(prepared, args[0])
-
-
-class Mm(Matmul):
-    """``aten::mm``: a matrix by a weight [K, N]."""
-
-    @override
-    def _takes(self, x: torch.Tensor) -> bool:
-        return x.dim() == 2
-
-
-class Addmm(Mm):
-    """``aten::addmm``: ``beta * bias + alpha * (a @ weight)``, of a bias that is broadcast."""
-
-    weight = 2
-    activations = 1
-
-    @override
-    def declines(self, *args: Any) -> str | None:
-        bias, x, weight, beta, alpha = args
-        reason = super().declines(*args)
-        if reason is not None:
-            return reason
-        if isinstance(beta, complex) or isinstance(alpha, complex):
-            return "beta or alpha is complex"
-        sizes = (x.shape[0], weight.shape[1])[2 - bias.dim() :] if bias.dim() <= 2 else ()
-        if bias.dim() > 2 or any(own not in (1, size) for own, size in zip(bias.shape, sizes, strict=True)):
-            return _NO_FIT
-        return None
-
-    @override
-    def run(self, prepared: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
-        bias, x, _, beta, alpha = args
-        if beta == 0:  # then torch does not look at what is added, which may be nan
-            bias = None
-        elif beta != 1:
-            bias = bias.float() * beta
-        return self._multiply(prepared, x, bias, float(alpha))
+    def multiply(
+        self, x: torch.Tensor, packed: tuple[torch.Tensor, ...], bias: torch.Tensor | None, alpha: float
+    ) -> torch.Tensor:
+        dtype = torch.get_autocast_dtype("cpu")
+        result: torch.Tensor = self._linear(x, *packed, bias, alpha, self._by_row, dtype, self._isa)
+        return result
 
 
 class Conv2d(LowBitKernel):
@@ -178,14 +78,12 @@ class Conv2d(LowBitKernel):
         x, weight, bias, *steps, groups = args
         if groups != 1:
             return "the convolution has groups"
-        if x.layout is not torch.strided or weight.layout is not torch.strided:
-            return "a tensor is not strided"
         if weight.dim() != 4 or x.dim() not in (3, 4) or x.shape[-3] != weight.shape[1]:
             return _NO_FIT
         if bias is not None and bias.shape != weight.shape[:1]:
             return "the bias is not a vector of the output channels"
         if 0 in weight.shape:
-            return _EMPTY
+            return "the weight has no elements"
         if weight.shape[1:].numel() > _MOST_TERMS:
             return _LONG_SUMS
         for axis in (0, 1):
@@ -222,10 +120,4 @@ def int8_kernels(scales: str) -> Mapping[str, LowBitKernel]:
     if not int8_availability():
         return {}
     by_row = scales == "row"
-    return {
-        "aten::linear": Linear(by_row),
-        "aten::matmul": Matmul(by_row),
-        "aten::mm": Mm(by_row),
-        "aten::addmm": Addmm(by_row),
-        "aten::conv2d": Conv2d(by_row),
-    }
+    return {**Product(by_row).kernels(), "aten::conv2d": Conv2d(by_row)}

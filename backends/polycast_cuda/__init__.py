@@ -59,7 +59,7 @@ class CudaBackend(Backend):
 
         return float8_kernels(recipe.scales)
 
-    if not hasattr(torch.Stream, "is_capturing"):  # before torch 2.13
+    if not hasattr(torch.Stream, "is_capturing"):  # before torch 2.12
 
         @override
         def is_capturing(self) -> bool:

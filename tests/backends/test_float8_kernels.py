@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import polycast
 from polycast.testing.low_bit import assert_within, float8_product, run_kernel
 from polycast_cuda import float8
-from polycast_cuda.float8 import Addmm, Linear, Matmul, Mm, float8_availability, float8_on
+from polycast_cuda.float8 import Product, float8_availability, float8_on
 from polycast_cuda.float8_cast import cast_with_aten
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -17,41 +17,62 @@ FLOAT8 = torch.float8_e4m3fn
 INF, NAN = torch.inf, torch.nan
 
 
+def kernel_of(op):
+    """Return a function that makes a product and returns its kernel of an op."""
+    return lambda *how: Product(*how).kernels()[f"aten::{op}"]
+
+
+linear, matmul, mm, addmm = map(kernel_of, ("linear", "matmul", "mm", "addmm"))
+
+
 @pytest.fixture(params=["row", "tensor"])
 def by_row(request):
     return request.param == "row"
 
 
+@pytest.fixture
+def product(by_row):
+    """Skip a test of the product's values where torch has none on the CPU for these scales."""
+    values, scale = torch.ones(16, 16).to(FLOAT8), torch.ones(16, 1) if by_row else torch.ones(())
+    try:
+        torch._scaled_mm(values, values.t(), scale, scale.t() if by_row else scale, out_dtype=torch.bfloat16)
+    except RuntimeError as error:
+        pytest.skip(f"torch {torch.__version__} cannot compute it on the CPU: {error}")
+
+
+@pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("rows", [1, 5, 17])
 @pytest.mark.parametrize(("given", "wanted"), list(itertools.product(FLOATS, FLOATS)), ids=str)
 def test_linear_is_within_the_error_of_float8(by_row, rows, given, wanted):
     x, weight, bias = torch.randn(rows, 64).to(given), torch.randn(48, 64).to(given), torch.randn(48)
-    actual = run_kernel(Linear(by_row), x, weight, bias, dtype=wanted)
+    actual = run_kernel(linear(by_row), x, weight, bias, dtype=wanted)
     expected, error = float8_product(x, weight, by_row)
     # Row-wise products come in bfloat16, and so does what is added to them.
     assert_within(actual, expected + bias.double(), error + (expected.abs() + bias.abs() + error) / 2**8)
 
 
+@pytest.mark.usefixtures("product")
 @pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (2, -0.5), (0, 3)])
 def test_addmm_scales_what_it_adds_and_what_it_adds_to(by_row, beta, alpha):
     bias, x, weight = torch.full((48,), NAN if beta == 0 else 2.0), torch.randn(5, 64), torch.randn(64, 48)
-    actual = run_kernel(Addmm(by_row), bias, x, weight, beta, alpha)
+    actual = run_kernel(addmm(by_row), bias, x, weight, beta, alpha)
     expected, error = float8_product(x, weight.t(), by_row)
     expected = alpha * expected + (0 if beta == 0 else beta * 2.0)
     assert_within(actual, expected, abs(alpha) * error + (expected.abs() + 1) / 2**7)
 
 
+@pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 3, 64)], ids=str)
 def test_matmul_takes_any_number_of_dimensions(by_row, shape):
     x, weight = torch.randn(shape), torch.randn(64, 48)
     expected, error = float8_product(x.reshape(-1, 64), weight.t(), by_row)
-    actual = run_kernel(Matmul(by_row), x, weight, dtype=torch.bfloat16)
+    actual = run_kernel(matmul(by_row), x, weight, dtype=torch.bfloat16)
     assert actual.shape == (*shape[:-1], 48)
     assert_within(actual.reshape(-1, 48), expected, error)
 
 
 def test_the_weight_is_column_major_whatever_the_op():
-    for kernel, shape in ((Linear(True), (48, 64)), (Mm(True), (64, 48))):
+    for kernel, shape in ((linear(True), (48, 64)), (mm(True), (64, 48))):
         values, scale = kernel.prepare(torch.randn(shape))
         assert (values.dtype, values.shape, values.stride()) == (FLOAT8, (48, 64), (64, 1))
         assert (scale.dtype, scale.shape) == (torch.float32, (1, 48))
@@ -65,13 +86,14 @@ def test_rows_of_any_size_have_finite_scales_and_values(by_row, factor):
     assert scale.isfinite().all()
 
 
+@pytest.mark.usefixtures("product")
 @pytest.mark.parametrize("value", [INF, -INF, NAN])
 def test_a_row_with_inf_or_nan_is_nan_and_those_beside_it_are_what_they_are_without(by_row, value):
     x, weight = torch.randn(5, 64), torch.randn(48, 64)
     clean = x.clone()
     x[2, 7], clean[2] = value, 0
     x[2, [i for i in range(64) if i != 7]] = 0
-    actual, without = (run_kernel(Linear(by_row), each, weight, None) for each in (x, clean))
+    actual, without = (run_kernel(linear(by_row), each, weight, None) for each in (x, clean))
     assert actual[2].isnan().all()
     assert torch.equal(actual[[0, 1, 3, 4]], without[[0, 1, 3, 4]])
 
@@ -80,14 +102,14 @@ def test_a_row_with_inf_or_nan_is_nan_and_those_beside_it_are_what_they_are_with
 def test_a_weight_with_inf_or_nan_is_not_cast(by_row, value):
     weight = torch.randn(48, 64)
     weight[3, 4] = value
-    assert Linear(by_row).prepare(weight) is None
+    assert linear(by_row).prepare(weight) is None
 
 
 CALLS = {
-    "linear": (Linear, lambda x, weight, bias: (x, weight, bias)),
-    "matmul": (Matmul, lambda x, weight, bias: (x, weight.t())),
-    "mm": (Mm, lambda x, weight, bias: (x.view(10, 64), weight.t())),
-    "addmm": (Addmm, lambda x, weight, bias: (bias, x.view(10, 64), weight.t(), 1, 1)),
+    "linear": (linear, lambda x, weight, bias: (x, weight, bias)),
+    "matmul": (matmul, lambda x, weight, bias: (x, weight.t())),
+    "mm": (mm, lambda x, weight, bias: (x.view(10, 64), weight.t())),
+    "addmm": (addmm, lambda x, weight, bias: (bias, x.view(10, 64), weight.t(), 1, 1)),
 }
 
 
@@ -110,31 +132,24 @@ def test_on_fake_tensors_of_cuda_dtypes_and_shapes_are_right(monkeypatch, by_row
 X, WEIGHT = torch.randn(5, 64), torch.randn(48, 64)
 DECLINED = {
     "the weight's sizes, 48 and 72, are not both multiples of 16": (
-        Linear,
+        linear,
         torch.randn(5, 72),
         torch.randn(48, 72),
         None,
     ),
-    "the weight's sizes, 40 and 64, are not both multiples of 16": (Mm, X, torch.randn(64, 40)),
-    "the weight is not a matrix": (Matmul, X, torch.randn(2, 64, 48)),
-    "the sizes do not fit": (Mm, X[None], WEIGHT.t()),
-    "the sizes do not fit ": (Linear, X, torch.randn(48, 80), None),
-    "a tensor is empty": (Linear, torch.randn(0, 64), WEIGHT, None),
-    "a tensor is not strided": (Linear, X.to_sparse(), WEIGHT, None),
-    "the bias is not a vector of the output features": (Linear, X, WEIGHT, torch.randn(1)),
-    "what is added is not a vector of the output features": (Addmm, torch.randn(5, 48), X, WEIGHT.t(), 1, 1),
-    "beta or alpha is complex": (Addmm, torch.randn(48), X, WEIGHT.t(), 1, 1j),
+    "the weight's sizes, 40 and 64, are not both multiples of 16": (mm, X, torch.randn(64, 40)),
+    "a tensor is empty": (linear, torch.randn(0, 64), WEIGHT, None),
+    "what is added is not a vector of the output features": (addmm, torch.randn(5, 48), X, WEIGHT.t(), 1, 1),
 }
 
 
 @pytest.mark.parametrize("reason", DECLINED)
 def test_what_is_declined_has_a_reason_on_real_and_on_fake_tensors(reason):
     kernel, *args = DECLINED[reason]
-    assert kernel(True).declines(*args) == reason.strip()
-    if "strided" not in reason:
-        with FakeTensorMode() as mode:
-            fake = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
-            assert kernel(True).declines(*fake) == reason.strip()
+    assert kernel(True).declines(*args) == reason
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        assert kernel(True).declines(*fake) == reason
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,21 @@ import torch
 
 import polycast
 from polycast.testing.low_bit import assert_within, int8_product, run_kernel
-from polycast_cpu.int8 import Addmm, Linear, Matmul, Mm
+from polycast_cpu.int8 import Product
 
 AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ISAS = range(torch.ops.polycast_cpu.best_isa() + 1 if AVAILABLE else 1)
+
+
+def kernel_of(op):
+    """Return a function that makes a product and returns its kernel of an op."""
+    return lambda *how: Product(*how).kernels()[f"aten::{op}"]
+
+
+linear, matmul, mm, addmm = map(kernel_of, ("linear", "matmul", "mm", "addmm"))
 
 
 @pytest.fixture(params=ISAS, ids=("plain", "vnni", "amx").__getitem__)
@@ -29,22 +37,22 @@ def by_row(request):
     return request.param == "row"
 
 
-def check(kernel, x, weight, *rest, bias=0.0, dtype=torch.float32, args=None):
+def check(kernel, x, weight, *rest, by_row=True, bias=0.0, dtype=torch.float32, args=None):
     """Check a product by a weight [N, K] against float64's."""
     actual = run_kernel(kernel, *(args or (x, weight, *rest)), dtype=dtype)
-    expected, error = int8_product(x, weight, kernel._by_row)
+    expected, error = int8_product(x, weight, by_row)
     assert_within(actual, expected + bias, error)
 
 
 @pytest.mark.parametrize(("given", "wanted"), list(itertools.product(FLOATS, FLOATS)), ids=str)
 def test_linear_takes_each_dtype_and_gives_each(isa, by_row, given, wanted):
     x, weight, bias = torch.randn(5, 130).to(given), torch.randn(70, 130).to(given), torch.randn(70).to(given)
-    check(Linear(by_row, isa), x, weight, bias, bias=bias.double(), dtype=wanted)
+    check(linear(by_row, isa), x, weight, bias, bias=bias.double(), dtype=wanted, by_row=by_row)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 15, 16, 17, 31, 32, 33, 257])
 def test_each_number_of_rows_is_right(isa, by_row, rows):
-    check(Linear(by_row, isa), torch.randn(rows, 192), torch.randn(128, 192), None)
+    check(linear(by_row, isa), torch.randn(rows, 192), torch.randn(128, 192), None, by_row=by_row)
 
 
 @pytest.mark.parametrize(
@@ -53,26 +61,26 @@ def test_each_number_of_rows_is_right(isa, by_row, rows):
 def test_sizes_need_be_no_multiple_of_anything(isa, columns, terms):
     for rows in (1, 3, 20, 40):
         x, weight, bias = torch.randn(rows, terms), torch.randn(columns, terms), torch.randn(columns)
-        check(Linear(True, isa), x, weight, bias, bias=bias.double())
+        check(linear(True, isa), x, weight, bias, bias=bias.double())
 
 
 def test_the_longest_sums_do_not_overflow(isa):
     x, weight = torch.ones(2, 65536), torch.full((2, 65536), -1.0)
     weight[1] = 1
-    result = run_kernel(Linear(True, isa), x, weight, None)
+    result = run_kernel(linear(True, isa), x, weight, None)
     assert torch.equal(result, torch.tensor([[-65536.0, 65536.0]]).expand(2, 2))
 
 
 @pytest.mark.parametrize("shape", [(130,), (1, 130), (2, 3, 130), (2, 1, 3, 130)], ids=str)
 def test_activations_have_any_number_of_dimensions(by_row, shape):
     x, weight = torch.randn(shape), torch.randn(70, 130)
-    check(Linear(by_row), x, weight, None)
-    check(Matmul(by_row), x, weight, args=(x, weight.t()))
+    check(linear(by_row), x, weight, None, by_row=by_row)
+    check(matmul(by_row), x, weight, args=(x, weight.t()), by_row=by_row)
 
 
 @pytest.mark.parametrize("shape", [(0, 130), (2, 0, 130)], ids=str)
 def test_an_empty_batch_gives_an_empty_result(by_row, shape):
-    assert run_kernel(Linear(by_row), torch.randn(shape), torch.randn(70, 130), None).shape == (*shape[:-1], 70)
+    assert run_kernel(linear(by_row), torch.randn(shape), torch.randn(70, 130), None).shape == (*shape[:-1], 70)
 
 
 LAYOUTS = {
@@ -89,19 +97,19 @@ LAYOUTS = {
 @pytest.mark.parametrize(("left", "right"), list(itertools.product(LAYOUTS, LAYOUTS)))
 def test_each_layout_is_right(left, right):
     x, weight = LAYOUTS[left](20, 130), LAYOUTS[right](70, 130)
-    check(Linear(True), x, weight, None)
-    check(Mm(True), x, weight, args=(x, weight.t()))
+    check(linear(True), x, weight, None)
+    check(mm(True), x, weight, args=(x, weight.t()))
 
 
 def test_a_batch_that_no_matrix_is_a_view_of_is_right():
     x = torch.randn(3, 4, 130).transpose(0, 1)
-    check(Linear(True), x, torch.randn(70, 130), None)
+    check(linear(True), x, torch.randn(70, 130), None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_the_bias_may_have_another_dtype(dtype):
     x, weight, bias = torch.randn(5, 130).half(), torch.randn(70, 130).bfloat16(), torch.randn(70).to(dtype)
-    check(Linear(True), x, weight, bias, bias=bias.double())
+    check(linear(True), x, weight, bias, bias=bias.double())
 
 
 BIASES = {
@@ -120,29 +128,29 @@ BIASES = {
 @pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (2, -0.5), (0.25, 3)])
 def test_addmm_scales_what_it_adds_and_what_it_adds_to(isa, by_row, bias, beta, alpha):
     added, x, weight = BIASES[bias](), torch.randn(5, 130), torch.randn(70, 130)
-    actual = run_kernel(Addmm(by_row, isa), added, x, weight.t(), beta, alpha)
+    actual = run_kernel(addmm(by_row, isa), added, x, weight.t(), beta, alpha)
     expected, error = int8_product(x, weight, by_row)
     assert_within(actual, alpha * expected + beta * added.double(), abs(alpha) * error + 1e-6)
 
 
 def test_addmm_with_a_beta_of_zero_does_not_look_at_what_it_adds():
     x, weight = torch.randn(5, 130), torch.randn(70, 130)
-    check(Addmm(True), x, weight, args=(torch.full((70,), torch.nan), x, weight.t(), 0, 1))
+    check(addmm(True), x, weight, args=(torch.full((70,), torch.nan), x, weight.t(), 0, 1))
 
 
 def test_mm_addmm_and_matmul_share_what_a_weight_is_packed_into():
-    assert Mm(True).packing == Addmm(True).packing == Matmul(True).packing != Linear(True).packing
+    assert mm(True).packing == addmm(True).packing == matmul(True).packing != linear(True).packing
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_packing_serves_every_set_of_instructions(isa):
     weight = torch.randn(70, 130)
-    for packed, own in zip(Linear(True, 0).prepare(weight), Linear(True, isa).prepare(weight), strict=True):
+    for packed, own in zip(linear(True, 0).prepare(weight), linear(True, isa).prepare(weight), strict=True):
         assert torch.equal(packed, own)
 
 
 def test_a_packing_takes_a_byte_for_each_element():
-    values, *others = Linear(True).prepare(torch.randn(128, 192))
+    values, *others = linear(True).prepare(torch.randn(128, 192))
     assert values.nbytes == 128 * 192
     assert sum(other.nbytes for other in others) == 8 * 128
 
@@ -150,7 +158,7 @@ def test_a_packing_takes_a_byte_for_each_element():
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_the_number_of_threads_makes_no_difference(isa, threads):
     x, weight = torch.randn(300, 1000), torch.randn(500, 1000)
-    kernel, before = Linear(False, isa), torch.get_num_threads()
+    kernel, before = linear(False, isa), torch.get_num_threads()
     expected = run_kernel(kernel, x, weight, None)
     try:
         torch.set_num_threads(threads)

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 import venv
 from pathlib import Path
 
@@ -174,11 +173,10 @@ def environment(tmp_path_factory):
     """Make a virtual environment that has what this one has; return its folder of commands, with pip and pytest."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
-    paths = {"base": str(folder), "platbase": str(folder)}
-    site = Path(sysconfig.get_path("purelib", "venv", paths))
+    commands = folder / "bin"
+    site = Path(must_run(commands / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     here = [path for path in sys.path if path.endswith("site-packages")]
     (site / "here.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in here))
-    commands = Path(sysconfig.get_path("scripts", "venv", paths))
     for module in ("pip", "polycast", "pytest"):
         command = commands / module
         command.write_text(f'#!/bin/sh\nexec "{commands / "python"}" -m {module} "$@"\n')

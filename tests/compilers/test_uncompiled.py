@@ -10,7 +10,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import polycast
 from polycast import CastPolicy
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = [
+    pytest.mark.usefixtures("engine"),
+    # torch 2.12 says so of each function that runs uncompiled, where its own stance force_eager is set too.
+    pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no compiled frames"),
+]
 X = torch.ones(2, 2)
 MM_UP = {"aten::mm": CastPolicy.FP32}
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -54,7 +58,7 @@ def _unknown_torch(request, monkeypatch):
 def one_warning():
     with pytest.warns(UserWarning, match=r"cannot have the compiler of this torch .* tell policies apart") as said:
         yield
-    assert len(said) == 1
+    assert len([warning for warning in said if "polycast" in str(warning.message)]) == 1
 
 
 def policy(policies=None):

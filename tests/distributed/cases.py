@@ -1,5 +1,6 @@
 """What the tests of this folder run in two processes on gloo; process 0 writes what each case gave, as JSON."""
 
+import contextlib
 import functools
 import gc
 import json
@@ -128,16 +129,25 @@ def registered_method_of_the_root():
 
 @case
 def recomputed():
-    """What a unit that is checkpointed is given in forward, and again in backward."""
-    given = []
-    unit = Child("c", {})
-    unit.register_forward_pre_hook(lambda module, inputs: given.append(name(inputs[0].dtype)))
-    model = nn.Sequential(fully_shard(unit, mixed_precision=MixedPrecision(torch.float16)))
-    fully_shard(model)
-    for reentrant in (True, False):
-        x = torch.ones(2, 100, requires_grad=True)
-        torch.utils.checkpoint.checkpoint(model[0], x, use_reentrant=reentrant).sum().backward()
-    return given
+    """What a unit that is checkpointed is given in forward, and again in backward, by FSDP's own policy and by ours."""
+    runs = []
+    theirs = {"mp_policy": fsdp.MixedPrecisionPolicy(torch.float16)}
+    for shard, options in [
+        (fsdp.fully_shard, theirs),
+        (fully_shard, {"mixed_precision": MixedPrecision(torch.float16)}),
+    ]:
+        for reentrant in (True, False):
+            given = []
+            unit = Child("c", {})
+            unit.register_forward_pre_hook(lambda module, inputs, given=given: given.append(name(inputs[0].dtype)))
+            model = nn.Sequential(shard(unit, **options))
+            fsdp.fully_shard(model)
+            x = torch.ones(2, 100, requires_grad=True)
+            y = torch.utils.checkpoint.checkpoint(model[0], x, use_reentrant=reentrant)
+            with contextlib.suppress(torch.utils.checkpoint.CheckpointError):  # where it is given another dtype
+                y.sum().backward()
+            runs.append(given)
+    return runs
 
 
 @case

@@ -1,15 +1,16 @@
 """Threads that enter and leave regions, share caches, change and drop weights, drop generators, and are forked.
 
-`python stress.py STEPS [SEED [FORKS]]` takes so many steps on each of a few threads. Every product is compared with
-what the weight holds. It prints how many steps were taken, and exits with 1 where one went wrong.
+`python stress.py STEPS [SEED [FORKS]]` takes so many steps on each of a few threads. Regions have recipes too, where
+the processor computes by them. Every product is compared with what the weight holds. It prints how many steps were
+taken, and exits with 1 where one went wrong.
 """
 
+import faulthandler
 import gc
 import os
 import random
 import sys
 import threading
-import time
 import traceback
 
 import torch
@@ -18,20 +19,60 @@ import polycast
 
 THREADS = 4
 X = torch.ones(4, 4, dtype=torch.bfloat16)
+BIAS = torch.nn.Parameter(torch.full((4,), 2.0), requires_grad=False)
+PRODUCTS = [
+    lambda weight: torch.mm(X, weight),
+    lambda weight: torch.matmul(X, weight),
+    lambda weight: torch.nn.functional.linear(X, weight),
+    lambda weight: torch.addmm(BIAS, X, weight) - 2,
+    lambda weight: torch.nn.functional.linear(X, weight, BIAS) - 2,
+]
+HAS_INT8 = bool(polycast.get_backend("cpu").recipe_availability(polycast.Int8()))
+PACKED = 4128  # bytes that a weight of 4 x 4 is packed into
 torch.set_num_threads(1)
 
 
-def suspended(cache):
-    with polycast.autocast("cpu", cache=cache):
+def suspended(settings):
+    with polycast.autocast("cpu", **settings):
         yield
+
+
+class Contended:
+    """A weight that every thread writes while the others use it. What it held is known where nobody wrote meanwhile."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.begun = self.ended = 0
+        self.weight, self.value = None, 0.0
+        self.write(1.0, anew=True)
+
+    def write(self, value, anew):
+        with self.lock, torch.no_grad():
+            self.begun += 1
+            if anew:
+                self.weight = torch.nn.Parameter(torch.full((4, 4), value), requires_grad=False)
+            else:
+                self.weight.fill_(value)
+            self.value = value
+            self.ended += 1
+
+    def use(self, product):
+        ended = self.ended
+        idle, weight, value = self.begun == ended, self.weight, self.value
+        try:
+            with torch.inference_mode():
+                right = torch.all(product(weight) == 4 * value).item()
+        except polycast.StaleWeightError:
+            right = False  # the cache that verifies found a write that is going on
+        assert right or not idle or self.begun != ended, (weight, value)
 
 
 class Thread:
     """What one thread does: its own weights change, those of all stay as they are."""
 
-    def __init__(self, seed, caches, shared):
+    def __init__(self, seed, caches, shared, contended):
         self.random = random.Random(seed)
-        self.caches, self.shared = caches, shared
+        self.caches, self.shared, self.contended = caches, shared, contended
         self.weights = [self.new_weight() for _ in range(6)]
         self.generators = []
         self.steps = 0
@@ -40,26 +81,38 @@ class Thread:
         value = float(self.random.randrange(16))
         return torch.nn.Parameter(torch.full((4, 4), value), requires_grad=self.random.random() < 0.5)
 
-    def cache(self):
-        return self.random.choice([None, *self.caches, polycast.WeightCache(max_bytes=64)])
+    def settings(self):
+        caches = [None, None, *self.caches, polycast.WeightCache(max_bytes=64)]
+        recipes = [None, None, "none"]
+        if HAS_INT8:
+            recipes += 2 * [polycast.Int8(min_size=1)]
+            recipes += [polycast.Int8(min_size=1, keep=self.random.sample(self.weights + self.shared, 2))]
+        return {"cache": self.random.choice(caches), "recipe": self.random.choice(recipes)}
 
     def use(self, weight):
         mode = self.random.choice([torch.no_grad, torch.enable_grad, torch.inference_mode])
         with mode():
-            out = torch.mm(X, weight)
+            out = self.random.choice(PRODUCTS)(weight)
         expected = 4 * weight.detach()[0, 0].item()
         assert out.dtype is torch.get_autocast_dtype("cpu")
         assert torch.all(out.detach() == expected), (out, weight)
 
     def region(self):
-        with polycast.autocast("cpu", cache=self.cache()):
+        with polycast.autocast("cpu", **self.settings()):
             for _ in range(self.random.randrange(1, 5)):
                 self.use(self.random.choice(self.weights + self.shared))
                 if self.random.random() < 0.3:
                     self.change()
+                self.contend()
             if self.random.random() < 0.2:
-                with polycast.autocast("cpu", torch.float16, cache=self.cache()):
+                with polycast.autocast("cpu", torch.float16, **self.settings()):
                     self.use(self.random.choice(self.weights))
+
+    def contend(self):
+        contended = self.random.choice(self.contended)
+        contended.use(self.random.choice(PRODUCTS))
+        if self.random.random() < 0.2:
+            contended.write(float(self.random.randrange(16)), anew=self.random.random() < 0.3)
 
     def change(self):
         position = self.random.randrange(len(self.weights))
@@ -77,7 +130,7 @@ class Thread:
             torch.optim.SGD([weight], lr=1.0, fused=True).step()
 
     def suspend(self):
-        generator = suspended(self.cache())
+        generator = suspended(self.settings())
         next(generator)
         self.use(self.random.choice(self.weights))
         if self.random.random() < 0.5:
@@ -120,7 +173,8 @@ def fork(caches, shared):
     """Say whether a child that is forked now can use everything, in time."""
     child = os.fork()
     if not child:
-        thread = Thread(0, caches, shared)
+        faulthandler.dump_traceback_later(120, exit=True)
+        thread = Thread(0, caches, shared, [Contended() for _ in range(2)])
         try:
             for _ in range(20):
                 thread.region()
@@ -129,24 +183,19 @@ def fork(caches, shared):
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
-    end = time.monotonic() + 120
-    while time.monotonic() < end:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return status == 0
-        time.sleep(0.001)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    return False
+    return os.waitpid(child, 0)[1] == 0
 
 
 def main(steps, seed=0, forks=10):
-    caches = [polycast.WeightCache(), polycast.WeightCache(max_bytes=5 * 32), polycast.WeightCache(verify=True)]
+    bounded = [polycast.WeightCache(max_bytes=size) for size in (5 * 32, 3 * PACKED + 5 * 32)]
+    caches = [polycast.WeightCache(), *bounded, polycast.WeightCache(verify=True)]
     shared = [torch.nn.Parameter(torch.full((4, 4), float(value))) for value in range(8)]
     torch.optim.SGD(shared, lr=0.0)  # imports what no child could that is forked meanwhile
-    with polycast.autocast("cpu"):
-        pass
-    errors, threads = [], [Thread(seed + number, caches, shared) for number in range(THREADS)]
+    contended = [Contended() for _ in range(2)]
+    first = Thread(seed, caches, shared, contended)
+    for _ in range(20):
+        first.region()  # the same: what it takes is imported
+    errors, threads = [], [Thread(seed + number, caches, shared, contended) for number in range(THREADS)]
     running = [threading.Thread(target=run, args=(thread, steps, errors)) for thread in threads]
     for one in running:
         one.start()

@@ -127,14 +127,19 @@ def use():
     with polycast.autocast("cpu"):
         pass
 
-left = []
-for function, *args in [(end_late, threading.local()), (use,)]:
+def run(function, *args):
     thread = threading.Thread(target=function, args=args)
     thread.start()
     del args
     thread.join()
-    del thread
-gc.collect()
+
+left = []
+run(end_late, threading.local())
+for _ in range(1000):  # Python says that a thread has ended somewhat before it has
+    run(use)
+    gc.collect()
+    if left[0]() is None:
+        break
 print([reference() for reference in left])
 """
 
@@ -221,9 +226,12 @@ def test_regions_are_left_where_recursion_is_too_deep(engine, new):
         with polycast.autocast("cpu") if new else region:
             recur()
 
-    for _ in range(3):
+    def recur_after(calls):
+        recur_after(calls - 1) if calls else recur()
+
+    for calls in range(6):  # what is called when there is no room left is another thing for each
         with pytest.raises(RecursionError):
-            recur()
+            recur_after(calls)
         assert (polycast.autocast_nesting("cpu"), torch.is_autocast_enabled("cpu")) == (0, False)
 
 

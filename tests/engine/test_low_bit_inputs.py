@@ -94,6 +94,15 @@ def test_a_nested_tensor_is_computed_in_the_fast_dtype(layer, linear):
     assert linear.ran == 0
 
 
+@pytest.mark.parametrize("sparse", ["input", "weight"])
+def test_no_kernel_is_asked_of_a_tensor_that_is_not_strided(layer, linear, sparse):
+    given = {"input": X, "weight": layer.weight}
+    given[sparse] = nn.Parameter(given[sparse].to_sparse(), requires_grad=False)
+    with torch.no_grad(), autocast("cpu"):
+        told = polycast.explain("linear", "cpu", *given.values(), None, recipe=Int8(min_size=1))
+    assert told.declined == "a tensor is not strided"
+
+
 def test_a_tangent_is_that_of_the_fast_dtype(layer, linear):
     def tangent():
         with forward_ad.dual_level():

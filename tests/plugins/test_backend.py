@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -182,6 +183,25 @@ def test_another_dtype_is_not_and_the_reason_lists_those_that_are(dtype):
 def test_a_backend_has_no_kernels_no_remedies_and_records_no_graph_unless_it_says_so():
     backend = HpuBackend()
     assert (dict(backend.kernels), dict(backend.remedies), backend.is_capturing()) == ({}, {}, False)
+
+
+@pytest.mark.parametrize(
+    ("said", "captures"), [("Backend doesn't support stream capture query.", False), ("lost", None)]
+)
+def test_a_stream_that_cannot_tell_records_no_graph_and_other_errors_pass(monkeypatch, said, captures):
+    class Stream:
+        def is_capturing(self):
+            raise RuntimeError(said)
+
+    monkeypatch.setattr("polycast.plugins.backend.STREAMS_TELL", True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("hpu"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
+    monkeypatch.setattr(torch, "hpu", SimpleNamespace(is_initialized=lambda: True), raising=False)
+    if captures is None:
+        with pytest.raises(RuntimeError, match=said):
+            HpuBackend().is_capturing()
+    else:
+        assert HpuBackend().is_capturing() is captures
 
 
 def test_the_defaults_that_backends_share_cannot_be_changed():

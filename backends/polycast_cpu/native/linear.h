@@ -96,17 +96,24 @@ inline at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& values, con
   const int64_t rows = matrix.size(0), stride = row_stride(terms);
 
   at::Tensor added;
+  int64_t bias_step = 0;
   if (bias.has_value()) {
-    added = bias->to(at::kFloat).expand({rows, columns});
-    added = added.stride(1) == 1 ? added : added.contiguous();
+    added = bias->to(at::kFloat);
+    if (added.dim() != 1 || added.size(0) != columns) {  // nearly always it is a vector, of which no view is made
+      added = added.expand({rows, columns});
+      bias_step = added.stride(0);
+    }
+    if (added.stride(-1) != 1) {
+      added = added.contiguous();
+      bias_step = added.dim() == 1 ? 0 : columns;
+    }
   }
   const float* const bias_values = bias.has_value() ? added.const_data_ptr<float>() : nullptr;
-  const int64_t bias_step = bias.has_value() ? added.stride(0) : 0;
 
   const int64_t tiled_rows = (rows + kMostRows - 1) / kMostRows * kMostRows;
   const at::Tensor quantized = at::empty({tiled_rows * stride}, at::kByte);
-  const at::Tensor row_scales = at::empty({rows}, at::kFloat);
-  float* const scale = row_scales.data_ptr<float>();
+  std::vector<float> row_scales(rows);
+  float* const scale = row_scales.data();
   with_elements(matrix, [&](const auto* elements) {
     const std::vector<int64_t> others = quantize(isa, elements, matrix.stride(0), rows, terms, by_row,
                                                  quantized.data_ptr<uint8_t>(), scale);

@@ -1,12 +1,17 @@
 """The weights that a recipe keeps in the fast dtype, whatever becomes of the modules that it names."""
 
+import threading
 import weakref
 from typing import Any
 
 import torch
 from torch.nn.modules import module
 
+from ..plugins.fork import hold_over_forks
 from ..policy.recipes import Recipe
+
+_lock = threading.RLock()
+hold_over_forks(lambda: [_lock])
 
 
 class _Parameters:
@@ -17,16 +22,20 @@ class _Parameters:
         self._hooks: list[Any] = []
 
     def watch(self) -> None:
-        if not self._hooks:
-            self.given += 1  # what was not seen until now may have been one
-            self._hooks = [
-                module.register_module_parameter_registration_hook(self._count),
-                module.register_module_module_registration_hook(self._count),
-            ]
+        if self._hooks:
+            return
+        with _lock:
+            if not self._hooks:
+                self.given += 1  # what was not seen until now may have been one
+                self._hooks = [
+                    module.register_module_parameter_registration_hook(self._count),
+                    module.register_module_module_registration_hook(self._count),
+                ]
 
     def unwatch(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
+        with _lock:
+            while self._hooks:
+                self._hooks.pop().remove()
 
     def _count(self, *_: object) -> None:
         self.given += 1
@@ -42,7 +51,7 @@ class Keep:
         self._recipe = recipe
         self._given = 0
         self._answers: dict[int, tuple[weakref.ref[torch.Tensor], bool]] = {}
-        all_keeps.add(self)
+        _all.add(weakref.ref(self, _all.discard))
 
     def forget(self) -> None:
         """Look again at each weight."""
@@ -67,4 +76,12 @@ class Keep:
         return found
 
 
-all_keeps: "weakref.WeakSet[Keep]" = weakref.WeakSet()
+_all: "set[weakref.ref[Keep]]" = set()
+
+
+def forget_all() -> None:
+    """Have every one look again at each weight, and refer to none."""
+    for each in _all.copy():  # at once: other threads add to it
+        keep = each()
+        if keep is not None:
+            keep.forget()

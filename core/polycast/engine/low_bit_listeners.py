@@ -5,11 +5,13 @@ from collections.abc import Callable
 
 from torch._guards import TracingContext
 
+from ..plugins.fork import hold_over_forks
 from ..policy.recipes import Recipe
 
 _Note = Callable[[str, str, str, str | None], object]
 _listeners: tuple[tuple[_Note, int | None], ...] = ()
-_lock = threading.Lock()
+_lock = threading.RLock()
+hold_over_forks(lambda: [_lock])
 
 
 def listen(note: _Note, thread: int | None) -> None:

@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..plugins.backend import Backend, LowBitKernel
 from ..plugins.discovery import check_recipe
+from ..plugins.fork import hold_over_forks
 from ..plugins.registry import registry
 from ..policy.recipes import Recipe
 from . import state
-from .low_bit_kept import Keep, all_keeps, parameters
+from .low_bit_kept import Keep, forget_all, parameters
 from .state import NOTHING_KEPT, Overlay
 from .weight_cache import WeightCache
 from .weights import caching_is_safe
@@ -33,7 +34,8 @@ SUBCLASS = "a tensor is of a subclass that sees each op itself, or has no memory
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # reentrant: what is collected meanwhile may compute
+hold_over_forks(lambda: [_lock])
 _kinds: list[tuple[weakref.ref[Backend], dict[Hashable, int]]] = []
 """The kinds of packings, of each backend: one by one, for another instance of its class may pack otherwise."""
 _unused_kinds = itertools.count(1)
@@ -57,8 +59,7 @@ class _Packings:
         found = self._cache
         if found is not None:
             found.clear()
-        for keep in list(all_keeps):
-            keep.forget()
+        forget_all()
 
     def drop(self) -> None:
         """Drop all, and take back what is in torch."""

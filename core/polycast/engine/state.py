@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..policy.cast_policy import CastPolicy
+from ..policy.computed_once import computed_once
 from ..policy.recipes import Recipe
 from .disable_dynamo import disable_dynamo
 from .weight_cache import WeightCache
@@ -68,7 +69,7 @@ class Overlay(dict[str, CastPolicy]):
     def __bool__(self) -> bool:
         return len(self) > 0 or self.recipe is not None
 
-    @functools.cached_property
+    @computed_once
     def low_bit(self) -> frozenset[str]:
         """The ops that the recipe is for, by their names in the dispatcher."""
         return frozenset() if self.recipe is None else self.recipe.overloads - self.keys()
@@ -95,7 +96,7 @@ class Overlay(dict[str, CastPolicy]):
         recipe = next((layer.recipe for layer in layers if layer.recipe is not None), None)
         return Overlay(policies, self.origin, tuple(layers), recipe)
 
-    @functools.cached_property
+    @computed_once
     def text(self) -> str:
         """The policies and the recipe as text: the same for equal ones, in every process.
 

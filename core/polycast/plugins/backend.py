@@ -43,10 +43,11 @@ class Availability:
 
 
 class LowBitKernel:
-    """What computes one op by a recipe, on the weights of a model as they are.
+    """What computes one op by a recipe, on the weights of a model as they are. Of products, see `LowBitProduct`.
 
-    The op's arguments come in the order of its schema, all of them, with activations in the dtype that the caller gave
-    them. polycast keeps what the weight is packed into as long as the weight is what it was.
+    The op's arguments come in the order of its schema, all of them. Tensors are on the device, strided, and of float32,
+    bfloat16 or float16, as the caller gave them. polycast keeps what the weight is packed into as long as the weight is
+    what it was.
 
     Attributes:
         weight: the position of the weight among the op's arguments.
@@ -160,7 +161,7 @@ class Backend:
         """Say whether the device is recording a graph (as CUDA graphs do): no cast is kept from one then.
 
         By default what the device's current stream says, where the streams of the running torch can tell (from torch
-        2.13 on; the native engine asks them without Python). Override it for a device whose streams do not know.
+        2.12 on; the native engine asks them without Python). Override it for a device whose streams do not know.
         """
         return STREAMS_TELL and _current_stream_captures(self.device_type)
 
@@ -176,7 +177,12 @@ def _current_stream_captures(device_type: str) -> bool:
     is_initialized = getattr(getattr(torch, device_type, None), "is_initialized", None)
     if is_initialized is None or not is_initialized():
         return False  # to ask for a stream would start the device
-    captures: bool = torch.accelerator.current_stream().is_capturing()
+    try:
+        captures: bool = torch.accelerator.current_stream().is_capturing()
+    except RuntimeError as error:  # what torch 2.12 has where newer ones say no: for a device without graphs
+        if "stream capture query" not in str(error):
+            raise
+        return False
     return captures
 
 

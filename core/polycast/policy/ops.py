@@ -1,6 +1,5 @@
 """Policies by op as people write them: what they mean for the running torch, and how two are put together."""
 
-import functools
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -8,6 +7,7 @@ from typing import Any, NamedTuple, cast
 from typing_extensions import override
 
 from .cast_policy import CastPolicy
+from .computed_once import computed_once
 from .names import OpName, named, nearest, ops_with, read_op, read_policy
 
 Written = str | dict[str, str | bool]
@@ -126,7 +126,7 @@ class Ops(Mapping[str, CastPolicy]):
             for entry in self._entries.values()
         }
 
-    @functools.cached_property
+    @computed_once
     def _meaning(self) -> frozenset[tuple[str, CastPolicy, bool]]:
         return frozenset((key, entry.policy, entry.optional) for key, entry in self._entries.items())
 
@@ -140,7 +140,7 @@ class Ops(Mapping[str, CastPolicy]):
     def __eq__(self, other: object) -> bool:
         return self._meaning == other._meaning if isinstance(other, Ops) else NotImplemented
 
-    @functools.cached_property
+    @computed_once
     def _hash(self) -> int:
         return hash(self._meaning)
 

@@ -1,7 +1,6 @@
 """``Policy``: which ops and modules run in which precision, as a value that can be kept, compared and saved."""
 
 import difflib
-import functools
 import os
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -12,6 +11,7 @@ from typing_extensions import Self, final
 
 from . import files
 from .cast_policy import CastPolicy
+from .computed_once import computed_once
 from .modules import ModuleRule, read_rules
 from .names import nearest
 from .ops import Ops
@@ -135,11 +135,11 @@ class Policy:
             part = self._on[device_type] = _made(self.ops | own.ops, modules, _NOTHING, self.name or own.name)
         return part
 
-    @functools.cached_property
+    @computed_once
     def _on(self) -> dict[str, "Policy"]:
         return {}
 
-    @functools.cached_property
+    @computed_once
     def derived(self) -> dict[str, Any]:
         """What other rooms have made of it, each under a name of its own."""
         return {}
@@ -172,14 +172,14 @@ class Policy:
         changes = list(difflib.unified_diff(list(_lines(self)), list(_lines(other)), n=0, lineterm=""))
         return [f"{line[0]} {line[1:]}" for line in changes[2:] if not line.startswith("@@")]
 
-    @functools.cached_property
+    @computed_once
     def _meaning(self) -> tuple[object, ...]:
         return self.ops, tuple(self.modules.items()), frozenset(self.devices.items()), self.name
 
     def __eq__(self, other: object) -> bool:
         return self._meaning == other._meaning if isinstance(other, Policy) else NotImplemented
 
-    @functools.cached_property
+    @computed_once
     def _hash(self) -> int:
         return hash(self._meaning)
 

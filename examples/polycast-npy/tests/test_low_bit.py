@@ -5,17 +5,18 @@ import torch
 import torch.nn.functional as F
 
 import polycast
-from polycast_npy.low_bit import Linear, Mm, int8_kernels
+from polycast_npy.low_bit import Product
 
 RECIPE = polycast.Int8(min_size=0)
 INF, NAN = torch.inf, torch.nan
 
 
-def product(kernel, *args):
+def product(scales, op, *args):
     """Call a kernel as polycast does, on tensors of the CPU."""
+    kernel = Product(scales).kernels()[f"aten::{op}"]
     args = [arg.to("npy") if isinstance(arg, torch.Tensor) else arg for arg in args]
     assert kernel.declines(*args) is None
-    return kernel.run(kernel.prepare(args[1]), *args).cpu()
+    return kernel.run(kernel.prepare(args[kernel.weight]), *args).cpu()
 
 
 @pytest.fixture(params=["row", "tensor"])
@@ -28,7 +29,8 @@ def test_the_backend_offers_int8_and_says_why_not_of_others():
     assert backend.recipe_availability(polycast.Int8("tensor"))
     answer = backend.recipe_availability(polycast.Float8())
     assert (answer.available, answer.reason) == (False, "the backend for npy has no kernels for float8")
-    assert sorted(int8_kernels("row")) == ["aten::linear", "aten::mm"]
+    ops = ["aten::addmm", "aten::linear", "aten::matmul", "aten::mm"]
+    assert sorted(backend.low_bit_kernels(polycast.Int8())) == ops
 
 
 def test_a_region_with_the_recipe_runs_the_kernels(engine):
@@ -75,20 +77,28 @@ def test_where_gradients_are_recorded_the_op_runs_in_float16(engine):
 @pytest.mark.parametrize("shape", [(130,), (5, 130), (2, 3, 130), (0, 130)], ids=str)
 def test_linear_takes_any_number_of_dimensions(scales, shape):
     x, weight, bias = torch.randn(shape), torch.randn(70, 130), torch.randn(70)
-    actual = product(Linear(scales), x, weight, bias)
+    actual = product(scales, "linear", x, weight, bias)
     torch.testing.assert_close(actual.float(), F.linear(x, weight, bias), rtol=0.05, atol=0.5)
 
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_mm_takes_its_weight_the_other_way_round(scales, rows):
     x, weight = torch.randn(rows, 130), torch.randn(130, 70)
-    assert torch.equal(product(Mm(scales), x, weight), product(Linear(scales), x, weight.t(), None))
+    assert torch.equal(product(scales, "mm", x, weight), product(scales, "linear", x, weight.t(), None))
+
+
+@pytest.mark.parametrize("added", [(70,), (5, 1), (1,)], ids=str)
+def test_addmm_scales_what_it_adds_and_what_it_adds_to(scales, added):
+    bias, x, weight = torch.randn(added), torch.randn(5, 130), torch.randn(130, 70)
+    actual = product(scales, "addmm", bias, x, weight, 2, -0.5)
+    expected = torch.addmm(bias, x, weight, beta=2, alpha=-0.5)
+    torch.testing.assert_close(actual.float(), expected, rtol=0.05, atol=0.5)
 
 
 def test_values_that_are_bytes_are_exact(scales):
     x, weight = torch.randint(-127, 128, (5, 64)).float(), torch.randint(-127, 128, (32, 64)).float()
     x[:, 0], weight[:, 0] = 127, 127
-    actual = product(Linear(scales), x / 128, weight / 128, None)
+    actual = product(scales, "linear", x / 128, weight / 128, None)
     torch.testing.assert_close(actual, (x @ weight.t() / 128**2).half(), rtol=1e-3, atol=1e-3)
 
 
@@ -97,39 +107,19 @@ def test_a_row_with_inf_or_nan_is_what_it_is_in_float32_and_the_others_are_what_
     x, weight = torch.randn(4, 16), torch.randn(8, 16).sign()
     clean = x.clone()
     clean[2], x[2, : len(values)] = 0, torch.tensor(values)
-    actual = product(Linear(scales), x, weight, None)
+    actual = product(scales, "linear", x, weight, None)
     torch.testing.assert_close(actual[2].float(), F.linear(x, weight)[2], equal_nan=True)
     others = [0, 1, 3]
-    assert torch.equal(actual[others], product(Linear(scales), clean, weight, None)[others])
+    assert torch.equal(actual[others], product(scales, "linear", clean, weight, None)[others])
 
 
 def test_rows_of_zeros_give_the_bias(scales):
     bias = torch.randn(8).half()
-    assert torch.equal(product(Linear(scales), torch.zeros(3, 16), torch.randn(8, 16), bias), bias.expand(3, 8))
+    assert torch.equal(product(scales, "linear", torch.zeros(3, 16), torch.randn(8, 16), bias), bias.expand(3, 8))
 
 
 @pytest.mark.parametrize("value", [INF, NAN])
 def test_a_weight_with_inf_or_nan_is_not_packed(value):
     weight = torch.randn(8, 16)
     weight[3, 3] = value
-    assert Linear("row").prepare(weight.to("npy")) is None
-
-
-X, WEIGHT = torch.ones(5, 16), torch.ones(8, 16)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "args", "reason"),
-    [
-        (Linear, (X, torch.ones(16), None), "the weight is not a matrix"),
-        (Linear, (X, torch.ones(8, 17), None), "the sizes do not fit"),
-        (Linear, (torch.tensor(1.0), WEIGHT, None), "the sizes do not fit"),
-        (Linear, (torch.ones(5, 0), torch.ones(8, 0), None), "the weight has no elements"),
-        (Linear, (X, WEIGHT, torch.ones(5, 8)), "the bias is not a vector of the output features"),
-        (Mm, (X[None], WEIGHT.t()), "the sizes do not fit"),
-        (Mm, (X, WEIGHT), "the sizes do not fit"),
-    ],
-    ids=str,
-)
-def test_what_is_declined_has_a_reason(kernel, args, reason):
-    assert kernel("row").declines(*args) == reason
+    assert Product("row").pack(weight.to("npy")) is None

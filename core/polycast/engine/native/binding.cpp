@@ -123,6 +123,8 @@ PyObject* observing(PyObject*, PyObject*) {
       [] { return &observed_op; },
       [](DeviceType device) { return static_cast<const void*>(region_of(device).overlay); },
       &hold_overlay,
+      [](std::shared_ptr<void> thing) { LeftBehind::things().leave(std::move(thing)); },
+      [] { LeftBehind::things().free(); },
       [] { return Writes::log().count(); },
       [](const Observer& told) { observer.store(&told); }};
   return PyCapsule_New(&engine, kObserving, nullptr);

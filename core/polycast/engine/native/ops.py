@@ -12,13 +12,15 @@ import torch
 
 from ...errors import warn_user
 from ...plugins.backend import Availability
+from ...plugins.fork import hold_over_forks
 from ...plugins.signals import raised_by_signal_handler
 from . import build, prebuilt
 from .build import find_build, find_or_build
 from .cache import BuildError, UntrustedCacheError, cache_directory
 from .compiling import Library
 
-_one_at_a_time = threading.Lock()
+_one_at_a_time = threading.RLock()
+hold_over_forks(lambda: [_one_at_a_time])
 _origins: dict[str, str] = {}
 """Where what is loaded came from, by package."""
 

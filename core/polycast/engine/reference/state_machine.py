@@ -21,7 +21,8 @@ _CastWeight: TypeAlias = Callable[[torch.Tensor, torch.dtype, list[bool] | None]
 class Frame:
     """One region that a thread is in: who entered it, what was there before, and the regions before and after it.
 
-    `older` and `newer` are those of the thread, `below` and `above` those of the device.
+    `older` and `newer` are those of the thread, `below` and `above` those of the device, and `earlier` is the one that
+    the same owner entered before, if it is in that still.
     """
 
     def __init__(self, owner: object, settings: Settings, below: "Frame | None") -> None:
@@ -35,6 +36,7 @@ class Frame:
         self.cache = settings.cache
         self.older: Frame | None = None
         self.newer: Frame | None = None
+        self.earlier: Frame | None = None
         self.below = below
         self.above: Frame | None = None
         if below is not None and not settings.exact:
@@ -43,34 +45,46 @@ class Frame:
 
 
 class _ThreadRegions:
-    """The regions of one thread; they die with it."""
+    """The regions of one thread; they die with it.
+
+    Any call may raise, of a builtin too: RecursionError, or what a signal's handler raises. So all calls are made
+    before anything is changed, and to put a frame on top needs those that taking it out does, so that a region that
+    could be entered can be left.
+    """
 
     def __init__(self) -> None:
         self.newest: Frame | None = None
         self.innermost: dict[str, Frame] = {}
         self.depth: dict[str, int] = {}
         self.store = PythonStore(own=True)
-        self._by_owner: dict[int, list[Frame]] = {}
+        self._by_owner: dict[int, Frame] = {}
 
     def push(self, frame: Frame) -> None:
         """Put a frame on top."""
+        key = id(frame.owner)
+        frame.earlier = self._by_owner.get(key)
+        depth = self.depth.get(frame.device_type, 0)
+
         frame.older, self.newest = self.newest, frame
         if frame.older is not None:
             frame.older.newer = frame
         if frame.below is not None:
             frame.below.above = frame
         self.innermost[frame.device_type] = frame
-        self.depth[frame.device_type] = self.depth.get(frame.device_type, 0) + 1
-        self._by_owner.setdefault(id(frame.owner), []).append(frame)
+        self.depth[frame.device_type] = depth + 1
+        self._by_owner[key] = frame
 
     def take_out(self, owner: object) -> Frame | None:
         """Take out the innermost frame of an owner and return it, if there is one."""
-        frames = self._by_owner.get(id(owner))
-        if not frames:  # empty where a signal's handler raised in the middle of what is below
+        key = id(owner)
+        frame = self._by_owner.get(key)
+        if frame is None:
             return None
-        frame = frames.pop()
-        if not frames:
-            del self._by_owner[id(owner)]
+
+        if frame.earlier is not None:
+            self._by_owner[key] = frame.earlier
+        else:
+            del self._by_owner[key]
         if frame.older is not None:
             frame.older.newer = frame.newer
         if frame.newer is not None:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from ...plugins.fork import hold_over_forks
 from ..state import Overlay
 
 
@@ -30,7 +31,8 @@ class Listener(Protocol):
 
 listener: Listener | None = None
 """Who is told now."""
-_lock = threading.Lock()
+_lock = threading.RLock()
+hold_over_forks(lambda: [_lock])
 _count = 0
 
 

@@ -9,7 +9,7 @@ from polycast import STANDARD_REMEDIES, Availability, Backend, LowBitKernel, Rec
 
 from .device import numpy_availability
 from .kernels import KERNELS
-from .low_bit import int8_kernels
+from .low_bit import Product
 from .policies import POLICIES
 
 
@@ -36,4 +36,4 @@ class NpyBackend(Backend):
 
     @override
     def low_bit_kernels(self, recipe: Recipe) -> Mapping[str, LowBitKernel]:
-        return int8_kernels(recipe.scales)
+        return Product(recipe.scales).kernels()

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <memory>
 
 #include "tensors.h"
 
@@ -45,6 +46,9 @@ struct Engine {
   // Return the overlay in Python and what holds those policies, or null where the region has others by now. Called with the GIL
   // held.
   PyObject* (*hold_overlay)(DeviceType device, const void* overlay);
+  // Have something freed by the next holder of the GIL that comes by; and free what was left so far, with the GIL held.
+  void (*leave_behind)(std::shared_ptr<void> thing);
+  void (*free_left_behind)();
   // How often something was written that counts no version.
   uint64_t (*count_of_writes)();
   void (*tell)(const Observer& observer);

@@ -1,7 +1,7 @@
 // Python by its limited API, so that one build serves every Python from 3.10 on; and what torch's headers say of Python's tensors.
 //
 // torch's own headers for this include pybind11, which is of one Python and takes long to parse. So functions of torch's are declared
-// here, and structs are what build.py has cut out of the headers that it compiles for.
+// here, and structs are what excerpts.py has cut out of the headers that are compiled for.
 //
 // Owns nothing but what its objects refer to. Locks: the GIL, where a name says so.
 

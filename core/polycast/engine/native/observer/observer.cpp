@@ -21,7 +21,6 @@ namespace {
 
 void take_locks() {
   const auto take = &HeldOverFork::take;
-  take(LeftBehind::things().mutex());
   take(OpInfos::all().mutex());
   take(Recorders::running().mutex);
   for (const auto& recorder : Recorders::running().recorders) {

@@ -22,11 +22,14 @@
 #include <utility>
 #include <vector>
 
-#include "left_behind.h"
+#include "observing.h"
 #include "python.h"
 #include "table.h"
 
 namespace {
+
+// What the engine does for the observer. Set by bind().
+Engine engine;
 
 enum class NonFinitePolicy : int8_t { kIgnore, kRecord, kRaise };
 
@@ -64,7 +67,7 @@ class Recorder {
 
   ~Recorder() {
     // It may die on a thread without the GIL, the last that had it in its list.
-    LeftBehind::things().leave(std::make_shared<std::tuple<decltype(overlays), decltype(python_stacks), decltype(first)>>(
+    engine.leave_behind(std::make_shared<std::tuple<decltype(overlays), decltype(python_stacks), decltype(first)>>(
         std::move(overlays), std::move(python_stacks), std::move(first)));
   }
 

@@ -103,7 +103,7 @@ void stop_recorder(const std::shared_ptr<Recorder>& recorder) {
   }
   refreshed_watch(false);
   remove_callback_if_nobody_observes();
-  LeftBehind::things().free();
+  engine.free_left_behind();
 }
 
 }  // namespace

@@ -68,9 +68,6 @@ class Producers {
   std::unique_ptr<std::array<Producer, kSlots>> slots_;
 };
 
-// What the engine does for the observer. Set by bind().
-Engine engine;
-
 struct ObservedOp;
 
 // A region that was entered while it was observed, and is not left yet.

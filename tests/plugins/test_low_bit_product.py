@@ -1,0 +1,137 @@
+"""`LowBitProduct`: what one product is for each of the four ops, and which calls it is not asked for."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import polycast
+
+
+class Product(polycast.LowBitProduct):
+    """Multiplies in float64, and notes what it is given."""
+
+    def __init__(self):
+        self.given = []
+
+    def pack(self, weight):
+        return (weight.double().contiguous(),)
+
+    def multiply(self, x, packed, bias, alpha):
+        self.given.append((tuple(x.shape), alpha))
+        product = alpha * (x.double() @ packed[0].t())
+        return (product if bias is None else product + bias).to(torch.get_autocast_dtype("cpu"))
+
+
+class OfBatches(Product):
+    takes_batches = True
+
+
+class NoRows(Product):
+    def declines(self, x, size, bias):
+        return f"{list(x.shape)} by {list(size)} and {bias is not None}"
+
+
+def run(product, op, *args):
+    """Call a kernel as polycast does."""
+    kernel = product.kernels()[f"aten::{op}"]
+    assert kernel.declines(*args) is None
+    return kernel.run(kernel.prepare(args[kernel.weight]), *args)
+
+
+@pytest.mark.parametrize("of", [Product, OfBatches])
+@pytest.mark.parametrize("shape", [(6,), (5, 6), (2, 5, 6), (2, 1, 5, 6), (0, 6), (2, 0, 6)], ids=str)
+def test_linear_and_matmul_take_activations_of_any_number_of_dimensions(of, shape):
+    x, weight, bias = torch.randn(shape), torch.randn(4, 6), torch.randn(4)
+    torch.testing.assert_close(run(of(), "linear", x, weight, bias), F.linear(x, weight, bias).bfloat16())
+    torch.testing.assert_close(run(of(), "linear", x, weight, None), F.linear(x, weight).bfloat16())
+    torch.testing.assert_close(run(of(), "matmul", x, weight.t()), F.linear(x, weight).bfloat16())
+
+
+def test_it_gets_matrices_save_where_it_says_that_it_takes_batches():
+    args = torch.randn(2, 5, 6), torch.randn(4, 6), None
+    rows, batches = Product(), OfBatches()
+    run(rows, "linear", *args), run(batches, "linear", *args)
+    assert (rows.given, batches.given) == ([((10, 6), 1.0)], [((2, 5, 6), 1.0)])
+
+
+@pytest.mark.parametrize("added", [(4,), (1,), (), (5, 4), (1, 4), (5, 1)], ids=str)
+@pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (2, -0.5), (0.25, 3)])
+def test_addmm_scales_what_it_adds_and_what_it_adds_to(added, beta, alpha):
+    bias, x, weight = torch.randn(added), torch.randn(5, 6), torch.randn(6, 4)
+    expected = torch.addmm(bias, x, weight, beta=beta, alpha=alpha).bfloat16()
+    torch.testing.assert_close(run(Product(), "addmm", bias, x, weight, beta, alpha), expected)
+
+
+def test_addmm_with_a_beta_of_zero_does_not_look_at_what_it_adds():
+    x, weight = torch.randn(5, 6), torch.randn(6, 4)
+    result = run(Product(), "addmm", torch.full((4,), torch.nan), x, weight, 0, 1)
+    torch.testing.assert_close(result, (x @ weight).bfloat16())
+
+
+def test_a_weight_is_packed_with_a_row_for_each_output_feature_whatever_the_op():
+    weight = torch.randn(4, 6)
+    kernels = Product().kernels()
+    for op, given in {"linear": weight, "matmul": weight.t(), "mm": weight.t(), "addmm": weight.t()}.items():
+        assert torch.equal(kernels[f"aten::{op}"].prepare(given)[0], weight.double())
+
+
+def test_ops_share_packings_that_are_alike_and_products_of_another_class_do_not():
+    linear, *others = (Product().kernels()[f"aten::{op}"].packing for op in ("linear", "matmul", "mm", "addmm"))
+    assert len(set(others)) == 1
+    assert linear not in others
+    assert linear == Product().kernels()["aten::linear"].packing != OfBatches().kernels()["aten::linear"].packing
+
+
+X, WEIGHT = torch.ones(5, 6), torch.ones(4, 6)
+DECLINED = {
+    "the weight is not a matrix": [
+        ("linear", X, torch.ones(6), None),
+        ("matmul", X, torch.ones(2, 6, 4)),
+        ("matmul", X, torch.ones(6)),
+        ("addmm", torch.ones(4), X, torch.ones(6), 1, 1),
+    ],
+    "the sizes do not fit": [
+        ("linear", X, torch.ones(4, 7), None),
+        ("linear", torch.tensor(1.0), torch.ones(1, 1), None),
+        ("matmul", torch.tensor(1.0), torch.ones(1, 1)),
+        ("matmul", X, WEIGHT),
+        ("mm", X, WEIGHT),
+        ("mm", X[None], WEIGHT.t()),
+        ("mm", X[0], WEIGHT.t()),
+        ("addmm", torch.ones(4), X[None], WEIGHT.t(), 1, 1),
+        ("addmm", torch.ones(3), X, WEIGHT.t(), 1, 1),
+        ("addmm", torch.ones(1, 5, 4), X, WEIGHT.t(), 1, 1),
+        ("addmm", torch.ones(2, 4), X[:1], WEIGHT.t(), 1, 1),
+    ],
+    "the weight has no elements": [
+        ("linear", torch.ones(5, 0), torch.ones(4, 0), None),
+        ("matmul", X, torch.ones(6, 0)),
+        ("mm", torch.ones(5, 0), torch.ones(0, 4)),
+    ],
+    "the bias is not a vector of the output features": [
+        ("linear", X, WEIGHT, torch.ones(1)),
+        ("linear", X, WEIGHT, torch.ones(5, 4)),
+    ],
+    "beta or alpha is complex": [
+        ("addmm", torch.ones(4), X, WEIGHT.t(), 1j, 1),
+        ("addmm", torch.ones(4), X, WEIGHT.t(), 1, 1j),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("reason", "op", "args"), [(reason, *call[:1], call[1:]) for reason, calls in DECLINED.items() for call in calls]
+)
+def test_what_is_declined_has_a_reason_on_real_and_on_fake_tensors(reason, op, args):
+    kernel = NoRows().kernels()[f"aten::{op}"]
+    assert kernel.declines(*args) == reason
+    with FakeTensorMode() as mode:
+        assert kernel.declines(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args)) == reason
+
+
+def test_a_product_that_fits_may_be_declined_by_the_size_of_the_weight_and_by_what_is_added():
+    kernels = NoRows().kernels()
+    assert kernels["aten::linear"].declines(X, WEIGHT, None) == "[5, 6] by [4, 6] and False"
+    assert kernels["aten::mm"].declines(X, WEIGHT.t()) == "[5, 6] by [4, 6] and False"
+    assert kernels["aten::addmm"].declines(torch.ones(4), X, WEIGHT.t(), 1, 1) == "[5, 6] by [4, 6] and True"
