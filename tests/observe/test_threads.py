@@ -1,12 +1,15 @@
 """Who sees which threads, observers in observers, and observers that end at the wrong time."""
 
+import itertools
 import os
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import polycast
+from polycast.engine.reference import kernels, state_machine, telling
 
 
 def calls(seen, op="aten::relu"):
@@ -239,3 +242,19 @@ def test_what_a_signal_raises_while_a_stack_is_taken_is_raised(engine, monkeypat
         with pytest.raises(KeyboardInterrupt):
             list(map(torch.relu, [X]))
     assert calls(seen) == 1
+
+
+def test_on_the_reference_engine_an_observation_may_end_while_another_thread_tells_of_it(engine, monkeypatch):
+    if engine != "reference":
+        pytest.skip("the native engine asks once, in C++")
+
+    class EndsOnceItWasSeen:
+        listener = property(lambda self, asked=itertools.count(): None if next(asked) % 2 else Mock())
+        told_cast = staticmethod(telling.told_cast)
+
+    for module in (kernels, state_machine):
+        monkeypatch.setattr(module, "telling", EndsOnceItWasSeen())
+    for policy in (None, polycast.Policy({"mm": "fp32"})):
+        with polycast.autocast("cpu", policy=policy):
+            torch.mm(torch.ones(2, 2), torch.ones(2, 2, dtype=torch.float16))
+            torch.mm(torch.ones(2, 2), torch.ones(2, 2, dtype=torch.float16))

@@ -98,10 +98,11 @@ class _Kernel:
         if policy is None:  # as if there were no kernel here: what the op is made of is autocast as ever
             return self.op.redispatch(keys & self.below, *args, **kwargs)
         with torch._C._ExcludeDispatchKeyGuard(self.key_set):
-            if telling.listener is not None:
+            told = telling.listener
+            if told is not None:
                 region = self.machine.innermost(self.device_type)
                 if region is not None and region[0] is not None:
-                    telling.listener.note_overlay(region[0])
+                    told.note_overlay(region[0])
             if policy is CastPolicy.LOWER_PRECISION_FP and self.machine.computes_low_bit(self.name, self.device_type):
                 result = low_bit.perform(self.name, self.device_type, in_order(self.op, args, kwargs))
                 if result is not None:
@@ -202,9 +203,10 @@ def _caster(device_type: str, dtype: torch.dtype, cast_weight: _CastWeight | Non
         if isinstance(value, torch.Tensor):
             if value.dtype is dtype or not is_eligible(value, device_type):
                 return value
-            if telling.listener is not None:
+            told = telling.listener
+            if told is not None:
                 of_weight = (cast_weight is not None or caching_is_safe()) and is_weight(value)
-                return telling.told_cast(value, dtype, of_weight, cast_weight, telling.listener)
+                return telling.told_cast(value, dtype, of_weight, cast_weight, told)
             if cast_weight is not None and is_weight(value):
                 return cast_weight(value, dtype, None)
             traced = None if dtype is torch.float32 else kept_cast.of_traced(value, dtype, device_type)

@@ -134,8 +134,9 @@ class PythonStateMachine:
         regions = self._regions
         device_type = settings.device_type
         frame = Frame(owner, settings, regions.innermost.get(device_type))
-        if telling.listener is not None:
-            telling.listener.note_entry(id(frame), device_type, settings.enabled, settings.dtype)
+        told = telling.listener
+        if told is not None:
+            told.note_entry(id(frame), device_type, settings.enabled, settings.dtype)
         regions.push(frame)
         torch.set_autocast_enabled(device_type, settings.enabled)
         torch.set_autocast_dtype(device_type, settings.dtype)
@@ -164,8 +165,9 @@ class PythonStateMachine:
             torch.clear_autocast_cache()
         if regions.newest is None:
             regions.store.clear()
-        if telling.listener is not None:
-            telling.listener.note_exit(id(frame))
+        told = telling.listener
+        if told is not None:
+            told.note_exit(id(frame))
         return torch._C._is_torch_function_mode_enabled()
 
     def last(self) -> tuple[object, Settings] | None:

@@ -30,7 +30,7 @@ class Listener(Protocol):
 
 
 listener: Listener | None = None
-"""Who is told now."""
+"""Who is told now; read once by whoever tells, for an observation may end on another thread meanwhile."""
 _lock = threading.RLock()
 hold_over_forks(lambda: [_lock])
 _count = 0
