@@ -188,6 +188,20 @@ def test_a_custom_op_is_counted(engine):
     assert row(seen, "polycast_observe::twice").calls == 1
 
 
+def test_an_op_has_no_time_that_ran_when_the_first_observation_with_timing_began(engine):
+    timed = polycast.observe(timing=True)
+
+    @torch.library.custom_op("polycast_observe::begins", mutates_args=())
+    def begins(x: torch.Tensor) -> torch.Tensor:
+        timed.__enter__()
+        return x + x
+
+    with polycast.observe() as seen:
+        torch.ops.polycast_observe.begins(torch.ones(4))
+        timed.__exit__(None, None, None)
+    assert (row(seen, "polycast_observe::begins").calls, row(seen, "polycast_observe::begins").seconds) == (1, {})
+
+
 def test_an_op_under_a_dispatch_mode_is_counted_once(engine):
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -217,7 +217,7 @@ std::unique_ptr<at::ObserverContext> start_op(Watch& watch, const at::RecordFunc
   }
   watch.be_in(op.get());
   op->is_timed = watch.timing;
-  if (watch.timing) {
+  if (op->is_timed) {
     op->began = std::chrono::steady_clock::now();
   }
   return op;

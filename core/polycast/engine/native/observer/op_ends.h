@@ -85,7 +85,7 @@ struct Call {
     if (computes != ScalarType::Undefined) {
       counts.computes.add(computes);
     }
-    if (op.watch->timing && !op.inner) {
+    if (op.is_timed && !op.inner) {
       counts.add_seconds(computes, seconds);
     }
     for (const CastCounts& casts : op.casts) {
@@ -202,7 +202,7 @@ void end_op(ObservedOp& op, const at::RecordFunction& event) {
     look_at_outputs(op, outputs_of(op, event));
     return;
   }
-  const double seconds = watch.timing ? std::chrono::duration<double>(Clock::now() - op.began).count() : 0;
+  const double seconds = op.is_timed ? std::chrono::duration<double>(Clock::now() - op.began).count() : 0;
   watch.be_in(op.outer);
   const auto outputs = outputs_of(op, event);
   DtypeCounts dtypes;
