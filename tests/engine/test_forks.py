@@ -45,6 +45,58 @@ for name, lock in locks().items():
 print(len(locks()) > 5, taken)
 """
 
+MEETING = """
+import os, threading
+import polycast
+import torch
+from polycast.precision.observe import module_calls
+
+
+class Lock:
+    def acquire(self):
+        lock.acquire()
+
+    def release(self):
+        lock.release()
+
+    def __enter__(self):
+        lock.acquire()
+        held.set()
+        forks.wait()
+
+    def __exit__(self, *_):
+        lock.release()
+
+
+lock, held, forks = threading.RLock(), threading.Event(), threading.Event()
+os.register_at_fork(before=forks.set)  # between the locks of the modules that are imported by now and the others
+with polycast.observe(threads="all"):
+    pass
+module_calls._lock = Lock()
+observing = polycast.observe(torch.nn.ReLU())
+thread = threading.Thread(target=observing.__enter__)
+thread.start()
+held.wait()
+child = os.fork()
+if not child:
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+thread.join()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_a_thread_that_begins_to_observe_a_model_and_one_that_forks_do_not_wait_for_each_other(engine):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", MEETING],
+        env={**os.environ, "POLYCAST_ENGINE": engine},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 @pytest.mark.parametrize("engine", ["native", "reference"])

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...engine.choice import choose
 from ...engine.recorder import Observer
 from ...plugins.fork import hold_over_forks
 
@@ -75,12 +74,12 @@ def _tell(modules_call: Callable[..., Any], module: nn.Module, args: tuple[Any, 
     return result
 
 
-def tell_modules() -> None:
-    """Have the modules that compute told to the observer, until :func:`tell_modules_no_more`."""
+def tell_modules(observer: Observer) -> None:
+    """Have the modules that compute told to the process' observer, until :func:`tell_modules_no_more`."""
     global _observers, _modules_call, _call_in_force, _observer
     with _lock:
         if _observers == 0:
-            _observer = choose().observer()
+            _observer = observer
             call = nn.Module.__call__
             if call is _observed_call:
                 _call_in_force = call

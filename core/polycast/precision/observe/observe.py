@@ -117,7 +117,8 @@ class _Observing:
         engine = choose()
         self._run = options
         self._engine_name = engine.name
-        self._recorder: Recorder = engine.observer().recorder(
+        self._observer = engine.observer()
+        self._recorder: Recorder = self._observer.recorder(
             options.threads == "all", options.timing, NONFINITE.index(options.nonfinite), options.stacks
         )
         self._finds_modules = finds_modules
@@ -135,7 +136,7 @@ class _Observing:
     def start(self) -> None:
         tell_compilations()
         if self._tells_modules:
-            tell_modules()
+            tell_modules(self._observer)
         if self._finds_modules:
             before_modules.append(self._modules.meet)
         if self._raises:
