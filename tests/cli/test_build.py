@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from typer.testing import CliRunner
@@ -145,6 +146,31 @@ def test_a_compiler_that_the_user_interrupts_is_not_remembered_as_one_that_faile
         build.find_or_build(cache_directory())
     assert list(cache_directory().rglob("*.log")) == []
     assert build.find_build(cache_directory()) is None
+
+
+def test_what_waits_for_a_core_is_not_compiled_once_the_user_interrupts(compiler, ops, monkeypatch, tmp_path):
+    goes_on, calls = tmp_path / "goes on", tmp_path / "calls"
+    os.mkfifo(goes_on)
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, _):
+            super().__init__(1)
+
+        def shutdown(self, wait=True, *, cancel_futures=False):
+            super().shutdown(False, cancel_futures=cancel_futures)
+            if not goes_on.with_suffix(".already").exists():
+                goes_on.with_suffix(".already").touch()
+                goes_on.write_text("now")
+            super().shutdown(wait)
+
+    monkeypatch.setattr("polycast.cli.build.ThreadPoolExecutor", Pool)
+    ops(OPS.package)
+    compiler(
+        f"open({str(calls)!r}, 'a').write('called '); os.kill(os.getppid(), signal.SIGINT); "
+        f"open({str(goes_on)!r}).read(); {WRITES}"
+    )
+    assert run().exit_code != 0
+    assert calls.read_text() == "called "
 
 
 def test_an_illegal_engine_is_told(compiler, monkeypatch):

@@ -26,12 +26,17 @@ def run() -> None:
         absent = packages_of_ops("unavailable")
     failed = False
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # a compiler for each
-        for library, answer in zip(wanted, [pool.submit(_have, each) for each in wanted], strict=True):
-            try:
-                typer.echo(f"{library.what}: {answer.result()}")
-            except BuildError as error:
-                typer.echo(f"polycast: {library.what} cannot be built: {error}", err=True)
-                failed = True
+        answers = [pool.submit(_have, each) for each in wanted]
+        try:
+            for library, answer in zip(wanted, answers, strict=True):
+                try:
+                    typer.echo(f"{library.what}: {answer.result()}")
+                except BuildError as error:
+                    typer.echo(f"polycast: {library.what} cannot be built: {error}", err=True)
+                    failed = True
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)  # or what waits for a core would be compiled yet
+            raise
     for package, device_type in absent.items():
         typer.echo(f"{Library.of_ops(package).what}: not compiled, for {device_type} cannot be used now")
     if failed:
