@@ -305,6 +305,16 @@ def test_where_the_observer_cannot_be_built_regions_run_and_there_is_a_reason(mo
     installation.forget_choice()
 
 
+def test_an_observer_of_other_sources_than_the_engines_is_not_loaded(monkeypatch):
+    monkeypatch.setenv("POLYCAST_ENGINE", "native")
+    installation.forget_choice()
+    monkeypatch.setattr(choice.choose(), "_observer", None)
+    monkeypatch.setattr(build, "read_sources", lambda wanted=None: {"binding.cpp": b"// of the next version"})
+    with pytest.raises(RuntimeError, match=r"changed after its engine was loaded\. Start the program anew\.$"):
+        polycast.observe().__enter__()
+    installation.forget_choice()
+
+
 def test_the_stack_of_an_op_that_raises_is_kept_and_its_error_is_raised(engine):
     def refuse(tensor):
         raise LookupError("refused")

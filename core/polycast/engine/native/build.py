@@ -16,7 +16,7 @@ import signal
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -57,17 +57,25 @@ def load() -> NativeEngine:
 @functools.cache
 def _load_prebuilt() -> NativeEngine | None:
     found = _import_prebuilt(ENGINE)
-    return None if found is None else NativeEngine(*found, _load_observer)
+    return None if found is None else NativeEngine(*found, _observer_loader())
 
 
 @functools.cache
 def _load(directory: Path) -> NativeEngine:
-    return NativeEngine(*_import_built(directory, ENGINE), _load_observer)
+    return NativeEngine(*_import_built(directory, ENGINE), _observer_loader())
 
 
-def _load_observer() -> ModuleType:
-    extension, _ = _import_prebuilt(OBSERVER) or _import_built(cache_directory(), OBSERVER)
-    return extension
+def _observer_loader() -> Callable[[], ModuleType]:
+    """Return what loads the observer that fits the engine which is loaded now."""
+    sources = read_sources(ENGINE)
+
+    def load_observer() -> ModuleType:
+        if read_sources(ENGINE) != sources:  # an upgrade, say: what the two know of each other may be another
+            raise BuildError("the C++ of polycast was changed after its engine was loaded. Start the program anew.")
+        extension, _ = _import_prebuilt(OBSERVER) or _import_built(cache_directory(), OBSERVER)
+        return extension
+
+    return load_observer
 
 
 def _import_prebuilt(wanted: Library) -> tuple[ModuleType, str] | None:
