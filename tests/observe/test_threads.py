@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import subprocess
+import sys
 import threading
 from unittest.mock import Mock
 
@@ -115,8 +117,34 @@ def test_a_thread_may_end_while_it_is_observed(engine, in_thread):
     assert calls(seen) == 1
 
 
-def test_an_observer_that_is_never_left_ends_with_the_process(engine, in_thread):
-    seen = in_thread(lambda: polycast.observe().__enter__())
+NEVER_LEFT = """
+import threading, torch, polycast
+kept = []
+thread = threading.Thread(target=lambda: kept.append(polycast.observe().__enter__()))
+thread.start()
+thread.join()
+with polycast.autocast("cpu"):
+    torch.ones(2, 2) @ torch.ones(2, 2)
+print(len(kept[0].ops))
+"""
+
+
+def test_an_observer_that_is_never_left_ends_with_the_process(engine):
+    environment = {**os.environ, "POLYCAST_ENGINE": engine}
+    done = subprocess.run([sys.executable, "-c", NEVER_LEFT], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+def test_an_observer_whose_thread_has_ended_sees_no_thread_that_comes_after_it(engine, in_thread):
+    def observe_another():
+        with polycast.observe():
+            X.relu()
+
+    observer = polycast.observe()
+    seen = in_thread(observer.__enter__)
+    for _ in range(4):  # of which one has the memory of the first, and what the system tells threads by
+        in_thread(observe_another)
+    observer.__exit__(None, None, None)
     assert calls(seen) == 0
 
 

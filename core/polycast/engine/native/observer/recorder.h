@@ -16,7 +16,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <thread>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
@@ -73,8 +72,7 @@ class Recorder {
 
   const bool all_threads, timing, stacks;
   const NonFinitePolicy nonfinite;
-  const std::thread::id thread = std::this_thread::get_id();
-  const uint64_t thread_number = at::RecordFunction::currentThreadId();
+  const uint64_t thread_number = at::RecordFunction::currentThreadId();  // no other thread has it, later on either
 
   // The rest is guarded by the mutex, which is taken before that of a table.
   std::mutex mutex;

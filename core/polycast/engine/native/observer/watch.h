@@ -14,7 +14,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -220,7 +219,7 @@ Watch* refreshed_watch(bool create) {
     std::lock_guard<std::mutex> lock(Recorders::running().mutex);
     watch->generation = Recorders::generation.load(std::memory_order_acquire);
     for (const auto& recorder : Recorders::running().recorders) {
-      if (recorder->all_threads || recorder->thread == std::this_thread::get_id()) {
+      if (recorder->all_threads || recorder->thread_number == at::RecordFunction::currentThreadId()) {
         found.push_back(recorder);
       }
     }
