@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.functional import mse_loss
+from torch.utils._pytree import tree_flatten
 
 import polycast
 
@@ -94,3 +96,14 @@ def test_the_profiler_sees_a_matrix_product():
     with torch.no_grad(), polycast.autocast("cpu"), torch.autograd.profiler.profile() as profile:
         torch.mm(x, x)
     assert "aten::mm" in {event.name for event in profile.function_events}
+
+
+@pytest.mark.parametrize("kind", [nn.RNNCell, nn.GRUCell, nn.LSTMCell, nn.RNN, nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_bias_that_is_not_there_is_not_differentiated(kind, mode):
+    network, x = kind(4, 4, bias=False), torch.rand(3, 4)
+    with mode(), polycast.autocast("cpu"):
+        result = tree_flatten(network(x))[0]
+    with mode(), torch.autocast("cpu", torch.bfloat16):
+        expected = tree_flatten(network(x))[0]
+    assert all(torch.equal(each, others) for each, others in zip(result, expected, strict=True))

@@ -230,3 +230,11 @@ def test_a_weight_without_memory_is_refused_as_in_the_fast_dtype(engine):
     with pytest.raises(RuntimeError, match="not allocated"):
         run(lambda: functional.linear(X, weight))
     assert packings.cache.stats().packings == 0
+
+
+@pytest.mark.parametrize("kind", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])
+def test_a_bias_that_is_not_there_is_none_for_a_kernel(linear, kind):
+    cell = kind(8, 8, bias=False)
+    with torch.no_grad():
+        run(lambda: cell(X))
+    assert linear.ran == 2

@@ -73,6 +73,9 @@ struct Differentiation {
   const bool grad = at::GradMode::is_enabled();
 
   bool has(const Tensor& tensor) const {
+    if (!tensor.defined()) {  // a bias that is not there, which torch's cells of recurrent networks give
+      return false;
+    }
     const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
     return meta != nullptr && ((grad && tensor.requires_grad()) || meta->fw_grad_ != nullptr);
   }

@@ -58,7 +58,7 @@ bool are_plain(c10::ArrayRef<c10::IValue> arguments, DeviceType device) {
       DispatchKey::Python, DispatchKey::FuncTorchGradWrapper, DispatchKey::FuncTorchBatched, DispatchKey::Functionalize};
   const Differentiation autograd;
   return caching_is_safe() && std::all_of(arguments.begin(), arguments.end(), [&](const c10::IValue& argument) {
-    if (!argument.isTensor()) {
+    if (!argument.isTensor() || !argument.toTensor().defined()) {
       return true;
     }
     const Tensor& tensor = argument.toTensor();
