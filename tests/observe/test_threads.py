@@ -9,8 +9,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch._dynamo.callback import CompilationCallbackHandler
 
 import polycast
+from polycast.engine import low_bit_listeners
 from polycast.engine.reference import kernels, state_machine, telling
 
 
@@ -288,3 +290,15 @@ def test_on_the_reference_engine_an_observation_may_end_while_another_thread_tel
         with polycast.autocast("cpu", policy=policy):
             torch.mm(torch.ones(2, 2), torch.ones(2, 2, dtype=torch.float16))
             torch.mm(torch.ones(2, 2), torch.ones(2, 2, dtype=torch.float16))
+
+
+def test_an_observation_whose_beginning_is_interrupted_leaves_nothing_in_torch(engine, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(low_bit_listeners, "listen", interrupted)
+    handler = CompilationCallbackHandler
+    before = torch.nn.Module.__call__, handler.install_callbacks
+    with pytest.raises(KeyboardInterrupt):
+        polycast.observe(torch.nn.ReLU()).__enter__()
+    assert (torch.nn.Module.__call__, handler.install_callbacks) == before

@@ -6,6 +6,7 @@ import platform
 import threading
 import time
 import weakref
+from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Literal
@@ -134,28 +135,28 @@ class _Observing:
         self.observation = Observation(self._facts)
 
     def start(self) -> None:
-        tell_compilations()
-        if self._tells_modules:
-            tell_modules(self._observer)
-        if self._finds_modules:
-            before_modules.append(self._modules.meet)
-        if self._raises:
-            after_modules.append(self._after_module)
-        low_bit_listeners.listen(self._low_bit.note, None if self._run.threads == "all" else threading.get_ident())
-        self._began = time.perf_counter()
-        self._recorder.start()
+        with ExitStack() as begun:  # and ended, if a signal's handler raises in the middle
+            tell_compilations()
+            begun.callback(tell_compilations_no_more)
+            if self._tells_modules:
+                tell_modules(self._observer)
+                begun.callback(tell_modules_no_more)
+            if self._finds_modules:
+                before_modules.append(self._modules.meet)
+                begun.callback(before_modules.remove, self._modules.meet)
+            if self._raises:
+                after_modules.append(self._after_module)
+                begun.callback(after_modules.remove, self._after_module)
+            begun.callback(low_bit_listeners.listen_no_more, self._low_bit.note)
+            low_bit_listeners.listen(self._low_bit.note, None if self._run.threads == "all" else threading.get_ident())
+            self._began = time.perf_counter()
+            begun.callback(self._recorder.stop)
+            self._recorder.start()
+            self._begun = begun.pop_all()
 
     def stop(self) -> None:
-        self._recorder.stop()
-        low_bit_listeners.listen_no_more(self._low_bit.note)
+        self._begun.close()
         self.observation._facts = self._facts()
-        if self._finds_modules:
-            before_modules.remove(self._modules.meet)
-        if self._raises:
-            after_modules.remove(self._after_module)
-        if self._tells_modules:
-            tell_modules_no_more()
-        tell_compilations_no_more()
         self._modules.clear()
 
     def _facts(self) -> Facts:
