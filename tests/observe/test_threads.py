@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.callback import CompilationCallbackHandler
 
 import polycast
-from polycast.engine import low_bit_listeners
+from polycast.engine import choice, low_bit_listeners
 from polycast.engine.reference import kernels, state_machine, telling
 
 
@@ -302,3 +302,22 @@ def test_an_observation_whose_beginning_is_interrupted_leaves_nothing_in_torch(e
     with pytest.raises(KeyboardInterrupt):
         polycast.observe(torch.nn.ReLU()).__enter__()
     assert (torch.nn.Module.__call__, handler.install_callbacks) == before
+
+
+def test_each_op_is_counted_while_other_threads_begin_to_observe_all_and_end(engine):
+    counted, observer = threading.Event(), choice.choose().observer()
+
+    def observe_all():
+        while not counted.is_set():
+            recorder = observer.recorder(True, False, 0, False)
+            recorder.start()
+            recorder.stop()
+
+    other = threading.Thread(target=observe_all)
+    other.start()
+    with polycast.observe() as seen:
+        for _ in range(20_000):
+            X.relu()
+    counted.set()
+    other.join()
+    assert [(row.op, row.calls) for row in seen.ops] == [("aten::relu", 20_000)]

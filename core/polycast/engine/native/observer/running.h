@@ -19,11 +19,13 @@
 
 namespace {
 
+// torch calls the callback of the thread, that of all or both, as they were when the event began.
 std::unique_ptr<at::ObserverContext> start_event(const at::RecordFunction& event) {
   Watch* const watch = refreshed_watch(true);
-  if (watch == nullptr) {
+  if (watch == nullptr || watch->event == &event) {
     return nullptr;
   }
+  watch->event = &event;
   constexpr const char* kNode = "autograd::engine::evaluate_function";
   if (event.name()[0] == 'a' && event.name()[2] == 't' && std::strncmp(event.name(), kNode, std::strlen(kNode)) == 0) {
     return enter_node(*watch);
@@ -45,10 +47,13 @@ std::unique_ptr<at::ObserverContext> start_event_of_thread(const at::RecordFunct
   if (const Watch* const watch = refreshed_watch(true); watch != nullptr && watch->recorders.empty()) {
     remove_callback_if_nobody_observes();
   }
-  return recorders_of_all.load(std::memory_order_relaxed) != 0 ? nullptr : start_event(event);
+  return start_event(event);
 }
 
 void end_event(const at::RecordFunction& event, at::ObserverContext* context) {
+  if (Watch* const watch = watch_of_thread; watch != nullptr && watch->event == &event) {
+    watch->event = nullptr;
+  }
   if (context == nullptr) {
     return;
   }

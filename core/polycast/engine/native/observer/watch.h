@@ -86,6 +86,7 @@ struct Watch {
   Tables tables;                                // of each
   uint64_t generation = 0;
   std::optional<at::CallbackHandle> callback;  // this thread's own
+  const at::RecordFunction* event = nullptr;   // the one that began last, until it ends
   ObservedOp* op = nullptr;                    // the innermost
   ObservedCall** const engines_op = engine.observed_op();  // the same, where the engine looks
   int compiling = 0;
