@@ -67,7 +67,7 @@ stress: $(VENV)/polycast.stamp
 # the compiler makes another build, so nothing needs to be cleaned before or after. Neither runs children that are forked
 # while threads run: the sanitizers' own locks are not held over a fork. ThreadSanitizer wants a program's memory where it
 # expects it, so setarch.
-SANITIZED ?= tests/engine tests/region
+SANITIZED ?= tests/engine tests/observe tests/region
 RACE_STEPS ?= 1000
 preloading = LD_PRELOAD="$$($(CXX) -print-file-name=lib$(1).so) $$($(CXX) -print-file-name=libstdc++.so)"
 asan: $(VENV)/polycast.stamp
