@@ -85,28 +85,25 @@ thread.join()
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
-@pytest.mark.parametrize("engine", ["native", "reference"])
-def test_a_thread_that_begins_to_observe_a_model_and_one_that_forks_do_not_wait_for_each_other(engine):
+def run(program, engine, timeout):
+    """Return what a program wrote. Python warns of forks among threads, which is what is tested."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", MEETING],
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
         env={**os.environ, "POLYCAST_ENGINE": engine},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=timeout,
     )
-    assert (done.stdout, done.stderr) == ("0\n", "")
+    return done.stdout, done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+@pytest.mark.parametrize("engine", ["native", "reference"])
+def test_a_thread_that_begins_to_observe_a_model_and_one_that_forks_do_not_wait_for_each_other(engine):
+    assert run(MEETING, engine, timeout=60) == ("0\n", "")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_no_lock_of_a_module_is_held_in_a_child_by_a_thread_that_is_not_there(engine):
-    done = subprocess.run(
-        # Python warns of forks among threads, which is what is tested.
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", HELD],
-        env={**os.environ, "POLYCAST_ENGINE": engine},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (done.stdout, done.stderr) == ("True []\n", "")
+    assert run(HELD, engine, timeout=300) == ("True []\n", "")
