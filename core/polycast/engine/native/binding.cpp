@@ -1,7 +1,7 @@
 // The native engine's Python module: the semantics of the reference engine at the speed of torch's own kernels.
 //
 // Compiled as one unit with the files it includes: parsing torch's headers is most of the build, and is done once so. From
-// the bottom: store.h, regions.h, methods.h, casting.h, arguments.h, kernel.h, unboxed.h, library.h. Each says what it owns and which
+// the bottom: store.h, frames.h, regions.h, methods.h, casting.h, arguments.h, kernel.h, unboxed.h, library.h. Each says what it owns and which
 // lock it takes.
 
 #include "python.h"
