@@ -24,7 +24,7 @@ def graph(node):
 
 
 def left_by(run, layers, policy, caches, checkpoints, grad):
-    """Return all that a run leaves: outputs, graphs, gradients or an error, the state of the generator, and of the cache."""
+    """Return all that a run leaves: outputs, graphs, gradients or errors, the generator's state and the cache's."""
     torch.manual_seed(0)
     net = nn.Sequential(*(LAYERS[layer]() for layer in layers))
     cache = polycast.WeightCache() if caches else None
@@ -68,7 +68,7 @@ def left_by(run, layers, policy, caches, checkpoints, grad):
         }
     ),
 )
-@example(["inplace", "inplace"], None, False, False, True, {})
+@example(layers=["inplace", "inplace"], policy=None, caches=False, checkpoints=False, grad=True, options={})
 def test_a_run_leaves_what_it_leaves_unobserved(engine, layers, policy, caches, checkpoints, grad, options):
     arguments = layers, policy, caches, checkpoints, grad
     plain = left_by(lambda net: torch.enable_grad(), *arguments)

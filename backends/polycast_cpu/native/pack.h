@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "layout.h"
-#include "parallel.h"
+#include "parts.h"
 #include "quantize.h"
 #include "tensors.h"
 

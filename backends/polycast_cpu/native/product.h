@@ -4,7 +4,7 @@
 #include "finish.h"
 #include "layout.h"
 #include "multiply.h"
-#include "parallel.h"
+#include "parts.h"
 
 namespace polycast_cpu {
 

@@ -58,7 +58,7 @@ class Library:
     again: str
     """How a build that failed is tried again, for the end of a sentence."""
     folders: tuple[str, ...] = (".",)
-    """Where its files are in the package; it is compiled as if they were in one."""
+    """Where its files are in the package; it is compiled as if they were in one, with those that are offered to all."""
     gcc_optimization: tuple[str, ...] = _FOR_LOOPS
     """What GCC is told to optimize; other compilers are told ``-O2``."""
 
@@ -71,6 +71,9 @@ class Library:
         """Return the ops that a package has."""
         return cls(package, package.replace(".", "_"), f"the ops of {package}", "remove that file to try again")
 
+
+_OFFERED = "offered"
+"""The folder beside this file with what all may include; a package's own file of the same name comes before it."""
 
 _AGAIN = "`polycast build` tries again"
 ENGINE = Library(str(__package__), "polycast_native", "the native engine", _AGAIN, (".", "common"), _FOR_SHORT_PATHS)
@@ -113,9 +116,9 @@ def read_sources(wanted: Library = ENGINE) -> Mapping[str, bytes]:
         package = importlib.resources.files(wanted.package)
     except ModuleNotFoundError as error:
         raise BuildError(f"there is no package {wanted.package} with its C++ sources: {error}.") from error
+    folders = [package if name == "." else package / name for name in wanted.folders]
     found: dict[str, bytes] = {}
-    for name in wanted.folders:
-        folder = package if name == "." else package / name
+    for folder in (importlib.resources.files(__package__) / _OFFERED, *folders):
         try:
             of_folder = {
                 file.name: file.read_bytes() for file in folder.iterdir() if file.name.endswith((".cpp", ".h"))

@@ -30,7 +30,8 @@ def load_ops(package: str) -> Availability:
 
     The package has ``.cpp`` and ``.h`` files, which register ops with ``TORCH_LIBRARY`` and need no Python. They are
     compiled where the native engine is, without options for a processor: a function that needs its instructions says so
-    as its target. A failure is an answer, for the backend to pass on.
+    as its target. They may include ``parallel.h``, for loops over torch's own threads. A failure is an answer, for the
+    backend to pass on.
 
     Args:
         package: the name of the package, such as ``"polycast_cpu.native"``.

@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "content.h"
+#include "host_cast.h"
 #include "python.h"
 #include "streams.h"
 
@@ -60,14 +61,20 @@ Tensor make_cast(const Tensor& weight, ScalarType dtype, Tensor reusable = {}) {
   }
   // A weight is a plain leaf: autograd has nothing to do for a cast without history.
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  if (reusable.defined() && reusable.use_count() == 1 && reusable.storage().use_count() == 1 &&
-      reusable.scalar_type() == dtype && reusable.device().is_cpu() && weight.device().is_cpu() && reusable.sizes() == weight.sizes() &&
-      weight.is_non_overlapping_and_dense() && reusable.strides() == weight.strides()) {
-    reusable.copy_(weight);
+  const bool is_again_as_before = reusable.defined() && reusable.use_count() == 1 && reusable.storage().use_count() == 1 &&
+      reusable.scalar_type() == dtype && reusable.device().is_cpu() && weight.device().is_cpu() &&
+      reusable.sizes() == weight.sizes() && weight.is_non_overlapping_and_dense() && reusable.strides() == weight.strides();
+  if (!is_again_as_before) {
+    reusable.reset();  // before the new memory is asked for: it is the next to be given out
+  }
+  if (casts_in_host_memory(weight, dtype)) {
+    if (!is_again_as_before) {
+      reusable = weight.new_empty_strided(weight.sizes(), weight.strides(), weight.options().dtype(dtype));
+    }
+    cast_in_host_memory(weight, reusable);
     return reusable;
   }
-  reusable.reset();  // before the new memory is asked for: it is the next to be given out
-  return weight.to(dtype);
+  return is_again_as_before ? reusable.copy_(weight) : weight.to(dtype);
 }
 
 // Whether nobody has written a cast. What an op that declares no writes does to its inputs it does to this.

@@ -1,4 +1,7 @@
-// Loops over torch's own threads.
+// Loops over torch's own threads: for the engine, and for the ops of backends, which may include it.
+//
+// Owns nothing. Locks: none.
+
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -14,15 +17,19 @@ int omp_get_thread_num() __attribute__((weak));
 int omp_get_num_threads() __attribute__((weak));
 }
 
-namespace polycast_cpu {
+namespace polycast {
 
-// Calls body(begin, end) for parts of [0, count), on as many threads as have `grain` to do. The body must not throw.
+// Whether there are threads to be had at all, beside the one that asks.
+inline bool has_threads() {
+  return GOMP_parallel != nullptr && omp_get_thread_num != nullptr && omp_get_num_threads != nullptr;
+}
+
+// Call body(begin, end) for parts of [0, count), on as many threads as have `grain` to do. The body must not throw.
 template <typename Body>
 void for_each_part(int64_t count, int64_t grain, const Body& body) {
   const int64_t wanted = (count + grain - 1) / grain;
-  const auto threads = std::min<int64_t>(wanted, at::get_num_threads());
-  if (threads <= 1 || GOMP_parallel == nullptr || omp_get_thread_num == nullptr || omp_get_num_threads == nullptr ||
-      at::in_parallel_region()) {
+  const auto threads = wanted <= 1 ? 1 : std::min<int64_t>(wanted, at::get_num_threads());
+  if (threads <= 1 || !has_threads() || at::in_parallel_region()) {
     body(int64_t{0}, count);
     return;
   }
@@ -42,9 +49,4 @@ void for_each_part(int64_t count, int64_t grain, const Body& body) {
       &shared, static_cast<unsigned>(threads), 0);
 }
 
-// How many parts of a cost, in bytes of a weight or elements of activations, are worth a thread.
-constexpr int64_t grain(int64_t cost) {
-  return std::max<int64_t>(1, (int64_t{1} << 16) / std::max<int64_t>(1, cost));
-}
-
-}  // namespace polycast_cpu
+}  // namespace polycast

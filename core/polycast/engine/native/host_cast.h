@@ -1,0 +1,111 @@
+// The cast of a float32 weight in the host's memory, in less time than torch's kernel takes, and with the same bits.
+//
+// A weight that is used once comes from memory, and a loop over it waits for what comes next: the processor looks ahead by
+// no more than a page. So four parts are gone over together, and what comes next in each is asked for ahead.
+//
+// Owns nothing. Locks: none.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "parallel.h"
+
+namespace {  // all is one unit, binding.cpp
+
+#if defined(__x86_64__)
+
+using EightFloats = float __attribute__((vector_size(32)));
+using EightWords = uint32_t __attribute__((vector_size(32)));
+using EightHalves = uint16_t __attribute__((vector_size(16)));
+
+constexpr int64_t kAtOnce = 16;  // floats: a line of the cache
+
+template <ScalarType dtype>
+[[gnu::target("avx2,f16c"), gnu::always_inline]] inline void cast_eight(const float* from, uint16_t* to) {
+  EightFloats numbers;
+  std::memcpy(&numbers, from, sizeof(numbers));
+  if constexpr (dtype == at::kHalf) {
+    const auto halves = __builtin_ia32_vcvtps2ph256(numbers, 0);  // to the nearest
+    std::memcpy(to, &halves, sizeof(halves));
+  } else {
+    const auto bits = reinterpret_cast<EightWords>(numbers);
+    const auto is_number = reinterpret_cast<EightWords>(numbers == numbers);
+    const EightWords rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to the nearest, of two to the even
+    const auto halves = __builtin_convertvector((rounded & is_number) | (~is_number & 0xffffu), EightHalves);
+    std::memcpy(to, &halves, sizeof(halves));
+  }
+}
+
+template <ScalarType dtype>
+[[gnu::target("avx2,f16c")]] void cast_part(const float* from, uint16_t* to, int64_t count) {
+  constexpr int64_t kStreams = 4, kAhead = 256;
+  const int64_t of_each = count / kStreams / kAtOnce * kAtOnce;
+  for (int64_t i = 0; i < of_each; i += kAtOnce) {
+    for (int64_t stream = 0; stream < kStreams; ++stream) {
+      const int64_t at = stream * of_each + i;
+      __builtin_prefetch(from + at + kAhead);
+      cast_eight<dtype>(from + at, to + at);
+      cast_eight<dtype>(from + at + 8, to + at + 8);
+    }
+  }
+  int64_t at = kStreams * of_each;
+  for (; at + 8 <= count; at += 8) {
+    cast_eight<dtype>(from + at, to + at);
+  }
+  if (at < count) {
+    float last[8] = {};
+    uint16_t casts[8];
+    std::memcpy(last, from + at, (count - at) * sizeof(float));
+    cast_eight<dtype>(last, casts);
+    std::memcpy(to + at, casts, (count - at) * sizeof(uint16_t));
+  }
+}
+
+bool has_instructions() {
+  static const bool there = [] {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  }();
+  return there;
+}
+
+// Whether torch's kernel would run with nothing before it, on memory that is there, and no faster.
+bool casts_in_host_memory(const Tensor& weight, ScalarType dtype) {
+  static constexpr c10::DispatchKeySet kPassedBy{
+      DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView, DispatchKey::AutogradFunctionality, DispatchKey::AutocastCPU};
+  const auto& local = c10::impl::tls_local_dispatch_key_set();
+  const auto keys = ((weight.key_set() | local.included_) - local.excluded_) - kPassedBy;
+  const size_t bytes = (weight.storage_offset() + weight.numel()) * sizeof(float);
+  return keys == c10::DispatchKeySet(DispatchKey::CPU) && weight.scalar_type() == at::kFloat &&
+      (dtype == at::kBFloat16 || dtype == at::kHalf) && weight.is_non_overlapping_and_dense() &&
+      weight.storage().nbytes() >= bytes && has_instructions() && polycast::has_threads();
+}
+
+// Fill a cast that lies as the weight does. Profilers are told by the name that they know.
+void cast_in_host_memory(const Tensor& weight, const Tensor& cast) {
+  constexpr int64_t kGrain = 32768;  // floats that are worth a thread, as torch has it
+  RECORD_FUNCTION("aten::copy_", (std::array<c10::IValue, 2>{cast, weight}));
+  const auto* const from = static_cast<const float*>(weight.const_data_ptr());
+  auto* const to = static_cast<uint16_t*>(cast.mutable_data_ptr());
+  const auto cast_some = cast.scalar_type() == at::kHalf ? &cast_part<at::kHalf> : &cast_part<at::kBFloat16>;
+  polycast::for_each_part(weight.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    cast_some(from + begin, to + begin, end - begin);
+  });
+}
+
+#else
+
+bool casts_in_host_memory(const Tensor&, ScalarType) { return false; }
+void cast_in_host_memory(const Tensor&, const Tensor&) {}
+
+#endif
+
+}  // namespace

@@ -1,0 +1,114 @@
+"""A weight's cast has the bits that torch's kernel gives it, whatever its numbers, sizes, strides and memory."""
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+
+LOWER = polycast.CastPolicy.LOWER_PRECISION_FP
+pytestmark = pytest.mark.usefixtures("engine")
+
+
+@pytest.fixture
+def cast_of():
+    """Return a function that gives a copy of what an op gets of a weight in a region."""
+    library = torch.library.Library("polycast_test", "FRAGMENT")
+    library.define("copy(Tensor x) -> Tensor")
+    library.impl("copy", lambda x: x.clone(), "CompositeExplicitAutograd")
+
+    def cast_of(weight, dtype=torch.bfloat16, **region):
+        with torch.no_grad(), polycast.autocast("cpu", dtype, **region):
+            return torch.ops.polycast_test.copy(weight)
+
+    with polycast.register_op("polycast_test::copy", LOWER):
+        yield cast_of
+    library._destroy()
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def frozen(tensor):
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def any_bits(count):
+    """Return numbers of all kinds: nan with any payload, inf, denormal ones, and what is half way between two casts."""
+    words = torch.randint(-(2**31), 2**31, (count,), generator=torch.Generator().manual_seed(count))
+    kinds = torch.tensor([0, -(2**31), 0x7F800000, -0x800000, 0x7F800001, 1, 0x7FFFFF, 0x3F808000, 0x3F818000])
+    words[: len(kinds)] = kinds[:count]
+    return words.to(torch.int32).view(torch.float32)
+
+
+def assert_as_torch_casts(cast, weight):
+    expected = weight.detach().to(cast.dtype)
+    assert cast.stride() == expected.stride()
+    assert torch.equal(cast.view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["", "cached"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 63, 64, 65, 200, 32768, 65537, 300_001])
+def test_numbers_of_all_kinds_and_any_count_of_them(cast_of, size, dtype, cached, threads):
+    weight = frozen(any_bits(size))
+    cache = polycast.WeightCache() if cached else None
+    assert_as_torch_casts(cast_of(weight, dtype, cache=cache), weight)
+
+
+@pytest.mark.parametrize(
+    "lay",
+    [
+        lambda x: x.t(),
+        lambda x: x[1:, 3:],
+        lambda x: x[5],
+        lambda x: x[::2],
+        lambda x: x.view(8, 16, 16).permute(2, 0, 1),
+        lambda x: x.view(8, 4, 8, 8).to(memory_format=torch.channels_last),
+        lambda x: x[0].expand(4, 32),
+        lambda x: x.sum(),
+        torch._lazy_clone,
+    ],
+    ids=["transposed", "part", "row", "every other row", "permuted", "channels last", "expanded", "number", "shared"],
+)
+def test_weights_that_lie_in_any_way(cast_of, lay):
+    weight = frozen(lay(torch.randn(64, 32)))
+    assert_as_torch_casts(cast_of(weight), weight)
+
+
+def test_a_weight_whose_memory_is_gone_fails_as_with_torch(cast_of):
+    weight = frozen(torch.randn(64, 64))
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError):
+        weight.detach().to(torch.bfloat16)
+    with pytest.raises(RuntimeError):
+        cast_of(weight)
+
+
+def test_gradients_go_through_as_through_torchs_cast(threads):
+    weight, x = nn.Parameter(torch.randn(300, 200)), torch.randn(4, 200)
+
+    def gradient(amp):
+        with amp.autocast("cpu"):
+            out = torch.nn.functional.linear(x, weight)
+        return torch.autograd.grad(out.float().square().sum(), weight)[0]
+
+    assert torch.equal(gradient(polycast), gradient(torch))
+
+
+@pytest.mark.parametrize("engine", ["native"], indirect=True)
+def test_torchs_kernel_is_not_waited_for(cast_of):
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    if not capabilities.get("avx2"):
+        pytest.skip("the processor has no AVX2, for which the cast is written")
+    weight = frozen(torch.randn(64, 64))
+    with torch.profiler.profile(acc_events=True) as profile:
+        cast_of(weight)
+    names = [event.key for event in profile.key_averages()]
+    assert "aten::copy_" in names
+    assert "aten::_to_copy" not in names
