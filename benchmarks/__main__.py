@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Protocol
 
@@ -19,8 +20,9 @@ from rich.table import Table
 
 from polycast.engine.choice import choose
 
-from . import compiled, low_bit, models, observing, once, ops, scenarios, small, training, tuned
+from . import compiled, low_bit, observing, once, ops, small, tuned
 from .accuracy import Accuracy, Scores
+from .apart import Apart
 from .processes import ImportTime, PeakMemory
 from .timing import Result
 
@@ -29,15 +31,19 @@ class Benchmark(Protocol):
     def run(self, quick: bool) -> Iterator[list[Result]] | Iterator[list[Scores]]: ...
 
 
+def _apart(function: str) -> Callable[[], Benchmark]:
+    return partial(Apart, f"{__package__}.{function}")
+
+
 BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
-    "region": small.region,
-    "mm-float32": small.mm_float32,
-    "mm-bfloat16": small.mm_bfloat16,
-    "mm-weight": small.mm_weight,
-    "relu": small.relu,
+    "region": _apart("small:region"),
+    "mm-float32": _apart("small:mm_float32"),
+    "mm-bfloat16": _apart("small:mm_bfloat16"),
+    "mm-weight": _apart("small:mm_weight"),
+    "relu": _apart("small:relu"),
     "observing": observing.ops,
     "observing-training": observing.training,
-    "ops": ops.against_torch,
+    "ops": _apart("ops:against_torch"),
     "policy": small.policy,
     "policy-ops": ops.under_policy,
     "depth": small.depth,
@@ -46,14 +52,14 @@ BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
     "out-dtype": small.out_dtype,
     "import": ImportTime,
     "memory": PeakMemory,
-    "once": once.by_size,
-    "rates": once.rates,
+    "once": _apart("once:by_size"),
+    "rates": _apart("once:rates"),
     "peak": once.PeakOfThreads,
-    "scenarios": scenarios.scenarios,
+    "scenarios": _apart("scenarios:scenarios"),
     "leaving": small.leaving,
-    "linears": models.linears,
-    "gpt2": models.gpt2,
-    "training": training.training,
+    "linears": _apart("models:linears"),
+    "gpt2": _apart("models:gpt2"),
+    "training": _apart("training:training"),
     "compiled": compiled.inference,
     "compiled-training": compiled.training,
     "compiled-memory": compiled.Memory,

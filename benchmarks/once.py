@@ -46,19 +46,23 @@ def _linears(count: int, size: int, *, trainable: bool) -> torch.nn.Sequential:
 class Several:
     """Races that are run one after the other, in one thread of torch's where they say so."""
 
-    races: Callable[[], Iterator[Race] | Iterator[Race | Skipped]]
+    make: Callable[[], Iterator[Race] | Iterator[Race | Skipped]]
     one_thread: bool = False
 
-    def run(self, quick: bool) -> Iterator[list[Result]]:
-        """Yield as the races do."""
+    def races(self) -> Iterator[Race | Skipped]:
+        """Make one after the other, each while the threads are as they are to be for it."""
         before = torch.get_num_threads()
         try:
             if self.one_thread:
                 torch.set_num_threads(1)
-            for race in self.races():
-                yield from race.run(quick)
+            yield from self.make()
         finally:
             torch.set_num_threads(before)
+
+    def run(self, quick: bool) -> Iterator[list[Result]]:
+        """Yield as the races do."""
+        for race in self.races():
+            yield from race.run(quick)
 
 
 def _by_size() -> Iterator[Race]:

@@ -1,25 +1,23 @@
-"""Every op of the CPU's table on small inputs: what it costs in a region, against another.
+"""Every op of the CPU's table on small inputs: what it costs in a region, against another."""
 
-Here the ops take turns inside a turn of each region, for kernels are put in place for all of them at once.
-"""
-
-import math
+import statistics
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.benchmark import Timer
+from typing_extensions import override
 
 import polycast
 from polycast.testing.samples import SAMPLES, split
 
-from .timing import Result, kernels_of
+from .timing import Race, Ratio, Result, Side
 
 NOT_SLOWER = 1.03
 """At most torch's time; the rest is the machine's noise."""
+_STATEMENT = "function(*arguments, **keywords)"
 _BINDINGS = (torch._C._VariableFunctions, torch._C._nn, torch._C._fft, torch._C._linalg)
 
 
@@ -51,9 +49,9 @@ def _function(op: str) -> Callable[..., Any]:
     return packet
 
 
-def _timers() -> dict[str, Timer]:
-    """Return a timer for each op of the table that can be called."""
-    timers = {}
+def _calls() -> dict[str, dict[str, Any]]:
+    """Return what each op of the table that can be called is called with, as names of _STATEMENT."""
+    calls = {}
     for op in polycast.get_backend("cpu").policies:
         if op not in SAMPLES:
             continue
@@ -63,64 +61,62 @@ def _timers() -> dict[str, Timer]:
             names["function"](*arguments, **keywords)
         except (RuntimeError, TypeError, AttributeError):  # this build or this version of torch lacks it
             continue
-        timers[op] = Timer("function(*arguments, **keywords)", globals=names, num_threads=1)
-    return timers
+        calls[op] = names
+    return calls
 
 
-@dataclass(frozen=True)
-class EveryOp:
-    """The time of each op in our region and in theirs, the least of all rounds."""
+@dataclass(frozen=True, kw_only=True)
+class EveryOp(Race):
+    """The time of each op in two regions, the least of all rounds, and the mean of the ratios."""
 
-    ours: AbstractContextManager[Any]
-    theirs: AbstractContextManager[Any]
-    kernels: tuple[str, str]
-    """The libraries whose kernels run in our region and in theirs."""
     what: str
-    against: str
-    at_most: float
     of_all: float
     """The bound of the geometric mean of all ops."""
-    rounds: int = 60
     seconds: float = 0.001
-    """About what one op takes in one turn."""
 
-    def run(self, quick: bool) -> Iterator[list[Result]]:
-        """Yield after each round, at last with the results."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch has deprecated some of the ops
-            timers = _timers()
-            calls = {op: max(1, round(self.seconds / timer.timeit(10).median)) for op, timer in timers.items()}
-            sides = [*zip((self.ours, self.theirs), self.kernels, strict=True)]
-            least: dict[tuple[str, int], float] = {}
-            for turn in range(max(3, self.rounds // 5) if quick else self.rounds):
-                for side in (turn % 2, 1 - turn % 2):
-                    region, library = sides[side]
-                    kernels_of(library)
-                    with torch.no_grad(), region:
-                        for op, timer in timers.items():
-                            taken = timer.timeit(calls[op]).median
-                            least[op, side] = min(taken, least.get((op, side), math.inf))
-                yield []
-        times = {op: (least[op, 0], least[op, 1]) for op in timers}
-        ratios = {op: ours / theirs for op, (ours, theirs) in times.items()}
-        mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
-        what = f"the geometric mean of {len(ratios)} ops{self.what}"
-        yield [
-            *(
-                Result(op + self.what, self.against, ratio, self.at_most, times=times[op])
-                for op, ratio in ratios.items()
-            ),
-            Result(what, self.against, mean, self.of_all),
-        ]
+    @override
+    def results(self, taken: Sequence[Mapping[str, float]], *, least: bool = True) -> list[Result]:
+        results = super().results(taken, least=least)
+        mean = statistics.geometric_mean(each.measured for each in results if each.measured is not None)
+        what = f"the geometric mean of {len(results)} ops{self.what}"
+        return [*results, Result(what, results[0].against, mean, self.of_all)]
+
+
+def _every_op(
+    ours: AbstractContextManager[Any],
+    theirs: AbstractContextManager[Any],
+    against: str,
+    at_most: float,
+    kernels: str = "polycast",
+    **settings: Any,
+) -> EveryOp:
+    """Return the race of our region and theirs, which has the kernels of a library."""
+
+    def around(region: AbstractContextManager[Any]) -> Callable[[], AbstractContextManager[Any]]:
+        @contextmanager
+        def both() -> Iterator[None]:
+            with torch.no_grad(), region:
+                yield
+
+        return both
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch has deprecated some of the ops
+        calls = _calls()
+    sides = {}
+    for op, names in calls.items():
+        sides[op, "ours"] = Side(_STATEMENT, names, around(ours))
+        sides[op, "theirs"] = Side(_STATEMENT, names, around(theirs), kernels=kernels)
+    ratios = [Ratio(op + settings["what"], against, f"{op}, ours", f"{op}, theirs", at_most) for op in calls]
+    return EveryOp(sides={", ".join(name): side for name, side in sides.items()}, ratios=ratios, **settings)
 
 
 def against_torch() -> EveryOp:
     regions = polycast.autocast("cpu"), torch.autocast("cpu")
-    return EveryOp(*regions, ("polycast", "torch"), "", "torch's kernel", NOT_SLOWER, 1.0)
+    return _every_op(*regions, "torch's kernel", NOT_SLOWER, "torch", what="", of_all=1.0, rounds=20)
 
 
 def under_policy() -> EveryOp:
     """Each op under a policy that says of all ops what the table says."""
     regions = polycast.autocast("cpu", policy=polycast.get_backend("cpu").policies), polycast.autocast("cpu")
-    what, against = ", named in a policy", "a plain region"
-    return EveryOp(*regions, ("polycast", "polycast"), what, against, 1.05, 1.01, rounds=120)
+    return _every_op(*regions, "a plain region", 1.05, what=", named in a policy", of_all=1.01, rounds=120)

@@ -98,22 +98,36 @@ class Race:
 
     def run(self, quick: bool) -> Iterator[list[Result]]:
         """Yield after each round, at last with the results."""
-        calls = {name: self._calls(side) for name, side in self.sides.items()}
+        calls = {name: self.calls(side) for name, side in self.sides.items()}
         names = list(self.sides)
         taken: list[dict[str, float]] = []
-        for turn in range(max(3, self.rounds // 5) if quick else self.rounds):
+        for turn in range(self.turns(quick)):
             first = turn % len(names)
             taken.append({name: self.sides[name].time(calls[name]) for name in (*names[first:], *names[:first])})
             yield []
-        yield [self._result(ratio, taken) for ratio in self.ratios]
+        yield self.results(taken)
 
-    def _calls(self, side: Side) -> int:
-        once = side.time(1) * side.per  # the first casts, and what is made at the first call
+    def races(self) -> Iterator["Race"]:
+        """Return the one race that this is, as :class:`Several` has more."""
+        yield self
+
+    def turns(self, quick: bool) -> int:
+        return max(3, self.rounds // 5) if quick else self.rounds
+
+    def calls(self, side: Side) -> int:
+        """Return how often a side is called in a turn, after its first casts and what is made at the first call."""
+        once = side.time(1) * side.per
         if once < self.seconds:
             once = side.time(10) * side.per
         return max(1, round(self.seconds / once))
 
-    def _result(self, ratio: Ratio, taken: Sequence[Mapping[str, float]]) -> Result:
-        measured = statistics.median(times[ratio.ours] / times[ratio.theirs] for times in taken)
-        ours, theirs = (statistics.median(times[name] for times in taken) for name in (ratio.ours, ratio.theirs))
+    def results(self, taken: Sequence[Mapping[str, float]], *, least: bool = False) -> list[Result]:
+        """Return the ratios from the seconds of all rounds: their median, or the ratio of the least."""
+        return [self._result(ratio, taken, least) for ratio in self.ratios]
+
+    def _result(self, ratio: Ratio, taken: Sequence[Mapping[str, float]], least: bool) -> Result:
+        typical: Callable[..., float] = min if least else statistics.median
+        ours, theirs = (typical([times[name] for times in taken]) for name in (ratio.ours, ratio.theirs))
+        by_round = [times[ratio.ours] / times[ratio.theirs] for times in taken]
+        measured = ours / theirs if least else statistics.median(by_round)
         return Result(ratio.what, ratio.against, measured, ratio.at_most, times=(ours, theirs))

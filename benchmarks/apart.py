@@ -1,0 +1,100 @@
+"""Races between the kernels of polycast and of torch, with a process for each library.
+
+In one process kernels would be put in place and taken out between the turns, and what that leaves of the heap decides
+up to a tenth of an op that allocates much, such as a convolution. The two still take turns: one waits while the other
+runs.
+
+`python -m benchmarks.apart benchmarks.once:rates polycast` is such a process: "next" has it make the next race, "time"
+run a turn of its sides.
+"""
+
+import json
+import pkgutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from .timing import Race, Result
+
+LIBRARIES = ("polycast", "torch")
+
+
+def _races(name: str) -> Iterator[Race]:
+    yield from pkgutil.resolve_name(name)().races()
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The races that a function makes; what counts is the least time of a side in all rounds.
+
+    Where the memory of a process lies is chance, so that each library has some processes, one after the other.
+    """
+
+    name: str
+    """The function: ``module:function``."""
+    processes: int = 3
+
+    def run(self, quick: bool) -> Iterator[list[Result]]:
+        """Yield after each round, at last with the results."""
+        races = list(_races(self.name))
+        taken: list[list[Mapping[str, float]]] = [[] for _ in races]
+        for _ in range(1 if quick else self.processes):
+            with ExitStack() as stack:
+                players = [stack.enter_context(_Player(self.name, library)) for library in LIBRARIES]
+                for race, times in zip(races, taken, strict=True):
+                    for player in players:
+                        player.ask("next")
+                    for _ in range(race.turns(quick)):
+                        players.reverse()
+                        answers = [player.ask("time") for player in players]
+                        times.append(answers[0] | answers[1])
+                        yield []
+        yield [result for race, times in zip(races, taken, strict=True) for result in race.results(times, least=True)]
+
+
+class _Player:
+    """The process of a library."""
+
+    def __init__(self, name: str, library: str) -> None:
+        command = [sys.executable, "-m", __name__, name, library]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, request: str) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(request, file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"{self._process.args} ended with status {self._process.wait()} when asked: {request}.")
+        return json.loads(answer)
+
+    def __enter__(self) -> "_Player":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._process.communicate()  # there are no more requests
+
+
+def _play(name: str, library: str) -> None:
+    requests = iter(sys.stdin.readline, "")
+    next(requests, None)
+    for race in _races(name):
+        sides = {name: side for name, side in race.sides.items() if side.kernels == library}
+        calls = {name: race.calls(side) for name, side in sides.items()}
+        print(json.dumps("ready"), flush=True)
+        for request in requests:
+            if request.strip() == "next":
+                break
+            print(json.dumps({name: side.time(calls[name]) for name, side in sides.items()}), flush=True)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    _play(*sys.argv[1:])
