@@ -5,12 +5,10 @@
 // cast has gone is remembered, also for the thread's next region, and what is made of it then is kept. A cast with a history
 // is kept at once, as torch keeps it: the graph holds its memory, and gradients of several uses are to add up in one node.
 //
-// Owns casts, with and without history, for the one thread; and, for all threads, an index of casts that are kept, held
-// weakly, so that threads which run the same model share them, and the count of the bytes in recent casts.
+// Owns casts, with and without history, for the one thread.
 //
-// Locks. None but the index's mutex, which is taken where a cast is made that will be kept, never at a hit, and with nothing
-// called. Making and destroying a tensor may run Python, and so end this region or enter others: nothing in the tables is
-// pointed to across it.
+// Locks. None but that of what threads share. Making and destroying a tensor may run Python, and so end this region or enter
+// others: nothing in the tables is pointed to across it.
 
 #pragma once
 
@@ -20,115 +18,16 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <memory>
-#include <mutex>
-#include <optional>
 #include <utility>
 #include <vector>
 
+#include "shared_casts.h"
+#include "uses.h"
 #include "weights.h"
 #include "writes.h"
 
 namespace {
-
-struct KeptCast {
-  Content of;
-  Tensor cast;                        // without history; or undefined
-  Tensor linked;                      // the same memory with history; or undefined
-  std::optional<c10::Stream> stream;  // that it was made on: nobody says when another may use it
-
-  bool is_that_of(const Tensor& weight) const {
-    return of.is_that_of(weight) && stream == current_stream(weight) && is_unwritten(cast.defined() ? cast : linked);
-  }
-};
-
-// The casts that threads keep for their regions, held weakly.
-class SharedCasts {
- public:
-  static SharedCasts& index() {
-    static auto* const only = new SharedCasts();
-    return *only;
-  }
-
-  Tensor find(const Key& key, const Tensor& weight) {
-    Tensor cast;  // before the lock: this may come to be the last that holds it
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = casts_.find(key);
-    if (found != casts_.end() && found->second->of.is_that_of(weight) && found->second->stream == current_stream(weight) &&
-        found->second->seen == Writes::log().count()) {
-      if (Tensor alive(found->second->cast.lock()); alive.defined() && is_unwritten(alive)) {
-        cast = std::move(alive);
-      }
-    }
-    return cast;
-  }
-
-  void add(const Key& key, const KeptCast& kept, uint64_t seen) {
-    Casts dead;  // before the lock
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (casts_.size() >= sweep_at_) {
-      for (auto it = casts_.begin(); it != casts_.end();) {
-        if (it->second->cast.expired()) {
-          dead.emplace(it->first, std::move(it->second));
-          it = casts_.erase(it);
-        } else {
-          ++it;
-        }
-      }
-      sweep_at_ = std::max<size_t>(64, 2 * casts_.size());
-    }
-    auto& slot = casts_[key];
-    if (slot != nullptr) {
-      dead.emplace(key, std::move(slot));
-    }
-    slot = std::make_unique<Shared>(Shared{kept.of, Weak(kept.cast.getIntrusivePtr()), kept.stream, seen});
-  }
-
-  std::mutex& mutex() { return mutex_; }
-
- private:
-  using Weak = c10::weak_intrusive_ptr<TensorImpl, c10::UndefinedTensorImpl>;
-  struct Shared {
-    Content of;
-    Weak cast;
-    std::optional<c10::Stream> stream;
-    uint64_t seen;  // how many writes there were
-  };
-  using Casts = ska::flat_hash_map<Key, std::unique_ptr<Shared>, KeyHash>;
-
-  std::mutex mutex_;
-  Casts casts_;
-  size_t sweep_at_ = 64;
-};
-
-// The bytes in recent casts, of all threads together: at most twice the largest cast.
-class RecentBytes {
- public:
-  static bool take(size_t bytes) {
-    size_t largest = largest_.load(std::memory_order_relaxed);
-    while (bytes > largest && !largest_.compare_exchange_weak(largest, bytes, std::memory_order_relaxed)) {
-    }
-    largest = std::max(largest, bytes);
-    size_t taken = taken_.load(std::memory_order_relaxed);
-    do {
-      if (taken + bytes > 2 * largest + kOfSmallOnes) {
-        return false;
-      }
-    } while (!taken_.compare_exchange_weak(taken, taken + bytes, std::memory_order_relaxed));
-    return true;
-  }
-
-  static void give_back(size_t bytes) { taken_.fetch_sub(bytes, std::memory_order_relaxed); }
-
-  static constexpr size_t kOfSmallOnes = 1 << 20;
-
- private:
-  static inline std::atomic<size_t> taken_{0}, largest_{0};
-};
-
-// How many threads have entered regions so far.
-std::atomic<int> threads_with_regions{0};
 
 class RegionCasts {
  public:
@@ -216,51 +115,6 @@ class RegionCasts {
   struct Recent {
     Key key;
     std::unique_ptr<KeptCast> cast;
-  };
-
-  // Which weights are used more than once in a region: hints, by address, that may be of weights that died.
-  class Uses {
-   public:
-    // Note a use that found no cast; say whether there will be others.
-    bool note(const Key& key) {
-      if (slots_ == nullptr) {
-        slots_ = std::make_unique<std::array<Slot, kSlots>>();
-      }
-      Slot& slot = slot_of(key);
-      if (!(slot.key == key)) {
-        slot = {key, region_, 0};
-        return false;
-      }
-      const bool again = slot.seen == region_ || slot.again == region_ - 1;
-      if (slot.seen == region_) {
-        slot.again = region_;
-      }
-      slot.seen = region_;
-      return again;
-    }
-
-    // Note that a cast was found.
-    void note_again(const Key& key) {
-      if (slots_ != nullptr && slot_of(key).key == key) {
-        slot_of(key).again = region_;
-      }
-    }
-
-    void end_region() { ++region_; }
-
-   private:
-    static constexpr size_t kSlots = 2048;
-    struct Slot {
-      Key key{nullptr, ScalarType::Undefined};
-      uint32_t seen = 0, again = 0;  // the last regions in which it was used, and used again
-    };
-
-    Slot& slot_of(const Key& key) {
-      return (*slots_)[(reinterpret_cast<uintptr_t>(key.weight) / 64 * 0x9E3779B97F4A7C15ull >> 48) % kSlots];
-    }
-
-    std::unique_ptr<std::array<Slot, kSlots>> slots_;
-    uint32_t region_ = 2;
   };
 
   static constexpr size_t kSweepAt = 256, kLargeTable = 256, kRecent = 4;
