@@ -172,6 +172,26 @@ def test_memory_that_is_mapped_for_this_process_alone_is_kept(tmp_path, engine):
     assert cache.stats().hits == 1
 
 
+@pytest.mark.parametrize("where", ["cast", "packing"])
+def test_nothing_is_kept_of_a_weight_that_is_a_part_of_a_buffer(where):
+    options = {"recipe": polycast.Int8(min_size=1)} if where == "packing" else {}
+    if options and not polycast.get_backend("cpu").recipe_availability(options["recipe"]):
+        pytest.skip("this processor has no int8 products")
+    buffer, weight, cache = torch.ones(20), weight_of(), polycast.WeightCache()
+    weight.data = buffer[4:].view(4, 4)  # as an optimizer has it that updates all weights at once
+    for _ in range(3):
+        assert is_right(forward(weight, cache=cache, **options), weight)
+        buffer.add_(1)
+    assert (cache.stats().entries, cache.stats().packings, cache.stats().hits) == (0, 0, 0)
+
+
+def test_a_cast_is_kept_of_a_weight_that_is_all_that_is_left_of_a_buffer():
+    weight, cache = weight_of(), polycast.WeightCache()
+    weight.data = torch.ones(20)[4:].view(4, 4)
+    forward(weight, cache=cache), forward(weight, cache=cache)
+    assert cache.stats().hits == 1
+
+
 WRITES = {
     "_foreach_add_": lambda weight: torch._foreach_add_([weight.detach()], 1.0),
     "_foreach_copy_": lambda weight: torch._foreach_copy_([weight.detach()], [torch.zeros(4, 4)]),
@@ -197,8 +217,17 @@ def test_what_else_writes_is_seen(change):
         assert is_right(forward(weight, cache=cache), weight)
 
 
+def write_in_a_custom_op(weight):
+    with torch.library._scoped_library("polycast_test", "FRAGMENT") as library:
+        library.define("write_(Tensor(a!) x) -> ()")
+        library.impl("write_", lambda x: x.detach().numpy().fill(3), "CPU")
+        torch.ops.polycast_test.write_(weight.detach())
+
+
 UNSEEN = {
     ".data": lambda weight: weight.data.add_(1),
+    "the storage": lambda weight: weight.untyped_storage().copy_(torch.zeros(4, 4).untyped_storage()),
+    "a custom op whose kernel writes by a pointer": write_in_a_custom_op,
     "NumPy": lambda weight: weight.detach().numpy().fill(3),
     "DLPack": lambda weight: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(weight.detach())).fill_(3),
 }
