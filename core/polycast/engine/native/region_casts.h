@@ -85,6 +85,19 @@ class SharedCasts {
     slot = std::make_unique<Shared>(Shared{kept.of, Weak(kept.cast.getIntrusivePtr()), kept.stream, seen});
   }
 
+  // Forget those of these casts that no thread keeps any more. Their weights are referred to no longer, so that they can be swapped.
+  void forget_dead(const std::vector<Key>& keys) {
+    Casts dead;  // before the lock
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const Key& key : keys) {
+      const auto found = casts_.find(key);
+      if (found != casts_.end() && found->second->cast.expired()) {
+        dead.emplace(key, std::move(found->second));
+        casts_.erase(found);
+      }
+    }
+  }
+
   std::mutex& mutex() { return mutex_; }
 
  private:
@@ -211,7 +224,20 @@ class RegionCasts {
 
  private:
   using Kept = ska::flat_hash_map<Key, std::unique_ptr<KeptCast>, KeyHash>;
-  using Dying = c10::SmallVector<std::unique_ptr<KeptCast>, 16>;
+
+  struct Dying {
+    c10::SmallVector<std::unique_ptr<KeptCast>, 16> casts;
+    std::vector<Key> shared;
+
+    Dying() = default;
+    Dying(Dying&&) = default;
+    ~Dying() {
+      casts.clear();
+      if (!shared.empty()) {
+        SharedCasts::index().forget_dead(shared);
+      }
+    }
+  };
 
   struct Recent {
     Key key;
@@ -269,8 +295,12 @@ class RegionCasts {
   Dying forget_all() {
     Dying all;
     for (auto& [key, entry] : kept_) {
-      all.push_back(std::move(entry));
+      all.casts.push_back(std::move(entry));
+      if (shares_) {
+        all.shared.push_back(key);
+      }
     }
+    shares_ = false;
     // The table serves the next region, unless this one was far larger than most are.
     if (kept_.bucket_count() > kLargeTable) {
       Kept().swap(kept_);
@@ -279,7 +309,7 @@ class RegionCasts {
     }
     for (Recent& recent : recent_) {
       if (recent.cast) {
-        all.push_back(take_out(recent));
+        all.casts.push_back(take_out(recent));
       }
     }
     sweep_at_ = kSweepAt;
@@ -351,6 +381,7 @@ class RegionCasts {
       auto entry = std::make_unique<KeptCast>(
           KeptCast{std::move(content), std::move(cast), std::move(linked), current_stream(result)});
       if (shares) {
+        shares_ = true;
         SharedCasts::index().add(key, *entry, seen);
       }
       if (keeps) {
@@ -437,6 +468,7 @@ class RegionCasts {
   Uses uses_;
   uint64_t seen_ = Writes::log().count();
   size_t sweep_at_ = kSweepAt;
+  bool shares_ = false;  // some of the kept casts
 };
 
 }  // namespace
