@@ -188,6 +188,13 @@ def test_a_custom_op_is_counted(engine):
     assert row(seen, "polycast_observe::twice").calls == 1
 
 
+def test_an_observation_without_timing_has_no_times_of_ops_that_one_beside_it_has_timed(engine):
+    with polycast.autocast("cpu"), polycast.observe() as seen, polycast.observe(timing=True) as timed:
+        torch.mm(torch.ones(4, 4), torch.ones(4, 4))
+    assert row(timed, "aten::mm").cast_seconds > 0
+    assert (row(seen, "aten::mm").seconds, row(seen, "aten::mm").cast_seconds, seen.fast_time_share) == ({}, 0.0, None)
+
+
 def test_an_op_has_no_time_that_ran_when_the_first_observation_with_timing_began(engine):
     timed = polycast.observe(timing=True)
 
