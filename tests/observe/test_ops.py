@@ -297,14 +297,14 @@ def test_without_the_native_engines_code_there_is_a_reason(monkeypatch):
 
 
 def test_where_the_observer_cannot_be_built_regions_run_and_there_is_a_reason(monkeypatch):
-    def fails():
+    def fails(*_, **options):
         raise BuildError("no room is left.")
 
     monkeypatch.setenv("POLYCAST_ENGINE", "native")
     installation.forget_choice()
     engine = choice.choose()
     monkeypatch.setattr(engine, "_observer", None)
-    monkeypatch.setattr(engine, "_load_observer", fails)
+    monkeypatch.setattr(build, "find_or_build", fails)
     with polycast.autocast("cpu"):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
     with pytest.raises(RuntimeError, match=r"^polycast.observe needs C\+\+ that cannot be built: no room is left\.$"):
