@@ -103,7 +103,12 @@ os.chmod(os.environ["CXX"], 0o755)
 
 def use():
     try:
-        polycast.install("cpu") if what == "engine" else polycast.observe().__enter__()
+        if what == "engine":
+            polycast.install("cpu")
+        elif what == "observer":
+            polycast.observe().__enter__()
+        else:
+            raise RuntimeError(polycast.load_ops("polycast_cpu.native").reason)
     except RuntimeError as error:
         refusals.append("the compiler failed with status 1" in str(error))
 
@@ -141,7 +146,7 @@ def test_a_thread_that_begins_to_observe_a_model_and_one_that_forks_do_not_wait_
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
-@pytest.mark.parametrize("what", ["engine", "observer"])
+@pytest.mark.parametrize("what", ["engine", "observer", "ops"])
 def test_a_fork_does_not_wait_for_a_compiler(tmp_path, what):
     printed, _ = run(COMPILING, "native", 120, tmp_path, what)  # it says what it compiles, too
     assert printed == "0\n[True]\n"
