@@ -21,6 +21,7 @@ OPTIMIZERS = {
     and optimizer is not torch.optim.Optimizer
 }
 FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
+NOT_COMPILED = ("LBFGS", "SparseAdam")  # one calls a closure, one has sparse gradients: torch does not compile them
 X = torch.ones(4, 4, dtype=torch.bfloat16)
 
 
@@ -67,10 +68,13 @@ def test_a_step_of_an_optimizer_is_seen(name, how):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own use of it, as Dynamo imports what it needs
-@pytest.mark.parametrize("name", FUSED)
-def test_a_compiled_fused_step_is_seen(name):
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [(name, "fused") for name in FUSED] + [(name, "plain") for name in OPTIMIZERS if name not in NOT_COMPILED],
+)
+def test_a_compiled_step_is_seen(name, how):
     weight, cache = weight_of(), polycast.WeightCache()
-    optimizer = OPTIMIZERS[name]([weight], lr=0.5, fused=True)
+    optimizer = made(name, weight, how)
     forward(weight, cache=cache)
     torch._dynamo.reset()
     step = torch.compile(optimizer.step, backend="aot_eager")
