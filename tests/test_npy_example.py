@@ -41,6 +41,8 @@ def environment(tmp_path_factory):
     Path(packages, "shared.pth").write_text("\n".join(SHARED) + "\n")
     where = run(python, "-c", "import polycast, polycast_npy as n; print(polycast.__file__, n.__file__)", cwd=folder)
     assert [Path(path).is_relative_to(packages) for path in where.split()] == [True, True]
+    # Where nothing was compiled yet, that is told among what a program prints: not among what is looked at below.
+    run(python, "-c", "import polycast\nwith polycast.observe(): polycast.install('cpu')", cwd=folder)
     return python
 
 

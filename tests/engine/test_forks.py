@@ -85,10 +85,52 @@ thread.join()
 """
 
 
-def run(program, engine, timeout):
+COMPILING = """
+import os, sys, threading, warnings
+import polycast
+
+folder, what = sys.argv[1:]
+if what == "observer":
+    polycast.install("cpu")  # its engine is there
+os.environ["XDG_CACHE_HOME"] = folder  # nothing is built yet
+os.environ["CXX"] = os.path.join(folder, "compiler")
+begun, go_on = os.path.join(folder, "begun"), os.path.join(folder, "go_on")
+os.mkfifo(begun), os.mkfifo(go_on)
+with open(os.environ["CXX"], "w") as file:
+    file.write(f'#!/bin/sh\\ncase "$*" in *--version*) exit;; esac\\necho > {begun}\\nread line < {go_on}\\nexit 1\\n')
+os.chmod(os.environ["CXX"], 0o755)
+
+
+def use():
+    try:
+        if what == "engine":
+            polycast.install("cpu")
+        elif what == "observer":
+            polycast.observe().__enter__()
+        else:
+            raise RuntimeError(polycast.load_ops("polycast_cpu.native").reason)
+    except RuntimeError as error:
+        refusals.append("the compiler failed with status 1" in str(error))
+
+
+refusals, thread = [], threading.Thread(target=use)
+thread.start()
+open(begun).read()
+child = os.fork()
+if not child:
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+with open(go_on, "w") as file:
+    file.write("\\n")
+thread.join()
+print(refusals)
+"""
+
+
+def run(program, engine, timeout, *arguments):
     """Return what a program wrote. Python warns of forks among threads, which is what is tested."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program],
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program, *arguments],
         env={**os.environ, "POLYCAST_ENGINE": engine},
         capture_output=True,
         text=True,
@@ -101,6 +143,13 @@ def run(program, engine, timeout):
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_a_thread_that_begins_to_observe_a_model_and_one_that_forks_do_not_wait_for_each_other(engine):
     assert run(MEETING, engine, timeout=60) == ("0\n", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+@pytest.mark.parametrize("what", ["engine", "observer", "ops"])
+def test_a_fork_does_not_wait_for_a_compiler(tmp_path, what):
+    printed, _ = run(COMPILING, "native", 120, tmp_path, what)  # it says what it compiles, too
+    assert printed == "0\n[True]\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")

@@ -19,15 +19,15 @@ def loaded(monkeypatch):
     """Return the libraries that are loaded, with nothing remembered from before."""
     found = []
     monkeypatch.setattr(ops, "_register", found.append)
-    ops._load.cache_clear()
+    ops._answers.clear()
     yield found
-    ops._load.cache_clear()
+    ops._answers.clear()
 
 
 def test_ops_are_built_once_with_a_line_that_says_so(compiler, home, loaded, capfd):
     assert polycast.load_ops(PACKAGE) == polycast.load_ops(PACKAGE) == polycast.Availability(True)
     assert capfd.readouterr().err == f"polycast: building the ops of {PACKAGE}, once for this torch ...\n"
-    ops._load.cache_clear()
+    ops._answers.clear()
     assert polycast.load_ops(PACKAGE)
     assert capfd.readouterr().err == ""
     assert compiler.calls == 1
@@ -77,12 +77,12 @@ def test_a_compiler_that_fails_is_told_with_its_log_and_how_to_try_again(compile
         "remove that file to try again."
     )
     compiler.behave(status=0)
-    ops._load.cache_clear()
+    ops._answers.clear()
     assert (
         f"it failed before; its output is in {log}. Remove that file to try again." in polycast.load_ops(PACKAGE).reason
     )
     log.unlink()
-    ops._load.cache_clear()
+    ops._answers.clear()
     assert polycast.load_ops(PACKAGE)
 
 
@@ -91,14 +91,14 @@ def test_a_package_without_cpp_is_told():
 
 
 def test_a_library_that_does_not_load_is_told(compiler, home, monkeypatch):
-    ops._load.cache_clear()
+    ops._answers.clear()
 
     def refuse(library):
         raise OSError("undefined symbol: somewhere")
 
     monkeypatch.setattr(ops, "_register", refuse)
     assert polycast.load_ops(PACKAGE).reason == f"the C++ of {PACKAGE} cannot be had: undefined symbol: somewhere"
-    ops._load.cache_clear()
+    ops._answers.clear()
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system has other owners and permissions")

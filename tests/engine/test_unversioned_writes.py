@@ -21,6 +21,7 @@ OPTIMIZERS = {
     and optimizer is not torch.optim.Optimizer
 }
 FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
+NOT_COMPILED = ("LBFGS", "SparseAdam")  # one calls a closure, one has sparse gradients: torch does not compile them
 X = torch.ones(4, 4, dtype=torch.bfloat16)
 
 
@@ -67,10 +68,13 @@ def test_a_step_of_an_optimizer_is_seen(name, how):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own use of it, as Dynamo imports what it needs
-@pytest.mark.parametrize("name", FUSED)
-def test_a_compiled_fused_step_is_seen(name):
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [(name, "fused") for name in FUSED] + [(name, "plain") for name in OPTIMIZERS if name not in NOT_COMPILED],
+)
+def test_a_compiled_step_is_seen(name, how):
     weight, cache = weight_of(), polycast.WeightCache()
-    optimizer = OPTIMIZERS[name]([weight], lr=0.5, fused=True)
+    optimizer = made(name, weight, how)
     forward(weight, cache=cache)
     torch._dynamo.reset()
     step = torch.compile(optimizer.step, backend="aot_eager")
@@ -172,6 +176,26 @@ def test_memory_that_is_mapped_for_this_process_alone_is_kept(tmp_path, engine):
     assert cache.stats().hits == 1
 
 
+@pytest.mark.parametrize("where", ["cast", "packing"])
+def test_nothing_is_kept_of_a_weight_that_is_a_part_of_a_buffer(where):
+    options = {"recipe": polycast.Int8(min_size=1)} if where == "packing" else {}
+    if options and not polycast.get_backend("cpu").recipe_availability(options["recipe"]):
+        pytest.skip("this processor has no int8 products")
+    buffer, weight, cache = torch.ones(20), weight_of(), polycast.WeightCache()
+    weight.data = buffer[4:].view(4, 4)  # as an optimizer has it that updates all weights at once
+    for _ in range(3):
+        assert is_right(forward(weight, cache=cache, **options), weight)
+        buffer.add_(1)
+    assert (cache.stats().entries, cache.stats().packings, cache.stats().hits) == (0, 0, 0)
+
+
+def test_a_cast_is_kept_of_a_weight_that_is_all_that_is_left_of_a_buffer():
+    weight, cache = weight_of(), polycast.WeightCache()
+    weight.data = torch.ones(20)[4:].view(4, 4)
+    forward(weight, cache=cache), forward(weight, cache=cache)
+    assert cache.stats().hits == 1
+
+
 WRITES = {
     "_foreach_add_": lambda weight: torch._foreach_add_([weight.detach()], 1.0),
     "_foreach_copy_": lambda weight: torch._foreach_copy_([weight.detach()], [torch.zeros(4, 4)]),
@@ -197,8 +221,17 @@ def test_what_else_writes_is_seen(change):
         assert is_right(forward(weight, cache=cache), weight)
 
 
+def write_in_a_custom_op(weight):
+    with torch.library._scoped_library("polycast_test", "FRAGMENT") as library:
+        library.define("write_(Tensor(a!) x) -> ()")
+        library.impl("write_", lambda x: x.detach().numpy().fill(3), "CPU")
+        torch.ops.polycast_test.write_(weight.detach())
+
+
 UNSEEN = {
     ".data": lambda weight: weight.data.add_(1),
+    "the storage": lambda weight: weight.untyped_storage().copy_(torch.zeros(4, 4).untyped_storage()),
+    "a custom op whose kernel writes by a pointer": write_in_a_custom_op,
     "NumPy": lambda weight: weight.detach().numpy().fill(3),
     "DLPack": lambda weight: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(weight.detach())).fill_(3),
 }

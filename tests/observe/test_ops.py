@@ -188,6 +188,13 @@ def test_a_custom_op_is_counted(engine):
     assert row(seen, "polycast_observe::twice").calls == 1
 
 
+def test_an_observation_without_timing_has_no_times_of_ops_that_one_beside_it_has_timed(engine):
+    with polycast.autocast("cpu"), polycast.observe() as seen, polycast.observe(timing=True) as timed:
+        torch.mm(torch.ones(4, 4), torch.ones(4, 4))
+    assert row(timed, "aten::mm").cast_seconds > 0
+    assert (row(seen, "aten::mm").seconds, row(seen, "aten::mm").cast_seconds, seen.fast_time_share) == ({}, 0.0, None)
+
+
 def test_an_op_has_no_time_that_ran_when_the_first_observation_with_timing_began(engine):
     timed = polycast.observe(timing=True)
 
@@ -290,14 +297,14 @@ def test_without_the_native_engines_code_there_is_a_reason(monkeypatch):
 
 
 def test_where_the_observer_cannot_be_built_regions_run_and_there_is_a_reason(monkeypatch):
-    def fails():
+    def fails(*_, **options):
         raise BuildError("no room is left.")
 
     monkeypatch.setenv("POLYCAST_ENGINE", "native")
     installation.forget_choice()
     engine = choice.choose()
     monkeypatch.setattr(engine, "_observer", None)
-    monkeypatch.setattr(engine, "_load_observer", fails)
+    monkeypatch.setattr(build, "find_or_build", fails)
     with polycast.autocast("cpu"):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
     with pytest.raises(RuntimeError, match=r"^polycast.observe needs C\+\+ that cannot be built: no room is left\.$"):

@@ -94,9 +94,10 @@ def choose() -> Engine:
         RuntimeError: POLYCAST_ENGINE is ``native``, and that engine cannot be built.
     """
     global _engine
+    failure = _compile_ahead(env.engine()) if _engine is None else None
     with _lock:
         if _engine is None:
-            _engine = _choose(env.engine())
+            _engine = _choose(env.engine(), failure)
             state.use(_engine)
         return _engine
 
@@ -122,12 +123,29 @@ def _reference() -> Engine:
     return ReferenceEngine()
 
 
-def _choose(wanted: str) -> Engine:
+def _compile_ahead(wanted: str) -> Exception | None:
+    """Compile the engine that is wanted, before any lock is taken that is held over forks; return why that failed."""
+    if wanted == "reference":
+        return None
+    from .native import build
+
+    try:
+        build.compile_ahead()
+    except Exception as error:
+        if raised_by_signal_handler(error):
+            raise
+        return error
+    return None
+
+
+def _choose(wanted: str, failure: Exception | None) -> Engine:
     if wanted == "reference":
         return _reference()
     from .native import build, cache  # what they import takes a while, and is needed here only
 
     try:
+        if failure is not None:
+            raise failure
         return build.load()
     # Much of it is the machine's: a broken installation of torch's headers or of Python may raise anything.
     except Exception as error:

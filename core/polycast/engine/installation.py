@@ -115,7 +115,9 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
     while True:
         kernels = installed.get(device_type)
         if kernels is None:
-            backend = registry.find(device_type)  # not with the lock held: a plugin may be imported, and do anything
+            # Not with the lock held: a plugin may be imported, and do anything; and an engine may be compiled.
+            backend = registry.find(device_type)
+            choose()
             with _lock:
                 if device_type not in installed and registry.find(device_type) is backend:
                     engine = choose()

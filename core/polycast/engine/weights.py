@@ -37,6 +37,15 @@ def _shares_its_storage(tensor: torch.Tensor) -> bool:
     return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor, and the object that was just made
 
 
+def is_part_of_a_buffer(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is a part of memory that other tensors are on, too.
+
+    One that was put there through ``.data`` counts its own versions, so a write through the whole of it is not seen.
+    """
+    size = tensor.untyped_storage().nbytes()
+    return _shares_its_storage(tensor) and tensor.nbytes < size
+
+
 def storages_are_rewritten() -> bool:
     """Say whether something may write a weight through another tensor on its storage without counting a version.
 

@@ -16,7 +16,7 @@ import signal
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -57,25 +57,48 @@ def load() -> NativeEngine:
 @functools.cache
 def _load_prebuilt() -> NativeEngine | None:
     found = _import_prebuilt(ENGINE)
-    return None if found is None else NativeEngine(*found, _observer_loader())
+    return None if found is None else NativeEngine(*found, ObserverLibrary())
 
 
 @functools.cache
 def _load(directory: Path) -> NativeEngine:
-    return NativeEngine(*_import_built(directory, ENGINE), _observer_loader())
+    return NativeEngine(*_import_built(directory, ENGINE), ObserverLibrary())
 
 
-def _observer_loader() -> Callable[[], ModuleType]:
-    """Return what loads the observer that fits the engine which is loaded now."""
-    sources = read_sources(ENGINE)
+class ObserverLibrary:
+    """The observer that fits the engine which is loaded now."""
 
-    def load_observer() -> ModuleType:
-        if read_sources(ENGINE) != sources:  # an upgrade, say: what the two know of each other may be another
+    def __init__(self) -> None:
+        self._sources = read_sources(ENGINE)
+
+    def compile(self) -> None:
+        """Compile it, if that is still to be done."""
+        compile_ahead(OBSERVER)
+
+    def load(self) -> ModuleType:
+        """Return it as a module.
+
+        Raises:
+            BuildError: it cannot be built, does not load, or fits no more.
+        """
+        if read_sources(ENGINE) != self._sources:  # an upgrade, say: what the two know of each other may be another
             raise BuildError("the C++ of polycast was changed after its engine was loaded. Start the program anew.")
         extension, _ = _import_prebuilt(OBSERVER) or _import_built(cache_directory(), OBSERVER)
         return extension
 
-    return load_observer
+
+def compile_ahead(wanted: Library = ENGINE) -> None:
+    """Compile what is to be loaded next, if that is still to be done.
+
+    Whoever loads it holds a lock over forks. Compiling takes long, and a fork would wait for it: so this goes before,
+    without the lock.
+
+    Raises:
+        BuildError: there is no build, and none can be made.
+    """
+    if prebuilt.find(wanted) is None:
+        with contextlib.suppress(UntrustedCacheError):  # then it is built as it is loaded, for the process alone
+            find_or_build(cache_directory(), wanted=wanted)
 
 
 def _import_prebuilt(wanted: Library) -> tuple[ModuleType, str] | None:

@@ -4,7 +4,7 @@ import itertools
 import threading
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from typing_extensions import override
@@ -39,14 +39,24 @@ _LOW_BIT = len(CastPolicy)
 _NOT_PACKED = (WATCHED, NO_WEIGHT, NOTHING_KEPT)
 
 
+class ObserverLibrary(Protocol):
+    """The library of the engine's observer."""
+
+    def compile(self) -> None:
+        """Compile it, if that is still to be done."""
+
+    def load(self) -> ModuleType:
+        """Return it as a module."""
+
+
 class NativeEngine:
     """The engine in C++, once it is built and loaded."""
 
     name = "native"
 
-    def __init__(self, extension: ModuleType, origin: str, load_observer: Callable[[], ModuleType]) -> None:
+    def __init__(self, extension: ModuleType, origin: str, observer_library: ObserverLibrary) -> None:
         self.origin = origin
-        self._load_observer = load_observer
+        self._observer_library = observer_library
         self._observer: NativeObserver | None = None
         policies = [policy.name for policy in CastPolicy]
         extension.bind(
@@ -128,15 +138,17 @@ class NativeEngine:
         Raises:
             RuntimeError: it cannot be built.
         """
-        with _lock:
+        try:
             if self._observer is None:
-                try:
-                    extension = self._load_observer()
-                except BuildError as error:
-                    raise RuntimeError(f"polycast.observe needs C++ that cannot be built: {error}") from error
-                extension.bind(self._extension.observing(), stack_now, place_now)
-                self._observer = NativeObserver(extension)
-            return self._observer
+                self._observer_library.compile()  # not with the lock held: a fork would wait for the compiler
+            with _lock:
+                if self._observer is None:
+                    extension = self._observer_library.load()
+                    extension.bind(self._extension.observing(), stack_now, place_now)
+                    self._observer = NativeObserver(extension)
+                return self._observer
+        except BuildError as error:
+            raise RuntimeError(f"polycast.observe needs C++ that cannot be built: {error}") from error
 
     def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy]) -> Kernels:
         """Put a backend's kernels in place."""

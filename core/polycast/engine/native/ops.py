@@ -3,7 +3,6 @@
 A backend names their packages in its `ops_in_cpp`, so that they can be built ahead of their first use.
 """
 
-import functools
 import tempfile
 import threading
 from pathlib import Path
@@ -15,12 +14,14 @@ from ...plugins.backend import Availability
 from ...plugins.fork import hold_over_forks
 from ...plugins.signals import raised_by_signal_handler
 from . import build, prebuilt
-from .build import find_build, find_or_build
+from .build import compile_ahead, find_build, find_or_build
 from .cache import BuildError, UntrustedCacheError, cache_directory
 from .compiling import Library
 
 _one_at_a_time = threading.RLock()
 hold_over_forks(lambda: [_one_at_a_time])
+_answers: dict[str, Availability] = {}
+"""What was found of each package."""
 _origins: dict[str, str] = {}
 """Where what is loaded came from, by package."""
 
@@ -47,14 +48,32 @@ def load_ops(package: str) -> Availability:
         >>> polycast.load_ops("polycast.policy").available  # there is no C++ in it
         False
     """
-    with _one_at_a_time:  # ops can be registered once
-        return _load(package)
+    answer = _answers.get(package)
+    if answer is None:
+        failure = _compile_ahead(package)
+        with _one_at_a_time:  # ops can be registered once
+            answer = _answers.get(package)
+            if answer is None:
+                answer = _answers[package] = _load(package, failure)
+    return answer
 
 
-@functools.cache
-def _load(package: str) -> Availability:
+def _compile_ahead(package: str) -> Exception | None:
+    """Compile the ops of a package before the lock is taken that is held over forks; return why that failed."""
+    try:
+        compile_ahead(Library.of_ops(package))
+    except (BuildError, OSError) as error:
+        if raised_by_signal_handler(error):
+            raise
+        return error
+    return None
+
+
+def _load(package: str, failure: Exception | None) -> Availability:
     library = Library.of_ops(package)
     try:
+        if failure is not None:
+            raise failure
         beforehand = prebuilt.find(library)
         if beforehand is not None and _registers(beforehand):
             _origins[package] = prebuilt.origin(beforehand)

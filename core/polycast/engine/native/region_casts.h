@@ -110,7 +110,20 @@ class RegionCasts {
 
  private:
   using Kept = ska::flat_hash_map<Key, std::unique_ptr<KeptCast>, KeyHash>;
-  using Dying = c10::SmallVector<std::unique_ptr<KeptCast>, 16>;
+
+  struct Dying {
+    c10::SmallVector<std::unique_ptr<KeptCast>, 16> casts;
+    std::vector<Key> shared;
+
+    Dying() = default;
+    Dying(Dying&&) = default;
+    ~Dying() {
+      casts.clear();
+      if (!shared.empty()) {
+        SharedCasts::index().forget_dead(shared);
+      }
+    }
+  };
 
   struct Recent {
     Key key;
@@ -123,8 +136,12 @@ class RegionCasts {
   Dying forget_all() {
     Dying all;
     for (auto& [key, entry] : kept_) {
-      all.push_back(std::move(entry));
+      all.casts.push_back(std::move(entry));
+      if (shares_) {
+        all.shared.push_back(key);
+      }
     }
+    shares_ = false;
     // The table serves the next region, unless this one was far larger than most are.
     if (kept_.bucket_count() > kLargeTable) {
       Kept().swap(kept_);
@@ -133,7 +150,7 @@ class RegionCasts {
     }
     for (Recent& recent : recent_) {
       if (recent.cast) {
-        all.push_back(take_out(recent));
+        all.casts.push_back(take_out(recent));
       }
     }
     sweep_at_ = kSweepAt;
@@ -205,6 +222,7 @@ class RegionCasts {
       auto entry = std::make_unique<KeptCast>(
           KeptCast{std::move(content), std::move(cast), std::move(linked), current_stream(result)});
       if (shares) {
+        shares_ = true;
         SharedCasts::index().add(key, *entry, seen);
       }
       if (keeps) {
@@ -291,6 +309,7 @@ class RegionCasts {
   Uses uses_;
   uint64_t seen_ = Writes::log().count();
   size_t sweep_at_ = kSweepAt;
+  bool shares_ = false;  // some of the kept casts
 };
 
 }  // namespace

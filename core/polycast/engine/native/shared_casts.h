@@ -16,6 +16,7 @@
 #include <mutex>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "weights.h"
 #include "writes.h"
@@ -73,6 +74,19 @@ class SharedCasts {
       dead.emplace(key, std::move(slot));
     }
     slot = std::make_unique<Shared>(Shared{kept.of, Weak(kept.cast.getIntrusivePtr()), kept.stream, seen});
+  }
+
+  // Forget those of these casts that no thread keeps any more. Their weights are referred to no longer, so that they can be swapped.
+  void forget_dead(const std::vector<Key>& keys) {
+    Casts dead;  // before the lock
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const Key& key : keys) {
+      const auto found = casts_.find(key);
+      if (found != casts_.end() && found->second->cast.expired()) {
+        dead.emplace(key, std::move(found->second));
+        casts_.erase(found);
+      }
+    }
   }
 
   std::mutex& mutex() { return mutex_; }

@@ -42,6 +42,13 @@ bool is_shared(const Tensor& weight) {
   return is_true(Object::made(PyObject_CallMethod(python_tensor(weight).get(), "is_shared", nullptr)));
 }
 
+// Whether a weight is a part of memory that other tensors are on, too. One that was put there through .data counts its own
+// versions, so a write through the whole of it is not seen.
+bool is_part_of_a_buffer(const Tensor& weight) {
+  const c10::Storage& storage = weight.unsafeGetTensorImpl()->unsafe_storage();
+  return storage.use_count() > 1 && weight.nbytes() < storage.nbytes();
+}
+
 // Have a stream wait for what another was given so far, a cast among it, and the memory of the cast for the stream.
 void share_between(const Tensor& cast, const c10::Stream& made_on, const c10::Stream& stream) {
   const c10::impl::VirtualGuardImpl device(stream.device_type());

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...errors import StaleWeightError
 from ...plugins.fork import Lock, hold_over_forks
-from ..weights import STALE
+from ..weights import STALE, is_part_of_a_buffer
 
 _MOST_USES = 3
 _MOST_REFUSED = 10_000
@@ -126,7 +126,9 @@ class PythonStore:
     def _insert(self, key: _Key, weight: torch.Tensor, entry: _Entry) -> _Entry:
         self._misses += 1
         self._erase(key)
-        if not _may_be_kept(weight) or not self._make_room(key, entry.nbytes):
+        if not _may_be_kept(weight) or (is_part_of_a_buffer(weight) and not self._own):
+            return entry
+        if not self._make_room(key, entry.nbytes):
             return entry
         if key[0] not in self._weights:
             self._weights[key[0]] = weakref.ref(weight, self._forgetting(key[0]))

@@ -38,6 +38,7 @@ struct KeyHash {
 //   another tensor at the address of a dead one             the weak references
 //   ops that write and count no version                     writes.h
 //   memory that another process writes                      is_shared(): no cast of it is kept
+//   a buffer that a weight is a part of, as a whole         is_part_of_a_buffer(): a user's store keeps none of it
 //   a write through .data, NumPy, DLPack, a raw pointer     nothing; WeightCache(verify=True) finds it
 //
 // And of the cast itself:

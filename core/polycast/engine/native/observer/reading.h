@@ -36,7 +36,7 @@ class Reading {
         counts.add(Py_BuildValue(
             "(sNiNONKKNNNNNN)", where.op->name.c_str(), PyBool_FromLong(where.backward), where.module, device(where.device),
             python_dtype(where.fast), address(where.overlay), row.calls, row.inner_calls, dtypes(row.inputs), dtypes(row.computes),
-            dtypes(row.outputs), seconds(row.seconds), casts(row.casts), stack_of(recorder, row.stack).release()));
+            dtypes(row.outputs), seconds(recorder, row.seconds), casts(recorder, row.casts), stack_of(recorder, row.stack).release()));
       }
       for (const auto& [module, count] : table.entries) {
         entries.add(Py_BuildValue("(iK)", module, count));
@@ -161,20 +161,25 @@ class Reading {
     return found.release();
   }
 
-  static PyObject* seconds(const decltype(Counts::seconds)& by_dtype) {
+  // None where they are not asked for: those of the ops during which another observer had times taken.
+  static PyObject* seconds(const Recorder& recorder, const decltype(Counts::seconds)& by_dtype) {
     List found;
+    if (!recorder.timing) {
+      return found.release();
+    }
     for (const auto& [type, sum] : by_dtype) {
       found.add(Py_BuildValue("(Od)", python_dtype(type), sum));
     }
     return found.release();
   }
 
-  static PyObject* casts(const CastsByKind& by_kind) {
+  static PyObject* casts(const Recorder& recorder, const CastsByKind& by_kind) {
     List found;
     for (const CastCounts& each : by_kind) {
       found.add(Py_BuildValue(
           "(OONKKKKKKd)", python_dtype(each.source), python_dtype(each.target), PyBool_FromLong(each.of_weight), each.count,
-          each.bytes, each.hits, each.misses, each.recasts, each.recast_bytes, each.seconds));
+          each.bytes, each.hits, each.misses, each.recasts, each.recast_bytes,
+          recorder.timing ? each.seconds : 0.0));
     }
     return found.release();
   }
