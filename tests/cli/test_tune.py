@@ -161,7 +161,8 @@ def test_an_interrupted_search_goes_on(run, tmp_path):
         (["script.py:build", "--device", "nowhere"], "nowhere"),
         (["script.py:build", "--recipe", "int9"], "'int9' is not a recipe: did you mean 'int8'?"),
         (["script.py:build", "--budget", "1"], "budget must be a number of evaluations, at least 2"),
-        (["script.py:build", "--output", "nowhere/policy.toml"], "nowhere"),
+        (["script.py:build", "--output", "nowhere/policy.toml"], "policy.toml cannot be written: nowhere is not there"),
+        (["script.py:build", "--output", "."], ". is a folder: name a file in it, such as policy.toml"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -169,6 +170,12 @@ def test_what_is_refused(run, arguments, problem):
     result = run(*arguments)
     assert result.exit_code == 2
     assert problem in " ".join(result.stderr.replace("│", "").split())
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_search(run, tmp_path):
+    result = run("script.py:build", "--output", "nowhere/policy.toml", "--state", "state.json")
+    assert result.exit_code == 2
+    assert not (tmp_path / "state.json").exists()
 
 
 def test_the_search_can_be_done_twice_in_a_process(run):

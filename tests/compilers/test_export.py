@@ -105,8 +105,19 @@ class WithPolicy(torch.nn.Module):
 
 
 def test_a_policy_is_refused_strictly():
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="policies are not part of torch's autocast"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="policies and recipes are not part of torch's autocast"):
         torch.export.export(WithPolicy(), (torch.randn(4, 4),), strict=True)
+
+
+class WithRecipe(torch.nn.Module):
+    def forward(self, x):
+        with polycast.autocast("cpu", recipe="int8"):
+            return x @ x
+
+
+def test_a_recipe_is_refused_strictly():
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="recipes are not part of torch's autocast"):
+        torch.export.export(WithRecipe(), (torch.randn(4, 4),), strict=True)
 
 
 def test_a_policy_is_refused_not_strictly():

@@ -84,6 +84,13 @@ def test_what_was_there_stays_when_it_cannot_be_written(path, monkeypatch):
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
+def test_an_error_of_writing_names_the_file_that_was_asked_for(tmp_path):
+    nowhere = tmp_path / "nowhere" / "policy.toml"
+    for target, error in ((nowhere, FileNotFoundError), (tmp_path, IsADirectoryError)):
+        with pytest.raises(error, match=re.escape(f"{str(target)!r}") + "$"):
+            POLICY.save(target)
+
+
 def test_a_file_may_be_written_by_hand(path):
     path.write_text(
         '# what must stay in float32\nschema = 1\n[ops]\n"aten::softmax" = "FP32"\n[modules.lm_head]\nlinear = "fp32"\n'

@@ -35,6 +35,12 @@ def test_a_table_that_names_an_op_twice_is_refused(lists, second):
         policy_table(lists)
 
 
+def test_a_name_in_the_place_of_names_is_refused():
+    text = "names of ops must be in a list or a tuple, got 'aten::mm': write ('aten::mm',)"
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        policy_table({CastPolicy.FP32: "aten::mm"})
+
+
 def test_a_mapping_of_its_own_kind_that_names_an_op_twice_has_a_problem():
     class Repeating(dict):
         def items(self):

@@ -141,6 +141,11 @@ def test_spellings_are_kept_and_mean_the_same():
     assert "softmax.int" not in one.ops
 
 
+def test_a_difference_is_that_of_two_policies():
+    with pytest.raises(TypeError, match=r"^other must be a polycast\.Policy, got dict$"):
+        Policy({"mm": "fp32"}).diff({"mm": "fp32"})
+
+
 def test_what_a_difference_looks_like():
     one = Policy({"softmax": "fp32", "mm": "fp32"}, {"a": "off", "b": "fp32"}, name="one")
     another = Policy({"mm": "fp32", "softmax": "promote"}, {"b": "fp32", "a": "off"}, {"cuda": Policy({"bmm": "fp32"})})
@@ -244,6 +249,11 @@ NO_RULE = (
             {"devices": {"cdua": Policy()}},
             "devices['cdua']: not a device type that torch's autocast knows: did you mean 'cuda'? A device of another "
             "library has its name once that is imported.",
+        ),
+        (
+            {"devices": {"zzz": Policy()}},
+            "devices['zzz']: not a device type that torch's autocast knows: expected one of "
+            f"{', '.join(torch._C._autocast_supported_devices())}. A device of another library",
         ),
         ({"devices": {"cuda": {}}}, "devices['cuda'] must be a Policy, got dict"),
         (

@@ -1,6 +1,7 @@
 """The region: its arguments, its refusals, entering and leaving."""
 
 import copy
+import inspect
 import pickle
 import warnings
 
@@ -16,6 +17,17 @@ def test_a_region_enables_autocast_with_the_backends_default_dtype(engine):
         assert polycast.get_autocast_dtype("cpu") is torch.bfloat16
     assert (region.device, region.fast_dtype) == ("cpu", torch.bfloat16)
     assert not polycast.is_autocast_enabled("cpu")
+
+
+def test_the_signature_is_that_of_torch_with_keywords_of_its_own():
+    def words(signature):
+        return [(each.name, each.kind, each.default) for each in signature.parameters.values()]
+
+    torchs, own = words(inspect.signature(torch.autocast)), words(inspect.signature(polycast.autocast))
+    assert own[: len(torchs)] == torchs
+    assert own[len(torchs) :] == [
+        (name, inspect.Parameter.KEYWORD_ONLY, None) for name in ("cache", "policy", "recipe")
+    ]
 
 
 def test_a_device_string_with_an_index_means_its_type():

@@ -134,3 +134,10 @@ def test_kernels_that_went_between_two_steps_are_back_for_the_next():
     assert next(running) is torch.float32
     polycast.uninstall()
     assert next(running) is torch.float32
+
+
+def test_what_cannot_be_called_cannot_be_wrapped():
+    with pytest.raises(
+        TypeError, match=r"^wrap\(func\) requires a callable, but got Tensor: leave it to be called later$"
+    ):
+        polycast.capture().wrap(torch.ones(2))

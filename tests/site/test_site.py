@@ -5,6 +5,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import polycast
 from polycast.cli import app
@@ -71,6 +72,14 @@ def test_the_first_page_of_the_reference_names_everything_that_is_public():
 def test_each_command_is_in_the_reference():
     text = (REFERENCE / "command-line.md").read_text(encoding="utf-8")
     assert [command.name for command in app.registered_commands if f"    polycast {command.name} " not in text] == []
+
+
+@pytest.mark.parametrize("command", sorted(get_command(app).commands))
+def test_each_option_of_a_command_is_in_the_reference(command):
+    text = (REFERENCE / "command-line.md").read_text(encoding="utf-8")
+    said = "".join(line for line in text.splitlines() if line.startswith(f"    polycast {command} "))
+    options = [max(each.opts, key=len) for each in get_command(app).commands[command].params if each.opts[0][0] == "-"]
+    assert [option for option in options if option not in said] == []
 
 
 def test_each_page_is_made(site):

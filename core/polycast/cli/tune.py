@@ -13,6 +13,7 @@ import typer
 from ..policy.names import read_dtype
 from ..policy.recipes import read_recipe
 from ..precision.evidence import Tuned
+from ..precision.observe.report.target import check_target
 from ..precision.tune import tune
 from .terminal import console, library_errors
 
@@ -60,6 +61,9 @@ def run(
 
     The status is 1 where no policy keeps the tolerance.
     """
+    with library_errors():
+        if output is not None:
+            check_target(output, "policy.toml")  # now, for the search may take hours
     build = _function(target)
     with library_errors():
         fast = None if dtype is None else read_dtype(dtype)

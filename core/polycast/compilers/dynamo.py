@@ -219,7 +219,7 @@ def _recipe_of(text: str) -> Recipe:
 
 def _check_policies_can_be_held() -> None:
     if torch.compiler.is_exporting():
-        _break("policies are not part of torch's autocast, which is what an exported program can hold")
+        _break("policies and recipes are not part of torch's autocast, which is what an exported program can hold")
     if uncompiled.in_effect():
         _break("policies cannot be told apart in this torch")
 

@@ -39,6 +39,7 @@ def policy_table(ops: Mapping[CastPolicy, Iterable[str]]) -> Mapping[str, CastPo
 
     Raises:
         ValueError: an op is named twice.
+        TypeError: a name is where names should be.
 
     Example:
         >>> from polycast import CastPolicy, policy_table
@@ -47,6 +48,8 @@ def policy_table(ops: Mapping[CastPolicy, Iterable[str]]) -> Mapping[str, CastPo
     """
     table: dict[str, CastPolicy] = {}
     for policy, names in ops.items():
+        if isinstance(names, str):
+            raise TypeError(f"names of ops must be in a list or a tuple, got {names!r}: write ({names!r},)")
         for name in names:
             if name in table:
                 raise ValueError(

@@ -90,10 +90,16 @@ def write(path: PolicyPath, text: str) -> None:
         OSError: it cannot be written.
     """
     target = Path(path)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
-        whole = Path(folder, target.name)
-        whole.write_text(text, encoding="utf-8", newline="\n")
-        whole.replace(target)
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
+            whole = Path(folder, target.name)
+            whole.write_text(text, encoding="utf-8", newline="\n")
+            whole.replace(target)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        # It names the file on the way to the one that was asked for.
+        raise OSError(error.errno, error.strerror, str(target)) from error
 
 
 def text_of(said: Mapping[str, Any]) -> str:

@@ -168,7 +168,12 @@ class Policy:
             ...     print(line)
             - ops.softmax = 'fp32'
             + ops.softmax = 'promote'
+
+        Raises:
+            TypeError: `other` is no Policy.
         """
+        if not isinstance(other, Policy):
+            raise TypeError(f"other must be a polycast.Policy, got {type(other).__name__}")
         changes = list(difflib.unified_diff(list(_lines(self)), list(_lines(other)), n=0, lineterm=""))
         return [f"{line[0]} {line[1:]}" for line in changes[2:] if not line.startswith("@@")]
 
@@ -258,7 +263,7 @@ def _read_devices(devices: object) -> Mapping[str, Policy]:
             alike = nearest(device_type, known)
             raise ValueError(
                 f"{where}: not a device type that torch's autocast knows: "
-                + (f"did you mean {alike[0]!r}?" if alike else f"expected one of {', '.join(known)}")
+                + (f"did you mean {alike[0]!r}?" if alike else f"expected one of {', '.join(known)}.")
                 + " A device of another library has its name once that is imported."
             )
         if not isinstance(policy, Policy):

@@ -207,6 +207,9 @@ class autocast(TorchAutocast):
         return f"autocast({self.device!r}, dtype={settings.dtype}, enabled={settings.enabled})"
 
 
+# What is found of a signature, by people and by what makes the reference, is that of __new__, which takes anything.
+setattr(autocast.__new__, "__wrapped__", autocast.__init__)
+
 _methods_in_python = autocast.__enter__, autocast.__exit__
 
 

@@ -45,7 +45,15 @@ class Snapshot:
             yield
 
     def wrap(self, func: _F) -> _F:
-        """Return `func` wrapped so that its body runs in the regions; generators and coroutines as in `autocast`."""
+        """Return `func` wrapped so that its body runs in the regions; generators and coroutines as in `autocast`.
+
+        Raises:
+            TypeError: `func` is not callable.
+        """
+        if not callable(func):
+            raise TypeError(
+                f"wrap(func) requires a callable, but got {type(func).__name__}: leave it to be called later"
+            )
         return decorate(func, self.apply, self._here)
 
     def _here(self) -> Suspendable:

@@ -1,11 +1,11 @@
-"""Where a report is to be written: whether it can be, asked before there is anything to write."""
+"""Where a file is to be written: whether it can be, asked before there is anything to write."""
 
 import os
 import tempfile
 from pathlib import Path
 
 
-def check_target(path: str | os.PathLike[str]) -> None:
+def check_target(path: str | os.PathLike[str], such_as: str = "report.html") -> None:
     """Say now why a file could not be written later; nothing is left behind.
 
     Raises:
@@ -14,7 +14,7 @@ def check_target(path: str | os.PathLike[str]) -> None:
     target = Path(path)
     folder = target.parent
     if target.is_dir():
-        raise ValueError(f"{target} is a folder: name a file in it, such as {target / 'report.html'}.")
+        raise ValueError(f"{target} is a folder: name a file in it, such as {target / such_as}.")
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "is not there"
         raise ValueError(f"{target} cannot be written: {folder} {what}. Make it, or name another.")
