@@ -118,7 +118,7 @@ def read_sources(wanted: Library = ENGINE) -> Mapping[str, bytes]:
         raise BuildError(f"there is no package {wanted.package} with its C++ sources: {error}.") from error
     folders = [package if name == "." else package / name for name in wanted.folders]
     found: dict[str, bytes] = {}
-    for folder in (importlib.resources.files(__package__) / _OFFERED, *folders):
+    for folder in (*folders, importlib.resources.files(__package__) / _OFFERED):
         try:
             of_folder = {
                 file.name: file.read_bytes() for file in folder.iterdir() if file.name.endswith((".cpp", ".h"))
@@ -127,7 +127,7 @@ def read_sources(wanted: Library = ENGINE) -> Mapping[str, bytes]:
             of_folder = {}
         if not of_folder:
             raise BuildError(f"its C++ sources are not in {folder}. Install polycast with all its files.")
-        found |= of_folder
+        found = of_folder | found
     return dict(sorted(found.items()))
 
 

@@ -191,8 +191,8 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   void cast_all(const Conversion& conversion, torch::jit::Stack* stack) const {
-    for (const size_t position : tensors_) {
-      c10::IValue& value = argument(stack, position);
+    for (auto position = tensors_.rbegin(); position != tensors_.rend(); ++position) {  // see Casts::make()
+      c10::IValue& value = argument(stack, *position);
       if (value.isTensor()) {
         const Tensor& tensor = value.toTensor();
         if (conversion.changes(tensor)) {
