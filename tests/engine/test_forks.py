@@ -128,7 +128,7 @@ print(refusals)
 
 
 def run(program, engine, timeout, *arguments):
-    """Return what a program wrote, save that something is compiled. Python warns of forks among threads: this is one."""
+    """Return what a program wrote, save that something is compiled. Python warns of forks among threads, as here."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore::DeprecationWarning", "-c", program, *arguments],
         env={**os.environ, "POLYCAST_ENGINE": engine},
