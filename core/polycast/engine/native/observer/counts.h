@@ -28,40 +28,44 @@ struct OpInfo {
   bool is_loss = false;
 };
 
-class DtypeCounts {
+// Sums, each for a dtype.
+template <class Number>
+class ByDtype {
  public:
-  void add(ScalarType dtype, int64_t count = 1) {
-    for (auto& [seen, number] : counts_) {
+  void add(ScalarType dtype, Number more = 1) {
+    for (auto& [seen, sum] : sums_) {
       if (seen == dtype) {
-        number += count;
+        sum += more;
         return;
       }
     }
-    counts_.emplace_back(dtype, count);
+    sums_.emplace_back(dtype, more);
   }
 
-  void add(const DtypeCounts& others) {
-    for (const auto& [dtype, count] : others.counts_) {
-      add(dtype, count);
+  void add(const ByDtype& others) {
+    for (const auto& [dtype, sum] : others) {
+      add(dtype, sum);
     }
   }
 
-  int64_t of(ScalarType dtype) const {
-    for (const auto& [seen, number] : counts_) {
+  Number of(ScalarType dtype) const {
+    for (const auto& [seen, sum] : sums_) {
       if (seen == dtype) {
-        return number;
+        return sum;
       }
     }
     return 0;
   }
 
-  bool empty() const { return counts_.empty(); }
-  auto begin() const { return counts_.begin(); }
-  auto end() const { return counts_.end(); }
+  bool empty() const { return sums_.empty(); }
+  auto begin() const { return sums_.begin(); }
+  auto end() const { return sums_.end(); }
 
  private:
-  c10::SmallVector<std::pair<ScalarType, int64_t>, 2> counts_;
+  c10::SmallVector<std::pair<ScalarType, Number>, 2> sums_;
 };
+
+using DtypeCounts = ByDtype<int64_t>;
 
 // The casts of one kind.
 struct CastCounts {
@@ -130,19 +134,9 @@ struct WhereHash {
 struct Counts {
   uint64_t calls = 0, inner_calls = 0;
   DtypeCounts inputs, computes, outputs;
-  c10::SmallVector<std::pair<ScalarType, double>, 1> seconds;  // of calls that are in no other, by what they compute in
+  ByDtype<double> seconds;  // of calls that are in no other, by what they compute in
   CastsByKind casts;
   size_t stack = 0;  // of the first call, where these are kept: its number with the recorder, from 1 on
-
-  void add_seconds(ScalarType dtype, double more) {
-    for (auto& [seen, sum] : seconds) {
-      if (seen == dtype) {
-        sum += more;
-        return;
-      }
-    }
-    seconds.emplace_back(dtype, more);
-  }
 
   void add(const Counts& other) {
     calls += other.calls;
@@ -150,9 +144,7 @@ struct Counts {
     inputs.add(other.inputs);
     computes.add(other.computes);
     outputs.add(other.outputs);
-    for (const auto& [dtype, sum] : other.seconds) {
-      add_seconds(dtype, sum);
-    }
+    seconds.add(other.seconds);
     for (const CastCounts& each : other.casts) {
       casts.add(each);
     }

@@ -86,7 +86,7 @@ struct Call {
       counts.computes.add(computes);
     }
     if (op.is_timed && !op.inner) {
-      counts.add_seconds(computes, seconds);
+      counts.seconds.add(computes, seconds);
     }
     for (const CastCounts& casts : op.casts) {
       counts.casts.add(casts);

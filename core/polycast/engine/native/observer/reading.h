@@ -162,7 +162,7 @@ class Reading {
   }
 
   // None where they are not asked for: those of the ops during which another observer had times taken.
-  static PyObject* seconds(const Recorder& recorder, const decltype(Counts::seconds)& by_dtype) {
+  static PyObject* seconds(const Recorder& recorder, const ByDtype<double>& by_dtype) {
     List found;
     if (!recorder.timing) {
       return found.release();
