@@ -6,9 +6,12 @@ The compiler of these tests is a script: it notes that it was called, and copies
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from filelock import FileLock
 
 import polycast
 from polycast.engine import choice, installation
@@ -71,6 +74,24 @@ def test_eight_processes_that_start_at_once_build_it_once(compiler, home):
     assert [process.returncode for process in processes] == [0] * 8, outputs
     assert len({out for out, _ in outputs}) == 1
     assert compiler.calls == 1
+
+
+def test_threads_that_choose_at_once_try_a_build_that_fails_once_with_one_warning(compiler, home, monkeypatch):
+    compiler.behave(status=3)
+    installation.forget_choice()
+    monkeypatch.setenv("POLYCAST_ENGINE", "auto")
+    both = threading.Barrier(2)
+
+    def lock(path):
+        both.wait()
+        return FileLock(path)
+
+    monkeypatch.setattr(build, "FileLock", lock)
+    with pytest.warns(UserWarning, match="the native engine cannot be built") as told, ThreadPoolExecutor(2) as threads:
+        engines = [threads.submit(choice.choose) for _ in range(2)]
+    installation.forget_choice()
+    assert [engine.result().name for engine in engines] == ["reference", "reference"]
+    assert (len(told), compiler.calls) == (1, 1)
 
 
 def test_without_a_compiler_any_build_for_this_torch_serves(compiler, home, monkeypatch):

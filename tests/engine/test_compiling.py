@@ -9,7 +9,7 @@ import pytest
 from polycast.cli.compiled import OWN
 from polycast.engine.native import build, excerpts
 from polycast.engine.native.cache import BuildError
-from polycast.engine.native.compiling import Library, find_compiler
+from polycast.engine.native.compiling import Library, compile_library, find_compiler, read_sources
 
 CCACHE = """#!/bin/sh
 echo "$@" >> {calls}
@@ -86,3 +86,13 @@ def test_each_compiler_knows_the_options_that_it_is_given(wanted, command, monke
         pytest.skip("it is not here")
     nothing = [command, *wanted.flags(compiler), "-fsyntax-only", "-xc++", os.devnull]
     subprocess.run(nothing, check=True)
+
+
+@pytest.mark.parametrize("wanted", [*OWN, Library.of_ops("polycast_cpu.native")], ids=lambda library: library.name)
+def test_clang_compiles_what_gcc_does(wanted, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "clang++ -fsyntax-only")
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("it is not here")
+    status, output = compile_library(compiler, wanted, read_sources(wanted), tmp_path / "library.so")
+    assert status == 0, output

@@ -88,7 +88,8 @@ void quantize_images(Isa isa, const T* elements, bool by_channel, const std::vec
 // Writes what the pixels [first, first + count) of the output are made of, one in a row.
 inline void gather(const Images& images, const Convolution& convolution, Pair output, int64_t first, int64_t count,
                    int64_t stride, uint8_t* out) {
-  const auto [kernel, step, padding, dilation] = convolution;
+  // By name: Clang 15 captures no structured bindings.
+  const Pair kernel = convolution.kernel, step = convolution.stride, dilation = convolution.dilation;
   const int64_t channels = images.channels, line = images.width * channels;
   // With a dilation the columns of the kernel are apart.
   const int64_t pieces = dilation[1] == 1 ? 1 : kernel[1], piece = kernel[1] / pieces * channels;

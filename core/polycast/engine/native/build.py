@@ -220,7 +220,10 @@ def find_or_build(directory: Path, again: bool = False, wanted: Library = ENGINE
         make_folders(directory, place.folder)
         check_folders(directory, place.folder)
         with FileLock(place.folder / "lock"):
-            if not _is_whole(place.library):  # another process may have built it meanwhile
+            if not _is_whole(place.library):  # another thread or process may have built it meanwhile,
+                refusal = place.refusal(again)  # or failed to
+                if refusal is not None:
+                    raise BuildError(refusal)
                 _remove_leftovers(place.folder)
                 _build(place)
         return place.library

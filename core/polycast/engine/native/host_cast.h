@@ -18,6 +18,10 @@
 
 #include "parallel.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace {  // all is one unit, binding.cpp
 
 #if defined(__x86_64__)
@@ -72,7 +76,9 @@ template <ScalarType dtype>
 bool has_instructions() {
   static const bool there = [] {
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    unsigned features[4] = {};  // "f16c" is a word that Clang 17 and GCC 10 do not know yet
+    __get_cpuid(1, &features[0], &features[1], &features[2], &features[3]);
+    return __builtin_cpu_supports("avx2") && (features[2] & bit_F16C) != 0;
   }();
   return there;
 }
