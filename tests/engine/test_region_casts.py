@@ -168,7 +168,6 @@ def test_threads_share_the_casts_that_they_keep():
     assert copies <= 4 * (1 + 1 + 2) + 1
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the memory of the process is read from /proc")
 def test_weights_whose_casts_threads_shared_can_be_swapped_after_their_regions():
     weight = nn.Parameter(torch.ones(4, 4))
 
@@ -184,6 +183,7 @@ def test_weights_whose_casts_threads_shared_can_be_swapped_after_their_regions()
     assert torch.equal(weight, torch.zeros(4, 4))
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the memory of the process is read from /proc")
 def test_all_threads_together_hold_two_recent_casts_of_the_largest_weight():
     weight = large(shape=(4, 2**23))  # 64 MiB as a cast: malloc gives so much back at once
     used, looked_at = threading.Barrier(9), threading.Barrier(9)
