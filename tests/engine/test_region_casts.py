@@ -168,22 +168,29 @@ def test_threads_share_the_casts_that_they_keep():
     assert copies <= 4 * (1 + 1 + 2) + 1
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the memory of the process is read from /proc")
-def test_weights_whose_casts_threads_shared_can_be_swapped_after_their_regions():
-    weight = nn.Parameter(torch.ones(4, 4))
+@pytest.mark.parametrize("written", [False, True], ids=["", "written"])
+def test_weights_whose_casts_threads_shared_can_be_swapped_after_their_regions(written):
+    weight, other = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
+    weight.grad = torch.ones(4, 4)
+    optimizer = torch.optim.SGD([weight], fused=True)
 
     def use(_):
         with polycast.autocast("cpu"):
             for _ in range(3):
                 torch.mm(weight, weight)
+            if written:
+                optimizer.step()  # its cast is found to be out of date as another is made
+                torch.mm(other, other)
 
     use(None)
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(use, range(4)))
+    use(None)
     torch.utils.swap_tensors(weight, nn.Parameter(torch.zeros(4, 4)))  # refuses those that anything refers to weakly
     assert torch.equal(weight, torch.zeros(4, 4))
 
 
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the memory of the process is read from /proc")
 def test_all_threads_together_hold_two_recent_casts_of_the_largest_weight():
     weight = large(shape=(4, 2**23))  # 64 MiB as a cast: malloc gives so much back at once
     used, looked_at = threading.Barrier(9), threading.Barrier(9)

@@ -167,10 +167,13 @@ class RegionCasts {
       clear();
       return;
     }
-    Kept dying;
+    Dying dying;
     for (auto it = kept_.begin(); it != kept_.end();) {
       if (written->count(it->second->of.storage()) != 0) {
-        dying.emplace(it->first, std::move(it->second));
+        dying.casts.push_back(std::move(it->second));
+        if (shares_) {
+          dying.shared.push_back(it->first);
+        }
         it = kept_.erase(it);
       } else {
         ++it;
@@ -178,8 +181,7 @@ class RegionCasts {
     }
     for (Recent& recent : recent_) {
       if (recent.cast && written->count(recent.cast->of.storage()) != 0) {
-        const Key key = recent.key;
-        dying.emplace(key, take_out(recent));
+        dying.casts.push_back(take_out(recent));
       }
     }
   }
