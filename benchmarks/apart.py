@@ -14,7 +14,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -67,7 +67,8 @@ class _Player:
     def ask(self, request: str) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(request, file=self._process.stdin, flush=True)
+        with suppress(BrokenPipeError):
+            print(request, file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         if not answer:
             raise RuntimeError(f"{self._process.args} ended with status {self._process.wait()} when asked: {request}.")
