@@ -21,7 +21,6 @@
 
 namespace {  // all is one unit, binding.cpp
 
-
 // Set by bind(); they live as long as the process.
 PyObject* storages_are_rewritten = nullptr;
 PyObject* kept_cast_of_traced = nullptr;
@@ -37,8 +36,9 @@ C10_ALWAYS_INLINE bool is_eligible(const Tensor& tensor, DeviceType device) {
 bool is_weight(const Tensor& tensor, bool to_pack = false) {
   const TensorImpl* const impl = tensor.unsafeGetTensorImpl();
   const ScalarType dtype = tensor.scalar_type();
-  if ((dtype != at::kFloat && !(to_pack && (dtype == at::kBFloat16 || dtype == at::kHalf))) || tensor.layout() != at::kStrided || !impl->has_storage() || tensor.is_inference() || tensor.is_nested() ||
-      impl->key_set().has_any(c10::DispatchKeySet({DispatchKey::Python, DispatchKey::Negative}))) {
+  const bool may_have_dtype = dtype == at::kFloat || (to_pack && (dtype == at::kBFloat16 || dtype == at::kHalf));
+  if (!may_have_dtype || tensor.layout() != at::kStrided || !impl->has_storage() || tensor.is_inference() ||
+      tensor.is_nested() || impl->key_set().has_any(c10::DispatchKeySet({DispatchKey::Python, DispatchKey::Negative}))) {
     return false;
   }
   // The tensor is held, so its object is alive, and the type of an object can be read without the GIL.
