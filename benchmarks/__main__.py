@@ -31,19 +31,19 @@ class Benchmark(Protocol):
     def run(self, quick: bool) -> Iterator[list[Result]] | Iterator[list[Scores]]: ...
 
 
-def _apart(function: str) -> Callable[[], Benchmark]:
-    return partial(Apart, f"{__package__}.{function}")
+def _apart(function: str, *, least: bool = False) -> Callable[[], Benchmark]:
+    return partial(Apart, f"{__package__}.{function}", least)
 
 
 BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
-    "region": _apart("small:region"),
-    "mm-float32": _apart("small:mm_float32"),
-    "mm-bfloat16": _apart("small:mm_bfloat16"),
-    "mm-weight": _apart("small:mm_weight"),
-    "relu": _apart("small:relu"),
+    "region": _apart("small:region", least=True),
+    "mm-float32": _apart("small:mm_float32", least=True),
+    "mm-bfloat16": _apart("small:mm_bfloat16", least=True),
+    "mm-weight": _apart("small:mm_weight", least=True),
+    "relu": _apart("small:relu", least=True),
     "observing": observing.ops,
     "observing-training": observing.training,
-    "ops": _apart("ops:against_torch"),
+    "ops": _apart("ops:against_torch", least=True),
     "policy": small.policy,
     "policy-ops": ops.under_policy,
     "depth": small.depth,
@@ -52,7 +52,7 @@ BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
     "out-dtype": small.out_dtype,
     "import": ImportTime,
     "memory": PeakMemory,
-    "once": _apart("once:by_size"),
+    "once": _apart("once:by_size", least=True),
     "rates": _apart("once:rates"),
     "peak": once.PeakOfThreads,
     "scenarios": _apart("scenarios:scenarios"),

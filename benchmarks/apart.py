@@ -30,13 +30,15 @@ def _races(name: str) -> Iterator[Race]:
 
 @dataclass(frozen=True)
 class Apart:
-    """The races that a function makes; what counts is the least time of a side in all rounds.
+    """The races that a function makes.
 
     Where the memory of a process lies is chance, so that each library has some processes, one after the other.
     """
 
     name: str
     """The function: ``module:function``."""
+    least: bool = False
+    """Whether the least times of all rounds count, as where one thread is enough, or the median of the ratios."""
     processes: int = 3
 
     def run(self, quick: bool) -> Iterator[list[Result]]:
@@ -54,7 +56,8 @@ class Apart:
                         answers = [player.ask("time") for player in players]
                         times.append(answers[0] | answers[1])
                         yield []
-        yield [result for race, times in zip(races, taken, strict=True) for result in race.results(times, least=True)]
+        both = zip(races, taken, strict=True)
+        yield [result for race, times in both for result in race.results(times, least=self.least)]
 
 
 class _Player:

@@ -1,5 +1,6 @@
 """Every op of the CPU's table on small inputs: what it costs in a region, against another."""
 
+import functools
 import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing_extensions import override
 import polycast
 from polycast.testing.samples import SAMPLES, split
 
+from .once import Several
 from .timing import Race, Ratio, Result, Side
 
 NOT_SLOWER = 1.03
@@ -111,12 +113,18 @@ def _every_op(
     return EveryOp(sides={", ".join(name): side for name, side in sides.items()}, ratios=ratios, **settings)
 
 
-def against_torch() -> EveryOp:
+def _against_torch() -> Iterator[Race]:
     regions = polycast.autocast("cpu"), torch.autocast("cpu")
-    return _every_op(*regions, "torch's kernel", NOT_SLOWER, "torch", what="", of_all=1.0, rounds=20)
+    yield _every_op(*regions, "torch's kernel", NOT_SLOWER, "torch", what="", of_all=1.0, rounds=20)
 
 
-def under_policy() -> EveryOp:
+against_torch = functools.partial(Several, _against_torch, one_thread=True)
+
+
+def _under_policy() -> Iterator[Race]:
     """Each op under a policy that says of all ops what the table says."""
     regions = polycast.autocast("cpu", policy=polycast.get_backend("cpu").policies), polycast.autocast("cpu")
-    return _every_op(*regions, "a plain region", 1.05, what=", named in a policy", of_all=1.01, rounds=120)
+    yield _every_op(*regions, "a plain region", 1.05, what=", named in a policy", of_all=1.01, rounds=120)
+
+
+under_policy = functools.partial(Several, _under_policy, one_thread=True)
