@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from .once import LIBRARIES
 from .timing import Race, Result
-
-LIBRARIES = ("polycast", "torch")
 
 
 def _races(name: str) -> Iterator[Race]:

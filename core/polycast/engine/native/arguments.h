@@ -127,7 +127,7 @@ class Casts {
   }
 
   // The last argument's is made first, as where torch's are made in a call: the weight's lies before the input's in memory, and
-  // what is given back behind it can be used again. The other way round threads took half as much memory again.
+  // what is given back behind it can be used again. The other way round, the threads of a process took twice as much memory.
   void make(const Arguments& arguments, const Conversion& conversion) {
     for (size_t i = arguments.count; i-- > 0;) {
       const void*& address = arguments.addresses[i];

@@ -27,8 +27,7 @@ _FOR_LOOPS = ("-O2",)
 # GCC's own: others refuse them. What -O2 does besides is a quarter of the build; the last two have it look for garbage
 # less often.
 _QUICKLY = ("-O1", "-finline-small-functions", "--param=ggc-min-expand=400", "--param=ggc-min-heapsize=700000")
-# And what the path of an op gains from: with these ops take in the mean what they take with -O2, convolutions somewhat
-# more.
+# And what the path of an op gains from: with these ops take in the mean what they take with -O2.
 _FOR_SHORT_PATHS = (
     *(*_QUICKLY, "-foptimize-sibling-calls", "-fstrict-aliasing", "-fcaller-saves", "-fipa-ra", "-fpeephole2"),
     *("-freorder-blocks-and-partition", "-freorder-blocks-algorithm=stc", "-falign-functions=16", "-falign-jumps=16"),
