@@ -1,5 +1,10 @@
 """A weight's cast has the bits that torch's kernel gives it, whatever its numbers, sizes, strides and memory."""
 
+import ctypes
+import mmap
+import platform
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -118,3 +123,49 @@ def test_torchs_kernel_is_not_waited_for(cast_of):
     names = [event.key for event in profile.key_averages()]
     assert "aten::copy_" in names
     assert "aten::_to_copy" not in names
+
+
+@pytest.fixture
+def upper_halves():
+    """Return what writes, zeroes and asks for the upper halves of the vector registers: see XGETBV, ECX = 1.
+
+    While these are in use, code that was compiled for SSE, as most of torch and Python is, waits for them.
+    """
+    if platform.machine() not in {"x86_64", "AMD64"} or "xgetbv1" not in _processor_flags():
+        pytest.skip("the processor does not tell which of its registers are in use")
+    codes = {"write": "c5fd76c0c3", "zero": "c5f877c3", "state": "b9010000000f01d0c3"}
+    try:
+        memory = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    except PermissionError:
+        pytest.skip("the system refuses memory that is written and executed")
+    with memory:
+        page = ctypes.c_char.from_buffer(memory)
+        functions = {}
+        for at, (name, code) in zip(range(0, 64, 16), codes.items(), strict=False):
+            memory[at : at + len(code) // 2] = bytes.fromhex(code)
+            functions[name] = ctypes.CFUNCTYPE(ctypes.c_uint32)(ctypes.addressof(page) + at)
+        registers = SimpleNamespace(**functions, are_in_use=lambda: bool(functions["state"]() & 4))
+        registers.write()
+        written = registers.are_in_use()
+        registers.zero()
+        if not written or registers.are_in_use():
+            pytest.skip("the processor tells no difference")
+        yield registers
+        del page
+
+
+def _processor_flags():
+    try:
+        with open("/proc/cpuinfo", encoding="ascii") as lines:
+            return {flag for line in lines if line.startswith("flags") for flag in line.split()}
+    except OSError:
+        return set()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_cast_does_not_slow_what_runs_after_it(upper_halves, dtype):
+    weight = frozen(torch.randn(300))
+    with polycast.autocast("cpu", cache=polycast.WeightCache()):
+        upper_halves.zero()
+        torch.ops.polycast.kept_cast(weight, dtype, 0)
+        assert not upper_halves.are_in_use()

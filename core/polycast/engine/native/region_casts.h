@@ -92,7 +92,9 @@ class RegionCasts {
     }
     Tensor linked = with_history(cast, weight);
     if (writes == Writes::log().count()) {
-      keep(key, std::make_unique<KeptCast>(KeptCast{Content(weight), Tensor(), linked, current_stream(linked)}));
+      auto entry = std::make_unique<KeptCast>(weight);
+      entry->linked = linked;
+      keep(key, std::move(entry));
     }
     return linked;
   }
@@ -197,7 +199,7 @@ class RegionCasts {
     const bool may_keep = !is_shared(weight) && !InFlight::storages().has(storage_of(weight));
     const bool shares = keeps && may_keep && threads_with_regions.load(std::memory_order_relaxed) > 1;
     const uint64_t seen = seen_;
-    Content content(weight);
+    auto entry = may_keep ? std::make_unique<KeptCast>(weight) : nullptr;
     Reserved reserved;
     Tensor cast, reusable;
     erase_kept(key);
@@ -221,8 +223,8 @@ class RegionCasts {
     }
     const Tensor result = link ? linked : cast;
     if (may_keep && seen == seen_ && (keeps || reserved.bytes != 0)) {
-      auto entry = std::make_unique<KeptCast>(
-          KeptCast{std::move(content), std::move(cast), std::move(linked), current_stream(result)});
+      entry->cast = std::move(cast);
+      entry->linked = std::move(linked);
       if (shares) {
         shares_ = true;
         SharedCasts::index().add(key, *entry, seen);

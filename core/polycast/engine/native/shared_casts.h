@@ -24,7 +24,9 @@
 namespace {  // all is one unit, binding.cpp
 
 struct KeptCast {
-  Content of;
+  explicit KeptCast(const Tensor& weight) : of(weight), stream(current_stream(weight)) {}
+
+  const Content of;
   Tensor cast;                        // without history; or undefined
   Tensor linked;                      // the same memory with history; or undefined
   std::optional<c10::Stream> stream;  // that it was made on: nobody says when another may use it

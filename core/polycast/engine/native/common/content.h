@@ -6,8 +6,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/DimVector.h>
+#include <c10/util/SmallVector.h>
 
+#include <algorithm>
 #include <functional>
 
 #include "tensors.h"
@@ -51,15 +52,19 @@ class Content {
         storage_(weight.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl()),
         data_(weight.const_data_ptr()),
         version_(weight._version()),
-        sizes_(weight.sizes()),
-        strides_(weight.strides()) {}
+        sizes_and_strides_(weight.sizes()) {
+    const auto strides = weight.strides();
+    sizes_and_strides_.append(strides.begin(), strides.end());
+  }
 
   // Whether a weight, whose key this is found by, is what it was.
   bool is_that_of(const Tensor& weight) const {
     const TensorImpl* const impl = weight.unsafeGetTensorImpl();
+    const auto sizes = impl->sizes(), strides = impl->strides();
     return version_ == impl->version_counter().current_version() && data_ == impl->data() &&
-        storage_._unsafe_get_target() == storage_of(weight) && weight.sizes() == c10::IntArrayRef(sizes_) &&
-        weight.strides() == c10::IntArrayRef(strides_);
+        storage_._unsafe_get_target() == storage_of(weight) && sizes_and_strides_.size() == 2 * sizes.size() &&
+        std::equal(sizes.begin(), sizes.end(), sizes_and_strides_.begin()) &&
+        std::equal(strides.begin(), strides.end(), sizes_and_strides_.begin() + sizes.size());
   }
 
   const StorageImpl* storage() const { return storage_._unsafe_get_target(); }
@@ -70,7 +75,7 @@ class Content {
   c10::weak_intrusive_ptr<StorageImpl> storage_;
   const void* data_;
   uint32_t version_;
-  c10::DimVector sizes_, strides_;
+  c10::SmallVector<int64_t, 8> sizes_and_strides_;
 };
 
 }  // namespace
