@@ -94,10 +94,16 @@ def choose() -> Engine:
         RuntimeError: POLYCAST_ENGINE is ``native``, and that engine cannot be built.
     """
     global _engine
-    failure = _compile_ahead(env.engine()) if _engine is None else None
+    if _engine is not None:
+        return _engine
+    wanted, failure = env.engine(), None
+    if wanted != "reference":
+        from .native import build  # what it imports takes a while, and is needed here only
+
+        failure = build.compile_ahead()
     with _lock:
         if _engine is None:
-            _engine = _choose(env.engine(), failure)
+            _engine = _choose(wanted, failure)
             state.use(_engine)
         return _engine
 
@@ -123,25 +129,10 @@ def _reference() -> Engine:
     return ReferenceEngine()
 
 
-def _compile_ahead(wanted: str) -> Exception | None:
-    """Compile the engine that is wanted, before any lock is taken that is held over forks; return why that failed."""
-    if wanted == "reference":
-        return None
-    from .native import build
-
-    try:
-        build.compile_ahead()
-    except Exception as error:
-        if raised_by_signal_handler(error):
-            raise
-        return error
-    return None
-
-
 def _choose(wanted: str, failure: Exception | None) -> Engine:
     if wanted == "reference":
         return _reference()
-    from .native import build, cache  # what they import takes a while, and is needed here only
+    from .native import build, cache
 
     try:
         if failure is not None:

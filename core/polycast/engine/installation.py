@@ -116,11 +116,10 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
         kernels = installed.get(device_type)
         if kernels is None:
             # Not with the lock held: a plugin may be imported, and do anything; and an engine may be compiled.
-            backend = registry.find(device_type)
-            choose()
+            backend, engine = registry.find(device_type), choose()
             with _lock:
-                if device_type not in installed and registry.find(device_type) is backend:
-                    engine = choose()
+                is_as_found = registry.find(device_type) is backend and chosen() is engine
+                if device_type not in installed and is_as_found:
                     engine.watch_writes()
                     policies = {**backend.policies, **policies_for(device_type)}
                     installed[device_type] = engine.kernels(backend, policies)

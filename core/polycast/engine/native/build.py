@@ -72,8 +72,14 @@ class ObserverLibrary:
         self._sources = read_sources(ENGINE)
 
     def compile(self) -> None:
-        """Compile it, if that is still to be done."""
-        compile_ahead(OBSERVER)
+        """Compile it, if that is still to be done.
+
+        Raises:
+            BuildError: it cannot be built.
+        """
+        failure = compile_ahead(OBSERVER)
+        if failure is not None:
+            raise failure
 
     def load(self) -> ModuleType:
         """Return it as a module.
@@ -87,18 +93,21 @@ class ObserverLibrary:
         return extension
 
 
-def compile_ahead(wanted: Library = ENGINE) -> None:
-    """Compile what is to be loaded next, if that is still to be done.
+def compile_ahead(wanted: Library = ENGINE) -> Exception | None:
+    """Compile what is to be loaded next, if that is still to be done; return why that failed, for who loads it to say.
 
     Whoever loads it holds a lock over forks. Compiling takes long, and a fork would wait for it: so this goes before,
     without the lock.
-
-    Raises:
-        BuildError: there is no build, and none can be made.
     """
-    if prebuilt.find(wanted) is None:
-        with contextlib.suppress(UntrustedCacheError):  # then it is built as it is loaded, for the process alone
-            find_or_build(cache_directory(), wanted=wanted)
+    try:
+        if prebuilt.find(wanted) is None:
+            with contextlib.suppress(UntrustedCacheError):  # then it is built as it is loaded, for the process alone
+                find_or_build(cache_directory(), wanted=wanted)
+    except Exception as error:
+        if raised_by_signal_handler(error):
+            raise
+        return error
+    return None
 
 
 def _import_prebuilt(wanted: Library) -> tuple[ModuleType, str] | None:

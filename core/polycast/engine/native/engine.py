@@ -43,7 +43,7 @@ class ObserverLibrary(Protocol):
     """The library of the engine's observer."""
 
     def compile(self) -> None:
-        """Compile it, if that is still to be done."""
+        """Compile it, if that is still to be done; as :meth:`load`, raise a BuildError where it cannot be."""
 
     def load(self) -> ModuleType:
         """Return it as a module."""

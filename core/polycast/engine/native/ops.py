@@ -14,7 +14,7 @@ from ...plugins.backend import Availability
 from ...plugins.fork import hold_over_forks
 from ...plugins.signals import raised_by_signal_handler
 from . import build, prebuilt
-from .build import compile_ahead, find_build, find_or_build
+from .build import find_build, find_or_build
 from .cache import BuildError, UntrustedCacheError, cache_directory
 from .compiling import Library
 
@@ -50,23 +50,12 @@ def load_ops(package: str) -> Availability:
     """
     answer = _answers.get(package)
     if answer is None:
-        failure = _compile_ahead(package)
+        failure = build.compile_ahead(Library.of_ops(package))
         with _one_at_a_time:  # ops can be registered once
             answer = _answers.get(package)
             if answer is None:
                 answer = _answers[package] = _load(package, failure)
     return answer
-
-
-def _compile_ahead(package: str) -> Exception | None:
-    """Compile the ops of a package before the lock is taken that is held over forks; return why that failed."""
-    try:
-        compile_ahead(Library.of_ops(package))
-    except (BuildError, OSError) as error:
-        if raised_by_signal_handler(error):
-            raise
-        return error
-    return None
 
 
 def _load(package: str, failure: Exception | None) -> Availability:
