@@ -31,9 +31,8 @@ from .records import (
     NonFinite,
     Op,
     Region,
-    combine,
-    with_main_decision,
 )
+from .sums import combine, with_main_decision
 
 AUTOCAST_IS_OFF = "autocast is off"
 

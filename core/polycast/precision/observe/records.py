@@ -5,8 +5,8 @@ mapping from dtypes has counts.
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 Dtypes = Mapping[str, int]
@@ -272,6 +272,13 @@ class Finding:
         return f"{self.where}: {self.what} {self.remedy}"
 
 
+NESTED: dict[tuple[type[Any], str], type[Any]] = {
+    (Op, "decisions"): Decision,
+    (Module, "ops"): Op,
+    (Module, "total"): Counts,
+}
+"""The fields of records that have records, and of which kind."""
+
 _R = TypeVar("_R")
 
 
@@ -302,7 +309,7 @@ def read(cls: type[_R], said: Mapping[str, Any]) -> _R:
         value = said[each.name]
         if not _fits(value, hints[each.name]):
             raise TypeError(f"{each.name} of a {cls.__name__} cannot be {value!r:.100}")
-        nested = _NESTED.get((cls, each.name))
+        nested = NESTED.get((cls, each.name))
         if nested is Counts:
             value = read(Counts, value)
         elif nested is not None:
@@ -335,70 +342,3 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 _MOST = 2**63
-
-_NESTED: dict[tuple[type[Any], str], type[Any]] = {
-    (Op, "decisions"): Decision,
-    (Module, "ops"): Op,
-    (Module, "total"): Counts,
-}
-_IDENTITY: dict[type[Any], tuple[str, ...]] = {
-    Op: ("op", "phase"),
-    Decision: ("device", "policy", "rule", "rule_name"),
-    Module: ("module",),
-    Cast: ("op", "phase", "module", "source", "target", "of"),
-    Region: ("where", "device", "enabled", "dtype", "reason"),
-    Compiled: ("region", "module"),
-    LowBit: ("device", "recipe", "op", "declined"),
-    Chain: ("kind", "ops", "module", "dtype"),
-}
-
-
-def combine(left: Iterable[_R], right: Iterable[_R], sign: int = 1) -> tuple[_R, ...]:
-    """Return records with the counts of both added, or (sign -1) subtracted; those in which nothing is left are not."""
-    found: dict[tuple[Any, ...], _R] = {}
-    for record, factor in (*((each, 1) for each in left), *((each, sign) for each in right)):
-        key = tuple(getattr(record, name) for name in _IDENTITY[type(record)])
-        found[key] = add(found.get(key), record, factor)
-    return tuple(record for record in found.values() if any(_numbers(record)))
-
-
-def add(record: _R | None, other: _R, factor: int = 1) -> _R:
-    """Return a record with the counts of another added to its own, `factor` times."""
-    changed: dict[str, Any] = {}
-    for each in fields(other):  # type: ignore[arg-type]
-        mine, value = getattr(record, each.name, None), getattr(other, each.name)
-        if isinstance(value, bool) or each.name in _IDENTITY.get(type(other), ()):
-            continue
-        if isinstance(value, (int, float)):
-            changed[each.name] = (mine or 0) + factor * value
-        elif isinstance(value, Mapping):
-            sums = {key: (mine or {}).get(key, 0) + factor * value.get(key, 0) for key in {**(mine or {}), **value}}
-            changed[each.name] = {key: count for key, count in sums.items() if count}
-        elif isinstance(value, Counts):
-            changed[each.name] = add(mine, value, factor)
-        elif (type(other), each.name) in _NESTED:
-            changed[each.name] = combine(mine or (), value, factor)
-        elif mine:
-            changed[each.name] = mine
-    result = replace(other, **changed)  # type: ignore[type-var]
-    return with_main_decision(result) if isinstance(result, Op) else result  # type: ignore[return-value]
-
-
-def with_main_decision(op: Op) -> Op:
-    """Return an op with the decision of most calls as its own."""
-    if not op.decisions:
-        return op
-    decisions = tuple(sorted(op.decisions, key=lambda each: -abs(each.calls)))
-    main = decisions[0]
-    return replace(op, decisions=decisions, policy=main.policy, rule=main.rule, rule_name=main.rule_name)
-
-
-def _numbers(value: Any) -> Iterator[float]:
-    for each in fields(value):
-        item = getattr(value, each.name)
-        if isinstance(item, (int, float)) and not isinstance(item, bool):
-            yield item
-        elif isinstance(item, Mapping):
-            yield from item.values()
-        elif isinstance(item, Counts):
-            yield from _numbers(item)

@@ -1,0 +1,178 @@
+"""`polycast devices`: what it says of each device and its backend, to people and to programs."""
+
+import importlib.metadata
+import json
+import re
+
+import polycast
+
+KEYS = ["device_type", "state", "reason", "default_dtype", "supported_dtypes", "distribution", "version", "replaces"]
+
+WORKING = """
+import polycast, torch
+
+class Acme(polycast.Backend):
+    device_type = "ipu"
+    default_dtype = torch.float16
+    policies = polycast.STANDARD_POLICIES
+
+    def supported_dtypes(self):
+        {supported}
+
+    def availability(self):
+        return polycast.Availability(False, "the box [red] is not plugged in")
+
+@polycast.hookimpl
+def polycast_backend():
+    return Acme()
+"""
+
+
+def listed(result):
+    """Return the devices of ``devices --json`` by their types."""
+    return {device["device_type"]: device for device in json.loads(result.stdout)}
+
+
+def test_devices_lists_every_backend_with_its_state(polycast_command):
+    result = polycast_command("devices")
+    assert result.exit_code == 0
+    rows = {words[0]: words for line in result.stdout.splitlines() if (words := line.split())}
+    for name, status in polycast.backends().items():
+        assert rows[name][1] == status.state
+        assert rows[name][2] == ("-" if status.default_dtype is None else str(status.default_dtype)[len("torch.") :])
+
+
+def test_devices_says_why_a_device_is_not_ready(polycast_command, plugin):
+    plugin("acme_absent", WORKING.format(supported="return (torch.float16,)"))
+    assert "ipu: the box [red] is not plugged in\n" in polycast_command("devices").stdout
+
+
+def test_devices_says_of_a_device_without_a_backend_what_is_needed(polycast_command):
+    reason = "A plugin is needed: no distribution has an entry point 'xla' in the group 'polycast.backends'."
+    assert f"xla: {reason}\n" in polycast_command("devices").stdout
+    device = listed(polycast_command("devices", "--json"))["xla"]
+    assert (device["state"], device["reason"], device["supported_dtypes"]) == ("missing", reason, None)
+
+
+def line_that_begins_with(word, text):
+    (line,) = (line for line in text.splitlines() if line.startswith(word))
+    return line
+
+
+def test_devices_names_the_engine(polycast_command, engine):
+    last = line_that_begins_with("Engine:", polycast_command("devices").stdout)
+    assert last.startswith(f"Engine: {engine}")
+    assert (engine == "reference") == (last == "Engine: reference")
+
+
+def test_devices_says_where_the_native_engine_came_from(polycast_command, engine):
+    last = line_that_begins_with("Engine:", polycast_command("devices").stdout)
+    if engine == "native":
+        assert re.fullmatch(r"Engine: native, (compiled here|came with polycast): /.*/polycast_native\.so", last)
+
+
+def test_devices_says_where_the_ops_of_backends_come_from(polycast_command, hand_made):
+    hand_made("cpu", ops_in_cpp=["polycast_cpu.native", "acme_npu.native"])
+    missing = line_that_begins_with("Ops of acme_npu", polycast_command("devices").stdout)
+    assert missing.startswith("Ops of acme_npu.native: none: there is no package acme_npu.native")
+    ours = line_that_begins_with("Ops of polycast_cpu", polycast_command("devices").stdout)
+    assert re.search(
+        r": (compiled here: |came with polycast: |not compiled yet, as `polycast build` does$|none: )", ours
+    )
+
+
+def test_devices_json_has_the_same_keys_for_every_device(polycast_command):
+    devices = json.loads(polycast_command("devices", "--json").stdout)
+    assert [device["device_type"] for device in devices] == list(polycast.backends())
+    assert all(list(device) == KEYS for device in devices)
+
+
+def test_devices_json_of_a_ready_device(polycast_command):
+    assert listed(polycast_command("devices", "--json"))["cpu"] == {
+        "device_type": "cpu",
+        "state": "ready",
+        "reason": "",
+        "default_dtype": "bfloat16",
+        "supported_dtypes": ["bfloat16", "float16"],
+        "distribution": "polycast",
+        "version": importlib.metadata.version("polycast"),
+        "replaces": [],
+    }
+
+
+def test_devices_lists_a_broken_plugin_among_the_others(polycast_command, plugin):
+    plugin("acme_broken", "raise OSError('libacme.so: cannot open')")
+    devices = listed(polycast_command("devices", "--json"))
+    assert devices["cpu"]["state"] == "ready"
+    assert devices["ipu"] == {
+        "device_type": "ipu",
+        "state": "broken",
+        "reason": "The backend for 'ipu' is broken: acme_broken 1.5 (acme_broken) could not be loaded: OSError: "
+        "libacme.so: cannot open. Repair or uninstall acme_broken, or set POLYCAST_BLOCK=ipu.",
+        "default_dtype": None,
+        "supported_dtypes": None,
+        "distribution": "acme_broken",
+        "version": "1.5",
+        "replaces": [],
+    }
+
+
+def test_devices_verbose_says_of_each_recipe_whether_the_device_can(polycast_command, hand_made):
+    def recipe_availability(recipe):
+        return polycast.Availability(recipe.kind == "int8", "" if recipe.kind == "int8" else "it has no such units")
+
+    hand_made("cpu", recipe_availability=recipe_availability)
+    shown = polycast_command("devices", "--verbose").stdout
+    assert "cpu: int8: yes\ncpu: float8: no, it has no such units\n" in shown
+    assert "xpu: int8" not in shown
+    assert "int8" not in polycast_command("devices").stdout
+
+
+def test_devices_verbose_shows_the_traceback_of_a_broken_plugin(polycast_command, plugin):
+    plugin("acme_traced", "raise OSError('libacme.so: cannot open')")
+    shown = polycast_command("devices", "--verbose").stdout
+    assert "The plugin of 'ipu' raised:\nTraceback (most recent call last):\n" in shown
+    assert 'acme_traced.py", line 1, in <module>' in shown
+    assert "OSError: libacme.so: cannot open\n" in shown
+
+
+def test_devices_says_how_to_see_the_traceback(polycast_command, plugin):
+    plugin("acme_hinted", "raise OSError('libacme.so: cannot open')")
+    shown = polycast_command("devices").stdout
+    assert "Traceback" not in shown
+    assert shown.endswith("polycast devices --verbose shows the traceback of what is broken.\n")
+
+
+def test_devices_verbose_leaves_json_alone(polycast_command, plugin):
+    plugin("acme_json", "raise OSError('libacme.so: cannot open')")
+    result = polycast_command("devices", "--json", "--verbose")
+    assert listed(result)["ipu"]["state"] == "broken"
+    assert "OSError: libacme.so: cannot open" in result.stderr
+
+
+def test_devices_copes_with_a_plugin_that_cannot_tell_its_dtypes(polycast_command, plugin):
+    plugin("acme_silent", WORKING.format(supported="raise KeyError('driver')"))
+    assert listed(polycast_command("devices", "--json"))["ipu"]["supported_dtypes"] is None
+    assert "ipu: supported_dtypes() raised KeyError: 'driver'\n" in polycast_command("devices").stdout
+
+
+def test_devices_shows_a_conflict(polycast_command, plugin):
+    plugin("acme_one", "")
+    plugin("acme_two", "")
+    result = polycast_command("devices", "--json")
+    assert listed(result)["ipu"]["state"] == "conflict"
+    assert listed(result)["ipu"]["supported_dtypes"] is None
+
+
+def test_devices_shows_what_is_blocked(polycast_command, monkeypatch, rediscover):
+    monkeypatch.setenv("POLYCAST_BLOCK", "cpu")
+    result = polycast_command("devices")
+    assert "cpu: The backend for 'cpu' is blocked by POLYCAST_BLOCK." in result.stdout
+    assert result.exit_code == 0
+
+
+def test_devices_says_what_a_backend_stands_in_for(polycast_command, plugin, monkeypatch):
+    monkeypatch.setenv("POLYCAST_PROVIDER", "ipu=acme-chosen")
+    plugin("acme_chosen", WORKING.format(supported="return (torch.float16,)"))
+    plugin("acme_other", "")
+    assert "ipu: in place of acme_other 1.5 (acme_other)\n" in polycast_command("devices").stdout

@@ -1,0 +1,120 @@
+"""`polycast ops`: a device's table of ops, and where torch's differs from it."""
+
+import json
+
+import pytest
+import torch
+
+import polycast
+from polycast.engine.installation import torch_ops
+
+
+def test_ops_json_is_the_policy_table(polycast_command):
+    shown = json.loads(polycast_command("ops", "cuda", "--json").stdout)
+    table = {name: policy.value for name, policy in polycast.get_backend("cuda").policies.items()}
+    assert {entry["op"]: entry["policy"] for entry in shown} == table
+
+
+def test_ops_are_grouped_by_policy_and_sorted_in_it(polycast_command):
+    shown = [tuple(entry.values()) for entry in json.loads(polycast_command("ops", "cpu", "--json").stdout)]
+    order = [policy.value for policy in polycast.CastPolicy]
+    assert shown == sorted(shown, key=lambda entry: (order.index(entry[1]), entry[0]))
+
+
+def test_ops_prints_a_line_for_each_op_and_counts_them(polycast_command, hand_made):
+    fp32, promote = polycast.CastPolicy.FP32, polycast.CastPolicy.PROMOTE
+    hand_made("hpu", policies={"aten::log": fp32, "aten::cat": promote, "aten::exp": fp32})
+    lines = polycast_command("ops", "hpu").stdout.splitlines()
+    assert [line.split() for line in lines if "aten::" in line] == [
+        ["aten::exp", "fp32"],
+        ["aten::log", "fp32"],
+        ["aten::cat", "promote"],
+    ]
+    assert lines[-1] == "hpu: 3 ops (2 fp32, 1 promote)"
+
+
+@pytest.mark.parametrize("policy", ["promote", "PROMOTE"])
+def test_ops_of_one_policy(polycast_command, policy):
+    shown = json.loads(polycast_command("ops", "cpu", "--policy", policy, "--json").stdout)
+    assert [entry["op"] for entry in shown] == ["aten::cat", "aten::index_copy", "aten::stack"]
+
+
+def test_ops_of_a_policy_that_no_op_has(polycast_command):
+    assert polycast_command("ops", "cpu", "--policy", "banned").stdout == "cpu: 0 ops\n"
+
+
+def test_ops_of_a_device_without_a_backend(polycast_command):
+    result = polycast_command("ops", "ipu")
+    assert result.stderr.startswith("polycast: No polycast backend is installed for 'ipu'. Backends are installed for:")
+    assert result.exit_code == 2
+
+
+def test_ops_of_a_broken_backend(polycast_command, plugin):
+    plugin("acme_wreck", "raise OSError('libacme.so: cannot open')")
+    result = polycast_command("ops", "ipu")
+    assert result.stderr.startswith("polycast: The backend for 'ipu' is broken: acme_wreck 1.5 (acme_wreck) could")
+    assert result.stdout == ""
+    assert result.exit_code == 2
+
+
+def test_no_drift(polycast_command, hand_made):
+    ops = torch_ops("cpu")
+    hand_made("cpu", policies=dict.fromkeys(ops, polycast.CastPolicy.PASSTHROUGH))
+    result = polycast_command("ops", "cpu", "--drift")
+    assert result.stdout == f"cpu: no drift. The table and torch {torch.__version__} have the same {len(ops)} ops.\n"
+    assert result.exit_code == 0
+
+
+def test_no_drift_where_an_op_is_left_to_torch_on_purpose(polycast_command, hand_made):
+    table = dict.fromkeys(torch_ops("cpu") - {"aten::mm"}, polycast.CastPolicy.PASSTHROUGH)
+    hand_made("cpu", policies=table, left_to_torch={"aten::mm": "the driver does it", "aten::of_another": "so it is"})
+    first, *left = polycast_command("ops", "cpu", "--drift").stdout.splitlines()
+    assert first == f"cpu: no drift. The table and torch {torch.__version__} have the same {len(table)} ops."
+    assert left == ["cpu: aten::mm is left to torch's own kernel on purpose: the driver does it"]
+
+
+@pytest.fixture
+def drifted(hand_made):
+    """A backend of cpu that lacks an op that torch treats, has one that torch leaves alone, and one that is no op."""
+    table = dict.fromkeys(torch_ops("cpu") - {"aten::mm"}, polycast.CastPolicy.PASSTHROUGH)
+    table |= {"aten::relu": polycast.CastPolicy.FP32, "acme::gone": polycast.CastPolicy.PROMOTE}
+    del table["aten::bmm"]
+    return hand_made("cpu", policies=table, left_to_torch={"aten::bmm": "the driver does it"})
+
+
+def test_drift_says_what_becomes_of_each_op(polycast_command, drifted):
+    result = polycast_command("ops", "cpu", "--drift")
+    lines = result.stdout.splitlines()
+    assert [" ".join(line.split()) for line in lines if "::" in line] == [
+        "aten::mm - only torch treats it: torch's own kernel serves it",
+        "aten::relu fp32 only the table has it: torch leaves the op alone",
+        "acme::gone promote this torch has no such op: skipped",
+        "cpu: aten::bmm is left to torch's own kernel on purpose: the driver does it",
+    ]
+    assert lines[-2] == (
+        f"cpu: the table differs from torch {torch.__version__}: 1 ops only in torch, 1 only in the table, 1 skipped."
+    )
+    assert result.exit_code == 0
+
+
+def test_drift_json(polycast_command, drifted):
+    assert json.loads(polycast_command("ops", "cpu", "--drift", "--json").stdout) == {
+        "device_type": "cpu",
+        "torch": torch.__version__,
+        "only_in_torch": ["aten::mm"],
+        "only_in_table": ["aten::relu"],
+        "skipped": ["acme::gone"],
+        "left_to_torch": {"aten::bmm": "the driver does it"},
+    }
+
+
+def test_drift_is_the_same_with_the_kernels_in_place(polycast_command, drifted):
+    before = polycast_command("ops", "cpu", "--drift", "--json").stdout
+    polycast.install("cpu")
+    assert polycast_command("ops", "cpu", "--drift", "--json").stdout == before
+
+
+def test_drift_of_one_policy_is_refused(polycast_command):
+    result = polycast_command("ops", "cpu", "--drift", "--policy", "fp32")
+    assert "--policy and --drift do not go together" in result.stderr
+    assert result.exit_code == 2

@@ -1,0 +1,122 @@
+"""torch.compile: what a region's policy does inside of what is compiled."""
+
+import pytest
+import torch
+
+import polycast
+from polycast import CastPolicy
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture(name="data")
+def _data():
+    torch.manual_seed(0)
+    return torch.randn(3, 8), torch.nn.Linear(8, 8)
+
+
+POLICY = {"aten::linear": CastPolicy.FP32}
+
+
+def with_dict_inside(x, layer):
+    with polycast.autocast("cpu", policy={"linear": "fp32"}):
+        return layer(x)
+
+
+def with_global_dict(x, layer):
+    with polycast.autocast("cpu", policy=POLICY):
+        return layer(x)
+
+
+@pytest.mark.parametrize("function", [with_dict_inside, with_global_dict])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_policy_inside_is_heeded_in_one_graph(engine, data, function, backend):
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    assert compiled(*data).dtype is torch.float32
+    with polycast.autocast("cpu"):
+        assert compiled(*data).dtype is torch.float32
+        assert data[1](data[0]).dtype is torch.bfloat16
+    assert polycast.autocast_nesting("cpu") == 0
+
+
+def test_another_policy_inside_is_compiled_anew(engine, data):
+    def function(x, layer, policy):
+        with polycast.autocast("cpu", policy={"linear": policy}):
+            return layer(x)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    found = [compiled(*data, policy).dtype for policy in ("fp32", "lower_precision_fp", "fp32")]
+    assert found == [torch.float32, torch.bfloat16, torch.float32]
+
+
+def test_the_policy_inside_is_gone_where_tracing_fails_in_the_middle(engine, data):
+    def function(x, layer):
+        with polycast.autocast("cpu", policy={"linear": "fp32"}):
+            y = layer(x)
+            torch._dynamo.graph_break()
+            return y, layer(x)
+
+    assert {y.dtype for y in torch.compile(function, backend="eager")(*data)} == {torch.float32}
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(function, backend="eager", fullgraph=True)(*data)
+    assert polycast.autocast_nesting("cpu") == 0
+    with polycast.autocast("cpu"):
+        assert data[1](data[0]).dtype is torch.bfloat16
+
+
+@torch._dynamo.disable(recursive=False)
+def apart(x):
+    return x @ x
+
+
+def test_what_a_compiled_function_calls_in_its_policy_is_compiled_under_it(engine):
+    def function(x):
+        before = apart(x)
+        with polycast.autocast("cpu", policy={"matmul": "fp32"}):
+            inside = apart(x)
+        return before, inside, apart(x)
+
+    compiled = torch.compile(function, backend="aot_eager")
+    for _ in range(2):
+        with polycast.autocast("cpu"):
+            found = [y.dtype for y in compiled(torch.ones(2, 2))]
+            assert found == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
+HELD = polycast.Policy({"linear": "fp32"})
+
+
+def with_value(x, layer):
+    with polycast.autocast("cpu", policy=HELD):
+        return layer(x)
+
+
+def with_region_from_outside():
+    held = polycast.autocast("cpu", policy=POLICY)
+
+    def function(x, layer):
+        with held:
+            return layer(x)
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (with_value, "of policy= a graph can hold a dict of names"),
+        (with_region_from_outside(), "it has a policy= or a recipe= and was made outside of what is compiled"),
+    ],
+)
+def test_what_no_graph_can_hold_of_a_policy_breaks_it(data, function, reason):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=f"this region cannot be traced: {reason}"):
+        torch.compile(function, backend="aot_eager", fullgraph=True)(*data)
+    assert torch.compile(function, backend="aot_eager")(*data).dtype is torch.float32
