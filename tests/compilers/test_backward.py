@@ -12,13 +12,6 @@ pytestmark = pytest.mark.usefixtures("engine")
 POLICY = {"linear": "fp32"}
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 class Model(nn.Module):
     def __init__(self, rule=None):
         super().__init__()

@@ -15,19 +15,6 @@ pytestmark = pytest.mark.usefixtures("engine")
 BACKENDS = ["eager", "aot_eager"]
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-@pytest.fixture(name="data")
-def _data():
-    torch.manual_seed(0)
-    return torch.randn(3, 8), torch.nn.Linear(8, 8)
-
-
 def inside(region):
     """Return a function with a region inside it, which `region` makes."""
 

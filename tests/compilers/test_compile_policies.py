@@ -9,19 +9,6 @@ from polycast import CastPolicy
 pytestmark = pytest.mark.usefixtures("engine")
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-@pytest.fixture(name="data")
-def _data():
-    torch.manual_seed(0)
-    return torch.randn(3, 8), torch.nn.Linear(8, 8)
-
-
 POLICY = {"aten::linear": CastPolicy.FP32}
 
 

@@ -11,13 +11,6 @@ pytestmark = pytest.mark.usefixtures("engine")
 ways = pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 class Model(torch.nn.Module):
     """A model with a region in its forward, made there or held; nested, and one that is disabled."""
 

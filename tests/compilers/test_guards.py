@@ -25,13 +25,6 @@ TANH_DOWN, MM_UP = {"aten::tanh": CastPolicy.LOWER_PRECISION_FP}, {"aten::mm": C
 X = torch.ones(2, 2)
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 def dtypes(x):
     """What the policies decide: bfloat16 and float32 under the table, another pair under each of the two above."""
     return torch.mm(x, x), torch.tanh(x)

@@ -20,13 +20,6 @@ BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 SIZE = 64
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 @pytest.fixture
 def cache():
     """A cache that compares each cast with its weight at every hit, and once more at the end of the test."""

@@ -15,13 +15,6 @@ pytestmark = pytest.mark.usefixtures("engine")
 SIZE = 64
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 @pytest.fixture
 def model():
     torch.manual_seed(0)

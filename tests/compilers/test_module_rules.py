@@ -12,13 +12,6 @@ pytestmark = pytest.mark.usefixtures("engine")
 RULES = {"blocks.0": "fp32", "blocks.0.inner": "float16", "blocks.1": {"linear": "fp32"}, "head": "fp32"}
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 class Block(nn.Module):
     def __init__(self):
         super().__init__()

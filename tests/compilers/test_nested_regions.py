@@ -18,13 +18,6 @@ pytestmark = [
 BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
 class Block(nn.Module):
     def __init__(self):
         super().__init__()

@@ -21,11 +21,9 @@ HALF, SINGLE = torch.bfloat16, torch.float32
 
 
 @pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch.compiler.reset()
+def _nothing_left_installed(_fresh_dynamo):
     yield
     polycast.uninstall()
-    torch.compiler.reset()
 
 
 def without_source(monkeypatch):
