@@ -1,14 +1,27 @@
-"""What the tests of compiled code have in common."""
+"""What the tests of compiled code have in common, and what torch 2.11 needs, which keeps for the process what is a thread's."""
 
 import pytest
 import torch
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _main_thread_compiles_first():
+    """Compile something: torch 2.11 crashes where the first thread that compiled has ended and another does."""
+    torch.compile(lambda x: x.sin(), backend="eager")(torch.ones(1))
+
+
 @pytest.fixture(autouse=True)
 def _fresh_dynamo():
+    """Have no code compiled, and what compiled code calls be compiled, which it is not below fullgraph=True.
+
+    Of threads that call such functions at once, one may put back what another has set, and that stays.
+    """
     torch.compiler.reset()
     yield
     torch.compiler.reset()
+    eval_frame = torch._C._dynamo.eval_frame
+    if hasattr(eval_frame, "set_eval_frame_override"):
+        eval_frame.set_eval_frame_override(eval_frame._EvalFrameOverride.NONE)
 
 
 @pytest.fixture

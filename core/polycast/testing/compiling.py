@@ -11,6 +11,8 @@ from .subject import Device, Subject, require
 class CompileChecks(Subject):
     """torch.compile, without code generation: what is traced is what is tested."""
 
+    # A warning about that Python, which says nothing about the backend.
+    @pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")
     @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
     def test_region_inside_a_compiled_function(self, device: Device, compiler: str) -> None:
         """A region in a compiled function does what it does in the function as it is."""
