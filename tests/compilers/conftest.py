@@ -1,4 +1,4 @@
-"""What the tests of compiled code have in common, and what torch 2.11 needs, which keeps for the process what is a thread's."""
+"""What the tests of compiled code have in common, and what older versions of torch need for them."""
 
 import pytest
 import torch
