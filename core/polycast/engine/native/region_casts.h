@@ -73,8 +73,9 @@ class RegionCasts {
     for (Recent& recent : recent_) {
       if (recent.cast && recent.key == key && recent.cast->is_that_of(weight)) {
         uses_.note_again(key);
-        keep(key, take_out(recent));
-        const Tensor cast = kept_.find(key)->second->cast;
+        auto entry = take_out(recent);
+        const Tensor cast = entry->cast;
+        keep(key, std::move(entry));
         return link ? link_kept(key, weight, cast) : cast;
       }
     }
