@@ -14,17 +14,15 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import polycast
-from polycast.engine import installation
+
+pytestmark = pytest.mark.parametrize("engine", ["native"], indirect=True)
 
 
 @pytest.fixture(autouse=True)
-def _native(monkeypatch):
-    installation.forget_choice()
-    monkeypatch.setenv("POLYCAST_ENGINE", "native")
+def _keeps_no_casts(engine):
     polycast.clear_autocast_cache()
     yield
     polycast.clear_autocast_cache()
-    installation.forget_choice()
 
 
 X = torch.ones(4, 4, dtype=torch.bfloat16)
