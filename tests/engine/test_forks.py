@@ -126,6 +126,53 @@ thread.join()
 print(refusals)
 """
 
+CASTING = """
+import faulthandler, os, sys
+from concurrent.futures import ThreadPoolExecutor
+import torch
+import polycast
+
+where, in_child = sys.argv[1:]
+torch.set_num_threads(2)
+weight = torch.nn.Parameter(torch.randn(300, 400), requires_grad=False)
+x = torch.ones(1, 300)
+
+
+def product():
+    with torch.no_grad(), polycast.autocast("cpu"):
+        return torch.mm(x, weight)
+
+
+def products():
+    return product(), torch.mm(x.bfloat16(), weight.detach().bfloat16())
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, row):
+        return product()[0] * row
+
+
+if where == "on a thread":
+    with ThreadPoolExecutor(1) as thread:
+        out, expected = thread.submit(products).result()
+else:
+    out, expected = products()
+assert torch.equal(out, expected)
+if in_child == "workers":
+    rows = torch.cat(list(torch.utils.data.DataLoader(Rows(), num_workers=2, multiprocessing_context="fork")))
+    print(torch.equal(rows, expected * torch.arange(4)[:, None]))
+else:
+    child = os.fork()
+    if not child:
+        faulthandler.dump_traceback_later(60, exit=True)
+        torch.set_num_threads(int(in_child))
+        os._exit(not torch.equal(product(), expected))
+    print(os.waitpid(child, 0)[1] == 0)
+"""
+
 
 def run(program, engine, timeout, *arguments):
     """Return what a program wrote, save that something is compiled. Python warns of forks among threads, as here."""
@@ -157,3 +204,18 @@ def test_a_fork_does_not_wait_for_a_compiler(tmp_path, what):
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_no_lock_of_a_module_is_held_in_a_child_by_a_thread_that_is_not_there(engine):
     assert run(HELD, engine, timeout=300) == ("True []\n", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+@pytest.mark.parametrize("engine", ["native", "reference"])
+@pytest.mark.parametrize(
+    ("where", "in_child"),
+    [
+        ("on the main thread", "1"),  # no more: the main thread's OpenMP threads are not in the child, as with torch
+        ("on a thread", "2"),
+        ("on the main thread", "workers"),  # each of which sets one thread
+        ("on a thread", "workers"),
+    ],
+)
+def test_a_child_casts_weights_that_its_parent_has_cast_on_several_threads(engine, where, in_child):
+    assert run(CASTING, engine, 120, where, in_child) == ("True\n", "")

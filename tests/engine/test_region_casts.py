@@ -14,17 +14,15 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import polycast
-from polycast.engine import installation
+
+pytestmark = pytest.mark.parametrize("engine", ["native"], indirect=True)
 
 
 @pytest.fixture(autouse=True)
-def _native(monkeypatch):
-    installation.forget_choice()
-    monkeypatch.setenv("POLYCAST_ENGINE", "native")
+def _keeps_no_casts(engine):
     polycast.clear_autocast_cache()
     yield
     polycast.clear_autocast_cache()
-    installation.forget_choice()
 
 
 X = torch.ones(4, 4, dtype=torch.bfloat16)
@@ -231,6 +229,31 @@ def test_clearing_for_all_threads_is_seen_by_a_thread_in_a_region():
         polycast.clear_autocast_cache(all_threads=True)
         cleared.set()
         assert result.result() == 1
+
+
+class ClearsWhenItDies:
+    def __del__(self):
+        polycast.clear_autocast_cache()
+
+
+def test_casts_that_are_cleared_as_those_of_dead_weights_are_swept_are_not_looked_for_any_more():
+    def mark(cast):
+        cast.mark = ClearsWhenItDies()
+        return cast.clone()
+
+    with torch.library._scoped_library("polycast_test", "FRAGMENT") as library:
+        library.define("mark(Tensor x) -> Tensor")
+        library.impl("mark", mark, "CompositeExplicitAutograd")
+        with (
+            polycast.register_op("polycast_test::mark", polycast.CastPolicy.LOWER_PRECISION_FP),
+            torch.no_grad(),
+            polycast.autocast("cpu"),
+        ):
+            for _ in range(300):  # of the dead, fewer are kept
+                weight = frozen()
+                torch.mm(X, weight), torch.mm(X, weight)
+                torch.ops.polycast_test.mark(weight)
+            assert torch.mm(X, weight)[0, 0] == 4
 
 
 def test_the_next_region_sees_a_write_through_data():

@@ -166,6 +166,22 @@ def test_memory_that_another_process_writes_is_cast_at_every_use():
     assert cache.stats().hits == 0
 
 
+@pytest.mark.parametrize("cached", [False, True], ids=["", "cached"])
+def test_memory_that_another_process_writes_is_cast_at_every_use_for_a_gradient(cached):
+    weight = weight_of()
+    weight.share_memory_()
+    with polycast.autocast("cpu", cache=polycast.WeightCache() if cached else None):
+        for _ in range(2):
+            assert is_right(torch.mm(X, weight), weight)
+            assert is_right(torch.mm(X, weight), weight)
+            process = multiprocessing.get_context("fork").Process(target=write, args=(weight.data,))
+            process.start()
+            process.join()
+            assert process.exitcode == 0
+        assert weight[0, 0] == 3
+        assert is_right(torch.mm(X, weight), weight)
+
+
 def test_memory_that_is_mapped_for_this_process_alone_is_kept(tmp_path, engine):
     if engine == "reference":
         pytest.skip("Python cannot tell it from memory that is shared: it is cast at every use")

@@ -149,9 +149,8 @@ Tensor find_or_cast(
     if (store == nullptr) {
       return regions->casts.cast(tensor, to.dtype, seen.made);
     }
-    const uint64_t writes = Writes::log().count();
-    Tensor kept = store->cast(tensor, to.dtype, seen.made);
-    return wants_history(tensor) ? regions->casts.with_link(tensor, to.dtype, kept, writes) : kept;
+    return wants_history(tensor) ? regions->casts.with_link(tensor, to.dtype, *store, seen.made)
+                                 : store->cast(tensor, to.dtype, seen.made);
   }
   if (C10_UNLIKELY(to.dtype != at::kFloat && !caching_is_safe())) {
     if (Tensor traced = cast_of_traced(tensor, to.dtype, to.device); traced.defined()) {

@@ -73,26 +73,35 @@ class RegionCasts {
     for (Recent& recent : recent_) {
       if (recent.cast && recent.key == key && recent.cast->is_that_of(weight)) {
         uses_.note_again(key);
-        keep(key, take_out(recent));
-        const Tensor cast = kept_.find(key)->second->cast;
+        auto entry = take_out(recent);
+        const Tensor cast = entry->cast;
+        keep(key, std::move(entry));
         return link ? link_kept(key, weight, cast) : cast;
       }
     }
     return make(key, weight, dtype, link, made);
   }
 
-  // Return a cast that a user's store keeps with the history that it has in this thread's regions. `writes` is how many there
-  // were before the store was asked: it may have been cleared since.
-  Tensor with_link(const Tensor& weight, ScalarType dtype, const Tensor& cast, uint64_t writes) {
+  // Return the cast that a user's store keeps, with the history that it has in this thread's regions.
+  template <class Store>
+  Tensor with_link(const Tensor& weight, ScalarType dtype, Store& store, bool& made) {
     const Key key{weight.unsafeGetTensorImpl(), dtype};
     see_writes();
+    const uint64_t seen = seen_;
+    Tensor linked;
+    std::unique_ptr<KeptCast> entry;
     if (const auto found = kept_.find(key); found != kept_.end() && found->second->linked.defined() &&
         found->second->is_that_of(weight)) {
-      return found->second->linked;
+      linked = found->second->linked;
+    } else if (!is_written_by_others(weight)) {
+      entry = std::make_unique<KeptCast>(weight);  // what is written from here on need not be in the cast
     }
-    Tensor linked = with_history(cast, weight);
-    if (writes == Writes::log().count()) {
-      auto entry = std::make_unique<KeptCast>(weight);
+    const Tensor cast = store.cast(weight, dtype, made);
+    if (linked.defined()) {
+      return linked;
+    }
+    linked = with_history(cast, weight);
+    if (entry != nullptr && seen == Writes::log().count()) {
       entry->linked = linked;
       keep(key, std::move(entry));
     }
@@ -196,7 +205,7 @@ class RegionCasts {
 
   Tensor make(const Key& key, const Tensor& weight, ScalarType dtype, bool link, bool& made) {
     const bool keeps = uses_.note(key) || link;
-    const bool may_keep = !is_shared(weight) && !InFlight::storages().has(storage_of(weight));
+    const bool may_keep = !is_written_by_others(weight);
     const bool shares = keeps && may_keep && threads_with_regions.load(std::memory_order_relaxed) > 1;
     const uint64_t seen = seen_;
     auto entry = may_keep ? std::make_unique<KeptCast>(weight) : nullptr;

@@ -297,8 +297,7 @@ class Store : public std::enable_shared_from_this<Store> {
 
   void insert(const Key& key, const Tensor& weight, std::shared_ptr<Entry> entry, uint64_t writes) {
     Dying dying;
-    const bool may_keep =
-        !is_shared(weight) && !is_part_of_a_buffer(weight) && !InFlight::storages().has(storage_of(weight));
+    const bool may_keep = !is_part_of_a_buffer(weight) && !is_written_by_others(weight);
     bool watched = true;
     {
       std::lock_guard<std::mutex> lock(mutex_);

@@ -126,6 +126,11 @@ class InFlight {
   Pending pending_;
 };
 
+// Whether a weight's memory may be written at times that nobody tells: by other processes, or by a collective. Python may run.
+bool is_written_by_others(const Tensor& weight) {
+  return is_shared(weight) || InFlight::storages().has(storage_of(weight));
+}
+
 // Set by store.h, whose stores are told at once; a thread's own casts look at the log.
 void tell_stores(const Storages& written);
 

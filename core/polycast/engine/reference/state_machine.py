@@ -242,7 +242,8 @@ class PythonStateMachine:
         store = own if region[1] is None else region[1].store("reference", PythonStore)
 
         def cast(weight: torch.Tensor, dtype: torch.dtype, made: list[bool] | None) -> torch.Tensor:
-            kept = store.cast(weight, dtype, made)
-            return own.with_link(weight, dtype, kept) if weight.requires_grad and torch.is_grad_enabled() else kept
+            if weight.requires_grad and torch.is_grad_enabled():
+                return own.with_link(weight, dtype, store, made)
+            return store.cast(weight, dtype, made)
 
         return cast

@@ -64,6 +64,7 @@ class PythonStore:
         self._lock = threading.RLock()
         self._entries: OrderedDict[_Key, _Entry] = OrderedDict()
         self._linked: dict[_Key, _Entry] = {}
+        self._drops = 0  # how often some of these were dropped
         self._weights: dict[int, weakref.ref[torch.Tensor]] = {}
         self._refused: dict[_Key, int] = {}  # how often; hints, by identity
         self._bytes = self._hits = self._misses = self._evictions = 0
@@ -114,14 +115,24 @@ class PythonStore:
         self._entries.move_to_end(key)
         return entry
 
-    def with_link(self, weight: torch.Tensor, dtype: torch.dtype, cast: torch.Tensor) -> torch.Tensor:
-        """Return a cast with the history that it has in this thread's regions: of several uses, one."""
+    def with_link(
+        self, weight: torch.Tensor, dtype: torch.dtype, store: "PythonStore", made: list[bool] | None
+    ) -> torch.Tensor:
+        """Return the cast that `store` keeps, with the history that all its uses in this thread's regions have."""
         key = (id(weight), dtype)
         with self._lock:
             entry = self._linked.get(key)
-            if entry is None or not entry.holds_for(weight):
-                entry = self._linked[key] = _Entry(_content(weight), _storage(weight), (_link(weight, cast),))
-            return entry.cast
+            linked = entry.cast if entry is not None and entry.holds_for(weight) else None
+            drops = self._drops
+        content, storage = _content(weight), _storage(weight)  # what is written from here on need not be in the cast
+        cast = store.cast(weight, dtype, made)
+        if linked is not None:
+            return linked
+        entry = _Entry(content, storage, (_link(weight, cast),))
+        with self._lock:
+            if drops == self._drops and _may_be_kept(weight):
+                self._linked[key] = entry
+        return entry.cast
 
     def _insert(self, key: _Key, weight: torch.Tensor, entry: _Entry) -> _Entry:
         self._misses += 1
@@ -185,6 +196,7 @@ class PythonStore:
                 self._erase(key)
             written = [key for key, entry in self._linked.items() if entry.content[1] in storages]
             dropped = [self._linked.pop(key) for key in written]
+            self._drops += 1
         del dropped
 
     def clear(self) -> None:
@@ -195,6 +207,7 @@ class PythonStore:
             dropped = self._entries, self._weights, self._linked
             self._entries, self._weights, self._linked = OrderedDict(), {}, {}
             self._bytes = 0
+            self._drops += 1
         del dropped
         if not self._own:
             for store in all_stores():
@@ -204,6 +217,7 @@ class PythonStore:
         """Drop the casts with history."""
         with self._lock:
             dropped, self._linked = self._linked, {}
+            self._drops += 1
         del dropped
 
     def statistics(self) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ struct KeyHash {
 // What can make a kept cast wrong, and what sees it:
 //   an in-place op, an optimizer's step, load_state_dict    the version
 //   weight.data = ..., set_, resize_                        the storage, the address, sizes and strides
+//   either of these while it is cast                        this is made before the cast is
 //   another tensor at the address of a dead one             the weak references
 //   ops that write and count no version                     writes.h
 //   memory that another process writes                      is_shared(): no cast of it is kept

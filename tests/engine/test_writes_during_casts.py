@@ -1,0 +1,92 @@
+"""Weights that are written while they are cast: the cast may have some of the new numbers, and serves no later op."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+STEPS, ROWS, COLUMNS = 20, 2, 2**19
+X = torch.ones(1, ROWS, dtype=torch.bfloat16)
+CACHES = pytest.mark.parametrize("cached", [False, True], ids=["", "cached"])
+TRAINED = pytest.mark.parametrize("requires_grad", [False, True], ids=["frozen", "trained"])
+
+
+@pytest.fixture(params=[1, 2], ids="{} threads".format)
+def _threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def region(cache):
+    return polycast.autocast("cpu", cache=cache)
+
+
+@pytest.mark.usefixtures("_threads")
+@CACHES
+@TRAINED
+def test_what_another_thread_has_written_meanwhile_is_seen_once_it_has_ended(requires_grad, cached):
+    weight = nn.Parameter(torch.zeros(ROWS, COLUMNS), requires_grad=requires_grad)
+    cache = polycast.WeightCache() if cached else None
+    begin = threading.Barrier(2)
+
+    def write(value):
+        begin.wait()
+        with torch.no_grad():
+            weight[:, :64].fill_(value)
+
+    for step in range(1, STEPS + 1):
+        other = threading.Thread(target=write, args=(float(step),))
+        other.start()
+        with region(cache):
+            begin.wait()
+            torch.mm(X, weight), torch.mm(X, weight)
+            other.join()
+            written = torch.mm(X, weight.detach().bfloat16())
+            assert torch.equal(torch.mm(X, weight), written)
+        with region(cache):
+            assert torch.equal(torch.mm(X, weight), written)
+
+
+class WhenItDies:
+    """Calls a function as what it is an attribute of is freed."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __del__(self):
+        self.function()
+
+
+@CACHES
+@TRAINED
+def test_what_is_written_as_an_older_cast_is_freed_is_seen_by_the_next_op(registered, requires_grad, cached):
+    weight = nn.Parameter(torch.ones(4, 4), requires_grad=requires_grad)
+    x = torch.ones(1, 4, dtype=torch.bfloat16)
+
+    def write():
+        with torch.no_grad():
+            weight.fill_(3)
+
+    def mark(cast):
+        cast.mark = WhenItDies(write)  # the cast itself, which is kept
+        return cast.clone()
+
+    with torch.library._scoped_library("polycast_test", "FRAGMENT") as library:
+        library.define("mark(Tensor x) -> Tensor")
+        library.impl("mark", mark, "CompositeExplicitAutograd")
+        registered("polycast_test::mark", polycast.CastPolicy.LOWER_PRECISION_FP)
+        with region(polycast.WeightCache() if cached else None):
+            with torch.no_grad():
+                torch.mm(x, weight), torch.mm(x, weight)
+                torch.ops.polycast_test.mark(weight)
+                weight.fill_(2)
+            torch.mm(x, weight)  # casts the weight again, and frees the cast that it replaces
+            assert torch.equal(weight, torch.full((4, 4), 3.0))
+            assert torch.mm(x, weight)[0, 0] == 12
