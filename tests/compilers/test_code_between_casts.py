@@ -11,9 +11,7 @@ import polycast
 def _on_two_threads():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    torch.compiler.reset()
     yield
-    torch.compiler.reset()
     torch.set_num_threads(before)
 
 
