@@ -64,29 +64,49 @@ class WhenItDies:
         self.function()
 
 
-@CACHES
-@TRAINED
-def test_what_is_written_as_an_older_cast_is_freed_is_seen_by_the_next_op(registered, requires_grad, cached):
-    weight = nn.Parameter(torch.ones(4, 4), requires_grad=requires_grad)
-    x = torch.ones(1, 4, dtype=torch.bfloat16)
+@pytest.fixture
+def mark(registered):
+    """Return an op that has a function called as the cast is freed that it is given of a weight."""
+    functions = []
 
-    def write():
-        with torch.no_grad():
-            weight.fill_(3)
-
-    def mark(cast):
-        cast.mark = WhenItDies(write)  # the cast itself, which is kept
+    def kernel(cast):
+        cast.mark = WhenItDies(functions.pop())  # the cast itself, which is kept
         return cast.clone()
+
+    def call(weight, function):
+        functions.append(function)
+        torch.ops.polycast_test.mark(weight)
 
     with torch.library._scoped_library("polycast_test", "FRAGMENT") as library:
         library.define("mark(Tensor x) -> Tensor")
-        library.impl("mark", mark, "CompositeExplicitAutograd")
+        library.impl("mark", kernel, "CompositeExplicitAutograd")
         registered("polycast_test::mark", polycast.CastPolicy.LOWER_PRECISION_FP)
-        with region(polycast.WeightCache() if cached else None):
-            with torch.no_grad():
-                torch.mm(x, weight), torch.mm(x, weight)
-                torch.ops.polycast_test.mark(weight)
-                weight.fill_(2)
-            torch.mm(x, weight)  # casts the weight again, and frees the cast that it replaces
-            assert torch.equal(weight, torch.full((4, 4), 3.0))
-            assert torch.mm(x, weight)[0, 0] == 12
+        yield call
+
+
+def fill(weight, value):
+    with torch.no_grad():
+        weight.fill_(value)
+
+
+@CACHES
+@TRAINED
+def test_what_is_written_as_an_older_cast_is_freed_is_seen_by_the_next_op(mark, requires_grad, cached):
+    weight = nn.Parameter(torch.ones(2, 4), requires_grad=requires_grad)
+    with region(polycast.WeightCache() if cached else None):
+        with torch.no_grad():
+            torch.mm(X, weight), torch.mm(X, weight)
+            mark(weight, lambda: fill(weight, 3))
+            weight.fill_(2)
+        torch.mm(X, weight)  # casts the weight again, and frees the cast that it replaces
+        assert torch.equal(weight, torch.full((2, 4), 3.0))
+        assert torch.mm(X, weight)[0, 0] == 6
+
+
+def test_what_is_written_as_room_is_made_for_a_cast_is_seen_by_the_next_op(mark):
+    weight, large, larger = (nn.Parameter(torch.ones(2, size), requires_grad=False) for size in (4, 2**16, 2**17))
+    with torch.no_grad(), region(None):
+        torch.mm(X, weight), torch.mm(X, weight)
+        mark(large, lambda: fill(weight, 3))
+        torch.mm(X, larger)
+        assert torch.mm(X, weight)[0, 0] == 2 * weight[0, 0]

@@ -62,18 +62,18 @@ void share_between(const Tensor& cast, const c10::Stream& made_on, const c10::St
 // memory is written again where a new cast would lie the same way in it. Not on devices with streams: what reads it may still
 // be to run there, and torch's allocator, which knows on which of them, gives the same memory as fast.
 Tensor make_cast(const Tensor& weight, ScalarType dtype, Tensor reusable = {}) {
+  const bool is_again_as_before = reusable.defined() && reusable.use_count() == 1 && reusable.storage().use_count() == 1 &&
+      reusable.scalar_type() == dtype && reusable.device().is_cpu() && weight.device().is_cpu() &&
+      reusable.sizes() == weight.sizes() && weight.is_non_overlapping_and_dense() && reusable.strides() == weight.strides();
+  if (!is_again_as_before) {
+    reusable.reset();  // before the new memory is asked for: it is the next to be given out. This may run Python.
+  }
   std::optional<c10::InferenceMode> normal_tensors;  // one made in inference mode could not be saved for a backward
   if (c10::InferenceMode::is_enabled()) {
     normal_tensors.emplace(false);
   }
   // A weight is a plain leaf: autograd has nothing to do for a cast without history.
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const bool is_again_as_before = reusable.defined() && reusable.use_count() == 1 && reusable.storage().use_count() == 1 &&
-      reusable.scalar_type() == dtype && reusable.device().is_cpu() && weight.device().is_cpu() &&
-      reusable.sizes() == weight.sizes() && weight.is_non_overlapping_and_dense() && reusable.strides() == weight.strides();
-  if (!is_again_as_before) {
-    reusable.reset();  // before the new memory is asked for: it is the next to be given out
-  }
   if (casts_in_host_memory(weight, dtype)) {
     if (!is_again_as_before) {
       reusable = weight.new_empty_strided(weight.sizes(), weight.strides(), weight.options().dtype(dtype));
