@@ -28,6 +28,7 @@ PRODUCTS = [
     lambda weight: torch.nn.functional.linear(X, weight, BIAS) - 2,
 ]
 HAS_INT8 = bool(polycast.get_backend("cpu").recipe_availability(polycast.Int8()))
+LARGE = [(4, 9_000), (4, 40_000), (4, 40_000), (4, 40_004)]  # whose casts share memory, one after the other
 PACKED = 4128  # bytes that a weight of 4 x 4 is packed into
 torch.set_num_threads(1)
 
@@ -74,12 +75,14 @@ class Thread:
         self.random = random.Random(seed)
         self.caches, self.shared, self.contended = caches, shared, contended
         self.weights = [self.new_weight() for _ in range(6)]
+        self.large = [self.new_weight(shape) for shape in LARGE]
+        self.graphs = []
         self.generators = []
         self.steps = 0
 
-    def new_weight(self):
+    def new_weight(self, shape=(4, 4)):
         value = float(self.random.randrange(16))
-        return torch.nn.Parameter(torch.full((4, 4), value), requires_grad=self.random.random() < 0.5)
+        return torch.nn.Parameter(torch.full(shape, value), requires_grad=self.random.random() < 0.5)
 
     def settings(self):
         caches = [None, None, *self.caches, polycast.WeightCache(max_bytes=64)]
@@ -97,6 +100,19 @@ class Thread:
         assert out.dtype is torch.get_autocast_dtype("cpu")
         assert torch.all(out.detach() == expected), (out, weight)
 
+    def use_large(self):
+        weight = self.random.choice(self.large)
+        value = weight.detach()[0, 0].item()
+        x = torch.ones(1, 4, dtype=torch.get_autocast_dtype("cpu"), requires_grad=True)
+        out = torch.mm(x, weight)
+        assert torch.all(out.detach() == 4 * value), (out, weight)
+        self.graphs.append((x, out[0, -1], value))
+        with torch.no_grad():
+            weight.fill_(self.random.randrange(16))
+        if len(self.graphs) > 3:
+            x, out, value = self.graphs.pop(self.random.randrange(3))
+            assert torch.all(torch.autograd.grad(out, x)[0] == value), (x, value)
+
     def region(self):
         with polycast.autocast("cpu", **self.settings()):
             for _ in range(self.random.randrange(1, 5)):
@@ -104,6 +120,8 @@ class Thread:
                 if self.random.random() < 0.3:
                     self.change()
                 self.contend()
+                if self.random.random() < 0.3:
+                    self.use_large()
             if self.random.random() < 0.2:
                 with polycast.autocast("cpu", torch.float16, **self.settings()):
                     self.use(self.random.choice(self.weights))

@@ -83,13 +83,44 @@ def test_what_several_threads_cast_together(cast_of, dtype, threads):
         lambda x: x.view(8, 4, 8, 8).to(memory_format=torch.channels_last),
         lambda x: x[0].expand(4, 32),
         lambda x: x.sum(),
+        lambda x: x.view(-1)[1:2000],
+        lambda x: x.as_strided((1, 64), (999, 1)),
         torch._lazy_clone,
     ],
-    ids=["transposed", "part", "row", "every other row", "permuted", "channels last", "expanded", "number", "shared"],
+    ids=[
+        "transposed",
+        "part",
+        "row",
+        "every other row",
+        "permuted",
+        "channels last",
+        "expanded",
+        "number",
+        "from the second on",
+        "one row",
+        "shared",
+    ],
 )
 def test_weights_that_lie_in_any_way(cast_of, lay):
     weight = frozen(lay(torch.randn(64, 32)))
     assert_as_torch_casts(cast_of(weight), weight)
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3, 4])
+def test_weights_at_any_address(cast_of, offset):
+    numbers = bytearray(any_bits(1001).view(torch.uint8).tolist())
+    weight = frozen(torch.frombuffer(numbers, dtype=torch.float32, offset=offset, count=1000))
+    assert_as_torch_casts(cast_of(weight), weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_numbers_that_the_processor_takes_for_zero(cast_of, dtype):
+    weight = frozen(any_bits(1000).view(torch.int32).bitwise_and(0x7FFFFF).view(torch.float32))
+    torch.set_flush_denormal(True)
+    try:
+        assert_as_torch_casts(cast_of(weight, dtype), weight)
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def test_a_weight_whose_memory_is_gone_fails_as_with_torch(cast_of):

@@ -92,6 +92,26 @@ def test_an_update_inside_the_region_is_seen(weight, update):
         assert torch.equal(torch.mm(X, weight), 2 * before)
 
 
+def test_a_weight_that_comes_to_lie_another_way_in_its_memory_is_cast_again(weight):
+    with polycast.autocast("cpu"), torch.no_grad():
+        weight.copy_(torch.arange(16.0).view(4, 4))
+        before = [torch.mm(X, weight) for _ in range(2)][-1]
+        weight.data = weight.data.t()
+        assert torch.equal(torch.mm(X, weight), torch.mm(X, weight.detach().bfloat16()))
+        assert not torch.equal(torch.mm(X, weight), before)
+
+
+def test_a_weight_requires_grad_from_one_op_to_the_next():
+    weight = parameter(requires_grad=False)
+    with polycast.autocast("cpu"):
+        for requires_grad in (False, True, False, True, True, False):
+            weight.requires_grad_(requires_grad)
+            assert torch.mm(X, weight).requires_grad == requires_grad
+        weight.requires_grad_(True)
+        torch.mm(X, weight).sum().backward()
+    assert torch.equal(weight.grad, torch.full((4, 4), 4.0))
+
+
 def test_casts_to_two_dtypes_live_side_by_side():
     weight = parameter()
 
