@@ -79,6 +79,17 @@ def test_small_weights_that_alternate_are_cast_once():
     assert events(in_region(a, b, c, d, a, b, c, d)) == (4, 4)
 
 
+def test_a_cast_that_an_op_has_resized_leaves_room_for_the_next_ones(registered):
+    with torch.library._scoped_library("polycast_test", "FRAGMENT") as library:
+        library.define("grow(Tensor x) -> Tensor")
+        library.impl("grow", lambda cast: cast.resize_(100 * len(cast), 4).sum(), "CompositeExplicitAutograd")
+        registered("polycast_test::grow", polycast.CastPolicy.LOWER_PRECISION_FP)
+        with torch.no_grad(), polycast.autocast("cpu"):
+            torch.ops.polycast_test.grow(frozen())
+    one, other = frozen(), frozen()
+    assert events(in_region(one, other, one))[1] == 2
+
+
 def test_a_weight_that_is_used_again_is_kept_and_in_the_next_region_from_its_first_use_on(in_thread):
     a, b = large(), large()
     run = in_region(a, b, a, b, a, b)

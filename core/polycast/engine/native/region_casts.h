@@ -139,6 +139,7 @@ class RegionCasts {
   struct Recent {
     Key key;
     std::unique_ptr<KeptCast> cast;
+    size_t bytes = 0;  // as it was made: who was given it may resize it
   };
 
   static constexpr size_t kSweepAt = 256, kLargeTable = 256, kRecent = 4;
@@ -241,8 +242,7 @@ class RegionCasts {
       if (keeps) {
         keep(key, std::move(entry));
       } else {
-        reserved.bytes = 0;  // they are the entry's now
-        put_in_front(key, std::move(entry));
+        put_in_front({key, std::move(entry), std::exchange(reserved.bytes, 0)});
       }
     }
     return result;
@@ -286,14 +286,14 @@ class RegionCasts {
     size_t others = 0, largest = std::max(bytes, kSmall);
     for (const Recent& recent : recent_) {
       if (recent.cast) {
-        others += recent.cast->cast.nbytes();
-        largest = std::max<size_t>(largest, recent.cast->cast.nbytes());
+        others += recent.bytes;
+        largest = std::max(largest, recent.bytes);
       }
     }
     std::vector<std::unique_ptr<KeptCast>> dying;
     for (size_t i = recent_.size(); i-- > 0;) {  // the oldest is the last
       if (recent_[i].cast && (i == recent_.size() - 1 || others + bytes > largest + kSmall)) {
-        others -= recent_[i].cast->cast.nbytes();
+        others -= recent_[i].bytes;
         auto gone = take_out(recent_[i]);
         reusable = std::move(gone->cast);
         dying.push_back(std::move(gone));
@@ -303,17 +303,17 @@ class RegionCasts {
     return RecentBytes::take(bytes);
   }
 
-  void put_in_front(const Key& key, std::unique_ptr<KeptCast> entry) {
+  void put_in_front(Recent recent) {
     std::unique_ptr<KeptCast> dying;
     if (recent_.back().cast) {  // something was put here since room was made
       dying = take_out(recent_.back());
     }
     std::rotate(recent_.begin(), recent_.end() - 1, recent_.end());
-    recent_.front() = {key, std::move(entry)};
+    recent_.front() = std::move(recent);
   }
 
   static std::unique_ptr<KeptCast> take_out(Recent& recent) {
-    RecentBytes::give_back(recent.cast->cast.nbytes());
+    RecentBytes::give_back(recent.bytes);
     return std::move(recent.cast);
   }
 
