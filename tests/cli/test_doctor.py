@@ -32,23 +32,6 @@ def examine():
     return examine
 
 
-@pytest.fixture
-def plugin(monkeypatch, tmp_path):
-    """Return a function that installs a distribution with a plugin for ``ipu``."""
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registry, "_discovered", None)
-    monkeypatch.setattr(registry, "ready", {})
-
-    def install(name, source):
-        (tmp_path / f"{name}.py").write_text(source)
-        metadata = tmp_path / f"{name}-1.5.dist-info"
-        metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
-        (metadata / "entry_points.txt").write_text(f"[polycast.backends]\nipu = {name}\n")
-
-    return install
-
-
 def problems(found):
     return {check["name"]: check["problem"] for check in found["checks"] if check["problem"] is not None}
 

@@ -148,6 +148,13 @@ def write(shared):
     shared.add_(1)
 
 
+def write_in_another_process(weight):
+    process = multiprocessing.get_context("fork").Process(target=write, args=(weight.data,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
 def test_memory_that_another_process_writes_is_cast_at_every_use():
     weight, cache = weight_of(), polycast.WeightCache()
     forward(weight, cache=cache)
@@ -156,10 +163,7 @@ def test_memory_that_another_process_writes_is_cast_at_every_use():
         for _ in range(2):
             assert is_right(forward(weight, cache=cache), weight)
             assert is_right(torch.mm(X, weight), weight)
-            process = multiprocessing.get_context("fork").Process(target=write, args=(weight.data,))
-            process.start()
-            process.join()
-            assert process.exitcode == 0
+            write_in_another_process(weight)
         assert weight[0, 0] == 3
         assert is_right(torch.mm(X, weight), weight)
     assert is_right(forward(weight, cache=cache), weight)
@@ -174,10 +178,7 @@ def test_memory_that_another_process_writes_is_cast_at_every_use_for_a_gradient(
         for _ in range(2):
             assert is_right(torch.mm(X, weight), weight)
             assert is_right(torch.mm(X, weight), weight)
-            process = multiprocessing.get_context("fork").Process(target=write, args=(weight.data,))
-            process.start()
-            process.join()
-            assert process.exitcode == 0
+            write_in_another_process(weight)
         assert weight[0, 0] == 3
         assert is_right(torch.mm(X, weight), weight)
 
