@@ -42,7 +42,7 @@ def linears() -> Race:
         "copy": _copy(model, x.bfloat16()),
     }
     ratios = [
-        Ratio("8 x Linear(2048, 2048), batch 1, default region", "torch.autocast", "default", "torch", 0.5),
+        Ratio("8 x Linear(2048, 2048), batch 1, default region", "torch.autocast", "default", "torch", 0.32),
         Ratio("8 x Linear(2048, 2048), batch 1, WeightCache", "torch.autocast", "cached", "torch", 0.12),
         Ratio("8 x Linear(2048, 2048), batch 1, WeightCache", "a bfloat16 copy", "cached", "copy", 1.05),
     ]
