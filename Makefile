@@ -10,13 +10,21 @@ TESTS ?= tests
 SOURCES := pyproject.toml MANIFEST.in README.md $(wildcard LICENSE) $(shell find core backends \
 	\( -name __pycache__ -o -name '*.egg-info' \) -prune -o -print)
 
-.PHONY: test matrix check demo compiled docs stress asan tsan bench wheels clean FORCE
+.PHONY: test test-all matrix check demo compiled docs stress asan tsan bench wheels clean FORCE
 
-# The tests run on the installed wheel, not on the source tree.
+# The tests run on the installed wheel, not on the source tree, in a process for each core. Two OpenMP threads in each of
+# them keep the cores busy and still make teams. `make test-all` runs the slow tests too (see the marker in pyproject.toml).
+WORKERS ?= auto
+pytest = OMP_NUM_THREADS=2 $(VENV)/bin/pytest --installed -n $(WORKERS) --dist worksteal
+
 test: $(VENV)/polycast.stamp
-	$(VENV)/bin/pytest --installed $(TESTS)
+	$(pytest) -m "not slow" $(TESTS)
+	@echo "The slow tests did not run: make test-all runs all tests."
 
-# The tests on each Python and torch of the table in pyproject.toml; an interpreter that is not on the path is skipped.
+test-all: $(VENV)/polycast.stamp
+	$(pytest) $(TESTS)
+
+# All tests on each Python and torch of the table in pyproject.toml; an interpreter that is not on the path is skipped.
 # NOX takes options: make matrix NOX="-s 'tests(3.10, torch==2.11.*)'".
 matrix: $(VENV)-nox/bin/nox
 	$(VENV)-nox/bin/nox $(NOX)

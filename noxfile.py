@@ -18,6 +18,8 @@ def tests(session: nox.Session, torch: str) -> None:
     environment = f".venv-matrix-{session.python}"  # make's own; `python` is the interpreter that nox found
     chosen = [f"TESTS={' '.join(session.posargs)}"] if session.posargs else []
     try:
-        session.run("make", "test", "PYTHON=python", f"TORCH={torch}", f"VENV={environment}", *chosen, external=True)
+        session.run(
+            "make", "test-all", "PYTHON=python", f"TORCH={torch}", f"VENV={environment}", *chosen, external=True
+        )
     finally:
         shutil.rmtree(environment, ignore_errors=True)  # some 5 GB, with the CUDA libraries of torch

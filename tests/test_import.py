@@ -54,6 +54,7 @@ def seen():
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_it_imports_no_plugin_and_nothing_of_the_command_line(seen):
     packages = {name.partition(".")[0] for name in seen["modules"]}
     assert "polycast" in packages
@@ -102,6 +103,7 @@ print(function(torch.ones(2, 2)).dtype)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [COMPILED, SCRIPTED], ids=["compiled", "scripted"])
 def test_the_first_use_of_a_name_may_be_in_what_a_compiler_reads(script, tmp_path):
     (tmp_path / "program.py").write_text(script)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "polycast-npy"
 SHARED = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]

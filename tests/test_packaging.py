@@ -15,6 +15,8 @@ import pytest
 
 import polycast
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = [
     "polycast",

@@ -58,6 +58,7 @@ def test_what_a_torch_that_is_there_lacks_is_told_as_it_is(run):
     assert done.stderr.endswith("ModuleNotFoundError: No module named 'sympy_is_missing'\n")
 
 
+@pytest.mark.slow
 def test_pytest_runs_without_torch_though_polycast_has_options_for_it(run, tmp_path):
     (tmp_path / "test_nothing.py").write_text("def test_nothing():\n    pass\n")
     done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path / "test_nothing.py"))

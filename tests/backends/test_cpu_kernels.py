@@ -55,6 +55,7 @@ def cpu(request, monkeypatch):
     torch._C._set_mkldnn_enabled(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", LAYOUTS)
 def test_mm_of_int8_is_exact_for_every_layout_and_size(cpu, left):
     wrong = []
@@ -109,6 +110,7 @@ def test_only_the_bias_may_be_in_another_dtype():
     same(out_dtype(ADDMM, torch.int32, bias, a, b), torch.addmm(bias.int(), a, b))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ["SSE41", "AVX2", "AVX512_CORE", "ALL"])
 def test_int8_is_exact_whatever_instructions_onednn_may_use(isa):
     script = (

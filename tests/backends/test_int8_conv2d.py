@@ -72,6 +72,7 @@ def test_each_dtype_is_taken_and_given(given, wanted):
         check(x.to(memory_format=layout), weight, None, [1, 1], [1, 1], [1, 1], 1, dtype=wanted)
 
 
+@pytest.mark.slow
 def test_more_patches_than_are_made_at_once_are_right():
     check(torch.randn(3, 32, 70, 70), torch.randn(20, 32, 3, 3), None, [1, 1], [1, 1], [1, 1], 1)
     check(torch.randn(2, 3, 60, 70).to(memory_format=torch.channels_last), torch.randn(5, 3, 17, 17), None, *ONE)

@@ -179,6 +179,7 @@ print(before > 1, len(os.listdir("/proc/self/task")) - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux lists the threads of a process")
 def test_the_threads_are_torchs_own():
     done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True)

@@ -19,12 +19,14 @@ def test_help_names_every_command(polycast_command):
     assert {"devices", "ops", "build", "demo", "doctor", "run"} <= set(words)
 
 
+@pytest.mark.slow
 def test_module_runs_as_a_command():
     command = [sys.executable, "-m", "polycast", "ops", "cpu", "--policy", "promote", "--json"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert {entry["policy"] for entry in json.loads(result.stdout)} == {"promote"}
 
 
+@pytest.mark.slow
 def test_module_reports_an_error_without_a_traceback():
     command = [sys.executable, "-m", "polycast", "ops", "not a real device"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -33,6 +35,7 @@ def test_module_reports_an_error_without_a_traceback():
     assert result.returncode == 2
 
 
+@pytest.mark.slow
 def test_importing_polycast_does_not_import_what_only_the_command_line_needs():
     code = "import polycast, sys; print(sorted({'rich', 'typer', 'sklearn', 'polycast.cli'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

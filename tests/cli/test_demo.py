@@ -102,6 +102,7 @@ def test_networks_start_equal_and_leave_the_random_state_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_a_run_for_each_mode(measured):
     result, _ = measured
     assert list(result.runs) == ["float32", "torch.autocast", "polycast.autocast"]
@@ -200,6 +201,7 @@ def test_training_leaves_the_choice_of_algorithms_as_it_was(few):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.slow
 def test_float16_trains_too(few):
     runs = [train(mode, "cpu", torch.float16, few, 1, lambda: None) for mode in (TORCH, POLYCAST)]
     assert runs[0].loss == pytest.approx(runs[1].loss, rel=1e-4)
@@ -294,6 +296,7 @@ def test_command_fails_where_the_result_is_wrong(monkeypatch, wrong):
     assert result.exit_code == 1
 
 
+@pytest.mark.slow
 def test_command_runs_from_end_to_end(engine, monkeypatch):
     monkeypatch.setattr("polycast.cli.demo.timing.ROUNDS", 2)
     result = run_demo("--epochs", "3")

@@ -23,6 +23,7 @@ def no_observer(monkeypatch):
     installation.forget_choice()
 
 
+@pytest.mark.slow
 def test_command_without_an_observer_measures_and_says_why_there_is_no_report(no_observer, monkeypatch):
     monkeypatch.setattr("polycast.cli.demo.timing.ROUNDS", 2)
     result = CliRunner().invoke(app, ["demo", "--epochs", "3"])

@@ -102,6 +102,7 @@ def test_a_compiler_that_is_not_there_is_told(examine, monkeypatch):
     assert found["compiler"]["path"] is None
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_be_had_is_told_with_the_reason():
     environment = {**os.environ, "CXX": "no-such-compiler", "XDG_CACHE_HOME": "/nonexistent/cache"}
     command = [sys.executable, "-m", "polycast", "doctor", "--json"]

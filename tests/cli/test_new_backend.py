@@ -190,6 +190,7 @@ def must_run(*command, **options):
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["hpu", "acme"])
 def test_what_it_writes_is_installed_and_passes_its_tests_by_what_it_prints_and_is_found(here, environment, device):
     pytest.importorskip("pip", reason="pip is not installed here")

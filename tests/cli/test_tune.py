@@ -112,6 +112,7 @@ def test_it_searches_over_ops(run):
     assert '[ops]\nlinear = "fp32"\n' in result.stdout
 
 
+@pytest.mark.slow
 def test_it_tunes_for_time(run):
     result = run("script.py:build", "--objective", "time")
     assert result.exit_code == 0

@@ -70,6 +70,7 @@ def test_where_a_backward_is_configured_to_be_autocast_it_is():
     assert not torch.allclose(found, gradient(Model()), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_cache_tells_a_backward_under_rules_from_one_without(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     expected = gradient(Model())

@@ -6,6 +6,8 @@ from torch import nn
 
 import polycast
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _on_two_threads():

@@ -96,6 +96,7 @@ def test_the_graphs_are_those_of_torch_autocast(data, shape):
     assert graphs(polycast.autocast) == graphs(torch.autocast)
 
 
+@pytest.mark.slow
 def test_the_code_of_inductor_is_that_of_torch_autocast(data):
     def generated(region):
         torch.compiler.reset()
@@ -247,6 +248,7 @@ def test_the_kernels_are_those_of_the_backend(data, hand_made):
     assert torch.compile(function, backend="aot_eager", fullgraph=True)(ones, ones).dtype is torch.float32
 
 
+@pytest.mark.slow
 def test_polycast_does_not_import_dynamo():
     script = """
 import sys, polycast

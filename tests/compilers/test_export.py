@@ -72,6 +72,7 @@ def _without_paths(text):
     return [line for line in text.splitlines() if not line.lstrip().startswith("#")]
 
 
+@pytest.mark.slow
 @ways
 @pytest.mark.parametrize("model", MODELS)
 def test_the_program_gives_what_the_model_gives(strict, model):

@@ -51,6 +51,7 @@ class Compiled:
         return self.counter.frame_count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_a_change_of_the_policies_around_recompiles_and_equal_ones_do_not(backend):
     compiled = Compiled(backend)
@@ -94,6 +95,7 @@ def test_a_backend_that_is_registered_after_policies_were_used_finds_its_device_
             assert torch.get_autocast_dtype(name).is_floating_point
 
 
+@pytest.mark.slow
 def test_a_thousand_policies_are_told_apart():
     ops = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))[:1000]
     texts = set()
@@ -184,6 +186,7 @@ def test_policies_that_are_left_out_of_order_are_those_that_result():
     assert compiled() == (SINGLE, SINGLE)
 
 
+@pytest.mark.slow
 def test_a_suspended_generator_that_is_collected_takes_its_policies_with_it():
     def suspended():
         with policy(MM_UP):
@@ -273,6 +276,7 @@ def test_a_guard_says_which_policies_it_was_made_for():
     assert "policies of polycast.autocast == ''" in reasons[0]
 
 
+@pytest.mark.slow
 def test_what_was_compiled_before_any_policies_is_kept_for_where_there_are_none():
     ways = [{}]
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # from torch 2.13 on

@@ -49,6 +49,7 @@ def counts(cache):
     return cache.stats().misses, cache.stats().hits
 
 
+@pytest.mark.slow
 @BACKENDS
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_weights_cast_serves_each_call(backend, frozen, cache):
@@ -111,6 +112,7 @@ def test_what_was_compiled_in_a_region_of_torchs_is_compiled_anew(cache):
     assert counts(cache) == (2, 0)
 
 
+@pytest.mark.slow
 @BACKENDS
 def test_a_region_in_what_is_compiled_has_its_own_cache(backend, cache):
     model, other = mlp(), WeightCache(verify=True)
@@ -129,6 +131,7 @@ def test_a_region_in_what_is_compiled_has_its_own_cache(backend, cache):
     assert counts(other) == (2, 0)
 
 
+@pytest.mark.slow
 @BACKENDS
 def test_a_region_after_a_graph_break_has_its_cache(backend, cache):
     model = mlp()
@@ -146,6 +149,7 @@ def test_a_region_after_a_graph_break_has_its_cache(backend, cache):
     assert counts(cache) == (2, 2)
 
 
+@pytest.mark.slow
 @BACKENDS
 def test_a_cache_that_has_died_is_not_missed(backend):
     model, cache = mlp(), WeightCache()
@@ -188,6 +192,7 @@ def test_threads_over_one_function_have_their_own_regions(backend):
     assert [counts(each) for each in caches] == [(2, 4)] * 4
 
 
+@pytest.mark.slow
 @BACKENDS
 def test_off_inside_and_another_dtype_are_what_they_are_in_eager(backend, cache):
     model = mlp()
@@ -224,6 +229,7 @@ def test_a_bounded_cache_stays_within_its_bound(backend):
     assert cache.stats().misses > stats.misses
 
 
+@pytest.mark.slow
 @BACKENDS
 def test_gradients_are_those_of_torch_bit_for_bit_and_later_forwards_hit(backend, cache):
     ours, theirs = mlp(), mlp()
@@ -259,6 +265,7 @@ def _as_a_bias(w, x):
     return torch.addmm(w, x, w).relu()
 
 
+@pytest.mark.slow
 @BACKENDS
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("function", [_writes_its_first, _returns_a_view, _returns_the_cast, _uses_it_last, _as_a_bias])
@@ -286,6 +293,7 @@ def test_nothing_writes_a_kept_cast(backend, grad, function, cache):
         call(function)  # compares once more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"freezing": True}, {"max_autotune": True}], ids=["freezing", "max_autotune"])
 def test_inductors_options(options, cache):
     compiled = torch.compile(mlp(), fullgraph=True, options=options)
@@ -295,6 +303,7 @@ def test_inductors_options(options, cache):
             torch.testing.assert_close(in_region(compiled, inputs(), cache=cache), expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.slow
 @BACKENDS
 def test_dynamic_shapes(backend, cache):
     counter = CompileCounterWithBackend(backend)
@@ -306,6 +315,7 @@ def test_dynamic_shapes(backend, cache):
     assert counts(cache) == (2, 4)
 
 
+@pytest.mark.slow
 def test_what_is_exported_has_torchs_ops_only(cache):
     model = mlp()
     with torch.no_grad(), polycast.autocast("cpu", cache=cache):

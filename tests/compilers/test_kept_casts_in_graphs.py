@@ -50,6 +50,7 @@ def _called(region, model):
     return lambda x: decorated(x) + 1
 
 
+@pytest.mark.slow
 @BACKENDS
 @pytest.mark.parametrize("use", [_entered, _decorated, _called])
 def test_a_region_that_was_made_outside_has_its_cache(backend, use, model, cache):
@@ -100,6 +101,7 @@ def _from_a_branch(w):
     )
 
 
+@pytest.mark.slow
 @BACKENDS
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("function", [_the_cast, _a_view, _a_part, _several_parts, _from_a_branch])

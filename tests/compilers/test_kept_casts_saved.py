@@ -11,6 +11,8 @@ from torch import nn
 
 import polycast
 
+pytestmark = pytest.mark.slow
+
 RUN = """
 import json, sys
 import torch

@@ -43,6 +43,7 @@ UNDER = [torch.float16, torch.float32, torch.float32, torch.float32, torch.bfloa
 PLAIN = [torch.bfloat16] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed in the scheduler node")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compiled_in_one_graph_a_model_heeds_the_rules_that_it_is_under_now(backend):

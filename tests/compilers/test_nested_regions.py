@@ -74,12 +74,14 @@ def assert_same(outputs, expected):
         torch.testing.assert_close(y, wanted, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.slow
 @BACKENDS
 def test_a_nested_region_computes_in_the_state_of_each_of_its_calls(backend):
     model = Switching()
     assert_same(run(compiled(model, backend)), run(model))
 
 
+@pytest.mark.slow
 @BACKENDS
 @pytest.mark.parametrize(
     "rules",

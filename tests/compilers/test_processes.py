@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 BEGIN = """
 import json, os, sys, threading
 import torch, polycast

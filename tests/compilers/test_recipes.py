@@ -31,6 +31,7 @@ def model(linear):
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_compiled_code_computes_by_the_recipe_of_the_region_around(model, linear, backend, dynamic):
@@ -60,6 +61,7 @@ def test_a_region_may_be_in_the_code(model, linear, recipe):
     assert linear.ran == 2
 
 
+@pytest.mark.slow
 def test_code_is_not_used_under_another_recipe(model, linear):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)

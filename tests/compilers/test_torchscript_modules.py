@@ -145,6 +145,7 @@ print(list(_script_classes))
 """
 
 
+@pytest.mark.slow
 def test_torchs_class_is_compiled_when_a_region_is_first_scripted(tmp_path):
     file = tmp_path / "fresh.py"
     file.write_text(FRESH)

@@ -96,6 +96,7 @@ def test_other_threads_run_compiled_meanwhile(in_thread):
         assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("known_as_unknown")
 @pytest.mark.parametrize("how", ["block", "decorator", "snapshot", "generator"])
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")

@@ -16,9 +16,13 @@ from polycast.distributed import MixedPrecision, fully_shard
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent.parent / "examples" / "train_fsdp.py"
 
-pytestmark = pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="torch has no gloo here"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+        reason="torch has no gloo here",
+    ),
+]
 
 
 def torchrun(*command, engine="reference"):

@@ -167,6 +167,7 @@ def kinds(values):
     return [value.dtype if isinstance(value, torch.Tensor) else value for value in values]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_region_goes_on_after_a_graph_break(function):
@@ -243,6 +244,7 @@ def test_the_interpreter_enters_polycasts_region_where_the_graph_is_broken():
     assert nesting == [1]
 
 
+@pytest.mark.slow
 def test_a_graph_break_does_not_end_a_program_that_polycast_runs(tmp_path):
     program = tmp_path / "program.py"
     program.write_text("""

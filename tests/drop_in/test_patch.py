@@ -60,6 +60,7 @@ def public_names_of(objects):
     }
 
 
+@pytest.mark.slow
 def test_the_classes_stay_and_every_public_name_of_a_function_is_replaced():
     with polycast.patch_torch():
         inside = names_now()
@@ -154,6 +155,7 @@ def test_an_alias_in_a_module_of_torchs_that_came_later_is_found(monkeypatch):
     assert (later.region, later.forward) == (torch.autocast, torch.amp.custom_fwd)
 
 
+@pytest.mark.slow
 def test_threads_may_patch_at_the_same_time():
     start = threading.Barrier(8)
 

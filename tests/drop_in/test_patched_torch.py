@@ -124,6 +124,7 @@ def test_a_compiled_model_runs_and_trains_in_a_region():
     assert net[0].weight.grad.dtype is torch.float32
 
 
+@pytest.mark.slow
 @needs_its_signature
 def test_torch_compile_that_is_imported_while_patched_knows_torchs_classes_later():
     script = """
@@ -188,6 +189,7 @@ def test_torch_jit_scripts_a_region_with_and_without_the_patch(function, dtype):
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 @needs_its_signature
 def test_torch_jit_compiles_torchs_classes_while_patched(tmp_path):
     """It keeps what it has compiled for the life of the process."""

@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from polycast.cli import app
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("POLYCAST_")},
     "OMP_NUM_THREADS": "1",

@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from polycast.cli import app
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("POLYCAST_") and name != "RANK"},
     "OMP_NUM_THREADS": "1",

@@ -9,6 +9,8 @@ import pytest
 
 from polycast import Policy
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import multiprocessing, threading, torch, polycast
 

@@ -9,6 +9,8 @@ import pytest
 
 import polycast
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import sys, threading, torch
 

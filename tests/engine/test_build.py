@@ -27,6 +27,7 @@ def test_the_engine_is_built_once_with_a_line_that_says_so(compiler, home, capfd
     assert not list(first.parent.glob("tmp*"))
 
 
+@pytest.mark.slow
 def test_it_is_built_again_for_another_source_and_for_another_torch(compiler, home, monkeypatch):
     first = build.find_or_build(home)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.99"))
@@ -65,6 +66,7 @@ print(build.find_or_build(Path(sys.argv[1])))
 """
 
 
+@pytest.mark.slow
 def test_eight_processes_that_start_at_once_build_it_once(compiler, home):
     processes = [
         subprocess.Popen([sys.executable, "-c", SCRIPT, str(home)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)

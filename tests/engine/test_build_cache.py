@@ -168,6 +168,7 @@ build.find_or_build(Path(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 @only_posix
 def test_what_a_killed_build_left_is_removed_by_the_next(compiler, home):
     compiler.behave(status=0, also="open(sys.argv[sys.argv.index('-o') + 1], 'w'); os.kill(os.getppid(), 9)")

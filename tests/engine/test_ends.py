@@ -10,6 +10,8 @@ import torch
 
 import polycast
 
+pytestmark = pytest.mark.slow
+
 HEAD = """
 import gc, os, sys, threading, torch, polycast
 torch.set_num_threads(1)

@@ -186,6 +186,7 @@ def test_an_op_of_another_namespace_is_cast_with_autocast_off_for_its_device_onl
     assert probe == [[False, True]]
 
 
+@pytest.mark.slow
 def test_install_and_uninstall_give_torch_its_own_kernels_back():
     mixed = [tensor("cpu", torch.float16), tensor("cpu", torch.bfloat16)]
     before = {device: torch_ops(device) for device in ("cpu", "cuda", "xpu")}

@@ -24,6 +24,7 @@ def loaded(monkeypatch):
     ops._answers.clear()
 
 
+@pytest.mark.slow
 def test_ops_are_built_once_with_a_line_that_says_so(compiler, home, loaded, capfd):
     assert polycast.load_ops(PACKAGE) == polycast.load_ops(PACKAGE) == polycast.Availability(True)
     assert capfd.readouterr().err == f"polycast: building the ops of {PACKAGE}, once for this torch ...\n"
@@ -37,6 +38,7 @@ def test_ops_are_built_once_with_a_line_that_says_so(compiler, home, loaded, cap
     assert first.is_relative_to(home)
 
 
+@pytest.mark.slow
 def test_it_is_known_where_they_came_from_before_and_after_they_are_loaded(compiler, home, loaded, monkeypatch):
     monkeypatch.setattr(ops, "_origins", {})
     assert ops.origin(PACKAGE) == "not compiled yet, as `polycast build` does"
@@ -55,6 +57,7 @@ def test_of_ops_that_cannot_be_had_it_is_known_why(compiler, home, loaded, monke
     assert ops.origin(PACKAGE).startswith(f"none: it failed before; its output is in {log}.")
 
 
+@pytest.mark.slow
 def test_they_do_not_lie_where_the_engine_does(compiler, home, loaded):
     polycast.load_ops(PACKAGE)
     assert loaded[0].parent.parent != ops.find_or_build(home).parent.parent
@@ -68,6 +71,7 @@ def test_without_a_compiler_there_are_none_and_the_reason_says_so(home, loaded, 
     assert loaded == []
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_is_told_with_its_log_and_how_to_try_again(compiler, home, loaded):
     compiler.behave(status=3)
     reason = polycast.load_ops(PACKAGE).reason

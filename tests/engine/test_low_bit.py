@@ -117,6 +117,7 @@ def test_a_cache_bounds_both_together(layer, linear):
     assert too_small.stats().packings == 0
 
 
+@pytest.mark.slow
 def test_a_packing_dies_with_its_weight(linear):
     layer, cache = nn.Linear(8, 8), WeightCache()
     run(layer, cache=cache)

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # Processes of their own: what may be alive depends on the largest cast that the process has made.
 PROGRAM = """
 import json, sys, threading

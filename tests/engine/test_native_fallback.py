@@ -215,6 +215,7 @@ print(polycast.__file__, choose().name, y.dtype, [str(each.message) for each in 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_polycast_runs_from_an_archive_and_builds_where_the_sources_are_in_it(compiler, home, tmp_path, engine):
     archive = tmp_path / "all.zip"

@@ -36,6 +36,7 @@ def test_many_overlays_in_turns_are_laid_over_those_around_them():
         assert state.machine.innermost("cpu") is None
 
 
+@pytest.mark.slow
 def test_overlays_of_regions_that_are_gone_are_let_go_of():
     pairs = itertools.combinations(sorted(polycast.STANDARD_POLICIES), 2)
 

@@ -116,6 +116,7 @@ print(platform_wheel.write_wheel(pure, folder / "engines", folder, "linux_x86_64
 """
 
 
+@pytest.mark.slow
 def test_a_wheel_with_an_engine_needs_no_compiler_and_writes_nothing(pure_wheel, library, tmp_path):
     """Takes some 10 s: the wheel is written, unpacked and used."""
     put_into(tmp_path / "engines", library)

@@ -199,6 +199,7 @@ def test_weights_whose_casts_threads_shared_can_be_swapped_after_their_regions(w
     assert torch.equal(weight, torch.zeros(4, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the memory of the process is read from /proc")
 def test_all_threads_together_hold_two_recent_casts_of_the_largest_weight():
     weight = large(shape=(4, 2**23))  # 64 MiB as a cast: malloc gives so much back at once
@@ -316,6 +317,7 @@ def test_casts_with_history_are_given_back_as_the_region_ends():
     assert torch.equal(weight.grad, torch.full((4, 4), 4.0))
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_over_ten_thousand_regions_and_dying_weights():
     def regions(count):
         for _ in range(count):

@@ -179,6 +179,7 @@ def start():
     return {**initial, "cache": torch.is_autocast_cache_enabled()}
 
 
+@pytest.mark.slow
 @given(program=programs)
 @example(program=[(0, ("enter", 1)), (0, ("enter", 0)), (0, ("exit", 1)), (0, ("exit", 0))])
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -196,6 +197,7 @@ orders = st.lists(st.integers(0, len(REGIONS) - 1), max_size=12).flatmap(
 )
 
 
+@pytest.mark.slow
 @given(orders=orders, inside=st.lists(st.tuples(st.sampled_from(DEVICES), st.booleans(), st.sampled_from(DTYPES))))
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_leaving_in_any_order_restores_everything(orders, inside, engine, regions_of_hpu, in_thread):
@@ -215,6 +217,7 @@ def test_leaving_in_any_order_restores_everything(orders, inside, engine, region
     in_thread(run)
 
 
+@pytest.mark.slow
 def test_sixteen_threads_enter_thousands_of_regions_and_leave_no_trace(engine, hand_made):
     hand_made("hpu")
     shared = polycast.autocast("cpu")

@@ -65,6 +65,7 @@ def starting_threads():
     assert problems == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("engine", "idle_threads", "_switching_often", "starting_threads")
 def test_while_a_region_is_open_it_is_refused_however_many_threads_come_and_go():
     with polycast.autocast("cpu"):

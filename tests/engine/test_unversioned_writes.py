@@ -67,6 +67,7 @@ def test_a_step_of_an_optimizer_is_seen(name, how):
             assert not torch.equal(weight, before)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")  # torch's own use of it, as Dynamo imports what it needs
 @pytest.mark.parametrize(
     ("name", "how"),
@@ -286,6 +287,7 @@ print(used != before, kept == used, in_place() == before)
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_left_in_torch_after_uninstall_unless_a_cache_lives():
     done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("True True True\n", "")

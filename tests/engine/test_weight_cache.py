@@ -199,6 +199,7 @@ def test_a_write_through_data_is_not_seen_until_the_cache_is_cleared(cache):
         assert torch.equal(use(cache, weight), 2 * before)
 
 
+@pytest.mark.slow
 def test_entries_die_with_weights_and_keep_none_alive(cache):
     weight = parameter()
     out = use(cache, weight)

@@ -254,6 +254,7 @@ def test_nothing_is_kept_while_a_graph_is_captured(hand_made):
     assert profile_casts(run) == 2
 
 
+@pytest.mark.slow
 def test_a_cast_made_without_history_holds_no_weight():
     weight = parameter()
     dead = weakref.ref(weight)

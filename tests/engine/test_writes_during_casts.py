@@ -28,6 +28,7 @@ def region(cache):
     return polycast.autocast("cpu", cache=cache)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_threads")
 @CACHES
 @TRAINED

@@ -104,6 +104,7 @@ def test_a_module_that_an_exception_leaves_is_left(engine, error):
     assert sum(op.calls for op in seen.ops if op.op == "aten::relu") == 2
 
 
+@pytest.mark.slow
 def test_a_model_may_die_while_it_is_observed(engine):
     net = model()
     kept, died = net[2], weakref.ref(net)

@@ -52,6 +52,7 @@ def test_models_of_one_class_are_told_apart(engine):
     assert entries(seen) == {"ReLU": 2, "ReLU#2": 1}
 
 
+@pytest.mark.slow
 def test_models_that_come_and_go_take_no_more_memory(engine):
     observer = observe_program()
     with observer as seen:

@@ -113,6 +113,7 @@ def test_the_bars_of_a_module_are_its_share_of_what_is_around_it(sample):
     assert rows["layers.0"].bytes == (1.0,)
 
 
+@pytest.mark.slow
 def test_modules_that_are_nested_deeper_than_the_stack_of_python():
     names = [".".join(["m"] * depth) for depth in range(1500)]
     modules = tuple(Module(module=name, kind="Deep", entries=1, calls=1, total=Counts(calls=1)) for name in names)
@@ -212,6 +213,7 @@ def test_an_observation_of_nothing_is_a_page_too():
     assert "no op had floating-point tensors" in text
 
 
+@pytest.mark.slow
 def test_the_page_of_a_large_model_stays_small():
     net = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 12)
     with polycast.observe(net, timing=True, stacks=True) as seen, polycast.autocast("cpu"):

@@ -11,6 +11,8 @@ import pytest
 
 import polycast
 
+pytestmark = pytest.mark.slow
+
 NARROW = 400
 
 

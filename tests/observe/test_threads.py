@@ -131,6 +131,7 @@ print(len(kept[0].ops))
 """
 
 
+@pytest.mark.slow
 def test_an_observer_that_is_never_left_ends_with_the_process(engine):
     environment = {**os.environ, "POLYCAST_ENGINE": engine}
     done = subprocess.run([sys.executable, "-c", NEVER_LEFT], capture_output=True, text=True, env=environment)
@@ -182,6 +183,7 @@ def test_the_backward_pass_on_threads_of_its_own_is_seen(engine):
     ]
 
 
+@pytest.mark.slow
 def test_a_million_ops_take_no_more_memory_than_a_thousand(engine):
     weight, x = torch.ones(1), torch.ones(1)
 

@@ -69,7 +69,7 @@ def test_reduced_dtypes_into_float32_are_as_accurate_as_torchs(dtype):
         (ATEN.sort.default, "out_dtype's can only apply to ops that return a single tensor"),
         (ATEN.add.Tensor, "out_dtype only allows the following operators:"),
     ],
-    ids=str,
+    ids=["function", "packet", "list", "in_place", "several_tensors", "unlisted"],
 )
 def test_what_torchs_operator_refuses_is_refused_in_its_words(op, text):
     error, message = outcome(OPERATOR, op, torch.int32, int8(2, 2), int8(2, 2))

@@ -65,6 +65,7 @@ def test_export_keeps_the_operator(strict):
     same(exported.module()(a, b), function(a, b))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compile_keeps_the_operator(backend):
     torch._dynamo.reset()
@@ -98,6 +99,7 @@ def test_an_op_that_only_a_kernel_takes_is_traced_as_casts_around_it(trace):
     same(traced(*args), batched(*args))
 
 
+@pytest.mark.slow
 def test_the_first_use_may_be_inside_compile():
     script = (
         "import torch, polycast\n"

@@ -117,6 +117,7 @@ def test_cpu_ops_give_the_same_bits(dtype, engine):
         compare(case, their, our, bits=True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # the lists call what torch has deprecated
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("device_type", ACCELERATORS)

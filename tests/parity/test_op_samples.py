@@ -30,6 +30,7 @@ def outcome(function):
         return repr(error)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's samples call what torch has deprecated
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sampled_ops_give_the_same_bits(dtype, engine):

@@ -72,6 +72,7 @@ def broken(cause, text, *, device="hpu", plugin="acme-hpu 1.0 (acme_hpu)"):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_using_a_broken_plugin_raises_from_the_cause_and_names_the_distribution(run, plugin, folder, case):
     source, cause, text = CASES[case]

@@ -77,6 +77,7 @@ def test_providers_refuse_a_device_that_is_named_twice(monkeypatch, value):
         env.providers()
 
 
+@pytest.mark.slow
 @given(pairs=st.dictionaries(names, names), before=space, after=space)
 def test_providers_are_read_as_they_were_written(pairs, before, after):
     written = ",".join(f"{before}{device}{after}={before}{name}{after}" for device, name in pairs.items())

@@ -45,6 +45,7 @@ def ready(device_type, distribution, version="1.0", replaces=()):
     }
 
 
+@pytest.mark.slow
 def test_ops_of_a_third_partys_device_run_in_its_fast_dtype(run, plugin, engine):
     plugin("acme-npu", "npu", NPU)
     answer = run(
@@ -178,6 +179,7 @@ def test_eight_threads_at_the_first_look_up_read_the_metadata_and_load_the_plugi
     assert answer == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_wheel_built_and_installed_by_pip_is_found_and_used(plugin, folder, tmp_path):
     pytest.importorskip("pip", reason="pip is not installed here")
     plugin("acme-cpu", "cpu")

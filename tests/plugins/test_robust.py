@@ -5,6 +5,7 @@ import pytest
 RENAME = "torch.utils.rename_privateuse1_backend({!r})"
 
 
+@pytest.mark.slow
 def test_a_plugin_that_hangs_at_import_holds_up_those_who_use_its_device_and_nobody_else(run, plugin):
     plugin("acme-hpu", "hpu", "import sys\nsys.started.set()\nassert sys.go_on.wait(60)")
     plugin("acme-ipu", "ipu")

@@ -35,6 +35,7 @@ def amended(policies):
     return f"AcmeBackend.policies = {policies}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policies", "found"),
     [
@@ -48,6 +49,7 @@ def test_an_op_is_polycasts_where_the_table_names_it_and_else_the_makers(run, pl
     assert run(f"{VENDOR}\nanswer = use()", POLYCAST_ENGINE=engine) == found
 
 
+@pytest.mark.slow
 def test_uninstalling_uncovers_the_makers_kernels(run, plugin, engine, request):
     if engine == "reference":
         reason = "the maker's kernels here are Python ones too, and torch keeps one of those for an op and a key"
@@ -68,6 +70,7 @@ answer = [inside, after]
     assert answer == [[FULL, REDUCED, "exp"], REDUCED]
 
 
+@pytest.mark.slow
 def test_a_regions_policy_goes_over_the_makers_kernel_of_that_op(run, plugin, engine):
     plugin("acme-hpu", "hpu", amended("{}"))
     overlay = "use(policy={'aten::mm': polycast.CastPolicy.FP32})"

@@ -183,6 +183,7 @@ def test_the_policy_says_what_it_was_measured_with_and_on(quick):
     assert "ms a call: float32 2e+03, the region without a policy 1e+03" in str(tuned.evidence)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over", ["modules", "ops"])
 def test_a_real_race_is_run(over):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8)

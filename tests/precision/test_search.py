@@ -30,6 +30,7 @@ def needs(*culprits):
     return lambda members: members >= set(culprits)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 200), st.data())
 @settings(max_examples=200, deadline=None)
 def test_planted_culprits_are_found_and_nothing_else(size, data):
@@ -38,6 +39,7 @@ def test_planted_culprits_are_found_and_nothing_else(size, data):
     assert smallest_set(names, Asked(needs(*culprits))) == (tuple(n for n in names if n in culprits), True)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 200), st.data())
 @settings(max_examples=200, deadline=None)
 def test_it_takes_a_bounded_number_of_questions(size, data):

@@ -239,7 +239,7 @@ def test_a_set_that_the_model_cannot_run_under_is_infinitely_far_off():
         ({"metric": 3}, "metric must be a function of an output and a reference, or None; got 3"),
         ({"metric": lambda a, b: "far"}, "metric must return a number, the distance of the output from the reference"),
     ],
-    ids=str,
+    ids=["negative", "nan", "over", "objective", "budget", "metric", "distance"],
 )
 def test_what_is_refused(arguments, problem):
     with pytest.raises((TypeError, ValueError), match=f"^{problem}"):

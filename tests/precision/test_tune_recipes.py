@@ -215,6 +215,7 @@ def test_for_time_the_recipe_alone_is_chosen_where_it_is_the_fastest(quick):
     assert dict(tuned.policy.modules) == {"": RECIPE}
 
 
+@pytest.mark.slow
 def test_for_time_what_the_tolerance_needs_out_of_the_recipe_is_out_of_it(monkeypatch):
     monkeypatch.setattr(fastest, "_ROUNDS", 1)
     evidence = tune(*planted(1), objective="time").evidence

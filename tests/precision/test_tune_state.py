@@ -92,7 +92,7 @@ def change_weight(model):
         (None, {"objective": "time"}, "objective"),
         (None, {"metric": lambda output, reference: 0.0}, "metric"),
     ],
-    ids=str,
+    ids=["weight", "mode", "inputs", "tolerance", "dtype", "over", "objective", "metric"],
 )
 def test_the_file_of_another_search_is_refused(model, x, state, change, arguments, what):
     polycast.tune(model, x, **FLOAT16, state=state, budget=2)

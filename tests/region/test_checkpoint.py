@@ -190,6 +190,7 @@ def test_a_torch_whose_checkpoints_are_not_as_expected_is_told_at_the_region(blo
     assert [(warning.filename, warning.lineno) for warning in said] == [(__file__, line)]
 
 
+@pytest.mark.slow
 @modes
 @pytest.mark.parametrize("policy", [None, POLICY], ids=["", "policy"])
 def test_a_checkpoint_in_a_compiled_function(block, reentrant, policy):

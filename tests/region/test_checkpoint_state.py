@@ -324,6 +324,7 @@ def test_what_a_recomputation_needs_lives_as_long_as_the_graph(reentrant):
         gc.enable()
 
 
+@pytest.mark.slow
 @modes
 def test_thousands_of_steps_leave_nothing_behind(reentrant):
     def steps(count):

@@ -82,6 +82,7 @@ def test_a_class_on_a_module():
     assert seen == [torch.bfloat16]
 
 
+@pytest.mark.slow
 def test_a_temporary_class_lives_no_longer_for_it():
     seen, forward, classes = [], doubling(), []
     for _ in range(3):

@@ -84,6 +84,7 @@ def outcome(function):
     return [leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch warns of ops that it has deprecated
 @pytest.mark.parametrize("policy", [None, *CastPolicy], ids=str)
 def test_what_is_told_of_every_op_is_what_its_region_does(engine, policy):

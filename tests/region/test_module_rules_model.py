@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -95,6 +96,7 @@ def expected(tree, state):
     return [state.result, *(dtype for child in children for dtype in expected(child, state))]
 
 
+@pytest.mark.slow
 @given(TREES, st.booleans())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_innermost_rule_decides_and_regions_inside_modules_say_what_they_say(engine, tree, enabled):

@@ -192,6 +192,7 @@ def library():
     made._destroy()
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(regions=REGIONS, on_device=MAPPING, on_all=MAPPING)
 def test_which_rule_decides(engine, library, regions, on_device, on_all):

@@ -60,6 +60,7 @@ def differences(one, other):
     return sorted(keys | {place for place, (mine, its) in pairs.items() if mine and its and mine != its})
 
 
+@pytest.mark.slow
 def test_what_is_kept_has_the_form_of_what_the_program_says(figure):
     name, made, kept = figure
     assert differences(made, kept) == [], STALE.format(name)

@@ -10,6 +10,8 @@ from typer.main import get_command
 import polycast
 from polycast.cli import app
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parent.parent.parent / "docs"
 REFERENCE = DOCS / "reference"
 

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 GROUND = "getComputedStyle(document.body).backgroundColor"
 FOUND = "[...document.querySelectorAll('#search-results li a')].map((each) => each.href.split('?')[0] + each.hash)"
 BROKEN = "[...document.images].filter((each) => !each.complete || !each.naturalWidth).map((each) => each.src)"

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PLUGIN = """
 import polycast, torch
 from polycast_cpu import CpuBackend

@@ -63,6 +63,7 @@ class Branching(torch.nn.Module):
         return z, str(z.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler asks for it
 def test_a_compiled_model_may_break_its_graph_in_the_region(on_both):
     from accelerate.state import AcceleratorState

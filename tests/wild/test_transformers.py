@@ -110,6 +110,7 @@ print(words.tolist())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["native", "reference"])
 def test_a_program_generates_the_same_words_under_polycast_run(engine, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
