@@ -118,6 +118,48 @@ def test_a_failing_build_names_its_log(compiler, home, wanted):
         assert text.read().endswith("no room for the object file\n")
 
 
+@pytest.mark.parametrize(
+    ("status", "also"),
+    [
+        (137, ""),
+        (1, "print('c++: fatal error: Killed signal terminated program cc1plus')"),
+        (1, "print('fatal error: error writing to /tmp/x.s: No space left on device')"),
+        (1, "print('cc1plus: out of memory allocating 65536 bytes')"),
+        (0, "import signal; os.kill(os.getpid(), signal.SIGKILL)"),
+    ],
+    ids=["status", "driver", "space", "memory", "signal"],
+)
+def test_a_compiler_that_the_machine_failed_is_tried_again_by_the_next_process(compiler, home, status, also):
+    compiler.behave(status=status, also=also)
+    with pytest.raises(build.BuildError, match=r"ended from outside.*The next process tries again\."):
+        build.find_or_build(home)
+    compiler.behave(status=0)
+    assert build.find_or_build(home).is_file()
+
+
+def test_waiting_for_another_build_is_said_with_the_lock(compiler, home, monkeypatch):
+    library = build.find_or_build(home)
+    library.unlink()
+    lock = FileLock(library.parent / "lock")
+    lock.acquire()
+    said = []
+
+    class Stderr:
+        def write(self, text):
+            said.append(text)
+            lock.release(force=True)
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(build, "_PATIENCE", 0.01)
+    monkeypatch.setattr(sys, "stderr", Stderr())
+    assert build.find_or_build(home) == library
+    assert said[0] == (
+        f"polycast: waiting for another process that builds the native engine; its lock is {library.parent / 'lock'}\n"
+    )
+
+
 def test_a_build_that_failed_is_tried_again_only_when_asked(compiler, home):
     compiler.behave(status=3)
     with pytest.raises(build.BuildError, match="the compiler failed with status 3"):

@@ -98,6 +98,29 @@ def test_a_value_that_is_not_legal_is_refused_at_each_look_up_until_it_is_correc
     assert answer == [*[["ValueError", refusal]] * 4, True]
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "device", "rest"),
+    [
+        ("POLYCAST_BLOCK", "cpu,cudaa", "cudaa", "did you mean 'cuda'?"),
+        ("POLYCAST_PROVIDER", "qqq=acme", "qqq", "expected one of cpu, cuda, maia, mps, mtia, xpu."),
+    ],
+)
+def test_a_variable_that_names_a_device_that_nobody_offers_is_warned_of(run, variable, value, device, rest):
+    answer = run(
+        """
+        import warnings
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            polycast.get_backend("cuda")
+            polycast.get_backend("xpu")
+        answer = [str(each.message) for each in caught]
+        """,
+        **{variable: value},
+    )
+    text = f"{variable} names {device!r}, which no installed distribution offers a backend for: {rest}"
+    assert answer == [text]
+
+
 def test_an_engine_that_there_is_not_is_refused_before_any_kernel_is_in_place(run, plugin):
     plugin("acme-hpu", "hpu")
     answer = run(

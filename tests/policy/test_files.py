@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from polycast import Policy
+from polycast.policy.globs import escape
 
 POLICY = Policy(
     ops={
@@ -69,6 +70,7 @@ def test_what_is_loaded_is_what_was_saved_and_saved_again_is_the_same_text(path)
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(modules=st.dictionaries(NAMES, st.sampled_from(["fp32", "off", {"mm": "fp32"}])), name=st.text())
 def test_any_names_are_loaded_as_they_were_saved(path, modules, name):
+    modules = {escape(key): rule for key, rule in modules.items()}
     policy = Policy(modules=modules, name=name.encode("utf-8", "ignore").decode())
     policy.save(path)
     loaded = Policy.load(path)
@@ -139,6 +141,8 @@ def test_an_op_that_this_torch_lacks_is_skipped_where_the_file_says_so(path):
         (b"schema = 1\nname = '\xff'\n", "it is not UTF-8: byte 19 is 0xff"),
         (b'schema = 1\n[ops]\nsoftmax = "fp3', "it is not TOML: "),
         (b"schema = 1\n[ops]\nmm = 'fp32'\nmm = 'fp32'\n", "it is not TOML: "),
+        (b"schema = 1\nname = " + b"[" * 100_000, "its values are nested too deeply to be a policy"),
+        (b"schema = 1\nname = " + b"{a = " * 100_000, "its values are nested too deeply to be a policy"),
         (
             b"schema = 1\n[ops]\nsofmax = 'fp32'\n",
             f"this torch ({torch.__version__}) has no op 'sofmax'; the nearest are 'softmax', '_softmax', 'fmax'",

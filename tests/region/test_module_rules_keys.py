@@ -52,6 +52,26 @@ def test_a_range_with_nothing_in_it_is_refused():
         Policy(modules={"layers.[3-0]": "fp32"})
 
 
+class Counting(Named):
+    """A model that counts how often its modules are listed."""
+
+    listed = 0
+
+    def named_modules(self, *args, **keywords):
+        self.listed += 1
+        return super().named_modules(*args, **keywords)
+
+
+def test_the_modules_are_listed_once_however_many_keys_there_are():
+    def listed(count):
+        names = [f"m{i}" for i in range(count)]
+        model = Counting(*names)
+        assert len(polycast.apply_policy(model, Policy(modules=dict.fromkeys(names, "fp32"))).rules) == count
+        return model.listed
+
+    assert listed(200) == listed(2)
+
+
 class Closed(nn.Module):
     def __setattr__(self, name, value):
         if name == "forward":

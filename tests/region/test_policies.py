@@ -90,7 +90,7 @@ def test_equal_policies_share_what_was_made_of_them():
 
 
 def test_a_policy_that_says_nothing_of_the_device_makes_a_plain_region():
-    policy = Policy(modules={"a": "off"}, devices={"cuda": Policy({"mm": "fp32"})})
+    policy = Policy(devices={"cuda": Policy({"mm": "fp32"})})
     assert polycast.autocast("cpu", policy=policy)._settings == polycast.autocast("cpu")._settings
 
 
@@ -228,3 +228,19 @@ def test_which_rule_decides(engine, library, regions, on_device, on_all):
     finally:
         for registration in registered:
             registration.remove()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Policy({"mm": "fp32"}, {"head": "fp32"}), Policy(devices={"cpu": Policy(modules={"head": "off"})})],
+    ids=["general", "device"],
+)
+def test_a_policy_with_rules_for_modules_is_refused_and_apply_policy_is_named(policy, tmp_path):
+    policy.save(tmp_path / "policy.toml")
+    refused = pytest.raises(ValueError, match=r"rules for modules.*polycast\.apply_policy\(model, policy\)")
+    for form in (policy, tmp_path / "policy.toml"):
+        for _ in range(2):
+            with refused:
+                polycast.autocast("cpu", policy=form)
+        with refused:
+            polycast.explain("mm", "cpu", policy=form)

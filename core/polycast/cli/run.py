@@ -96,7 +96,7 @@ def _options(
     weight_cache: bool, wrap: str | None, policy: Path | None, observed: Wanted | None, recipe: str | None
 ) -> Options:
     loaded = None if policy is None else Policy.load(policy)
-    if loaded is not None and any(part.modules for part in (loaded, *loaded.devices.values())):
+    if loaded is not None and loaded.has_module_rules:
         raise ValueError(
             f"--policy {policy}: it has rules for modules, and a program's modules are its own: call "
             "polycast.apply_policy(model, policy) in it, or leave [modules] out of the file."

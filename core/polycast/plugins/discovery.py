@@ -15,7 +15,8 @@ from typing import Any, Literal, TypeAlias
 import pluggy
 import torch
 
-from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError, InvalidBackendError
+from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError, InvalidBackendError, warn_user
+from ..policy.names import nearest
 from ..policy.recipes import Recipe
 from . import env, hookspecs
 from .backend import Availability, Backend, validate
@@ -257,6 +258,9 @@ def discover() -> dict[str, Slot]:
     """Read the metadata of what is installed; imports nothing of it."""
     third_party, blocked, providers = env.discovery(), env.blocked(), env.providers()
     found = importlib.metadata.entry_points(group=hookspecs.ENTRY_POINT_GROUP)
+    offered = {entry_point.name for entry_point in found}
+    _warn_of_unknown("POLYCAST_BLOCK", blocked, offered)
+    _warn_of_unknown("POLYCAST_PROVIDER", providers, offered)
     candidates = [Candidate(*_name_and_version(entry_point), entry_point) for entry_point in found]
     slots: dict[str, Slot] = {}
     for candidate in sorted(candidates, key=str):  # a folder lists its distributions in any order
@@ -265,6 +269,16 @@ def discover() -> dict[str, Slot]:
             slot = slots.setdefault(name, Slot(name, blocked=name in blocked, provider=providers.get(name)))
             slot.candidates.append(candidate)
     return slots
+
+
+def _warn_of_unknown(variable: str, named: Iterable[str], offered: Iterable[str]) -> None:
+    """Warn of device types that a variable names and nobody offers a backend for: it does nothing for them."""
+    for device_type in sorted(set(named) - set(offered)):
+        alike = nearest(device_type, offered)
+        warn_user(
+            f"{variable} names {device_type!r}, which no installed distribution offers a backend for: "
+            + (f"did you mean {alike[0]!r}?" if alike else f"expected one of {', '.join(sorted(offered))}.")
+        )
 
 
 def _name_and_version(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]:

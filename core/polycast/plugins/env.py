@@ -1,4 +1,7 @@
-"""The environment variables that switch polycast, parsed strictly: a value that is not legal is a ValueError."""
+"""The environment variables that switch polycast, parsed strictly: a value that is not legal is a ValueError.
+
+A variable that is empty is unset.
+"""
 
 import os
 import re
@@ -15,7 +18,7 @@ def canonical_name(distribution: str) -> str:
 
 def discovery() -> bool:
     """``POLYCAST_DISCOVERY``: whether third-party plugins are looked for; on unless it says otherwise."""
-    text = os.environ.get("POLYCAST_DISCOVERY", "1")
+    text = os.environ.get("POLYCAST_DISCOVERY") or "1"
     try:
         return _BOOLEANS[text.lower()]
     except KeyError:
@@ -41,7 +44,7 @@ def providers() -> Mapping[str, str]:
 
 def engine() -> str:
     """``POLYCAST_ENGINE``: which engine runs at the Autocast keys."""
-    text = os.environ.get("POLYCAST_ENGINE", "auto")
+    text = os.environ.get("POLYCAST_ENGINE") or "auto"
     if text.lower() not in ENGINES:
         raise _illegal("POLYCAST_ENGINE", text, "one of " + ", ".join(ENGINES))
     return text.lower()

@@ -53,6 +53,8 @@ def read(path: PolicyPath) -> dict[str, Any]:
         raise ValueError(f"it is not UTF-8: byte {error.start} is {content[error.start]:#04x}") from error
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"it is not TOML: {error}") from error
+    except RecursionError:
+        raise ValueError("its values are nested too deeply to be a policy") from None
     schema = said.pop("schema", None)
     if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
         raise ValueError(f"a policy file begins with `schema = {SCHEMA}`, got {schema!r}")

@@ -1,7 +1,6 @@
 """Rules for modules, as people write them: which modules, and what becomes of the ops in them."""
 
 import inspect
-import re
 import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -11,7 +10,8 @@ import torch
 from torch import nn
 
 from .dtypes import dtype_name
-from .names import nearest, read_dtype
+from .globs import Glob, Names
+from .names import MOST_PROBLEMS, error_of, nearest, read_dtype
 from .ops import Ops
 from .recipes import Recipe, is_recipe_name, read_recipe
 
@@ -44,8 +44,10 @@ def read_rules(modules: object) -> Mapping[str, ModuleRule]:
             rules[key] = _read_rule(rule)
         except ValueError as error:
             problems.append(f"modules[{key!r}]: {error}")
+            if len(problems) == MOST_PROBLEMS:
+                break
     if problems:
-        raise ValueError("; ".join(problems))
+        raise error_of(problems)
     return MappingProxyType(rules)
 
 
@@ -54,7 +56,7 @@ def _check_key(key: object) -> None:
         raise ValueError(f"a key is a glob over names of modules, such as 'encoder.*.norm', or {CLASS!r} and a class")
     if key.startswith(CLASS) and not all(key.removeprefix(CLASS).split(".")):
         raise ValueError(f"{CLASS!r} is followed by a class's qualified name, such as 'class:torch.nn.LayerNorm'")
-    _pattern(key)
+    Glob(key)
 
 
 def _read_rule(rule: object) -> ModuleRule:
@@ -95,31 +97,41 @@ def recipe_of_table(table: Mapping[str, object]) -> Recipe:
         raise ValueError(str(error)) from None
 
 
-def modules_of(model: nn.Module, key: str) -> dict[str, nn.Module]:
-    """Return the modules that the key of a rule means, by name; a container without a forward means what it contains.
+class ModuleFinder:
+    """Find the modules of a model that the keys of rules mean."""
 
-    Raises:
-        ValueError: none, with the nearest names.
-    """
-    named = dict(model.named_modules(remove_duplicate=False))
-    if key.startswith(CLASS):
-        wanted = _is_instance_of(key.removeprefix(CLASS))
-        found = {name: module for name, module in named.items() if wanted(module)}
-        known = {CLASS + _shortest_name(type(module)) for module in named.values()}
-    else:
-        pattern = _pattern(key)
-        found = {name: module for name, module in named.items() if pattern.fullmatch(f".{name}" if name else "")}
-        known = set(named) - {""}
-    if not found:
-        alike = nearest(key, sorted(known))
-        raise ValueError(
-            f"modules[{key!r}] matches no module of the model"
-            + (f"; the nearest {'is' if len(alike) == 1 else 'are'} {', '.join(map(repr, alike))}" if alike else "")
+    def __init__(self, model: nn.Module) -> None:
+        self._named = dict(model.named_modules(remove_duplicate=False))
+        self._names = Names(self._named)
+
+    def find(self, key: str) -> dict[str, nn.Module]:
+        """Return the modules that a key means, by name. A container without a forward stands for what it contains.
+
+        Raises:
+            ValueError: no module matches, with the nearest names.
+        """
+        if key.startswith(CLASS):
+            wanted = _is_instance_of(key.removeprefix(CLASS))
+            found = {name: module for name, module in self._named.items() if wanted(module)}
+        else:
+            found = {name: self._named[name] for name in Glob(key).find(self._names)}
+        if not found:
+            raise ValueError(self._unknown(key))
+        meant: dict[str, nn.Module] = {}
+        for name, module in found.items():
+            meant |= _with_forward(name, module)
+        return meant
+
+    def _unknown(self, key: str) -> str:
+        known = (
+            {CLASS + _shortest_name(type(module)) for module in self._named.values()}
+            if key.startswith(CLASS)
+            else set(self._named) - {""}
         )
-    meant: dict[str, nn.Module] = {}
-    for name, module in found.items():
-        meant |= _with_forward(name, module)
-    return meant
+        alike = nearest(key, sorted(known))
+        return f"modules[{key!r}] matches no module of the model" + (
+            f"; the nearest {'is' if len(alike) == 1 else 'are'} {', '.join(map(repr, alike))}" if alike else ""
+        )
 
 
 def _with_forward(name: str, module: nn.Module) -> dict[str, nn.Module]:
@@ -130,36 +142,6 @@ def _with_forward(name: str, module: nn.Module) -> dict[str, nn.Module]:
     for child_name, child in module.named_children():
         meant |= _with_forward(f"{name}.{child_name}".lstrip("."), child)
     return meant
-
-
-_WILDCARDS = re.compile(r"\*|\?|\[[^]]+]|.", re.DOTALL)
-_RANGES = re.compile(r".-.|.", re.DOTALL)
-
-
-def _pattern(key: str) -> re.Pattern[str]:
-    """Return what the names that a glob means match, with a dot before each of their parts."""
-    pattern = ""
-    for part in key.split(".") if key else ():  # the model itself has the empty name
-        if part == "**":
-            pattern += r"(?:\.[^.]+)*"
-        else:
-            pattern += r"\." + "".join(map(_translated, _WILDCARDS.findall(part)))
-    return re.compile(pattern)
-
-
-def _translated(token: str) -> str:
-    if token in ("*", "?"):
-        return "[^.]" + token.strip("?")
-    if len(token) > 1:
-        negated = token.startswith("[!") and len(token) > len("[!]")
-        return f"[{'^' * negated}{''.join(map(_range, _RANGES.findall(token[1 + negated : -1])))}]"
-    return re.escape(token)
-
-
-def _range(text: str) -> str:
-    if len(text) == len("a-z") and text[0] > text[-1]:
-        raise ValueError(f"the range {text!r} has nothing in it: did you mean {text[::-1]!r}?")
-    return "-".join(map(re.escape, text[::2]))
 
 
 def _full_name(cls: type) -> str:

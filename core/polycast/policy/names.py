@@ -23,6 +23,10 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
 }
 
 
+MOST_PROBLEMS = 20
+"""After how many problems the reading of a policy stops: to find the nearest names takes time."""
+
+
 class OpName(NamedTuple):
     """What a name means: an op and, where it names one, its overload (``""``: the one that the dispatcher gives none).
 
@@ -152,6 +156,12 @@ def read_dtype(name: object) -> torch.dtype:
 def nearest(word: object, among: Iterable[str]) -> list[str]:
     """Return the words that look most like one, the most alike first; at most three."""
     return difflib.get_close_matches(word.lower(), list(among), n=3) if isinstance(word, str) else []
+
+
+def error_of(problems: list[str]) -> ValueError:
+    """Return the error that lists what is wrong with a policy."""
+    stopped = [f"reading stopped after {MOST_PROBLEMS} problems"] if len(problems) >= MOST_PROBLEMS else []
+    return ValueError("; ".join(problems + stopped))
 
 
 def _nearest(word: object, among: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from .cast_policy import CastPolicy
 from .computed_once import computed_once
-from .names import OpName, named, nearest, ops_with, read_op, read_policy
+from .names import MOST_PROBLEMS, OpName, error_of, named, nearest, ops_with, read_op, read_policy
 
 Written = str | dict[str, str | bool]
 """A policy as a file has it: a text, or a table with ``policy`` and ``optional``."""
@@ -54,10 +54,12 @@ class Ops(Mapping[str, CastPolicy]):
                 _overloads(entry)
             except (TypeError, ValueError) as error:
                 problems.append(str(error))
+                if len(problems) == MOST_PROBLEMS:
+                    break
             else:
                 entries[entry.name.key] = entry
         if problems:
-            raise ValueError("; ".join(problems))
+            raise error_of(problems)
         self._take(entries)
 
     def _take(self, entries: dict[str, _Entry]) -> None:

@@ -39,8 +39,8 @@ class Policy:
             value as text, or ``{"policy": "fp32", "optional": True}`` for an op that the running torch may lack.
         modules: rules by module. A key is a glob over the names of ``model.named_modules()``, or ``"class:"`` and a
             class's qualified name; a rule is ``"fp32"``, ``"off"``, a fast dtype such as ``"float16"``, policies by op,
-            or a recipe such as ``"int8"`` (``"none"``: the fast dtype). They are for :func:`apply_policy`: regions take
-            no notice of them.
+            or a recipe such as ``"int8"`` (``"none"``: the fast dtype). They are for :func:`apply_policy`: a region
+            refuses a policy that has any.
         devices: what holds on one device only, by device type; it goes before what is for all.
         name: a name for people.
 
@@ -134,6 +134,11 @@ class Policy:
             modules = _last(self.modules, own.modules)
             part = self._on[device_type] = _made(self.ops | own.ops, modules, _NOTHING, self.name or own.name)
         return part
+
+    @computed_once
+    def has_module_rules(self) -> bool:
+        """Whether it has rules for modules, on any device."""
+        return any(part.modules for part in (self, *self.devices.values()))
 
     @computed_once
     def _on(self) -> dict[str, "Policy"]:

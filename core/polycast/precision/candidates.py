@@ -11,6 +11,7 @@ from ..engine.kernels import refusal
 from ..plugins.registry import get_backend
 from ..policy.cast_policy import CastPolicy
 from ..policy.dtypes import dtype_name
+from ..policy.globs import escape
 from ..policy.names import known_overloads, named, ops_with, read_op
 from ..policy.recipes import NoRecipe, Recipe
 from ..policy.schemas import find_op
@@ -51,7 +52,7 @@ class Modules:
             if chosen or each.has_parameters or not around:
                 states[each.name] = {wanted}
                 if around != {wanted}:
-                    rules[each.name] = wanted
+                    rules[escape(each.name)] = wanted
             else:
                 states[each.name] = around
         return Policy(modules=rules, name=name)

@@ -70,10 +70,15 @@ def compare(
     """
     call, said = Call.of(model, inputs), Policy.of(policy or {})
     wanted = wanted_recipe(recipe)
-    region = enabled_region(device_type, dtype, said, wanted)
+    region = enabled_region(device_type, dtype, _of_ops(said), wanted)
     seen = survey(model, call, region.device)[0]
     with apply_policy(model, Policy(modules=said.for_device(region.device).modules)):
         return compared(model, call, region, seen, wanted)
+
+
+def _of_ops(policy: Policy) -> Policy:
+    """Return the part of a policy that regions take: all but the rules for modules."""
+    return Policy(policy.ops, devices={device: Policy(part.ops) for device, part in policy.devices.items()})
 
 
 def wanted_recipe(recipe: RecipeLike | None) -> Recipe | None:

@@ -13,7 +13,7 @@ from torch import nn
 from typing_extensions import Self
 
 from ..engine.state import Overlay
-from ..policy.modules import FP32, OFF, ModuleRule, modules_of
+from ..policy.modules import FP32, OFF, ModuleFinder, ModuleRule
 from ..policy.names import read_dtype
 from ..policy.ops import Ops
 from ..policy.recipes import Recipe
@@ -72,11 +72,13 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
     in hooks, and not in a module whose ``forward`` is never called (such as the projection in nn.MultiheadAttention,
     whose weight another function uses).
 
-    The keys of ``policy.modules`` are globs over the names in ``model.named_modules()``: ``*`` is any part of a name
-    between dots, ``**`` any number of such, or none: ``"**"`` alone is every module and the model itself, which ``""``
-    alone is. ``"class:torch.nn.LayerNorm"`` means the modules of a class and its subclasses. Of several rules that
-    match, the last decides. A container without a forward (nn.ModuleList) passes its rule on to what it contains. A
-    module with several names has one rule: the last that matches any of them. The values:
+    The keys of ``policy.modules`` are globs over the names in ``model.named_modules()``: ``*`` stands for any
+    characters of a part between dots, ``**`` for any number of parts, or none: ``"**"`` alone is every module and the
+    model itself, which ``""`` alone is. ``[0-11]`` is a number in a range, ``{q,k}`` either of two, ``[ab]`` a
+    character, and a special character in brackets stands for itself, as in ``[*]``. ``"class:torch.nn.LayerNorm"``
+    means the modules of a class and its subclasses. Of several rules that match, the last decides. A container without
+    a forward (nn.ModuleList) passes its rule on to what it contains. A module with several names has one rule: the
+    last that matches any of them. The values:
 
     - ``"fp32"``: autocast is off in the module, and its floating-point inputs are cast to float32 (not float64 ones);
     - ``"off"``: autocast is off in it, and inputs are as they are;
@@ -113,12 +115,14 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     policy = Policy.of(policy)
     found: dict[nn.Module, tuple[str, dict[str, Rule]]] = {}
+    finder = ModuleFinder(model)
     for device in (ANY_DEVICE, *policy.devices):
         part = policy.for_device(device) if device else policy
-        for module, (name, rule) in _rules_by_module(model, part).items():
+        for module, (name, rule) in _rules_by_module(model, part, finder).items():
             found.setdefault(module, (name, {}))[1][device] = rule
+    has_replicas = any(isinstance(each, nn.DataParallel) for each in model.modules())
     for module, (name, _) in found.items():
-        _check(name, module)
+        _check(name, module, has_replicas)
     handle = ModuleRules(policy)
     try:
         for module, (name, rules) in found.items():
@@ -129,13 +133,13 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
     return handle
 
 
-def _rules_by_module(model: nn.Module, policy: Policy) -> dict[nn.Module, tuple[str, Rule]]:
+def _rules_by_module(model: nn.Module, policy: Policy, finder: ModuleFinder) -> dict[nn.Module, tuple[str, Rule]]:
     """Return by module its name and the rule that decides on one device."""
     found: dict[nn.Module, tuple[str, Rule]] = {}
     if policy.ops:
         found[model] = "", Rule("ops", ops=policy.ops)
     for key, written in policy.modules.items():
-        for name, module in modules_of(model, key).items():
+        for name, module in finder.find(key).items():
             rule = _read(key, written)
             if module is model and policy.ops:
                 rule = rule._replace(ops=policy.ops | (rule.ops or Ops()))
@@ -161,14 +165,15 @@ def _read(key: str, rule: ModuleRule) -> Rule:
     return Rule(text, dtype=read_dtype(rule))
 
 
-def _check(name: str, module: nn.Module) -> None:
+def _check(name: str, module: nn.Module, has_replicas: bool) -> None:
+    """Refuse a module that cannot be under a rule; only a model that has replicas is searched for them."""
     what = f"the module {name!r}" if name else "the model"
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(
             f"{what} is a ScriptModule, whose forward is not Python: it cannot be under a rule. Put the model under "
             "rules before parts of it are scripted, and script no module that has one."
         )
-    if any(isinstance(each, nn.DataParallel) for each in module.modules()):
+    if has_replicas and any(isinstance(each, nn.DataParallel) for each in module.modules()):
         raise TypeError(
             f"{what} is run by nn.DataParallel, whose replicas would call the original's forward: it cannot be under a "
             "rule. Use DistributedDataParallel."

@@ -24,6 +24,7 @@ def overlay_of(policy: PolicyLike, device_type: str) -> Overlay | None:
     """Return the overlay of a region for a device; None where the policy says nothing of ops there.
 
     Raises:
+        ValueError: the policy has rules for modules.
         OSError, ValueError: as :meth:`polycast.Policy.of`.
     """
     if not isinstance(policy, Policy):
@@ -34,6 +35,11 @@ def overlay_of(policy: PolicyLike, device_type: str) -> Overlay | None:
     overlay: Overlay | None
     count, overlay = part.derived.get(_NAME, _NONE)
     if count != len(found):  # not looked up yet, or a library was loaded since that has an optional op
+        if policy.has_module_rules:
+            raise ValueError(
+                "policy= has rules for modules, and a region does not see which module calls an op: put the model "
+                "under the policy with polycast.apply_policy(model, policy), and leave policy= out."
+            )
         overlay = _overlay(part.ops, REGIONS_POLICY._replace(name=part.name), len(found)) if found else None
         part.derived[_NAME] = len(found), overlay
     return overlay

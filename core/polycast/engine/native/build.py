@@ -11,18 +11,19 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import torch
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from ...errors import warn_user
 from ...plugins.signals import raised_by_signal_handler
@@ -40,6 +41,13 @@ from .compiling import (
     read_sources,
 )
 from .engine import NativeEngine
+
+_PATIENCE = 5.0
+"""After how many seconds of waiting for another build that is said."""
+_CUT_SHORT = re.compile(
+    r"killed signal|no space left|cannot allocate memory|out of memory|memory exhausted|bad_alloc", re.IGNORECASE
+)
+"""What compilers say where the machine failed them and not the source: such a failure is not remembered."""
 
 
 def load() -> NativeEngine:
@@ -228,7 +236,7 @@ def find_or_build(directory: Path, again: bool = False, wanted: Library = ENGINE
             raise BuildError(refusal)
         make_folders(directory, place.folder)
         check_folders(directory, place.folder)
-        with FileLock(place.folder / "lock"):
+        with _locked(place):
             if not _is_whole(place.library):  # another thread or process may have built it meanwhile,
                 refusal = place.refusal(again)  # or failed to
                 if refusal is not None:
@@ -242,6 +250,27 @@ def find_or_build(directory: Path, again: bool = False, wanted: Library = ENGINE
         raise BuildError(
             f"nothing can be written to {place.folder}: {error}. Set XDG_CACHE_HOME to a folder of yours that has room."
         ) from error
+
+
+@contextlib.contextmanager
+def _locked(place: _Place) -> Iterator[None]:
+    """Hold the lock of a build; say so where it is waited for, since another build may hang."""
+    lock = FileLock(place.folder / "lock")
+    try:
+        lock.acquire(timeout=_PATIENCE)
+    except Timeout:
+        _say(f"waiting for another process that builds {place.wanted.what}; its lock is {lock.lock_file}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a daemon's stderr may be closed, or None
+        sys.stderr.write(f"polycast: {text}\n")
+        sys.stderr.flush()
 
 
 def origin(library: Path) -> str:
@@ -284,14 +313,18 @@ def _remove_leftovers(folder: Path) -> None:
 
 def _build(place: _Place) -> None:
     assert place.compiler is not None
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # a daemon's stderr may be closed, or None
-        sys.stderr.write(f"polycast: building {place.wanted.what}, once for this torch ...\n")
-        sys.stderr.flush()
+    _say(f"building {place.wanted.what}, once for this torch ...")
     with tempfile.TemporaryDirectory(dir=place.folder) as folder:
         built = Path(folder) / place.library.name
         status, output = compile_library(place.compiler, place.wanted, place.sources, built)
         if status == -signal.SIGINT:  # the user's, at a terminal, to this process too, of which another thread is told
             raise BuildError("the compiler was interrupted.")
+        if status < 0 or status > 128 or (status != 0 and _CUT_SHORT.search(output)):
+            last = "".join(output.strip().splitlines()[-1:])
+            raise BuildError(
+                f"the compiler was ended from outside, or had no memory or space: status {status}, {last!r}. The next "
+                "process tries again."
+            )
         log = _failure(place.library)
         if status != 0 or not built.is_file():
             _write_log(log, output)

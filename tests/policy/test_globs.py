@@ -1,0 +1,98 @@
+"""Globs over names of modules: what they match, what they refuse, and that none takes long."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polycast import Policy
+from polycast.policy.globs import Glob, Names, escape
+
+LAYERS = ["", "layers", *(f"layers.{i}" for i in range(13)), "layers.10.attn", "layers.11.attn.q", "h1x", "h15", "h07"]
+NUMBERS = "would be one character out of a set, and looks like numbers"
+
+
+def found(glob, names=LAYERS):
+    return Glob(glob).find(Names(names))
+
+
+@pytest.mark.parametrize(
+    ("glob", "expected"),
+    [
+        ("layers.[0-11]", [f"layers.{i}" for i in range(12)]),
+        ("layers.[10-11]", ["layers.10", "layers.11"]),
+        ("layers.[8-10]", ["layers.8", "layers.9", "layers.10"]),
+        ("layers.[0-3]", [f"layers.{i}" for i in range(4)]),
+        ("layers.1[0-2]", ["layers.10", "layers.11", "layers.12"]),
+        ("layers.[10-12].**.q", ["layers.11.attn.q"]),
+        ("layers.{0,[11-12]}", ["layers.0", "layers.11", "layers.12"]),
+        ("layers.{10.attn,11.{attn,mlp}.q}", ["layers.10.attn", "layers.11.attn.q"]),
+        ("{layers.3,}", ["", "layers.3"]),
+        ("h[1-20]x", ["h1x"]),
+        ("h[1-20]*", ["h1x", "h15", "h07"]),
+        ("h[10-20]", ["h15"]),
+        ("*[10-20]", ["h15"]),
+        ("h?[!5]", ["h1x", "h07"]),
+        ("layers.1?", ["layers.10", "layers.11", "layers.12"]),
+        ("**.q", ["layers.11.attn.q"]),
+        ("", [""]),
+        ("nothing", []),
+    ],
+)
+def test_what_a_glob_matches(glob, expected):
+    assert found(glob) == expected
+
+
+def test_a_number_is_a_whole_one():
+    assert found("h[10-11]5", ["h15", "h105"]) == []
+    assert found("h[1-12]", ["h1", "h112", "h12"]) == ["h1", "h12"]
+
+
+@pytest.mark.parametrize(
+    ("glob", "problem"),
+    [
+        ("layers.[0-3,11]", NUMBERS),
+        ("layers.[1,3]", NUMBERS),
+        ("layers.[13]", NUMBERS),
+        ("layers.[!0-11]", NUMBERS),
+        ("layers.[11-0]", "the range '11-0' has nothing in it: did you mean '0-11'?"),
+        ("{q,k", "a brace is not closed: write '[{]' for the character"),
+        ("q}", "a brace closes that none opened: write '[}]' for the character"),
+        ("layers.{q}", "'{q}' has no comma: braces hold alternatives, such as '{q,k}'"),
+        ("{a,b}" * 10, "braces stand for more than 1,000 globs: use '*', or several keys"),
+        ("{a," * 5000, "its braces are nested too deeply"),
+    ],
+    ids=["list", "comma", "digits", "negated", "empty", "open", "closing", "single", "many", "deep"],
+)
+def test_what_can_be_misread_is_refused(glob, problem):
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        Policy(modules={glob: "fp32"})
+
+
+PARTS = st.text(st.characters(exclude_characters=".", exclude_categories=["Cs"]), min_size=1)
+
+
+@settings(deadline=None)
+@given(st.lists(PARTS, min_size=1, max_size=3).map(".".join), st.lists(PARTS, max_size=5))
+def test_an_escaped_name_matches_itself_alone(name, others):
+    assert not escape(name).startswith("class:")
+    assert found(escape(name), dict.fromkeys([name, *others])) == [name]
+
+
+@pytest.mark.parametrize("name", ["*", "**", "a[0]", "[0-11]", "{a,b}", "class:torch.nn.Linear", "a?", "]", "[", "[]"])
+def test_a_name_of_special_characters_can_be_written(name):
+    assert found(escape(name), [name, "a", "b", "0", "a0", "torch"]) == [name]
+
+
+@pytest.mark.parametrize(
+    ("glob", "name"),
+    [
+        ("**." * 14 + "x", ".".join("a" * 200)),
+        ("*a" * 18 + "b", "a" * 200),
+        ("*[0-99]" * 30 + "x", "1a" * 200),
+    ],
+    ids=["parts", "characters", "numbers"],
+)
+def test_no_glob_takes_long(glob, name):
+    assert found(glob, [name]) == []
