@@ -9,7 +9,7 @@ import pytest
 from polycast.cli.compiled import OWN
 from polycast.engine.native import build, excerpts
 from polycast.engine.native.cache import BuildError
-from polycast.engine.native.compiling import Library, compile_library, find_compiler, read_sources
+from polycast.engine.native.compiling import FLAGS, Library, compile_library, find_compiler, read_sources
 
 CCACHE = """#!/bin/sh
 echo "$@" >> {calls}
@@ -78,13 +78,12 @@ def test_a_header_that_lacks_it_or_is_not_there_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["c++", "g++", "clang++"])
-@pytest.mark.parametrize("wanted", [*OWN, Library.of_ops("polycast_cpu.native")], ids=lambda library: library.name)
-def test_each_compiler_knows_the_options_that_it_is_given(wanted, command, monkeypatch):
+def test_each_compiler_knows_the_flags(command, monkeypatch):
     monkeypatch.setenv("CXX", command)
     compiler = find_compiler()
     if compiler is None:
         pytest.skip("it is not here")
-    nothing = [command, *wanted.flags(compiler), "-fsyntax-only", "-xc++", os.devnull]
+    nothing = [command, *FLAGS, "-fsyntax-only", "-xc++", os.devnull]
     subprocess.run(nothing, check=True)
 
 

@@ -31,6 +31,7 @@ from . import prebuilt
 from .cache import BuildError, UntrustedCacheError, cache_directory, check_folders, is_trusted, make_folders
 from .compiling import (
     ENGINE,
+    FLAGS,
     OBSERVER,
     PYTHON,
     Compiler,
@@ -178,7 +179,7 @@ class _Place:
         compiler = find_compiler()
         if compiler is None:
             return cls(cache, sources, folder, None, wanted)
-        return cls(cache, sources, folder / _digest(*compiler, *wanted.flags(compiler)), compiler, wanted)
+        return cls(cache, sources, folder / _digest(*compiler, *FLAGS), compiler, wanted)
 
     @property
     def library(self) -> Path:

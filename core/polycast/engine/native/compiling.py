@@ -23,27 +23,12 @@ from ...plugins.signals import raised_by_signal_handler
 from .cache import BuildError
 from .excerpts import write_excerpts
 
-_FOR_LOOPS = ("-O2",)
-# GCC's own: others refuse them. What -O2 does besides is a quarter of the build; the last two have it look for garbage
-# less often.
-_QUICKLY = ("-O1", "-finline-small-functions", "--param=ggc-min-expand=400", "--param=ggc-min-heapsize=700000")
-# And what the path of an op gains from: with these ops take in the mean what they take with -O2.
-_FOR_SHORT_PATHS = (
-    *(*_QUICKLY, "-foptimize-sibling-calls", "-fstrict-aliasing", "-fcaller-saves", "-fipa-ra", "-fpeephole2"),
-    *("-freorder-blocks-and-partition", "-freorder-blocks-algorithm=stc", "-falign-functions=16", "-falign-jumps=16"),
-)
-
 
 class Compiler(NamedTuple):
     """A C++ compiler: its command, and what it says of its version."""
 
     command: str
     version: str
-
-    @property
-    def is_gcc(self) -> bool:
-        """Whether it is GCC, whatever it is called: ``g++`` is Clang on macOS."""
-        return "Free Software Foundation" in self.version
 
 
 @dataclass(frozen=True)
@@ -58,12 +43,6 @@ class Library:
     """How a build that failed is tried again, for the end of a sentence."""
     folders: tuple[str, ...] = (".",)
     """Where its files are in the package; it is compiled as if they were in one, with those that are offered to all."""
-    gcc_optimization: tuple[str, ...] = _FOR_LOOPS
-    """What GCC is told to optimize; other compilers are told ``-O2``."""
-
-    def flags(self, compiler: "Compiler") -> tuple[str, ...]:
-        """Return a compiler's flags, which a build is keyed by."""
-        return (*(self.gcc_optimization if compiler.is_gcc else _FOR_LOOPS), *FLAGS)
 
     @classmethod
     def of_ops(cls, package: str) -> "Library":
@@ -75,14 +54,9 @@ _OFFERED = "offered"
 """The folder beside this file with what all may include; a package's own file of the same name comes before it."""
 
 _AGAIN = "`polycast build` tries again"
-ENGINE = Library(str(__package__), "polycast_native", "the native engine", _AGAIN, (".", "common"), _FOR_SHORT_PATHS)
+ENGINE = Library(str(__package__), "polycast_native", "the native engine", _AGAIN, (".", "common"))
 OBSERVER = Library(
-    str(__package__),
-    "polycast_observer",
-    "the native engine's observer",
-    _AGAIN,
-    ("observer", "common"),
-    _QUICKLY,
+    str(__package__), "polycast_observer", "the native engine's observer", _AGAIN, ("observer", "common")
 )
 """What sees the engine at work: apart from it, so that who does not observe need not have it built."""
 
@@ -91,18 +65,17 @@ PYTHON = str(sysconfig.get_config_var("SOABI")) if sysconfig.get_config_var("Py_
 
 # NDEBUG as in torch's own libraries: without it at::RecordFunction has another layout than theirs.
 FLAGS = (
-    *(
-        "-g0",
-        "-DNDEBUG",
-        "-fPIC",
-        "-std=c++20",
-        "-fvisibility=hidden",
-        "-ffunction-sections",
-        "-DAT_PER_OPERATOR_HEADERS",
-    ),
+    "-O2",
+    "-g0",
+    "-DNDEBUG",
+    "-fPIC",
+    "-std=c++20",
+    "-fvisibility=hidden",
+    "-ffunction-sections",
+    "-DAT_PER_OPERATOR_HEADERS",
     *(("-DPy_LIMITED_API=0x030A0000",) if PYTHON == "abi3" else ()),
 )
-"""The compiler's flags for all that is compiled."""
+"""The compiler's flags, for every library."""
 
 
 def read_sources(wanted: Library = ENGINE) -> Mapping[str, bytes]:
@@ -169,7 +142,7 @@ def compile_library(
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     units = sorted(name for name in sources if name.endswith(".cpp"))
     command = shlex.split(compiler.command)
-    compiling = [*command, *wanted.flags(compiler), abi, *(f"-isystem{path}" for path in headers), *units]
+    compiling = [*command, *FLAGS, abi, *(f"-isystem{path}" for path in headers), *units]
     libraries = (f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
     # Python's functions are in whoever loads it, which macOS's linker wants to be told.
     elsewhere = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()

@@ -70,8 +70,6 @@ template <ScalarType dtype>
     cast_eight<dtype>(last, casts);
     std::memcpy(to + at, casts, (count - at) * sizeof(uint16_t));
   }
-  // Else all the code that runs after this on the thread, torch's and Python's, is slower. GCC says it where it optimizes more.
-  __builtin_ia32_vzeroupper();
 }
 
 bool has_instructions() {
