@@ -26,7 +26,9 @@ precision sets them 1e-3 to 3e-2 apart on the cpu, and 4e-4 after no more than t
 
 @dataclass(frozen=True)
 class Result:
-    """What the demo found on one device: a run for each mode, by the mode's name, timings, and what was observed.
+    """What the demo found on one device.
+
+    There is a run for each mode, by the mode's name; the times of a few large layers; and what was observed.
 
     `accuracies` are those of the network that was trained in float32, by the name of the mode of inference.
     `low_bit` is what int8 computed of it, and what it declined.
@@ -35,7 +37,7 @@ class Result:
     device_type: str
     dtype: torch.dtype
     runs: dict[str, Run]
-    timings: tuple[Timing, ...]
+    timing: Timing
     seen: Observation | None
     accuracies: Mapping[str, float] = field(default_factory=dict)
     low_bit: tuple[LowBit, ...] = ()

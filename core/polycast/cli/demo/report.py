@@ -1,11 +1,12 @@
 """What the demo prints of its results."""
 
+import torch
 from rich.console import Console
 
 from ...policy.dtypes import dtype_name
 from ..terminal import table
 from .checks import Result
-from .timing import Timing
+from .timing import BATCH, FEATURES, LAYERS
 from .training import FLOAT32, INT8, MODES, POLYCAST, TORCH, Mode
 
 
@@ -40,33 +41,56 @@ def _print_dtypes(result: Result, out: Console) -> None:
 
 
 def _print_timings(result: Result, out: Console) -> None:
-    modes = [mode for mode in (*MODES, INT8) if mode.name in result.timings[0].rounds[0]]
-    columns = [mode.name.replace(".", ".\n").replace(" ", "\n") for mode in modes]
+    timing = result.timing
+    columns = ("ms a call", "times float32", *(["images right"] if result.accuracies else []))
     rows = table(
-        "images",
+        "mode",
         *columns,
-        "polycast / torch",
-        numbers=("images", *columns, "polycast / torch"),
-        title="Inference, ms a call (x: times float32's)",
+        numbers=columns,
+        title=f"Inference: {BATCH} rows by {LAYERS} layers of {FEATURES} x {FEATURES}",
     )
-    for timing in result.timings:
-        rows.add_row(
-            str(timing.images),
-            *(_cell(timing, mode) for mode in modes),
-            f"{timing.ratio(POLYCAST, TORCH):.2f}x",
-        )
-    if result.accuracies:
-        rows.add_row("right", *(f"{result.accuracies[mode.name]:.2%}" for mode in modes), "")
+    for mode in _modes(result):
+        right = [f"{result.accuracies[mode.name]:.2%}"] if result.accuracies else []
+        rows.add_row(mode.name, f"{timing.median(mode) * 1e3:.1f}", f"{timing.ratio(mode, FLOAT32):.2f}", *right)
     out.print(rows)
-    out.print(f"Medians of {len(result.timings[0].rounds)} rounds in which the modes take turns.")
+    said = (
+        f"Medians of {len(timing.rounds)} rounds in which the modes take turns, on {torch.get_num_threads()} threads."
+    )
     if result.accuracies:
-        out.print("right: how many of the test images, with the network that was trained in float32.")
+        said += " Images right: of the test images, with the small network that was trained in float32."
+    out.print(said, soft_wrap=True)
     for each in result.low_bit:
         where = f"{dtype_name(result.dtype)}: {each.declined}" if each.declined else each.recipe
         out.print(f"{each.op.removeprefix('aten::')}: {each.calls} in {where}.", soft_wrap=True)
+    out.print(conclusion(result), soft_wrap=True)
     out.print()
 
 
-def _cell(timing: Timing, mode: Mode) -> str:
-    text = f"{timing.median(mode) * 1e3:.2f}"
-    return text if mode is FLOAT32 else f"{text} ({timing.ratio(mode, FLOAT32):.2f}x)"
+def _modes(result: Result) -> list[Mode]:
+    """Return the modes that were timed."""
+    return [mode for mode in (*MODES, INT8) if mode.name in result.timing.rounds[0]]
+
+
+def conclusion(result: Result) -> str:
+    """Return a sentence that says what the times show, whatever that is."""
+    timing, dtype = result.timing, dtype_name(result.dtype)
+    said = (
+        f"On {result.device_type} these layers {_compared(timing.ratio(POLYCAST, FLOAT32))} float32 in {dtype} with "
+        f"polycast.autocast, which {_compared(timing.ratio(POLYCAST, TORCH), 'is', 'takes')} torch.autocast"
+    )
+    if INT8 in _modes(result):
+        said += f"; in int8 they {_compared(timing.ratio(INT8, FLOAT32))} float32"
+    return f"{said}."
+
+
+def _compared(ratio: float, are: str = "are", take: str = "take") -> str:
+    """Return how a time compares with another, for the middle of a sentence."""
+    if ratio > 1 + _EQUAL:
+        return f"{take} {ratio:.2f} times as long as"
+    if ratio < 1 - _EQUAL:
+        return f"{are} {1 / ratio:.2f} times as fast as"
+    return f"{are} as fast as"
+
+
+_EQUAL = 0.03
+"""Times that are no farther apart than this part are equal: the rest is the machine's noise."""
