@@ -61,6 +61,7 @@ compiled: $(VENV)/package.stamp
 # The site, from docs/, the docstrings and docs/figures; what is wrong with a page or a link ends it. Open site/index.html.
 docs: $(VENV)/docs.stamp
 	$(VENV)/bin/python -m docs.pictures
+	$(VENV)/bin/python -m docs.tables
 	$(VENV)/bin/python -m docs.versions
 	$(VENV)/bin/python -m sphinx -W --keep-going --quiet docs site
 
@@ -90,8 +91,9 @@ tsan: $(VENV)/polycast.stamp
 		TSAN_OPTIONS="suppressions=$(CURDIR)/tests/engine/races_of_torch.txt" $(call preloading,tsan) \
 		POLYCAST_ENGINE=native setarch -R $(VENV)/bin/python tests/engine/stress.py $(RACE_STEPS) 0 0
 
-# BENCH takes options: make bench BENCH="--quick --json figures.json". The pictures are of what is kept in docs/figures,
-# of which this makes again what a run and `polycast devices` say here.
+# BENCH takes options: make bench BENCH="--quick --json figures.json". With --save the figures are kept in docs/figures, and
+# the tables, the pictures and what the README says of them are made of them. This also makes again what a run and `polycast
+# devices` say here.
 bench: $(VENV)/bench.stamp
 	$(VENV)/bin/python -m benchmarks $(BENCH)
 	$(VENV)/bin/python -m docs.figures

@@ -1,15 +1,14 @@
 """Measure every ratio that polycast is held to, in one run: ``python -m benchmarks`` in the root of the repository."""
 
-import gc
 import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -20,54 +19,10 @@ from rich.table import Table
 
 from polycast.engine.choice import choose
 
-from . import compiled, low_bit, observing, once, ops, small, tuned
-from .accuracy import Accuracy, Scores
-from .apart import Apart
-from .processes import ImportTime, PeakMemory
+from . import catalog
+from .catalog import BENCHMARKS
+from .scores import Scores
 from .timing import Result
-
-
-class Benchmark(Protocol):
-    def run(self, quick: bool) -> Iterator[list[Result]] | Iterator[list[Scores]]: ...
-
-
-def _apart(function: str, *, least: bool = False) -> Callable[[], Benchmark]:
-    return partial(Apart, f"{__package__}.{function}", least)
-
-
-BENCHMARKS: dict[str, Callable[[], Benchmark]] = {
-    "region": _apart("small:region", least=True),
-    "mm-float32": _apart("small:mm_float32", least=True),
-    "mm-bfloat16": _apart("small:mm_bfloat16", least=True),
-    "mm-weight": _apart("small:mm_weight", least=True),
-    "relu": _apart("small:relu", least=True),
-    "observing": observing.ops,
-    "observing-training": observing.training,
-    "ops": _apart("ops:against_torch", least=True),
-    "policy": small.policy,
-    "policy-ops": ops.under_policy,
-    "depth": small.depth,
-    "threads": small.threads,
-    "lookup": small.lookup,
-    "out-dtype": small.out_dtype,
-    "import": ImportTime,
-    "memory": PeakMemory,
-    "once": _apart("once:by_size", least=True),
-    "rates": _apart("once:rates"),
-    "peak": once.PeakOfThreads,
-    "scenarios": _apart("scenarios:scenarios"),
-    "leaving": small.leaving,
-    "linears": _apart("models:linears"),
-    "gpt2": _apart("models:gpt2"),
-    "training": _apart("training:training"),
-    "compiled": compiled.inference,
-    "compiled-training": compiled.training,
-    "compiled-memory": compiled.Memory,
-    "tuned": tuned.tuned,
-    "low-bit": low_bit.eager,
-    "low-bit-compiled": low_bit.compiled,
-    "accuracy": Accuracy,
-}
 
 
 def environment() -> dict[str, str | int]:
@@ -78,7 +33,6 @@ def environment() -> dict[str, str | int]:
     return {
         "cpu": models[0] if models else platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "torch threads": torch.get_num_threads(),
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -88,37 +42,53 @@ def environment() -> dict[str, str | int]:
     }
 
 
-def measure(names: list[str], quick: bool) -> tuple[list[Result], list[Scores]]:
-    """Run benchmarks with a progress line on stderr; return figures of time and memory, and scores of accuracy."""
-    results: list[Result] = []
-    scores: list[Scores] = []
-    columns = (TextColumn("{task.description:12}"), BarColumn(), TimeElapsedColumn())
+def measure(names: list[str], threads: list[int], quick: bool) -> Iterator[tuple[str, list[Result], list[Scores]]]:
+    """Run benchmarks with a progress line on stderr; yield the figures and the scores of each.
+
+    Args:
+        names: which benchmarks.
+        threads: on which numbers of threads; if empty, on those of the catalog.
+        quick: whether to repeat less.
+    """
+    turns = {name: [n for n in BENCHMARKS[name].threads() if not threads or n in threads] for name in names}
+    columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        all_of_them = progress.add_task("", total=len(names))
-        for name in names:
-            progress.update(all_of_them, description=name)
-            for found in BENCHMARKS[name]().run(quick):
-                results += [each for each in found if isinstance(each, Result)]
-                scores += [each for each in found if isinstance(each, Scores)]
-            gc.collect()  # the models, before the next is timed
-            progress.advance(all_of_them)
-    return results, scores
+        all_of_them = progress.add_task("", total=sum(map(len, turns.values())))
+        for name, numbers in turns.items():
+            results: list[Result] = []
+            scores: list[Scores] = []
+            for number in numbers:
+                progress.update(all_of_them, description=f"{name}, {number} threads")
+                figures, of_accuracy = catalog.measure(name, number, quick)
+                results += figures
+                scores += of_accuracy
+                progress.advance(all_of_them)
+            if numbers:
+                yield name, results, scores
 
 
 def table(results: list[Result]) -> Table:
     """Return the results for people."""
     new = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for column, justify in (("what", "left"), ("against", "left"), ("measured", "right"), ("at most", "right")):
-        new.add_column(column, justify=justify, no_wrap=True)
-    new.add_column("", no_wrap=True)
+    columns = {
+        "what": "left",
+        "against": "left",
+        "threads": "right",
+        "measured": "right",
+        "at most": "right",
+        "": "left",
+    }
+    for column, justify in columns.items():
+        new.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for result in results:
-        bound = f"{result.at_most:g}{result.unit}"
+        bound = "" if result.at_most is None else f"{result.at_most:.4g}{result.unit}"
+        cells = (result.what, result.against, str(result.threads))
         if result.measured is None:
-            new.add_row(result.what, result.against, "-", bound, result.skipped)
+            new.add_row(*cells, "-", bound, result.skipped)
             continue
         number = f"{result.measured:.1f}" if result.unit else f"{result.measured:.3f}"
-        verdict = "[green]ok[/]" if result.ok else "[bold red]MISSED[/]"
-        new.add_row(result.what, result.against, number + result.unit, bound, verdict)
+        verdict = "" if result.at_most is None else "[green]ok[/]" if result.ok else "[bold red]MISSED[/]"
+        new.add_row(*cells, number + result.unit, bound, verdict)
     return new
 
 
@@ -137,8 +107,16 @@ def table_of_accuracy(scores: list[Scores]) -> Table:
 def _verdict(results: list[Result]) -> str:
     missed = sum(not result.ok for result in results)
     skipped = sum(result.measured is None for result in results)
-    within = f"\n{len(results) - missed - skipped} of {len(results)} within their bounds, {missed} missed"
+    bounded = sum(result.at_most is not None for result in results) - skipped
+    within = f"\n{bounded - missed} of {bounded} within their bounds, {missed} missed"
     return f"{within}, {skipped} skipped." if skipped else f"{within}."
+
+
+def _written(results: list[Result], scores: list[Scores]) -> dict[str, Any]:
+    return {
+        "results": [{**asdict(result), "ok": result.ok} for result in results],
+        "accuracy": [asdict(each) for each in scores],
+    }
 
 
 def main(
@@ -146,31 +124,61 @@ def main(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer repeats: for trying, not for figures.")] = False,
+    save: Annotated[
+        bool,
+        typer.Option("--save", help="Keep the figures in docs/figures, and make the tables and pictures of docs anew."),
+    ] = False,
     only: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help=f"Run this one; may be repeated. {', '.join(BENCHMARKS)}.")
+    ] = None,
+    threads: Annotated[
+        list[int] | None, typer.Option(metavar="N", help="Run what is run on N threads; may be repeated.")
     ] = None,
 ) -> None:
     """Measure polycast against torch on this machine's CPU."""
     unknown = [name for name in only or [] if name not in BENCHMARKS]
     if unknown:
         raise typer.BadParameter(f"--only {unknown[0]!r}: expected one of {', '.join(BENCHMARKS)}.")
+    if save and threads:
+        raise typer.BadParameter("--save keeps the figures of all numbers of threads: leave out --threads.")
     about = environment()
     # Wide enough for the table also where the output is a file.
     out = Console(width=max(190, Console().width), highlight=False)
     for key, value in about.items():
         out.print(f"{key}: {value}", markup=False)
     out.print()
-    results, scores = measure([name for name in BENCHMARKS if not only or name in only], quick)
+    started, results, scores = time.perf_counter(), list[Result](), list[Scores]()
+    names = [name for name in BENCHMARKS if not only or name in only]
+    for name, figures, of_accuracy in measure(names, threads or [], quick):
+        results += figures
+        scores += of_accuracy
+        if save:
+            _keep(name, {"quick": quick, "environment": about, **_written(figures, of_accuracy)})
     if scores:
         out.print(table_of_accuracy(scores))
     if results:
         out.print(table(results))
         out.print(_verdict(results))
+    out.print(f"Done in {time.perf_counter() - started:.0f} s.")
     if json_file is not None:
-        written = [{**asdict(result), "ok": result.ok} for result in results]
-        accuracies = [asdict(each) for each in scores]
-        said = {"quick": quick, "environment": about, "results": written, "accuracy": accuracies}
+        said = {"quick": quick, "environment": about, **_written(results, scores)}
         json_file.write_text(json.dumps(said, indent=2) + "\n")
+    if save:
+        _draw()
+
+
+def _keep(name: str, run: dict[str, Any]) -> None:
+    from docs.tables import FIGURES
+
+    (FIGURES / f"{name}.json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
+
+
+def _draw() -> None:
+    from docs import tables
+    from docs.pictures import __main__ as pictures
+
+    tables.main()
+    pictures.main()
 
 
 if __name__ == "__main__":

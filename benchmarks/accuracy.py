@@ -7,9 +7,9 @@ import copy
 import importlib.metadata
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -23,6 +23,8 @@ import polycast
 from polycast.cli.demo.digits import load_digits
 from polycast.cli.demo.training import FLOAT32, train
 
+from .scores import Scores
+
 CHECKPOINT = "antiberty", "0.1.3"
 """A distribution of the package index with a checkpoint in its wheel; later versions of it have none."""
 
@@ -30,20 +32,6 @@ _SEED = 0
 _WINDOW, _WIDTH, _HEADS, _BLOCKS = 64, 128, 4, 3
 _BATCH, _STEPS, _QUICK_STEPS = 32, 800, 100
 _OUTLIERS, _LARGER = (3, 77), 60.0
-
-
-@dataclass(frozen=True)
-class Scores:
-    """How good a model is, by the way in which it is computed; `kept` is what stays in the fast dtype with ``keep=``.
-
-    `skipped` is why it could not be measured here.
-    """
-
-    what: str
-    metric: str
-    kept: str
-    by: Mapping[str, float] = field(default_factory=dict)
-    skipped: str = ""
 
 
 def _scores(
@@ -221,9 +209,6 @@ def _checkpoint() -> Scores:
 class Accuracy:
     """The scores of all models, one after the other."""
 
-    def run(self, quick: bool) -> Iterator[list[Scores]]:
-        """Yield the scores of each model as they are there."""
-        yield [_digits()]
-        for each in _characters(_QUICK_STEPS if quick else _STEPS):
-            yield [each]
-        yield [_checkpoint()]
+    def run(self, quick: bool) -> list[Scores]:
+        """Return the scores of all models."""
+        return [_digits(), *_characters(_QUICK_STEPS if quick else _STEPS), _checkpoint()]

@@ -4,8 +4,8 @@ In one process kernels would be put in place and taken out between the turns, an
 up to a tenth of an op that allocates much, such as a convolution. The two still take turns: one waits while the other
 runs.
 
-`python -m benchmarks.apart benchmarks.once:rates polycast` is such a process: "next" has it make the next race, "time"
-run a turn of its sides.
+`python -m benchmarks.apart benchmarks.once:rates polycast` is such a process: "next" has it make the next race and
+print its plan, or null after the last; "time" has it run a turn of its sides and print their seconds.
 """
 
 import json
@@ -13,18 +13,14 @@ import pkgutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
 from .once import LIBRARIES
-from .timing import Race, Result
-
-
-def _races(name: str) -> Iterator[Race]:
-    yield from pkgutil.resolve_name(name)().races()
+from .timing import Plan, Ratio, Result
 
 
 @dataclass(frozen=True)
@@ -40,23 +36,28 @@ class Apart:
     """Whether the least times of all rounds count, as where one thread is enough, or the median of the ratios."""
     processes: int = 3
 
-    def run(self, quick: bool) -> Iterator[list[Result]]:
-        """Yield after each round, at last with the results."""
-        races = list(_races(self.name))
-        taken: list[list[Mapping[str, float]]] = [[] for _ in races]
-        for _ in range(1 if quick else self.processes):
+    def run(self, quick: bool) -> list[Result]:
+        """Return the results of all races."""
+        processes = 1 if quick else self.processes
+        plans: list[Plan] = []
+        taken: list[list[Mapping[str, float]]] = []
+        for _ in range(processes):
             with ExitStack() as stack:
                 players = [stack.enter_context(_Player(self.name, library)) for library in LIBRARIES]
-                for race, times in zip(races, taken, strict=True):
-                    for player in players:
-                        player.ask("next")
-                    for _ in range(race.turns(quick)):
+                race = 0
+                while plan := _together("next", players)[0]:
+                    if race == len(plans):
+                        ratios = [Ratio(**each) for each in plan.pop("ratios")]
+                        plan["most_seconds"] /= self.processes
+                        plans.append(Plan(ratios, **plan))
+                        taken.append([])
+                    for _ in plans[race].turns(quick):
                         players.reverse()
                         answers = [player.ask("time") for player in players]
-                        times.append(answers[0] | answers[1])
-                        yield []
-        both = zip(races, taken, strict=True)
-        yield [result for race, times in both for result in race.results(times, least=self.least)]
+                        taken[race].append(answers[0] | answers[1])
+                    race += 1
+        both = zip(plans, taken, strict=True)
+        return [result for plan, times in both for result in plan.results(times, least=self.least)]
 
 
 class _Player:
@@ -66,15 +67,21 @@ class _Player:
         command = [sys.executable, "-m", __name__, name, library]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def ask(self, request: str) -> Any:
+    def send(self, request: str) -> None:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with suppress(BrokenPipeError):
             print(request, file=self._process.stdin, flush=True)
+
+    def receive(self) -> Any:
+        assert self._process.stdout is not None
         answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"{self._process.args} ended with status {self._process.wait()} when asked: {request}.")
+            raise RuntimeError(f"{self._process.args} ended with status {self._process.wait()}.")
         return json.loads(answer)
+
+    def ask(self, request: str) -> Any:
+        self.send(request)
+        return self.receive()
 
     def __enter__(self) -> "_Player":
         return self
@@ -85,17 +92,25 @@ class _Player:
         self._process.communicate()  # there are no more requests
 
 
+def _together(request: str, players: list[_Player]) -> list[Any]:
+    """Ask all at once, which is for what is not timed."""
+    for player in players:
+        player.send(request)
+    return [player.receive() for player in players]
+
+
 def _play(name: str, library: str) -> None:
     requests = iter(sys.stdin.readline, "")
     next(requests, None)
-    for race in _races(name):
+    for race in pkgutil.resolve_name(name)().races():
         sides = {name: side for name, side in race.sides.items() if side.kernels == library}
         calls = {name: race.calls(side) for name, side in sides.items()}
-        print(json.dumps("ready"), flush=True)
+        print(json.dumps(asdict(race.plan())), flush=True)
         for request in requests:
             if request.strip() == "next":
                 break
             print(json.dumps({name: side.time(calls[name]) for name, side in sides.items()}), flush=True)
+    print(json.dumps(None), flush=True)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,11 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 import polycast
 from polycast.engine.weight_cache import caches_alive
 
-from .once import Several
-from .timing import Race, Ratio, Result, Side
+from .timing import Race, Ratio, Result, Several, Side
 
 _REGION = "with torch.no_grad(), autocast('cpu'): model(x)"
 _CACHED = "with torch.no_grad(), autocast('cpu', cache=cache): model(x)"
-_COPY = "with torch.no_grad(): model(x)"
+_PLAIN = "with torch.no_grad(): model(x)"
 _MICRO_BATCHES = 4
 
 
@@ -38,33 +37,27 @@ def _compiled(model: torch.nn.Module) -> Callable[..., Any]:
 
 
 def _inference(what: str, model: torch.nn.Module, x: torch.Tensor, to_copy: float | None, to_torch: float) -> Race:
+    """Return a race of a cache and torch's region; with `to_copy` of a bfloat16 copy and of float32 too."""
     names = {"torch": torch, "x": x}
-    frozen = copy.deepcopy(model).requires_grad_(False)
-    x_of_copy = x.bfloat16() if x.is_floating_point() else x
-    bfloat16 = copy.deepcopy(frozen).bfloat16()
 
-    def cached(model: torch.nn.Module) -> Side:
-        cache = polycast.WeightCache()
-        return Side(_CACHED, {**names, "autocast": polycast.autocast, "cache": cache, "model": _compiled(model)})
+    def side(statement: str, model: torch.nn.Module, kernels: str = "torch", **more: Any) -> Side:
+        return Side(statement, {**names, "model": _compiled(model), **more}, kernels=kernels)
 
     sides = {
-        "torch": Side(
-            _REGION,
-            {**names, "autocast": torch.autocast, "model": _compiled(copy.deepcopy(model))},
-            kernels="torch",
-        ),
-        "copy": Side(_COPY, {**names, "x": x_of_copy, "model": _compiled(bfloat16)}, kernels="torch"),
-        "trainable": cached(model),
-        "frozen": cached(frozen),
+        "torch": side(_REGION, copy.deepcopy(model), autocast=torch.autocast),
+        "cached": side(_CACHED, model, "polycast", autocast=polycast.autocast, cache=polycast.WeightCache()),
     }
     what += ", WeightCache"
-    ratios = [Ratio(f"{what}, {kind}", "compiled torch", kind, "torch", to_torch) for kind in _KINDS]
+    ratios = [Ratio(what, "compiled torch", "cached", "torch", to_torch)]
     if to_copy is not None:
-        ratios += [Ratio(f"{what}, {kind}", "compiled bfloat16", kind, "copy", to_copy) for kind in _KINDS]
-    return Race(sides, ratios, rounds=15, seconds=0.05)
-
-
-_KINDS = ("trainable", "frozen")
+        x_of_copy = x.bfloat16() if x.is_floating_point() else x
+        sides["copy"] = side(_PLAIN, copy.deepcopy(model).bfloat16(), x=x_of_copy)
+        sides["float32"] = side(_PLAIN, copy.deepcopy(model))
+        ratios += [
+            Ratio(what, "compiled bfloat16", "cached", "copy", to_copy),
+            Ratio(what, "compiled float32", "cached", "float32", None),
+        ]
+    return Race(sides=sides, ratios=ratios, rounds=15, most_seconds=6, seconds=0.05)
 
 
 def _gpt2() -> torch.nn.Module:
@@ -118,22 +111,21 @@ def _steps() -> Iterator[Race]:
             Ratio(f"{what}, plain region", "compiled torch.autocast", "plain", "torch", 1.02),
             Ratio(f"{what}, WeightCache", "compiled torch.autocast", "cached", "torch", 1.02),
         ]
-        yield Race(sides, ratios, rounds=9, seconds=0.05)
+        yield Race(sides=sides, ratios=ratios, rounds=9, seconds=0.05)
 
 
 @dataclass(frozen=True)
 class Memory:
     """The peak memory of processes that take compiled training steps, in parts of torch's; the cache's own left out."""
 
-    def run(self, quick: bool) -> Iterator[list[Result]]:
-        """Yield after each process, at last with the results."""
+    def run(self, quick: bool) -> list[Result]:
+        """Return the results of a process of each library."""
         peaks = {}
         for library in ("torch", "plain", "cached"):
             command = [sys.executable, "-m", "benchmarks.compiled", library]
             peaks[library] = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-            yield []
         what = "GPT-2 small, compiled step of 1 x 1 x 64, peak memory"
-        yield [
+        return [
             Result(f"{what}, plain region", "compiled torch.autocast", peaks["plain"] / peaks["torch"], 1.02),
             Result(f"{what}, less the cache", "compiled torch.autocast", peaks["cached"] / peaks["torch"], 1.02),
         ]

@@ -1,4 +1,4 @@
-"""Models whose products are computed in int8, against a bfloat16 copy of them and against torchao's int8."""
+"""Models whose products are computed in int8, against a bfloat16 copy of them, float32, and torchao's int8."""
 
 import copy
 import functools
@@ -21,8 +21,7 @@ from transformers import (
 
 import polycast
 
-from .once import Several
-from .timing import Race, Ratio, Side, Skipped
+from .timing import Race, Ratio, Several, Side, Skipped
 
 _REGION = "with torch.no_grad(), autocast('cpu', recipe=recipe): model(x)"
 _PLAIN = "with torch.no_grad(): model(x)"
@@ -107,22 +106,29 @@ def _narrow(x: torch.Tensor) -> torch.Tensor:
 
 def _eager(case: _Case) -> Iterator[Race | Skipped]:
     ours_missing, theirs_missing = _missing()
-    against_copy = [Ratio(f"{case.what}, int8", "a bfloat16 copy", "int8", "copy", case.at_most)]
+    always = [
+        Ratio(f"{case.what}, int8", "a bfloat16 copy", "int8", "copy", case.at_most),
+        Ratio(f"{case.what}, int8", "float32", "int8", "float32", None),
+    ]
     against_torchao = (
         [] if case.torchao is None else [Ratio(f"{case.what}, int8", "torchao's int8", "int8", "torchao", case.torchao)]
     )
     if ours_missing is not None:
-        yield Skipped((*against_copy, *against_torchao), ours_missing)
+        yield Skipped((*always, *against_torchao), ours_missing)
         return
     torch.manual_seed(0)
     model, x = case.make()
     model.eval().requires_grad_(False)
-    sides = {"int8": _side(model, x, case.recipe), "copy": _side(_copy(model), _narrow(x))}
+    sides = {
+        "int8": _side(model, x, case.recipe),
+        "copy": _side(_copy(model), _narrow(x)),
+        "float32": _side(model, x),
+    }
     if theirs_missing is None and against_torchao:
         sides["torchao"] = _side(_torchaos(model), _narrow(x))
-        yield Race(sides, [*against_copy, *against_torchao], rounds=15, seconds=0.05)
+        yield Race(sides=sides, ratios=[*always, *against_torchao], rounds=12, most_seconds=6, seconds=0.05)
     else:
-        yield Race(sides, against_copy, rounds=15, seconds=0.05)
+        yield Race(sides=sides, ratios=always, rounds=12, most_seconds=6, seconds=0.05)
         yield Skipped(tuple(against_torchao), theirs_missing or "")
 
 
@@ -158,7 +164,7 @@ def _all_compiled() -> Iterator[Race | Skipped]:
             "int8": _side(_compiled(model), x, _INT8),
             "torchao": _side(torchaos, _narrow(x)),
         }
-        yield Race(sides, [ratio], rounds=15, seconds=0.05)
+        yield Race(sides=sides, ratios=[ratio], rounds=12, seconds=0.05)
 
 
 eager = functools.partial(Several, _all)

@@ -56,7 +56,7 @@ def ops() -> Race:
         sides[on] = Side(statement, names, _region(observed=True))
         ratios.append(Ratio(f"{what}, observed", "not observed", on, plain, 2.0))
         ratios.append(Ratio(f"{what}, no longer observed", "never observed", after, plain, 1.01))
-    return Race(sides, ratios)
+    return Race(sides=sides, ratios=ratios)
 
 
 def _step(width: int) -> tuple[torch.nn.Module, Callable[[], None]]:
@@ -93,7 +93,7 @@ def training() -> Race:
         sides[f"{width}, observed"] = Side("step()", {"step": step}, _observing(model))
         what = f"GPT-2 of {_LAYERS} layers, width {width}, training step, observed"
         ratios.append(Ratio(what, "not observed", f"{width}, observed", f"{width}", at_most))
-    return Race(sides, ratios, rounds=20, seconds=0.2)
+    return Race(sides=sides, ratios=ratios, rounds=20, seconds=0.2)
 
 
 def _observing(model: torch.nn.Module) -> Any:

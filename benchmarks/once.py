@@ -1,4 +1,4 @@
-"""Regions as most are: each weight is used once. Time by size, forwards a second on threads, and peak memory.
+"""Regions as most are: each weight is used once. Time by size, forwards a second of many callers, and peak memory.
 
 `python -m benchmarks.once polycast frozen 4` is the process whose memory is measured: library, weights and threads.
 """
@@ -20,7 +20,7 @@ import torch
 
 import polycast
 
-from .timing import Race, Ratio, Result, Side, Skipped
+from .timing import Race, Ratio, Result, Several, Side
 
 NOT_SLOWER = 1.02
 """At most torch's time; the rest is the machine's noise."""
@@ -35,45 +35,22 @@ def duel(what: str, forward: Callable[[], object], at_most: float, around: Any =
         name: Side(statement, {"autocast": amp.autocast, "forward": forward}, around, kernels=name)
         for name, amp in LIBRARIES.items()
     }
-    return Race(sides, [Ratio(what, "torch.autocast", "polycast", "torch", at_most)], **race)
+    return Race(sides=sides, ratios=[Ratio(what, "torch.autocast", "polycast", "torch", at_most)], **race)
 
 
 def _linears(count: int, size: int, *, trainable: bool) -> torch.nn.Sequential:
     return torch.nn.Sequential(*(torch.nn.Linear(size, size) for _ in range(count))).requires_grad_(trainable)
 
 
-@dataclass(frozen=True)
-class Several:
-    """Races that are run one after the other, in one thread of torch's where they say so."""
-
-    make: Callable[[], Iterator[Race] | Iterator[Race | Skipped]]
-    one_thread: bool = False
-
-    def races(self) -> Iterator[Race | Skipped]:
-        """Make one after the other, each while the threads are as they are to be for it."""
-        before = torch.get_num_threads()
-        try:
-            if self.one_thread:
-                torch.set_num_threads(1)
-            yield from self.make()
-        finally:
-            torch.set_num_threads(before)
-
-    def run(self, quick: bool) -> Iterator[list[Result]]:
-        """Yield as the races do."""
-        for race in self.races():
-            yield from race.run(quick)
-
-
 def _by_size() -> Iterator[Race]:
     grad: dict[str, Callable[[], AbstractContextManager[Any]]] = {"no_grad": torch.no_grad, "grad": torch.enable_grad}
     for size, kind, mode in itertools.product((8, 64, 256, 512, 1024, 2048), KINDS, grad):
         model, x = _linears(4, size, trainable=KINDS[kind]), torch.randn(4, size)
-        what = f"4 x Linear({size}, {size}), batch 4, {kind}, {mode}, one thread"
+        what = f"4 x Linear({size}, {size}), batch 4, {kind}, {mode}"
         yield duel(what, functools.partial(model, x), NOT_SLOWER, grad[mode], rounds=20)
 
 
-by_size = functools.partial(Several, _by_size, one_thread=True)
+by_size = functools.partial(Several, _by_size)
 
 
 def _rate(amp: Any, model: torch.nn.Module, x: torch.Tensor, threads: int) -> Callable[[], None]:
@@ -90,25 +67,29 @@ def _rate(amp: Any, model: torch.nn.Module, x: torch.Tensor, threads: int) -> Ca
 def _rates() -> Iterator[Race]:
     model, x = _linears(12, 512, trainable=False), torch.randn(4, 512)
     for threads in (1, 2, 8, 32):
+        if threads > 1 and threads * torch.get_num_threads() > _MOST_THREADS:
+            return
         sides = {
             name: Side("work()", {"work": _rate(amp, model, x, threads)}, kernels=name)
             for name, amp in LIBRARIES.items()
         }
-        what = f"12 x Linear(512, 512), frozen, {threads} threads: time of a forward"
-        yield Race(sides, [Ratio(what, "torch.autocast", "polycast", "torch", NOT_SLOWER)], rounds=15)
+        what = f"12 x Linear(512, 512), frozen, called by {threads} at once: time of a forward"
+        yield Race(sides=sides, ratios=[Ratio(what, "torch.autocast", "polycast", "torch", NOT_SLOWER)], rounds=8)
 
 
-rates = functools.partial(Several, _rates, one_thread=True)
+rates = functools.partial(Several, _rates)
+_MOST_THREADS = 32
+"""As many threads, of Python's and of torch's for each, are measured together."""
 
 
 @dataclass(frozen=True)
 class PeakOfThreads:
     """The peak memory of a process whose threads run one model, over that of the process with torch.autocast."""
 
-    rounds: int = 3
+    rounds: int = 2
 
-    def run(self, quick: bool) -> Iterator[list[Result]]:
-        """Yield after each round, at last with the results."""
+    def run(self, quick: bool) -> list[Result]:
+        """Return the results of all rounds."""
         results = []
         for kind, threads in itertools.product(KINDS, (1, 4, 16)):
             peaks: dict[str, list[float]] = {name: [] for name in LIBRARIES}
@@ -117,11 +98,10 @@ class PeakOfThreads:
                     command = [sys.executable, "-m", "benchmarks.once", name, kind, str(threads)]
                     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
                     measured.append(float(done.stdout))
-                yield []
             more = statistics.median(peaks["polycast"]) - statistics.median(peaks["torch"])
-            what = f"16 x Linear(2048, 2048), {kind}, {threads} threads: peak memory, more than"
+            what = f"16 x Linear(2048, 2048), {kind}, called by {threads} at once: peak memory, more than"
             results.append(Result(what, "torch.autocast", more, 2 * 2048 * 2048 * 4 / 2**20, unit=" MiB"))
-        yield results
+        return results
 
 
 def _peak(library: str, kind: str, threads: int) -> float:

@@ -1,21 +1,16 @@
 """Every op of the CPU's table on small inputs: what it costs in a region, against another."""
 
-import functools
-import statistics
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 import polycast
 from polycast.testing.samples import SAMPLES, split
 
-from .once import Several
-from .timing import Race, Ratio, Result, Side
+from .timing import Race, Ratio, Side
 
 NOT_SLOWER = 1.03
 """At most torch's time; the rest is the machine's noise."""
@@ -67,31 +62,17 @@ def _calls() -> dict[str, dict[str, Any]]:
     return calls
 
 
-@dataclass(frozen=True, kw_only=True)
-class EveryOp(Race):
-    """The time of each op in two regions, the least of all rounds, and the mean of the ratios."""
-
-    what: str
-    of_all: float
-    """The bound of the geometric mean of all ops."""
-    seconds: float = 0.001
-
-    @override
-    def results(self, taken: Sequence[Mapping[str, float]], *, least: bool = True) -> list[Result]:
-        results = super().results(taken, least=least)
-        mean = statistics.geometric_mean(each.measured for each in results if each.measured is not None)
-        what = f"the geometric mean of {len(results)} ops{self.what}"
-        return [*results, Result(what, results[0].against, mean, self.of_all)]
-
-
 def _every_op(
     ours: AbstractContextManager[Any],
     theirs: AbstractContextManager[Any],
     against: str,
     at_most: float,
+    *,
+    what: str = "",
+    of_all: float,
+    rounds: int,
     kernels: str = "polycast",
-    **settings: Any,
-) -> EveryOp:
+) -> Race:
     """Return the race of our region and theirs, which has the kernels of a library."""
 
     def around(region: AbstractContextManager[Any]) -> Callable[[], AbstractContextManager[Any]]:
@@ -107,24 +88,27 @@ def _every_op(
         calls = _calls()
     sides = {}
     for op, names in calls.items():
-        sides[op, "ours"] = Side(_STATEMENT, names, around(ours))
-        sides[op, "theirs"] = Side(_STATEMENT, names, around(theirs), kernels=kernels)
-    ratios = [Ratio(op + settings["what"], against, f"{op}, ours", f"{op}, theirs", at_most) for op in calls]
-    return EveryOp(sides={", ".join(name): side for name, side in sides.items()}, ratios=ratios, **settings)
+        sides[f"{op}, ours"] = Side(_STATEMENT, names, around(ours))
+        sides[f"{op}, theirs"] = Side(_STATEMENT, names, around(theirs), kernels=kernels)
+    return Race(
+        sides=sides,
+        ratios=[Ratio(op + what, against, f"{op}, ours", f"{op}, theirs", at_most) for op in calls],
+        rounds=rounds,
+        most_seconds=40,
+        mean=f"the geometric mean of {len(calls)} ops{what}",
+        mean_at_most=of_all,
+        seconds=0.001,
+        least=True,
+    )
 
 
-def _against_torch() -> Iterator[Race]:
+def against_torch() -> Race:
+    """Return the race of polycast's kernels and torch's."""
     regions = polycast.autocast("cpu"), torch.autocast("cpu")
-    yield _every_op(*regions, "torch's kernel", NOT_SLOWER, "torch", what="", of_all=1.0, rounds=20)
+    return _every_op(*regions, "torch's kernel", NOT_SLOWER, of_all=1.0, rounds=20, kernels="torch")
 
 
-against_torch = functools.partial(Several, _against_torch, one_thread=True)
-
-
-def _under_policy() -> Iterator[Race]:
-    """Each op under a policy that says of all ops what the table says."""
+def under_policy() -> Race:
+    """Return the race of each op under a policy that says of all ops what the table says, and in a plain region."""
     regions = polycast.autocast("cpu", policy=polycast.get_backend("cpu").policies), polycast.autocast("cpu")
-    yield _every_op(*regions, "a plain region", 1.05, what=", named in a policy", of_all=1.01, rounds=120)
-
-
-under_policy = functools.partial(Several, _under_policy, one_thread=True)
+    return _every_op(*regions, "a plain region", 1.05, what=", named in a policy", of_all=1.01, rounds=120)

@@ -3,7 +3,6 @@
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .timing import Result
@@ -21,30 +20,23 @@ class ImportTime:
 
     rounds: int = 9
 
-    def run(self, quick: bool) -> Iterator[list[Result]]:
-        """Yield after each round, at last with the result."""
-        seconds = []
-        for _ in range(3 if quick else self.rounds):
-            seconds.append(_output("-c", _IMPORT))
-            yield []
-        yield [Result("import polycast, after import torch", "-", statistics.median(seconds) * 1000, 15, unit=" ms")]
+    def run(self, quick: bool) -> list[Result]:
+        """Return the median of all rounds."""
+        seconds = [_output("-c", _IMPORT) for _ in range(3 if quick else self.rounds)]
+        return [Result("import polycast, after import torch", "-", statistics.median(seconds) * 1000, 15, unit=" ms")]
 
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The peak memory of a process that trains.
-
-    A process's count starts at what its parent has, so this has to run while no large model is alive here.
-    """
+    """The peak memory of a process that trains."""
 
     rounds: int = 2
 
-    def run(self, quick: bool) -> Iterator[list[Result]]:
-        """Yield after each round, at last with the result."""
+    def run(self, quick: bool) -> list[Result]:
+        """Return the median of all rounds."""
         ratios = []
         for _ in range(1 if quick else self.rounds):
             ours, theirs = (_output("-m", "benchmarks.training", name) for name in ("polycast", "torch"))
             ratios.append(ours / theirs)
-            yield []
         what = "GPT-2 small, peak memory of the training step"
-        yield [Result(what, "torch.autocast", statistics.median(ratios), 1.02)]
+        return [Result(what, "torch.autocast", statistics.median(ratios), 1.02)]

@@ -11,7 +11,7 @@ import torch
 import polycast
 from polycast import CastPolicy
 
-from .timing import Race, Ratio, Side
+from .timing import Race, Ratio, Several, Side
 
 NOT_GROWING = 1.1
 """What must not grow may differ by this factor: the rest is the machine's noise."""
@@ -26,14 +26,14 @@ def _region(amp: Any, **arguments: Any) -> Any:
     return around
 
 
-def region() -> Race:
+def _region_itself() -> Race:
     statement = "with autocast('cpu'): pass"
     sides = {
         "polycast": Side(statement, {"autocast": polycast.autocast}),
         "torch": Side(statement, {"autocast": torch.autocast}, kernels="torch"),
     }
     what = "construct, enter and leave a region"
-    return Race(sides, [Ratio(what, "torch.autocast", "polycast", "torch", 0.5)])
+    return Race(sides=sides, ratios=[Ratio(what, "torch.autocast", "polycast", "torch", 0.5)])
 
 
 def _op(what: str, at_most: float, statement: str, against: str = "torch's kernel", **names: Any) -> Race:
@@ -42,20 +42,20 @@ def _op(what: str, at_most: float, statement: str, against: str = "torch's kerne
         "polycast": Side(statement, names, _region(polycast)),
         "torch": Side(statement, names, _region(torch), kernels="torch"),
     }
-    return Race(sides, [Ratio(what, against, "polycast", "torch", at_most)])
+    return Race(sides=sides, ratios=[Ratio(what, against, "polycast", "torch", at_most)])
 
 
-def mm_float32() -> Race:
+def _mm_float32() -> Race:
     x = torch.randn(8, 8)
     return _op("8x8 mm, float32 inputs", 1.05, "torch.mm(x, y)", x=x, y=x.clone())
 
 
-def mm_bfloat16() -> Race:
+def _mm_bfloat16() -> Race:
     x = torch.randn(8, 8).bfloat16()
     return _op("8x8 mm, bfloat16 inputs", 1.05, "torch.mm(x, y)", x=x, y=x.clone())
 
 
-def mm_weight() -> Race:
+def _mm_weight() -> Race:
     names = {"torch": torch, "x": torch.randn(8, 8).bfloat16(), "weight": torch.nn.Parameter(torch.randn(8, 8))}
     statement, cache = "torch.mm(x, weight)", polycast.WeightCache()
     sides = {
@@ -70,11 +70,16 @@ def mm_weight() -> Race:
         Ratio("8x8 mm, weight cached by a WeightCache", against, "WeightCache", "torch", 0.9),
         Ratio("8x8 mm, weight cached by a WeightCache", "bfloat16, no region", "WeightCache", "no cast", 1.1),
     ]
-    return Race(sides, ratios)
+    return Race(sides=sides, ratios=ratios)
 
 
-def relu() -> Race:
+def _relu() -> Race:
     return _op("an op without a policy (relu)", 1.02, "torch.relu(x)", "torch", x=torch.randn(8, 8))
+
+
+def eager() -> Several:
+    """Return the races of a region, and of ops in one."""
+    return Several(lambda: (make() for make in (_region_itself, _mm_float32, _mm_bfloat16, _mm_weight, _relu)))
 
 
 def policy() -> Race:
@@ -95,7 +100,7 @@ def policy() -> Race:
         Ratio("enter and leave a region with policies" + where, "a plain one", "policy" + where, "plain" + where, 1.2)
         for where in around
     ]
-    return Race(sides, ratios)
+    return Race(sides=sides, ratios=ratios)
 
 
 def depth() -> Race:
@@ -122,7 +127,7 @@ def depth() -> Race:
         Ratio("a region as the 50th", "as the 2nd", "enter 50", "enter 2", NOT_GROWING),
         Ratio("8x8 mm, 50 regions deep", "1 deep", "mm 50", "mm 1", NOT_GROWING),
     ]
-    return Race(sides, ratios)
+    return Race(sides=sides, ratios=ratios)
 
 
 @contextmanager
@@ -169,7 +174,7 @@ def threads() -> Race:
         Ratio("a region, 8 threads in regions", "1 thread", "enter 8", "enter 1", NOT_GROWING),
         Ratio("8x8 mm, 8 threads in regions", "1 thread", "mm 8", "mm 1", NOT_GROWING),
     ]
-    return Race(sides, ratios)
+    return Race(sides=sides, ratios=ratios)
 
 
 def lookup() -> Race:
@@ -192,7 +197,7 @@ def lookup() -> Race:
     ratios = [
         Ratio(f"8x8 mm, {count} weights cached", against, count, "10", NOT_GROWING) for count in ("1,000", "100,000")
     ]
-    return Race(sides, ratios)
+    return Race(sides=sides, ratios=ratios)
 
 
 def leaving() -> Race:
@@ -212,7 +217,7 @@ def leaving() -> Race:
 
     sides = {f"{count:,}": Side("close()", {"close": run(count)}, per=count) for count in (100, 16_000)}
     what = "leaving suspended generators oldest first, of 16,000"
-    return Race(sides, [Ratio(what, "of 100", "16,000", "100", 1.5)], rounds=10)
+    return Race(sides=sides, ratios=[Ratio(what, "of 100", "16,000", "100", 1.5)], rounds=10)
 
 
 def out_dtype() -> Race:
@@ -228,4 +233,4 @@ def out_dtype() -> Race:
         Ratio(what, "torch._int_mm", "polycast", "kernel", 1.1),
         Ratio(what, "torch's out_dtype", "polycast", "torch", 1 / 15),
     ]
-    return Race(sides, ratios)
+    return Race(sides=sides, ratios=ratios)

@@ -40,7 +40,7 @@ def _step(amp: Any) -> Callable[[], None]:
 def training() -> Race:
     sides = {name: Side("step()", {"step": _step(amp)}, kernels=name) for name, amp in _LIBRARIES.items()}
     what = f"GPT-2 small, training step of {_BATCH} x {_TOKENS} tokens"
-    return Race(sides, [Ratio(what, "torch.autocast", "polycast", "torch", 1.0)], rounds=5)
+    return Race(sides=sides, ratios=[Ratio(what, "torch.autocast", "polycast", "torch", 1.0)], rounds=5)
 
 
 if __name__ == "__main__":

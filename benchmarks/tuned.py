@@ -12,8 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import polycast
 from polycast.cli.demo.digits import network
 
-from .once import Several
-from .timing import Race, Ratio, Side
+from .timing import Race, Ratio, Several, Side
 
 NOT_SLOWER = 1.05
 _TOLERANCE = 0.05
@@ -58,7 +57,7 @@ def _race(what: str, model: nn.Module, x: torch.Tensor) -> Race:
         Ratio(f"{what}, tuned for time", "float32", "tuned", "float32", NOT_SLOWER),
         Ratio(f"{what}, tuned for time", "the plain region", "tuned", "region", NOT_SLOWER),
     ]
-    return Race(sides, ratios, rounds=20, seconds=0.03)
+    return Race(sides=sides, ratios=ratios, rounds=20, seconds=0.03)
 
 
 def _all() -> Iterator[Race]:

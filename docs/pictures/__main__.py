@@ -15,9 +15,12 @@ PICTURES = {
 
 
 def main() -> None:
-    """Write each picture."""
+    """Write each picture, and what the README says of one."""
     for name, draw in PICTURES.items():
         (DOCS / name).write_text(str(draw()), encoding="utf-8")
+    readme = speed.README.read_text(encoding="utf-8")
+    if speed.described(readme) != readme:
+        speed.README.write_text(speed.described(readme), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,68 +1,80 @@
-"""How long a model takes: on polycast, under torch.autocast, and as a copy of it in bfloat16."""
+"""How long a model takes: on polycast, under torch.autocast, as a copy of it in bfloat16, and in float32."""
 
-import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .. import tables
 from .svg import Picture
 
-FIGURES = Path(__file__).parent.parent / "figures"
+README = Path(__file__).parent.parent.parent / "README.md"
+_IN_README = re.compile(r"!\[[^\]]*\]\(docs/speed\.svg\)")
 
 
 class Shown(NamedTuple):
-    """What is shown of a comparison: its title, and how polycast's side and the others are called in the results."""
+    """What is shown of a comparison: its title, its benchmark, and how the sides are called in the results."""
 
     title: str
+    benchmark: str
     what: str
     torch: str
     copy: str
+    float32: str
 
 
-_TOKEN, _LAYERS = "GPT-2 small, 1 token, WeightCache, trainable", "8 x Linear(2048, 2048), batch 1, WeightCache"
+_TOKEN, _LAYERS = "GPT-2 small, 1 token, WeightCache", "8 x Linear(2048, 2048), batch 1, WeightCache"
+_EAGER, _COMPILED = ("torch.autocast", "a bfloat16 copy", "float32"), ("torch", "bfloat16", "float32")
 SHOWN = (
-    Shown("GPT-2 small, decoding a token", _TOKEN, "torch.autocast", "a bfloat16 copy"),
-    Shown("8 x Linear(2048, 2048), batch 1", _LAYERS, "torch.autocast", "a bfloat16 copy"),
-    Shown("GPT-2 small, decoding a token, compiled", _TOKEN, "compiled torch", "compiled bfloat16"),
+    Shown("GPT-2 small, decoding a token", "gpt2", f"{_TOKEN}, trainable", *_EAGER),
+    Shown("8 x Linear(2048, 2048), batch 1", "linears", _LAYERS, *_EAGER),
+    Shown(
+        "GPT-2 small, decoding a token, compiled", "compiled", _TOKEN, *(f"compiled {against}" for against in _COMPILED)
+    ),
 )
 
 
-def results() -> list[dict[str, Any]]:
-    """Return what `make bench` measured, of every file that is kept."""
-    files = sorted(FIGURES.glob("bench-*.json"))
-    return [result for file in files for result in json.loads(file.read_text(encoding="utf-8"))["results"]]
+def _times(shown: Shown) -> tuple[float, float, float]:
+    """Return the time of polycast, a bfloat16 copy and float32, in times of torch.autocast's, on the most threads."""
+    results: list[dict[str, Any]] = tables.run_of(shown.benchmark)["results"]
+    most = max(result["threads"] for result in results)
+    measured = {(each["what"], each["against"]): each["measured"] for each in results if each["threads"] == most}
+    ours = measured[shown.what, shown.torch]
+    return ours, ours / measured[shown.what, shown.copy], ours / measured[shown.what, shown.float32]
 
 
-def machine() -> str:
+def _machine() -> str:
     """Return where it was measured, in a line."""
-    said = json.loads((FIGURES / "bench-models.json").read_text(encoding="utf-8"))
-    about, quick = said["environment"], ", fewer repeats (--quick)" if said["quick"] else ""
-    return f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}{quick}"
+    run = tables.run_of(SHOWN[0].benchmark)
+    about, quick = run["environment"], ", fewer repeats (--quick)" if run["quick"] else ""
+    threads = max(result["threads"] for result in run["results"])
+    return f"{about['cpu']}, {threads} threads, torch {about['torch']}{quick}"
 
 
 def draw() -> Picture:
     """Return bars of the time that each takes, torch.autocast's being 1."""
-    measured = {(result["what"], result["against"]): result["measured"] for result in results()}
-    groups = []
-    for shown in SHOWN:
-        ours = measured[shown.what, shown.torch]
-        groups.append((shown.title, ours, ours / measured[shown.what, shown.copy]))
-    said = (f"{title}: polycast {ours:.2f}, a bfloat16 copy {copy:.2f}" for title, ours, copy in groups)
+    groups = [(shown.title, *_times(shown)) for shown in SHOWN]
+    said = (
+        f"{title}: polycast {ours:.2f}, a bfloat16 copy {copy:.2f}, float32 {float32:.2f}"
+        for title, ours, copy, float32 in groups
+    )
+    height = 142
     picture = Picture(
         760,
-        64 + 116 * len(groups) + 22,
-        "Time on polycast, under torch.autocast and of a bfloat16 copy",
+        64 + height * len(groups) + 22,
+        "Time on polycast, under torch.autocast, of a bfloat16 copy and in float32",
         f"Time, where torch.autocast takes 1. {'; '.join(said)}.",
     )
     picture.text(24, 34, "Time, torch.autocast = 1", "bold", size=16)
     picture.text(736, 34, "less is better", "quiet", size=12, anchor="end")
-    left, full = 210, 380
-    for number, (title, ours, copy) in enumerate(groups):
-        y = 62 + 116 * number
+    left, full = 210, 380 / max(1.0, *(time for _, *times in groups for time in times))
+    for number, (title, ours, copy, float32) in enumerate(groups):
+        y = 62 + height * number
         picture.text(24, y + 10, title, "bold", size=13)
         rows = (
             ("polycast, WeightCache", "ours", ours, f"{1 / ours:.1f} times as fast"),
             ("torch.autocast", "other", 1.0, ""),
             ("a bfloat16 copy", "copy", copy, "without float32 weights"),
+            ("float32", "warm", float32, "without autocast"),
         )
         for place, (name, kind, time, note) in enumerate(rows):
             top = y + 22 + 26 * place
@@ -70,5 +82,12 @@ def draw() -> Picture:
             picture.box(left, top, full * time, 18, kind, radius=3)
             picture.text(left + full * time + 8, top + 14, f"{time:.2f}", "bold", size=12.5)
             picture.text(left + full * time + 44, top + 14, note, "quiet", size=12)
-    picture.text(24, 64 + 116 * len(groups) + 6, machine(), "quiet", size=11.5)
+    picture.text(24, 64 + height * len(groups) + 6, _machine(), "quiet", size=11.5)
     return picture
+
+
+def described(readme: str) -> str:
+    """Return the README, with what the picture shows in words."""
+    description = re.search(r"<desc[^>]*>(.*)</desc>", str(draw()))
+    assert description is not None
+    return _IN_README.sub(lambda _: f"![{description[1]}](docs/speed.svg)", readme)

@@ -40,18 +40,9 @@ def test_a_picture_says_what_it_shows_in_words_and_has_colours_for_the_dark(name
     assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)|url\(|@import|href", text) == []
 
 
-def test_the_figures_that_are_drawn_are_those_of_the_last_run(made):
-    text = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
-    rows = [re.sub(r" +", " ", line).strip() for line in text.splitlines()]
-    for result in made("pictures.speed").results():
-        number = f"{result['measured']:.1f}" if result["unit"] else f"{result['measured']:.3f}"
-        start = f"{result['what']} {result['against']} {number}{result['unit']}"
-        assert [row for row in rows if row.startswith(start)] != [], start
-
-
 def test_the_readme_says_in_words_what_the_figures_are(made):
-    description = re.search(r"<desc[^>]*>(.*)</desc>", str(made("pictures.speed").draw()))[1]
-    assert f"![{description}](docs/speed.svg)" in README
+    assert made("pictures.speed").described(README) == README
+    assert re.search(r"!\[Time, where .*float32 \d\.\d\d.*\]\(docs/speed\.svg\)", README)
 
 
 def test_the_readmes_pictures_have_words():

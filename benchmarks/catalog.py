@@ -1,0 +1,116 @@
+"""The benchmarks by name: what makes each, and on how many threads it is run.
+
+`python -m benchmarks.catalog NAME [quick]` runs one on OMP_NUM_THREADS threads, and prints its results as JSON.
+"""
+
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from .apart import Apart
+from .scores import Scores
+from .timing import Result
+
+
+class Benchmark(Protocol):
+    """What a function of the catalog returns."""
+
+    def run(self, quick: bool) -> list[Result] | list[Scores]: ...
+
+
+def one() -> tuple[int, ...]:
+    """Return one thread: for what is too short for more, or starts threads of its own."""
+    return (1,)
+
+
+def all_of_them() -> tuple[int, ...]:
+    """Return as many threads as there are processors for this process."""
+    return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,)
+
+
+def each() -> tuple[int, ...]:
+    """Return 1, 2, 4 and all threads, also where 4 are more than there are processors: both sides have as many."""
+    return tuple(sorted({1, 2, 4, *all_of_them()}))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A benchmark.
+
+    Attributes:
+        function: what makes it, as ``module:function`` of this package.
+        threads: returns the numbers of threads that it is run on.
+        apart: whether each library has processes of its own.
+        least: whether the least times of all rounds count in these, or the median of the ratios.
+    """
+
+    function: str
+    threads: Callable[[], tuple[int, ...]]
+    apart: bool = False
+    least: bool = False
+
+    def make(self) -> Benchmark:
+        """Return the benchmark, for the threads of this process."""
+        name = f"{__package__}.{self.function}"
+        made: Benchmark = Apart(name, self.least) if self.apart else pkgutil.resolve_name(name)()
+        return made
+
+
+BENCHMARKS: Mapping[str, Entry] = {
+    "small": Entry("small:eager", one, apart=True, least=True),
+    "ops": Entry("ops:against_torch", each, apart=True, least=True),
+    "policy": Entry("small:policy", one),
+    "policy-ops": Entry("ops:under_policy", one),
+    "depth": Entry("small:depth", one),
+    "crowd": Entry("small:threads", one),
+    "lookup": Entry("small:lookup", one),
+    "leaving": Entry("small:leaving", one),
+    "out-dtype": Entry("small:out_dtype", all_of_them),
+    "import": Entry("processes:ImportTime", one),
+    "memory": Entry("processes:PeakMemory", all_of_them),
+    "observing": Entry("observing:ops", one),
+    "observing-training": Entry("observing:training", all_of_them),
+    "once": Entry("once:by_size", one, apart=True, least=True),
+    "rates": Entry("once:rates", each, apart=True),
+    "peak": Entry("once:PeakOfThreads", one),
+    "scenarios": Entry("scenarios:scenarios", each, apart=True),
+    "linears": Entry("models:linears", each, apart=True),
+    "gpt2": Entry("models:gpt2", each, apart=True),
+    "training": Entry("training:training", all_of_them, apart=True),
+    "compiled": Entry("compiled:inference", each),
+    "compiled-training": Entry("compiled:training", all_of_them),
+    "compiled-memory": Entry("compiled:Memory", all_of_them),
+    "tuned": Entry("tuned:tuned", all_of_them),
+    "low-bit": Entry("low_bit:eager", each),
+    "low-bit-compiled": Entry("low_bit:compiled", all_of_them),
+    "accuracy": Entry("accuracy:Accuracy", all_of_them),
+}
+
+
+def measure(name: str, threads: int, quick: bool) -> tuple[list[Result], list[Scores]]:
+    """Run a benchmark in a process with a number of threads; return its figures, or its scores."""
+    command = [sys.executable, "-m", __name__, name, *(["quick"] if quick else [])]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    said: dict[str, list[dict[str, Any]]] = json.loads(done.stdout.splitlines()[-1])
+    return [Result(**each) for each in said["results"]], [Scores(**each) for each in said["accuracy"]]
+
+
+def _run(name: str, quick: str = "") -> None:
+    found = BENCHMARKS[name].make().run(bool(quick))
+    threads = torch.get_num_threads()
+    results = [asdict(replace(each, threads=threads)) for each in found if isinstance(each, Result)]
+    print(json.dumps({"results": results, "accuracy": [asdict(each) for each in found if isinstance(each, Scores)]}))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    _run(*sys.argv[1:])
