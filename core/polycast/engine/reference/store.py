@@ -188,8 +188,8 @@ class PythonStore:
         """Return whether a new entry may have so many bytes, in place of those that were not used for longest.
 
         Those give way if they were not used while the new one was wanted, and refused, as often as they had been, or
-        often enough to be worth a packing. So a model that is too large for the store has hits on the part of it that is
-        in there: each entry is used before a layer outside is wanted again, and no layer drives out the one that is
+        often enough to be worth a packing. So a model that is too large for the store has hits on the part of it that
+        is in there: each entry is used before a layer outside is wanted again, and no layer drives out the one that is
         needed next. And a model that is used no more gives way.
         """
         if self._max_bytes is None:
