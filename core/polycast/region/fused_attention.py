@@ -36,7 +36,7 @@ def _change(changes: Changes) -> None:
     expect(torchs() in (True, False), "get_fastpath_enabled returns no bool")
 
     def get_fastpath_enabled() -> bool:
-        if not torch.jit.is_scripting():
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]
             return torchs() and not _recipe_computes_linears()
         return True
 

@@ -163,6 +163,7 @@ class NativeObserver:
         self.enter_module: Callable[[object], None] = extension.enter_module
         self.leave_module: Callable[[object], None] = extension.leave_module
         self.note_compiling: Callable[[bool], None] = extension.note_compiling
+        self.note_low_bit: Callable[[str, str], None] = extension.note_low_bit
         # See Listener in the reference engine.
         self.note_overlay = extension.note_overlay
         self.note_cast = extension.note_cast
