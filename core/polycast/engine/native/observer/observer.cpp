@@ -1,6 +1,6 @@
 // The observer's Python module: what the native engine and torch show of what runs, counted while something observes.
 //
-// Compiled as one unit with the files it includes. From the bottom: counts.h, table.h, recorder.h, watch.h; then what is seen:
+// Compiled as one unit with the files it includes. From the bottom: counts.h, flops.h, table.h, recorder.h, watch.h; then what is seen:
 // entries.h, nodes.h, op_begins.h, op_ends.h, casts.h, running.h; and reading.h. Each says what it owns and which lock it takes.
 
 #include <algorithm>
