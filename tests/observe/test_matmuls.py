@@ -150,6 +150,14 @@ def test_grouped_products_have_those_of_their_groups():
     assert counted(lambda: torch._grouped_mm(half(16, 24), half(24, 8), offs=ends)) == 2 * 16 * 24 * 8
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
+def test_tensors_without_dense_sizes_have_none():
+    nested = torch.nested.nested_tensor([r(3, 8), r(2, 8)])
+    for x in (r(3, 8).to_sparse(), r(3, 8).to_sparse_csr()):
+        assert counted(lambda: torch.mm(x, W)) == 0  # noqa: B023
+    assert counted(lambda: F.linear(nested, B)) == 0
+
+
 def test_products_in_place_and_with_vectors_count_though_torch_does_not():
     assert counted(lambda: r(3, 5).addmm_(r(3, 8), W)) == 2 * 3 * 8 * 5
     assert counted(lambda: torch.mv(r(3, 8), r(8))) == counted(lambda: r(3, 8) @ r(8)) == 2 * 3 * 8

@@ -197,7 +197,7 @@ class PythonStore:
         if size > self._max_bytes:
             return False
         left = self._bytes
-        for longest_unused, oldest in self._entries.items():
+        for longest_unused, oldest in list(self._entries.items()):  # weights may die meanwhile
             if left + size <= self._max_bytes:
                 break
             refused = self._refused_of(key, elements)

@@ -23,8 +23,8 @@ const Tensor* floats(Arguments arguments, size_t position) {
     return nullptr;
   }
   const Tensor& tensor = arguments[position].toTensor();
-  const bool has_sizes = tensor.defined() && has_known_sizes(tensor) && !tensor.is_nested() &&
-      (tensor.layout() == at::kStrided || tensor.layout() == at::kMkldnn);
+  static constexpr c10::DispatchKeySet kWithoutSizes{DispatchKey::NestedTensor, DispatchKey::Sparse, DispatchKey::SparseCsr};
+  const bool has_sizes = tensor.defined() && has_known_sizes(tensor) && !tensor.key_set().has_any(kWithoutSizes);
   return has_sizes && (tensor.is_floating_point() || tensor.is_complex()) ? &tensor : nullptr;
 }
 
