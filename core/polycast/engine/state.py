@@ -123,11 +123,12 @@ class Overlay(dict[str, CastPolicy]):
 WATCHED = "something records, transforms or watches the ops"
 NO_WEIGHT = "its weight is no parameter that can be kept (a view, a subclass, or the result of another op)"
 NOTHING_KEPT = "nothing is kept of weights here (cache_enabled=False, or a device's graph is being captured)"
-WRITTEN_ELSEWHERE = (
-    "its weight's memory may be written from elsewhere (other processes or tensors share it, or a collective goes on)"
+WRITTEN_UNSEEN = (
+    "something else holds the weight's memory and may write it unseen (an alias made through .data, an array, a buffer "
+    "that it is a part of, another process)"
 )
 NO_ROOM = "the WeightCache has no room for its packed weight within max_bytes"
-NOT_PACKED = (WATCHED, NO_WEIGHT, NOTHING_KEPT, WRITTEN_ELSEWHERE, NO_ROOM)
+NOT_PACKED = (WATCHED, NO_WEIGHT, NOTHING_KEPT, WRITTEN_UNSEEN, NO_ROOM)
 """Why nothing is kept of a weight, by the numbers that the native engine has for it."""
 
 

@@ -100,7 +100,7 @@ constexpr bool is_for_low_bit<Tensor(const Tensor&, const Tensor&, Args...)> =
 // packing_of(store, weight, kind, prepare): what a weight is packed into, kept in a store or made; see StateMachine in
 // engine/state.py. A number, which is a place in NOT_PACKED there, where nothing can be kept: then nothing is made.
 PyObject* packing_of(PyObject*, PyObject* given) {
-  enum : long { kWatched, kNoWeight, kNothingKept, kWrittenElsewhere, kNoRoom };
+  enum : long { kWatched, kNoWeight, kNothingKept, kWrittenUnseen, kNoRoom };
   PyObject *of_store, *of_weight, *prepare;
   int kind;
   parse(given, "OOiO", &of_store, &of_weight, &kind, &prepare);
@@ -113,7 +113,7 @@ PyObject* packing_of(PyObject*, PyObject* given) {
     return PyLong_FromLong(kNoWeight);
   }
   if (is_rewritten(weight)) {
-    return PyLong_FromLong(kWrittenElsewhere);
+    return PyLong_FromLong(kWrittenUnseen);
   }
   if (!at::autocast::is_autocast_cache_enabled()) {
     return PyLong_FromLong(kNothingKept);
@@ -140,7 +140,7 @@ PyObject* packing_of(PyObject*, PyObject* given) {
     has_room = may_keep && store->has_room_for_packing(weight, kind);
   }
   if (!has_room) {
-    return PyLong_FromLong(may_keep ? kNoRoom : kWrittenElsewhere);
+    return PyLong_FromLong(may_keep ? kNoRoom : kWrittenUnseen);
   }
   const uint64_t writes = Writes::log().count();
   Content content(weight);

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...errors import StaleWeightError
 from ...plugins.fork import Lock, hold_over_forks
-from ..state import NO_ROOM, WRITTEN_ELSEWHERE
+from ..state import NO_ROOM, WRITTEN_UNSEEN
 from ..weights import STALE, is_part_of_a_buffer
 
 _MOST_USES = 3
@@ -117,7 +117,7 @@ class PythonStore:
                     raise StaleWeightError(STALE)
                 return entry.kept
             if not self._may_keep(weight):
-                return WRITTEN_ELSEWHERE
+                return WRITTEN_UNSEEN
             # One that had no room has left its size; one that was never made takes a byte for each element, at least.
             self._erase(key)
             refused = self._refused.get(key)
