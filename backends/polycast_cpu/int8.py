@@ -9,8 +9,9 @@ and the rows beside them to what they come to without. A weight with inf or nan 
 """
 
 import functools
+import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from typing_extensions import override
@@ -19,6 +20,9 @@ from polycast import Availability, LowBitKernel, LowBitProduct, load_ops
 
 _MOST_TERMS = 65536
 """Longer sums of products of unsigned and signed bytes may not fit 32 bits."""
+
+_MOST_PADDED = 64
+"""Images that are larger than so many times their own size with their padding are not padded in memory."""
 
 _NO_FIT = "the sizes do not fit"
 _LONG_SUMS = f"its sums have more than {_MOST_TERMS} terms, which may not fit 32 bits"
@@ -62,7 +66,10 @@ class Product(LowBitProduct):
 
 
 class Conv2d(LowBitKernel):
-    """``aten::conv2d`` without groups: a weight [N, C, height, width]; a scale for each image, or one for all."""
+    """``aten::conv2d`` without groups: a weight [N, C, height, width]; a scale for each image, or one for all.
+
+    The padding is given in numbers or, as ``aten::conv2d.padding`` takes it, as ``"same"`` or ``"valid"``.
+    """
 
     packing: Hashable = "rows are output channels"
 
@@ -84,13 +91,16 @@ class Conv2d(LowBitKernel):
             return "the bias is not a vector of the output channels"
         if 0 in weight.shape:
             return "the weight has no elements"
+        if 0 in x.shape:
+            return "the images have no elements"
         if weight.shape[1:].numel() > _MOST_TERMS:
             return _LONG_SUMS
-        for axis in (0, 1):
-            stride, padding, dilation = (_pair(step)[axis] for step in steps)
-            reach = dilation * (weight.shape[2 + axis] - 1) + 1
-            if stride < 1 or padding < 0 or dilation < 1 or x.shape[axis - 2] + 2 * padding < reach:
-                return _NO_FIT
+        given = _steps(weight, *steps)
+        if given is None or not all(map(_fits, x.shape[-2:], weight.shape[-2:], *given)):
+            return _NO_FIT
+        padded = math.prod(size + sum(padding) for size, padding in zip(x.shape[-2:], given[1], strict=True))
+        if padded > _MOST_PADDED * x.shape[-2:].numel() + 2**16:  # the kernel writes all of it
+            return "the padding is much larger than the images"
         return None
 
     @override
@@ -102,17 +112,52 @@ class Conv2d(LowBitKernel):
         x, weight, bias, *steps, _ = args
         images = x if x.dim() == 4 else x.unsqueeze(0)
         dtype = torch.get_autocast_dtype("cpu")
-        stride, padding, dilation = map(_pair, steps)
+        given = _steps(weight, *steps)
+        assert given is not None  # or it was declined
+        stride, padding, dilation = given
         result: torch.Tensor = self._convolve(
-            images, weight, *prepared, bias, stride, padding, dilation, self._by_image, dtype, self._isa
+            images,
+            weight,
+            *prepared,
+            bias,
+            stride,
+            [*padding[0], *padding[1]],
+            dilation,
+            self._by_image,
+            dtype,
+            self._isa,
         )
         return result if x.dim() == 4 else result.squeeze(0)
 
 
-def _pair(step: Any) -> Sequence[int]:
-    """Return one number for each of two axes, of which a call may give one for both."""
+_Numbers: TypeAlias = Sequence[int]
+
+
+def _steps(
+    weight: torch.Tensor, stride: Any, padding: Any, dilation: Any
+) -> tuple[_Numbers, Sequence[_Numbers], _Numbers] | None:
+    """Return stride, padding (before and after the image) and dilation of each axis; None for what torch refuses."""
+    strides, dilations = _pair(stride), _pair(dilation)
+    if strides is None or dilations is None:
+        return None
+    if padding == "same" and all(step == 1 for step in strides):
+        totals = [step * (size - 1) for step, size in zip(dilations, weight.shape[2:], strict=True)]
+        return strides, [(total // 2, total - total // 2) for total in totals], dilations
+    paddings = _pair(0 if padding == "valid" else padding)
+    return None if paddings is None else (strides, [(size, size) for size in paddings], dilations)
+
+
+def _pair(step: Any) -> _Numbers | None:
+    """Return a number for each of two axes, of which a call may give one for both; None where it gives others."""
+    if isinstance(step, str):
+        return None
     numbers = (step,) if isinstance(step, int) else step
-    return numbers if len(numbers) == 2 else (*numbers, *numbers)
+    return numbers if len(numbers) == 2 else (*numbers, *numbers) if len(numbers) == 1 else None
+
+
+def _fits(size: int, kernel: int, stride: int, padding: _Numbers, dilation: int) -> bool:
+    """Return whether a kernel fits into a padded image, along one axis."""
+    return stride > 0 and dilation > 0 and min(padding) >= 0 and size + sum(padding) > dilation * (kernel - 1)
 
 
 def int8_kernels(scales: str) -> Mapping[str, LowBitKernel]:
@@ -120,4 +165,5 @@ def int8_kernels(scales: str) -> Mapping[str, LowBitKernel]:
     if not int8_availability():
         return {}
     by_row = scales == "row"
-    return {**Product(by_row).kernels(), "aten::conv2d": Conv2d(by_row)}
+    convolution = Conv2d(by_row)
+    return {**Product(by_row).kernels(), "aten::conv2d": convolution, "aten::conv2d.padding": convolution}

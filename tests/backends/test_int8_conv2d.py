@@ -1,6 +1,8 @@
-"""The CPU's int8 convolution: the error of its recipe, torch's memory formats, inf and nan, and what it declines."""
+"""The int8 convolution: its error, torch's memory formats, degenerate sizes, inf and nan, and what it declines."""
 
 import itertools
+import random
+import warnings
 
 import pytest
 import torch
@@ -104,9 +106,106 @@ def test_one_number_may_stand_for_both_axes_and_an_image_for_a_batch():
     assert torch.equal(run_kernel(kernel, x, weight, None, [2], 1, (1,), 1), expected)
 
 
-def test_an_empty_batch_gives_an_empty_result():
-    result = run_kernel(Conv2d(False), torch.randn(0, 8, 9, 9), torch.randn(5, 8, 3, 3), None, *ONE)
-    assert result.shape == (0, 5, 7, 7)
+def test_padding_by_name_is_what_it_is_in_numbers():
+    x, weight = torch.randn(2, 8, 9, 10), torch.randn(5, 8, 3, 5)
+    kernel = Conv2d(True)
+    same, valid = (run_kernel(kernel, x, weight, None, [1], name, [2, 1], 1) for name in ("same", "valid"))
+    assert torch.equal(same, run_kernel(kernel, x, weight, None, [1, 1], [2, 2], [2, 1], 1))
+    assert torch.equal(valid, run_kernel(kernel, x, weight, None, [1, 1], [0, 0], [2, 1], 1))
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize(("size", "dilation"), [((2, 2), (1, 1)), ((4, 3), (1, 2)), ((2, 4), (3, 1)), ((1, 2), (1, 1))])
+def test_same_padding_of_an_even_kernel_pads_more_after_the_image(isa, layout, size, dilation):
+    x, weight = torch.randn(2, 8, 9, 10).to(memory_format=FORMATS[layout]), torch.randn(5, 8, *size)
+    above, left = ((step * (length - 1)) // 2 for step, length in zip(dilation, size, strict=True))
+    padded = F.pad(x, (left, dilation[1] * (size[1] - 1) - left, above, dilation[0] * (size[0] - 1) - above))
+    kernel = Conv2d(True, isa)
+    actual = run_kernel(kernel, x, weight, None, [1, 1], "same", list(dilation), 1)
+    assert torch.equal(actual, run_kernel(kernel, padded, weight, None, [1, 1], [0, 0], list(dilation), 1))
+    assert actual.shape[2:] == x.shape[2:]
+    x[0, 3, 8, 9] = torch.inf
+    actual = run_kernel(kernel, x, weight, None, [1, 1], "same", list(dilation), 1)
+    assert not actual[0].isfinite().all()
+    assert actual[1].isfinite().all()
+
+
+def outcome(recipe, *arguments):
+    """Return the result of a convolution in a region, and the class of what it raises."""
+    with torch.no_grad(), polycast.autocast("cpu", recipe=recipe):
+        try:
+            return F.conv2d(*arguments), None
+        except Exception as error:
+            return None, type(error)
+
+
+def assert_as_without_a_recipe(x, weight, *rest):
+    weight = torch.nn.Parameter(weight)
+    expected, raised = outcome("none", x, weight, *rest)
+    actual, its = outcome(polycast.Int8(ops=("conv2d",), min_size=0), x, weight, *rest)
+    assert its is raised
+    if expected is not None:
+        assert (actual.shape, actual.stride(), actual.dtype) == (expected.shape, expected.stride(), expected.dtype)
+        torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.3)
+
+
+DEGENERATE = {
+    "no image": ((0, 3, 5, 5), (4, 3, 3, 3)),
+    "no image of one channel": ((0, 1, 5, 5), (1, 1, 3, 3), None, 1, 1),
+    "no channels": ((2, 0, 5, 5), (4, 0, 3, 3)),
+    "no features": ((2, 3, 5, 5), (0, 3, 3, 3)),
+    "no rows": ((2, 3, 0, 5), (4, 3, 3, 3), None, 1, 2),
+    "no columns": ((2, 3, 5, 0), (4, 3, 3, 3), None, 1, 2),
+    "no rows and no batch": ((3, 0, 5), (4, 3, 3, 3), None, 1, 2),
+    "no rows, same": ((2, 3, 0, 5), (4, 3, 3, 3), None, 1, "same"),
+    "a kernel of no rows": ((2, 3, 5, 5), (4, 3, 0, 3)),
+    "a kernel larger than the padded image": ((2, 3, 5, 5), (4, 3, 8, 3), None, 1, 1),
+    "a stride of 0": ((2, 3, 5, 5), (4, 3, 3, 3), None, 0),
+    "a stride below 0": ((2, 3, 5, 5), (4, 3, 3, 3), None, [1, -1]),
+    "no stride": ((2, 3, 5, 5), (4, 3, 3, 3), None, []),
+    "three strides": ((2, 3, 5, 5), (4, 3, 3, 3), None, [1, 1, 1]),
+    "a dilation of 0": ((2, 3, 5, 5), (4, 3, 3, 3), None, 1, 0, 0),
+    "a dilation of 0, same": ((2, 3, 5, 5), (4, 3, 3, 3), None, 1, "same", 0),
+    "padding below 0": ((2, 3, 5, 5), (4, 3, 3, 3), None, 1, [0, -1]),
+    "padding that overflows": ((2, 3, 5, 5), (4, 3, 3, 3), None, 1, 2**62),
+    "padding that nothing has memory for": ((2, 3, 5, 5), (4, 3, 3, 3), None, 2**31, 2**31),
+    "same with a stride": ((2, 3, 5, 5), (4, 3, 3, 3), None, 2, "same"),
+    "another name of a padding": ((2, 3, 5, 5), (4, 3, 3, 3), None, 1, "full"),
+    "groups of 0": ((2, 3, 5, 5), (4, 3, 3, 3), None, 1, 0, 1, 0),
+}
+
+
+@pytest.mark.parametrize("case", DEGENERATE)
+def test_degenerate_sizes_give_the_result_or_the_error_that_they_give_without_a_recipe(case):
+    x, weight, *rest = DEGENERATE[case]
+    assert_as_without_a_recipe(torch.randn(x), torch.randn(weight), *rest)
+
+
+def test_any_sizes_give_the_result_or_the_error_that_they_give_without_a_recipe():
+    pick = random.Random(0).choice
+    for _ in range(400):
+        channels, features, kernel = pick((0, 1, 3)), pick((0, 1, 4, 17)), [pick((0, 1, 2, 3)) for _ in range(2)]
+        size = [pick((0, 1, 2, 5)), pick((0, 1, 3, 6))]
+        batch = pick(([], [0], [1], [2]))
+        stride, padding, dilation = (
+            pick((default, [pick(numbers)], [pick(numbers), pick(numbers)]))
+            for default, numbers in ((1, (0, 1, 2, -1)), (pick(("same", "valid")), (0, 1, 2, -1)), (1, (0, 1, 2)))
+        )
+        x, weight = torch.randn(*batch, channels, *size), torch.randn(features, channels, *kernel)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Using padding='same' with even kernel lengths")
+            assert_as_without_a_recipe(x, weight, pick((None, torch.randn(features))), stride, padding, dilation)
+
+
+@pytest.mark.parametrize("padding", ["same", "valid"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_padding_by_name_is_served(engine, padding, compiled):
+    layer = torch.nn.Conv2d(8, 16, 3, padding=padding).eval()
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+    recipe = polycast.Int8(ops=("conv2d",), min_size=0)
+    with torch.no_grad(), polycast.observe() as seen, polycast.autocast("cpu", recipe=recipe):
+        run(X)
+    assert [(each.op, each.declined) for each in seen.low_bit] == [("aten::conv2d.padding", "")]
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
@@ -144,6 +243,8 @@ DECLINED = {
     "the sizes do not fit  ": (X, WEIGHT, None, [0, 1], [0, 0], [1, 1], 1),
     "the sizes do not fit   ": (X[0, 0], WEIGHT, None, *ONE),
     "the bias is not a vector of the output channels": (X, WEIGHT, torch.randn(1), *ONE),
+    "the images have no elements": (X[:0], WEIGHT, None, *ONE),
+    "the padding is much larger than the images": (X, WEIGHT, None, [1, 1], [2**20, 0], [1, 1], 1),
     "the weight has no elements": (X, torch.randn(0, 8, 3, 3), None, *ONE),
     "its sums have more than 65536 terms, which may not fit 32 bits": (
         torch.ones(1, 1025, 8, 8),

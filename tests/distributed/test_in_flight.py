@@ -41,3 +41,35 @@ def test_the_memory_of_a_collective_is_given_back_after_it(then):
     while left() is not None and time.monotonic() < end:  # gloo's own thread may hold it yet
         then()
     assert left() is None
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_weight_that_a_collective_may_still_write_is_not_packed_and_the_reason_says_so(int8_kernels):
+    layer, x = torch.nn.Linear(8, 8), torch.ones(3, 8)
+    enter_a_region()
+    work = distributed.all_reduce(layer.weight.data, async_op=True)
+    (record,) = low_bit_of(layer, x)
+    assert record.declined.startswith("something else holds the weight's memory")
+    assert int8_kernels["aten::linear"].prepared == 0
+    work.wait()
+
+
+@pytest.mark.parametrize(
+    "engine", ["native"], indirect=True
+)  # the reference engine does not see when a collective ends
+@pytest.mark.usefixtures("engine", "int8_kernels")
+def test_the_first_call_after_a_collective_is_computed_by_the_recipe():
+    layer, x = torch.nn.Linear(8, 8), torch.ones(3, 8)
+    low_bit_of(layer, x)
+    outcomes = []
+    for _ in range(20):  # gloo's own thread may hold the memory a moment longer
+        distributed.all_reduce(layer.weight.data)
+        outcomes += [record.declined for record in low_bit_of(layer, x)]
+    assert "" in outcomes
+
+
+def low_bit_of(layer, x):
+    recipe = polycast.Int8(min_size=1)
+    with torch.no_grad(), polycast.observe() as seen, polycast.autocast("cpu", recipe=recipe):
+        layer(x)
+    return seen.low_bit

@@ -4,10 +4,13 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
+import torch
 
 import polycast
+from polycast.drop_in.recipe_share import RecipeShare
 
 pytestmark = pytest.mark.slow
 
@@ -54,6 +57,8 @@ def test_the_summary_says_how_many_ops_ran_by_the_recipe_and_which_declined_and_
     assert done.stderr.splitlines() == [
         f"polycast: {engine} engine, 1 region (cpu bfloat16 1), int8: 1 op",
         f"  {SMALL}",
+        "  int8: 97% of the 1.08 MFLOPs in matrix products",
+        "  3% not: linear in Linear#2: the weight is smaller than the recipe's min_size",
     ]
 
 
@@ -77,7 +82,8 @@ def test_all_threads_are_counted(run, recipe):
     """
     said = run(program, "--recipe", recipe).stderr.splitlines()
     assert said[0].endswith(f", {recipe}: 3 ops")
-    assert said[1:] == [f"  3{SMALL[1:]}"]
+    assert said[1] == f"  3{SMALL[1:]}"
+    assert said[2].startswith(f"  {recipe}: 97% of ")
 
 
 @pytest.mark.usefixtures("int8")
@@ -87,8 +93,9 @@ def test_a_program_that_trains_is_told_that_it_gains_nothing(run):
         y = large(x)
     y.sum().backward()
     """
-    assert run(program, "--recipe", "int8").stderr.splitlines()[1:] == [
-        "  1 linear in the fast dtype: autograd records it, and low bit is for inference"
+    assert run(program, "--recipe", "int8").stderr.splitlines()[1:3] == [
+        "  1 linear in the fast dtype: autograd records it, and low bit is for inference",
+        "  int8: 0% of the 2.1 MFLOPs in matrix products",
     ]
 
 
@@ -108,7 +115,7 @@ def test_what_the_program_says_itself_goes_before_it(run):
 def test_it_goes_with_wrap_for_programs_without_a_region(run):
     done = run("with torch.no_grad():\n    print(large(x).dtype)", "--wrap", "cpu", "--recipe", "int8")
     assert done.stdout == "torch.bfloat16\n"
-    assert done.stderr.endswith(", int8: 1 op\n")
+    assert done.stderr.endswith(", int8: 1 op\n  int8: 100% of the 1.05 MFLOPs in matrix products\n")
 
 
 @pytest.mark.usefixtures("int8")
@@ -127,6 +134,20 @@ def test_a_recipe_that_the_device_cannot_do_is_told_and_the_program_runs_in_the_
 
 def test_a_summary_without_a_recipe_does_not_speak_of_one(run):
     assert run("forward()").stderr.endswith(" engine, 1 region (cpu bfloat16 1)\n")
+
+
+@pytest.mark.usefixtures("int8_kernels")
+def test_a_long_program_is_observed_in_its_first_seconds(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    share = RecipeShare()
+    share.start()
+    with torch.no_grad():
+        for now in (1.0, 9.0, 11.0, 12.0):  # noqa: B007  # which monotonic() returns
+            share.note_region()
+            with polycast.autocast("cpu", recipe=polycast.Int8(min_size=0)):
+                torch.mm(torch.ones(1, 4), torch.nn.Parameter(torch.ones(4, 4)))
+    assert list(share.lines()) == ["int8: 100% of the 64 FLOPs in matrix products of the first 10 s"]
 
 
 def test_quiet_leaves_the_summary_out(run):

@@ -103,18 +103,103 @@ def test_a_cache_tells_the_memory_of_casts_and_of_packings_apart(layer):
     assert (stats.entries, stats.bytes, stats.packings, stats.packed_bytes) == (2, 64 * 2 + 8 * 2, 1, 64 + 32)
 
 
+PACKED = 64 + 32  # bytes of what an 8x8 weight is packed into here
+
+
+def declined(layer, **settings):
+    """Run a layer and return why it was not computed by the recipe; empty: it was."""
+    with polycast.observe() as seen:
+        run(layer, **settings)
+    (record,) = seen.low_bit
+    return record.declined
+
+
 def test_a_cache_bounds_both_together(layer, linear):
-    cache = WeightCache(max_bytes=100)
+    cache = WeightCache(max_bytes=PACKED + 2 * 8 * 8 + 2 * 8)
+    with autocast("cpu", cache=cache):
+        layer(X)
     run(layer, cache=cache)
+    assert (cache.stats().entries, cache.stats().packings) == (2, 1)
     other = nn.Linear(8, 8)
-    for _ in range(9):
-        assert torch.equal(run(other, cache=cache), expected(other))
-    stats = cache.stats()
-    assert (stats.packings, stats.evictions) == (1, 1)
-    assert linear.prepared < 10
-    too_small = WeightCache(max_bytes=90)
-    assert torch.equal(run(layer, cache=too_small), expected(layer))
-    assert too_small.stats().packings == 0
+    assert declined(other, cache=cache) == "the WeightCache has no room for its packed weight within max_bytes"
+    assert (cache.stats().packings, linear.prepared) == (1, 1)
+
+
+def test_a_weight_without_room_runs_in_the_fast_dtype_and_is_not_packed(layer, linear):
+    cache = WeightCache(max_bytes=50)
+    with autocast("cpu"):
+        fast = layer(X)
+    for _ in range(3):
+        assert torch.equal(run(layer, cache=cache), fast)
+    assert (linear.prepared, linear.ran) == (0, 0)
+
+
+def test_a_weight_whose_packing_had_no_room_is_packed_once(layer, linear):
+    cache = WeightCache(max_bytes=PACKED - 1)
+    assert torch.equal(run(layer, cache=cache), expected(layer))
+    for _ in range(3):
+        assert declined(layer, cache=cache) == "the WeightCache has no room for its packed weight within max_bytes"
+    assert (linear.prepared, linear.ran, cache.stats().packings) == (1, 1, 0)
+
+
+def test_a_model_that_is_too_large_for_the_cache_keeps_the_packings_that_fit(linear):
+    cache = WeightCache(max_bytes=4 * PACKED)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(9)))
+    for _ in range(40):
+        run(model, cache=cache)
+    assert (linear.prepared, linear.ran, cache.stats().evictions) == (4, 40 * 4, 0)
+
+
+def test_models_that_take_turns_are_seldom_packed_again(linear):
+    cache = WeightCache(max_bytes=PACKED)
+    one, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    for _ in range(20):
+        for layer in (one, one, one, other, other, other):
+            run(layer, cache=cache)
+    assert (linear.prepared, cache.stats().evictions) == (1, 0)
+
+
+def test_a_model_that_is_used_no_more_gives_way(layer, linear):
+    cache = WeightCache(max_bytes=2 * PACKED)
+    run(layer, cache=cache)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for _ in range(20):
+        run(model, cache=cache)
+    assert declined(model[0], cache=cache) == declined(model[1], cache=cache) == ""
+    assert (linear.prepared, cache.stats().evictions) == (3, 1)
+
+
+def test_an_updated_weight_has_the_room_that_it_had(layer, linear):
+    cache = WeightCache(max_bytes=PACKED)
+    for _ in range(3):
+        assert torch.equal(run(layer, cache=cache), expected(layer))
+        layer.weight.mul_(2)
+    assert (linear.prepared, linear.ran) == (3, 3)
+
+
+def _share(layer):
+    layer.share_memory()
+    return layer
+
+
+def _flatten(layer):
+    flat = torch.nn.utils.parameters_to_vector(layer.parameters())
+    layer.weight.data = flat[:64].view(8, 8)
+    layer.bias.data = flat[64:]
+    layer.flat = flat
+    return layer
+
+
+@pytest.mark.parametrize("put", [_share, _flatten], ids=["in shared memory", "in a flat buffer"])
+@pytest.mark.parametrize("cache", [None, WeightCache])
+def test_a_weight_whose_packing_may_not_be_kept_is_not_packed(layer, linear, put, cache):
+    put(layer)
+    settings = {} if cache is None else {"cache": cache()}
+    with autocast("cpu"):
+        fast = layer(X)
+    assert torch.equal(run(layer, **settings), fast)
+    assert declined(layer, **settings).startswith("something else holds the weight's memory")
+    assert (linear.prepared, linear.ran) == (0, 0)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 // Convolutions of images as products: a row of activations is what one pixel of the output is made of.
 #pragma once
 
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/conv2d.h>
 #include <ATen/ops/empty.h>
 
@@ -20,11 +21,14 @@ namespace polycast_cpu {
 
 using Pair = std::array<int64_t, 2>;
 
+// The padding is what lies before and after an image, on each axis: "same" may need more after it.
 struct Convolution {
-  Pair kernel, stride, padding, dilation;
+  Pair kernel, stride, before, after, dilation;
+
+  int64_t padded(int64_t size, int axis) const { return before[axis] + size + after[axis]; }
 
   int64_t output(int64_t size, int axis) const {
-    return (size + 2 * padding[axis] - dilation[axis] * (kernel[axis] - 1) - 1) / stride[axis] + 1;
+    return (padded(size, axis) - dilation[axis] * (kernel[axis] - 1) - 1) / stride[axis] + 1;
   }
 };
 
@@ -52,26 +56,27 @@ std::vector<uint32_t> magnitudes_of_images(Isa isa, const T* elements, int64_t i
   return largest;
 }
 
-// Quantizes images by their scales; where that is zero, to zeros. `by_channel` says that a channel lies after another.
+// Quantize images by their scales, and to zeros where the scale is zero. `by_channel`: the images lie channel by channel.
 template <typename T>
-void quantize_images(Isa isa, const T* elements, bool by_channel, const std::vector<float>& scales, Pair padding,
-                     const Images& out) {
+void quantize_images(Isa isa, const T* elements, bool by_channel, const std::vector<float>& scales,
+                     const Convolution& convolution, const Images& out) {
+  const Pair before = convolution.before, after = convolution.after;
   const int64_t channels = out.channels, line = out.width * channels;
-  const int64_t height = out.height - 2 * padding[0], width = out.width - 2 * padding[1];
+  const int64_t height = out.height - before[0] - after[0], width = out.width - before[1] - after[1];
   uint8_t* const bytes = out.bytes.data_ptr<uint8_t>();
   for_each_part(out.count * out.height, grain(line), [&](int64_t begin, int64_t end) {
     std::vector<uint8_t> planes(by_channel ? width * channels : 0);
     for (int64_t row = begin; row < end; ++row) {
-      const int64_t image = row / out.height, y = row % out.height - padding[0];
+      const int64_t image = row / out.height, y = row % out.height - before[0];
       const float scale = scales[image];
       uint8_t* const to = bytes + row * line;
       if (y < 0 || y >= height || scale == 0) {
         std::fill_n(to, line, kZeroPoint);
         continue;
       }
-      std::fill_n(to, padding[1] * channels, kZeroPoint);
-      std::fill_n(to + (padding[1] + width) * channels, padding[1] * channels, kZeroPoint);
-      uint8_t* const inner = to + padding[1] * channels;
+      std::fill_n(to, before[1] * channels, kZeroPoint);
+      std::fill_n(to + (before[1] + width) * channels, after[1] * channels, kZeroPoint);
+      uint8_t* const inner = to + before[1] * channels;
       if (by_channel) {
         for (int64_t channel = 0; channel < channels; ++channel) {
           quantize_row(isa, elements + ((image * channels + channel) * height + y) * width, width, 1 / scale,
@@ -109,10 +114,10 @@ inline void gather(const Images& images, const Convolution& convolution, Pair ou
   });
 }
 
-// The convolution of one image in float32 with the quantized weight, for images with inf or nan.
+// Return the convolution of one image in float32 with the quantized weight, for images with inf or nan.
 inline at::Tensor convolve_nonfinite(const at::Tensor& image, const Weight& weight, const Convolution& convolution,
                                      const std::optional<at::Tensor>& bias) {
-  const auto [kernel, stride, padding, dilation] = convolution;
+  const auto [kernel, stride, before, after, dilation] = convolution;
   at::Tensor floats = at::empty({weight.columns, kernel[0], kernel[1], image.size(1)}, at::kFloat);
   float* value = floats.data_ptr<float>();
   for (int64_t n = 0; n < weight.columns; ++n) {
@@ -120,10 +125,12 @@ inline at::Tensor convolve_nonfinite(const at::Tensor& image, const Weight& weig
       *value++ = weight.value(n, k) * weight.scales[n];
     }
   }
-  return at::conv2d(image.to(at::kFloat), floats.permute({0, 3, 1, 2}), bias, stride, padding, dilation);
+  const at::Tensor padded = at::constant_pad_nd(image.to(at::kFloat), {before[1], after[1], before[0], after[0]});
+  return at::conv2d(padded, floats.permute({0, 3, 1, 2}), bias, stride, at::IntArrayRef{0}, dilation);
 }
 
-// Return the convolution of images [B, C, H, W]. Of the weight [N, C, height, width] itself sizes and strides are looked at.
+// Return the convolution of images [B, C, H, W]. Of the weight [N, C, height, width] itself sizes and strides are looked at. `padding` is
+// [above, below, left, right].
 inline at::Tensor int8_conv2d(const at::Tensor& x, const at::Tensor& original, const at::Tensor& values,
                               const at::Tensor& scales, const at::Tensor& offsets,
                               const std::optional<at::Tensor>& bias, at::IntArrayRef stride, at::IntArrayRef padding,
@@ -131,7 +138,7 @@ inline at::Tensor int8_conv2d(const at::Tensor& x, const at::Tensor& original, c
   const auto isa = static_cast<Isa>(isa_number);
   const Pair kernel{original.size(2), original.size(3)};
   const Convolution convolution{
-      kernel, {stride[0], stride[1]}, {padding[0], padding[1]}, {dilation[0], dilation[1]}};
+      kernel, {stride[0], stride[1]}, {padding[0], padding[2]}, {padding[1], padding[3]}, {dilation[0], dilation[1]}};
   // As torch has it, also for those that are in both formats.
   const bool channels_last = x.suggest_memory_format() == at::MemoryFormat::ChannelsLast ||
                              original.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
@@ -140,17 +147,17 @@ inline at::Tensor int8_conv2d(const at::Tensor& x, const at::Tensor& original, c
   const Weight weight = weight_of(values, scales, offsets, terms);
   const Pair output{convolution.output(height, 0), convolution.output(width, 1)};
   const int64_t pixels = output[0] * output[1];
+  TORCH_CHECK(x.numel() > 0 && columns > 0 && output[0] > 0 && output[1] > 0,
+              "polycast_cpu::int8_conv2d: expected images and an output with elements, got images ", x.sizes(), " and an output of ",
+              output[0], " by ", output[1], ". Call torch's conv2d for these.");
   at::Tensor out = at::empty({count, columns, output[0], output[1]}, x.options().dtype(dtype),
                              channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
-  if (out.numel() == 0) {
-    return out;
-  }
   const bool by_channel = !x.is_contiguous(at::MemoryFormat::ChannelsLast);
   const at::Tensor dense = by_channel ? x.contiguous() : x;
   const std::optional<at::Tensor> added = bias.has_value() ? std::optional(bias->to(at::kFloat).contiguous()) : bias;
   const float* const bias_values = bias.has_value() ? added->const_data_ptr<float>() : nullptr;
 
-  Images images{{}, count, height + 2 * padding[0], width + 2 * padding[1], channels};
+  Images images{{}, count, convolution.padded(height, 0), convolution.padded(width, 1), channels};
   images.bytes = at::empty({images.count * images.height * images.width * channels}, at::kByte);
   std::vector<float> image_scales(count);
   with_elements(dense, [&](const auto* elements) {
@@ -163,7 +170,7 @@ inline at::Tensor int8_conv2d(const at::Tensor& x, const at::Tensor& original, c
       const uint32_t magnitude = magnitudes[image];
       image_scales[image] = is_finite(magnitude) ? scale_of(by_image ? magnitude : largest) : 0;
     }
-    quantize_images(isa, elements, by_channel, image_scales, convolution.padding, images);
+    quantize_images(isa, elements, by_channel, image_scales, convolution, images);
   });
 
   const int64_t rows = count * pixels, row_bytes = row_stride(terms);

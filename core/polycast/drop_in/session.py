@@ -27,6 +27,7 @@ from .patch import patch_torch
 
 if TYPE_CHECKING:
     from .observing import Wanted
+    from .recipe_share import RecipeShare
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,13 @@ class Session:
         self._regions: dict[tuple[str, torch.dtype | None], Iterator[int]] = {}
         self._cache = WeightCache() if options.weight_cache else None
         self._low_bit: dict[tuple[str, str | None], Iterator[int]] = {}
+        self._reports = False
+        self._share: RecipeShare | None = None
 
     def start(self, *, is_first: bool = True) -> None:
         """Put it in force; in the processes that are spawned too, of which none `is_first`."""
+        if self._reports and self._options.recipe is not None:
+            self._share = _started_share()
         patch_torch().start()
         stand_in.on_entry = self._on_entry()
         if self._options.recipe is not None:
@@ -74,6 +79,7 @@ class Session:
 
     def report_at_exit(self) -> None:
         """Write the summary when this process ends, after all that the program does."""
+        self._reports = True
         process = os.getpid()
 
         def report() -> None:
@@ -83,7 +89,7 @@ class Session:
         atexit.register(report)
 
     def _on_entry(self) -> Callable[[Settings], Settings]:
-        cache, policy, recipe = self._cache, self._options.policy, self._options.recipe
+        cache, policy, recipe, share = self._cache, self._options.policy, self._options.recipe, self._share
         regions = self._regions
 
         @functools.lru_cache  # a program has few, and enters them often
@@ -99,6 +105,8 @@ class Session:
             next(regions.setdefault(key, itertools.count()))  # threads and forks need no lock for this
             if cache is None and policy is None and recipe is None:
                 return settings
+            if share is not None:
+                share.note_region()
             keeps = cache is not None and settings.cache_enabled is not False and not torch.is_grad_enabled()
             is_outermost = state.machine.innermost(settings.device_type) is None
             return given(settings, is_outermost, keeps)
@@ -133,8 +141,23 @@ class Session:
             key: count for key, count in sorted(counts.items(), key=lambda item: -item[1]) if key[1] is not None
         }
         return f", {self._options.recipe}: {ran} op{'s' * (ran != 1)}" + "".join(
-            f"\n  {count} {op} in the fast dtype: {reason}" for (op, reason), count in declined.items()
+            f"\n  {line}"
+            for line in (
+                *(f"{count} {op} in the fast dtype: {reason}" for (op, reason), count in declined.items()),
+                *(() if self._share is None else self._share.lines()),
+            )
         )
+
+
+def _started_share() -> "RecipeShare | None":
+    from .recipe_share import RecipeShare  # which few programs need, and takes a while to import
+
+    share = RecipeShare()
+    try:
+        share.start()
+    except RuntimeError:  # the observer cannot be built: the summary does without
+        return None
+    return share
 
 
 def _wrap_modules(device_type: str, dtype: torch.dtype | None) -> None:

@@ -37,6 +37,9 @@ class Reading(TypedDict):
     """(module, how often it was called)"""
     chains: Sequence[tuple[int, Sequence[str], int, int, str | None, torch.dtype | None, int, int]]
     """(kind, ops, overlay, module, device, fast dtype, count, bytes); see CHAIN_KINDS"""
+    matmuls: Sequence[tuple[str, bool, int, str | None, torch.dtype | None, int, str | None, str | None, int, float]]
+    """(op, in the backward pass, module, device, fast dtype, overlay, recipe, why it declined, calls, operations); no
+    recipe where none was asked; an empty reason where it computed them"""
     regions: Sequence[tuple[str, str, bool, torch.dtype, int, int, int]]
     """(where, device, enabled, dtype, entries, unused, ops)"""
     compiled: Sequence[tuple[str, int, int]]
@@ -65,6 +68,9 @@ class Observer(Protocol):
 
     def leave_module(self, module: object, /) -> None:
         """Have them counted no more for it, nor for those inside it that were not left."""
+
+    def note_low_bit(self, recipe: str, declined: str, /) -> None:
+        """Note whether a recipe computed the op that this thread is in; `declined` says why not, or is empty."""
 
     def note_compiling(self, begins: bool, /) -> None:
         """Have the ops on this thread not counted: they are a compiler's, until it is done."""

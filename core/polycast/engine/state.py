@@ -123,7 +123,13 @@ class Overlay(dict[str, CastPolicy]):
 WATCHED = "something records, transforms or watches the ops"
 NO_WEIGHT = "its weight is no parameter that can be kept (a view, a subclass, or the result of another op)"
 NOTHING_KEPT = "nothing is kept of weights here (cache_enabled=False, or a device's graph is being captured)"
-"""Why nothing is kept of a weight."""
+WRITTEN_UNSEEN = (
+    "something else holds the weight's memory and may write it unseen (an alias made through .data, an array, a buffer "
+    "that it is a part of, another process)"
+)
+NO_ROOM = "the WeightCache has no room for its packed weight within max_bytes"
+NOT_PACKED = (WATCHED, NO_WEIGHT, NOTHING_KEPT, WRITTEN_UNSEEN, NO_ROOM)
+"""Why nothing is kept of a weight, by the numbers that the native engine has for it."""
 
 
 class Settings(NamedTuple):
@@ -176,7 +182,8 @@ class StateMachine(Protocol):
     ) -> tuple[torch.Tensor, ...] | str | None:
         """Return what a weight is packed into, kept in a cache by the rules of casts; `prepare` makes it.
 
-        None where `prepare` has said so. Where nothing can be kept, a text that says why: one of those above.
+        None where `prepare` has said so. Where nothing can be kept, nothing is made, and the answer is a text of
+        NOT_PACKED that says why.
         """
 
     def clear_own_casts(self, all_threads: bool, /) -> None:

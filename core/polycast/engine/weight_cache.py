@@ -73,8 +73,9 @@ class WeightCache:
     tensors that a cache watches.
 
     Args:
-        max_bytes: the memory that casts, and what recipes pack weights into, may take. A new one takes the place of the
-            one that was not used for longest, if it was wanted as often. None: no bound.
+        max_bytes: the memory that casts, and what recipes pack weights into, may take. A new one takes the place of
+            the least recently used one, if that was not used while the new one was wanted as often; of packed
+            weights, 16 times. None: no bound.
         verify: at every hit compare the cast with the weight, to find writes that were not seen. Slow.
 
     Raises:

@@ -28,7 +28,7 @@ def is_weight(tensor: torch.Tensor, *, to_pack: bool = False) -> bool:
         and not tensor.is_inference()
         and not tensor._is_view()
         and not tensor.is_neg()
-        and not (_shares_its_storage(tensor) and storages_are_rewritten())
+        and not is_rewritten(tensor)
     )
 
 
@@ -44,6 +44,11 @@ def is_part_of_a_buffer(tensor: torch.Tensor) -> bool:
     """
     size = tensor.untyped_storage().nbytes()
     return _shares_its_storage(tensor) and tensor.nbytes < size
+
+
+def is_rewritten(weight: torch.Tensor) -> bool:
+    """Return whether something may write a weight without counting a version, through another tensor on its storage."""
+    return _shares_its_storage(weight) and storages_are_rewritten()
 
 
 def storages_are_rewritten() -> bool:

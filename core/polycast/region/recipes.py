@@ -6,6 +6,7 @@ from ..errors import RecipeDisabledWarning, warn_user
 from ..plugins.backend import Backend
 from ..plugins.discovery import check_recipe
 from ..policy.recipes import NoRecipe, Recipe, RecipeLike, read_recipe
+from . import fused_attention  # noqa: F401  # is in place wherever a recipe is
 
 _told: set[tuple[str, str]] = set()
 taken_back.append(packings.drop)

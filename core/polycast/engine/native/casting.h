@@ -52,9 +52,15 @@ bool is_weight(const Tensor& tensor, bool to_pack = false) {
       !meta->is_view_ && meta->fw_grad_ == nullptr;
 }
 
-// See storages_are_rewritten in engine/weights.py. Few weights share their storage, so the GIL is rarely taken.
+// See storages_are_rewritten in engine/weights.py. Few weights share their storage, so the GIL is rarely taken. A collective that has
+// ended shares it until it is forgotten. Python may run.
 bool is_rewritten(const Tensor& weight) {
-  if (weight.unsafeGetTensorImpl()->unsafe_storage().use_count() == 1) {
+  const auto is_shared = [&weight] { return weight.unsafeGetTensorImpl()->unsafe_storage().use_count() > 1; };
+  if (!is_shared()) {
+    return false;
+  }
+  InFlight::storages().forget_ended();
+  if (!is_shared()) {
     return false;
   }
   const Gil gil;

@@ -19,7 +19,7 @@ from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, autocast_key, refusal
 from ..places import place_now, stack_now
 from ..recorder import Observer, Recorder
-from ..state import NO_WEIGHT, NOTHING_KEPT, WATCHED, Overlay, Settings
+from ..state import NOT_PACKED, Overlay, Settings
 from ..unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedOptimizers
 from ..weight_cache import WeightCache, cache_by_identity
 from ..weights import STALE, storages_are_rewritten
@@ -36,7 +36,6 @@ _numbers: dict[str, int] = {}
 _names: dict[int, str] = {}
 _unused_numbers = itertools.count()
 _LOW_BIT = len(CastPolicy)
-_NOT_PACKED = (WATCHED, NO_WEIGHT, NOTHING_KEPT)
 
 
 class ObserverLibrary(Protocol):
@@ -100,7 +99,7 @@ class NativeEngine:
         """See :class:`StateMachine`."""
         found: tuple[torch.Tensor, ...] | int | None
         found = self._extension.packing_of(self._native_store(cache), weight, kind, prepare)
-        return _NOT_PACKED[found] if isinstance(found, int) else found
+        return NOT_PACKED[found] if isinstance(found, int) else found
 
     @disable_dynamo
     def _native_store(self, cache: WeightCache) -> Any:
@@ -164,6 +163,7 @@ class NativeObserver:
         self.enter_module: Callable[[object], None] = extension.enter_module
         self.leave_module: Callable[[object], None] = extension.leave_module
         self.note_compiling: Callable[[bool], None] = extension.note_compiling
+        self.note_low_bit: Callable[[str, str], None] = extension.note_low_bit
         # See Listener in the reference engine.
         self.note_overlay = extension.note_overlay
         self.note_cast = extension.note_cast

@@ -98,9 +98,9 @@ constexpr bool is_for_low_bit<Tensor(const Tensor&, const Tensor&, Args...)> =
     (std::is_constructible_v<c10::IValue, const std::decay_t<Args>&> && ...);
 
 // packing_of(store, weight, kind, prepare): what a weight is packed into, kept in a store or made; see StateMachine in
-// engine/state.py. A number where nothing can be kept.
+// engine/state.py. A number, which is a place in NOT_PACKED there, where nothing can be kept: then nothing is made.
 PyObject* packing_of(PyObject*, PyObject* given) {
-  enum : long { kWatched, kNoWeight, kNothingKept };
+  enum : long { kWatched, kNoWeight, kNothingKept, kWrittenUnseen, kNoRoom };
   PyObject *of_store, *of_weight, *prepare;
   int kind;
   parse(given, "OOiO", &of_store, &of_weight, &kind, &prepare);
@@ -109,12 +109,16 @@ PyObject* packing_of(PyObject*, PyObject* given) {
   if (!caching_is_safe()) {
     return PyLong_FromLong(kWatched);
   }
-  if (!is_weight(weight, /*to_pack=*/true) || is_rewritten(weight)) {
+  if (!is_weight(weight, /*to_pack=*/true)) {
     return PyLong_FromLong(kNoWeight);
+  }
+  if (is_rewritten(weight)) {
+    return PyLong_FromLong(kWrittenUnseen);
   }
   if (!at::autocast::is_autocast_cache_enabled()) {
     return PyLong_FromLong(kNothingKept);
   }
+  bool may_keep, has_room;
   std::optional<std::vector<Tensor>> packed;
   {
     const WithoutGil others_may_run;
@@ -129,6 +133,14 @@ PyObject* packing_of(PyObject*, PyObject* given) {
       PyTuple_SetItem(parts.get(), static_cast<Py_ssize_t>(i), python_tensor((*packed)[i]).release());
     }
     return parts.release();
+  }
+  {
+    const WithoutGil others_may_run;
+    may_keep = Store::may_keep(weight);
+    has_room = may_keep && store->has_room_for_packing(weight, kind);
+  }
+  if (!has_room) {
+    return PyLong_FromLong(may_keep ? kNoRoom : kWrittenUnseen);
   }
   const uint64_t writes = Writes::log().count();
   Content content(weight);

@@ -149,6 +149,25 @@ class Store : public std::enable_shared_from_this<Store> {
     insert({weight.unsafeGetTensorImpl(), ScalarType::Undefined, kind}, weight, std::move(entry), writes);
   }
 
+  // Whether what is made of a weight may be kept at all. Python may run.
+  static bool may_keep(const Tensor& weight) { return !is_part_of_a_buffer(weight) && !is_written_by_others(weight); }
+
+  // Return whether there is room for what a weight would be packed into, which is more work than it saves where it is not kept. A
+  // packing that had no room has left its size; one that was never made takes a byte for each element, at least.
+  bool has_room_for_packing(const Tensor& weight, int kind) {
+    if (!max_bytes_) {
+      return true;
+    }
+    const Key key{weight.unsafeGetTensorImpl(), ScalarType::Undefined, kind};
+    const auto elements = static_cast<size_t>(weight.numel());
+    Dying dying;
+    std::lock_guard<std::mutex> lock(mutex_);
+    erase(key, dying);  // it does not hold any more
+    const auto found = refused_.find(key);
+    const bool is_known = found != refused_.end() && found->second.elements == elements;
+    return has_room(key, elements, is_known ? std::max(found->second.bytes, elements) : elements);
+  }
+
   // Called without the GIL. The weights are not watched any more either, so that nothing refers to them.
   void clear() {
     Writes::log().add_all();  // what another thread is making is not to be kept after this
@@ -202,6 +221,7 @@ class Store : public std::enable_shared_from_this<Store> {
     std::vector<uint32_t> versions;  // of these, as they were made
     size_t bytes = 0;
     int uses = 1;
+    uint64_t last_use = 0;  // by the clock, where there is a bound
     std::list<Key>::iterator age = {};
     std::vector<c10::Stream> streams = {};  // that may use it; the first is the one that it was made on
 
@@ -250,7 +270,15 @@ class Store : public std::enable_shared_from_this<Store> {
   };
   using Dying = std::vector<std::shared_ptr<void>>;
 
+  // What was not given room, a hint by address.
+  struct Refused {
+    size_t elements = 0, bytes = 0;  // of the weight, and of what was made of it; 0: nothing was
+    int count = 0;                   // how often, since `since` by the clock
+    uint64_t since = 0;
+  };
+
   static constexpr int kMostUses = 3;
+  static constexpr int kUsesToRepack = 16;  // a packing takes as long as so many uses of it save
   static constexpr size_t kMostRefused = 10'000;
 
   // Called with the mutex held.
@@ -258,6 +286,7 @@ class Store : public std::enable_shared_from_this<Store> {
     ++hits_;
     if (max_bytes_) {
       entry.uses = std::min(entry.uses + 1, kMostUses);
+      entry.last_use = ++clock_;
       ages_.splice(ages_.end(), ages_, entry.age);
     }
   }
@@ -273,39 +302,66 @@ class Store : public std::enable_shared_from_this<Store> {
     }
   }
 
-  // Called with the mutex held. Make room for a cast, or say that those which are there are worth more.
+  // Called with the mutex held. Return whether a new entry may have so many bytes, in place of those that were not used for longest.
   //
-  // The one that was not used for longest has to give way if the new one was wanted as often. So a model that is too large for
-  // the store has hits on the part of it that is in there, and not none, as it would if each layer drove out the one that is
-  // needed next; and a model that is used no more gives way to the next.
-  bool make_room(const Key& key, size_t bytes, Dying& dying) {
-    while (bytes_ + bytes > *max_bytes_) {
-      if (refused_.size() > kMostRefused) {
-        refused_.clear();
+  // Those give way if they were not used while the new one was wanted, and refused, as often as they had been, or often enough to be
+  // worth a packing. So a model that is too large for the store has hits on the part of it that is in there: each entry is used before
+  // a layer outside is wanted again, and no layer drives out the one that is needed next. And a model that is used no more gives way.
+  bool has_room(const Key& key, size_t elements, size_t bytes) {
+    if (bytes > *max_bytes_) {
+      return false;
+    }
+    size_t left = bytes_;
+    for (auto age = ages_.begin(); left + bytes > *max_bytes_; ++age) {
+      const Entry& oldest = *entries_.find(*age)->second;
+      Refused& refused = refused_of(key, elements);
+      if (oldest.last_use > refused.since) {
+        refused.count = 0;
+        refused.since = ++clock_;
       }
-      int& refused = refused_[key];
-      if (refused < entries_.find(ages_.front())->second->uses) {
-        ++refused;
+      if (refused.count < (key.packing != 0 || age->packing != 0 ? kUsesToRepack : oldest.uses)) {
+        ++refused.count;
         return false;
       }
-      erase(Key(ages_.front()), dying);
-      ++evictions_;
+      left -= oldest.bytes;
     }
-    refused_.erase(key);
     return true;
+  }
+
+  // Called with the mutex held.
+  Refused& refused_of(const Key& key, size_t elements) {
+    if (refused_.size() > kMostRefused) {
+      refused_.clear();
+    }
+    Refused& refused = refused_[key];
+    if (refused.elements != elements) {  // another weight, where one has died
+      refused = {elements};
+    }
+    return refused;
   }
 
   void insert(const Key& key, const Tensor& weight, std::shared_ptr<Entry> entry, uint64_t writes) {
     Dying dying;
-    const bool may_keep = !is_part_of_a_buffer(weight) && !is_written_by_others(weight);
+    const bool is_unshared = may_keep(weight);
+    const auto elements = static_cast<size_t>(weight.numel());
     bool watched = true;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       ++misses_;
       erase(key, dying);
       const size_t bytes = entry->bytes;
+      const bool has_room = !max_bytes_ || this->has_room(key, elements, bytes);
+      if (!has_room && key.packing != 0) {
+        refused_of(key, elements).bytes = bytes;
+      }
       // A write that was announced since may be of this weight: the next use looks again.
-      if (may_keep && writes == Writes::log().count() && (!max_bytes_ || (bytes <= *max_bytes_ && make_room(key, bytes, dying)))) {
+      if (is_unshared && has_room && writes == Writes::log().count()) {
+        while (max_bytes_ && bytes_ + bytes > *max_bytes_) {
+          erase(Key(ages_.front()), dying);
+          ++evictions_;
+        }
+        refused_.erase(key);
+        entry->last_use = ++clock_;
         if (const auto stream = current_stream(weight)) {
           entry->streams.push_back(*stream);
         }
@@ -394,10 +450,11 @@ class Store : public std::enable_shared_from_this<Store> {
   std::mutex mutex_;
   Entries entries_;
   std::list<Key> ages_;  // least recently used first
-  ska::flat_hash_map<Key, int, KeyHash> refused_;  // how often; hints, by address
+  ska::flat_hash_map<Key, Refused, KeyHash> refused_;
   Watchers watchers_;
   uint64_t hits_ = 0, misses_ = 0, evictions_ = 0;
   size_t bytes_ = 0;
+  uint64_t clock_ = 0;  // counts what is done, where there is a bound
   int most_packings_ = 0;  // the highest kind of packing that was kept
 };
 

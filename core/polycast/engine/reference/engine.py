@@ -82,6 +82,7 @@ class _ToldObserver:
         self.enter_module = native.enter_module
         self.leave_module = native.leave_module
         self.note_compiling = native.note_compiling
+        self.note_low_bit = native.note_low_bit
 
     def recorder(self, all_threads: bool, timing: bool, nonfinite: int, stacks: bool) -> Recorder:
         """See :class:`Observer`."""

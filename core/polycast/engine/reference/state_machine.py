@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import torch
 
 from ...policy.cast_policy import CastPolicy
-from ..state import NO_WEIGHT, NOTHING_KEPT, WATCHED, Overlay, Settings
+from ..state import NO_WEIGHT, NOTHING_KEPT, WATCHED, WRITTEN_UNSEEN, Overlay, Settings
 from ..weight_cache import WeightCache
-from ..weights import caching_is_safe, is_weight
+from ..weights import caching_is_safe, is_rewritten, is_weight
 from . import telling
 from .store import PythonStore
 
@@ -220,7 +220,8 @@ class PythonStateMachine:
         if not caching_is_safe():
             return WATCHED
         if not is_weight(weight, to_pack=True):
-            return NO_WEIGHT
+            is_parameter = isinstance(weight, torch.nn.Parameter) and not weight._is_view()
+            return WRITTEN_UNSEEN if is_parameter and is_rewritten(weight) else NO_WEIGHT
         if not torch.is_autocast_cache_enabled():
             return NOTHING_KEPT
         return cache.store("reference", PythonStore).packing(weight, kind, prepare)

@@ -12,9 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...errors import StaleWeightError
 from ...plugins.fork import Lock, hold_over_forks
+from ..state import NO_ROOM, WRITTEN_UNSEEN
 from ..weights import STALE, is_part_of_a_buffer
 
 _MOST_USES = 3
+_USES_TO_REPACK = 16
+"""A packing takes as long as so many uses of it save."""
 _MOST_REFUSED = 10_000
 _stores: "weakref.WeakSet[PythonStore]" = weakref.WeakSet()
 _stores_lock = threading.RLock()
@@ -31,6 +34,7 @@ class _Entry:
     storage: StorageWeakRef  # so that its identity is not given to another storage
     kept: _Packing  # a cast, or what the weight was packed into
     uses: int = 1
+    last_use: int = 0  # by the store's clock
     versions: tuple[int, ...] = ()
     nbytes: int = 0
     original: torch.Tensor | None = None  # what was packed, where it is to be verified
@@ -47,6 +51,16 @@ class _Entry:
     def cast(self) -> torch.Tensor:
         assert self.kept is not None
         return self.kept[0]
+
+
+@dataclass(slots=True)
+class _Refused:
+    """What was not given room: a hint, by identity."""
+
+    elements: int  # of the weight
+    nbytes: int = 0  # of what was made of it; 0: nothing was
+    count: int = 0  # how often, since `since` by the store's clock
+    since: int = 0
 
 
 def _versions(kept: _Packing) -> tuple[int, ...]:
@@ -66,7 +80,8 @@ class PythonStore:
         self._linked: dict[_Key, _Entry] = {}
         self._drops = 0  # how often some of these were dropped
         self._weights: dict[int, weakref.ref[torch.Tensor]] = {}
-        self._refused: dict[_Key, int] = {}  # how often; hints, by identity
+        self._refused: dict[_Key, _Refused] = {}
+        self._clock = 0
         self._bytes = self._hits = self._misses = self._evictions = 0
         with _stores_lock:
             _stores.add(self)
@@ -89,8 +104,11 @@ class PythonStore:
                 _check_contents(weight, entry.cast)
             return entry.cast
 
-    def packing(self, weight: torch.Tensor, kind: int, prepare: Callable[[torch.Tensor], _Packing]) -> _Packing:
-        """Return what `prepare` makes of a weight: what is kept if it still holds, else anew."""
+    def packing(self, weight: torch.Tensor, kind: int, prepare: Callable[[torch.Tensor], _Packing]) -> _Packing | str:
+        """Return what `prepare` makes of a weight: what is kept if it still holds, else anew.
+
+        Where it could not be kept it is not made, for that is more work than it saves: then return the reason.
+        """
         key = (id(weight), kind)
         with self._lock:
             entry = self._find(key, weight)
@@ -98,6 +116,14 @@ class PythonStore:
                 if entry.original is not None and not _are_equal(entry.original, weight):
                     raise StaleWeightError(STALE)
                 return entry.kept
+            if not self._may_keep(weight):
+                return WRITTEN_UNSEEN
+            # One that had no room has left its size; one that was never made takes a byte for each element, at least.
+            self._erase(key)
+            refused = self._refused.get(key)
+            known = refused.nbytes if refused is not None and refused.elements == weight.numel() else 0
+            if not self._has_room(key, weight.numel(), max(weight.numel(), known)):
+                return NO_ROOM
         content = _content(weight)
         entry = _Entry(content, _storage(weight), prepare(weight))
         if self._verify:
@@ -112,6 +138,7 @@ class PythonStore:
             return None
         self._hits += 1
         entry.uses = min(entry.uses + 1, _MOST_USES)
+        entry.last_use = self._tick()
         self._entries.move_to_end(key)
         return entry
 
@@ -137,39 +164,63 @@ class PythonStore:
     def _insert(self, key: _Key, weight: torch.Tensor, entry: _Entry) -> _Entry:
         self._misses += 1
         self._erase(key)
-        if not _may_be_kept(weight) or (is_part_of_a_buffer(weight) and not self._own):
+        if not self._may_keep(weight):
             return entry
-        if not self._make_room(key, entry.nbytes):
+        if not self._has_room(key, weight.numel(), entry.nbytes):
+            if isinstance(key[1], int):
+                self._refused_of(key, weight.numel()).nbytes = entry.nbytes
             return entry
+        while self._max_bytes is not None and self._bytes + entry.nbytes > self._max_bytes:
+            self._erase(next(iter(self._entries)))
+            self._evictions += 1
+        self._refused.pop(key, None)
+        entry.last_use = self._tick()
         if key[0] not in self._weights:
             self._weights[key[0]] = weakref.ref(weight, self._forgetting(key[0]))
         self._entries[key] = entry
         self._bytes += entry.nbytes
         return entry
 
-    def _make_room(self, key: _Key, size: int) -> bool:
-        """Make room for a cast, or say that those which are there are worth more.
+    def _may_keep(self, weight: torch.Tensor) -> bool:
+        return _may_be_kept(weight) and (self._own or not is_part_of_a_buffer(weight))
 
-        The one that was not used for longest has to give way if the new one was wanted as often. So a model that is too
-        large for the store has hits on the part of it that is in there, and not none, as it would if each layer drove
-        out the one that is needed next; and a model that is used no more gives way to the next.
+    def _has_room(self, key: _Key, elements: int, size: int) -> bool:
+        """Return whether a new entry may have so many bytes, in place of those that were not used for longest.
+
+        Those give way if they were not used while the new one was wanted, and refused, as often as they had been, or
+        often enough to be worth a packing. So a model that is too large for the store has hits on the part of it that
+        is in there: each entry is used before a layer outside is wanted again, and no layer drives out the one that is
+        needed next. And a model that is used no more gives way.
         """
         if self._max_bytes is None:
             return True
         if size > self._max_bytes:
             return False
-        while self._bytes + size > self._max_bytes:
-            longest_unused, oldest = next(iter(self._entries.items()))
-            refused = self._refused.get(key, 0)
-            if refused < oldest.uses:
-                if len(self._refused) > _MOST_REFUSED:
-                    self._refused.clear()
-                self._refused[key] = refused + 1
+        left = self._bytes
+        for longest_unused, oldest in list(self._entries.items()):  # weights may die meanwhile
+            if left + size <= self._max_bytes:
+                break
+            refused = self._refused_of(key, elements)
+            if oldest.last_use > refused.since:
+                refused.count, refused.since = 0, self._tick()
+            is_packing = isinstance(key[1], int) or isinstance(longest_unused[1], int)
+            if refused.count < (_USES_TO_REPACK if is_packing else oldest.uses):
+                refused.count += 1
                 return False
-            self._erase(longest_unused)
-            self._evictions += 1
-        self._refused.pop(key, None)
+            left -= oldest.nbytes
         return True
+
+    def _refused_of(self, key: _Key, elements: int) -> _Refused:
+        if len(self._refused) > _MOST_REFUSED:
+            self._refused.clear()
+        refused = self._refused.get(key)
+        if refused is None or refused.elements != elements:  # another weight, where one has died
+            refused = self._refused[key] = _Refused(elements)
+        return refused
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
 
     def _forgetting(self, identity: int) -> Any:
         this = weakref.ref(self)

@@ -15,18 +15,21 @@ from ...engine.state import Overlay, Settings
 from ...plugins.backend import Backend
 from ...plugins.discovery import check_availability
 from ...plugins.registry import registry
+from ...policy.cast_policy import CastPolicy
 from ...policy.dtypes import dtype_name
 from ...region.autocast import why_disabled
 from ...region.explain import deciding_rule
 from ...region.explanation import NO_RULE, OTHERS_KERNEL
 from .facts import Facts, Run, total_of
 from .known_modules import Known
+from .matmuls import FUSED
 from .records import (
     Cast,
     Chain,
     Compiled,
     Counts,
     Decision,
+    Matmul,
     Module,
     NonFinite,
     Op,
@@ -101,6 +104,7 @@ class _Counted:
                 (), (Compiled(name, self._name(module), calls) for name, module, calls in self._reading["compiled"])
             ),
             chains=self._chains(),
+            matmuls=self._matmuls(),
             nonfinite=self._nonfinite(),
         )
 
@@ -154,6 +158,34 @@ class _Counted:
         # A node is named for the op that made it: MseLossBackward0 for aten::mse_loss.
         found += [chain for chain in roots if _letters(chain.ops[0]) not in losses]
         return tuple(sorted(combine((), found), key=lambda chain: (-chain.bytes, chain.kind, chain.ops)))
+
+    def _matmuls(self) -> tuple[Matmul, ...]:
+        found = []
+        for op, backward, module, device, dtype, overlay, recipe, declined, calls, flops in self._reading["matmuls"]:
+            if recipe is None:
+                recipe, declined = self._not_asked(op, device, dtype, overlay)
+            found.append(
+                Matmul(op, _phase(backward), self._name(module), device or "", recipe, declined or "", calls, flops)
+            )
+        return tuple(sorted(combine((), found), key=lambda each: (-each.flops, each.op, each.module or "")))
+
+    def _not_asked(self, op: str, device: str | None, dtype: torch.dtype | None, overlay: int) -> tuple[str, str]:
+        """Return the recipe that an op ran under, which was not asked for it, and the reason; two empty texts: none."""
+        laid_over = self._overlays.get(overlay)
+        if device is None or laid_over is None or laid_over.recipe is None or not laid_over.recipe.overloads:
+            return "", ""
+        policy, rule, _ = self._decide(op, device, dtype, overlay)
+        if op in FUSED:
+            reason = FUSED[op]
+        elif policy is None:
+            reason = "autocast has no policy for it"
+        elif op in laid_over:
+            reason = f"the {rule} names it"
+        elif policy != CastPolicy.LOWER_PRECISION_FP.value:
+            reason = f"its policy is {policy}"
+        else:
+            reason = "the recipe is not for it"
+        return laid_over.recipe.short, reason
 
     def _nonfinite(self) -> NonFinite | None:
         found = self._reading["nonfinite"]

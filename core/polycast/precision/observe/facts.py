@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .records import Cast, Chain, Compiled, Counts, LowBit, Module, NonFinite, Op, Region
+from .records import Cast, Chain, Compiled, Counts, LowBit, Matmul, Module, NonFinite, Op, Region
 from .sums import add, combine
 
 
@@ -51,6 +51,7 @@ class Facts:
     compiled: tuple[Compiled, ...] = ()
     chains: tuple[Chain, ...] = ()
     low_bit: tuple[LowBit, ...] = ()
+    matmuls: tuple[Matmul, ...] = ()
     nonfinite: NonFinite | None = None
 
 
@@ -62,6 +63,7 @@ LISTS: dict[str, type[Any]] = {
     "compiled": Compiled,
     "chains": Chain,
     "low_bit": LowBit,
+    "matmuls": Matmul,
 }
 """The records that facts are lists of, by name."""
 

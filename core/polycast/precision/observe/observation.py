@@ -12,7 +12,8 @@ from rich.console import Group
 from . import table
 from .facts import LISTS, Facts, Run, combined, share, total_of
 from .findings import findings_of
-from .records import Cast, Compiled, Counts, Finding, LowBit, Module, NonFinite, Op, Region, plain, read
+from .matmuls import recipe_share
+from .records import Cast, Compiled, Counts, Finding, LowBit, Matmul, Module, NonFinite, Op, Region, plain, read
 
 SCHEMA = 1
 """The schema that is written, and the newest that is read."""
@@ -81,6 +82,19 @@ class Observation:
         return self.facts.low_bit
 
     @property
+    def matmuls(self) -> tuple[Matmul, ...]:
+        """The ops that multiply matrices, by module and by what recipes made of them, the largest first."""
+        return self.facts.matmuls
+
+    @property
+    def recipe_share(self) -> float | None:
+        """The share of the floating-point operations in matrix products that recipes computed; None without a recipe.
+
+        All of :attr:`matmuls` count: in regions and outside, forward and backward, attention too.
+        """
+        return recipe_share(self.facts.matmuls)
+
+    @property
     def nonfinite(self) -> NonFinite | None:
         """The first op that turned finite inputs into inf or nan, if there was one and it was looked for."""
         return self.facts.nonfinite
@@ -121,6 +135,7 @@ class Observation:
             "total": plain(total),
             "fast_share": share(total.compute_dtypes, facts.run.devices),
             "fast_time_share": share(total.seconds, facts.run.devices),
+            "recipe_share": recipe_share(facts.matmuls),
             **{name: [plain(record) for record in getattr(facts, name)] for name in LISTS},
             "findings": [plain(finding) for finding in findings_of(facts)],
             "nonfinite": None if facts.nonfinite is None else plain(facts.nonfinite),
@@ -226,4 +241,4 @@ class Observation:
 
 
 def _list(said: dict[str, Any], name: str) -> Any:
-    return said.get(name, ()) if name == "low_bit" else said[name]  # what was written before there were recipes
+    return said.get(name, ()) if name in ("low_bit", "matmuls") else said[name]  # older files have none

@@ -147,12 +147,16 @@ class _Observing:
             if self._raises:
                 after_modules.append(self._after_module)
                 begun.callback(after_modules.remove, self._after_module)
-            begun.callback(low_bit_listeners.listen_no_more, self._low_bit.note)
-            low_bit_listeners.listen(self._low_bit.note, None if self._run.threads == "all" else threading.get_ident())
+            begun.callback(low_bit_listeners.listen_no_more, self._note_low_bit)
+            low_bit_listeners.listen(self._note_low_bit, None if self._run.threads == "all" else threading.get_ident())
             self._began = time.perf_counter()
             begun.callback(self._recorder.stop)
             self._recorder.start()
             self._begun = begun.pop_all()
+
+    def _note_low_bit(self, device_type: str, recipe: str, op: str, reason: str | None) -> None:
+        self._low_bit.note(device_type, recipe, op, reason)
+        self._observer.note_low_bit(recipe, reason or "")
 
     def stop(self) -> None:
         self._begun.close()

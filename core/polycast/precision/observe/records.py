@@ -198,6 +198,33 @@ class LowBit:
 
 
 @dataclass(frozen=True)
+class Matmul:
+    """Calls of an op that multiplies matrices, in one module, with one outcome for the recipe that was in force.
+
+    Attributes:
+        op, phase: the op: mm, addmm, bmm, linear, a convolution, attention, a recurrent layer. Where one calls another,
+            the outermost counts; an op that is none of these has the operations of those that it is made of, such as an
+            einsum outside of autocast.
+        module: the module that it ran in; None: in none of the model's.
+        device: the device whose autocast looked; empty: none did.
+        recipe: the recipe that was in force, ``"int8"``; empty: none was.
+        declined: why it was not computed by the recipe; empty: it was, or there was none.
+        calls: how many.
+        flops: the floating-point operations that they take by the sizes of their tensors: two for each product of two
+            elements, as in ``torch.utils.flop_counter``. Masks save none, and other dtypes do not change it.
+    """
+
+    op: str
+    phase: str
+    module: str | None
+    device: str
+    recipe: str = ""
+    declined: str = ""
+    calls: int = 0
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
 class Chain:
     """Ops, each of which took what the one before it returned, that one kind of finding is about.
 

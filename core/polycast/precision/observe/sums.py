@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from .records import NESTED, Cast, Chain, Compiled, Counts, Decision, LowBit, Module, Op, Region
+from .records import NESTED, Cast, Chain, Compiled, Counts, Decision, LowBit, Matmul, Module, Op, Region
 
 _R = TypeVar("_R")
 
@@ -16,6 +16,7 @@ _IDENTITY: dict[type[Any], tuple[str, ...]] = {
     Region: ("where", "device", "enabled", "dtype", "reason"),
     Compiled: ("region", "module"),
     LowBit: ("device", "recipe", "op", "declined"),
+    Matmul: ("op", "phase", "module", "device", "recipe", "declined"),
     Chain: ("kind", "ops", "module", "dtype"),
 }
 

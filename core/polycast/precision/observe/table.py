@@ -10,6 +10,7 @@ from rich.text import Text
 
 from .facts import Facts, share, total_of
 from .low_bit_counts import low_bit_lines
+from .matmuls import matmul_lines
 from .records import Finding, Op
 
 _MOST = 30
@@ -24,7 +25,7 @@ def shown(facts: Facts, findings: Iterable[Finding]) -> Group:
     others = len(facts.ops) - len(_called(facts)[:_MOST])
     if others:
         parts.append(Text(f"... and {others} more, with those that other ops are made of, in to_dict()"))
-    parts += [Text(line) for line in low_bit_lines(facts.low_bit)]
+    parts += [Text(line) for line in (*matmul_lines(facts.matmuls), *low_bit_lines(facts.low_bit))]
     found = [Text(f"- {finding}") for finding in findings]
     if found:
         parts += [Text(""), Text("Findings", style="bold"), *found]

@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <ATen/core/ivalue.h>
 #include <c10/util/SmallVector.h>
 
 #include <array>
@@ -17,6 +18,12 @@
 
 namespace {
 
+// How many floating-point operations a call takes: so many, and so many for each element that it returns.
+struct Flops {
+  double fixed = 0, per_output = 0;
+};
+using FlopFormula = Flops (*)(c10::ArrayRef<const c10::IValue> arguments);
+
 // What there is to know of an op besides its calls. These live as long as the process.
 struct OpInfo {
   std::string name;
@@ -26,6 +33,7 @@ struct OpInfo {
   bool makes_nothing_up = true;  // what it returns is computed, and not memory as it was found
   bool copies = false;           // what it returns has the value of what it is given
   bool is_loss = false;
+  FlopFormula flops = nullptr;  // of an op that multiplies matrices
 };
 
 // Sums, each for a dtype.
@@ -172,6 +180,33 @@ struct ChainCounts {
   void add(const ChainCounts& other) {
     count += other.count;
     bytes += other.bytes;
+  }
+};
+
+// What a recipe made of a call: it was computed by it, or declined for a reason. These live as long as the process.
+using Outcome = std::pair<std::string, std::string>;
+
+// What calls of ops that multiply matrices are told apart by.
+struct Matmul {
+  const OpInfo* op;
+  const void* overlay;
+  const Outcome* outcome;  // null: no recipe was asked
+  int module;
+  int8_t device;
+  ScalarType fast;
+  bool backward;
+
+  auto key() const { return std::tie(op, overlay, outcome, module, device, fast, backward); }
+  bool operator<(const Matmul& other) const { return key() < other.key(); }
+};
+
+struct MatmulCounts {
+  uint64_t calls = 0;
+  double flops = 0;
+
+  void add(const MatmulCounts& other) {
+    calls += other.calls;
+    flops += other.flops;
   }
 };
 

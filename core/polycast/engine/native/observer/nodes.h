@@ -21,7 +21,7 @@ namespace {
 
 // A node that is being evaluated.
 struct ObservedNode final : Observed {
-  ObservedNode() : Observed(true) {}
+  ObservedNode() : Observed(ObservedKind::kNode) {}
 
   Watch* watch = nullptr;
   Watch::Tables tables;

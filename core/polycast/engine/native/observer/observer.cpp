@@ -1,12 +1,13 @@
 // The observer's Python module: what the native engine and torch show of what runs, counted while something observes.
 //
-// Compiled as one unit with the files it includes. From the bottom: counts.h, table.h, recorder.h, watch.h; then what is seen:
+// Compiled as one unit with the files it includes. From the bottom: counts.h, flops.h, table.h, recorder.h, watch.h; then what is seen:
 // entries.h, nodes.h, op_begins.h, op_ends.h, casts.h, running.h; and reading.h. Each says what it owns and which lock it takes.
 
 #include <algorithm>
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <set>
 
 #include "casts.h"
 #include "entries.h"
@@ -117,6 +118,18 @@ PyObject* note_overlay(PyObject*, PyObject* overlay) {
   return Py_NewRef(Py_None);
 }
 
+// note_low_bit(recipe, declined): what became of the op that the thread is in, which a recipe was to compute; declined is empty where it
+// did.
+PyObject* note_low_bit(PyObject*, PyObject* arguments) {
+  static auto* const known = new std::set<Outcome>();  // guarded by the GIL
+  const char *recipe, *declined;
+  parse(arguments, "ss", &recipe, &declined);
+  if (ObservedOp* const op = observed_op_here()) {
+    op->outcome = &*known->emplace(recipe, declined).first;
+  }
+  return Py_NewRef(Py_None);
+}
+
 // note_cast(tensor, cast, of_weight, found, seconds): a cast of a kernel in Python; `found` is None where nothing was looked for.
 PyObject* note_python_cast(PyObject*, PyObject* arguments) {
   PyObject *tensor, *cast, *found;
@@ -168,6 +181,7 @@ PyMethodDef functions[] = {
     {"leave_module", &raising<&pass_module<false>>, METH_O, "A module has computed."},
     {"note_compiling", &raising<&note_compiling>, METH_O, "A compiler begins, or is done."},
     {"note_overlay", &raising<&note_overlay>, METH_O, "An op runs under an overlay."},
+    {"note_low_bit", &raising<&note_low_bit>, METH_VARARGS, "A recipe was to compute an op."},
     {"note_cast", &raising<&note_python_cast>, METH_VARARGS, "A tensor was cast."},
     {"note_entry", &raising<&note_python_entry>, METH_VARARGS, "A region was entered."},
     {"note_exit", &raising<&note_python_exit>, METH_O, "A region was left."},

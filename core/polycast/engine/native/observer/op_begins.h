@@ -158,12 +158,31 @@ void look_at_written(ObservedOp& op, c10::ArrayRef<const c10::IValue> inputs) {
   op.tensors = std::move(others);
 }
 
+// Return what an event was given, without what a whole stack has below it.
+c10::ArrayRef<const c10::IValue> inputs_of(const OpInfo& op, const at::RecordFunction& event) {
+  const auto inputs = event.inputs();
+  return inputs.size() > op.arguments ? inputs.slice(inputs.size() - op.arguments) : inputs;
+}
+
+// An op inside one that is counted, which is not counted itself: of one that multiplies matrices the operations are the outer one's.
+std::unique_ptr<at::ObserverContext> start_part(Watch& watch, const OpInfo* info, const at::RecordFunction& event) {
+  if (info == nullptr || info->flops == nullptr || watch.in_matmul) {
+    return nullptr;
+  }
+  auto part = std::make_unique<ObservedPart>();
+  part->outer = watch.op;
+  part->formula = info->flops(inputs_of(*info, event));
+  watch.in_matmul = true;
+  return part;
+}
+
 std::unique_ptr<at::ObserverContext> start_op(Watch& watch, const at::RecordFunction& event) {
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   // Inside another op those count that autocast looks at. Those that run on what is in a wrapper are looked at, too.
   const bool in_wrapper = watch.op != nullptr && watch.looks_for_nonfinite && watch.op->is_wrapped && !watch.looking;
   if (watch.op != nullptr && keys.excluded_.has_all(c10::autocast_dispatch_keyset) && !in_wrapper) {
-    return nullptr;
+    const bool is_part = !watch.in_matmul && watch.compiling == 0 && !is_traced();
+    return is_part ? start_part(watch, op_of(watch, event), event) : nullptr;
   }
   if (watch.compiling != 0 || is_traced()) {
     return nullptr;
@@ -185,10 +204,7 @@ std::unique_ptr<at::ObserverContext> start_op(Watch& watch, const at::RecordFunc
   op->outer = watch.op;
   op->inner = watch.op != nullptr;
   op->backward = watch.tables.front()->in_node();
-  auto inputs = event.inputs();
-  if (inputs.size() > info->arguments) {  // a whole stack
-    inputs = inputs.slice(inputs.size() - info->arguments);
-  }
+  const auto inputs = inputs_of(*info, event);
   for (const c10::IValue& input : inputs) {
     each_tensor(input, [&](const Tensor& tensor) { look_at_input(*op, tensor, keys); });
   }
@@ -199,7 +215,7 @@ std::unique_ptr<at::ObserverContext> start_op(Watch& watch, const at::RecordFunc
       watch.op->fast = op->device < 0 ? watch.op->fast : at::autocast::get_autocast_dtype(static_cast<DeviceType>(op->device));
     }
     if (!in_wrapper) {
-      return nullptr;
+      return start_part(watch, info, event);
     }
     op->only_looks = watch.looking = true;
     watch.op->looks = false;
@@ -214,6 +230,10 @@ std::unique_ptr<at::ObserverContext> start_op(Watch& watch, const at::RecordFunc
     op->fast = at::autocast::get_autocast_dtype(device);
     op->overlay = engine.overlay(device);
     note_op_in_region(watch, op->device);
+  }
+  if (info->flops != nullptr && !watch.in_matmul) {
+    op->formula = info->flops(inputs);
+    op->is_matmul = watch.in_matmul = true;
   }
   watch.be_in(op.get());
   op->is_timed = watch.timing;

@@ -91,6 +91,9 @@ struct Call {
     for (const CastCounts& casts : op.casts) {
       counts.casts.add(casts);
     }
+    if (op.flops > 0) {
+      table.matmuls[{op.op, op.overlay, op.outcome, module, op.device, op.fast, op.backward}].add({1, op.flops});
+    }
     for (const auto& [chain, bytes] : op.chains) {
       Chain here = chain;
       here.module = module;
@@ -194,6 +197,18 @@ c10::ArrayRef<c10::IValue> outputs_of(const ObservedOp& op, const at::RecordFunc
   return outputs.size() > op.op->returns ? outputs.slice(outputs.size() - op.op->returns) : outputs;
 }
 
+double flops_of(const Flops& formula, c10::ArrayRef<c10::IValue> outputs) {
+  const bool returns_tensor = !outputs.empty() && outputs.front().isTensor() && outputs.front().toTensor().defined() &&
+      has_known_sizes(outputs.front().toTensor());
+  return formula.fixed + (returns_tensor ? formula.per_output * static_cast<double>(outputs.front().toTensor().numel()) : 0);
+}
+
+void end_part(ObservedPart& part, const at::RecordFunction& event) {
+  part.outer->watch->in_matmul = false;
+  const auto& outputs = event.outputs();  // of an op with one
+  part.outer->flops += flops_of(part.formula, outputs.empty() ? outputs : c10::ArrayRef<c10::IValue>(outputs).slice(outputs.size() - 1));
+}
+
 void end_op(ObservedOp& op, const at::RecordFunction& event) {
   using Clock = std::chrono::steady_clock;
   Watch& watch = *op.watch;
@@ -205,6 +220,10 @@ void end_op(ObservedOp& op, const at::RecordFunction& event) {
   const double seconds = op.is_timed ? std::chrono::duration<double>(Clock::now() - op.began).count() : 0;
   watch.be_in(op.outer);
   const auto outputs = outputs_of(op, event);
+  if (op.is_matmul) {
+    watch.in_matmul = false;
+    op.flops = flops_of(op.formula, outputs);
+  }
   DtypeCounts dtypes;
   ScalarType computes = ScalarType::Undefined;
   const Tensor* first = nullptr;

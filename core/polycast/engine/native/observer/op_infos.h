@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "counts.h"
+#include "flops.h"
 
 namespace {
 
@@ -53,6 +54,7 @@ class OpInfos {
       const auto has = [&base](const char* part) { return base.find(part) != std::string::npos; };
       info->makes_nothing_up = !has("empty") && !has("::resize") && !has("::set_");
       info->copies = base == "aten::to" || has("_to_copy") || has("::clone") || has("::contiguous");
+      info->flops = formula_of(base);
       info->is_loss = has("_loss") || has("::binary_cross_entropy") || has("::kl_div");
       info->name = std::move(name);
     }

@@ -30,7 +30,7 @@ class Reading {
       }
       nonfinite_count = recorder.nonfinite_count;
     }
-    List counts, entries, chains, regions, compiled;
+    List counts, entries, chains, matmuls, regions, compiled;
     for (const Copied& table : tables) {
       for (const auto& [where, row] : table.rows) {
         counts.add(Py_BuildValue(
@@ -51,6 +51,15 @@ class Reading {
         chains.add(Py_BuildValue(
             "(iNNiNOKK)", static_cast<int>(chain.kind), ops.release(), address(chain.overlay), chain.module, device(chain.device),
             python_dtype(chain.fast), count.count, count.bytes));
+      }
+      for (const auto& [matmul, count] : table.matmuls) {
+        const auto text = [&matmul](std::string Outcome::*part) {
+          return matmul.outcome == nullptr ? nullptr : (matmul.outcome->*part).c_str();
+        };
+        matmuls.add(Py_BuildValue(
+            "(sNiNONzzKd)", matmul.op->name.c_str(), PyBool_FromLong(matmul.backward), matmul.module, device(matmul.device),
+            python_dtype(matmul.fast), address(matmul.overlay), text(&Outcome::first), text(&Outcome::second), count.calls,
+            count.flops));
       }
       for (const auto& [key, count] : table.regions) {
         const auto& [where, on, enabled, fast] = key;
@@ -82,8 +91,8 @@ class Reading {
               PyBool_FromLong(found->nan), python_dtype(found->dtype), found->stack.get(), nonfinite_count)
         : Py_NewRef(Py_None);
     return Py_BuildValue(
-        "{sNsNsNsNsNsNsN}", "counts", counts.release(), "entries", entries.release(), "chains", chains.release(), "regions",
-        regions.release(), "compiled", compiled.release(), "overlays", overlays.release(), "nonfinite", first);
+        "{sNsNsNsNsNsNsNsN}", "counts", counts.release(), "entries", entries.release(), "chains", chains.release(), "matmuls",
+        matmuls.release(), "regions", regions.release(), "compiled", compiled.release(), "overlays", overlays.release(), "nonfinite", first);
   }
 
  private:
@@ -107,6 +116,7 @@ class Reading {
       }
       entries = table.entries;
       chains = table.chains;
+      matmuls = table.matmuls;
       regions = table.regions;
       compiled = table.compiled;
     }
@@ -114,6 +124,7 @@ class Reading {
     std::vector<std::pair<Where, Plain>> rows;
     decltype(Table::entries) entries;
     decltype(Table::chains) chains;
+    decltype(Table::matmuls) matmuls;
     decltype(Table::regions) regions;
     decltype(Table::compiled) compiled;
   };

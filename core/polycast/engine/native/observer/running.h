@@ -57,10 +57,13 @@ void end_event(const at::RecordFunction& event, at::ObserverContext* context) {
   if (context == nullptr) {
     return;
   }
-  if (auto* const op = static_cast<Observed*>(context); op->is_node) {
-    leave_node(*static_cast<ObservedNode*>(op));
-  } else {
-    end_op(*static_cast<ObservedOp*>(op), event);
+  switch (auto* const observed = static_cast<Observed*>(context); observed->kind) {
+    case ObservedKind::kNode:
+      return leave_node(*static_cast<ObservedNode*>(observed));
+    case ObservedKind::kOp:
+      return end_op(*static_cast<ObservedOp*>(observed), event);
+    case ObservedKind::kPart:
+      return end_part(*static_cast<ObservedPart*>(observed), event);
   }
 }
 

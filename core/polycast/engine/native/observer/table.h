@@ -35,6 +35,7 @@ class Table {
   ska::flat_hash_map<Where, std::unique_ptr<Counts>, WhereHash> counts;
   std::unordered_map<int, uint64_t> entries;  // by module, how often it was called
   std::map<Chain, ChainCounts> chains;
+  std::map<Matmul, MatmulCounts> matmuls;
   std::map<RegionKey, RegionCounts> regions;
   std::map<std::pair<std::string, int>, uint64_t> compiled;
 
@@ -98,6 +99,7 @@ class Table {
     other.counts.clear();
     add(entries, other.entries);
     add(chains, other.chains);
+    add(matmuls, other.matmuls);
     add(regions, other.regions);
     add(compiled, other.compiled);
   }

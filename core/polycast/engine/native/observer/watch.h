@@ -102,7 +102,8 @@ struct Watch {
   ska::flat_hash_map<const char*, const OpInfo*> ops;
   uint64_t ops_generation = 0;
   bool timing = false, looks_for_nonfinite = false;
-  bool looking = false;  // in an op that only looks
+  bool looking = false;    // in an op that only looks
+  bool in_matmul = false;  // in one whose operations are counted
 
   static constexpr size_t kMostWeights = 1 << 16;
 
@@ -143,15 +144,17 @@ struct Watch {
   }
 };
 
-struct Observed : at::ObserverContext {
-  explicit Observed(bool is_node) : is_node(is_node) {}
+enum class ObservedKind : int8_t { kNode, kOp, kPart };
 
-  const bool is_node;  // or an op
+struct Observed : at::ObserverContext {
+  explicit Observed(ObservedKind kind) : kind(kind) {}
+
+  const ObservedKind kind;
 };
 
 // A call of an op that is being counted.
 struct ObservedOp final : Observed, ObservedCall {
-  ObservedOp() : Observed(false) {}
+  ObservedOp() : Observed(ObservedKind::kOp) {}
 
   Watch* watch = nullptr;
   ObservedOp* outer = nullptr;
@@ -163,6 +166,10 @@ struct ObservedOp final : Observed, ObservedCall {
   bool is_wrapped = false;   // a tensor that it was given has others in it, on which ops run that this op is made of
   bool only_looks = false;   // for inf and nan, in an op that is counted
   bool looks = true;         // unless the op that it is made of does
+  bool is_matmul = false;    // with a formula for its operations, in none that has one
+  Flops formula;
+  double flops = 0;                  // of the ops that it is made of
+  const Outcome* outcome = nullptr;  // of the recipe that it was to be computed by
   DtypeCounts inputs;
   ScalarType widest = ScalarType::Undefined;
   std::chrono::steady_clock::time_point began;
@@ -174,6 +181,14 @@ struct ObservedOp final : Observed, ObservedCall {
   c10::SmallVector<std::pair<Chain, uint64_t>, 1> chains;  // with bytes
   c10::SmallVector<Tensor, 4> tensors;  // the inputs that nothing writes, where it is asked whether they are finite
   bool inputs_were_finite = true;       // those that are written, and numbers
+};
+
+// A call of an op that multiplies matrices, in one that is counted and does not say how many operations it takes.
+struct ObservedPart final : Observed {
+  ObservedPart() : Observed(ObservedKind::kPart) {}
+
+  ObservedOp* outer = nullptr;
+  Flops formula;
 };
 
 void Watch::be_in(ObservedOp* now) {

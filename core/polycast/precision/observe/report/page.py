@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ..facts import Facts, Run, share, total_of
 from ..findings import findings_of
+from ..matmuls import matmul_lines
 from ..records import Cast, Compiled, Counts, Finding, Module, Op, Region
 
 PHASES = ("forward", "backward")
@@ -33,6 +34,7 @@ class Summary:
         fast_calls: how many calls computed in a fast dtype, of `float_calls`.
         fast_share: the one as a share of the other; None: no op had floating-point tensors.
         fast_time_share: the share of the time in ops; None: it was not taken.
+        recipe: how much of the matrix products recipes computed, and which large ones they did not; empty: no recipe.
     """
 
     run: Run
@@ -42,6 +44,7 @@ class Summary:
     float_calls: int
     fast_share: float | None
     fast_time_share: float | None
+    recipe: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -190,6 +193,7 @@ def _summary(facts: Facts) -> Summary:
         float_calls=float_calls,
         fast_share=fast_share,
         fast_time_share=share(total.seconds, facts.run.devices),
+        recipe=tuple(matmul_lines(facts.matmuls)),
     )
 
 

@@ -1,0 +1,203 @@
+// How many floating-point operations a matrix product, a convolution or attention takes, by the sizes that it is given.
+//
+// A product and a sum are two operations, as in torch.utils.flop_counter. Masks save none. Owns nothing. Locks: none.
+
+#pragma once
+
+#include <ATen/core/ivalue.h>
+
+#include <algorithm>
+#include <string_view>
+#include <utility>
+
+#include "counts.h"
+#include "values.h"
+
+namespace {
+
+using Arguments = c10::ArrayRef<const c10::IValue>;
+
+// Return an argument that is a tensor of floating-point numbers with sizes, or null.
+const Tensor* floats(Arguments arguments, size_t position) {
+  if (position >= arguments.size() || !arguments[position].isTensor()) {
+    return nullptr;
+  }
+  const Tensor& tensor = arguments[position].toTensor();
+  static constexpr c10::DispatchKeySet kWithoutSizes{DispatchKey::NestedTensor, DispatchKey::Sparse, DispatchKey::SparseCsr};
+  const bool has_sizes = tensor.defined() && has_known_sizes(tensor) && !tensor.key_set().has_any(kWithoutSizes);
+  return has_sizes && (tensor.is_floating_point() || tensor.is_complex()) ? &tensor : nullptr;
+}
+
+// Return a size, counted from the last, which is 1; 1 where there are fewer.
+double size(const Tensor& tensor, int64_t from_end) {
+  return tensor.dim() < from_end ? 1.0 : static_cast<double>(tensor.size(-from_end));
+}
+
+double elements(const Tensor& tensor) { return static_cast<double>(tensor.numel()); }
+
+// Return the elements of a tensor for each place along its first dimension.
+double elements_of_each(const Tensor& tensor) {
+  return tensor.dim() == 0 || tensor.numel() == 0 ? 0 : elements(tensor) / static_cast<double>(tensor.size(0));
+}
+
+// Tensors at the positions `a` and `b`: [..., M, K] by [..., K, N], or by a vector. Where `a` alone has a third dimension, of groups, each
+// of these takes a part of the columns.
+template <size_t a, size_t b>
+Flops product(Arguments arguments) {
+  const Tensor *const left = floats(arguments, a), *const right = floats(arguments, b);
+  if (left == nullptr || right == nullptr) {
+    return {};
+  }
+  const bool groups_take_parts = left->dim() == 3 && right->dim() == 2;
+  return {2 * (groups_take_parts ? elements_of_each(*left) : elements(*left)) * (right->dim() < 2 ? 1 : size(*right, 1))};
+}
+
+// matmul(a, b), whose batches are broadcast
+Flops broadcast_product(Arguments arguments) {
+  const Tensor *const left = floats(arguments, 0), *const right = floats(arguments, 1);
+  if (left == nullptr || right == nullptr) {
+    return {};
+  }
+  double batches = 1;
+  for (int64_t from_end = 3; from_end <= std::max(left->dim(), right->dim()); ++from_end) {
+    const double of_left = size(*left, from_end), of_right = size(*right, from_end);
+    batches *= of_left == 1 ? of_right : of_left;
+  }
+  return {2 * batches * size(*left, 2) * size(*left, 1) * (right->dim() < 2 ? 1 : size(*right, 1))};
+}
+
+// linear(x, weight): a row of the weight for each feature
+Flops linear(Arguments arguments) {
+  const Tensor *const x = floats(arguments, 0), *const weight = floats(arguments, 1);
+  return x == nullptr || weight == nullptr ? Flops() : Flops{2 * elements(*x) * size(*weight, 2)};
+}
+
+// conv2d(x, weight, ...): each element of the output is a sum over the weight of its channel
+Flops convolution(Arguments arguments) {
+  const Tensor *const x = floats(arguments, 0), *const weight = floats(arguments, 1);
+  return x == nullptr || weight == nullptr ? Flops() : Flops{0, 2 * elements_of_each(*weight)};
+}
+
+// conv_transpose2d(x, weight, ...): each element of the input has a part in as many
+Flops transposed_convolution(Arguments arguments) {
+  const Tensor *const x = floats(arguments, 0), *const weight = floats(arguments, 1);
+  return x == nullptr || weight == nullptr ? Flops() : Flops{2 * elements(*x) * elements_of_each(*weight)};
+}
+
+bool is_set(Arguments arguments, size_t position) {
+  return position < arguments.size() && arguments[position].isBool() && arguments[position].toBool();
+}
+
+// convolution(x, weight, bias, stride, padding, dilation, transposed, ...)
+Flops any_convolution(Arguments arguments) {
+  return is_set(arguments, 6) ? transposed_convolution(arguments) : convolution(arguments);
+}
+
+// conv_tbc(x, weight [width, channels, features], ...)
+Flops convolution_tbc(Arguments arguments) {
+  const Tensor *const x = floats(arguments, 0), *const weight = floats(arguments, 1);
+  return x == nullptr || weight == nullptr ? Flops() : Flops{0, 2 * size(*weight, 3) * size(*weight, 2)};
+}
+
+// convolution_backward(gradient, x, weight, biases, stride, padding, dilation, transposed, output_padding, groups, wanted): of x and of
+// the weight each as much as forward
+Flops convolution_backward(Arguments arguments) {
+  const Tensor *const gradient = floats(arguments, 0), *const x = floats(arguments, 1), *const weight = floats(arguments, 2);
+  if (gradient == nullptr || x == nullptr || weight == nullptr || arguments.size() < 11 || !arguments[10].isBoolList()) {
+    return {};
+  }
+  const auto wanted = arguments[10].toBoolList();
+  const double times = wanted.size() < 2 ? 0 : static_cast<double>(wanted[0]) + static_cast<double>(wanted[1]);
+  return {2 * times * elements(is_set(arguments, 7) ? *x : *gradient) * elements_of_each(*weight)};
+}
+
+// Queries, keys and values from the position `q` on, [..., length, features]: so many products over the features of the queries and of
+// the values.
+template <size_t q, int of_queries, int of_values>
+Flops attention(Arguments arguments) {
+  const Tensor *const queries = floats(arguments, q), *const keys = floats(arguments, q + 1), *const values = floats(arguments, q + 2);
+  if (queries == nullptr || keys == nullptr || values == nullptr || queries->numel() == 0) {
+    return {};
+  }
+  const double rows = elements(*queries) / size(*queries, 1);
+  return {2 * rows * size(*keys, 2) * (of_queries * size(*queries, 1) + of_values * size(*values, 1))};
+}
+
+// _native_multi_head_attention(queries, keys, values, features, heads, weight of all three, bias, weight of the output, ...)
+Flops fused_attention(Arguments arguments) {
+  const Tensor *const into = floats(arguments, 5), *const out = floats(arguments, 7);
+  Flops flops = attention<0, 1, 1>(arguments);
+  if (flops.fixed == 0 || into == nullptr || out == nullptr) {
+    return {};
+  }
+  for (const size_t position : {0, 1, 2}) {
+    const Tensor& given = *floats(arguments, position);
+    flops.fixed += 2 * elements(given) / size(given, 1) * elements(*into) / 3;
+  }
+  const Tensor& queries = *floats(arguments, 0);
+  flops.fixed += 2 * elements(queries) / size(queries, 1) * elements(*out);
+  return flops;
+}
+
+// lstm(x, ..., parameters, ...): each row of x is multiplied by each weight
+Flops recurrent(Arguments arguments) {
+  const Tensor* const x = floats(arguments, 0);
+  const c10::IValue* parameters = nullptr;
+  for (const c10::IValue& argument : arguments) {
+    parameters = argument.isTensorList() ? &argument : parameters;  // before it there may be a list of states
+  }
+  if (x == nullptr || x->numel() == 0 || parameters == nullptr) {
+    return {};
+  }
+  double weights = 0;
+  each_tensor(*parameters, [&weights](const Tensor& tensor) {
+    if (has_known_sizes(tensor) && tensor.dim() == 2) {
+      weights += elements(tensor);
+    }
+  });
+  return {2 * elements(*x) / size(*x, 1) * weights};
+}
+
+// Return the formula of an op, by its name without an overload, or null: it is no product, or is made of others.
+FlopFormula formula_of(std::string_view name) {
+  static constexpr std::pair<std::string_view, FlopFormula> kFormulas[] = {
+      {"mm", &product<0, 1>}, {"bmm", &product<0, 1>}, {"mv", &product<0, 1>}, {"_scaled_mm", &product<0, 1>},
+      {"_grouped_mm", &product<0, 1>}, {"_scaled_grouped_mm", &product<0, 1>},
+      {"addmm", &product<1, 2>}, {"_addmm_activation", &product<1, 2>}, {"addmm_", &product<1, 2>}, {"baddbmm", &product<1, 2>},
+      {"baddbmm_", &product<1, 2>}, {"addbmm", &product<1, 2>}, {"addbmm_", &product<1, 2>}, {"addmv", &product<1, 2>},
+      {"addmv_", &product<1, 2>},
+      {"matmul", &broadcast_product}, {"linear", &linear},
+      {"conv1d", &convolution}, {"conv2d", &convolution}, {"conv3d", &convolution}, {"conv_tbc", &convolution_tbc},
+      {"conv_transpose1d", &transposed_convolution}, {"conv_transpose2d", &transposed_convolution},
+      {"conv_transpose3d", &transposed_convolution},
+      {"convolution", &any_convolution}, {"_convolution", &any_convolution}, {"convolution_overrideable", &any_convolution},
+      {"convolution_backward", &convolution_backward},
+      {"scaled_dot_product_attention", &attention<0, 1, 1>}, {"_native_multi_head_attention", &fused_attention},
+      {"lstm", &recurrent}, {"gru", &recurrent}, {"rnn_tanh", &recurrent}, {"rnn_relu", &recurrent}};
+  const auto without_prefix = [&name](std::string_view prefix) {
+    const bool has_it = name.substr(0, prefix.size()) == prefix;
+    name.remove_prefix(has_it ? prefix.size() : 0);
+    return has_it;
+  };
+  const auto without_suffix = [&name](std::string_view suffix) {
+    const bool has_it = name.size() >= suffix.size() && name.substr(name.size() - suffix.size()) == suffix;
+    name.remove_suffix(has_it ? suffix.size() : 0);
+    return has_it;
+  };
+  if (without_prefix("polycast::low_bit_aten_")) {  // what stands for an op in compiled code, and has the name of its overload
+    without_suffix("_padding");
+  } else if (!without_prefix("aten::")) {
+    return nullptr;
+  }
+  if (without_prefix("_scaled_dot_product_")) {
+    return without_suffix("_backward") ? &attention<1, 3, 2> : &attention<0, 1, 1>;
+  }
+  for (const auto& [known, formula] : kFormulas) {
+    if (name == known) {
+      return formula;
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace

@@ -1,0 +1,72 @@
+"""The share of the operations in matrix products that recipes computed, and what took the rest."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from .records import Matmul
+
+FUSED = dict.fromkeys(
+    ("aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"),
+    "torch's fused path, which no recipe is asked for (torch.backends.mha.set_fastpath_enabled(False) avoids it)",
+)
+"""The ops of torch's attention modules in eval mode, and why they are not in a recipe."""
+
+_LARGE = 0.01
+_MOST = 10
+
+
+def recipe_share(matmuls: Sequence[Matmul]) -> float | None:
+    """Return the share of the operations that recipes computed; None: no recipe was in force."""
+    total = sum(each.flops for each in matmuls)
+    if total <= 0 or not any(each.recipe for each in matmuls):
+        return None
+    return sum(each.flops for each in matmuls if each.recipe and not each.declined) / total
+
+
+def matmul_lines(matmuls: Sequence[Matmul]) -> Iterator[str]:
+    """Yield how much of the operations recipes computed, and what large matmuls they did not, for people."""
+    share = recipe_share(matmuls)
+    if share is None:
+        return
+    recipes = " and ".join(dict.fromkeys(each.recipe for each in matmuls if each.recipe))
+    total = sum(each.flops for each in matmuls)
+    yield f"{recipes}: {share:.0%} of the {_flops(total)} in matrix products"
+    others = list(_others(matmuls))
+    large = [(flops, text) for flops, text in others if flops >= _LARGE * total][:_MOST]
+    for flops, text in large:
+        yield f"{flops / total:.0%} not: {text}"
+    rest = sum(flops for flops, _ in others) - sum(flops for flops, _ in large)
+    if len(large) < len(others) and rest > 0:
+        count = len(others) - len(large)
+        yield f"{rest / total:.1%} not: {count} more, in Observation.matmuls"
+
+
+def _others(matmuls: Iterable[Matmul]) -> Iterator[tuple[float, str]]:
+    """Yield what recipes did not compute, by op and reason, those of most operations first: how many, and a text."""
+    groups: dict[tuple[str, str, str], list[Matmul]] = {}
+    for each in matmuls:
+        if not each.recipe or each.declined:
+            reason = each.declined or ("no recipe is in force" if each.device else "it runs outside of autocast")
+            groups.setdefault((each.op, each.phase, reason), []).append(each)
+    for (op, phase, reason), group in sorted(groups.items(), key=lambda item: -sum(each.flops for each in item[1])):
+        yield sum(each.flops for each in group), f"{_where(op, phase, group)}: {reason}"
+
+
+def _where(op: str, phase: str, group: Sequence[Matmul]) -> str:
+    by_module: dict[str, float] = {}
+    for each in group:
+        if each.module is not None:
+            by_module[each.module] = by_module.get(each.module, 0.0) + each.flops
+    text = op.removeprefix("aten::") + (" (backward)" if phase == "backward" else "")
+    if not by_module:
+        return text
+    largest = max(by_module, key=lambda module: by_module[module])
+    others = len(by_module) - 1
+    return f"{text} in {largest or 'the model'}" + (f" and {others} more module{'s' * (others > 1)}" if others else "")
+
+
+def _flops(number: float) -> str:
+    units = iter(("", "k", "M", "G", "T", "P"))
+    unit = next(units)
+    while number >= 1000 and unit != "P":
+        number, unit = number / 1000, next(units)
+    return f"{number:.3g} {unit}FLOPs"

@@ -1,0 +1,310 @@
+"""Matrix products: how many operations, by torch's own formulas; which a recipe computed; and why not the others."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import polycast
+from polycast import Observation
+from polycast.precision.observe.matmuls import matmul_lines, recipe_share
+
+RECIPE = polycast.Int8(min_size=1)
+
+
+def r(*size):
+    return torch.randn(size)
+
+
+def with_math(function):
+    """Run attention as products, which torch counts on a CPU."""
+
+    def run():
+        with sdpa_kernel(SDPBackend.MATH):
+            return function()
+
+    return run
+
+
+X, W, B = r(3, 4, 8), r(8, 5), r(5, 8)
+OPS = {
+    "mm": lambda: torch.mm(r(3, 8), W),
+    "mm out": lambda: torch.mm(r(3, 8), W, out=torch.empty(3, 5)),
+    "addmm": lambda: torch.addmm(r(5), r(3, 8), W),
+    "bmm": lambda: torch.bmm(r(2, 3, 8), r(2, 8, 5)),
+    "baddbmm": lambda: torch.baddbmm(r(1, 1, 5), r(2, 3, 8), r(2, 8, 5)),
+    "linear": lambda: F.linear(X, B, r(5)),
+    "linear of a matrix": lambda: F.linear(r(3, 8), B),
+    "linear of nothing": lambda: F.linear(r(0, 8), B),
+    "matmul": lambda: X @ W,
+    "matmul of batches that are broadcast": lambda: r(2, 1, 3, 8) @ r(4, 8, 5),
+    "matmul of batches": lambda: r(2, 3, 8) @ r(2, 8, 5),
+    "einsum": lambda: torch.einsum("bik,kj->bij", X, W),
+    "einsum of batches": lambda: torch.einsum("bik,bkj->bij", r(2, 3, 8), r(2, 8, 5)),
+    "tensordot": lambda: torch.tensordot(X, W, 1),
+    "multi_dot": lambda: torch.linalg.multi_dot([r(3, 8), W, r(5, 2)]),
+    "conv1d": lambda: F.conv1d(r(2, 4, 9), r(6, 4, 3), stride=2),
+    "conv2d": lambda: F.conv2d(r(2, 4, 9, 7), r(6, 4, 3, 2), r(6), padding=1, dilation=2),
+    "conv2d of one image": lambda: F.conv2d(r(4, 9, 7), r(6, 4, 3, 2)),
+    "conv2d same": lambda: F.conv2d(r(2, 4, 9, 7), r(6, 4, 3, 3), padding="same"),
+    "conv2d in groups": lambda: F.conv2d(r(2, 4, 9, 7), r(6, 2, 3, 2), groups=2),
+    "conv3d": lambda: F.conv3d(r(2, 4, 5, 6, 7), r(6, 4, 3, 2, 1)),
+    "conv_transpose2d": lambda: F.conv_transpose2d(r(2, 4, 5, 7), r(4, 6, 3, 2), stride=2),
+    "attention": with_math(lambda: F.scaled_dot_product_attention(r(2, 3, 5, 8), r(2, 3, 7, 8), r(2, 3, 7, 4))),
+    "a cell": lambda: nn.LSTMCell(8, 5)(r(3, 8)),
+}
+"""Calls that torch counts too."""
+
+
+def counted(function, **region):
+    """Return the operations that are seen, of a run in a region or outside."""
+    with polycast.observe() as seen:
+        if region:
+            with polycast.autocast("cpu", **region):
+                function()
+        else:
+            function()
+    return sum(each.flops for each in seen.matmuls)
+
+
+def expected(function):
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("region", [{}, {"dtype": torch.bfloat16}], ids=["outside", "inside"])
+def test_a_call_has_the_operations_that_torch_counts(op, region):
+    assert counted(OPS[op], **region) == expected(OPS[op])
+
+
+def backward(make, *size):
+    def run():
+        layer, x = make(), r(*size).requires_grad_()
+        layer(x).square().sum().backward()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        backward(lambda: nn.Linear(8, 5), 3, 8),
+        backward(lambda: nn.Conv2d(4, 6, 3), 2, 4, 9, 7),
+        backward(lambda: nn.ConvTranspose2d(4, 6, 3), 2, 4, 5, 7),
+    ],
+    ids=["linear", "conv2d", "conv_transpose2d"],
+)
+def test_a_backward_pass_has_the_operations_that_torch_counts(run):
+    assert counted(run) == expected(run)
+
+
+def test_the_operations_of_a_backward_pass_are_told_apart():
+    layer = nn.Linear(8, 5)
+    with polycast.observe(layer) as seen:
+        layer(r(3, 8).requires_grad_()).sum().backward()
+    assert {(each.phase, each.op): each.flops for each in seen.matmuls} == {
+        ("forward", "aten::linear"): 2 * 3 * 8 * 5,
+        ("backward", "aten::mm"): 2 * 2 * 3 * 8 * 5,
+    }
+
+
+def test_recurrent_layers_have_those_of_their_weights():
+    layer = nn.LSTM(8, 6, num_layers=2, bidirectional=True)
+    weights = sum(weight.numel() for weight in layer.parameters() if weight.dim() == 2)
+    for size in ((7, 3, 8), (7, 8)):
+        x = r(*size)
+        with torch.no_grad():
+            assert counted(lambda: layer(x)) == counted(lambda: layer(x), dtype=torch.bfloat16)  # noqa: B023
+            assert counted(lambda: layer(x)) == 2 * weights * x.numel() / 8  # noqa: B023
+
+
+def test_fused_attention_has_those_of_its_parts():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    x = r(2, 5, 8)
+    with torch.no_grad():
+        fused = [counted(lambda: model(x)), counted(lambda: model(x), dtype=torch.bfloat16)]
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            unfused = counted(lambda: model(x))
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+    assert fused == [unfused, unfused]
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped products")
+def test_grouped_products_have_those_of_their_groups():
+    ends = torch.tensor([8, 24], dtype=torch.int32)
+
+    def half(*size):
+        return r(*size).bfloat16()
+
+    assert counted(lambda: torch._grouped_mm(half(24, 16), half(2, 16, 8), offs=ends)) == 2 * 24 * 16 * 8
+    assert counted(lambda: torch._grouped_mm(half(2, 16, 8), half(8, 24), offs=ends)) == 2 * 16 * 8 * 24
+    assert counted(lambda: torch._grouped_mm(half(16, 24), half(24, 8), offs=ends)) == 2 * 16 * 24 * 8
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
+def test_tensors_without_dense_sizes_have_none():
+    nested = torch.nested.nested_tensor([r(3, 8), r(2, 8)])
+    for x in (r(3, 8).to_sparse(), r(3, 8).to_sparse_csr()):
+        assert counted(lambda: torch.mm(x, W)) == 0  # noqa: B023
+    assert counted(lambda: F.linear(nested, B)) == 0
+
+
+def test_products_in_place_and_with_vectors_count_though_torch_does_not():
+    assert counted(lambda: r(3, 5).addmm_(r(3, 8), W)) == 2 * 3 * 8 * 5
+    assert counted(lambda: torch.mv(r(3, 8), r(8))) == counted(lambda: r(3, 8) @ r(8)) == 2 * 3 * 8
+
+
+def test_products_of_integers_and_other_ops_have_none():
+    with polycast.observe() as seen:
+        torch.mm(torch.ones(3, 4, dtype=torch.long), torch.ones(4, 5, dtype=torch.long))
+        F.layer_norm(r(3, 8), (8,)).relu().softmax(-1).sum()
+    assert seen.matmuls == ()
+
+
+def test_a_call_that_raises_leaves_the_next_one_counted():
+    with polycast.observe() as seen:
+        for bad in (lambda: F.linear(r(3, 8), r(5, 7)), lambda: torch.einsum("ik,kj->ij", r(3, 8), r(7, 5))):
+            with pytest.raises(RuntimeError):
+                bad()
+        torch.mm(r(3, 8), W)
+    assert sum(each.flops for each in seen.matmuls if each.op == "aten::mm") == 240
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.head(torch.bmm(y[None], x.T[None])[0] @ y)
+
+
+@pytest.fixture
+def model(engine, int8_kernels):
+    with torch.no_grad():
+        yield Model().eval()
+
+
+def seen_of(model, recipe=RECIPE, x=None, **region):
+    with polycast.observe(model) as seen, polycast.autocast("cpu", recipe=recipe, **region):
+        model(r(3, 8) if x is None else x)
+    return seen
+
+
+def test_each_product_says_whether_a_recipe_computed_it_and_why_not(model):
+    outcomes = {(each.module, each.op): (each.recipe, each.declined) for each in seen_of(model).matmuls}
+    assert outcomes == {
+        ("first", "aten::linear"): ("int8", ""),
+        ("", "aten::bmm"): ("int8", "the recipe is not for it"),
+        ("", "aten::matmul"): ("int8", outcomes["", "aten::matmul"][1]),
+        ("head", "aten::linear"): ("int8", ""),
+    }
+    assert outcomes["", "aten::matmul"][1].startswith("its weight is no parameter")
+
+
+def test_the_share_is_that_of_the_operations(model):
+    seen = seen_of(model)
+    of_linears, others = 2 * 3 * 8 * 8 + 2 * 3 * 8 * 4, 2 * 3 * 8 * 3 + 2 * 3 * 3 * 8
+    assert seen.recipe_share == of_linears / (of_linears + others)
+    assert seen.to_dict()["recipe_share"] == seen.recipe_share
+
+
+def test_without_a_recipe_there_is_no_share(model):
+    seen = seen_of(model, recipe="none")
+    assert seen.recipe_share is None
+    assert {(each.recipe, each.declined) for each in seen.matmuls} == {("", "")}
+    assert list(matmul_lines(seen.matmuls)) == []
+
+
+def test_what_runs_outside_of_the_recipe_counts(model):
+    with polycast.observe(model) as seen:
+        with polycast.autocast("cpu", recipe=RECIPE):
+            model.first(r(3, 8))
+        with polycast.autocast("cpu"):
+            model.first(r(3, 8))
+        model.first(r(6, 8))
+    assert seen.recipe_share == 0.25
+    assert list(matmul_lines(seen.matmuls)) == [
+        "int8: 25% of the 1.54 kFLOPs in matrix products",
+        "50% not: linear in first: it runs outside of autocast",
+        "25% not: linear in first: no recipe is in force",
+    ]
+
+
+def test_a_policy_that_names_an_op_is_the_reason(model):
+    seen = seen_of(model.first, policy={"linear": "fp32"})
+    (each,) = seen.matmuls
+    assert (each.recipe, each.declined) == ("int8", "the region's policy names it")
+
+
+@pytest.mark.parametrize(
+    "engine", ["native"], indirect=True
+)  # the other tells the region of ops that it has kernels for
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped products")
+def test_ops_that_autocast_does_not_know_are_named(model):
+    class Experts(nn.Module):
+        def forward(self, x):
+            return torch._grouped_mm(x, r(2, 8, 8).bfloat16(), offs=torch.tensor([8, 16], dtype=torch.int32))
+
+    seen = seen_of(Experts(), x=r(16, 8).bfloat16())
+    assert list(matmul_lines(seen.matmuls))[1:] == ["100% not: _grouped_mm in the model: autocast has no policy for it"]
+
+
+def test_printing_shows_the_share_and_the_large_products_that_no_recipe_covers(model):
+    shown = str(seen_of(model))
+    assert "int8: 67% of the 864 FLOPs in matrix products" in shown
+    assert "17% not: bmm in the model: the recipe is not for it" in shown
+
+
+def test_a_report_has_them(model, tmp_path):
+    seen_of(model).to_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "int8: 67% of the 864 FLOPs in matrix products<br>" in page
+    seen_of(model, recipe="none").to_html(tmp_path / "page.html")
+    assert "In a recipe" not in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_code_tells_what_its_recipe_computed(model, backend):
+    compiled = torch.compile(model.first, backend=backend, fullgraph=True)
+    with polycast.autocast("cpu", recipe=RECIPE):
+        compiled(r(3, 8))
+    seen = seen_of(compiled)
+    assert seen.recipe_share == 1.0
+    assert sum(each.flops for each in seen.matmuls) == 2 * 3 * 8 * 8
+
+
+def test_other_threads_count_where_they_are_observed(model):
+    with polycast.observe(model, threads="all") as all_threads, polycast.observe(model) as this:
+        thread = threading.Thread(target=lambda: model.first(r(3, 8)))
+        thread.start()
+        thread.join()
+    assert sum(each.flops for each in all_threads.matmuls) == 2 * 3 * 8 * 8
+    assert this.matmuls == ()
+
+
+def test_counts_add_up_subtract_and_can_be_saved(model, tmp_path):
+    one, other = seen_of(model), seen_of(model, recipe="none")
+    both = one + other
+    assert sum(each.flops for each in both.matmuls) == sum(each.flops for each in (*one.matmuls, *other.matmuls))
+    assert both.recipe_share == one.recipe_share / 2
+    assert (both - other).matmuls == one.matmuls
+    one.save(tmp_path / "seen.json")
+    assert Observation.load(tmp_path / "seen.json") == one
+    older = copy.deepcopy(one.to_dict())
+    del older["matmuls"], older["recipe_share"]
+    assert Observation.from_dict(older).matmuls == ()
+
+
+def test_of_nothing_there_is_no_share():
+    assert recipe_share(()) is None

@@ -1,0 +1,93 @@
+"""Attention modules of torch's in regions with a recipe: in eval mode they have a fused path, which no recipe knows."""
+
+import pytest
+import torch
+from torch import nn
+from torch.backends import mha
+
+import polycast
+
+RECIPE = polycast.Int8(min_size=1)
+X = torch.randn(2, 5, 8)
+
+
+@pytest.fixture(autouse=True)
+def _inference(engine, int8_kernels):
+    with torch.no_grad():
+        yield
+
+
+def attention():
+    layer = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    return lambda x: layer(x, x, x)[0]
+
+
+def encoder():
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+
+
+def ops_of(model, recipe, **region):
+    with polycast.observe() as seen, polycast.autocast("cpu", recipe=recipe, **region):
+        model(X)
+    return seen
+
+
+@pytest.mark.parametrize(("make", "linears"), [(attention, 2), (encoder, 8)])
+def test_the_linears_of_attention_modules_in_eval_mode_are_computed_by_the_recipe(make, linears):
+    seen = ops_of(make(), RECIPE)
+    assert [(each.op, each.declined, each.calls) for each in seen.low_bit] == [("aten::linear", "", linears)]
+
+
+@pytest.mark.parametrize("make", [attention, encoder])
+@pytest.mark.parametrize(
+    ("recipe", "region"),
+    [
+        ("none", {}),
+        (RECIPE, {"enabled": False}),
+        (polycast.Int8(ops=["mm"]), {}),
+        (RECIPE, {"policy": {"linear": "fp32"}}),
+    ],
+    ids=["no recipe", "disabled", "not for linears", "a policy for linears"],
+)
+def test_regions_whose_recipe_computes_no_linears_have_the_fused_path(make, recipe, region):
+    fused = {"aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"}
+    assert fused & {op.op for op in ops_of(make(), recipe, **region).ops}
+
+
+def test_what_a_program_has_switched_off_stays_off():
+    mha.set_fastpath_enabled(False)
+    try:
+        with polycast.autocast("cpu", recipe=RECIPE):
+            assert not mha.get_fastpath_enabled()
+        assert not mha.get_fastpath_enabled()
+    finally:
+        mha.set_fastpath_enabled(True)
+    assert mha.get_fastpath_enabled()
+
+
+def test_compiled_code_is_as_the_region_that_it_runs_in():
+    model = encoder()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(X)
+    for recipe, count in ((RECIPE, 1), ("none", 0), (RECIPE, 1)):
+        with polycast.observe() as seen, polycast.autocast("cpu", recipe=recipe):
+            compiled(X)
+        assert len(seen.low_bit) == count
+    with polycast.autocast("cpu", recipe=RECIPE):
+        assert torch.equal(compiled(X), model(X))
+
+
+def test_attention_is_scripted_in_a_region_with_a_recipe():
+    layer = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    with polycast.autocast("cpu", recipe=RECIPE):
+        scripted = torch.jit.script(layer)
+    torch.testing.assert_close(scripted(X, X, X)[0], layer(X, X, X)[0])
+
+
+def test_uninstalling_gives_torch_its_function_back():
+    with polycast.autocast("cpu", recipe=RECIPE):
+        pass
+    polycast.uninstall()
+    assert mha.get_fastpath_enabled.__module__ == "torch.backends.mha"
+    with polycast.autocast("cpu", recipe=RECIPE):
+        assert not mha.get_fastpath_enabled()
