@@ -118,7 +118,7 @@ WAYS = {
     no_program: NO_RUN.format("Exec format error"),
     no_interpreter: NO_RUN.format("No such file"),
     other_encoding: FAILED.format(1),
-    killed: FAILED.format(-9),
+    killed: r"the compiler was killed, or had no memory or space: status -9\. The next process tries again\.",
     cache_is_a_file: NO_WRITE.format("Not a directory"),
     read_only: NO_WRITE.format("Read-only file system"),
     full: NO_WRITE.format("No space left on device"),

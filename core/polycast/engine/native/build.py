@@ -46,7 +46,8 @@ from .engine import NativeEngine
 _PATIENCE = 5.0
 """After how many seconds of waiting for another build that is said."""
 _CUT_SHORT = re.compile(
-    r"killed signal|no space left|cannot allocate memory|out of memory|memory exhausted|bad_alloc", re.IGNORECASE
+    r"^.*(?:killed signal|no space left|cannot allocate memory|out of memory|memory exhausted|bad_alloc).*$",
+    re.IGNORECASE | re.MULTILINE,
 )
 """What compilers say where the machine failed them and not the source: such a failure is not remembered."""
 
@@ -320,11 +321,12 @@ def _build(place: _Place) -> None:
         status, output = compile_library(place.compiler, place.wanted, place.sources, built)
         if status == -signal.SIGINT:  # the user's, at a terminal, to this process too, of which another thread is told
             raise BuildError("the compiler was interrupted.")
-        if status < 0 or status > 128 or (status != 0 and _CUT_SHORT.search(output)):
-            last = "".join(output.strip().splitlines()[-1:])
+        said = _CUT_SHORT.search(output) if status != 0 else None
+        if status < 0 or status > 128 or said is not None:
+            reason = f", {said[0].strip()!r}" if said is not None else ""
             raise BuildError(
-                f"the compiler was ended from outside, or had no memory or space: status {status}, {last!r}. The next "
-                "process tries again."
+                f"the compiler was killed, or had no memory or space: status {status}{reason}. The next process tries "
+                "again."
             )
         log = _failure(place.library)
         if status != 0 or not built.is_file():
