@@ -140,7 +140,7 @@ def test_the_reference_engine_runs_with_one_warning_that_says_what_to_do(reason,
     with pytest.warns(UserWarning, match=said + reason) as caught:
         assert wanted("auto").name == "reference"
     assert len(caught) == 1
-    assert str(caught[0].message).endswith(" Set POLYCAST_ENGINE=reference to be content with it.")
+    assert str(caught[0].message).endswith(" Set POLYCAST_ENGINE=reference to silence this warning.")
     assert choice.choose().name == "reference"  # and no second warning, which would be an error
 
 

@@ -147,6 +147,6 @@ def _choose(wanted: str, failure: Exception | None) -> Engine:
             raise RuntimeError(f"POLYCAST_ENGINE=native, but the native engine cannot be built: {reason}") from error
     warn_user(
         f"polycast runs on its reference engine, which is slower: the native engine cannot be built: {reason} "
-        "Set POLYCAST_ENGINE=reference to be content with it."
+        "Set POLYCAST_ENGINE=reference to silence this warning."
     )
     return _reference()
