@@ -1,5 +1,6 @@
 """What ``compare`` finds in models whose errors are known."""
 
+import contextvars
 import json
 import math
 import threading
@@ -270,3 +271,43 @@ def test_threads_that_the_model_starts_are_left_alone(in_thread):
     found = by_name(polycast.compare(Threaded(), torch.randn(2, 4), "cpu"))
     assert found["layer"].calls == 1
     assert "polycast.compare" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_both_runs_are_in_the_context_of_the_caller():
+    scale = contextvars.ContextVar("scale", default=0.0)
+
+    class Scaled(nn.Module):
+        def forward(self, x):
+            y = x * scale.get()
+            scale.set(100.0)
+            return y
+
+    def compared():
+        scale.set(3.0)
+        return polycast.compare(nn.Sequential(nn.Linear(4, 4), Scaled()), torch.randn(2, 4), "cpu", policy=FLOAT32)
+
+    comparison = contextvars.copy_context().run(compared)
+    assert {(module.own.relative, module.total.relative) for module in comparison.modules} == {(0.0, 0.0)}
+    assert comparison.outputs["output"].cosine == pytest.approx(1.0)
+
+
+FLOAT32 = {"linear": "fp32"}
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.BatchNorm1d(4), lambda: nn.ReLU(inplace=True)], ids=["writes a buffer", "writes its argument"]
+)
+@pytest.mark.parametrize("made_in_it", [False, True])
+def test_it_is_the_same_in_inference_mode(engine, make, made_in_it):
+    def found():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), make(), nn.Linear(4, 4))
+        return model, torch.randn(8, 4)
+
+    model, x = found()
+    expected = polycast.compare(model, x, "cpu")
+    with torch.inference_mode():
+        model, x = found() if made_in_it else (model, x)
+        assert polycast.compare(model, x, "cpu") == expected
+        assert torch.is_inference_mode_enabled()
+    assert expected.outputs["output"].relative < 0.1

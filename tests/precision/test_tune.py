@@ -331,3 +331,12 @@ def test_the_evidence_can_be_written_as_json():
     assert again == said
     assert (again["schema"], again["dtype"], again["plain"]) == (1, "float16", "inf")
     assert again["trials"][0] == {"members": [], "distance": "inf"}
+
+
+@pytest.mark.parametrize("over", ["modules", "ops"])
+def test_it_is_the_same_in_inference_mode(over):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Overflowing(4, True), nn.BatchNorm1d(4), nn.ReLU(inplace=True)), torch.randn(8, 4)
+    expected = tune(model, x, over=over)
+    with torch.inference_mode():
+        assert tune(model, x, over=over) == expected

@@ -1,5 +1,6 @@
 """A model's run in float32 and its run in a region, in lockstep: each hands the other one module's output at a time."""
 
+import contextvars
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -9,13 +10,12 @@ import torch
 
 from ..engine import low_bit_listeners
 from ..region.autocast import autocast
-from ..region.capture import Snapshot
 from .calls import Call
 from .hooks import Key, Open, Watcher, common, watched
 from .observe.low_bit_counts import LowBitCounts
 from .survey import Survey
 from .turns import Turns
-from .untouched import RandomState, Values
+from .untouched import RandomState, Values, isolated
 from .values import copied, in_float32
 
 
@@ -68,11 +68,12 @@ class _Waiting:
 
 
 class _Call(Open):
-    """A call that is open, with what it takes to repeat it."""
+    """A call that has not returned, with what it takes to repeat it."""
 
     def __init__(self, key: Key, module: torch.nn.Module, arguments: Any, random: Any, state: Values) -> None:
         super().__init__(key, module)
         self.arguments, self.random, self.state = arguments, random, state
+        self.context = contextvars.copy_context()
 
 
 class Lockstep:
@@ -97,12 +98,12 @@ class Lockstep:
 
         def watcher() -> Watcher | None:
             if self._turns.is_the_workers():
+                self._turns.check()
                 return reduced
             return float32 if threading.get_ident() == caller else None
 
         with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(Snapshot(()).apply())
+            stack.enter_context(isolated())
             stack.enter_context(self.generators.kept())
             stack.enter_context(self.state.set_aside())
             random, state = self.generators.get(), self.state.cloned()
@@ -160,8 +161,10 @@ class _Float32:
         both.record.own(module, output, own)
         both.waiting = _Waiting(call.key, call.arguments, output, own, both.generators.get())
         del own
-        both.give_turn()
-        both.waiting = None
+        try:
+            both.give_turn()
+        finally:
+            both.waiting = None
 
     def _repeat(self, call: _Call) -> Any:
         """Return what the module itself makes of the same arguments in the region, the modules in it in float32."""
@@ -173,7 +176,7 @@ class _Float32:
         self._repeated = _Repeated(both.region.device)
         try:
             with both.region, self._repeated:
-                return call.module(*args, **kwargs)
+                return call.context.run(call.module, *args, **kwargs)
         finally:
             self._repeated = None
             both.state.put(state)

@@ -5,10 +5,9 @@ from typing import Any
 
 import torch
 
-from ..region.capture import Snapshot
 from .calls import Call
 from .hooks import here, watched
-from .untouched import ModelState, RandomState, written_state
+from .untouched import ModelState, RandomState, isolated, written_state
 from .values import State
 
 
@@ -103,7 +102,7 @@ def survey(model: torch.nn.Module, call: Call, device_type: str) -> tuple[Survey
         with watched(model, here(surveyor)):
             return call.of_model(model)
 
-    with torch.no_grad(), Snapshot(()).apply(), RandomState(device_type).kept():
+    with isolated(), RandomState(device_type).kept():
         output, state = written_state(model, run)
     surveyor.survey.state = state
     return surveyor.survey, output

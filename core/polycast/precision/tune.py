@@ -12,7 +12,6 @@ from ..errors import warn_user
 from ..policy.dtypes import dtype_name
 from ..policy.recipes import Recipe, RecipeLike
 from ..region.autocast import autocast
-from ..region.capture import Snapshot
 from ..region.module_rules import apply_policy
 from . import fingerprint
 from .calls import Call
@@ -30,7 +29,7 @@ from .search import Members, OutOfBudget
 from .survey import survey
 from .timing import Timings
 from .trials import StateFile, StatePath, Trial, Trials, distance_of
-from .untouched import RandomState
+from .untouched import RandomState, isolated
 
 _OVER = ("modules", "ops")
 _OBJECTIVES = ("accuracy", "time")
@@ -201,7 +200,7 @@ class _Search:
     @contextmanager
     def _as_it_was(self) -> Iterator[None]:
         """Run a block that calls the model: outside the regions of the caller, without gradients, without a trace."""
-        with torch.no_grad(), Snapshot(()).apply(), self._generators.kept(), self._seen.state.set_aside():
+        with isolated(), self._generators.kept(), self._seen.state.set_aside():
             yield
 
     def run(self, budget: int, file: StateFile | None, asked: Asked) -> Tuned:

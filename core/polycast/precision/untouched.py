@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..region.capture import Snapshot
+
 
 class Slot(NamedTuple):
     """Where a module keeps something: one of its dicts, and the key."""
@@ -38,6 +40,17 @@ class Slot(NamedTuple):
 
 _ABSENT: Any = object()
 Values = list[Any]
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Run a block outside of the caller's regions, without gradients.
+
+    ``inference_mode`` is left too: tensors that are made in it have no versions, so writes to them could not be seen, and
+    only code in it may write to them, which another thread is not.
+    """
+    with torch.inference_mode(False), torch.no_grad(), Snapshot(()).apply():
+        yield
 
 
 class ModelState:

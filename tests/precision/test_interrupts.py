@@ -1,0 +1,174 @@
+"""Ctrl-C in ``compare`` and ``tune``, at any point of either run: it ends both at once, and leaves no thread."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+from polycast.precision import turns
+
+CALLS = {
+    "compare": lambda model, x: polycast.compare(model, x, "cpu"),
+    "tune": lambda model, x: polycast.tune(model, x, tolerance=0.0, device_type="cpu"),
+}
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def in_worker():
+    return threading.current_thread().name == "polycast.compare"
+
+
+def run_on():
+    """Compute for far longer than an interrupt may take, in Python."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        pass
+
+
+class Interrupted(nn.Module):
+    """Interrupts the run that `when` says it is in, and computes on."""
+
+    def __init__(self, when, then=run_on):
+        super().__init__()
+        self.when, self.then = when, then
+        self.layer, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.layer(x)
+        if self.when(y):
+            interrupt()
+            self.then()
+        return self.other(y)
+
+
+def ends_at_once(call, model):
+    x = torch.randn(2, 4)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        call(model, x)
+    assert time.monotonic() - began < 3
+    assert not in_worker()
+    assert "polycast.compare" not in {thread.name for thread in threading.enumerate()}
+    assert not torch.is_autocast_enabled("cpu")
+    assert [len(each._forward_hooks) for each in model.modules()] == [0] * len(list(model.modules()))
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_an_interrupt_of_the_run_in_the_region_ends_both(call):
+    ends_at_once(call, nn.Sequential(nn.Linear(4, 4), Interrupted(lambda y: in_worker())))
+
+
+def test_an_interrupt_of_the_run_in_float32_ends_both():
+    model = nn.Sequential(nn.Linear(4, 4), Interrupted(lambda y: not in_worker() and threads() > 0))
+    ends_at_once(CALLS["compare"], model)
+
+
+def threads():
+    return [thread.name for thread in threading.enumerate()].count("polycast.compare")
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_an_interrupt_while_the_runs_call_different_modules_ends_both(call):
+    class Chooses(nn.Module):
+        """What the region calls, float32 never does; so it waits for the call around both."""
+
+        def __init__(self):
+            super().__init__()
+            self.gate, self.one = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.two = Interrupted(lambda y: in_worker(), lambda: None)
+
+        def forward(self, x):
+            return self.one(x) if self.gate(x).dtype is torch.float32 else self.two(x)
+
+    ends_at_once(call, nn.Sequential(nn.Linear(4, 4), Chooses(), *(nn.Linear(4, 4) for _ in range(3))))
+
+
+def test_a_run_that_catches_everything_ends_at_the_next_call_of_a_module():
+    calls = []
+
+    class Stubborn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            for _ in range(2):
+                try:
+                    if in_worker() and not calls:
+                        calls.append(1)
+                        interrupt()
+                        run_on()
+                except BaseException:
+                    calls.append(2)
+            if in_worker():
+                self.layer(x)
+                calls.append(3)
+            return x
+
+    ends_at_once(CALLS["compare"], nn.Sequential(Stubborn()))
+    assert calls == [1, 2]
+
+
+def test_what_another_signals_handler_raises_ends_both_runs():
+    class Timeout(Exception):
+        pass
+
+    def handler(number, frame):
+        raise Timeout
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        model = Interrupted(lambda y: False)
+        model.when = lambda y: in_worker() and os.kill(os.getpid(), signal.SIGUSR1) is None and run_on()
+        with pytest.raises(Timeout):
+            polycast.compare(model, torch.randn(2, 4), "cpu")
+        with pytest.raises(Timeout):
+            polycast.tune(model, torch.randn(2, 4), tolerance=0.0, device_type="cpu")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert threads() == 0
+
+
+def test_an_interrupt_at_any_line_of_the_caller_ends_the_thread(monkeypatch):
+    """Raised by a trace function, at the first line of the turns that the caller comes to, the second, and so on."""
+    monkeypatch.setattr(turns, "_START", 0.1)
+    lines = ended = 0
+
+    def tracer(frame, event, arg):
+        nonlocal lines
+        if frame.f_code.co_filename != turns.__file__:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == ended:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return tracer
+
+    while True:
+        both, lines, ended = turns.Turns(), 0, ended + 1
+
+        def give(both=both):
+            for _ in range(3):
+                both.give()
+
+        before = sys.gettrace()
+        sys.settrace(tracer)
+        try:
+            both.run(give, give)
+        except KeyboardInterrupt:
+            continue
+        finally:
+            sys.settrace(before)
+            assert threads() == 0, ended
+        break
+    assert ended > 40
