@@ -312,3 +312,39 @@ def test_what_it_cannot_be_asked(arguments, error, text):
     if error is ValueError:
         with pytest.raises(ValueError, match="^policy: .*sofmax"):
             explain("mm", "cpu", policy={"sofmax": "fp32"})
+
+
+IMAGE, FILTERS = torch.ones(1, 3, 8, 8), torch.ones(2, 3, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "op"),
+    [
+        ((IMAGE, FILTERS, None, 1), {}, "aten::conv2d"),
+        ((IMAGE, FILTERS), {"stride": 1, "padding": 1, "dilation": 2}, "aten::conv2d"),
+        ((IMAGE, FILTERS, None, [1, 1], 1), {"groups": 1}, "aten::conv2d"),
+        ((IMAGE, FILTERS, None, 1, "same"), {"dilation": 1}, "aten::conv2d.padding"),
+    ],
+    ids=["stride", "by name", "padding", "padding in words"],
+)
+def test_a_number_stands_for_a_list_of_a_known_length(args, kwargs, op):
+    torch.conv2d(*args, **kwargs)
+    with polycast.autocast("cpu"):
+        told = explain("conv2d", "cpu", *args, **kwargs)
+    assert (told.op, [each.seen for each in told.arguments]) == (op, [torch.bfloat16, torch.bfloat16])
+
+
+def test_a_number_that_stands_for_no_list_is_refused():
+    with pytest.raises(TypeError, match=r"^'conv2d' does not take these arguments\. Its schemas: aten::conv2d"):
+        explain("conv2d", "cpu", IMAGE, FILTERS, 1)
+    with pytest.raises(TypeError, match=r"^'conv2d' does not take these arguments\. Its schemas: aten::conv2d"):
+        explain("conv2d", "cpu", IMAGE, FILTERS, stride=1.0)
+
+
+def test_a_recipe_is_asked_with_lists_as_the_op_gets_them(monkeypatch):
+    asked = []
+    monkeypatch.setattr("polycast.engine.low_bit.why_not", lambda *args: asked.append(args[-1]))
+    monkeypatch.setattr("polycast.engine.low_bit.why_no_kernel", lambda *args: None)
+    with polycast.autocast("cpu", recipe=polycast.Int8(ops=("conv2d",))):
+        explain("conv2d", "cpu", IMAGE, FILTERS, stride=1, dilation=2)
+    assert list(asked[0])[3:] == [[1, 1], [0, 0], [2, 2], 1]

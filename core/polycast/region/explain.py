@@ -135,18 +135,41 @@ def deciding_rule(op: str, region: Settings, backend: Backend) -> _Rule:
 
 
 def _overload_for(name: OpName, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the overload that a call means."""
+    """Return the overload that a call means.
+
+    Raises:
+        TypeError: none takes these arguments.
+    """
     overloads = known_overloads(name, writing=True)
     if len(overloads) == 1:
         return overloads[0]
-    try:
-        overload = torch._C._jit_resolve_packet(name.qualified, *args, **kwargs)
+    # torch takes one number for a list of a known length. The resolution of overloads does not, in a SymInt[n].
+    for some_args, some_kwargs in ((args, kwargs), *(_with_lists(each, args, kwargs) for each in overloads)):
+        try:
+            overload = torch._C._jit_resolve_packet(name.qualified, *some_args, **some_kwargs)
+        except RuntimeError:
+            continue
         found = f"{name.qualified}.{overload}" if overload != "default" else name.qualified
-    except RuntimeError:
-        found = ""
-    if found not in overloads:
-        raise _does_not_take(name.short, overloads)
-    return found
+        if found in overloads:
+            return found
+    raise _does_not_take(name.short, overloads)
+
+
+def _with_lists(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return arguments of an op with lists where its schema has one of a known length and a number is given."""
+    overload = find_op(op)
+    assert overload is not None
+    lengths = {each.name: each.N if "List[int]" in str(each.type) else None for each in overload._schema.arguments}
+
+    def as_list(name: str | None, value: Any) -> Any:
+        length = lengths.get(name) if type(value) is int or isinstance(value, torch.SymInt) else None
+        return value if length is None else [value] * length
+
+    names = [*lengths, *(None for _ in args)]
+    return (
+        [as_list(name, value) for name, value in zip(names, args, strict=False)],
+        {name: as_list(name, value) for name, value in kwargs.items()},
+    )
 
 
 def _does_not_take(name: str, overloads: Iterable[str]) -> TypeError:
@@ -159,7 +182,8 @@ def _bound(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     overload = find_op(op)
     assert overload is not None
     names = [argument.name for argument in overload._schema.arguments]
-    bound = {**dict(zip(names, args, strict=False)), **kwargs}
+    lists, named_lists = _with_lists(op, args, kwargs)
+    bound = {**dict(zip(names, lists, strict=False)), **named_lists}
     required = [argument.name for argument in overload._schema.arguments if not argument.has_default_value()]
     if len(args) > len(names) or len(bound) != len(args) + len(kwargs) or not set(required) <= set(bound) <= set(names):
         raise _does_not_take(op, [op])
