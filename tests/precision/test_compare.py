@@ -138,7 +138,10 @@ def test_inf_and_nan_that_float32_has_too_are_no_error():
         def forward(self, x):
             return x.masked_fill(x > 0, -math.inf)
 
-    comparison = polycast.compare(nn.Sequential(nn.Linear(4, 4), Masked()), torch.randn(3, 4), "cpu")
+    model, x = nn.Sequential(nn.Linear(4, 4), Masked()), torch.randn(3, 4)
+    with pytest.warns(UserWarning, match=r"^float32's own output has \d+ inf among its 12 elements") as caught:
+        comparison = polycast.compare(model, x, "cpu")
+    assert len(caught) == 1
     error = comparison.outputs["output"]
     assert error.inf > error.made == 0
     assert math.isfinite(error.relative)
@@ -311,3 +314,16 @@ def test_it_is_the_same_in_inference_mode(engine, make, made_in_it):
         assert polycast.compare(model, x, "cpu") == expected
         assert torch.is_inference_mode_enabled()
     assert expected.outputs["output"].relative < 0.1
+
+
+def test_a_reference_without_a_finite_element_is_warned_about():
+    class Broken(nn.Module):
+        def forward(self, x):
+            return {"a": x * math.nan, "b": x * math.inf, "c": x.long()}
+
+    expected = (
+        r"^float32's own output has 4 inf and 4 nan among its 8 elements, and none that is finite: no error of these "
+        r"is known\. polycast\.observe\(\) names the op that makes the first of them\.$"
+    )
+    with pytest.warns(UserWarning, match=expected):
+        polycast.compare(Broken(), torch.ones(1, 4), "cpu")

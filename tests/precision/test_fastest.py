@@ -190,3 +190,17 @@ def test_a_real_race_is_run(over):
     timings = tune(model, x, over=over).evidence.timings
     assert all(0 < each < 1 for each in timings.seconds.values())
     assert timings.chosen in timings.seconds
+
+
+def test_where_the_model_does_not_run_in_the_region_each_module_is_in_float32():
+    class Strict(nn.Module):
+        def forward(self, x):
+            if x.dtype is not torch.float32:
+                raise ValueError(x.dtype)
+            return x
+
+    model = nn.Sequential(nn.Linear(4, 4), Strict())
+    call, region = Call.of(model, torch.randn(2, 4)), polycast.autocast("cpu")
+    watch = Stopwatch(model, call, region, survey(model, call, "cpu")[0])
+    assert watch.fastest_modules(PLAIN_CHOICE).members == ("", "0", "1")
+    assert watch.fastest_ops({"linear": [Choice(("linear",))]}, lambda choice: polycast.Policy()) == {}

@@ -1,6 +1,6 @@
 """What can be kept in float32, or out of a recipe: modules or ops; and the policy that says so of some of them."""
 
-import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..policy.value import Policy
 from ..region.autocast import autocast
 from .calls import Call
 from .choice import Choice
+from .failures import is_of_the_policy
 from .hooks import uncompiled
 from .survey import Survey
 
@@ -95,19 +96,33 @@ def ops_seen(model: torch.nn.Module, call: Call, region: autocast) -> list[str]:
         try:
             with uncompiled(), region, autocast(region.device, region.fast_dtype, policy=ban):
                 call.of_model(model)
-        except RuntimeError as error:
-            if str(error) not in banned:
+        except Exception as error:
+            if not is_of_the_policy(error):
+                raise
+            stopped_at = next((banned[text] for text in _texts(error) if text in banned), None)
+            if stopped_at is None:
                 break
-            found.append(banned[str(error)])
-            banned = {text: name for text, name in banned.items() if name != found[-1]}
+            found.append(stopped_at)
+            banned = {text: name for text, name in banned.items() if name != stopped_at}
         else:
             break
     below = _Below()
-    with contextlib.suppress(RuntimeError), uncompiled(), region, below:
-        call.of_model(model)
+    try:
+        with uncompiled(), region, below:
+            call.of_model(model)
+    except Exception as error:
+        if not is_of_the_policy(error):
+            raise
     known = {named(name).qualified for name in backend.policies} | {"aten::_to_copy"}
     found += [name for name in below.names if name not in known and _can_be_float32(name)]
     return [read_op(name).short for name in found]
+
+
+def _texts(error: BaseException | None) -> Iterator[str]:
+    """Yield the texts of an exception and of those that it was raised in place of."""
+    while error is not None:
+        yield str(error)
+        error = error.__cause__ or error.__context__
 
 
 class _Below(TorchDispatchMode):

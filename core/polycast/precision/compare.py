@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..errors import warn_user
 from ..plugins.discovery import check_availability, check_recipe
 from ..plugins.registry import get_backend
 from ..policy.recipes import NoRecipe, Recipe, RecipeLike, read_recipe
@@ -19,7 +20,7 @@ from ..region.autocast import autocast, why_disabled
 from ..region.module_rules import apply_policy
 from .calls import Call
 from .comparison import Comparison, ModuleErrors
-from .errors import Error, Sums, is_finite
+from .errors import Error, NonFinite, Sums, is_finite
 from .hooks import Key
 from .lockstep import Lockstep, Met
 from .observe.low_bit_counts import LowBitCounts
@@ -43,6 +44,8 @@ def compare(
 
     Both runs are under ``no_grad``, with the same random numbers, in the mode (``train`` or ``eval``) that the model is
     in. The model is left as it was: parameters, buffers, attributes, gradients, hooks. Compiled modules run uncompiled.
+    The run in the region has a thread of its own, with a copy of the caller's context (``contextvars``), and without
+    what the caller's thread has in a ``threading.local``.
     At no time is more than one module's output kept besides what two runs of the model take; arguments that a module
     writes to are copied, as long as it runs.
 
@@ -61,6 +64,9 @@ def compare(
             parameters.
         ValueError, RuntimeError: as :class:`autocast`.
 
+    Warns:
+        UserWarning: there is inf or nan in float32's own output.
+
     Example:
         >>> import torch, polycast
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
@@ -71,7 +77,11 @@ def compare(
     call, said = Call.of(model, inputs), Policy.of(policy or {})
     wanted = wanted_recipe(recipe)
     region = enabled_region(device_type, dtype, _of_ops(said), wanted)
-    seen = survey(model, call, region.device)[0]
+    seen, output = survey(model, call, region.device)
+    unsound = NonFinite.of(output)
+    if unsound.inf or unsound.nan:
+        warn_user(unsound.warning("no error of these is known"))
+    del output
     with apply_policy(model, Policy(modules=said.for_device(region.device).modules)):
         return compared(model, call, region, seen, wanted)
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -124,13 +124,46 @@ def relative_error(output: object, reference: object) -> float:
 
 
 def has_floats(value: object) -> bool:
-    """Say whether there is anything to compare in a value."""
+    """Return whether there is anything to compare in a value."""
     return next(_compared(value), None) is not None
 
 
 def is_finite(value: object) -> bool:
     """Say whether no element of the tensors in a value is inf or nan."""
     return all(bool(chunk.isfinite().all()) for tensor in _compared(value) for chunk in _chunks(tensor))
+
+
+class NonFinite(NamedTuple):
+    """How many elements of floating-point tensors are inf or nan."""
+
+    inf: int
+    nan: int
+    elements: int
+
+    @classmethod
+    def of(cls, value: object) -> "NonFinite":
+        """Count those in the tensors in a value."""
+        inf = nan = elements = 0
+        for tensor in _compared(value):
+            elements += tensor.numel()
+            for chunk in _chunks(tensor):
+                inf += int(chunk.isinf().sum())
+                nan += int(chunk.isnan().sum())
+        return cls(inf, nan, elements)
+
+    @property
+    def are_all(self) -> bool:
+        """Whether no element is finite."""
+        return self.inf + self.nan == self.elements > 0
+
+    def warning(self, consequence: str) -> str:
+        """Return what to say of the output of a reference."""
+        counts = " and ".join(f"{count} {what}" for count, what in ((self.inf, "inf"), (self.nan, "nan")) if count)
+        none = ", and none that is finite" if self.are_all else ""
+        return (
+            f"float32's own output has {counts} among its {self.elements} elements{none}: {consequence}. "
+            "polycast.observe() names the op that makes the first of them."
+        )
 
 
 def _compared(value: object) -> Iterator[torch.Tensor]:

@@ -1,5 +1,6 @@
 """The fastest precision for each module, or op: what is proposed, and the race that decides."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -10,6 +11,7 @@ from ..policy.value import Policy
 from ..region.autocast import autocast
 from .calls import Call
 from .choice import Choice
+from .failures import is_of_the_policy
 from .hooks import here, watched
 from .survey import Survey
 from .timing import ModuleClock, Race, TimedSide, Timings, median, seconds_of_a_rule
@@ -41,10 +43,25 @@ class Stopwatch:
 
     def race(self, policies: Mapping[str, Policy], advance: Callable[[str], None] = lambda _: None) -> Race:
         """Time the model under each of some policies, and in float32 outside all regions."""
-        sides = {FLOAT32: TimedSide(self._model, self._call, None, Policy())}
+        sides = {FLOAT32: self._side(None)}
         for name, policy in policies.items():
-            sides[name] = TimedSide(self._model, self._call, self._region, policy)
+            sides[name] = self._side(self._region, policy)
         return Race(self._region.device, sides).run(advance)
+
+    def _side(self, region: autocast | None, policy: Policy | None = None) -> TimedSide:
+        return TimedSide(self._model, self._call, region, Policy() if policy is None else policy)
+
+    @staticmethod
+    def _runs(side: TimedSide) -> bool:
+        """Return whether the model runs there without an exception."""
+        with side.prepared() as call:
+            try:
+                call()
+            except Exception as error:
+                if not is_of_the_policy(error):
+                    raise
+                return False
+        return True
 
     def fastest_modules(self, needed: Choice) -> Choice:
         """Return what each module is to be in, by what each call was timed to take: not less than what is needed.
@@ -85,28 +102,39 @@ class Stopwatch:
         return [each + (calls * rule if kind != around else 0.0) for kind, each in enumerate(costs[name])]
 
     def _seconds_by_module(self) -> list[dict[str, float]]:
+        """Return by kind the seconds that each module takes; inf where the model raises an exception."""
         modules = self._seen.modules
         taken: list[list[dict[str, float]]] = [[] for _ in self._kinds]
+        kinds = [(kind, region) for kind, region in enumerate(self._kinds) if self._runs(self._side(region))]
         for turn in range(_ROUNDS + 1):
-            for kind, region in list(enumerate(self._kinds))[:: 1 if turn % 2 else -1]:
+            for kind, region in kinds[:: 1 if turn % 2 else -1]:
                 clock = ModuleClock(self._region.device)
                 with watched(self._model, here(clock)), nullcontext() if region is None else region:
                     self._call()
                 if turn:  # the first is slow
                     taken[kind].append({modules[module].name: each for module, each in clock.seconds.items()})
         return [
-            {each.name: median(one.get(each.name, 0.0) for one in rounds) for each in modules.values()}
+            {
+                each.name: median(one.get(each.name, 0.0) for one in rounds) if rounds else math.inf
+                for each in modules.values()
+            }
             for rounds in taken
         ]
 
     def fastest_ops(
         self, tried: Mapping[str, Sequence[Choice]], policy_of: Callable[[Choice], Policy]
     ) -> dict[str, Choice]:
-        """Return by op, of those that make the model faster by a choice, the one that makes it fastest."""
+        """Return by op, of those that make the model faster by a choice, the one that makes it fastest.
+
+        There is none where the model does not run in the region without a policy.
+        """
+        if not self._runs(self._side(self._region)):
+            return {}
         sides = {
             f"{op} {number}": (op, choice)
             for op, choices in list(tried.items())[:_MOST_OPS]
             for number, choice in enumerate(choices)
+            if self._runs(self._side(self._region, policy_of(choice)))
         }
         race = self.race({PLAIN: Policy(), **{side: policy_of(choice) for side, (_, choice) in sides.items()}})
         found: dict[str, Choice] = {}

@@ -18,8 +18,9 @@ from .calls import Call
 from .candidates import Modules, Ops, ops_seen
 from .choice import PLAIN, Choice
 from .compare import compared, enabled_region, wanted_recipe
-from .errors import has_floats, relative_error
+from .errors import NonFinite, has_floats, relative_error
 from .evidence import Evidence, Tuned, machine
+from .failures import is_of_the_policy, short_text
 from .fastest import PLAIN as PLAIN_SIDE
 from .fastest import Stopwatch, choose
 from .hooks import uncompiled
@@ -70,8 +71,8 @@ def tune(
     the fastest that keeps the tolerance, and the plainer one where two are alike. It holds for these shapes, this
     machine, and regions without a :class:`WeightCache`.
 
-    The model is left as it was, as by :func:`compare`. Each evaluation has the same random numbers. A set that the
-    model cannot run under (RuntimeError) is infinitely far off.
+    The model is left as it was, as by :func:`compare`. Each evaluation has the same random numbers. A set under which
+    the model raises an exception is infinitely far off; the evidence has the exception's text.
 
     Args:
         model: a module, on the device; what it computes outside all regions is the reference.
@@ -95,12 +96,13 @@ def tune(
     Raises:
         TypeError: `model`, `inputs` or what `metric` returns is none of these.
         ValueError: another argument is not legal; `state` is of another search; or there is no `metric`, and no
-            floating-point tensor in the output.
+            floating-point tensor in the output, or none with a finite element in float32.
         OSError: `state` cannot be read or written.
         RuntimeError: as :func:`compare`.
 
     Warns:
-        UserWarning: no policy keeps the tolerance; what is returned is the closest that was found.
+        UserWarning: no policy keeps the tolerance; what is returned is the closest that was found. Or there is inf or
+            nan in float32's own output.
 
     Example:
         >>> import torch, polycast
@@ -188,6 +190,14 @@ class _Search:
                 f"the model returned no floating-point tensor, but {type(self._reference).__name__}: its distance from "
                 "float32's is for a metric to say. Give one: metric(output, reference)."
             )
+        unsound = NonFinite.of(self._reference)
+        if unsound.are_all and metric is relative_error:
+            consequence = "there is nothing that the output of a region could be compared with"
+            raise ValueError(unsound.warning(consequence))
+        if unsound.inf or unsound.nan:
+            leaves_out = "an output that has the same ones is no further off for it"
+            is_given = "metric has to make a distance of them"
+            warn_user(unsound.warning(leaves_out if metric is relative_error else is_given))
         self._candidates: Modules | Ops
         if over == "modules":
             self._candidates = Modules(self._seen, region.fast_dtype, recipe)
@@ -234,20 +244,21 @@ class _Search:
             return self.names
         try:
             return [module.name for module in compared(self._model, self._call, self._region, self._seen).modules]
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:  # the model cannot run in the region without a policy
-            return self.names
+        except Exception as error:
+            if not is_of_the_policy(error):
+                raise
+            return self.names  # the model cannot run in the region without a policy
 
     def _evaluate(self, choice: Choice) -> Trial:
         with self._as_it_was():
-            try:
-                with uncompiled(), apply_policy(self._model, self._candidates.policy(choice)), self._region:
-                    output = self._call.of_model(self._model)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                return Trial(choice.members, math.inf, str(error).partition("\n")[0], choice.kept)
+            with uncompiled(), apply_policy(self._model, self._candidates.policy(choice)):
+                try:
+                    with self._region:
+                        output = self._call.of_model(self._model)
+                except Exception as error:
+                    if not is_of_the_policy(error):
+                        raise
+                    return Trial(choice.members, math.inf, short_text(error), choice.kept)
             distance = distance_of(self._metric(output, self._reference))
             return Trial(choice.members, distance, kept=choice.kept)
 
@@ -264,11 +275,18 @@ class _Search:
 
     def _why_not(self, everything: Trial) -> str:
         with self._as_it_was():
+            if everything.error:  # a model that raises without a region, too, has no policy to blame
+                with uncompiled():
+                    self._call.of_model(self._model)
             itself = distance_of(self._metric(self._reference, self._reference))
         if math.isinf(itself):
             return "no policy keeps the tolerance: the metric of float32's own output and itself is not finite"
-        said = everything.error or f"is {everything.distance:.3g} off"
-        return f"no policy keeps the tolerance: with all {self._over} in float32 the output {said}"
+        if everything.error:
+            return (
+                f"no policy keeps the tolerance: with all {self._over} in float32 the model raises: {everything.error}"
+            )
+        off = f"{everything.distance:.3g} off"
+        return f"no policy keeps the tolerance: with all {self._over} in float32 the output is {off}"
 
     def _fastest(
         self, ordered: Ordered, trials: Trials, found: _Found, advance: Callable[[str], None]

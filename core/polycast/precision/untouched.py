@@ -46,8 +46,8 @@ Values = list[Any]
 def isolated() -> Iterator[None]:
     """Run a block outside of the caller's regions, without gradients.
 
-    ``inference_mode`` is left too: tensors that are made in it have no versions, so writes to them could not be seen, and
-    only code in it may write to them, which another thread is not.
+    ``inference_mode`` is left too: tensors that are made in it have no versions, so writes to them could not be seen,
+    and only code in it may write to them, which another thread is not.
     """
     with torch.inference_mode(False), torch.no_grad(), Snapshot(()).apply():
         yield

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import torch
@@ -159,16 +160,18 @@ def _with_lists(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     """Return arguments of an op with lists where its schema has one of a known length and a number is given."""
     overload = find_op(op)
     assert overload is not None
-    lengths = {each.name: each.N if "List[int]" in str(each.type) else None for each in overload._schema.arguments}
+    arguments = overload._schema.arguments
 
-    def as_list(name: str | None, value: Any) -> Any:
-        length = lengths.get(name) if type(value) is int or isinstance(value, torch.SymInt) else None
-        return value if length is None else [value] * length
+    def as_list(argument: Any, value: Any) -> Any:
+        is_one = type(value) is int or isinstance(value, torch.SymInt)
+        if not is_one or argument is None or argument.N is None or "List[int]" not in str(argument.type):
+            return value
+        return [value] * argument.N
 
-    names = [*lengths, *(None for _ in args)]
+    by_name = {each.name: each for each in arguments}
     return (
-        [as_list(name, value) for name, value in zip(names, args, strict=False)],
-        {name: as_list(name, value) for name, value in kwargs.items()},
+        [as_list(argument, value) for argument, value in zip_longest(arguments[: len(args)], args)],
+        {name: as_list(by_name.get(name), value) for name, value in kwargs.items()},
     )
 
 

@@ -1,0 +1,18 @@
+"""What a model raises under a policy, told from what is no answer about the policy."""
+
+import torch
+
+from ..plugins.signals import raised_by_signal_handler
+
+
+def is_of_the_policy(error: Exception) -> bool:
+    """Return whether a model may have raised an exception because of the policy that it ran under.
+
+    Running out of memory is no such exception, nor is what a signal handler raises, such as a user's timeout.
+    """
+    return not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not raised_by_signal_handler(error)
+
+
+def short_text(error: BaseException) -> str:
+    """Return the first line of an exception's text, or its class where it has none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
