@@ -147,8 +147,8 @@ def test_an_interrupted_search_goes_on(run, tmp_path):
         "polycast: interrupted: the same command goes on from state.json\n",
     )
     assert len(json.loads((tmp_path / "state.json").read_text())["trials"]) == 2
-    assert run("script.py:interrupted", *arguments).exit_code == 130  # its third evaluation of two more
-    assert run("script.py:interrupted", *arguments).exit_code == 0
+    codes = [run("script.py:interrupted", *arguments).exit_code for _ in range(3)]
+    assert codes == [130, 130, 0]  # each evaluates the region without a policy, and one set more
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,7 @@ def test_a_set_that_the_model_cannot_run_under_is_infinitely_far_off(error, over
     assert tuned.evidence.trials[0].to_dict() == PLAIN_FAILED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over", ["modules", "ops"])
 def test_where_the_model_cannot_run_in_the_region_the_fastest_is_found_nevertheless(over):
     model = nn.Sequential(Strict(ValueError("no float16 here")))

@@ -1,6 +1,7 @@
 """``tune``: what must stay in float32, or out of a recipe, as a policy with the evidence for it."""
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -9,8 +10,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from ..errors import warn_user
+from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
 from ..policy.recipes import Recipe, RecipeLike
+from ..policy.registered import policies_for
 from ..region.autocast import autocast
 from ..region.module_rules import apply_policy
 from . import fingerprint
@@ -31,9 +34,12 @@ from .survey import survey
 from .timing import Timings
 from .trials import StateFile, StatePath, Trial, Trials, distance_of
 from .untouched import RandomState, isolated
+from .versions import versions
 
 _OVER = ("modules", "ops")
 _OBJECTIVES = ("accuracy", "time")
+_SHOWN = 3
+"""How many of the things that `state` cannot tell are named."""
 _LEAST_BUDGET = 2
 """The region without a policy, and everything in float32; with a recipe, everything in the fast dtype, too."""
 
@@ -86,7 +92,8 @@ def tune(
         budget: how many evaluations there may be at most; at least 2, and 3 with a recipe. None: four for each
             candidate, and 16.
         state: a file to keep the evaluations in. A search that was interrupted goes on from it, and finds what it would
-            have found; of another model, other inputs or arguments (but `budget`) it is refused.
+            have found; of another model, other inputs or arguments (but `budget`) it is refused. The values and the
+            code of model, inputs and metric are compared, and what the region without a policy computes.
         recipe: of the region, as in :class:`autocast`, without `keep`.
 
     Returns:
@@ -102,7 +109,7 @@ def tune(
 
     Warns:
         UserWarning: no policy keeps the tolerance; what is returned is the closest that was found. Or there is inf or
-            nan in float32's own output.
+            nan in float32's own output; or `state` cannot tell whether something is what it was.
 
     Example:
         >>> import torch, polycast
@@ -122,22 +129,49 @@ def tune(
     asked = Asked("relative L2 error" if metric is None else fingerprint.of_function(metric), objective)
     file = None
     if state is not None:
-        said = {
-            "model": fingerprint.of_model(model),
-            "inputs": fingerprint.of_call(call),
-            "metric": asked.metric,
-            "tolerance": float(tolerance),
-            "device_type": region.device,
-            "dtype": dtype_name(region.fast_dtype),
-            "over": over,
-            "objective": objective,
-            "recipe": None if wanted is None else wanted.text,
-            **machine(region.device),
-        }
-        file = StateFile(state, said)
+        file = _state_file(state, model, call, metric, region, wanted, float(tolerance), over, objective)
     search = _Search(model, call, metric or relative_error, region, over, float(tolerance), wanted)
     limit = max(least_budget, 4 * len(search.names) + 16) if budget is None else budget
     return search.run(limit, file, asked)
+
+
+def _state_file(
+    state: StatePath,
+    model: torch.nn.Module,
+    call: Call,
+    metric: Metric | None,
+    region: autocast,
+    recipe: Recipe | None,
+    tolerance: float,
+    over: str,
+    objective: str,
+) -> StateFile:
+    """Return the file of a search: whatever its result depends on is compared with what the file is of."""
+    backend = get_backend(region.device)
+    policies = ((name, policy.value) for name, policy in backend.policies.items())
+    registered = sorted(policies_for(region.device).items())
+    of = {
+        "tolerance": tolerance,
+        "device_type": region.device,
+        "dtype": dtype_name(region.fast_dtype),
+        "over": over,
+        "objective": objective,
+        "recipe": None if recipe is None else recipe.text,
+        "default_dtype": dtype_name(torch.get_default_dtype()),
+        "register_op": {name: policy.value for name, policy in registered},
+        "backend": f"{type(backend).__module__}.{type(backend).__qualname__} {fingerprint.of_table(policies)}",
+        **versions(),
+        **machine(region.device),
+    }
+    digests = fingerprint.Fingerprint(model, call, metric)
+    file = StateFile(state, of, digests)
+    if digests.unknown:
+        more = f", and {len(digests.unknown) - _SHOWN} more" if len(digests.unknown) > _SHOWN else ""
+        warn_user(
+            f"state={os.fspath(state)!r} does not know the contents of {'; '.join(digests.unknown[:_SHOWN])}{more}. A "
+            "search in which they are others goes on from this file as if they were not: name another file then."
+        )
+    return file
 
 
 class Asked(NamedTuple):
@@ -218,10 +252,15 @@ class _Search:
 
             def evaluate(choice: Choice) -> Trial:
                 trial = self._evaluate(choice)
+                if file is not None:
+                    file.note_evaluation()
                 kept = f", {len(choice.kept)} kept" if self._recipe is not None else ""
                 advance(f"{len(choice.members)} in float32{kept}: {trial.distance:.3g}")
                 return trial
 
+            if file is not None:
+                file.check_names(self.names, self._over)
+                file.check_again(PLAIN, evaluate)
             ordered = Ordered(self._order(file), self._candidates.can_be_kept)
             trials = Trials(evaluate, budget, file)
             found = self._least(ordered, trials)

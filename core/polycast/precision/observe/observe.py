@@ -1,8 +1,5 @@
 """``observe``: seeing what runs, in which dtype, why, and at what cost, without changing it."""
 
-import functools
-import importlib.metadata
-import platform
 import threading
 import time
 import weakref
@@ -11,12 +8,12 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Literal
 
-import torch
 from torch import nn
 
 from ...engine import low_bit_listeners
 from ...engine.choice import choose
 from ...engine.recorder import NONFINITE, Recorder
+from ..versions import versions
 from .compilations import tell_compilations, tell_compilations_no_more
 from .counting import facts_of
 from .facts import Facts, Run
@@ -169,11 +166,7 @@ class _Observing:
                 **vars(self._run),
                 "seconds": time.perf_counter() - self._began,
                 "engine": self._engine_name,
-                "versions": {
-                    "polycast": _polycast_version(),
-                    "torch": str(torch.__version__),
-                    "python": platform.python_version(),
-                },
+                "versions": dict(versions()),
             }
         )
         return replace(facts_of(self._recorder.read(), self._modules.named, run), low_bit=self._low_bit.records())
@@ -195,14 +188,6 @@ class _Observing:
             f"{found.op} {module} turned finite inputs into {found.what} ({found.dtype}, in the {found.phase} pass). "
             f"It was called at:{called}"
         )
-
-
-@functools.cache
-def _polycast_version() -> str:
-    try:
-        return importlib.metadata.version("polycast")
-    except importlib.metadata.PackageNotFoundError:  # a source tree or an archive on the path
-        return "unknown"
 
 
 def _check_options(**options: object) -> None:
