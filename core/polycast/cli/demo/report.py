@@ -24,12 +24,11 @@ def _print_runs(result: Result, out: Console) -> None:
         "mode",
         "test accuracy",
         "final loss",
-        "seconds",
-        numbers=("test accuracy", "final loss", "seconds"),
+        numbers=("test accuracy", "final loss"),
         title=f"Training on {result.device_type}, fast dtype {dtype_name(result.dtype)}",
     )
     for run in result.runs.values():
-        rows.add_row(run.mode, f"{run.accuracy:.2%}", f"{run.loss:.8f}", f"{run.seconds:.2f}")
+        rows.add_row(run.mode, f"{run.accuracy:.2%}", f"{run.loss:.8f}")
     out.print(rows)
 
 

@@ -1,6 +1,5 @@
 """Train the demo's network in one of three modes, and measure what came of it, at inference in a fourth too."""
 
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -64,7 +63,6 @@ class Run:
         mode: the name of the mode.
         accuracy: the part of the test images that the network gets right.
         loss: the mean loss over the batches of the last epoch.
-        seconds: how long training took.
         dtypes: the dtype of what each layer puts out, by the layer's name.
         network: what was trained.
     """
@@ -72,7 +70,6 @@ class Run:
     mode: str
     accuracy: float
     loss: float
-    seconds: float
     dtypes: Mapping[str, str]
     network: nn.Module = field(default_factory=nn.Identity, repr=False)
 
@@ -94,19 +91,15 @@ def train(
     trainer = _Trainer(mode, device_type, dtype)
     order = torch.Generator().manual_seed(SEED)
     with _deterministic():
-        # What is done once in a process (code generation, memory pools) is done before the clock runs.
-        _Trainer(mode, device_type, dtype).step(digits.images[:BATCH], digits.labels[:BATCH]).item()
-        start = time.perf_counter()
         for _ in range(epochs):
             losses = []
             for batch in torch.split(torch.randperm(len(digits.images), generator=order), BATCH):
                 losses.append(trainer.step(digits.images[batch], digits.labels[batch]) * len(batch))
                 advance()
         loss = torch.stack(losses).sum().item() / len(digits.images)
-        seconds = time.perf_counter() - start
     trained = trainer.network
     right = accuracy(mode, trained, device_type, dtype, digits)
-    return Run(mode.name, right, loss, seconds, trainer.output_dtypes(digits), trained)
+    return Run(mode.name, right, loss, trainer.output_dtypes(digits), trained)
 
 
 def accuracy(mode: Mode, trained: nn.Module, device_type: str, dtype: torch.dtype, digits: Digits) -> float:
