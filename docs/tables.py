@@ -68,11 +68,17 @@ def _verdict(results: Sequence[dict[str, Any]], shown: int) -> str:
 
 
 def table(names: Sequence[str]) -> str:
-    """Return the rows of some benchmarks in Markdown, under the machines that they were run on."""
+    """Return the rows of some benchmarks in Markdown, under the machines that they were run on.
+
+    Those of which nothing is kept are named.
+    """
+    missing = [name for name in names if not (FIGURES / f"{name}.json").exists()]
     machines: dict[str, list[str]] = {}
     results: list[dict[str, Any]] = []
     shown: list[dict[str, Any]] = []
     for name in names:
+        if name in missing:
+            continue
         run = run_of(name)
         machines.setdefault(machine(run), []).append(name)
         results += run["results"]
@@ -81,9 +87,14 @@ def table(names: Sequence[str]) -> str:
         where if len(machines) == 1 else f"{', '.join(f'`{name}`' for name in of)}: {where}"
         for where, of in machines.items()
     ]
+    if missing:
+        lines.append(f"Not measured yet: {', '.join(f'`{name}`' for name in missing)}")
+    said = "\n\n".join(f"{line}." for line in lines)
+    if not shown:
+        return f"{said}\n"
     return "\n".join(
         [
-            "\n\n".join(f"{line}." for line in lines),
+            said,
             "",
             "| what | against | threads | measured | at most | |",
             "| --- | --- | --: | --: | --: | --- |",

@@ -90,3 +90,9 @@ def test_the_machine_is_named_once_or_for_each_benchmark(tables, keep):
         "`one`, `two`: a CPU, 4 cores, Python 3.11, torch 2.13.\n\n"
         "`three`: another, 4 cores, Python 3.11, torch 2.13, with fewer repeats (`--quick`).\n\n|"
     )
+
+
+def test_what_was_not_measured_is_named(tables, keep):
+    keep("one", result("a", 0.9))
+    assert "\n\nNot measured yet: `two`.\n\n| what |" in tables.table(["one", "two"])
+    assert tables.table(["two", "three"]) == "Not measured yet: `two`, `three`.\n"
