@@ -71,7 +71,6 @@ def _all() -> Iterator[Race]:
     for batch in (1, 128):
         yield _inference(f"8 x Linear(2048, 2048), batch {batch}", linears, torch.randn(batch, 2048), 1.08, 1.0)
     yield _inference("GPT-2 small, 1 token", _gpt2(), torch.tensor([[464]]), 1.1, 0.45)
-    yield _inference("GPT-2 small, prefill of 128", _gpt2(), torch.randint(1000, (1, 128)), None, 1.0)
     yield _inference("BERT, 8 x 128", BertModel(BertConfig()).eval(), torch.randint(1000, (8, 128)), None, 1.0)
 
 

@@ -86,7 +86,7 @@ _MOST_THREADS = 32
 class PeakOfThreads:
     """The peak memory of a process whose threads run one model, over that of the process with torch.autocast."""
 
-    rounds: int = 2
+    rounds: int = 1
 
     def run(self, quick: bool) -> list[Result]:
         """Return the results of all rounds."""
