@@ -32,8 +32,8 @@ inline bool has_threads() {
 template <typename Body>
 void for_each_part(int64_t count, int64_t grain, const Body& body) {
   const int64_t wanted = (count + grain - 1) / grain;
-  // at::get_num_threads() also tells OpenMP the number on a thread that has not asked before.
-  if (wanted <= 1 || at::get_num_threads() <= 1 || !has_threads() || at::in_parallel_region()) {
+  const int64_t threads = wanted <= 1 ? 1 : at::get_num_threads();
+  if (threads <= 1 || !has_threads() || at::in_parallel_region()) {
     body(int64_t{0}, count);
     return;
   }
@@ -41,7 +41,6 @@ void for_each_part(int64_t count, int64_t grain, const Body& body) {
     const Body& body;
     int64_t count, wanted;
   } shared{body, count, wanted};
-  constexpr unsigned as_torch_has_set = 0;
   GOMP_parallel(
       [](void* data) {
         const auto& [body, count, wanted] = *static_cast<const Shared*>(data);
@@ -52,7 +51,7 @@ void for_each_part(int64_t count, int64_t grain, const Body& body) {
           body(count * number / parts, count * (number + 1) / parts);
         }
       },
-      &shared, as_torch_has_set, 0);
+      &shared, static_cast<unsigned>(threads), 0);
 }
 
 }  // namespace polycast
