@@ -20,6 +20,11 @@ def run_of(name: str) -> dict[str, Any]:
     return run
 
 
+def is_kept(name: str) -> bool:
+    """Return whether anything is kept of a benchmark."""
+    return (FIGURES / f"{name}.json").exists()
+
+
 def machine(run: dict[str, Any]) -> str:
     """Return where a run was, in some words."""
     about, quick = run["environment"], ", with fewer repeats (`--quick`)" if run["quick"] else ""
@@ -72,7 +77,7 @@ def table(names: Sequence[str]) -> str:
 
     Those of which nothing is kept are named.
     """
-    missing = [name for name in names if not (FIGURES / f"{name}.json").exists()]
+    missing = [name for name in names if not is_kept(name)]
     machines: dict[str, list[str]] = {}
     results: list[dict[str, Any]] = []
     shown: list[dict[str, Any]] = []
