@@ -1,10 +1,14 @@
 """`polycast devices`: what it says of each device and its backend, to people and to programs."""
 
 import importlib.metadata
+import io
 import json
 import re
 
+import pytest
+
 import polycast
+from polycast.cli import app
 
 KEYS = ["device_type", "state", "reason", "default_dtype", "supported_dtypes", "distribution", "version", "replaces"]
 
@@ -45,6 +49,18 @@ def test_devices_lists_every_backend_with_its_state(polycast_command):
 def test_devices_says_why_a_device_is_not_ready(polycast_command, plugin):
     plugin("acme_absent", WORKING.format(supported="return (torch.float16,)"))
     assert "ipu: the box [red] is not plugged in\n" in polycast_command("devices").stdout
+
+
+def test_what_a_device_says_is_shown_on_a_stream_of_any_encoding(monkeypatch, plugin):
+    plugin("acme_elsewhere", WORKING.format(supported="return (torch.float16,)").replace("the box", "größe"))
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", stream)
+    with pytest.raises(SystemExit) as ended:
+        app(["devices"])
+    stream.seek(0)
+    assert ended.value.code == 0
+    said = stream.read()
+    assert "ipu: gr\\xf6\\xdfe [red] is not plugged in\n" in said
 
 
 def test_devices_says_of_a_device_without_a_backend_what_is_needed(polycast_command):

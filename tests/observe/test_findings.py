@@ -1,5 +1,8 @@
 """Findings: each is there for a model that has the fault, and not for one that has not."""
 
+import json
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -65,6 +68,7 @@ def test_an_activation_that_goes_to_the_fast_dtype_and_back(engine):
         "an activation goes to bfloat16 for aten::linear and back to float32 for aten::log_softmax.int, 2 times: "
         "128 bytes cast."
     )
+    assert found.remedy == 'Have both compute in one dtype: policy={"linear": "fp32"}.'
     stays = {**policy, "linear": "fp32"}
     assert findings("round_trip", in_region(lambda: net(x), 2, policy=stays), net) == []
 
@@ -118,15 +122,197 @@ def test_an_unlisted_op_in_float32_between_two_that_are_not(engine, cast):
     for each in found:
         assert each.what == (
             "aten::gelu is in no table and runs in float32, once, between aten::linear and aten::linear, which run in "
-            "bfloat16: 64 bytes of outputs."
+            "bfloat16: 64 bytes of outputs, cast once, in 2."
         )
+        assert each.remedy == (
+            "The program converts what it is given to float32: leave that out, if bfloat16 is good enough for it."
+        )
+
+
+class RMSNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        x = x.float()
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) * self.weight
+
+
+class Attention(nn.Module):
+    """A residual block, as in a transformer whose residuals stay in float32."""
+
+    def __init__(self, norm, consumers=("q", "k", "v")):
+        super().__init__()
+        self.norm = norm
+        self.consumers = nn.ModuleDict({name: nn.Linear(8, 8) for name in consumers})
+
+    def forward(self, x):
+        h = self.norm(x)
+        first, *others = [linear(h) for linear in self.consumers.values()]
+        return x + sum(others, first)
+
+
+def test_an_unlisted_op_is_found_once_in_the_module_that_runs_it_with_those_that_cast_what_it_returns(engine):
+    net, x = nn.Sequential(nn.Linear(8, 8), Attention(RMSNorm())), torch.randn(4, 16, 8)
+    (found,) = findings("unlisted_float32_op", in_region(lambda: net(x)), net)
+    assert (found.where, found.module, found.count) == ("1.norm", "1.norm", 1)
+    assert found.ops == ("aten::linear", "aten::mul.Tensor", "aten::linear")
+    assert found.what.endswith("2.0 KB of outputs, cast 3 times, in 1.consumers.q, 1.consumers.k, 1.consumers.v.")
+
+
+def test_ops_of_several_kinds_that_take_what_an_unlisted_op_returned_are_in_one_finding(engine):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear, self.conv = RMSNorm(), nn.Linear(8, 8), nn.Conv1d(4, 4, 1)
+
+        def forward(self, x):
+            h = self.norm(x)
+            return self.linear(h) + self.conv(h)
+
+    net, x = nn.Sequential(nn.Linear(8, 8), Both()), torch.randn(2, 4, 8)
+    (found,) = findings("unlisted_float32_op", in_region(lambda: net(x)), net)
+    assert (found.module, found.count) == ("1.norm", 1)
+    assert "between aten::linear and aten::linear and aten::conv1d, which run in bfloat16" in found.what
+    assert found.what.endswith("256 bytes of outputs, cast 2 times, in 1.linear, 1.conv.")
+
+
+def test_consumers_of_an_unlisted_op_that_are_many_are_counted(engine):
+    names = [f"c{i}" for i in range(9)]
+    net, x = nn.Sequential(nn.Linear(8, 8), Attention(RMSNorm(), names)), torch.randn(4, 16, 8)
+    (found,) = findings("unlisted_float32_op", in_region(lambda: net(x)), net)
+    assert found.what.endswith("cast 9 times, in " + ", ".join(f"1.consumers.c{i}" for i in range(4)) + " and 5 more.")
+
+
+def test_two_observers_know_the_producer_by_their_own_names(engine):
+    net, x = nn.Sequential(nn.Linear(8, 8), Attention(RMSNorm())), torch.randn(4, 16, 8)
+    with polycast.observe(net[1]) as inner:
+        (found,) = findings("unlisted_float32_op", in_region(lambda: net(x)), net)
+    assert [each.module for each in inner.findings if each.kind == "unlisted_float32_op"] == ["norm"]
+    assert found.module == "1.norm"
+
+
+def a_run(net, x, policy=None):
+    with torch.no_grad(), polycast.observe(net) as seen, polycast.autocast("cpu", policy=policy):
+        net(x)
+    return seen
+
+
+def offered(seen):
+    """Return the policies that the remedies of a run offer."""
+    return {text for found in seen.findings for text in re.findall(r"policy=(\{.*?\})", found.remedy)}
+
+
+class PostNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(x + self.dense(x))
+
+
+class Mixed(nn.Module):
+    """Concatenates what is in float32 with what is not, as rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.cat([x, self.dense(x)], 0)
+
+
+NETS = {
+    "norm before": lambda: [Attention(nn.LayerNorm(8)), Attention(nn.LayerNorm(8)), nn.Linear(8, 8)],
+    "one consumer": lambda: [Attention(nn.LayerNorm(8), ["c"]), Attention(nn.LayerNorm(8), ["c"]), nn.Linear(8, 8)],
+    "norm after": lambda: [PostNorm(), Attention(nn.Identity()), PostNorm(), Attention(nn.Identity()), nn.Linear(8, 8)],
+    "custom norm": lambda: [nn.Linear(8, 8), Attention(RMSNorm()), Attention(RMSNorm())],
+    "scaled": lambda: [nn.Linear(8, 8), Scaled(torch.float32), nn.Linear(8, 8)],
+    "converted": lambda: [nn.Linear(8, 8), Activation(True), nn.Linear(8, 8)],
+    "concatenated": lambda: [Mixed(), nn.Linear(8, 8), Mixed(), nn.LogSoftmax(-1)],
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_policy_that_a_remedy_offers_has_fewer_bytes_cast(engine, name):
+    torch.manual_seed(0)
+    net, x = nn.Sequential(*NETS[name]()), torch.randn(4, 16, 8)
+    plain = a_run(net, x)
+    for policy in offered(plain):
+        assert a_run(net, x, json.loads(policy)).total.cast_bytes < plain.total.cast_bytes
+
+
+def test_a_policy_that_only_moves_a_cast_is_not_offered(engine):
+    net, x = nn.Sequential(*NETS["one consumer"]()), torch.randn(4, 16, 8)
+    seen = a_run(net, x)
+    moved = a_run(net, x, {"layer_norm": "lower_precision_fp"})
+    assert moved.total.cast_bytes >= seen.total.cast_bytes
+    where = {found.ops[1]: found.where for found in seen.findings if found.kind == "unlisted_float32_op"}
+    assert where == {"aten::add.Tensor": "1", "aten::layer_norm": "1.norm"}
+    assert offered(seen) == {'{"add": "lower_precision_fp"}'}
+
+
+def test_a_policy_with_which_a_finding_is_gone_is_offered(engine):
+    net, x = nn.Sequential(*NETS["norm after"]()), torch.randn(4, 16, 8)
+    (policy,) = offered(a_run(net, x))
+    after = a_run(net, x, json.loads(policy))
+    assert [found.kind for found in after.findings if found.kind.endswith(("_op", "_input"))] == []
+
+
+def test_without_the_flows_no_policy_is_offered(engine):
+    net, x = nn.Sequential(*NETS["norm before"]()), torch.randn(4, 16, 8)
+    said = a_run(net, x).to_dict()
+    del said["flows"]  # which older versions did not write
+    seen = polycast.Observation.from_dict(said)
+    assert "unlisted_float32_op" in {found.kind for found in seen.findings}
+    assert offered(seen) == set()
+    assert not any(found.remedy.startswith("Leave it") for found in seen.findings)
+
+
+def test_no_policy_is_offered_for_an_op_that_can_have_none(engine):
+    class InPlace(nn.Module):
+        def forward(self, x):
+            return x.float().add_(1)
+
+    net, x = nn.Sequential(nn.Linear(8, 8), InPlace(), nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 16, 8)
+    seen = a_run(net, x)
+    assert [found.ops[1] for found in seen.findings if found.kind == "unlisted_float32_op"] == ["aten::add_.Tensor"]
+    assert offered(seen) == set()
 
 
 def test_inf_or_nan(engine):
     (found,) = findings("nonfinite", lambda: torch.zeros(4).log(), nonfinite="record")
+    assert found.remedy.startswith("It was computed in float32: a wider dtype does not help. Look at the values")
+    assert "policy" not in found.remedy
     assert found.ops == ("aten::log",)
     assert "the first op to turn finite inputs into inf (float32, forward); once in all" in found.what
     assert findings("nonfinite", lambda: torch.ones(4).log(), nonfinite="record") == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "remedy"),
+    [
+        (
+            torch.float16,
+            'float16 has less range than float32. Keep the op in float32, with policy={"mul": "fp32"}, use',
+        ),
+        (torch.bfloat16, "It was computed in bfloat16, which has the range of float32: a wider dtype does not help."),
+    ],
+)
+def test_what_to_do_about_inf_depends_on_the_dtype_that_it_was_computed_in(engine, dtype, remedy):
+    x = torch.full((4,), 6e4 if dtype is torch.float16 else 3e38, dtype=dtype)
+    (found,) = findings("nonfinite", lambda: x * 10, nonfinite="record")
+    assert found.remedy.startswith(remedy)
+
+
+def test_what_to_do_about_inf_in_the_backward_pass_is_no_policy(engine):
+    weight = torch.zeros(4, dtype=torch.float16, requires_grad=True)
+    (found,) = findings("nonfinite", lambda: weight.sqrt().sum().backward(), nonfinite="record")
+    assert (
+        found.remedy == "float16 has less range than float32. Scale the loss (polycast.grad_scaler), or use bfloat16."
+    )
 
 
 def test_a_dtype_that_the_device_emulates(engine, hand_made):
@@ -191,6 +377,23 @@ def test_a_region_that_never_ran_an_op(engine):
         "the region for cpu was left without an op that autocast for cpu looked at, every time.",
     )
     assert findings("unused_region", in_region(lambda: torch.ones(2).relu())) == []
+
+
+def test_a_region_around_compiled_code_is_used(engine):
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.ones(2, 8)
+    compiled = torch.compile(net, backend="aot_eager")
+    with torch.no_grad(), polycast.observe(net) as seen:
+        for _ in range(2):
+            with polycast.autocast("cpu", torch.float16), polycast.autocast("cpu", torch.bfloat16):
+                assert compiled(x).dtype == torch.bfloat16
+        with polycast.autocast("cpu"):
+            pass
+    assert [(region.dtype, region.unused, region.compiled) for region in seen.regions] == [
+        ("float16", 0, 2),
+        ("bfloat16", 0, 2),
+        ("bfloat16", 1, 0),
+    ]
+    assert [found.count for found in seen.findings if found.kind == "unused_region"] == [1]
 
 
 def test_a_region_that_runs_ops_in_another_inside_it_is_used(engine):

@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from torch import nn
 
 import polycast
 from polycast import Observation
+from polycast.precision.observe.facts import Facts, Run
+from polycast.precision.observe.records import Chain, LowBit, Op, Region
 
 SAMPLE = Path(__file__).with_name("sample.json")
 
@@ -129,6 +132,74 @@ def test_it_prints_as_a_table_with_the_findings(run):
     assert any(line.split()[:3] == ["linear", "forward", "2"] for line in lines)
     assert "Findings" in lines
     assert "polycast.WeightCache()" in text
+
+
+@pytest.fixture(scope="module")
+def large():
+    """Return what is seen of a model of some thousand modules, each with a finding."""
+    names = [f"layers.{i}.norm" for i in range(2800)]
+    consumers = {f"layers.{i}.{name}": 1 for i in range(2) for name in "qkv"}
+    chain = Chain("unlisted_float32_op", ("aten::linear", "aten::mul.Tensor", "aten::linear"), "", "bfloat16", 1, 64)
+    chains = tuple(replace(chain, module=name, bytes=64 + i, consumers=consumers) for i, name in enumerate(names))
+    kinds = tuple(replace(chain, ops=(f"aten::{i}", f"aten::mul{i}", f"aten::{i}")) for i in range(100))
+    region = Region("", "cpu", True, "bfloat16", "", 3, 3)
+    facts = Facts(
+        run=Run(devices={"cpu": ["bfloat16"]}, seconds=1.0),
+        ops=tuple(Op(op=f"aten::op_{i}", calls=i + 1, policy="fp32", rule="region's policy") for i in range(300)),
+        chains=chains + kinds,
+        regions=tuple(replace(region, where=f"file.py:{i}") for i in range(100)),
+        low_bit=tuple(LowBit("cpu", "int8", f"aten::{i}", "it is small", 3) for i in range(100)),
+    )
+    return Observation(facts)
+
+
+def test_findings_that_are_alike_are_printed_once_with_their_number(large):
+    text = " ".join(str(large).split())
+    assert "- layers.2799.norm: aten::mul.Tensor is in no table and runs in float32, once, between" in text
+    assert " The same in layers.2798.norm, layers.2797.norm, layers.2796.norm and 2,896 more places. It was not" in text
+    assert text.count("is in no table") == 1
+
+
+def test_what_is_printed_is_bounded_and_says_how_much_more_there_is(large):
+    text = str(large)
+    assert 2000 < len(text) < 8000
+    assert "... and 280 more, with those that other ops are made of: see seen.ops" in text
+    assert "... and 92 more: see seen.low_bit" in text
+
+
+def test_findings_that_are_too_many_are_counted():
+    said = json.loads(SAMPLE.read_text(encoding="utf-8"))
+    said["run"]["emulated"] = {f"device{i} bfloat16": f"reason {i}" for i in range(20)}
+    said["regions"], said["chains"] = [_region(f"file.py:{i}") for i in range(20)], []
+    seen = Observation.from_dict(said)
+    groups = {(found.kind, found.remedy) for found in seen.findings}
+    found = [line for line in str(seen).splitlines() if line.startswith("- ")]
+    assert len(found) <= 8
+    assert len(groups) > len(found) or "see seen.findings" not in str(seen)
+
+
+def test_what_is_printed_is_bounded_whatever_the_names_are(large):
+    name = "x" * 20_000
+    seen = Observation(
+        replace(
+            large.facts,
+            ops=tuple(replace(op, op=name, policy=name, rule_name=name) for op in large.ops),
+            chains=tuple(
+                replace(chain, ops=(name,) * 3, module=name + str(i)) for i, chain in enumerate(large.facts.chains)
+            ),
+            low_bit=tuple(replace(each, op=name) for each in large.low_bit),
+        )
+    )
+    assert len(str(seen)) <= 8100
+    assert len(seen._repr_html_()) < 100_000
+
+
+def test_what_is_printed_can_be_written_to_any_stream(large):
+    said = json.loads(SAMPLE.read_text(encoding="utf-8"))
+    seen = Observation.from_dict({**said, "regions": [_region("größe\udcc3.py:1")]})
+    for text in (str(seen), repr(seen), *map(str, seen.findings), str(large)):
+        text.encode("ascii")
+    assert "gr\\xf6\\xdfe\\udcc3.py:1: the region for cpu was left" in str(seen)
 
 
 def test_a_notebook_shows_what_is_escaped():

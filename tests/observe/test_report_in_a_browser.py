@@ -23,7 +23,7 @@ def pages(tmp_path_factory):
     seen = polycast.Observation.load(Path(__file__).with_name("sample.json"))
     ops = tuple(replace(op, calls=op.calls + 3) if op.op == "aten::gelu" else op for op in seen.ops)
     seen.to_html(folder / "one.html")
-    seen.to_html(folder / "two.html", against=polycast.Observation(replace(seen.facts, ops=ops)))
+    polycast.Observation(replace(seen.facts, ops=ops)).to_html(folder / "two.html", before=seen)
     return folder
 
 
@@ -89,6 +89,21 @@ class Page:
 def page(chromium, pages):
     """Return the report of a run; after the test the console is to have no word in it."""
     yield Page(chromium, pages / "one.html").open()
+    assert [entry["message"] for entry in chromium.get_log("browser")] == []
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory, seen_of_thousands):
+    """Return the file of the report of 5,600 modules."""
+    path = tmp_path_factory.mktemp("large") / "large.html"
+    seen_of_thousands.to_html(path)
+    return path
+
+
+@pytest.fixture
+def thousands(chromium, large):
+    """Return the report of 5,600 modules, likewise."""
+    yield Page(chromium, large).open()
     assert [entry["message"] for entry in chromium.get_log("browser")] == []
 
 
@@ -184,6 +199,91 @@ def test_all_modules_open_and_close(page):
     assert page.js("document.querySelectorAll('#tree details.module[open]').length") == 0
 
 
+def elements(page):
+    return page.js("document.querySelectorAll('*').length")
+
+
+def until(page, condition):
+    """Wait until something holds in the page, which makes elements as frames are drawn."""
+    wait = "const done = arguments[0]; const look = () => (%s ? done() : requestAnimationFrame(look)); look()"
+    page.browser.execute_async_script(wait % condition)
+
+
+def test_what_is_in_thousands_of_modules_is_made_as_it_is_opened(thousands):
+    before = elements(thousands)
+    assert before < 10_000
+    opened, closed = thousands.all("[data-open]")
+    opened.click()
+    until(thousands, "document.querySelectorAll('#tree .module').length > 50")
+    assert thousands.js("document.querySelectorAll('#tree details.module:not([open])').length") == 0
+    assert elements(thousands) < before + 20_000
+    closed.click()
+    assert thousands.js("document.querySelectorAll('#tree details.module[open]').length") == 0
+
+
+def test_what_is_open_is_made_as_it_comes_near_to_what_is_seen(thousands):
+    thousands.js(
+        "window.isSeen = (e) => e.getBoundingClientRect().bottom > 0 && e.getBoundingClientRect().top < innerHeight"
+    )
+    thousands.all("[data-open]")[0].click()
+    lines = "document.querySelectorAll('#tree .line').length"
+    until(thousands, f"{lines} > 50")
+    made = thousands.js(lines)
+    thousands.js("document.querySelector('#tree').lastElementChild.scrollIntoView({block: 'end'})")
+    until(thousands, f"{lines} > {made}")
+    until(thousands, "[...document.querySelectorAll('.chunk:empty')].every((each) => !isSeen(each))")
+    assert elements(thousands) < 30_000
+
+
+def test_a_module_that_is_found_is_opened(thousands):
+    thousands.one("#module-find").send_keys("LAYERS.399.mlp linear")
+    assert thousands.one("#module-found p").text == "3 of 5,602 modules found."
+    assert [each.text for each in thousands.all("#module-found li")] == [
+        f"layers.399.mlp.{name} Linear" for name in ("gate", "up", "down")
+    ]
+    link = thousands.all("#module-found a")[1]
+    target = thousands.js("arguments[0].hash.slice(1)", link)
+    link.click()
+    until(thousands, f"document.getElementById('{target}')")
+    assert thousands.one(f"#{target} > .line .label").text == "up"
+    assert thousands.one(f"#{target} .own table").is_displayed()
+    assert thousands.js("document.querySelectorAll('#tree .target').length") == 1
+    thousands.one("#module-find").clear()
+    thousands.one("#module-find").send_keys("norm")
+    assert thousands.one("#module-found p").text == "800 of 5,602 modules found, the first 20 of which are these."
+    assert len(thousands.all("#module-found li")) == 20
+
+
+def test_keys_reach_modules_that_are_yet_to_be_made(thousands):
+    thousands.js("document.querySelector('#tree summary.line').focus()")
+    down, right, end, home = "\ue015", "\ue014", "\ue010", "\ue011"
+    for key in (down, right, end):
+        thousands.press(key)
+    assert thousands.active().startswith("399 Block")
+    thousands.press(home)
+    assert thousands.active().startswith("Large")
+
+
+def test_a_stack_is_made_as_it_is_opened(page):
+    trace = page.one("#ops-table details[data-stack]")
+    last = trace.find_element("css selector", "code").get_attribute("textContent")
+    trace.find_element("css selector", "summary").click()
+    until(page, "document.querySelector('#ops-table details[open] ol')")
+    lines = [each.text for each in page.all("#ops-table details[open] li")]
+    assert len(lines) > 1
+    assert lines[-1] == last
+
+
+def test_modules_that_are_not_on_paper_are_counted(thousands):
+    thousands.all("[data-open]")[0].click()
+    until(thousands, "document.querySelectorAll('#tree .module').length > 50")
+    thousands.js("dispatchEvent(new Event('beforeprint'))")
+    assert 500 <= thousands.js("document.querySelectorAll('#tree .line').length") < 1000
+    more = "[...document.querySelectorAll('.chunk:empty')].reduce((sum, each) => sum + each.modules.length, 0)"
+    assert thousands.js(more) > 0
+    assert elements(thousands) < 50_000
+
+
 def test_a_finding_opens_the_module_that_it_is_about(page):
     page.js("document.querySelectorAll('#tree details').forEach((each) => (each.open = false))")
     (link, *_) = page.all(".finding .where a")
@@ -256,12 +356,15 @@ def test_a_narrow_page_needs_no_scrolling_sideways(chromium, pages, name):
 def test_without_script_the_page_is_readable(chromium, pages):
     page = Page(chromium, pages / "one.html").open(script=False)
     assert not page.one("#filter").is_displayed()
-    assert page.one("#tree").is_displayed()
+    assert not page.one("#tree").is_displayed()
+    rows = page.all("#modules-table tbody tr")
+    assert [row.text.split()[0] for row in rows if row.is_displayed()][:3] == ["the", "layers", "layers.0"]
     assert len([row for row in page.all("#ops-table tbody tr") if row.is_displayed()]) == 10
-    summary = page.one("#tree details:not([open]) > summary")
-    before = len([each for each in page.all("#tree .line") if each.is_displayed()])
-    summary.send_keys(" ")
-    assert len([each for each in page.all("#tree .line") if each.is_displayed()]) >= before
+    (link, *_) = page.all(".finding .where a")
+    assert page.one(f"[id='{link.get_attribute('href').partition('#')[2]}']").is_displayed()
+    first_call = page.one("#ops-table .trace")
+    first_call.find_element("css selector", "summary").send_keys(" ")
+    assert first_call.find_element("css selector", "code").is_displayed()
     page.open()
 
 

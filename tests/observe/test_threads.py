@@ -245,6 +245,14 @@ def test_a_graph_of_a_thread_that_has_ended_knows_its_modules(engine):
     assert (tanh.calls, tanh.phase) == (1, "backward")
 
 
+def test_the_name_of_a_file_need_not_be_text(engine):
+    code = "with polycast.autocast('cpu'):\n    X.relu()"
+    with polycast.observe(stacks=True) as seen:
+        exec(compile(code, "gr\udcc3\udcb6ße.py", "exec"), {"polycast": polycast, "X": X})
+    assert [region.where for region in seen.regions] == ["gr\\udcc3\\udcb6ße.py:1"]
+    assert any(line.startswith("gr\\udcc3\\udcb6ße.py:2") for op in seen.ops for line in op.stack)
+
+
 def test_observers_may_come_and_go_while_a_stack_is_taken(engine, monkeypatch):
     from polycast.engine import places
 

@@ -248,6 +248,16 @@ def test_it_can_be_printed_and_written_as_json():
     assert "(model)   Sequential" in text
 
 
+def test_what_is_printed_can_be_written_to_any_stream():
+    class Größe(nn.Linear):
+        pass
+
+    model, x = nn.Sequential(Größe(4, 4)), torch.randn(2, 4)
+    tuned = polycast.tune(model, x, device_type="cpu", tolerance=1.0)
+    for value in (polycast.compare(model, x, "cpu"), tuned, tuned.evidence):
+        str(value).encode("ascii")
+
+
 def test_a_region_that_cannot_run_enabled_is_refused():
     with pytest.raises(RuntimeError, match=r"There is no region to look at\."):
         polycast.compare(nn.Linear(2, 2), torch.ones(1, 2), "cpu", torch.float64)

@@ -1,6 +1,8 @@
 """What the commands share: how they write, and what becomes of an error that the library raises at its user."""
 
+import io
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +17,9 @@ from ..plugins import env
 
 def console(*, stderr: bool = False) -> Console:
     """Return a console that prints text as it is: what plugins and devices say is no markup."""
+    stream = sys.stderr if stderr else sys.stdout
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")  # its encoding may lack what they say
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
 
 

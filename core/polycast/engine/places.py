@@ -48,4 +48,5 @@ def _line(frame: FrameType) -> str:
         here = os.getcwd() + os.sep
     except OSError:  # the folder has gone
         here = ""
-    return f"{file.removeprefix(here)}:{frame.f_lineno}"
+    line = f"{file.removeprefix(here)}:{frame.f_lineno}"
+    return line.encode("utf-8", "backslashreplace").decode("utf-8")  # the name of a file need not be text

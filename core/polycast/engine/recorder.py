@@ -9,6 +9,12 @@ _Dtypes: TypeAlias = Sequence[tuple[torch.dtype, int]]
 _Casts: TypeAlias = Sequence[tuple[torch.dtype, torch.dtype, bool, int, int, int, int, int, int, float]]
 """(source, target, of a weight, count, bytes, hits, misses, recasts, their bytes, seconds)"""
 
+_Sources: TypeAlias = Sequence[
+    tuple[str | None, int, torch.dtype, torch.dtype | None, bool, torch.dtype | None, int, int, int, int]
+]
+"""(the op that made it, its module, dtype, what it was cast to, whether it is the op's first tensor, what it was
+computed in where the program asked for its dtype, count, bytes, casts, their bytes)"""
+
 NO_MODULE = -1
 
 
@@ -31,17 +37,18 @@ class Reading(TypedDict):
             Sequence[tuple[torch.dtype | None, float]],  # seconds, by what it computed in; of calls in no other op
             _Casts,
             Sequence[str] | None,  # the stack of the first call
+            _Sources,
         ]
     ]
     entries: Sequence[tuple[int, int]]
     """(module, how often it was called)"""
-    chains: Sequence[tuple[int, Sequence[str], int, int, str | None, torch.dtype | None, int, int]]
-    """(kind, ops, overlay, module, device, fast dtype, count, bytes); see CHAIN_KINDS"""
+    chains: Sequence[tuple[int, Sequence[str], int, int, str | None, torch.dtype | None, int, int, int, int]]
+    """(kind, ops, overlay, module, device, fast dtype, module of the last op, count, bytes, casts); see CHAIN_KINDS"""
     matmuls: Sequence[tuple[str, bool, int, str | None, torch.dtype | None, int, str | None, str | None, int, float]]
     """(op, in the backward pass, module, device, fast dtype, overlay, recipe, why it declined, calls, operations); no
     recipe where none was asked; an empty reason where it computed them"""
-    regions: Sequence[tuple[str, str, bool, torch.dtype, int, int, int]]
-    """(where, device, enabled, dtype, entries, unused, ops)"""
+    regions: Sequence[tuple[str, str, bool, torch.dtype, int, int, int, int]]
+    """(where, device, enabled, dtype, entries, unused, ops, calls of compiled code)"""
     compiled: Sequence[tuple[str, int, int]]
     """(region, module, calls)"""
     overlays: dict[int, tuple[Any, ...]]

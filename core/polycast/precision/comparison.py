@@ -11,6 +11,7 @@ from ..policy.recipes import Recipe
 from .errors import Error, json_number
 from .observe.low_bit_counts import low_bit_lines
 from .observe.records import LowBit
+from .plain_text import as_text, under_the_head
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -141,7 +142,9 @@ class Comparison:
         return said
 
     def __str__(self) -> str:
-        return as_text(self)
+        from rich.console import Console
+
+        return as_text(self.__rich__(), max(160, Console().width))
 
 
 _MEASURES = ("total", "max", "cosine", "inf", "nan")
@@ -157,21 +160,10 @@ def _number(value: float) -> str:
 
 
 def _table(*columns: str) -> Any:
-    from rich import box
     from rich.table import Table
 
-    new = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    new = Table(box=under_the_head(), show_edge=False)
     for column in columns:
         is_text = column in ("module", "class", "output")
         new.add_column(column, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     return new
-
-
-def as_text(value: object) -> str:
-    """Return what rich would print of a value, as plain text."""
-    from rich.console import Console
-
-    console = Console(width=max(160, Console().width), color_system=None, markup=False, highlight=False, emoji=False)
-    with console.capture() as captured:
-        console.print(value)
-    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())

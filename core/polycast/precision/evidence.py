@@ -15,6 +15,7 @@ from ..policy.files import PolicyPath
 from ..policy.recipes import Recipe
 from ..policy.value import Policy
 from .errors import json_number
+from .plain_text import in_ascii
 from .search import Members
 from .timing import Timings
 from .trials import Trial
@@ -100,7 +101,7 @@ class Evidence:
         return dtype_name(self.dtype) + ("" if self.recipe is None else between + self.recipe.short)
 
     def __str__(self) -> str:
-        return "\n".join(self.lines())
+        return in_ascii("\n".join(self.lines()))
 
     def lines(self) -> list[str]:
         """Return it for people, as lines."""
@@ -151,7 +152,7 @@ class Tuned(NamedTuple):
         files.write(path, self.text())
 
     def __str__(self) -> str:
-        return f"{self.policy!r}\n{self.evidence}"
+        return in_ascii(f"{self.policy!r}\n{self.evidence}")
 
 
 def machine(device_type: str) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from .records import (
     Compiled,
     Counts,
     Decision,
+    Flow,
     Matmul,
     Module,
     NonFinite,
@@ -55,6 +56,7 @@ class _Counted:
     def facts(self, run: Run) -> Facts:
         in_modules: dict[int, list[Op]] = {}
         casts: list[Cast] = []
+        flows: list[Flow] = []
         fast: Counter[tuple[str, str]] = Counter()
         for row in self._reading["counts"]:
             op, phase, module, device, dtype = row[0], _phase(row[1]), row[2], row[3], row[4]
@@ -64,6 +66,8 @@ class _Counted:
             ]
             casts += of_this
             decision = Decision(device or "", *self._decide(op, device, dtype, row[5]), calls=row[6])
+            if decision.policy is not None or row[6] != row[7]:  # what other ops are made of follows them
+                flows += self._flows(decision, op, module, row[14])
             if device is not None and dtype is not None:
                 fast[device, dtype_name(dtype)] += row[6]
             counted = Op(
@@ -104,6 +108,7 @@ class _Counted:
                 (), (Compiled(name, self._name(module), calls) for name, module, calls in self._reading["compiled"])
             ),
             chains=self._chains(),
+            flows=combine((), flows),
             matmuls=self._matmuls(),
             nonfinite=self._nonfinite(),
         )
@@ -113,36 +118,35 @@ class _Counted:
         for module, count in self._reading["entries"]:
             entries[module] += count
         own = {number: total_of(tuple(of_module)) for number, of_module in ops.items()}
+        inside: dict[str, list[Counts]] = {}
+        for number, counts in own.items():
+            for around in _with_those_around(self._modules[number].name) if number != NO_MODULE else ():
+                inside.setdefault(around, []).append(counts)
         for number, (name, kind) in enumerate(self._modules):
-            inside = [
-                Op(**_fields(own[other]))
-                for other in own
-                if other == number
-                or (other != NO_MODULE and (not name or self._modules[other].name.startswith(f"{name}.")))
-            ]
             yield Module(
                 **_fields(own.get(number, Counts())),
                 module=name,
                 kind=kind,
                 entries=entries[number],
-                total=total_of(tuple(inside)),
+                total=total_of(inside.get(name, ())),
                 ops=tuple(sorted(combine((), ops.get(number, ())), key=lambda op: (-op.calls, op.op, op.phase))),
             )
 
     def _regions(self) -> tuple[Region, ...]:
         found = []
-        for where, device, enabled, dtype, entries, unused, ops in self._reading["regions"]:
+        for where, device, enabled, dtype, *counts in self._reading["regions"]:
             reason = ""
             if not enabled:
                 by_rule = where.endswith(BY_MODULE_RULE)
                 reason = "a rule for the module asks for that" if by_rule else _refusal(device, dtype)
-            found.append(Region(where, device, enabled, dtype_name(dtype), reason, entries, unused, ops))
+            found.append(Region(where, device, enabled, dtype_name(dtype), reason, *counts))
         return combine((), found)
 
     def _chains(self) -> tuple[Chain, ...]:
         found, roots = [], []
-        for number, ops, overlay, module, device, dtype, count, size in self._reading["chains"]:
+        for number, ops, overlay, module, device, dtype, consumer, count, size, cast_count in self._reading["chains"]:
             kind, fast = CHAIN_KINDS[number], "" if dtype is None else dtype_name(dtype)
+            consumers = {} if consumer == NO_MODULE else {self._modules[consumer].name: cast_count}
             if kind == "loss_root":
                 roots.append(Chain("loss_in_fast_dtype", tuple(ops), self._name(module), fast, count, size))
                 continue
@@ -153,7 +157,7 @@ class _Counted:
             if kind == "float32_by_one_input" and policy not in (None, "promote", "passthrough"):
                 continue
             kind = "loss_in_fast_dtype" if kind == "loss" else kind
-            found.append(Chain(kind, tuple(ops), self._name(module), fast, count, size))
+            found.append(Chain(kind, tuple(ops), self._name(module), fast, count, size, consumers))
         losses = {_letters(chain.ops[0]) for chain in found if chain.kind == "loss_in_fast_dtype"}
         # A node is named for the op that made it: MseLossBackward0 for aten::mse_loss.
         found += [chain for chain in roots if _letters(chain.ops[0]) not in losses]
@@ -187,6 +191,23 @@ class _Counted:
             reason = "the recipe is not for it"
         return laid_over.recipe.short, reason
 
+    def _flows(self, decision: Decision, op: str, module: int, sources: Iterable[tuple[Any, ...]]) -> Iterable[Flow]:
+        """Yield what an op was given, where autocast looked at it."""
+        for source, source_module, dtype, cast, is_first, asked_from, *numbers in sources:
+            yield Flow(
+                op,
+                self._name(module),
+                decision.device,
+                decision.policy,
+                source or "",
+                self._name(source_module),
+                dtype_name(dtype),
+                "" if cast is None else dtype_name(cast),
+                is_first,
+                "" if asked_from is None else dtype_name(asked_from),
+                *numbers,
+            )
+
     def _nonfinite(self) -> NonFinite | None:
         found = self._reading["nonfinite"]
         if found is None:
@@ -215,6 +236,14 @@ class _Counted:
                 policy, rule, rule_name = deciding_rule(op, settings, backend)
                 self._decisions[key] = None if policy is None else policy.value, rule, rule_name
         return self._decisions[key]
+
+
+def _with_those_around(name: str) -> Iterable[str]:
+    """Yield the name of a module, and the names that the modules around it can have, up to the model's, ``""``."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
 
 
 def _fields(counts: Counts) -> dict[str, Any]:

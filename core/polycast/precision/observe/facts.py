@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .records import Cast, Chain, Compiled, Counts, LowBit, Matmul, Module, NonFinite, Op, Region
+from .records import Cast, Chain, Compiled, Counts, Flow, LowBit, Matmul, Module, NonFinite, Op, Region
 from .sums import add, combine
 
 
@@ -50,6 +50,7 @@ class Facts:
     regions: tuple[Region, ...] = ()
     compiled: tuple[Compiled, ...] = ()
     chains: tuple[Chain, ...] = ()
+    flows: tuple[Flow, ...] = ()
     low_bit: tuple[LowBit, ...] = ()
     matmuls: tuple[Matmul, ...] = ()
     nonfinite: NonFinite | None = None
@@ -62,17 +63,18 @@ LISTS: dict[str, type[Any]] = {
     "regions": Region,
     "compiled": Compiled,
     "chains": Chain,
+    "flows": Flow,
     "low_bit": LowBit,
     "matmuls": Matmul,
 }
 """The records that facts are lists of, by name."""
 
 
-def total_of(ops: tuple[Op, ...]) -> Counts:
-    """Return the counts of ops together."""
+def total_of(counts: Iterable[Counts]) -> Counts:
+    """Return counts together."""
     total = Counts()
-    for op in ops:
-        total = add(total, Counts(**{name: getattr(op, name) for name in Counts.__dataclass_fields__}))
+    for each in counts:
+        total = add(total, Counts(**{name: getattr(each, name) for name in Counts.__dataclass_fields__}))
     return total
 
 

@@ -1,10 +1,14 @@
 """Findings: what in a run costs time or accuracy, where, how much, and what to do about it."""
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 
 from ...engine.low_bit_plan import RECORDS
+from ...policy.value import Policy
 from .facts import Facts
-from .records import Chain, Finding, Region
+from .records import Chain, Finding, NonFinite, Region
+from .remedies import FAST, Trial, name_of
+from .sums import add
 from .units import size as _bytes
 
 _Finder = Callable[[Facts], Iterator[Finding]]
@@ -13,6 +17,14 @@ _Finder = Callable[[Facts], Iterator[Finding]]
 def findings_of(facts: Facts) -> tuple[Finding, ...]:
     """Return what is found in a run, in the order of the finders below."""
     return tuple(finding for finder in _FINDERS for finding in finder(facts))
+
+
+def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, ...]]:
+    """Return findings of one kind and one remedy together, those that cost the most bytes first."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.kind, finding.remedy), []).append(finding)
+    return [tuple(sorted(group, key=lambda finding: -finding.bytes)) for group in groups.values()]
 
 
 def _nonfinite(facts: Facts) -> Iterator[Finding]:
@@ -25,12 +37,28 @@ def _nonfinite(facts: Facts) -> Iterator[Finding]:
             where,
             f"{seen.op} was the first op to turn finite inputs into {seen.what} ({seen.dtype}, {seen.phase}); "
             f"{_times(seen.count)} in all.{called}",
-            'Keep the op in float32 with a policy, such as policy={"' + _short(seen.op) + '": "fp32"}; in float16 '
-            "scale the loss (polycast.grad_scaler), or use bfloat16.",
+            _nonfinite_remedy(seen),
             module=seen.module,
             ops=(seen.op,),
             count=seen.count,
         )
+
+
+def _nonfinite_remedy(seen: NonFinite) -> str:
+    if seen.dtype in _AS_FAR_AS_FLOAT32:
+        also = "" if seen.dtype in ("float32", "float64") else ", which has the range of float32"
+        return (
+            f"It was computed in {seen.dtype}{also}: a wider dtype does not help. Look at the values that it got, "
+            "such as a zero in a divisor or a logarithm: keep them out with clamp() or an epsilon."
+        )
+    name = name_of(seen.op)
+    keep = f"Keep the op in float32, with {_policy(name, 'fp32')}, use" if _may_have(name, "fp32") else "Use"
+    in_forward = f"{keep} bfloat16, or in training scale the loss (polycast.grad_scaler)."
+    in_backward = "Scale the loss (polycast.grad_scaler), or use bfloat16."
+    return f"{seen.dtype} has less range than float32. {in_backward if seen.phase == 'backward' else in_forward}"
+
+
+_AS_FAR_AS_FLOAT32 = ("bfloat16", "float32", "float64", "complex64", "complex128")
 
 
 def _weights_cast_again(facts: Facts) -> Iterator[Finding]:
@@ -73,52 +101,83 @@ def _recipe_in_training(facts: Facts) -> Iterator[Finding]:
 
 
 def _chains(facts: Facts) -> Iterator[Finding]:
-    for chain in facts.chains:
-        if chain.count > 0 and chain.kind in _CHAINS:  # or a later version wrote it
-            what, remedy = _CHAINS[chain.kind](chain)
+    trial = Trial(facts.flows)
+    for kind, explain in _CHAINS.items():
+        alike: dict[tuple[object, ...], list[Chain]] = {}
+        for chain in facts.chains:
+            if chain.kind == kind:
+                alike.setdefault((_about(chain), chain.module, chain.dtype), []).append(chain)
+        for group in alike.values():
+            together = functools.reduce(add, group)
+            if together.count <= 0:  # of a difference
+                continue
+            what, remedy = explain(together, group, trial)
             yield Finding(
-                chain.kind,
-                _module(chain.module),
+                kind,
+                _module(together.module),
                 what,
                 remedy,
-                module=chain.module,
-                ops=chain.ops,
-                count=chain.count,
-                bytes=chain.bytes,
-                bytes_per_second=chain.bytes / facts.run.seconds if facts.run.seconds > 0 else 0.0,
+                module=together.module,
+                ops=together.ops,
+                count=together.count,
+                bytes=together.bytes,
+                bytes_per_second=together.bytes / facts.run.seconds if facts.run.seconds > 0 else 0.0,
             )
 
 
-def _round_trip(chain: Chain) -> tuple[str, str]:
+def _about(chain: Chain) -> tuple[str, ...]:
+    """Return the ops that tell a finding from others: an unlisted op is found once, whatever is before and after it."""
+    if chain.kind != "unlisted_float32_op":
+        return chain.ops
+    _, op, _ = chain.ops
+    return (op,)
+
+
+def _round_trip(chain: Chain, _: list[Chain], trial: Trial) -> tuple[str, str]:
     down, up = chain.ops
+    asked = [] if trial.is_kept_in_float32(name_of(up)) else [(name_of(up), FAST)]
+    asked.append((name_of(down), "fp32"))
+    saving = next((_policy(name, policy) for name, policy in asked if _saved(trial, name, policy) > 0), None)
     return (
         f"an activation goes to {chain.dtype} for {down} and back to float32 for {up}, {_times(chain.count)}: "
         f"{_bytes(chain.bytes)} cast.",
-        f'Have both compute in one dtype: policy={{"{_short(down)}": "fp32"}}, or {{"{_short(up)}": '
-        '"lower_precision_fp"}.',
+        _no_policy(trial) if saving is None else f"Have both compute in one dtype: {saving}.",
     )
 
 
-def _float32_by_one_input(chain: Chain) -> tuple[str, str]:
+def _float32_by_one_input(chain: Chain, _: list[Chain], trial: Trial) -> tuple[str, str]:
     (op,) = chain.ops
+    remedy = f"Cast that input, as in value.to({chain.dtype})"
+    if _saved(trial, name_of(op), FAST) > 0:
+        remedy += f", or give the op a policy: {_policy(name_of(op), FAST)}"
     return (
         f"{op} computes in float32, {_times(chain.count)}, because one of its inputs is float32 and the others are "
         f"{chain.dtype}: {_bytes(chain.bytes)} of outputs.",
-        f"Cast that input, as in value.to({chain.dtype}), or give the op a policy: "
-        f'policy={{"{_short(op)}": "lower_precision_fp"}}.',
+        f"{remedy}.",
     )
 
 
-def _unlisted_float32_op(chain: Chain) -> tuple[str, str]:
-    before, op, after = chain.ops
-    return (
+def _unlisted_float32_op(chain: Chain, chains: list[Chain], trial: Trial) -> tuple[str, str]:
+    op, dtype = chain.ops[1], chain.dtype
+    before, after = (" and ".join(dict.fromkeys(each.ops[at] for each in chains)) for at in (0, 2))
+    where = f", in {_few([_module(name) for name in chain.consumers])}" if chain.consumers else ""
+    casts = sum(chain.consumers.values()) or chain.count
+    what = (
         f"{op} is in no table and runs in float32, {_times(chain.count)}, between {before} and {after}, which run in "
-        f"{chain.dtype}: {_bytes(chain.bytes)} of outputs.",
-        f'If {chain.dtype} is good enough for it, say so: policy={{"{_short(op)}": "lower_precision_fp"}}.',
+        f"{dtype}: {_bytes(chain.bytes)} of outputs, cast {_times(casts)}{where}."
     )
+    saved = {name: _saved(trial, name, FAST) for name in trial.upstream(op, chain.module)[:_MOST_TRIED]}
+    best = max(saved, key=lambda name: saved[name])
+    if saved[best] > 0:
+        remedy = f"{_policy(best, FAST)} saves about {_bytes(saved[best])} of casts."
+        return what, f"If {dtype} is good enough for {best}, say so: {remedy}"
+    if (trial.change_unconverted(op, chain.module) or 0) < 0:
+        remedy = f"leave that out, if {dtype} is good enough for it."
+        return what, f"The program converts what it is given to float32: {remedy}"
+    return what, _no_policy(trial)
 
 
-def _loss_in_fast_dtype(chain: Chain) -> tuple[str, str]:
+def _loss_in_fast_dtype(chain: Chain, _: list[Chain], __: Trial) -> tuple[str, str]:
     (op,) = chain.ops
     return (
         f"a loss is computed in {chain.dtype}, by {op}, {_times(chain.count)}.",
@@ -126,12 +185,46 @@ def _loss_in_fast_dtype(chain: Chain) -> tuple[str, str]:
     )
 
 
-_CHAINS: dict[str, Callable[[Chain], tuple[str, str]]] = {
+_CHAINS: dict[str, Callable[[Chain, list[Chain], Trial], tuple[str, str]]] = {
     "round_trip": _round_trip,
     "float32_by_one_input": _float32_by_one_input,
     "unlisted_float32_op": _unlisted_float32_op,
     "loss_in_fast_dtype": _loss_in_fast_dtype,
 }
+_MOST_TRIED = 8
+
+
+def _no_policy(trial: Trial) -> str:
+    if trial.is_empty:
+        return "It was not counted where its inputs came from, and so not which policy would have fewer bytes cast."
+    return "Leave it: by what was counted, no policy for one op would have fewer bytes cast."
+
+
+def _saved(trial: Trial, name: str, policy: str) -> int:
+    """Return how many bytes fewer would be cast with a policy for an op; 0 where that is not known."""
+    return -(trial.change(name, policy) or 0) if _may_have(name, policy) else 0
+
+
+@functools.cache
+def _may_have(name: str, policy: str) -> bool:
+    try:
+        Policy({name: policy})
+    except ValueError:  # it writes to its inputs, or this torch has no such op
+        return False
+    return True
+
+
+def _policy(name: str, policy: str) -> str:
+    return f'policy={{"{name}": "{policy}"}}'
+
+
+def _few(names: list[str]) -> str:
+    """Return the first few names, and how many more there are."""
+    shown, more = names[:_MOST_NAMES], len(names) - _MOST_NAMES
+    return " and ".join([", ".join(shown), f"{more:,} more"]) if more > 0 else ", ".join(shown)
+
+
+_MOST_NAMES = 4
 
 
 def _slow_dtype(facts: Facts) -> Iterator[Finding]:
@@ -190,10 +283,6 @@ def _module(name: str | None) -> str:
     if name is None:
         return "outside of the model's modules"
     return name or "the model"
-
-
-def _short(op: str) -> str:
-    return op.removeprefix("aten::").partition(".")[0]
 
 
 def _times(count: int) -> str:

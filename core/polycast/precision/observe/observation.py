@@ -123,9 +123,9 @@ class Observation:
         """Return it as JSON-safe values.
 
         The keys: ``schema`` (an int), ``run`` (a ``Run``), ``total`` (the ``Counts`` of all ops), ``fast_share``,
-        ``fast_time_share``, ``ops``, ``modules``, ``casts``, ``regions``, ``compiled``, ``chains``, ``low_bit``,
-        ``findings``: lists of what the attributes of these names have, and ``nonfinite``: one of these, or None. A
-        record is a mapping of its fields.
+        ``fast_time_share``, ``ops``, ``modules``, ``casts``, ``regions``, ``compiled``, ``chains``, ``flows``,
+        ``low_bit``, ``findings``: lists of what the attributes of these names have, and ``nonfinite``: one of these, or
+        None. A record is a mapping of its fields.
         """
         facts = self.facts
         total = total_of(facts.ops)
@@ -172,22 +172,22 @@ class Observation:
         """
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
-    def to_html(self, path: _Path, *, against: "Observation | None" = None) -> None:
+    def to_html(self, path: _Path, *, before: "Observation | None" = None) -> None:
         """Write a report to a file: one page of HTML, for a browser, which loads nothing from anywhere.
 
         Args:
             path: the file.
-            against: what was seen of a run after this one, to show both side by side.
+            before: what was seen of the run to compare this one with, to show both side by side.
 
         Raises:
             OSError: the file cannot be written.
-            TypeError: `against` is no observation.
+            TypeError: `before` is not an observation.
         """
-        if against is not None and not isinstance(against, Observation):
-            raise TypeError(f"against must be a polycast.Observation or None, got {type(against).__name__}")
+        if before is not None and not isinstance(before, Observation):
+            raise TypeError(f"before must be a polycast.Observation or None, got {type(before).__name__}")
         from .report import html, page  # Jinja2 is for reports alone
 
-        shown = page.page_of(self.facts, None if against is None else against.facts)
+        shown = page.page_of(self.facts, None if before is None else before.facts)
         # Names of files and modules need not be text: what cannot be encoded is shown by its number.
         Path(path).write_text(html.render(shown), encoding="utf-8", errors="backslashreplace")
 
@@ -241,4 +241,8 @@ class Observation:
 
 
 def _list(said: dict[str, Any], name: str) -> Any:
-    return said.get(name, ()) if name in ("low_bit", "matmuls") else said[name]  # older files have none
+    return said.get(name, ()) if name in _LATER else said[name]
+
+
+_LATER = ("low_bit", "matmuls", "flows")
+"""The lists that older versions did not write."""

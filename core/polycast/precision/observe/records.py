@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from ..plain_text import in_ascii
+
 Dtypes = Mapping[str, int]
 """How many, by dtype."""
 
@@ -150,8 +152,9 @@ class Region:
         device, enabled, dtype: what they set.
         reason: where they are disabled, why.
         entries: how often they were entered.
-        unused: how many of those were left without an op that autocast looked at.
+        unused: how many of those were left without an op that autocast looked at, and without a call of compiled code.
         ops: how many ops autocast looked at in them.
+        compiled: how often compiled code was called in them, whose ops are in no count.
     """
 
     where: str
@@ -162,6 +165,7 @@ class Region:
     entries: int = 0
     unused: int = 0
     ops: int = 0
+    compiled: int = 0
 
 
 @dataclass(frozen=True)
@@ -235,6 +239,7 @@ class Chain:
         dtype: the fast dtype that it is about.
         count: how often.
         bytes: the bytes of what was computed or cast there in a wider dtype, or to and fro.
+        consumers: of ``"unlisted_float32_op"``, by module the casts of what the op returned, for the last op.
     """
 
     kind: str
@@ -243,6 +248,42 @@ class Chain:
     dtype: str
     count: int = 0
     bytes: int = 0
+    consumers: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Tensors that ops in one module made and an op in another was given, in the forward pass of regions.
+
+    Remedies are tried on these: see ``remedies.py``.
+
+    Attributes:
+        op, module: the op that was given them, and its module; None: none of the model's.
+        device, policy: as in :class:`Decision`, of the op.
+        source, source_module: the op that made them; empty: an input, a weight, or what no op was seen to make.
+        dtype: theirs.
+        cast: what they were cast to; empty: nothing.
+        is_first: whether they were the op's first tensors.
+        asked_from: what the source computed in, where the program itself asked for this dtype, as ``x.float()`` does;
+            empty: it did not.
+        count, bytes: how many, and how large.
+        casts, cast_bytes: the casts that were made of them, and the bytes that these wrote.
+    """
+
+    op: str
+    module: str | None
+    device: str
+    policy: str | None
+    source: str
+    source_module: str | None
+    dtype: str
+    cast: str = ""
+    is_first: bool = False
+    asked_from: str = ""
+    count: int = 0
+    bytes: int = 0
+    casts: int = 0
+    cast_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -296,7 +337,7 @@ class Finding:
     bytes_per_second: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.what} {self.remedy}"
+        return in_ascii(f"{self.where}: {self.what} {self.remedy}")
 
 
 NESTED: dict[tuple[type[Any], str], type[Any]] = {

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from .records import NESTED, Cast, Chain, Compiled, Counts, Decision, LowBit, Matmul, Module, Op, Region
+from .records import NESTED, Cast, Chain, Compiled, Counts, Decision, Flow, LowBit, Matmul, Module, Op, Region
 
 _R = TypeVar("_R")
 
@@ -18,6 +18,18 @@ _IDENTITY: dict[type[Any], tuple[str, ...]] = {
     LowBit: ("device", "recipe", "op", "declined"),
     Matmul: ("op", "phase", "module", "device", "recipe", "declined"),
     Chain: ("kind", "ops", "module", "dtype"),
+    Flow: (
+        "op",
+        "module",
+        "device",
+        "policy",
+        "source",
+        "source_module",
+        "dtype",
+        "cast",
+        "is_first",
+        "asked_from",
+    ),
 }
 
 

@@ -4,6 +4,9 @@
 
 #pragma once
 
+#include <optional>
+#include <utility>
+
 #include "nonfinite.h"
 #include "values.h"
 #include "watch.h"
@@ -12,21 +15,23 @@ namespace {
 
 // Note what the cast of an activation says of the ops before.
 void note_chain(ObservedOp& op, const Tensor& tensor, ScalarType target, uint64_t bytes) {
-  const Producer* const producer = op.watch->producers.find(tensor);
+  Producer* const producer = op.watch->producers.find(tensor);
   if (producer == nullptr) {
     return;
   }
   if (is_fast(target) && producer->computes == at::kFloat) {
     op.cast_down = true;
     if (producer->fast_before != nullptr) {
+      const uint64_t is_first_cast = !std::exchange(producer->is_noted, true);
       op.chains.push_back(
           {Chain{ChainKind::kUnlistedFloat32, {producer->fast_before, producer->op, op.op}, producer->overlay, kNoModule,
                  producer->device, target},
-           2 * bytes});
+           {is_first_cast, is_first_cast * 2 * bytes, 1}, producer->modules});
     }
   } else if (target == at::kFloat && producer->cast_down) {
     op.chains.push_back(
-        {Chain{ChainKind::kRoundTrip, {producer->op, op.op}, op.overlay, kNoModule, op.device, tensor.scalar_type()}, bytes});
+        {Chain{ChainKind::kRoundTrip, {producer->op, op.op}, op.overlay, kNoModule, op.device, tensor.scalar_type()},
+         {1, bytes, 1}, std::nullopt});
   }
 }
 
@@ -50,6 +55,14 @@ void note_cast(ObservedCall& call, const Tensor& tensor, const Tensor& cast, con
     }
   }
   op.casts.add(counts);
+  for (Given& given : op.given) {
+    if (given.tensor == tensor.unsafeGetTensorImpl() && given.source.cast == ScalarType::Undefined) {
+      given.source.cast = counts.target;
+      given.source.casts = counts.count;
+      given.source.cast_bytes = counts.bytes;
+      break;
+    }
+  }
   if (!op.backward && !seen.of_weight) {
     note_chain(op, tensor, counts.target, bytes_of(cast));
   }

@@ -32,6 +32,7 @@ struct OpInfo {
   std::vector<size_t> out;      // those that it reads nothing of
   bool makes_nothing_up = true;  // what it returns is computed, and not memory as it was found
   bool copies = false;           // what it returns has the value of what it is given
+  bool converts = false;         // and may have another dtype, that the program asks for
   bool is_loss = false;
   FlopFormula flops = nullptr;  // of an op that multiplies matrices
 };
@@ -115,6 +116,50 @@ class CastsByKind {
 
 constexpr int kNoModule = -1;
 
+// The floating-point tensors that an op was given, by the op that made them.
+struct SourceCounts {
+  const OpInfo* op;  // null: none that is known
+  int module;
+  ScalarType dtype, cast;  // Undefined: it was not cast
+  bool is_first;           // of the op's tensors
+  ScalarType asked_from;   // what the op computed in, where the program asked for this dtype; Undefined: it did not
+  uint64_t count = 0, bytes = 0, casts = 0, cast_bytes = 0;
+
+  bool is_like(const SourceCounts& other) const {
+    return op == other.op && module == other.module && dtype == other.dtype && cast == other.cast &&
+        is_first == other.is_first && asked_from == other.asked_from;
+  }
+};
+
+class Sources {
+ public:
+  void add(SourceCounts more) {
+    for (SourceCounts& each : sources_) {
+      if (each.is_like(more)) {
+        each.count += more.count;
+        each.bytes += more.bytes;
+        each.casts += more.casts;
+        each.cast_bytes += more.cast_bytes;
+        return;
+      }
+    }
+    if (sources_.size() >= kMost && more.op != nullptr) {  // code outside of all modules may gather what thousands made
+      more.op = nullptr;
+      more.module = kNoModule;
+      add(more);
+      return;
+    }
+    sources_.push_back(more);
+  }
+
+  auto begin() const { return sources_.begin(); }
+  auto end() const { return sources_.end(); }
+
+ private:
+  static constexpr size_t kMost = 32;
+  c10::SmallVector<SourceCounts, 2> sources_;
+};
+
 // What calls of an op are told apart by. An overlay is told by its address: the recorder holds it.
 struct Where {
   const OpInfo* op;
@@ -144,6 +189,7 @@ struct Counts {
   DtypeCounts inputs, computes, outputs;
   ByDtype<double> seconds;  // of calls that are in no other, by what they compute in
   CastsByKind casts;
+  Sources sources;  // in the forward pass, where autocast looks
   size_t stack = 0;  // of the first call, where these are kept: its number with the recorder, from 1 on
 
   void add(const Counts& other) {
@@ -155,6 +201,9 @@ struct Counts {
     seconds.add(other.seconds);
     for (const CastCounts& each : other.casts) {
       casts.add(each);
+    }
+    for (const SourceCounts& each : other.sources) {
+      sources.add(each);
     }
   }
 };
@@ -169,17 +218,19 @@ struct Chain {
   int module;
   int8_t device;
   ScalarType fast;
+  int consumer = kNoModule;  // the module that took what an op in another returned, where that is the one that it is about
 
-  auto key() const { return std::tie(kind, ops, overlay, module, device, fast); }
+  auto key() const { return std::tie(kind, ops, overlay, module, device, fast, consumer); }
   bool operator<(const Chain& other) const { return key() < other.key(); }
 };
 
 struct ChainCounts {
-  uint64_t count = 0, bytes = 0;
+  uint64_t count = 0, bytes = 0, casts = 0;
 
   void add(const ChainCounts& other) {
     count += other.count;
     bytes += other.bytes;
+    casts += other.casts;
   }
 };
 
@@ -214,12 +265,13 @@ struct MatmulCounts {
 using RegionKey = std::tuple<std::string, int8_t, bool, ScalarType>;
 
 struct RegionCounts {
-  uint64_t entries = 0, unused = 0, ops = 0;
+  uint64_t entries = 0, unused = 0, ops = 0, compiled = 0;
 
   void add(const RegionCounts& other) {
     entries += other.entries;
     unused += other.unused;
     ops += other.ops;
+    compiled += other.compiled;
   }
 };
 

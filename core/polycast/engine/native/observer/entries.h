@@ -47,6 +47,7 @@ void note_exit(const void* id) {
   for (auto outer = std::make_reverse_iterator(place); outer != watch->regions.rend(); ++outer) {
     if (std::get<1>(outer->key) == std::get<1>(left.key)) {
       outer->ops += left.ops;
+      outer->compiled += left.compiled;
       break;
     }
   }
@@ -55,8 +56,19 @@ void note_exit(const void* id) {
     const auto counts = table->regions.find(left.key);
     if (counts != table->regions.end()) {  // or it was entered before this one observed
       counts->second.ops += left.ops;
-      counts->second.unused += left.ops == 0;
+      counts->second.compiled += left.compiled;
+      counts->second.unused += left.ops == 0 && left.compiled == 0;
     }
+  }
+}
+
+// Compiled code begins: what it computes was compiled for the regions that the thread is in, one for each device.
+void note_compiled_in_regions(Watch& watch) {
+  for (auto region = watch.regions.begin(); region != watch.regions.end(); ++region) {
+    const bool is_innermost = std::none_of(std::next(region), watch.regions.end(), [&](const auto& inner) {
+      return std::get<1>(inner.key) == std::get<1>(region->key);
+    });
+    region->compiled += is_innermost;
   }
 }
 

@@ -86,6 +86,15 @@ int8_t device_of_autocast(const Tensor& tensor, const c10::impl::LocalDispatchKe
   return -1;
 }
 
+// Note where a tensor that an op is given came from.
+void note_given(ObservedOp& op, const Tensor& tensor, const Producer* producer) {
+  const bool is_known = producer != nullptr && producer->op != nullptr;
+  op.given.push_back(
+      {tensor.unsafeGetTensorImpl(), is_known ? producer->modules : Modules(),
+       SourceCounts{is_known ? producer->op : nullptr, kNoModule, tensor.scalar_type(), ScalarType::Undefined,
+                    op.given.empty(), is_known ? producer->asked_from : ScalarType::Undefined, 1, bytes_of(tensor)}});
+}
+
 void look_at_input(ObservedOp& op, const Tensor& tensor, const c10::impl::LocalDispatchKeySet& keys) {
   if (op.device < 0) {
     op.device = device_of_autocast(tensor, keys);
@@ -112,7 +121,11 @@ void look_at_input(ObservedOp& op, const Tensor& tensor, const c10::impl::LocalD
     op.storages.push_back(storage_of(tensor));
   }
   if (!op.backward) {
-    if (const Producer* const producer = op.watch->producers.find(tensor)) {
+    const Producer* const producer = op.watch->producers.find(tensor);
+    if (has_known_sizes(tensor) && tensor.dim() > 0 && (dtype == at::kFloat || is_fast(dtype))) {
+      note_given(op, tensor, producer);
+    }
+    if (producer != nullptr) {
       if (is_fast(producer->computes)) {
         op.fast_before = producer->op;
       } else if (op.fast_before == nullptr) {
@@ -195,6 +208,7 @@ std::unique_ptr<at::ObserverContext> start_op(Watch& watch, const at::RecordFunc
         std::lock_guard<std::mutex> lock(table->mutex);
         ++table->compiled[{event.name(), module}];
       }
+      note_compiled_in_regions(watch);
     }
     return nullptr;
   }

@@ -94,10 +94,18 @@ struct Call {
     if (op.flops > 0) {
       table.matmuls[{op.op, op.overlay, op.outcome, module, op.device, op.fast, op.backward}].add({1, op.flops});
     }
-    for (const auto& [chain, bytes] : op.chains) {
-      Chain here = chain;
-      here.module = module;
-      table.chains[here].add({1, bytes});
+    for (const EndedChain& ended : op.chains) {
+      Chain here = ended.chain;
+      here.module = ended.modules ? ended.modules->of(table) : module;
+      here.consumer = ended.modules ? module : kNoModule;
+      table.chains[here].add(ended.counts);
+    }
+    if (op.device >= 0 && op.makes) {
+      for (const Given& given : op.given) {
+        SourceCounts source = given.source;
+        source.module = given.modules.of(table);
+        counts.sources.add(source);
+      }
     }
   }
 };
@@ -209,6 +217,11 @@ void end_part(ObservedPart& part, const at::RecordFunction& event) {
   part.outer->flops += flops_of(part.formula, outputs.empty() ? outputs : c10::ArrayRef<c10::IValue>(outputs).slice(outputs.size() - 1));
 }
 
+// What a tensor was computed in, of which the program asks for the dtype that it has.
+ScalarType asked_from(const Producer& producer, const Tensor& tensor) {
+  return producer.computes == ScalarType::Undefined ? tensor.scalar_type() : producer.computes;
+}
+
 void end_op(ObservedOp& op, const at::RecordFunction& event) {
   using Clock = std::chrono::steady_clock;
   Watch& watch = *op.watch;
@@ -245,10 +258,12 @@ void end_op(ObservedOp& op, const at::RecordFunction& event) {
   }
   if (!op.backward && op.device >= 0 && returns_floats) {
     if (op.op->is_loss && is_fast(computes)) {
-      op.chains.push_back({Chain{ChainKind::kLoss, {op.op}, op.overlay, kNoModule, op.device, computes}, bytes_of(*first)});
+      op.chains.push_back({Chain{ChainKind::kLoss, {op.op}, op.overlay, kNoModule, op.device, computes},
+                           {1, bytes_of(*first)}, std::nullopt});
     }
     if (computes == at::kFloat && op.float32_inputs == 1 && op.fast_inputs > 0 && op.op->written.empty()) {
-      op.chains.push_back({Chain{ChainKind::kFloat32ByOneInput, {op.op}, op.overlay, kNoModule, op.device, op.fast}, bytes_of(*first)});
+      op.chains.push_back({Chain{ChainKind::kFloat32ByOneInput, {op.op}, op.overlay, kNoModule, op.device, op.fast},
+                           {1, bytes_of(*first)}, std::nullopt});
     }
   }
   for (const c10::IValue& output : op.backward ? c10::ArrayRef<c10::IValue>() : outputs) {
@@ -258,14 +273,25 @@ void end_op(ObservedOp& op, const at::RecordFunction& event) {
       }
       const bool is_inputs =
           std::find(op.storages.begin(), op.storages.end(), storage_of(tensor)) != op.storages.end();
-      if (is_inputs && op.op->written.empty()) {
-        return;  // a view
+      if (is_inputs && op.op->written.empty()) {  // a view
+        if (op.op->converts) {
+          if (Producer* const converted = watch.producers.find(tensor)) {
+            converted->asked_from = asked_from(*converted, tensor);
+          }
+        }
+        return;
       }
       Producer producer;
       if (op.copied) {
         producer = *op.copied;
+        producer.asked_from = op.op->converts ? asked_from(producer, tensor) : producer.asked_from;
+        producer.is_noted = false;
       } else {
+        op.makes = true;
         producer.op = op.op;
+        for (const auto& table : watch.tables) {
+          producer.modules.add(*table);
+        }
         producer.overlay = op.overlay;
         producer.device = op.device;
         producer.computes = op.storages.empty() ? ScalarType::Undefined : computes;

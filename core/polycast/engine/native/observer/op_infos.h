@@ -53,8 +53,9 @@ class OpInfos {
       const std::string base = schema->name();
       const auto has = [&base](const char* part) { return base.find(part) != std::string::npos; };
       info->makes_nothing_up = !has("empty") && !has("::resize") && !has("::set_");
-      info->copies = base == "aten::to" || has("_to_copy") || has("::clone") || has("::contiguous");
       info->flops = formula_of(base);
+      info->converts = base == "aten::to" || base == "aten::type_as" || has("_to_copy");
+      info->copies = info->converts || has("::clone") || has("::contiguous");
       info->is_loss = has("_loss") || has("::binary_cross_entropy") || has("::kl_div");
       info->name = std::move(name);
     }

@@ -34,9 +34,10 @@ class Reading {
     for (const Copied& table : tables) {
       for (const auto& [where, row] : table.rows) {
         counts.add(Py_BuildValue(
-            "(sNiNONKKNNNNNN)", where.op->name.c_str(), PyBool_FromLong(where.backward), where.module, device(where.device),
+            "(sNiNONKKNNNNNNN)", where.op->name.c_str(), PyBool_FromLong(where.backward), where.module, device(where.device),
             python_dtype(where.fast), address(where.overlay), row.calls, row.inner_calls, dtypes(row.inputs), dtypes(row.computes),
-            dtypes(row.outputs), seconds(recorder, row.seconds), casts(recorder, row.casts), stack_of(recorder, row.stack).release()));
+            dtypes(row.outputs), seconds(recorder, row.seconds), casts(recorder, row.casts), stack_of(recorder, row.stack).release(),
+            sources(row.sources)));
       }
       for (const auto& [module, count] : table.entries) {
         entries.add(Py_BuildValue("(iK)", module, count));
@@ -49,8 +50,8 @@ class Reading {
           }
         }
         chains.add(Py_BuildValue(
-            "(iNNiNOKK)", static_cast<int>(chain.kind), ops.release(), address(chain.overlay), chain.module, device(chain.device),
-            python_dtype(chain.fast), count.count, count.bytes));
+            "(iNNiNOiKKK)", static_cast<int>(chain.kind), ops.release(), address(chain.overlay), chain.module, device(chain.device),
+            python_dtype(chain.fast), chain.consumer, count.count, count.bytes, count.casts));
       }
       for (const auto& [matmul, count] : table.matmuls) {
         const auto text = [&matmul](std::string Outcome::*part) {
@@ -64,8 +65,8 @@ class Reading {
       for (const auto& [key, count] : table.regions) {
         const auto& [where, on, enabled, fast] = key;
         regions.add(Py_BuildValue(
-            "(sNNOKKK)", where.c_str(), device(on), PyBool_FromLong(enabled), python_dtype(fast), count.entries, count.unused,
-            count.ops));
+            "(sNNOKKKK)", where.c_str(), device(on), PyBool_FromLong(enabled), python_dtype(fast), count.entries, count.unused,
+            count.ops, count.compiled));
       }
       for (const auto& [key, count] : table.compiled) {
         compiled.add(Py_BuildValue("(siK)", key.first.c_str(), key.second, count));
@@ -102,6 +103,7 @@ class Reading {
     decltype(Counts::seconds) seconds;
     CastsByKind casts;
     size_t stack;
+    Sources sources;
   };
 
   // What a table has, without its lock.
@@ -112,7 +114,7 @@ class Reading {
         rows.emplace_back(
             where,
             Plain{each->calls, each->inner_calls, each->inputs, each->computes, each->outputs, each->seconds, each->casts,
-                  each->stack});
+                  each->stack, each->sources});
       }
       entries = table.entries;
       chains = table.chains;
@@ -180,6 +182,17 @@ class Reading {
     }
     for (const auto& [type, sum] : by_dtype) {
       found.add(Py_BuildValue("(Od)", python_dtype(type), sum));
+    }
+    return found.release();
+  }
+
+  static PyObject* sources(const Sources& sources) {
+    List found;
+    for (const SourceCounts& each : sources) {
+      found.add(Py_BuildValue(
+          "(ziOONOKKKK)", each.op == nullptr ? nullptr : each.op->name.c_str(), each.module, python_dtype(each.dtype),
+          python_dtype(each.cast), PyBool_FromLong(each.is_first), python_dtype(each.asked_from), each.count, each.bytes,
+          each.casts, each.cast_bytes));
     }
     return found.release();
   }

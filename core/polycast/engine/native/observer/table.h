@@ -9,6 +9,7 @@
 #include <c10/util/flat_hash_map.h>
 
 #include <algorithm>
+#include <atomic>
 #include <deque>
 #include <map>
 #include <memory>
@@ -31,6 +32,7 @@ class Table {
   explicit Table(Recorder* recorder) : recorder(recorder) {}
 
   Recorder* const recorder;  // valid while it runs
+  const uint64_t serial = next_serial++;  // no other table has it, later on either
   std::mutex mutex;
   ska::flat_hash_map<Where, std::unique_ptr<Counts>, WhereHash> counts;
   std::unordered_map<int, uint64_t> entries;  // by module, how often it was called
@@ -126,6 +128,8 @@ class Table {
   }
 
  private:
+  static inline std::atomic<uint64_t> next_serial{0};
+
   using Transition = std::pair<uint64_t, int>;  // nodes from this number on are made by this module
   static constexpr size_t kMostTransitions = 1 << 16;
 

@@ -24,6 +24,24 @@
 
 namespace {
 
+// The module that an op ran in, for each table that counted it.
+class Modules {
+ public:
+  void add(const Table& table) { modules_.emplace_back(table.serial, table.module()); }
+
+  int of(const Table& table) const {
+    for (const auto& [serial, module] : modules_) {
+      if (serial == table.serial) {
+        return module;
+      }
+    }
+    return kNoModule;
+  }
+
+ private:
+  c10::SmallVector<std::pair<uint64_t, int>, 1> modules_;
+};
+
 // What an op returned, for the ops that take it.
 struct Producer {
   c10::weak_intrusive_ptr<StorageImpl> storage{c10::intrusive_ptr<StorageImpl>()};
@@ -33,38 +51,62 @@ struct Producer {
   int8_t device = -1;
   ScalarType computes = ScalarType::Undefined;
   bool cast_down = false;  // an activation that another op had computed in float32
+  bool is_noted = false;   // in a chain
+  ScalarType asked_from = ScalarType::Undefined;  // what it was computed in, where the program asked for the dtype that it has
+  Modules modules;
 };
 
-// The last producers, by storage.
+// The last producers, by storage. Those whose storage has died make room first.
 class Producers {
  public:
-  const Producer* find(const Tensor& tensor) const {
-    if (slots_ == nullptr || !tensor.has_storage()) {
+  Producer* find(const Tensor& tensor) const {
+    if (sets_ == nullptr || !tensor.has_storage()) {
       return nullptr;
     }
     const StorageImpl* const storage = storage_of(tensor);
-    const Producer& slot = slot_of(storage);
-    return slot.op != nullptr && slot.storage._unsafe_get_target() == storage ? &slot : nullptr;
+    for (Producer& each : set_of(storage)) {
+      if (each.storage._unsafe_get_target() == storage && each.op != nullptr) {
+        return &each;
+      }
+    }
+    return nullptr;
   }
 
   void set(const Tensor& tensor, Producer producer) {
-    if (slots_ == nullptr) {
-      slots_ = std::make_unique<std::array<Producer, kSlots>>();
+    if (sets_ == nullptr) {
+      sets_ = std::make_unique<std::array<Set, kSets>>();
+    }
+    const StorageImpl* const storage = storage_of(tensor);
+    Set& set = set_of(storage);
+    Producer* place = nullptr;
+    for (Producer& each : set) {
+      if (each.storage._unsafe_get_target() == storage) {
+        place = &each;
+        break;
+      }
+      if (place == nullptr && (each.op == nullptr || each.storage.expired())) {
+        place = &each;
+      }
+    }
+    if (place == nullptr) {
+      place = &set[next_++ % set.size()];
     }
     producer.storage = tensor.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl();
-    slot_of(storage_of(tensor)) = std::move(producer);
+    *place = std::move(producer);
   }
 
-  void clear() { slots_.reset(); }
+  void clear() { sets_.reset(); }
 
  private:
-  static constexpr size_t kSlots = 512;
+  static constexpr size_t kSets = 128;
+  using Set = std::array<Producer, 4>;
 
-  Producer& slot_of(const StorageImpl* storage) const {
-    return (*slots_)[(reinterpret_cast<uintptr_t>(storage) >> 4) * 0x9E3779B97F4A7C15ull >> 55];
+  Set& set_of(const StorageImpl* storage) const {
+    return (*sets_)[(reinterpret_cast<uintptr_t>(storage) >> 4) * 0x9E3779B97F4A7C15ull >> 57];
   }
 
-  std::unique_ptr<std::array<Producer, kSlots>> slots_;
+  std::unique_ptr<std::array<Set, kSets>> sets_;
+  size_t next_ = 0;
 };
 
 struct ObservedOp;
@@ -73,7 +115,21 @@ struct ObservedOp;
 struct EnteredRegion {
   const void* id;
   RegionKey key;
-  uint64_t ops = 0;
+  uint64_t ops = 0, compiled = 0;
+};
+
+// A tensor that an op was given.
+struct Given {
+  const TensorImpl* tensor;
+  Modules modules;  // of the op that made it, in which `source` has none
+  SourceCounts source;
+};
+
+// A chain that an op ends, to be counted by each table.
+struct EndedChain {
+  Chain chain;
+  ChainCounts counts;
+  std::optional<Modules> modules;  // of the op that it is about; without, that is the one that ends it
 };
 
 // What a thread knows of those who observe it. Its recorders and tables change wherever Python may run: whoever walks them
@@ -170,6 +226,7 @@ struct ObservedOp final : Observed, ObservedCall {
   Flops formula;
   double flops = 0;                  // of the ops that it is made of
   const Outcome* outcome = nullptr;  // of the recipe that it was to be computed by
+  bool makes = false;        // it returns what is neither a view nor a copy
   DtypeCounts inputs;
   ScalarType widest = ScalarType::Undefined;
   std::chrono::steady_clock::time_point began;
@@ -178,7 +235,8 @@ struct ObservedOp final : Observed, ObservedCall {
   std::optional<Producer> copied;
   CastsByKind casts;
   c10::SmallVector<const StorageImpl*, 6> storages;    // of the inputs
-  c10::SmallVector<std::pair<Chain, uint64_t>, 1> chains;  // with bytes
+  c10::SmallVector<Given, 3> given;  // those with dimensions, in the forward pass
+  c10::SmallVector<EndedChain, 1> chains;
   c10::SmallVector<Tensor, 4> tensors;  // the inputs that nothing writes, where it is asked whether they are finite
   bool inputs_were_finite = true;       // those that are written, and numbers
 };

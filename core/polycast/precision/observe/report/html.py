@@ -3,23 +3,32 @@
 import base64
 import functools
 import hashlib
+import json
 from importlib import resources
 
 import jinja2
 
 from ..units import size
+from .data import data_of
 from .page import PHASES, Page
+from .words import duration, in_order, pattern, ruled
 
-_PATTERNS = {"bfloat16": "d0", "float16": "d1", "float32": "d2", "float64": "d3"}
-_OTHER = "d4"
-_RULES = {"none": "no rule"}
 _NAMES = ("before", "after")
+_MOST_MODULES = 200
+"""How many modules are shown where no script runs."""
+_MOST_PLACES = 50
+_MOST_ROWS = 100
 
 
 def render(page: Page) -> str:
     """Return the text of a page."""
     style, script = _dense(_part("page.css")), _dense(_part("page.js"))
-    return _dense(_template().render(page=page, style=style, script=script, policy=_content_policy(script))) + "\n"
+    data = data_of(page)
+    # What is in a script element ends at the first "</script": there is no "<" in it, and so no tag either.
+    said = json.dumps(data.said, separators=(",", ":")).replace("<", "\\u003c")
+    policy = _content_policy(script)
+    text = _template().render(page=page, style=style, script=script, policy=policy, data=said, stacks=data.stacks)
+    return _dense(text) + "\n"
 
 
 def _dense(text: str) -> str:
@@ -41,16 +50,18 @@ def _template() -> jinja2.Template:
         size=size,
         count="{:,}".format,
         percent="{:.0%}".format,
-        duration=_duration,
-        pattern=lambda dtype: _PATTERNS.get(dtype, _OTHER),
-        in_order=lambda counts: sorted(counts.items(), key=lambda each: _PATTERNS.get(each[0], _OTHER)),
+        duration=duration,
+        pattern=pattern,
+        in_order=in_order,
         each=lambda of, name: [None if record is None else getattr(record, name) for record in of],
         alike=lambda values: all(value == values[0] for value in values),
-        ruled=lambda op: " ".join(filter(None, (_RULES.get(op.rule, op.rule), op.rule_name))),
+        ruled=ruled,
         headline=lambda kind: kind.replace("_", " ").capitalize(),
         short=lambda op: op.removeprefix("aten::"),
     )
-    environment.globals.update(phases=PHASES, names=_NAMES)
+    environment.globals.update(
+        phases=PHASES, names=_NAMES, most_modules=_MOST_MODULES, most_places=_MOST_PLACES, most_rows=_MOST_ROWS
+    )
     return environment.get_template("page.html")
 
 
@@ -63,10 +74,3 @@ def _content_policy(script: str) -> str:
     """Return what the browser is to allow the page: its own script, styles, and nothing from anywhere else."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
-
-
-def _duration(seconds: float) -> str:
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if abs(seconds) * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}" if seconds * factor < 1000 else f"{seconds:,.0f} s"
-    return f"{seconds * 1e6:.2g} µs" if seconds else "0 s"

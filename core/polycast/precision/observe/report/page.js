@@ -3,30 +3,244 @@ for (const tools of document.querySelectorAll(".scripted")) tools.hidden = false
 
 // Narrow pages show tables as cards, and what is no table to the eye is to stay one to a screen reader.
 const roles = { TABLE: "table", THEAD: "rowgroup", TBODY: "rowgroup", TR: "row", TD: "cell" };
-for (const part of document.querySelectorAll(".cards, .cards :is(thead, tbody, tr, td, th)")) {
-  part.setAttribute("role", roles[part.tagName] || (part.scope === "row" ? "rowheader" : "columnheader"));
-}
+const withRoles = (table) => {
+  for (const each of [table, ...table.querySelectorAll("thead, tbody, tr, td, th")]) {
+    each.setAttribute("role", roles[each.tagName] || (each.scope === "row" ? "rowheader" : "columnheader"));
+  }
+  return table;
+};
+document.querySelectorAll(".cards").forEach(withRoles);
 
-// The module tree: native details, with the keys of a tree besides.
+// Thousands of modules are data until somebody looks: see data.py for what is in it.
+const data = JSON.parse(document.getElementById("data").textContent);
+const NAMES = ["before", "after"];
+const make = (tag, name, ...children) => {
+  const made = document.createElement(tag);
+  if (name) made.className = name;
+  made.append(...children.filter((each) => each !== null));
+  return made;
+};
+const count = (number) => number.toLocaleString("en-US");
+const word = (number) => {
+  const text = data.words[number];
+  return text === "0" ? make("span", "zero", text) : text;
+};
+const none = () => make("span", "none", "none");
+
+// What the runs say: once where it is the same.
+const versus = (of, show) => {
+  const last = of.length - 1;
+  if (of.every((each) => JSON.stringify(each) === JSON.stringify(of[0]))) return [show(of[last])];
+  return of.map((each, i) => make("span", NAMES[i], make("span", "sr", `${NAMES[i]}: `), show(each)));
+};
+const part = (of, at) => of.map((each) => (each === -1 ? -1 : each[at]));
+const pairs = (flat) => Array.from({ length: flat.length / 2 }, (_, i) => [flat[2 * i], flat[2 * i + 1]]);
+const cell = (number) => (number === -1 ? none() : word(number));
+const names = (flat) => (flat === -1 || !flat.length ? none() : pairs(flat).map(([dtype]) => data.words[dtype]).join(", "));
+const bars = (flat) => {
+  if (flat === -1 || !flat.length) return none();
+  const bar = make("span", "bar");
+  bar.setAttribute("aria-hidden", "true");
+  const words = make("span", "words");
+  pairs(flat).forEach(([dtype, number], i) => {
+    if (number > 0) {
+      const piece = make("i", data.patterns[dtype]);
+      piece.style.flexGrow = number;
+      bar.append(piece);
+    }
+    words.append(`${i ? ", " : ""}${data.words[dtype]}\u00a0`, make("b", "", count(number)));
+  });
+  const both = document.createDocumentFragment();
+  both.append(bar, words);
+  return both;
+};
+const meter = (pair) => {
+  if (pair === -1) return none();
+  const [number, share] = pair;
+  const bar = make("span", "meter");
+  bar.setAttribute("aria-hidden", "true");
+  if (share) bar.append(make("i"));
+  if (share) bar.firstChild.style.width = `${share}%`;
+  const both = document.createDocumentFragment();
+  both.append(bar, make("span", "words", word(number)));
+  return both;
+};
+
+// The module tree: native details, with the keys of a tree besides. What is in a module is made when it opens, in chunks
+// that are made as they come near to what is seen.
 const tree = document.getElementById("tree");
 if (tree) {
-  const modules = [...tree.querySelectorAll("details.module")];
+  const CHUNK = 50;
+  const MOST_FOUND = 20;
+  const MOST_PRINTED = 500;
+  const modules = [];
+  const roots = [];
+  const around = [];
+  data.modules.forEach(([depth, name, kind, changed, open, ops, of], number) => {
+    const outer = depth ? around[depth - 1] : null;
+    const own = data.words[name];
+    const full = outer && outer.full ? `${outer.full}.${own}` : own;
+    const module = { number, depth, full, kind: data.words[kind], changed, open, ops, of, outer, inner: [], below: 0 };
+    module.label = own.slice(own.lastIndexOf(".") + 1) || module.kind || "model";
+    around.length = depth;
+    around.push(module);
+    for (let each = outer; each; each = each.outer) each.below += 1;
+    (outer ? outer.inner : roots).push(module);
+    modules.push(module);
+  });
+  let opensAll = false;
+  const changed = document.getElementById("module-changed");
+
+  const table = (module) => {
+    const caption = make("caption", "", "Its own ops, in ", make("span", "full", module.full || "the model"));
+    const heads = ["op", "pass", "calls", "policy, by", "computes in", "casts", "bytes"];
+    const head = make("tr", "", ...heads.map((text) => make("th", /calls|casts|bytes/.test(text) ? "n" : "", text)));
+    for (const each of head.children) each.scope = "col";
+    const body = make("tbody");
+    for (const number of module.ops) {
+      const [op, phase, policy, rule, of] = data.ops[number];
+      const first = make("th", "", data.words[op]);
+      first.scope = "row";
+      const row = make("tr", "", first);
+      const add = (what, isNumber, ...shown) => {
+        const made = make("td", isNumber ? "n" : "", ...shown);
+        made.dataset.of = what;
+        row.append(made);
+      };
+      add("pass", false, data.words[phase]);
+      add("calls", true, ...versus(part(of, 0), cell));
+      add("policy, by", false, `${data.words[policy]} `, make("span", "by", data.words[rule]));
+      add("computes in", false, ...versus(part(of, 1), names));
+      add("casts", true, ...versus(part(of, 2), cell));
+      add("bytes", true, ...versus(part(of, 3), cell));
+      body.append(row);
+    }
+    return withRoles(make("table", "cards", caption, make("thead", "", head), body));
+  };
+
+  const fold = (module) => {
+    const text = `${module.ops.length} own op${module.ops.length > 1 ? "s" : ""}`;
+    const folded = make("details", "trace", make("summary", "", text));
+    folded.fill = () => folded.append(table(module));
+    return folded;
+  };
+
+  const line = (module, tag) => {
+    const { label, kind, of } = module;
+    const cells = [make("span", "cell", make("span", "sr", "computes in "), ...versus(part(of, 0), bars))];
+    if (data.timed) {
+      const time = make("span", "words", ...versus(part(of, 1), cell));
+      cells.push(make("span", "cell", make("span", "cap", "time "), time));
+    }
+    const shares = (at) => of.map((each) => (each === -1 ? -1 : each.slice(at, at + 2)));
+    cells.push(make("span", "cell", make("span", "cap", "casts "), ...versus(shares(2), meter)));
+    cells.push(make("span", "cell", make("span", "cap", "bytes cast "), ...versus(shares(4), meter)));
+    const name = make("span", "name", make("span", "label", label), " ", make("span", "kind", label === kind ? "" : kind));
+    const made = make(tag, "line", name, ...cells);
+    made.style.setProperty("--depth", Math.min(module.depth, 12));
+    return made;
+  };
+
+  const element = (module) => {
+    const opens = module.inner.length || module.ops.length;
+    const made = make(opens ? "details" : "div", "module", line(module, opens ? "summary" : "div"));
+    made.id = `m${module.number}`;
+    made.hidden = Boolean(changed?.checked) && !module.changed;
+    module.element = made;
+    if (opens) {
+      made.fill = () => {
+        if (module.ops.length) {
+          const own = make("div", "own", module.inner.length ? fold(module) : table(module));
+          own.style.setProperty("--depth", Math.min(module.depth, 12));
+          made.append(own);
+        }
+        addChunks(made, module.inner);
+      };
+      if (opensAll && module.inner.length) fill(made, false);
+      else if (module.open) fill(made, true);
+      made.open = opensAll || Boolean(module.open);
+    }
+    return made;
+  };
+
+  const build = (chunk) => {
+    if (!chunk.modules) return;
+    const inside = chunk.modules;
+    chunk.modules = null;
+    seen.unobserve(chunk);
+    chunk.append(...inside.map(element));
+    chunk.style.minHeight = "";
+  };
+  const seen = new IntersectionObserver(
+    (entries) => entries.filter((entry) => entry.isIntersecting).forEach((entry) => build(entry.target)),
+    { rootMargin: "600px" },
+  );
+  const addChunks = (parent, inside) => {
+    for (let i = 0; i < inside.length; i += CHUNK) {
+      const chunk = make("div", "chunk");
+      chunk.modules = inside.slice(i, i + CHUNK);
+      const rows = chunk.modules.reduce((sum, each) => sum + 1 + (opensAll ? each.below : 0), 0);
+      chunk.dataset.count = count(rows);
+      chunk.style.minHeight = `${3 * rows}rem`;
+      for (const each of chunk.modules) each.chunk = chunk;
+      parent.append(chunk);
+      seen.observe(chunk);
+    }
+  };
+  // Make what is in an element that opens; of the modules in it the first ones at once, where it is one that was asked for.
+  const fill = (opened, isAskedFor) => {
+    const make = opened.fill;
+    if (!make) return;
+    opened.fill = null;
+    make();
+    const first = opened.querySelector(":scope > .chunk");
+    if (first && isAskedFor) build(first);
+  };
+  const show = (module) => {
+    if (module.outer) {
+      show(module.outer);
+      fill(module.outer.element, false);
+      module.outer.element.open = true;
+    }
+    build(module.chunk);
+  };
+  tree.addEventListener("toggle", (event) => event.target.open && fill(event.target, !opensAll), true);
+  addChunks(tree, roots);
+  build(tree.querySelector(".chunk"));
+
   for (const button of document.querySelectorAll("[data-open]")) {
-    button.addEventListener("click", () => modules.forEach((each) => (each.open = button.dataset.open === "all")));
+    button.addEventListener("click", () => {
+      opensAll = button.dataset.open === "all";
+      for (const each of tree.querySelectorAll("details.module")) {
+        if (opensAll) fill(each, false);
+        each.open = opensAll;
+      }
+    });
   }
+
+  // The lines that are seen, with what has yet to be made among them.
+  const shown = () => [...tree.querySelectorAll("summary.line, .chunk:empty")].filter((each) => each.offsetParent);
+  const focus = (from, step) => {
+    for (;;) {
+      const lines = shown();
+      const next = lines.at(from === null ? (step > 0 ? 0 : -1) : lines.indexOf(from) + step);
+      if (from !== null && lines.indexOf(from) + step < 0) return;
+      if (!next?.modules) return next?.focus();
+      build(next);
+    }
+  };
   tree.addEventListener("keydown", (event) => {
     const line = event.target.closest("summary.line");
     if (!line || event.target !== line || event.altKey || event.ctrlKey || event.metaKey) return;
-    const lines = [...tree.querySelectorAll("summary.line")].filter((each) => each.offsetParent);
-    const at = lines.indexOf(line);
-    const around = line.parentElement.parentElement.closest("details.module");
+    const module = line.parentElement;
+    const outer = module.parentElement.closest("details.module");
     const steps = {
-      ArrowDown: () => lines[at + 1]?.focus(),
-      ArrowUp: () => lines[at - 1]?.focus(),
-      Home: () => lines[0].focus(),
-      End: () => lines.at(-1).focus(),
-      ArrowRight: () => (line.parentElement.open ? lines[at + 1]?.focus() : (line.parentElement.open = true)),
-      ArrowLeft: () => (line.parentElement.open ? (line.parentElement.open = false) : around?.firstElementChild.focus()),
+      ArrowDown: () => focus(line, 1),
+      ArrowUp: () => focus(line, -1),
+      Home: () => focus(null, 1),
+      End: () => focus(null, -1),
+      ArrowRight: () => (module.open ? focus(line, 1) : (fill(module, true), (module.open = true))),
+      ArrowLeft: () => (module.open ? (module.open = false) : outer?.firstElementChild.focus()),
     };
     if (steps[event.key]) {
       event.preventDefault();
@@ -34,22 +248,65 @@ if (tree) {
     }
   });
   const reveal = () => {
-    const target = location.hash.startsWith("#m") && document.getElementById(location.hash.slice(1));
-    for (let each = target; each && each !== tree; each = each.parentElement) each.open = true;
-    if (target && target.classList.contains("module")) {
-      target.scrollIntoView();
-      target.querySelector("summary")?.focus({ preventScroll: true });
-    }
+    const module = /^#m\d+$/.test(location.hash) && modules[location.hash.slice(2)];
+    if (!module) return;
+    tree.querySelector(".target")?.classList.remove("target");
+    show(module);
+    module.element.classList.add("target");
+    module.element.open = true;
+    module.element.scrollIntoView();
+    module.element.querySelector("summary")?.focus({ preventScroll: true });
   };
   addEventListener("hashchange", reveal);
+  document.addEventListener("click", (event) => {
+    const link = event.target.closest('a[href^="#m"]');
+    if (link?.hash === location.hash) reveal(); // which changes nothing, and so is no event
+  });
   reveal();
-  const changed = document.getElementById("module-changed");
   changed?.addEventListener("change", () => {
-    for (const each of tree.querySelectorAll(".module")) {
-      each.hidden = changed.checked && !("changed" in each.dataset) && !each.querySelector("[data-changed]");
+    for (const each of modules) {
+      if (each.element) each.element.hidden = changed.checked && !each.changed;
+    }
+  });
+
+  const find = document.getElementById("module-find");
+  const found = document.getElementById("module-found");
+  find.addEventListener("input", () => {
+    const wanted = find.value.trim().toLowerCase().split(/\s+/).filter(Boolean);
+    const has = (each) => wanted.every((word) => `${each.full} ${each.kind}`.toLowerCase().includes(word));
+    const matches = wanted.length ? modules.filter(has) : [];
+    const more = matches.length > MOST_FOUND ? `, the first ${MOST_FOUND} of which are these` : "";
+    found.hidden = !wanted.length;
+    found.querySelector("p").textContent = `${count(matches.length)} of ${count(modules.length)} modules found${more}.`;
+    const links = matches.slice(0, MOST_FOUND).map((each) => {
+      const link = make("a", "", each.full || each.label);
+      link.href = `#m${each.number}`;
+      return make("li", "", link, ` ${each.kind}`);
+    });
+    found.querySelector("ul").replaceChildren(...links);
+  });
+  // On paper there is what is open, up to some hundred modules; where others would be it says how many.
+  addEventListener("beforeprint", () => {
+    let left = MOST_PRINTED;
+    for (let next; left > 0 && (next = tree.querySelector(":is(#tree, details[open]) > .chunk:empty")); ) {
+      left -= next.modules.length;
+      build(next);
     }
   });
 }
+
+// Stacks are made when they open.
+document.addEventListener(
+  "toggle",
+  ({ target }) => {
+    if (target.open && target.dataset.stack !== undefined) {
+      const lines = data.stacks[target.dataset.stack].map((line) => make("li", "", make("code", "", data.lines[line])));
+      target.lastElementChild.replaceWith(make("ol", "", ...lines));
+      delete target.dataset.stack;
+    }
+  },
+  true,
+);
 
 // The op table: sorted by its headers, filtered by what is asked for.
 const table = document.getElementById("ops-table");

@@ -104,9 +104,7 @@ class ModuleRow:
             two runs, of what it has in that which has more.
         ops: its own ops.
         changed: whether the runs differ in it, or in what is in it.
-        inner: whether modules are in it.
-        is_open: whether it shows them from the start.
-        closes: how many modules end with it: itself, and those around it whose last one it is.
+        is_open: whether it shows what is in it from the start.
     """
 
     id: str
@@ -118,9 +116,7 @@ class ModuleRow:
     bytes: tuple[float, ...]
     ops: tuple[OpRow, ...]
     changed: bool
-    inner: bool
     is_open: bool
-    closes: int
 
     @property
     def label(self) -> str:
@@ -161,9 +157,9 @@ class Page:
         return tuple(sorted(counts, key=lambda dtype: -counts[dtype]))
 
 
-def page_of(facts: Facts, against: Facts | None = None) -> Page:
-    """Return the page of a run, or of a run and the one after it."""
-    runs = (facts,) if against is None else (facts, against)
+def page_of(facts: Facts, before: Facts | None = None) -> Page:
+    """Return the page of a run, or of a run and the one before it."""
+    runs = (facts,) if before is None else (before, facts)
     modules = _module_rows(runs)
     casts = sorted(
         _together([each.casts for each in runs], "op", "phase", "module", "source", "target", "of"),
@@ -237,11 +233,10 @@ def _module_rows(runs: tuple[Facts, ...]) -> tuple[ModuleRow, ...]:
         inner.setdefault(_around(name, of), []).append(name)
     rows: list[ModuleRow] = []
     # Written in order and not recursively, for models that are nested deeper than Python's stack.
-    waiting = [(name, 0, 0) for name in reversed(inner.get(None, []))]
+    waiting = [(name, 0) for name in reversed(inner.get(None, []))]
     while waiting:
-        name, depth, closes_around = waiting.pop()
+        name, depth = waiting.pop()
         within = inner.get(name, [])
-        closes = 0 if within else closes_around + 1
         rows.append(
             ModuleRow(
                 id=f"m{len(rows)}",
@@ -257,12 +252,10 @@ def _module_rows(runs: tuple[Facts, ...]) -> tuple[ModuleRow, ...]:
                     if not row.inner
                 ),
                 changed=_differ(of[name]),
-                inner=bool(within),
                 is_open=bool(within) and (depth == 0 or (depth == 1 and len(of) <= _OPEN_MODULES)),
-                closes=closes,
             )
         )
-        waiting += [(each, depth + 1, closes_around + 1 if each == within[-1] else 0) for each in reversed(within)]
+        waiting += [(each, depth + 1) for each in reversed(within)]
     return tuple(rows)
 
 
@@ -301,7 +294,7 @@ def _most(of: _Of[Any], name: str) -> float:
 
 
 def _differ(of: _Of[Counts]) -> bool:
-    return len({_without_times(each) for each in of}) > 1
+    return len(of) > 1 and len({_without_times(each) for each in of}) > 1
 
 
 def _without_times(record: Counts | None) -> str:
