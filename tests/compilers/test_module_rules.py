@@ -1,8 +1,13 @@
 """Rules for modules in compiled, sharded and checkpointed models."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 import polycast
@@ -106,3 +111,57 @@ def test_an_exported_program_has_the_rules_for_dtypes_in_it():
         polycast.apply_policy(model, Policy(modules={"1": {"linear": "fp32"}}))
         with pytest.raises(RuntimeError, match=r"a region with policy= cannot be exported"):
             torch.export.export(model, (torch.ones(2, 4),), strict=False)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("policy", [Policy(modules={"": "fp32"}), Policy({"linear": "fp32"})], ids=["rule", "ops"])
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()), Model], ids=["torch's", "own"])
+def test_a_model_that_was_compiled_with_a_rule_of_its_own_runs_compiled_without_it(make, policy, fullgraph):
+    counter = CompileCounter()
+    model = make()
+    rules = polycast.apply_policy(model, policy)
+    compiled = torch.compile(model, backend=counter, fullgraph=fullgraph)
+    x = torch.ones(1, 4)
+    with polycast.autocast("cpu"):
+        compiled(x)
+        assert counter.frame_count == 1
+        rules.remove()
+        compiled(x)
+        assert counter.frame_count == 2
+        with polycast.apply_policy(model, Policy(modules={"": "float16"})):
+            compiled(x)
+        compiled(x)
+    assert counter.frame_count == 3
+
+
+def test_a_model_that_is_compiled_with_a_rule_and_first_called_without_it_is_compiled():
+    counter = CompileCounter()
+    model = nn.Sequential(nn.Linear(4, 4))
+    with polycast.apply_policy(model, Policy(modules={"": "fp32"})):
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with polycast.autocast("cpu"):
+        assert compiled(torch.ones(1, 4)).dtype is torch.bfloat16
+    assert counter.frame_count == 1
+
+
+def test_uninstall_gives_torch_compile_back_what_it_had():
+    initialize = OptimizedModule._initialize
+    polycast.apply_policy(nn.Linear(4, 4), Policy(modules={"": "fp32"}))
+    assert OptimizedModule._initialize is not initialize
+    polycast.uninstall()
+    assert OptimizedModule._initialize is initialize
+
+
+@pytest.mark.slow
+def test_a_model_whose_rules_are_older_than_dynamo_runs_compiled_without_them():
+    program = """
+import sys, torch, polycast
+model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+rules = polycast.apply_policy(model, polycast.Policy(modules={"": "fp32"}))
+assert "torch._dynamo" not in sys.modules
+compiled = torch.compile(model, backend="eager", fullgraph=True)
+rules.remove()
+print(compiled(torch.ones(1, 4)).shape)
+"""
+    ran = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", program], capture_output=True, text=True)
+    assert ran.stdout == "torch.Size([1, 4])\n", ran.stderr

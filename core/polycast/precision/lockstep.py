@@ -10,13 +10,14 @@ import torch
 
 from ..engine import low_bit_listeners
 from ..region.autocast import autocast
+from ..region.cast_arguments import CastArguments
 from .calls import Call
 from .hooks import Key, Open, Watcher, common, watched
 from .observe.low_bit_counts import LowBitCounts
 from .survey import Survey
 from .turns import Turns
 from .untouched import RandomState, Values, isolated
-from .values import copied, in_float32
+from .values import copied
 
 
 class Met(NamedTuple):
@@ -184,32 +185,39 @@ class _Float32:
 
 
 class _Repeated:
-    """Watches one call of a module: those that it calls run in float32, outside the region."""
+    """Watches one call of a module: those that it calls run in float32, as under the rule "fp32"."""
 
     def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
         self._outside = autocast(device_type, enabled=False)
-        self._open: list[torch.nn.Module] = []
+        self._open: list[tuple[torch.nn.Module, CastArguments | None]] = []
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *_: object) -> None:
-        if len(self._open) > 1:  # it raised
-            self._outside.__exit__()
+        for _module, casts in reversed(self._open):  # of calls that raised
+            if casts is not None:
+                self._outside.__exit__()
+                casts.restore()
 
     def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._open.append(module)
-        if len(self._open) != 2:
+        if len(self._open) != 1:
+            self._open.append((module, None))
             return None
+        casts = CastArguments(self._device_type, torch.float32)
         self._outside.__enter__()
-        return in_float32(args), in_float32(kwargs)
+        self._open.append((module, casts))
+        return tuple([casts.of(value) for value in args]), {name: casts.of(value) for name, value in kwargs.items()}
 
     def leave(self, module: torch.nn.Module, output: Any) -> None:
-        was_outside = len(self._open) > 1
-        while self._open.pop() is not module:
-            pass
-        if was_outside and len(self._open) < 2:
-            self._outside.__exit__()
+        while True:
+            last, casts = self._open.pop()
+            if casts is not None:
+                self._outside.__exit__()
+                casts.give_back(last, "run in float32 by polycast.compare")
+            if last is module:
+                break
 
 
 class _Reduced:

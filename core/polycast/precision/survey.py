@@ -73,7 +73,8 @@ class _Surveyor:
             called.callers.add(caller.name)
         else:
             called.callers.add(None)
-        self._open.append((module, (args, kwargs), State.of((args, kwargs))))
+        arguments = (args, kwargs)
+        self._open.append((module, arguments, State.of(arguments)))
 
     def leave(self, module: torch.nn.Module, output: Any) -> None:
         while True:

@@ -1,38 +1,61 @@
 """The tensors in what models take and return: in containers, dataclasses, and objects such as a key-value cache."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from ..engine.overlap import overlap
 
 _T = TypeVar("_T")
 
 
 def tensors_in(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in a value, each with how it is reached: ``logits``, ``[0]``, ``cache.layers[1].keys``."""
-    yield from _tensors_in(value, name, set())
+    for path, each in _walk(value, name, set()):
+        if isinstance(each, torch.Tensor):
+            yield path, each
 
 
-def _tensors_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name, value
+def _walk(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """Yield a value and what is in it, each with how it is reached; what is reached in several ways is entered once."""
+    yield name, value
+    if isinstance(value, torch.Tensor) or id(value) in seen:
         return
-    if isinstance(value, Mapping):
-        parts = [(_joined(name, key) if isinstance(key, str) else f"{name}[{key!r}]", value[key]) for key in value]
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        parts = [(_joined(name, key), getattr(value, key)) for key in value._fields]
-    elif isinstance(value, (list, tuple)):
-        parts = [(f"{name}[{position}]", item) for position, item in enumerate(value)]
-    elif isinstance(value, (type, torch.nn.Module)) or callable(value) or not hasattr(value, "__dict__"):
-        return
-    else:
-        parts = [(_joined(name, key), item) for key, item in vars(value).items()]
-    if id(value) not in seen:
+    parts = _parts(value, name)
+    if parts is not None:
         seen.add(id(value))
-        for part, item in parts:
-            yield from _tensors_in(item, part, seen)
+        for path, part in parts:
+            yield from _walk(part, path, seen)
+
+
+def _parts(value: Any, name: str) -> list[tuple[str, Any]] | None:
+    """Return what is in a container or an object, each with how it is reached; None of anything else."""
+    if isinstance(value, Mapping):
+        return [(_joined(name, key) if isinstance(key, str) else f"{name}[{key!r}]", value[key]) for key in value]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return [(_joined(name, key), getattr(value, key)) for key in value._fields]
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return [(f"{name}[{position}]", item) for position, item in enumerate(value)]
+    if isinstance(value, (type, torch.nn.Module)) or callable(value):
+        return None
+    attributes = {key: getattr(value, key) for key in _slots(type(value)) if hasattr(value, key)}
+    if not attributes and not hasattr(value, "__dict__"):
+        return None
+    return [(_joined(name, key), item) for key, item in {**attributes, **getattr(value, "__dict__", {})}.items()]
+
+
+def _slots(cls: type) -> list[str]:
+    """Return the names of the attributes that a class and its bases have in ``__slots__``, which people write."""
+    if cls.__module__ == "builtins":
+        return []
+    slots = [vars(base).get("__slots__", ()) for base in cls.__mro__]
+    names = [name for each in slots for name in ((each,) if isinstance(each, str) else each)]
+    return [name for name in names if not name.startswith("__")]
 
 
 def _joined(name: str, key: str) -> str:
@@ -40,46 +63,71 @@ def _joined(name: str, key: str) -> str:
 
 
 class _Cloning(TorchFunctionMode):
-    """Has deepcopy take tensors that autograd made, which it refuses."""
+    """Has deepcopy take tensors that autograd made, which it refuses, and clone them without the rest of their storage.
+
+    Args:
+        aliases: the ``id`` of those that overlap others, whose storage is copied instead, once for all of them.
+    """
+
+    def __init__(self, aliases: Collection[int]) -> None:
+        super().__init__()
+        self._aliases = aliases
+        self._kept: list[torch.Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__deepcopy__:
-            return args[0].detach().clone().requires_grad_(args[0].requires_grad)
-        return func(*args, **(kwargs or {}))
+        if func is not torch.Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        detached = tensor.detach()
+        if id(tensor) not in self._aliases:
+            return detached.clone().requires_grad_(tensor.requires_grad)
+        self._kept.append(detached)  # the memo knows it by its id
+        return func(detached, memo).requires_grad_(tensor.requires_grad)  # type: ignore[no-untyped-call]
 
 
 def copied(value: _T, model: torch.nn.Module) -> _T:
     """Return a copy of a value, its tensors too; the modules of a model that are in it stay those of the model."""
     memo: dict[int, Any] = {id(module): module for module in model.modules()}
-    with _Cloning():
+    with _Cloning(_aliases(value)):
         return copy.deepcopy(value, memo)
 
 
-def in_float32(value: Any) -> Any:
-    """Return a value with the tensors of reduced precision in its containers cast to float32."""
-    if isinstance(value, torch.Tensor):
-        reduced = value.is_floating_point() and value.dtype not in (torch.float32, torch.float64)
-        return value.float() if reduced else value
-    if type(value) in (list, tuple):
-        return type(value)(in_float32(item) for item in value)
-    if type(value) is dict:
-        return {key: in_float32(item) for key, item in value.items()}
-    return value
+def _aliases(value: object) -> set[int]:
+    """Return the ``id`` of the tensors in a value that overlap others in it."""
+    by_storage: dict[int, dict[int, torch.Tensor]] = {}
+    for _, tensor in tensors_in(value):
+        with suppress(NotImplementedError):  # of sparse tensors and some subclasses, which have no storage
+            by_storage.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
+    return {
+        key
+        for tensors in by_storage.values()
+        for key, one in tensors.items()
+        if any(one is not other and overlap(one, other) for other in tensors.values())
+    }
 
 
-class State(tuple[tuple[torch.Tensor, int], ...]):
-    """Tells whether the tensors in a value are those that they were, and unwritten."""
+class State:
+    """Tells whether a value holds what it held, and its tensors are unwritten."""
+
+    def __init__(self, held: list[tuple[str, Any, int]]) -> None:
+        self._held = held
 
     @classmethod
     def of(cls, value: object) -> "State":
-        """Return what the tensors in a value are now."""
-        return cls((tensor, _version(tensor)) for _, tensor in tensors_in(value))
+        """Return what a value holds now: its containers, what is in them, and the versions of its tensors."""
+        return cls(
+            [
+                (path, each, _version(each) if isinstance(each, torch.Tensor) else 0)
+                for path, each in _walk(value, "", set())
+            ]
+        )
 
     def is_still_that_of(self, value: object) -> bool:
-        """Say whether nothing has been written to a value since."""
-        now = State.of(value)
-        return len(now) == len(self) and all(
-            tensor is other and version == before for (tensor, version), (other, before) in zip(now, self, strict=True)
+        """Return whether nothing has been written to a value since."""
+        now = State.of(value)._held
+        return len(now) == len(self._held) and all(
+            one is two and (path, version) == (path_before, version_before)
+            for (path, one, version), (path_before, two, version_before) in zip(now, self._held, strict=True)
         )
 
 

@@ -17,9 +17,9 @@ from torch.autograd import Function, function
 from torch.autograd.function import FunctionCtx
 
 from ..engine import state
-from ..engine.casting import cast_nested
 from ..engine.state import Settings
 from ..plugins.registry import registry
+from .cast_arguments import CastArguments
 from .suspend import Suspendable
 from .thread_state import get_autocast_dtype, is_autocast_enabled
 
@@ -38,7 +38,8 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
         device_type: the device whose autocast state the function heeds.
         cast_inputs: None: ``forward`` runs in the autocast state that it is called in. A dtype: where autocast is
             enabled, eligible tensors among the inputs (also in containers) are cast to it, and ``forward`` runs with
-            autocast disabled. Where autocast is disabled it has no effect.
+            autocast disabled. What it writes to a cast does not reach the caller, as with torch's decorator; what it
+            does to a list or a dict does. Where autocast is disabled it has no effect.
 
     Raises:
         ValueError, RuntimeError: as :func:`polycast.get_backend`.
@@ -80,11 +81,14 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
                 _record_in_setup_context(cls)
         if cast_inputs is None or not is_autocast_enabled(device_type):
             return fwd(*args, **kwargs)
-        with Suspendable(Settings(device_type, False, get_autocast_dtype(device_type))):
-            return fwd(
-                *(cast_nested(value, device_type, cast_inputs) for value in args),
-                **{name: cast_nested(value, device_type, cast_inputs) for name, value in kwargs.items()},
-            )
+        casts = CastArguments(device_type, cast_inputs, in_place=False)
+        try:
+            args = tuple([casts.of(value) for value in args])
+            kwargs = {name: casts.of(value) for name, value in kwargs.items()}
+            with Suspendable(Settings(device_type, False, get_autocast_dtype(device_type))):
+                return fwd(*args, **kwargs)
+        finally:
+            casts.restore()
 
     _records[decorated] = record
     classes = _ClassesOf(decorated)

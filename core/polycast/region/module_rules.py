@@ -18,6 +18,7 @@ from ..policy.names import read_dtype
 from ..policy.ops import Ops
 from ..policy.recipes import Recipe
 from ..policy.value import Policy, PolicyLike
+from . import compiled_models
 from .ruled_forward import ANY_DEVICE, FORWARD, Mark, Rule, RuledForward, rules_of
 
 
@@ -81,6 +82,7 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
     last that matches any of them. The values:
 
     - ``"fp32"``: autocast is off in the module, and its floating-point inputs are cast to float32 (not float64 ones);
+      what the module writes to them is written back, or refused with a RuntimeError where that is impossible;
     - ``"off"``: autocast is off in it, and inputs are as they are;
     - a fast dtype, such as ``"float16"``: its ops run in a region with that dtype, also inside a module that a rule
       has switched autocast off in;
@@ -123,6 +125,7 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
     has_replicas = any(isinstance(each, nn.DataParallel) for each in model.modules())
     for module, (name, _) in found.items():
         _check(name, module, has_replicas)
+    compiled_models.decide_as_without_rules()
     handle = ModuleRules(policy)
     try:
         for module, (name, rules) in found.items():
@@ -155,7 +158,7 @@ def _text(rule: Rule) -> str:
 
 
 def _read(key: str, rule: ModuleRule) -> Rule:
-    text = f"{key} = {rule!r}"
+    text = f"{key or repr(key)} = {rule!r}"
     if isinstance(rule, Recipe):
         return Rule(text, recipe=rule)
     if isinstance(rule, Ops):

@@ -8,12 +8,12 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from ..engine import state
-from ..engine.casting import cast_nested
 from ..plugins.registry import registry
 from ..policy.ops import Ops
 from ..policy.recipes import Recipe
 from . import switched_off
 from .autocast import autocast
+from .cast_arguments import CastArguments
 from .checkpoint import carry_regions
 from .entry import fast_path
 from .policies import overlay_of_rule
@@ -127,10 +127,20 @@ class RuledForward:
                 return type(self.module).forward(self.module, *args, **kwargs)
             return self.inner(*args, **kwargs)
         device, rule = rules[0]
-        if rule.cast_inputs:
-            args = tuple([cast_nested(value, device, torch.float32) for value in args])
+        if not rule.cast_inputs:
+            return self._run_in_region(rules, args, kwargs)
+        casts = CastArguments(device, torch.float32)
+        try:
+            args = tuple([casts.of(value) for value in args])
             if kwargs:
-                kwargs = {name: cast_nested(value, device, torch.float32) for name, value in kwargs.items()}
+                kwargs = {name: casts.of(value) for name, value in kwargs.items()}
+            return self._run_in_region(rules, args, kwargs)
+        finally:
+            casts.give_back(self.module, rule.text)
+
+    def _run_in_region(self, rules: "_InForce", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run forward in the region of the first rule, and as the others say."""
+        device, rule = rules[0]
         with self._region(device, rule):
             if rule.enabled:
                 return self._run(rules[1:], args, kwargs)

@@ -1,0 +1,217 @@
+"""Casting the arguments of a call, while what the call does to them still reaches the caller.
+
+What is cast is another tensor. So that the caller sees what it would see without the cast:
+
+- lists, dicts and sets stay themselves: casts are put into them for the length of the call, and taken out after it;
+- what the call writes to a cast is copied to the argument, with its autograd history;
+- where that is impossible, the call raises.
+
+An ``autograd.Function`` may keep its arguments for the backward, casts and all. So it gets copies of containers, and
+what it changes in a copy is changed in the container. What it writes to a cast stays there, as with torch's decorator.
+
+Writes are seen by the tensor's version. Objects other than containers are passed as they are: what is in them is not
+cast, and so nothing is lost of it.
+"""
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from ..engine.casting import is_eligible
+from ..engine.disable_dynamo import disable_dynamo
+from ..engine.overlap import overlap
+from .lent_containers import ByIdentity, Copy, Loan, rebuilt
+
+UNWRITTEN, WRITTEN, RECORDED, CONFLICT = range(4)
+"""What was done to a cast: nothing; a write; a write that autograd recorded; a write, as to its argument itself."""
+
+_ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
+_ITERATORS = ("builtins", "itertools")
+"""Modules whose iterators are nothing but that; those of other modules are objects, such as files."""
+
+
+class CastArguments:
+    """The casts of the arguments of one call.
+
+    Dynamo traces this as a part of the call only, never by itself as it does with functions after a graph break: what
+    is known of a cast in one graph is not known in another.
+
+    Args:
+        device_type, dtype: eligible tensors on this device are cast to this dtype.
+        in_place: whether casts are put into mutable containers, as a module rule does; if not, the call gets copies of
+            them, as from torch's ``custom_fwd``, and generators instead of iterators of whatever class.
+    """
+
+    __slots__ = ("_casts", "_containers", "_device_type", "_dtype", "_in_place", "_rebuilt")
+
+    def __init__(self, device_type: str, dtype: torch.dtype, in_place: bool = True) -> None:
+        self._device_type, self._dtype, self._in_place = device_type, dtype, in_place
+        self._casts = ByIdentity()
+        """By argument, its cast."""
+        self._containers: ByIdentity | None = None
+        """By mutable container, its loan or its copy."""
+        self._rebuilt: list[tuple[Any, Any]] = []
+        """What was put into containers in place of others of their items, and those."""
+
+    @disable_dynamo
+    def of(self, value: Any) -> Any:
+        """Return `value` with each eligible tensor in it cast, through mappings, lists, tuples, sets and iterators.
+
+        A mutable container is returned itself, with casts in it until :meth:`restore`, or as a copy.
+        """
+        if isinstance(value, torch.Tensor):
+            return self._cast(value)
+        if type(value) in _ATOMS:
+            return value
+        if isinstance(value, (tuple, frozenset)):
+            return rebuilt(value, [self.of(item) for item in value])
+        if isinstance(value, (list, dict, set, MutableMapping)):
+            return self._mutable(value)
+        if isinstance(value, Mapping):
+            items = {key: self.of(item) for key, item in value.items()}
+            return value if all(item is value[key] for key, item in items.items()) else items
+        if isinstance(value, Iterator) and (not self._in_place or type(value).__module__ in _ITERATORS):
+            return (self.of(item) for item in value)
+        return value
+
+    @disable_dynamo
+    def give_back(self, module: torch.nn.Module, why: str) -> None:
+        """Take the casts out of containers, and copy what was written to casts to the arguments.
+
+        Args:
+            module, why: what was called and why its arguments were cast, for the message of the error.
+
+        Raises:
+            RuntimeError: a write cannot be carried back to its argument.
+        """
+        self.restore()
+        if self._casts:
+            self._write_back(module, why)
+
+    @disable_dynamo
+    def restore(self) -> None:
+        """Take the casts out of containers, or change these as their copies were changed."""
+        self._in_place = False  # what a generator still yields after the call is not taken back
+        if self._containers is None:
+            return
+        originals = ByIdentity()
+        for argument, cast in self._casts.items():
+            originals.add(cast.tensor, argument)
+        for replacement, item in self._rebuilt:
+            originals.add(replacement, item)
+        for _, each in self._containers.items():
+            each.end(originals)
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype is self._dtype or not is_eligible(tensor, self._device_type):
+            return tensor
+        known: _Cast | None = self._casts.get(tensor)
+        if known is not None:
+            return known.tensor
+        if not is_dynamo_compiling() and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # a tensor that is made in that mode has no version
+                cast = tensor.detach().to(self._dtype)
+        else:
+            cast = tensor.to(self._dtype)
+        self._casts.add(tensor, _Cast.of(tensor, cast))
+        return cast
+
+    def _mutable(self, container: Any) -> Any:
+        """Return a mutable container with casts in it, or a copy."""
+        if self._containers is None:
+            self._containers = ByIdentity()
+        known: Loan | Copy | None = self._containers.get(container)
+        if known is not None:
+            return known.given
+        entry = Loan(container) if self._in_place else Copy(container)
+        self._containers.add(container, entry)  # so that it is ended if what follows is interrupted
+        entry.begin()
+        casts = [self.of(item) for _, item in entry.items]
+        changes = [(key, item, cast) for (key, item), cast in zip(entry.items, casts, strict=True) if cast is not item]
+        if changes:
+            self._rebuilt += [(cast, item) for _, item, cast in changes if not isinstance(item, torch.Tensor)]
+            entry.put(changes)
+        return entry.given
+
+    def _write_back(self, module: torch.nn.Module, why: str) -> None:
+        casts = [(argument, cast, cast.how_written(argument)) for argument, cast in self._casts.items()]
+        written = [each for each in casts if each[2] != UNWRITTEN]
+        for argument, cast, how in written:
+            for other, _, _ in casts:
+                if other is not argument and _overlap(argument, other):
+                    raise _refusal(module, why, argument, cast, "it shares memory with another argument that was cast")
+            if how == CONFLICT:
+                raise _refusal(module, why, argument, cast, "the argument itself was written to as well")
+            if torch._C._get_tracing_state() is None and argument.shape != cast.tensor.shape:
+                reason = f"it has the shape {tuple(argument.shape)}, and was resized to {tuple(cast.tensor.shape)}"
+                raise _refusal(module, why, argument, cast, reason)
+        for argument, cast, how in written:
+            with torch.set_grad_enabled(how == RECORDED):
+                try:
+                    argument.copy_(cast.tensor)
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:
+                    raise _refusal(module, why, argument, cast, str(error)) from error
+
+
+class _Cast(NamedTuple):
+    """A cast, and what it and its argument were when it was made."""
+
+    tensor: torch.Tensor
+    version: int = 0
+    history: Any = None
+    argument_version: int = 0
+
+    @classmethod
+    def of(cls, argument: torch.Tensor, cast: torch.Tensor) -> "_Cast":
+        """Note what a cast and its argument are now."""
+        if is_dynamo_compiling():
+            from ..compilers.casts_in_graphs import note_cast
+
+            note_cast(argument, cast)
+            return cls(cast)
+        return cls(cast, version_of(cast), cast.grad_fn, version_of(argument))
+
+    def how_written(self, argument: torch.Tensor) -> int:
+        """Return what has been done to the cast since."""
+        if is_dynamo_compiling():
+            from ..compilers.casts_in_graphs import how_written
+
+            return how_written(argument, self.tensor)
+        if version_of(self.tensor) == self.version:
+            return UNWRITTEN
+        if version_of(argument) != self.argument_version:
+            return CONFLICT
+        return WRITTEN if self.tensor.grad_fn is self.history else RECORDED
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a number that grows with each write to a tensor; 0 if torch does not count them, in inference mode."""
+    try:
+        version = tensor._version
+    except RuntimeError:
+        return 0
+    if torch._C._are_functorch_transforms_active():  # which count the writes at one of their levels
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+            version += tensor._version
+    return version
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if is_dynamo_compiling():
+        from ..compilers.casts_in_graphs import overlap_in_graph
+
+        return overlap_in_graph(one, other)
+    return overlap(one, other)
+
+
+def _refusal(module: torch.nn.Module, why: str, argument: torch.Tensor, cast: _Cast, reason: str) -> RuntimeError:
+    return RuntimeError(
+        f"{type(module).__name__} ({why}) wrote to an argument that was cast from {argument.dtype} to "
+        f"{cast.tensor.dtype}, and the write cannot be carried back to the argument: {reason}. Give the module an "
+        f"argument in {cast.tensor.dtype}, which needs no cast, or let it write to a tensor of its own."
+    )

@@ -1,0 +1,210 @@
+"""Mutable containers that hold casts for the length of a call, or copies of them that do."""
+
+import copy
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.compiler import is_dynamo_compiling
+
+from ..plugins.fork import hold_over_forks
+
+_Change = tuple[Any, Any, Any]
+"""Of a container: a key, the item there, and what it is to be replaced by."""
+
+
+class ByIdentity:
+    """A mapping by identity: of tensors, whose ``==`` is not about that, and of containers, which have no hash.
+
+    Dynamo guards what it makes of ``id(object)`` on this very object, so it compares the objects instead.
+    """
+
+    __slots__ = ("_is_traced", "_pairs")
+
+    def __init__(self) -> None:
+        self._is_traced = is_dynamo_compiling()
+        self._pairs: dict[int, tuple[Any, Any]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._pairs)
+
+    def add(self, key: Any, value: Any) -> None:
+        """Add an entry, which holds the key too; the first one of a key stays."""
+        self._pairs.setdefault(len(self._pairs) if self._is_traced else id(key), (key, value))
+
+    def has(self, key: Any) -> bool:
+        """Return whether there is an entry of a key."""
+        if self._is_traced:
+            return any(each is key for each, _ in self._pairs.values())
+        return id(key) in self._pairs
+
+    def get(self, key: Any) -> Any:
+        """Return the value of a key, or None."""
+        if self._is_traced:
+            for each, value in self._pairs.values():
+                if each is key:
+                    return value
+            return None
+        found = self._pairs.get(id(key))
+        return None if found is None else found[1]
+
+    def items(self) -> Iterable[tuple[Any, Any]]:
+        """Return the keys and their values."""
+        return self._pairs.values()
+
+
+class Loan:
+    """A mutable container that has casts in it for the length of a call.
+
+    Attributes:
+        given: what the call gets.
+        items: what was in the container before, each item with its key or position.
+    """
+
+    def __init__(self, container: Any) -> None:
+        self.given = self._container = container
+        self.items: list[tuple[Any, Any]] = []
+        self._users: _Users | None = None
+
+    def begin(self) -> None:
+        """Keep others from taking their casts out of the container before the end."""
+        if not is_dynamo_compiling():  # it traces one call, and does the sum of it to the container
+            with _lock:
+                self._users = _lent.setdefault(id(self._container), _Users(self._container))
+                self._users.calls.add(id(self))
+        self.items = _items(self._container)
+
+    def put(self, changes: list[_Change]) -> None:
+        """Put casts into the container; give the call a copy if it is frozen, as an immutable_list of torch.fx is."""
+        try:
+            if self._users is None:
+                _replace(self._container, changes)
+            else:
+                with _lock:
+                    _replace(self._container, changes)
+        except Exception:  # each class that can be frozen raises another
+            self.given = _copied(self._container, changes)
+
+    def end(self, originals: ByIdentity) -> None:
+        """Take the casts out, or leave that to the last call that uses the container."""
+        if self._users is None:
+            _take_out(self._container, originals)
+            return
+        with _lock:
+            for cast, original in originals.items():
+                self._users.originals.add(cast, original)
+            self._users.calls.discard(id(self))
+            if not self._users.calls:
+                _lent.pop(id(self._container), None)
+                _take_out(self._container, self._users.originals)
+
+
+class _Users:
+    """The calls that use a container with casts in it, be they in several threads or inside each other.
+
+    If each took its casts out, a call in another thread would find tensors uncast.
+    """
+
+    def __init__(self, container: Any) -> None:
+        self.container = container  # held, for the entry below is by its id
+        self.calls: set[int] = set()
+        self.originals = ByIdentity()
+
+
+_lent: dict[int, _Users] = {}
+"""By ``id(container)``, the users of each container that is lent."""
+_lock = threading.RLock()
+hold_over_forks(lambda: [_lock])
+
+
+class Copy:
+    """A mutable container of which a call gets a copy where it has casts; with the attributes of :class:`Loan`."""
+
+    def __init__(self, container: Any) -> None:
+        self.given = self._container = container
+        self.items: list[tuple[Any, Any]] = []
+        self._before: list[tuple[Any, Any]] = []
+
+    def begin(self) -> None:
+        """Read what is in the container."""
+        self.items = _items(self._container)
+
+    def put(self, changes: list[_Change]) -> None:
+        """Give the call a copy with casts."""
+        self.given = _copied(self._container, changes)
+        self._before = _items(self.given)
+
+    def end(self, originals: ByIdentity) -> None:
+        """Change the container as the copy was changed."""
+        if self.given is self._container:
+            return
+        now = _items(self.given)
+        if _are_same(now, self._before):
+            return
+        items = [(key, _original(item, originals)) for key, item in now]
+        if isinstance(self._container, list):
+            self._container[:] = [item for _, item in items]
+        elif isinstance(self._container, set):
+            self._container.clear()
+            self._container.update(item for _, item in items)
+        else:
+            for key in [key for key in self._container if key not in self.given]:
+                del self._container[key]
+            self._container.update(items)
+
+
+def rebuilt(value: Any, items: list[Any]) -> Any:
+    """Return a tuple or frozenset with other items, or itself if they are the same."""
+    if all(item is old for item, old in zip(items, value, strict=True)):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    """Return the items of a mutable container, each with its key or position."""
+    return list(container.items()) if isinstance(container, Mapping) else list(enumerate(container))
+
+
+def _are_same(items: list[tuple[Any, Any]], others: list[tuple[Any, Any]]) -> bool:
+    return len(items) == len(others) and all(
+        item is other and (key is other_key or (type(key) is type(other_key) is int and key == other_key))
+        for (key, item), (other_key, other) in zip(items, others, strict=True)
+    )
+
+
+def _replace(container: Any, changes: list[_Change]) -> None:
+    """Replace items of a mutable container that are still there."""
+    for key, item, replacement in changes:
+        if isinstance(container, set):
+            container.discard(item)
+            container.add(replacement)
+        elif container[key] is item:
+            container[key] = replacement
+
+
+def _copied(container: Any, changes: list[_Change]) -> Any:
+    """Return a copy of a mutable container with some items replaced."""
+    replaced = {key: replacement for key, _, replacement in changes}
+    items = {key: replaced.get(key, item) for key, item in _items(container)}
+    if not isinstance(container, Mapping):
+        return type(container)(items.values())
+    copied: Any = copy.copy(container)  # such as what models of transformers return, which have attributes too
+    try:
+        copied.update(items)
+    except Exception:  # it is frozen, too
+        return items
+    return copied
+
+
+def _take_out(container: Any, originals: ByIdentity) -> None:
+    """Replace the casts in a mutable container by what they stand in for."""
+    if originals:
+        changes = [(key, item, _original(item, originals)) for key, item in _items(container)]
+        _replace(container, [change for change in changes if change[1] is not change[2]])
+
+
+def _original(item: Any, originals: ByIdentity) -> Any:
+    """Return what an item of a container stands in for, be it a cast or a tuple with casts; else itself."""
+    if originals.has(item):
+        return originals.get(item)
+    return rebuilt(item, [_original(each, originals) for each in item]) if isinstance(item, tuple) else item

@@ -1,0 +1,211 @@
+"""What a module under the rule "fp32" does to its arguments, in code that is compiled."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+import polycast
+from polycast import Policy
+
+pytestmark = pytest.mark.usefixtures("engine")
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+class Cached(nn.Module):
+    """Attention that writes a cache and its own input, and appends to a list."""
+
+    def forward(self, x, cache, seen):
+        cache["k"][:, 1] = x
+        seen.append(x)
+        seen.append(x * 2)
+        x.relu_()
+        return cache["k"].sum(1)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = Cached()
+
+    def forward(self, x, cache, seen):
+        h = x * 1
+        y = self.attn(h, cache, seen)
+        return h, y
+
+
+def ruled():
+    model = Model()
+    polycast.apply_policy(model, Policy(modules={"attn": "fp32"}))
+    return model
+
+
+def results(model):
+    x = torch.tensor([[-1.0, 2.0]], dtype=torch.bfloat16)
+    cache, seen = OrderedDict(k=torch.zeros(1, 3, 2, dtype=torch.bfloat16)), [torch.ones(1, dtype=torch.bfloat16)]
+    k, first = cache["k"], seen[0]
+    with polycast.autocast("cpu"):
+        h, y = model(x, cache, seen)
+    assert cache["k"] is k
+    assert seen[0] is first
+    return [(each.dtype, each.tolist()) for each in (h, y, k, *seen, x)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_compiled_in_one_graph_a_model_writes_what_the_interpreted_one_writes(backend, mode):
+    model = ruled()
+    with mode():
+        expected = results(model)
+        assert expected[0] == (torch.bfloat16, [[0, 2]])
+        assert expected[2] == (torch.bfloat16, [[[0, 0], [-1, 2], [0, 0]]])
+        assert results(torch.compile(model, backend=backend, fullgraph=True)) == expected
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_through_an_argument_that_was_written_to_are_those_of_the_interpreted_model(backend):
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor([2.0, 4.0]))
+
+        def forward(self, h):
+            h.mul_(self.w)
+            with torch.no_grad():
+                h[1].fill_(8)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = Scale()
+
+        def forward(self, x):
+            h = x * 1
+            self.scale(h)
+            return h
+
+    model = Outer()
+    polycast.apply_policy(model, Policy(modules={"scale": "fp32"}))
+
+    def gradients(function):
+        model.zero_grad()
+        x = torch.tensor([3.0, 5.0], dtype=torch.bfloat16, requires_grad=True)
+        with polycast.autocast("cpu"):
+            y = function(x)
+        y.float().sum().backward()
+        return y.tolist(), x.grad.tolist(), model.scale.w.grad.tolist()
+
+    assert gradients(model) == ([6, 8], [2, 4], [3, 5])
+    assert gradients(torch.compile(model, backend=backend, fullgraph=True)) == gradients(model)
+
+
+def test_a_module_that_writes_nothing_leaves_nothing_to_write_in_the_graph():
+    class Reads(nn.Module):
+        def forward(self, x, items):
+            return x.sin() + items[0]
+
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    model = nn.Sequential(Reads())
+    polycast.apply_policy(model[0], Policy(modules={"": "fp32"}))
+    x = torch.ones(2, dtype=torch.bfloat16)
+    compiled = torch.compile(lambda x, items: model[0](x, items), backend=backend, fullgraph=True)
+    with polycast.autocast("cpu"):
+        assert compiled(x, [x]).dtype is torch.float32
+    (targets,) = graphs
+    assert "copy_" not in targets
+    assert targets.count("to") == 1
+    assert x._version == 0
+
+
+def test_other_lists_and_tensors_are_no_reason_to_compile_again():
+    counter = CompileCounter()
+    compiled = torch.compile(ruled(), backend=counter, fullgraph=True)
+    for _ in range(3):
+        results(compiled)
+    assert counter.frame_count == 1
+
+
+def test_after_a_graph_break_in_the_module_its_writes_are_kept():
+    class Breaks(nn.Module):
+        def forward(self, x, items):
+            x.add_(1)
+            torch._dynamo.graph_break()
+            items[0].mul_(2)
+            items.append(x)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.breaks = Breaks()
+
+        def forward(self, x, items):
+            h = x * 1
+            self.breaks(h, items)
+            return h * 1
+
+    model = Outer()
+    polycast.apply_policy(model, Policy(modules={"breaks": "fp32"}))
+    x, item = torch.ones(2, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)
+    items = [item]
+    with polycast.autocast("cpu"):
+        assert torch.compile(model, backend="aot_eager")(x, items).tolist() == [2, 2]
+    assert items[0] is item
+    assert (item.tolist(), items[1].tolist()) == ([2], [2, 2])
+
+
+@pytest.mark.parametrize("disjoint", [True, False])
+def test_views_of_one_tensor_are_written_to_where_they_do_not_overlap(disjoint):
+    class Writes(nn.Module):
+        def forward(self, q, k):
+            q.mul_(2)
+            return k + 1
+
+    module = Writes()
+    polycast.apply_policy(module, Policy(modules={"": "fp32"}))
+
+    def f(x):
+        h = x * 1
+        module(h[:, :2], h[:, 2:] if disjoint else h[:, 1:])
+        return h
+
+    x = torch.ones(2, 4, dtype=torch.bfloat16)
+    with polycast.autocast("cpu"), torch.no_grad():
+        if disjoint:
+            assert torch.compile(f, backend="aot_eager", fullgraph=True)(x).tolist() == [[2, 2, 1, 1]] * 2
+        else:
+            with pytest.raises(RuntimeError, match="it shares memory with another argument that was cast"):
+                torch.compile(f, backend="aot_eager")(x)
+
+
+class Writes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.relu = nn.ReLU(inplace=True)
+        polycast.apply_policy(self.relu, Policy(modules={"": "fp32"}))
+
+    def forward(self, x):
+        self.relu(x)
+        return x + 1
+
+
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_program_writes_to_its_inputs(strict):
+    with polycast.autocast("cpu"):
+        program = torch.export.export(Writes(), (torch.ones(2, dtype=torch.bfloat16),), strict=strict)
+        x = torch.tensor([-1.0, 3.0], dtype=torch.bfloat16)
+        program.module()(x)
+    assert x.tolist() == [0, 3]
+
+
+def test_compiled_for_any_shape_a_model_writes_the_same():
+    model = ruled()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    assert results(compiled) == results(model)

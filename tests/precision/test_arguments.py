@@ -1,0 +1,213 @@
+"""``compare`` and ``tune`` of models whose modules write to their arguments, or change what holds these."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+
+IN_FLOAT32 = {"linear": "fp32", "mm": "fp32"}
+"""Policies by which a region computes what float32 computes: what differs has been lost."""
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+class Calls(nn.Module):
+    """A module that calls an inner one, whose forward is a function, in a function of it and its own input."""
+
+    def __init__(self, inner, outer):
+        super().__init__()
+        self.layer, self.inner, self.outer = nn.Linear(4, 4), Does(inner), outer
+
+    def forward(self, x):
+        return self.outer(self.inner, torch.mm(self.layer(x), torch.eye(4)))  # reduced, also where modules are not
+
+
+class Does(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+@dataclass(slots=True)
+class Slots:
+    keys: object
+
+
+def written(inner, h):
+    inner(h)
+    return h
+
+
+def filled(inner, h):
+    cache = {"k": torch.zeros(3, 4, dtype=h.dtype)}
+    inner(h, cache)
+    return cache["k"] + len(cache)
+
+
+def appended(inner, h):
+    items = [h]
+    inner(items)
+    assert len(items) == 3
+    return items[1] * items.index("text")
+
+
+def popped(inner, h):
+    queue = [h * 2, h]
+    while queue:
+        h = h + inner(queue)
+    return h
+
+
+def counted(inner, h):
+    counts = {"calls": 0}
+    inner(h, counts)
+    inner(h, counts)
+    return h * counts["calls"]
+
+
+def queued(inner, h):
+    queue = deque([1])
+    inner(queue)
+    return h * len(queue)
+
+
+def slotted(inner, h):
+    box = Slots(h)
+    inner(box)
+    return box.keys
+
+
+def aliased(inner, h):
+    h = h * 1
+    return inner(h, h[:1])
+
+
+def write_and_read(h, first):
+    h.mul_(2)
+    return first + h
+
+
+MODELS = {
+    "in place": (lambda h: h.relu_(), written),
+    "copy_": (lambda h: h.copy_(h.flip(0)), written),
+    "a cache": (lambda h, cache: (cache["k"][1:].copy_(h[1:]), cache.update(more=h)), filled),
+    "a list": (lambda items: items.extend([items[0] * 2, "text"]), appended),
+    "a list that gets shorter": (lambda queue: queue.pop(), popped),
+    "a dict of numbers": (lambda h, counts: counts.update(calls=counts["calls"] + 1), counted),
+    "a deque": (lambda queue: queue.append(1), queued),
+    "slots": (lambda box: setattr(box, "keys", box.keys * 2), slotted),
+    "a view": (write_and_read, aliased),
+}
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_no_module_is_blamed_for_what_is_done_to_arguments(model):
+    comparison = polycast.compare(nn.Sequential(Calls(*model)), torch.randn(3, 4), "cpu", policy=IN_FLOAT32)
+    assert {
+        module.name: (module.own.relative, module.total.relative) for module in comparison.modules
+    } == dict.fromkeys(("", "0", "0.layer", "0.inner"), (0.0, 0.0))
+
+
+@pytest.mark.parametrize("model", list(MODELS.values())[:-1], ids=list(MODELS)[:-1])
+def test_in_a_region_no_module_makes_a_larger_error_than_the_fast_dtype_does(model):
+    comparison = polycast.compare(nn.Sequential(Calls(*model)), torch.randn(3, 4), "cpu")
+    assert max(module.own.relative for module in comparison.modules) < 0.01
+
+
+def test_what_a_cast_cannot_carry_back_is_said():
+    with pytest.raises(RuntimeError, match=r"Does \(run in float32 by polycast.compare\) wrote to.*shares memory with"):
+        polycast.compare(Calls(write_and_read, aliased), torch.randn(3, 4), "cpu")
+
+
+def test_what_the_model_is_given_stays_as_it_was():
+    model = Does(lambda x, items: (items.append(x), items[0].zero_())[1])
+    x, items = torch.ones(2, 4), [torch.ones(2)]
+    before = list(items)
+    comparison = polycast.compare(model, (x, items), "cpu")
+    assert items == before
+    assert items[0].tolist() == [1, 1]
+    assert comparison.modules[0].own.relative == 0
+
+
+def test_a_tensor_and_its_view_are_copied_as_such():
+    def forward(x, first, same):
+        x.add_(1)
+        return first + same
+
+    x = torch.arange(4.0)
+    comparison = polycast.compare(Does(forward), (x, x[:2], x[:2]), "cpu")
+    assert comparison.modules[0].own.relative == comparison.modules[0].total.relative == 0
+    assert x.tolist() == [0, 1, 2, 3]
+
+
+def test_an_exception_in_a_repeated_call_leaves_lists_as_they_were():
+    given = []
+
+    def inner(items):
+        if items[0].dtype is torch.float32 and kept["h"].dtype is not torch.float32:
+            raise ZeroDivisionError
+        return items[0]
+
+    kept = {}
+
+    def outer(inner, h):
+        kept["h"] = h
+        given.append(([h], h.dtype))
+        return inner(given[-1][0])
+
+    with pytest.raises(ZeroDivisionError):
+        polycast.compare(Calls(inner, outer), torch.randn(3, 4), "cpu")
+    assert {dtype for _, dtype in given} == {torch.float32, torch.bfloat16}
+    assert all(items[0].dtype is dtype for items, dtype in given)
+
+
+@pytest.mark.parametrize("over", ["modules", "ops"])
+def test_tune_tries_modules_that_write_to_their_arguments(over):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.relu, self.last = nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.first(x)
+            self.relu(h)
+            return self.last(h)
+
+    tuned = polycast.tune(Model(), torch.randn(3, 4), tolerance=0.0, device_type="cpu", over=over)
+    assert tuned.met
+    assert tuned.evidence.distance == 0
+
+
+def test_tune_finds_that_the_module_that_writes_a_cache_is_all_that_must_be_in_float32():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(4) * 1e5)  # more than float16 can hold
+
+        def forward(self, x, cache):
+            cache["k"][:2].copy_(x[:2])
+            return torch.mm(x, self.weight) * 1e-5
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.attn = nn.Linear(4, 4), Attention()
+
+        def forward(self, x):
+            h = self.first(x)
+            cache = {"k": torch.zeros(3, 4, dtype=h.dtype)}
+            return self.attn(h, cache) + cache["k"] * 10
+
+    tuned = polycast.tune(Model(), torch.randn(3, 4), tolerance=0.01, device_type="cpu", dtype=torch.float16)
+    assert tuned.policy.modules == {"attn": "fp32"}
+    assert tuned.met

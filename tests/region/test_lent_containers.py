@@ -1,0 +1,301 @@
+"""Lists, dicts and other containers that are given to a module under the rule "fp32"."""
+
+import threading
+from collections import OrderedDict, UserDict, deque, namedtuple
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+
+import polycast
+from polycast import Policy
+
+pytestmark = pytest.mark.usefixtures("engine")
+Pair = namedtuple("Pair", "one two")
+
+
+class Does(nn.Module):
+    """A module whose forward is a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+def under(function, rule="fp32"):
+    """Return a module under a rule that calls a function."""
+    module = Does(function)
+    polycast.apply_policy(module, Policy(modules={"": rule}))
+    return module
+
+
+def call(function, *args, rule="fp32", **kwargs):
+    """Call a function as the forward of a module under a rule, in a region."""
+    with polycast.autocast("cpu"):
+        return under(function, rule)(*args, **kwargs)
+
+
+def reduced(*values, **kwargs):
+    return torch.tensor(values, dtype=torch.bfloat16, **kwargs)
+
+
+class Output(OrderedDict):
+    """A mapping with attributes, as models of transformers return and take."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        setattr(self, key, value)
+
+
+CONTAINERS = {
+    "list": (lambda x: [x, 1], 0),
+    "dict": (lambda x: {"x": x, "y": 1}, "x"),
+    "OrderedDict": (lambda x: OrderedDict(x=x), "x"),
+    "a mapping with attributes": (lambda x: Output(x=x), "x"),
+    "UserDict": (lambda x: UserDict(x=x), "x"),
+}
+containers = pytest.mark.parametrize(("make", "key"), CONTAINERS.values(), ids=CONTAINERS)
+
+
+@containers
+def test_a_mutable_container_stays_itself_and_keeps_its_items(make, key):
+    x, kept = reduced(-1, 2), []
+    container = make(x)
+
+    def forward(given):
+        kept.append(given)
+        assert given[key].dtype is torch.float32
+        given[key].relu_()
+        return given
+
+    assert call(forward, container) is container
+    assert kept == [container]
+    assert kept[0] is container
+    assert container[key] is x
+    assert x.tolist() == [0, 2]
+    assert getattr(container, "x", x) is x
+
+
+@containers
+def test_what_a_module_changes_in_a_container_stays_changed(make, key):
+    x = reduced(1, 2)
+    container = make(x)
+
+    def forward(given, h):
+        given[key] = given[key] * 2
+        if isinstance(given, list):
+            given += [h, (h, "pair")]
+            del given[1]
+        else:
+            given.update(h=h, pair=(h, "pair"))
+            given.pop("y", None)
+
+    h = reduced(3, 4)
+    call(forward, container, h)
+    values = list(container.values() if key == "x" else container)
+    assert [values[0].dtype, values[0].tolist()] == [torch.float32, [2, 4]]
+    assert values[1] is h
+    assert values[2][0] is h
+    assert len(values) == 3
+
+
+def test_a_list_without_tensors_can_be_appended_to():
+    seen = []
+    x = reduced(1, 2)
+    call(lambda x, seen: seen.extend([x, x * 2]), x, seen)
+    assert seen[0] is x
+    assert seen[1].dtype is torch.float32
+
+
+def test_lists_in_tuples_and_dicts_and_in_themselves_are_entered():
+    x = reduced(1, 2)
+    inner = [x]
+    inner.append(inner)
+    pair = Pair(inner, {"deep": [x]})
+
+    def forward(pair, same):
+        assert pair is same
+        pair.one[0].add_(1)
+        assert pair.two["deep"][0] is pair.one[0]
+        pair.two["deep"].append(pair.one[0])
+
+    call(forward, pair, pair)
+    assert inner[0] is x
+    assert inner[1] is inner
+    assert pair.two["deep"] == [x, x] or all(each is x for each in pair.two["deep"])
+    assert x.tolist() == [2, 3]
+
+
+def test_a_tuple_in_a_list_comes_back_itself():
+    layers = [(reduced(1), reduced(2)), Pair(reduced(3), None)]
+    before = list(layers)
+
+    def forward(layers):
+        assert {each.dtype for each in layers[0]} == {layers[1].one.dtype} == {torch.float32}
+        layers[0][0].zero_()
+        layers.reverse()
+
+    call(forward, layers)
+    assert layers[0] is before[1]
+    assert layers[1] is before[0]
+    assert before[0][0].tolist() == [0]
+
+
+def test_a_set_of_tensors_keeps_its_elements():
+    x = reduced(1, 2)
+    given = {x}
+
+    def forward(given):
+        (each,) = given
+        each.add_(1)
+        given.add("more")
+        return each.dtype
+
+    assert call(forward, given) is torch.float32
+    assert given == {x, "more"}
+    assert x.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "make", [immutable_list, lambda x: immutable_dict({0: x[0]}), lambda x: MappingProxyType({0: x[0]}), tuple]
+)
+def test_a_frozen_container_is_given_as_a_copy(make):
+    x = reduced(-1, 2)
+    container = make([x])
+    assert call(lambda given: given[0].relu_().dtype, container) is torch.float32
+    assert container[0] is x
+    assert x.tolist() == [0, 2]
+
+
+def test_what_a_generator_yields_is_cast_and_written_back():
+    x = reduced(-1, 2)
+
+    def forward(items):
+        for item in items:
+            assert item.dtype is torch.float32
+            item.relu_()
+
+    call(forward, (each for each in [x]))
+    assert x.tolist() == [0, 2]
+
+
+@dataclass
+class Cache:
+    keys: torch.Tensor
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        raise StopIteration
+
+    def append(self, keys):
+        self.keys = torch.cat([self.keys, keys])
+
+
+def test_an_object_of_another_class_is_given_itself():
+    cache, queue = Cache(reduced(1)), deque([reduced(1)])
+
+    def forward(cache, queue):
+        assert {cache.keys.dtype, queue[0].dtype} == {torch.bfloat16}
+        cache.keys.add_(1)
+        cache.append(torch.ones(1))
+        queue.append(cache)
+
+    call(forward, cache, queue)
+    assert cache.keys.tolist() == [2, 1]
+    assert queue[1] is cache
+
+
+def test_the_cache_of_transformers_is_filled():
+    from transformers import DynamicCache
+
+    def attend(k, v, cache):
+        keys, values = cache.update(k, v, 0)
+        return keys.dtype, values.dtype
+
+    cache, (k, v) = DynamicCache(), torch.randn(2, 1, 2, 3, 4).bfloat16()
+    cache.update(k, v, 0)
+    assert call(attend, k, v, cache) == (torch.float32, torch.float32)
+    assert cache.get_seq_length() == 6
+    assert torch.equal(cache.layers[0].keys[:, :, 3:], k.float())
+
+
+def test_an_exception_takes_the_casts_out_and_keeps_the_writes():
+    x = reduced(-1, 2)
+    container = [x]
+
+    def forward(container):
+        container[0].relu_()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        call(forward, container)
+    assert container[0] is x
+    assert x.tolist() == [0, 2]
+
+
+def test_a_container_that_threads_share_has_casts_until_the_last_is_done(in_thread):
+    x = reduced(1, 2)
+    shared, dtypes = [x], []
+
+    def forward(shared, inner=None):
+        dtypes.append(shared[0].dtype)
+        if inner is not None:
+            in_thread(inner)
+        dtypes.append(shared[0].dtype)
+
+    first_done, second_in = threading.Event(), threading.Event()
+
+    def first(shared):
+        assert second_in.wait(30)
+
+    def second(shared):
+        second_in.set()
+        assert first_done.wait(30)
+        dtypes.append(shared[0].dtype)
+
+    other = threading.Thread(target=lambda: (call(first, shared), first_done.set()))
+    other.start()
+    call(second, shared)
+    other.join()
+    call(forward, shared, lambda: call(forward, shared))
+    assert dtypes == [torch.float32] * 5
+    assert shared[0] is x
+
+
+class Function(torch.autograd.Function):
+    @staticmethod
+    @polycast.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, x, seen, options):
+        ctx.seen = seen
+        seen.append(x)
+        seen.append(x.dtype)
+        del options["old"]
+        options["new"] = x * 2
+        return x * 1
+
+    @staticmethod
+    @polycast.custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        assert ctx.seen[0].dtype is torch.float32
+        return grad, None, None
+
+
+def test_what_a_function_with_cast_inputs_changes_in_a_container_stays_changed():
+    x = reduced(1, 2, requires_grad=True)
+    seen, options = [x], {"old": x, "kept": x}
+    with polycast.autocast("cpu"):
+        y = Function.apply(x, seen, options)
+    assert seen[0] is seen[1] is x
+    assert seen[2] is torch.float32
+    assert list(options) == ["kept", "new"]
+    assert options["kept"] is x
+    y.sum().backward()
+    assert x.grad.tolist() == [1, 1]
