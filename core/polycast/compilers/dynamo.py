@@ -161,7 +161,7 @@ def region_in_graph(
     cls: type[_Region], *args: Any, cache: Any = None, policy: object = None, recipe: Any = None, **kwargs: Any
 ) -> _Region:
     """Return the region that is made in code that Dynamo traces; Dynamo traces this too."""
-    text = recipe if recipe is None or isinstance(recipe, str) else recipe.text
+    text = recipe.text if isinstance(recipe, Recipe) else recipe
     # As a text: of a number that differs from call to call Dynamo would make a variable.
     number = cache.number if isinstance(cache, WeightCache) else "" if cache is None else "none"
     if policy is None or isinstance(policy, dict):

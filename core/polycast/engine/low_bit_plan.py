@@ -187,17 +187,17 @@ def _is_special(tensor: torch.Tensor) -> bool:
 def plan_of(overlay: Overlay, device_type: str) -> Plan | None:
     """Return the kernels by which a region with an overlay computes on a device; None where it has no recipe."""
     backend = registry.find(device_type)
-    plan: Plan | None = overlay.derived.get(device_type)
+    plan: Plan | None = overlay.derived.get((Plan, device_type))
     if plan is None or plan.backend is not backend:
         if overlay.recipe is None:
             return None
-        plan = overlay.derived[device_type] = plan_for(backend, overlay.recipe)
+        plan = overlay.derived[Plan, device_type] = plan_for(backend, overlay.recipe)
     return plan
 
 
 def plan_for(backend: Backend, recipe: Recipe) -> Plan:
     """Return the kernels of a backend for a recipe: one and the same for equal recipes."""
-    plan: Plan | None = recipe.derived.get(backend.device_type)
+    plan: Plan | None = recipe.derived.get((Plan, backend.device_type))
     if plan is None or plan.backend is not backend:
-        plan = recipe.derived[backend.device_type] = Plan(backend, recipe)
+        plan = recipe.derived[Plan, backend.device_type] = Plan(backend, recipe)
     return plan

@@ -145,8 +145,8 @@ class Policy:
         return {}
 
     @computed_once
-    def derived(self) -> dict[str, Any]:
-        """What other rooms have made of it, each under a name of its own."""
+    def derived(self) -> dict[Any, Any]:
+        """What others have made of it, each under a key that has its type."""
         return {}
 
     def __or__(self, other: object) -> "Policy":

@@ -111,11 +111,11 @@ class NativeEngine:
 
     @disable_dynamo
     def _native_overlay(self, overlay: Overlay) -> Any:
-        native = overlay.derived.get(self.name)
+        native = overlay.derived.get(NativeEngine)
         if native is None:
             policies = {self.number(name): _POLICIES[policy] for name, policy in overlay.items()}
             policies |= {self.number(name): _LOW_BIT for name in overlay.low_bit}
-            native = overlay.derived[self.name] = self._extension.Overlay(policies)
+            native = overlay.derived[NativeEngine] = self._extension.Overlay(policies)
         return native
 
     def watch_writes(self) -> None:
