@@ -11,13 +11,13 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..plugins.backend import Backend, LowBitKernel
 from ..plugins.discovery import check_recipe
 from ..plugins.fork import hold_over_forks
 from ..plugins.registry import registry
 from ..policy.recipes import Recipe
+from ..torch_internals.names import disable_current_modes, has_python_key
 from . import state
 from .low_bit_kept import Keep, forget_all, parameters
 from .state import NOTHING_KEPT, Overlay
@@ -86,7 +86,7 @@ class Plan:
         self.refusal = NO_KERNEL
         answer = check_recipe(backend, recipe)
         if answer.available:
-            with _disable_current_modes(), torch.inference_mode(False):  # kernels may make tensors, to keep them
+            with disable_current_modes(), torch.inference_mode(False):  # kernels may make tensors, to keep them
                 self.kernels = backend.low_bit_kernels(recipe)
         else:
             self.refusal = answer.reason
@@ -181,7 +181,7 @@ def _kind_of(backend: Backend, recipe: Recipe, op: str, kernel: LowBitKernel) ->
 def _is_special(tensor: torch.Tensor) -> bool:
     if type(tensor) in _PLAIN:
         return tensor.is_meta
-    return tensor.is_meta or torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+    return tensor.is_meta or has_python_key(tensor)
 
 
 def plan_of(overlay: Overlay, device_type: str) -> Plan | None:

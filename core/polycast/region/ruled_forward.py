@@ -12,6 +12,7 @@ from ..engine.casting import cast_nested
 from ..plugins.registry import registry
 from ..policy.ops import Ops
 from ..policy.recipes import Recipe
+from ..torch_internals.names import autocast_supported_devices
 from . import switched_off
 from .autocast import autocast
 from .checkpoint import carry_regions
@@ -208,7 +209,7 @@ class _ModuleRegion(autocast):
 
 def _known_devices() -> tuple[str, ...]:
     """Return the devices of this process's torch: another may know more, or fewer."""
-    return tuple(torch._C._autocast_supported_devices())
+    return tuple(autocast_supported_devices())
 
 
 def _refuse_replicas() -> NoReturn:
