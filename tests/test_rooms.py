@@ -17,6 +17,7 @@ FLOORS = [
     {"engine"},
     {"plugins"},
     {"policy"},
+    {"torch_internals"},
     {"errors"},
 ]
 """The rooms, from the top. A room imports from those below its floor; none imports from another on its own."""
@@ -64,7 +65,7 @@ def test_every_room_has_its_floor():
 
 def test_the_list_of_folders_can_be_read_at_a_glance():
     entries = {path.name for path in ROOT.iterdir()} - {"__init__.py", "__main__.py", "py.typed", "__pycache__"}
-    assert len(entries) <= 12, entries
+    assert len(entries) <= 13, entries
 
 
 @pytest.mark.parametrize("module", MODULES)

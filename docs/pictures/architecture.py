@@ -11,6 +11,7 @@ ROOMS = (
     (("engine", "kernels, state, casts"),),
     (("plugins", "the contract, discovery, registry"),),
     (("policy", "what is cast, and to what"),),
+    (("torch_internals", "what is private in torch: the names that are read, the changes that are made"),),
     (("errors", "what is raised and warned"),),
 )
 

@@ -6,7 +6,6 @@ from torch import nn
 
 import polycast
 from polycast import Policy
-from polycast.compilers import backward
 
 pytestmark = pytest.mark.usefixtures("engine")
 POLICY = {"linear": "fp32"}
@@ -81,5 +80,10 @@ def test_a_cache_tells_a_backward_under_rules_from_one_without(tmp_path, monkeyp
 
 
 def test_a_torch_whose_backward_cannot_be_configured_is_told(monkeypatch):
-    with pytest.warns(UserWarning, match=r"cannot have the compiler of this torch .* trace backwards"):
-        backward._cannot_trace("test")
+    import torch._functorch._aot_autograd.graph_capture  # noqa: F401  # what compiles imports it
+
+    polycast.uninstall()
+    monkeypatch.delattr("torch._functorch._aot_autograd.graph_capture.create_joint")
+    told = r"does not know the internals of this torch .*create_joint.* gradients of what policies keep"
+    with pytest.warns(UserWarning, match=told), polycast.autocast("cpu", policy={"mm": "fp32"}):
+        pass

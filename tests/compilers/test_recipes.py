@@ -61,6 +61,123 @@ def test_a_region_may_be_in_the_code(model, linear, recipe):
     assert linear.ran == 2
 
 
+class Sized(Int8):
+    """A recipe whose constructor takes other arguments."""
+
+    def __init__(self, size):
+        super().__init__("row", min_size=size)
+
+
+MADE = {
+    "Int8()": lambda: polycast.Int8(),
+    "Int8(scales)": lambda: polycast.Int8(scales="row", min_size=1),
+    "Int8(ops)": lambda: Int8("row", ["linear", "aten::mm"], 1, []),
+    "NoRecipe()": lambda: polycast.NoRecipe(),
+    "a subclass": lambda: Sized(1),
+}
+
+
+@pytest.fixture
+def large():
+    return nn.Linear(256, 256)
+
+
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+def test_a_recipe_may_be_made_in_the_code(large, linear, made):
+    def function(x):
+        with autocast("cpu", recipe=made()):
+            return large(x)
+
+    x = torch.randn(2, 256)
+    expected, ran = function(x), linear.ran
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        assert torch.equal(compiled(x), expected)
+    assert linear.ran == 3 * ran
+
+
+@pytest.mark.parametrize(
+    ("made", "kind"), [(polycast.Int8, "int8"), (polycast.Float8, "float8")], ids=["Int8", "Float8"]
+)
+def test_a_recipe_that_is_made_in_the_code_has_its_arguments(made, kind):
+    @torch.compile(backend="eager", fullgraph=True)
+    def function(x):
+        recipe = made(scales="tensor", ops=("mm",))
+        return x + recipe.min_size, recipe.text, recipe.ops, recipe.short
+
+    sum_, text, ops, short = function(X)
+    expected = made("tensor", ("mm",))
+    assert torch.equal(sum_, X + expected.min_size)
+    assert (text, ops, short) == (expected.text, ("mm",), f"{kind}:tensor")
+
+
+def by_default(model, x, recipe=RECIPE):
+    with autocast("cpu", recipe=recipe):
+        return model(x)
+
+
+def test_a_recipe_may_be_a_default_argument(model, linear):
+    expected = by_default(model, X)
+    compiled = torch.compile(by_default, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(model, X), expected)
+    assert linear.ran == 4
+
+
+def test_code_is_not_used_with_another_recipe_as_its_argument(model, linear):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(by_default, backend=counter, fullgraph=True)
+    for _ in range(2):
+        for recipe, computed in ((Int8(min_size=1), 2), (Int8(min_size=100), 1), (polycast.NoRecipe(), 0)):
+            before = linear.ran
+            compiled(model, X, recipe)
+            assert linear.ran - before == computed
+    assert counter.frame_count == 3
+
+
+def test_a_region_around_compiled_code_may_make_its_recipe_each_time(model, linear):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for _ in range(3):
+        with polycast.autocast("cpu", recipe=polycast.Int8(min_size=1)):
+            assert torch.equal(compiled(X), model(X))
+    assert counter.frame_count == 1
+
+
+def test_code_that_makes_recipes_is_one_graph_without_fullgraph(large, linear):
+    def function(x):
+        with polycast.autocast("cpu", recipe=polycast.Int8(ops=["linear"])):
+            inside = large(x)
+        with polycast.autocast("cpu", recipe=polycast.NoRecipe()):
+            return inside, large(x)
+
+    explained = torch._dynamo.explain(function)(torch.randn(2, 256))
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
+
+
+def test_a_recipe_that_is_made_in_the_code_outlives_a_graph_break(model, linear):
+    @torch.compile(backend="aot_eager")
+    def function(x):
+        recipe = Int8(min_size=1)
+        torch._dynamo.graph_break()
+        with autocast("cpu", recipe=recipe):
+            return model(x), recipe
+
+    result, recipe = function(X)
+    assert recipe == Int8(min_size=1)
+    assert torch.equal(result, by_default(model, X))
+
+
+def test_a_recipe_that_keeps_a_module_breaks_the_graph_where_it_is_made(model, linear):
+    def function(x):
+        with autocast("cpu", recipe=Int8(min_size=1, keep=model[0])):
+            return model(x)
+
+    assert torch.equal(torch.compile(function, backend="aot_eager")(X), function(X))
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="keep= cannot be made in compiled code: make it outside"):
+        torch.compile(function, backend="aot_eager", fullgraph=True)(X)
+
+
 @pytest.mark.slow
 def test_code_is_not_used_under_another_recipe(model, linear):
     counter = CompileCounterWithBackend("aot_eager")
@@ -86,7 +203,7 @@ def test_equal_recipes_share_the_code(model, linear):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for _ in range(3):
-        with autocast("cpu", recipe=Int8(min_size=1)):
+        with autocast("cpu", recipe=RECIPE):
             compiled(X)
     assert counter.frame_count == 1
 

@@ -190,3 +190,23 @@ def test_a_region_that_was_pickled_while_patched_is_torchs_where_torch_is_not():
     region = pickle.loads(pickled)
     assert type(region) is torch.autocast
     assert (region.fast_dtype, region._enabled, region._cache_enabled) == (torch.float16, True, False)
+
+
+def test_what_another_has_patched_meanwhile_stays_and_makes_torchs_regions_again():
+    torchs, made = torch.autocast.__init__, []
+    with polycast.patch_torch():
+        ours = torch.autocast.__init__
+
+        def theirs(self, *args, **kwargs):
+            made.append(args)
+            ours(self, *args, **kwargs)
+
+        torch.autocast.__init__ = theirs
+    try:
+        assert torch.autocast.__init__ is theirs
+        assert type(torch.autocast("cpu")) is torch.autocast
+        with polycast.patch_torch():
+            assert isinstance(torch.autocast("cpu"), polycast.autocast)
+        assert made == [("cpu",)]
+    finally:
+        torch.autocast.__init__ = torchs

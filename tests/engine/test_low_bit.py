@@ -1,5 +1,6 @@
 """What recipes pack weights into: how long it is kept, and when it is made anew."""
 
+import copy
 import gc
 import threading
 
@@ -9,7 +10,10 @@ from torch import nn
 
 import polycast
 from polycast import Int8, WeightCache, autocast
-from polycast.engine.low_bit_plan import packings
+from polycast.engine import state
+from polycast.engine.low_bit_plan import packings, plan_of
+from polycast.plugins.registry import registry
+from polycast.region.policies import with_recipe
 
 X = torch.randn(3, 8)
 
@@ -420,3 +424,16 @@ def test_equal_recipes_share_what_is_made_of_them(layer, linear):
     assert Int8(min_size=1).derived is Int8(min_size=1).derived
     assert Int8(min_size=1).derived is not Int8(min_size=2).derived
     assert linear.prepared == 1
+
+
+@pytest.mark.parametrize("name", ["native", "reference", "overlay"])
+@pytest.mark.usefixtures("engine")
+def test_what_is_made_for_a_device_of_any_name_is_its_own(monkeypatch, name):
+    backend = copy.copy(polycast.get_backend("cpu"))
+    vars(backend)["device_type"] = name
+    with polycast.autocast("cpu", recipe=Int8(min_size=3)):
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+        overlay, _ = state.machine.innermost("cpu")
+        monkeypatch.setattr(registry, "find", lambda _: backend)
+        assert plan_of(overlay, name).device_type == name
+    assert with_recipe(None, overlay.recipe) is overlay

@@ -184,7 +184,7 @@ def test_a_torch_whose_checkpoints_are_not_as_expected_is_told_at_the_region(blo
     else:
         monkeypatch.setattr(owner, name, instead)
     region, line = in_policy(), sys._getframe().f_lineno + 2
-    with pytest.warns(UserWarning, match=rf"recompute with the policy= and cache=.*{reason}.*capture\(\).wrap") as said:
+    with pytest.warns(UserWarning, match=rf"{reason}.*recompute with the policy= and cache=.*capture\(\).wrap") as said:
         region.__enter__()
     region.__exit__(None, None, None)
     assert [(warning.filename, warning.lineno) for warning in said] == [(__file__, line)]

@@ -129,7 +129,8 @@ def test_later_rules_decide_also_where_a_forward_was_put_over_the_earlier_ones()
 def test_a_model_from_where_torch_knows_a_device_more_runs_here(monkeypatch):
     known = torch._C._autocast_supported_devices()
     with monkeypatch.context() as there:
-        there.setattr(torch._C, "_autocast_supported_devices", lambda: [*known, "strange"])
+        for module in ("policy.value", "region.ruled_forward"):
+            there.setattr(f"polycast.{module}.autocast_supported_devices", lambda: [*known, "strange"])
         model = nn.Linear(2, 2)
         polycast.apply_policy(model, Policy(modules={"**": "fp32"}, devices={"strange": Policy({"mm": "fp32"})}))
         saved = pickle.dumps(model)

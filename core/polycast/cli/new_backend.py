@@ -16,6 +16,7 @@ from ..engine.installation import torch_ops
 from ..plugins.discovery import BUILT_IN
 from ..plugins.hookspecs import ENTRY_POINT_GROUP
 from ..policy.standard import STANDARD_POLICIES
+from ..torch_internals.names import is_autocast_available, privateuse1_name
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _SUFFIX = ".template"
@@ -64,7 +65,7 @@ def _problem(name: str) -> str | None:
         ):  # well formed, and no device yet: an out-of-tree one is named by its package
             return None
         return f"{name!r} is no name that torch takes for a device: {error}. Use letters and underscores, such as npu."
-    if not torch._C._is_autocast_available(known.type):
+    if not is_autocast_available(known.type):
         return f"torch has no Autocast dispatch key for {name!r}, so it can have no backend."
     return None
 
@@ -87,7 +88,7 @@ def _in_tree(name: str) -> bool:
         torch.device(name)
     except RuntimeError:
         return False
-    return name != torch._C._get_privateuse1_backend_name()
+    return name != privateuse1_name()
 
 
 def _render(name: str) -> dict[Path, str]:

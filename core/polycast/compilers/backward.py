@@ -12,33 +12,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch._guards import TracingContext
-
 from ..engine.in_force import policies_in_force
-from ..engine.installation import taken_back
-from ..errors import warn_user
-from .on_import import Changes
+from ..torch_internals import changes
+from ..torch_internals.names import tracing_context
+from ..torch_internals.patcher import Patch
 
 _MARK = "polycast_policies"
 """The attribute of the context of what is being compiled that says that there are policies or rules in it."""
 
 
 def trace_outside_of_regions() -> None:
-    """Have the backward of what has policies traced with autocast off, from now on."""
-    _changes.make()
+    """Trace the backward of what has policies with autocast off, from now on."""
+    changes.make(changes.BACKWARD)
 
 
 def mark() -> None:
     """Note that there are policies or rules in what is being compiled."""
-    context: Any = TracingContext.try_get()
+    context = tracing_context()
     if context is not None:
         setattr(context, _MARK, True)
 
 
 def is_marked() -> bool:
     """Say whether there are policies or rules in what is being compiled."""
-    return getattr(TracingContext.try_get(), _MARK, False)
+    return getattr(tracing_context(), _MARK, False)
 
 
 @contextmanager
@@ -53,7 +50,8 @@ def outside_of_regions() -> Iterator[None]:
             yield
 
 
-def _change(changes: Changes) -> None:
+def wrap_joint(patch: Patch) -> None:
+    """Have AOTAutograd trace joint graphs :func:`outside_of_regions`."""
     from torch._functorch import config
     from torch._functorch._aot_autograd import graph_capture
 
@@ -72,15 +70,4 @@ def _change(changes: Changes) -> None:
 
         return joint_outside_of_regions
 
-    changes.replace(graph_capture, "create_joint", create_joint_outside_of_regions)
-
-
-def _cannot_trace(reason: str) -> None:
-    warn_user(
-        f"polycast cannot have the compiler of this torch ({torch.__version__}) trace backwards with autocast off "
-        f"({reason}). In compiled code, gradients of what policies keep in float32 are computed in the fast dtype."
-    )
-
-
-_changes = Changes({"torch._functorch._aot_autograd.graph_capture": _change}, _cannot_trace)
-taken_back.append(_changes.take_back)
+    patch.replace(graph_capture, "create_joint", create_joint_outside_of_regions)

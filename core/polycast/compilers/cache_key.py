@@ -13,10 +13,11 @@ import torch
 
 from ..engine import state
 from ..engine.in_force import policies_in_force
-from ..engine.installation import taken_back
-from . import backward, uncompiled
+from ..torch_internals import changes
+from ..torch_internals.names import autocast_supported_devices
+from ..torch_internals.patcher import Patch, expect, method_of
+from . import backward
 from .nested_regions import autocast_state
-from .on_import import Changes, expect, method_of
 
 _MARK = "polycast"
 """The attribute of what the key is made of."""
@@ -25,16 +26,17 @@ _CODE = 1
 
 
 def tell_apart() -> None:
-    """Have the cache on disk tell apart what polycast does, from now on."""
-    _changes.make()
+    """Extend the keys of the caches on disk, from now on."""
+    changes.make(changes.CACHE_KEYS)
 
 
 def _in_a_cache() -> bool:
-    regions = map(state.machine.innermost, torch._C._autocast_supported_devices())
+    regions = map(state.machine.innermost, autocast_supported_devices())
     return any(region is not None and region[1] is not None for region in regions)
 
 
-def _change(changes: Changes) -> None:
+def extend_autograds(patch: Patch) -> None:
+    """Extend the keys of AOTAutograd's cache."""
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCacheDetails
 
     init: Any = method_of(AOTAutogradCacheDetails, "__init__", "self")
@@ -51,10 +53,11 @@ def _change(changes: Changes) -> None:
             setattr(self, _MARK, (inside, kept, autocast_state(), _CODE))
         init(self, *args, **kwargs)
 
-    changes.replace(AOTAutogradCacheDetails, "__init__", init_with_ours)
+    patch.replace(AOTAutogradCacheDetails, "__init__", init_with_ours)
 
 
-def _change_inductors(changes: Changes) -> None:
+def extend_inductors(patch: Patch) -> None:
+    """Extend the keys of inductor's cache."""
     from torch._inductor.codecache import FxGraphHashDetails
 
     init: Any = method_of(FxGraphHashDetails, "__init__", "self", "gm")
@@ -65,14 +68,4 @@ def _change_inductors(changes: Changes) -> None:
             setattr(self, _MARK, _CODE)
         init(self, gm, *args, **kwargs)
 
-    changes.replace(FxGraphHashDetails, "__init__", init_with_ours)
-
-
-_changes = Changes(
-    {
-        "torch._functorch._aot_autograd.autograd_cache": _change,
-        "torch._inductor.codecache": _change_inductors,
-    },
-    uncompiled.start,
-)
-taken_back.append(_changes.take_back)
+    patch.replace(FxGraphHashDetails, "__init__", init_with_ours)

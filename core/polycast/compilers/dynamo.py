@@ -15,10 +15,6 @@ import warnings
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
-from torch._dynamo.exc import unimplemented
-from torch._dynamo.output_graph import OutputGraph
-from torch._dynamo.variables import ConstantVariable
-from torch._dynamo.variables.ctx_manager import AutocastModeVariable
 from torch.compiler import is_dynamo_compiling
 from torch.fx.node import has_side_effect
 from typing_extensions import Self
@@ -30,11 +26,15 @@ from ..engine.kept_cast import enter_in_graph, leave_in_graph
 from ..engine.state import MODULE_RULE, Origin, Overlay, Settings
 from ..engine.weight_cache import WeightCache, cache_by_identity
 from ..policy.recipes import Recipe, read_recipe
+from ..torch_internals import changes
+from ..torch_internals.names import find
+from ..torch_internals.patcher import Patch, method_of
 from . import backward, kept_casts, nested_regions, uncompiled
 from .guards import tell_policies_apart
 from .torch_autocast import TorchAutocast, UnpatchedAutocast
 
 _HAS_POLICY = "of policy= a graph can hold a dict of names, that what is compiled makes or is given"
+_NO_PLACE = "graphs of this torch hold no policy=, recipe= or cache="
 _Region = TypeVar("_Region")
 
 
@@ -91,38 +91,58 @@ def _entered_again(device_type: str, dtype: torch.dtype, enabled: bool, cache_en
     return region
 
 
-class _RegionWithMoreVariable(AutocastModeVariable):
-    """A region with policies or a cache, to Dynamo."""
+def let_graphs_hold_more(patch: Patch) -> None:
+    """Have Dynamo make regions with policies or a cache of those that :func:`_give_more` has marked."""
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.ctx_manager import AutocastModeVariable
 
-    def enter(self, tx: Any) -> Any:
-        region = enter_with_more(*self.target_values)
-        self.set_cleanup_hook(tx, lambda: region.__exit__())
-        self.proxy = tx.output.create_node("call_function", enter_with_more, (*self.target_values,), {})
-        return ConstantVariable.create(None)
+    init: Any = method_of(AutocastModeVariable, "__init__", "self", "target_values")
 
-    def module_name(self) -> str:
-        return __name__
+    class RegionWithMoreVariable(AutocastModeVariable):
+        """A region with policies or a cache, to Dynamo."""
 
-    def fn_name(self) -> str:
-        return region_with_more.__name__
+        def enter(self, tx: Any) -> Any:
+            region = enter_with_more(*self.target_values)
+            self.set_cleanup_hook(tx, lambda: region.__exit__())
+            self.proxy = tx.output.create_node("call_function", enter_with_more, (*self.target_values,), {})
+            return ConstantVariable.create(None)
+
+        def module_name(self) -> str:
+            return __name__
+
+        def fn_name(self) -> str:
+            return region_with_more.__name__
+
+    @functools.wraps(init)
+    def init_with_more(self: Any, target_values: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, target_values, *args, **kwargs)
+        *values, last = target_values
+        if isinstance(last, _AndMore):
+            self.__class__ = RegionWithMoreVariable
+            self.target_values = [*values, last.cache_enabled, *last.more]
+
+    patch.replace(AutocastModeVariable, "__init__", init_with_more)
+    if "python_type" not in vars(AutocastModeVariable):
+        # Asked of what a class's __new__ returns; later versions of torch have the same answer.
+        patch.replace(AutocastModeVariable, "python_type", lambda self: TorchAutocast)
 
 
-_init = AutocastModeVariable.__init__
+def leave_regions_of_graphs(patch: Patch) -> None:
+    """Leave the regions of a graph that fails in them: Dynamo takes back what torch has of them."""
+    from torch._dynamo.output_graph import OutputGraph
 
+    call_user_compiler: Any = method_of(OutputGraph, "call_user_compiler", "self")
 
-def _init_with_more(self: Any, target_values: Any, *args: Any, **kwargs: Any) -> None:
-    _init(self, target_values, *args, **kwargs)
-    *values, last = target_values
-    if isinstance(last, _AndMore):
-        self.__class__ = _RegionWithMoreVariable
-        self.target_values = [*values, last.cache_enabled, *last.more]
+    @functools.wraps(call_user_compiler)
+    def call_user_compiler_and_leave(*args: Any, **kwargs: Any) -> Any:
+        before = len(_thread.entered)
+        try:
+            return call_user_compiler(*args, **kwargs)
+        finally:
+            for region in reversed(_thread.entered[before:]):
+                region.__exit__()
 
-
-setattr(AutocastModeVariable, "__init__", _init_with_more)
-
-if "python_type" not in vars(AutocastModeVariable):
-    # Asked of what a class's __new__ returns; later versions of torch have the same answer.
-    setattr(AutocastModeVariable, "python_type", lambda self: TorchAutocast)
+    patch.replace(OutputGraph, "call_user_compiler", call_user_compiler_and_leave)
 
 
 class _AndMore(NamedTuple):
@@ -140,33 +160,24 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_call_user_compiler = OutputGraph.call_user_compiler
-
-
-@functools.wraps(_call_user_compiler)
-def _call_user_compiler_and_leave(*args: Any, **kwargs: Any) -> Any:
-    before = len(_thread.entered)
-    try:
-        return _call_user_compiler(*args, **kwargs)
-    finally:
-        # Of a graph that fails in a region Dynamo takes back what torch has of it.
-        for region in reversed(_thread.entered[before:]):
-            region.__exit__()
-
-
-setattr(OutputGraph, "call_user_compiler", _call_user_compiler_and_leave)
 
 
 def region_in_graph(
     cls: type[_Region], *args: Any, cache: Any = None, policy: object = None, recipe: Any = None, **kwargs: Any
 ) -> _Region:
     """Return the region that is made in code that Dynamo traces; Dynamo traces this too."""
-    text = recipe if recipe is None or isinstance(recipe, str) else recipe.text
+    text = recipe.text if isinstance(recipe, Recipe) else recipe
     # As a text: of a number that differs from call to call Dynamo would make a variable.
     number = cache.number if isinstance(cache, WeightCache) else "" if cache is None else "none"
     if policy is None or isinstance(policy, dict):
         return _made_once(cls, number, policy, text, *args, **kwargs)  # type: ignore[no-any-return]
     return _made_once(cls, number, {}, text, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+def _prepare() -> None:
+    """Prepare Dynamo for the regions that it traces."""
+    nested_regions.tell_apart()
+    changes.make(changes.REGIONS_IN_GRAPHS)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -178,7 +189,7 @@ def _made_once(
     What the answer depends on, Dynamo guards: the constants, and the thread's dtype, which is part of the autocast
     state that every compiled function is guarded on.
     """
-    nested_regions.tell_apart()
+    _prepare()
     if policy is not None or recipe is not None:
         _check_policies_can_be_held()
     if policy == {}:
@@ -199,6 +210,7 @@ def region_of_rule(
     cls: type[_Region], device_type: str, dtype: torch.dtype | None, enabled: bool, policies: str, rule: str
 ) -> _Region:
     """Return the region that a rule for a module opens, with policies as the text of an overlay."""
+    _prepare()
     _check_policies_can_be_held()
     region = object.__new__(cls)
     region.__init__(device_type, dtype, enabled)  # type: ignore[misc]
@@ -230,6 +242,8 @@ def _give_more(region: Any, policies: Overlay | None, cache: WeightCache | None)
     if policies is not None:
         tell_policies_apart(region.device)
         backward.mark()
+    if changes.is_refused(changes.REGIONS_IN_GRAPHS):
+        _break(_NO_PLACE)
     more = (
         0 if cache is None else cache.identity,
         *(("",) if policies is None else (policies.text, *policies.origin)),
@@ -248,7 +262,7 @@ def cache_enabled_in_graph(settings: Settings, overridden: str | None) -> Any:
         settings: those of the region.
         overridden: the name of its class, where that enters or leaves in a way of its own.
     """
-    nested_regions.tell_apart()
+    _prepare()
     if overridden is not None:
         _break(f"{overridden} has an __enter__ or __exit__ of its own")
     if settings.overlay is not None:
@@ -258,6 +272,8 @@ def cache_enabled_in_graph(settings: Settings, overridden: str | None) -> Any:
             _break(f"torch.autocast does not run {settings.dtype} on {settings.device_type}")
         kernels_of(settings.device_type)
     if settings.cache is not None and kept_casts.can_be():
+        if changes.is_refused(changes.REGIONS_IN_GRAPHS):
+            _break(_NO_PLACE)
         return _AndMore(settings.cache_enabled, (settings.cache.identity, ""))
     return settings.cache_enabled
 
@@ -273,9 +289,14 @@ def _torch_enables(settings: Settings) -> bool:
 
 
 def _break(reason: str) -> NoReturn:
+    try:
+        unimplemented = find("torch._dynamo.exc.unimplemented")
+    except (AttributeError, ImportError):
+        raise RuntimeError(f"polycast: this region cannot be traced: {reason}.") from None
     unimplemented(
         gb_type="polycast.autocast that torch.autocast cannot stand for",
         context="",
         explanation=f"polycast: this region cannot be traced: {reason}.",
         hints=["Compile functions that are called in the region, and make the region outside of them."],
     )
+    raise AssertionError  # unimplemented has raised

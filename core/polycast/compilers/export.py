@@ -8,10 +8,8 @@ holds it as ``wrap_with_autocast``.
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-
 from ..engine.state import Settings
+from ..torch_internals.names import enter_autocast, exit_autocast, function_modes
 
 
 def record_entry(settings: Settings) -> None:
@@ -27,19 +25,24 @@ def record_entry(settings: Settings) -> None:
                 f"torch.export: a region with {more} cannot be exported, for a program can hold torch's autocast only. "
                 f"Leave out {more}, or cast in the model what has to run in another dtype."
             )
+        if enter_autocast is None or exit_autocast is None:
+            raise RuntimeError(
+                "torch.export: a region cannot be exported with strict=False by this torch, which lacks the functions "
+                "that stand for regions there. Export with strict=True."
+            )
         values = settings.device_type, settings.dtype, settings.enabled, settings.cache_enabled
-        mode.__torch_function__(_enter_autocast, (), values)
+        mode.__torch_function__(enter_autocast, (), values)
 
 
 def record_exit() -> None:
     """Record that the region entered last is left, where something records."""
     for mode in _recording_modes():
-        mode.__torch_function__(_exit_autocast, (), ())
+        mode.__torch_function__(exit_autocast, (), ())
 
 
 def _recording_modes() -> Iterator[Any]:
     from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode  # heavy, and only modes bring us here
 
-    for mode in torch.overrides._get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+    for mode in function_modes():
         if isinstance(mode, PreDispatchTorchFunctionMode):
             yield mode

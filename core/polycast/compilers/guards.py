@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from ..engine.in_force import heed, in_force
-from ..engine.installation import taken_back
-from . import backward, cache_key, nested_regions, uncompiled
-from .on_import import Changes, expect, method_of
+from ..torch_internals import changes
+from ..torch_internals.patcher import Patch, expect, method_of
+from . import backward, cache_key, nested_regions
 
 _MARK = "polycast_policies"
 """The attribute of a guard manager that has the guard."""
@@ -33,7 +33,7 @@ _SHOWN = 200
 def tell_policies_apart(device_type: str) -> None:
     """Have compiled code heed the policies for a device; to be called in each region that has some."""
     heed(device_type)
-    _changes.make()
+    changes.make(changes.GUARDS)
     cache_key.tell_apart()
     backward.trace_outside_of_regions()
     nested_regions.tell_apart()
@@ -63,7 +63,8 @@ def _add_missing_guard(manager: Any) -> None:
         _add_guard(manager, "")
 
 
-def _guard_dynamo(changes: Changes) -> None:
+def guard_dynamo(patch: Patch) -> None:
+    """Guard what Dynamo has compiled, compiles and loads on the policies in force."""
     from torch._dynamo.convert_frame import input_codes
     from torch._dynamo.guards import CheckFunctionManager, GuardManagerWrapper
     from torch._dynamo.output_graph import OutputGraph, OutputGraphCommon
@@ -108,20 +109,9 @@ def _guard_dynamo(changes: Changes) -> None:
         result: bool = check(self, x)
         return result
 
-    changes.replace(OutputGraph, "init_ambient_guards", init_ambient_guards_and_ours)
-    changes.replace(CheckFunctionManager, "compile_check_fn", compile_check_fn_with_ours)
-    changes.replace(GuardManagerWrapper, "check", check_with_ours)
+    patch.replace(OutputGraph, "init_ambient_guards", init_ambient_guards_and_ours)
+    patch.replace(CheckFunctionManager, "compile_check_fn", compile_check_fn_with_ours)
+    patch.replace(GuardManagerWrapper, "check", check_with_ours)
     for code in compiled_codes:
         for entry in (*entries(code), *loaded_entries(code)):
             _add_missing_guard(entry.guard_manager)
-
-
-_changes = Changes({"torch._dynamo": _guard_dynamo}, uncompiled.start)
-
-
-def _take_back() -> None:
-    uncompiled.stop()
-    _changes.take_back()
-
-
-taken_back.append(_take_back)

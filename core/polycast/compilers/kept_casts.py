@@ -14,13 +14,12 @@ import functools
 from typing import Any
 
 import torch
-from torch._guards import TracingContext
 
 from ..engine import kept_cast, state
-from ..engine.installation import taken_back
-from ..errors import warn_user
+from ..torch_internals import changes
+from ..torch_internals.names import behind_functional_tensor, disable_autocast, tracing_context
+from ..torch_internals.patcher import Patch, method_of
 from . import cache_key, uncompiled
-from .on_import import Changes, method_of
 
 LEAST_ELEMENTS = 1024
 """Of a weight that is worth an operator: a compiler fuses the cast of a smaller one into what uses it."""
@@ -31,23 +30,20 @@ _KEPT = "polycast_kept_casts"
 
 
 def can_be() -> bool:
-    """Say whether there may be kept casts in what is being compiled."""
-    return _can_be_kept and not uncompiled.in_effect() and not torch.compiler.is_exporting()
+    """Return whether there may be kept casts in what is being compiled."""
+    refused = changes.is_refused(changes.KEPT_CASTS) or uncompiled.in_effect()
+    return not refused and not torch.compiler.is_exporting()
 
 
 def _cast_of_traced(tensor: torch.Tensor, dtype: torch.dtype, device_type: str) -> torch.Tensor | None:
     region = state.machine.innermost(device_type)
-    if region is None or region[1] is None or TracingContext.try_get() is None:
+    if region is None or region[1] is None or tracing_context() is None:
         return None
     cache_key.tell_apart()  # Dynamo has the kernels called before AOTAutograd does, and before the key is made
-    _changes.make()
+    changes.make(changes.KEPT_CASTS)
     if not can_be():
         return None
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    if not isinstance(tensor, FunctionalTensor):
-        return None
-    weight = torch._from_functional_tensor(tensor.elem)
+    weight = behind_functional_tensor(tensor)
     if not isinstance(weight, torch.nn.Parameter) or weight.numel() < LEAST_ELEMENTS or not _is_dense(weight):
         return None
     cast: torch.Tensor = torch.ops.polycast.kept_cast(tensor, dtype, kept_cast.number_in_graph(region[1]))
@@ -65,7 +61,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _keep_from_callers(changes: Changes) -> None:
+def keep_from_callers(patch: Patch) -> None:
+    """Have graphs return copies of kept casts."""
     from torch._functorch._aot_autograd import graph_capture
 
     create_graph: Any = vars(graph_capture)["_create_graph"]
@@ -78,7 +75,7 @@ def _keep_from_callers(changes: Changes) -> None:
                 module.recompile()
         return traced
 
-    changes.replace(graph_capture, "_create_graph", create_graph_without_kept)
+    patch.replace(graph_capture, "_create_graph", create_graph_without_kept)
 
 
 def _copy_kept(graph: torch.fx.Graph) -> bool:
@@ -106,7 +103,7 @@ def _copy_kept(graph: torch.fx.Graph) -> bool:
         copy.meta = {**node.meta, "val": target(*args, **kwargs)}
         return copy
 
-    with graph.inserting_before(output), torch._C._DisableAutocast():
+    with graph.inserting_before(output), disable_autocast():
         for node in given:
             output.replace_input_with(node, copy_of(node))
     return bool(given)
@@ -117,7 +114,8 @@ def _storage_of(tensor: torch.Tensor) -> int:
     return identity
 
 
-def _keep_from_inductor(changes: Changes) -> None:
+def keep_from_inductor(patch: Patch) -> None:
+    """Tell inductor to write no memory of kept casts."""
     from torch._inductor import ir, lowering
     from torch._inductor.graph import GraphLowering, SubgraphLowering
     from torch._inductor.virtualized import V
@@ -146,26 +144,8 @@ def _keep_from_inductor(changes: Changes) -> None:
             args = (type(args[0])(map(copied, args[0])), *args[1:])
         return output(self, target, args, kwargs)
 
-    changes.replace(GraphLowering, "output", output_without_kept)
-    lowering.lowerings[op] = kept  # for an op of ours: it stays
+    patch.replace(GraphLowering, "output", output_without_kept)
+    patch.replace_item(lowering.lowerings, op, kept)
 
 
-def _cannot_keep(reason: str) -> None:
-    global _can_be_kept
-    _can_be_kept = False
-    warn_user(
-        f"polycast cannot keep what this torch ({torch.__version__}) compiles from writing kept casts ({reason}). "
-        "Compiled code casts each weight at each call."
-    )
-
-
-_can_be_kept = True
-_changes = Changes(
-    {
-        "torch._functorch._aot_autograd.graph_capture": _keep_from_callers,
-        "torch._inductor.graph": _keep_from_inductor,
-    },
-    _cannot_keep,
-)
-taken_back.append(_changes.take_back)
 kept_cast.decided_by(_cast_of_traced)

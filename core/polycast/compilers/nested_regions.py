@@ -22,11 +22,11 @@ import torch
 
 from ..engine import state
 from ..engine.in_force import in_force
-from ..engine.installation import taken_back
 from ..engine.state import Settings
-from ..errors import warn_user
+from ..torch_internals import changes
+from ..torch_internals.names import autocast_supported_devices, disable_autocast
+from ..torch_internals.patcher import Patch
 from . import backward
-from .on_import import Changes
 
 _SUBGRAPHS = "torch._higher_order_ops.invoke_subgraph"
 _PARAMETERS = ("fn_code", "fn_id")
@@ -34,20 +34,21 @@ _PARAMETERS = ("fn_code", "fn_id")
 
 
 def tell_apart() -> None:
-    """Have nested regions used again in the autocast state only that they were traced in, from now on."""
-    _changes.make()
+    """Use nested regions again only in the autocast state that they were traced in, from now on."""
+    changes.make(changes.NESTED_REGIONS)
 
 
 def autocast_state() -> tuple[object, ...]:
     """Return what code that is traced now depends on: for each device what torch has, and what polycast has."""
-    devices = torch._C._autocast_supported_devices()
+    devices = autocast_supported_devices()
     return (
         in_force(),
         *((name, torch.is_autocast_enabled(name), str(torch.get_autocast_dtype(name))) for name in devices),
     )
 
 
-def _key_cache(changes: Changes) -> None:
+def key_cache_by_state(patch: Patch) -> None:
+    """Have Dynamo's cache of nested regions look them up by the autocast state, too."""
     from torch._guards import InvokeSubgraphCache
 
     methods = [(name, each) for name, each in vars(InvokeSubgraphCache).items() if inspect.isfunction(each)]
@@ -55,7 +56,7 @@ def _key_cache(changes: Changes) -> None:
     if not by_code:
         raise NotImplementedError(f"{InvokeSubgraphCache.__name__} has no method that is told which code it is")
     for name, method in by_code:
-        changes.replace(InvokeSubgraphCache, name, _by_state(method))
+        patch.replace(InvokeSubgraphCache, name, _by_state(method))
 
 
 def _is_told_code(method: Callable[..., Any]) -> bool:
@@ -66,7 +67,7 @@ def _is_told_code(method: Callable[..., Any]) -> bool:
 def _by_state(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def method_by_state(self: Any, code: object, *args: Any, **kwargs: Any) -> Any:
-        regions = map(state.machine.innermost, torch._C._autocast_supported_devices())
+        regions = map(state.machine.innermost, autocast_supported_devices())
         caches = tuple(None if region is None else region[1] for region in regions)
         return method(self, (code, autocast_state(), caches), *args, **kwargs)
 
@@ -81,10 +82,12 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def _trace_again(changes: Changes) -> None:
+def trace_again_in_regions(patch: Patch) -> None:
+    """Have AOTAutograd trace the backward of a nested region in the regions of the call."""
     module = sys.modules[_SUBGRAPHS]  # in its package, the name means the operator
     op: Any = vars(module)["InvokeSubgraphAutogradOp"]
-    forward, its_backward, trace = op.forward, op.backward, vars(module)["trace_joint_graph_as_bwd"]
+    forward, its_backward = vars(op)["forward"].__func__, vars(op)["backward"].__func__
+    trace = vars(module)["trace_joint_graph_as_bwd"]
     if trace.__name__ not in its_backward.__code__.co_names:
         raise NotImplementedError(f"{its_backward.__qualname__} does not call {trace.__name__}")
 
@@ -106,12 +109,13 @@ def _trace_again(changes: Changes) -> None:
         with _in(_thread.regions), backward.outside_of_regions():
             return trace(*args, **kwargs)
 
-    changes.replace(op, "forward", staticmethod(forward_that_remembers))
-    changes.replace(op, "backward", staticmethod(backward_of_a_call))
-    changes.replace(module, trace.__name__, trace_in_regions)
+    patch.replace(op, "forward", staticmethod(forward_that_remembers))
+    patch.replace(op, "backward", staticmethod(backward_of_a_call))
+    patch.replace(module, trace.__name__, trace_in_regions)
 
 
-def _run_traced(changes: Changes) -> None:
+def run_traced_without_autocast(patch: Patch) -> None:
+    """Have what AOTAutograd has traced run without autocast, to see what it returns."""
     from torch._higher_order_ops import utils
 
     op: Any = torch.ops.higher_order.invoke_subgraph
@@ -122,10 +126,10 @@ def _run_traced(changes: Changes) -> None:
     def fake_of_traced(subgraph: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_traced(subgraph):
             return fake(subgraph, *args, **kwargs)
-        with torch._C._DisableAutocast():
+        with disable_autocast():
             return fake(subgraph, *args, **kwargs)
 
-    changes.replace(utils, "registered_hop_fake_fns", {**fakes, op: fake_of_traced})
+    patch.replace(utils, "registered_hop_fake_fns", {**fakes, op: fake_of_traced})
 
 
 def _is_traced(subgraph: Any) -> bool:
@@ -138,7 +142,7 @@ def _is_traced(subgraph: Any) -> bool:
 def _regions() -> tuple[Settings, ...]:
     """Return what would give another thread the state of this one, as far as dispatch keys do not say it."""
     found = []
-    for device_type in torch._C._autocast_supported_devices():
+    for device_type in autocast_supported_devices():
         region = state.machine.innermost(device_type)
         enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
         if region is not None or enabled:
@@ -158,17 +162,3 @@ def _in(regions: tuple[Settings, ...]) -> Iterator[None]:
     finally:
         for _ in range(entered):
             state.machine.leave(owner)
-
-
-def _cannot_tell(reason: str) -> None:
-    warn_user(
-        f"polycast cannot have the compiler of this torch ({torch.__version__}) tell apart in which autocast state it "
-        f"has traced a torch.compiler.nested_compile_region ({reason}). Where one is called in several in a function "
-        "that is compiled, calls may compute as others do."
-    )
-
-
-_changes = Changes(
-    {"torch._guards": _key_cache, _SUBGRAPHS: _trace_again, "torch._higher_order_ops.utils": _run_traced}, _cannot_tell
-)
-taken_back.append(_changes.take_back)

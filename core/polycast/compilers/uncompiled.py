@@ -10,11 +10,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch._C._dynamo import eval_frame
 
 from ..engine.disable_dynamo import may_switch_dynamo
 from ..engine.in_force import policies_in_force
+from ..engine.installation import taken_back
 from ..errors import warn_user
+from ..torch_internals import changes
+from ..torch_internals.names import set_eval_frame
 
 _T = TypeVar("_T", bound=type)
 _EAGER = "force_eager"
@@ -49,8 +51,7 @@ def start(reason: str) -> None:
     keep()
     warn_user(
         f"polycast cannot have the compiler of this torch ({torch.__version__}) tell policies apart ({reason}). "
-        "Functions that are called in a region with policy= run uncompiled, which is slower: use a torch that polycast "
-        "supports."
+        + changes.FEATURES[changes.GUARDS].lost
     )
 
 
@@ -101,13 +102,16 @@ def _switching_dynamo_off(enter: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     @functools.wraps(enter)
     def switching(self: Any) -> Any:
-        callback = eval_frame.set_eval_frame(None)
+        callback = set_eval_frame(None)
         try:
             return enter(self)
         finally:
             if policies_in_force():
                 keep()
             else:
-                eval_frame.set_eval_frame(callback)
+                set_eval_frame(callback)
 
     return may_switch_dynamo(switching)
+
+
+taken_back.append(stop)

@@ -1,4 +1,4 @@
-"""patch_torch: have torch's autocast be polycast's, in the whole process, and take it back."""
+"""patch_torch: make torch's autocast polycast's, in the whole process, until it is undone."""
 
 import sys
 import threading
@@ -10,14 +10,13 @@ from typing_extensions import Self
 
 from ..compilers.torch_autocast import TorchAutocast
 from ..plugins.fork import hold_over_forks
+from ..torch_internals import changes
+from ..torch_internals.patcher import Patch
 from . import stand_in, torch_classes
 
 _lock = threading.RLock()
 hold_over_forks(lambda: [_lock])
 _patches = 0
-_replaced: list[tuple[Any, str, Any]] = []
-"""Owner and name of each attribute that was replaced, and what was there, in the order of replacing."""
-_NOTHING = object()
 
 
 class patch_torch:
@@ -53,12 +52,12 @@ class patch_torch:
         global _patches
         with _lock:
             if _patches == 0:
-                _replace(_replacements())
+                changes.make(changes.PATCH_TORCH)
             _patches += 1
             self._started += 1
 
     def stop(self) -> None:
-        """Take back what :meth:`start` did.
+        """Undo what :meth:`start` did.
 
         Raises:
             RuntimeError: it is not started, or stopped as often as started.
@@ -73,7 +72,7 @@ class patch_torch:
             self._started -= 1
             _patches -= 1
             if _patches == 0:
-                _restore()
+                changes.undo(changes.PATCH_TORCH)
 
     def __enter__(self) -> Self:
         self.start()
@@ -81,6 +80,12 @@ class patch_torch:
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
+
+
+def stand_in_for_torch(patch: Patch) -> None:
+    """Put in place what stands in for torch's classes and functions."""
+    for owner, name, ours in _replacements():
+        patch.replace(owner, name, ours)
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:
@@ -114,23 +119,3 @@ def _classes_of_one_device(modules: list[tuple[str, ModuleType]]) -> Iterator[ty
             theirs = vars(module).get("autocast")
             if isinstance(theirs, type) and issubclass(theirs, TorchAutocast):
                 yield theirs
-
-
-def _replace(replacements: list[tuple[Any, str, Any]]) -> None:
-    try:
-        for owner, name, ours in replacements:
-            theirs = vars(owner).get(name, _NOTHING)
-            setattr(owner, name, ours)
-            _replaced.append((owner, name, theirs))
-    except BaseException:
-        _restore()
-        raise
-
-
-def _restore() -> None:
-    while _replaced:
-        owner, name, theirs = _replaced.pop()
-        if theirs is _NOTHING:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, theirs)

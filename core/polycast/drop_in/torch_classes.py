@@ -13,6 +13,7 @@ from ..compilers.torch_autocast import TorchAutocast
 from ..compilers.torchscript import ScriptedAsTorch
 from ..engine.disable_dynamo import disable_dynamo
 from ..region.autocast import autocast
+from ..torch_internals import changes
 from .stand_in import StandIn, stand_ins, torchs_methods
 
 _set_bases = vars(type)["__bases__"].__set__  # the metaclass of a class may have something else in its place
@@ -40,7 +41,7 @@ def _stand_in_of(theirs: type) -> type[StandIn]:
 @functools.wraps(torchs_methods["__init__"])
 def _init(self: Any, *args: Any, **kwargs: Any) -> None:
     ours = stand_ins.get(type(self))
-    if ours is not None:
+    if ours is not None and changes.is_made(changes.PATCH_TORCH):  # else another's patch calls what was left below it
         self.__class__ = ours
     _method_of(self, "__init__")(self, *args, **kwargs)
 

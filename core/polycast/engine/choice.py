@@ -13,6 +13,7 @@ from ..plugins.backend import Backend
 from ..plugins.fork import hold_over_forks
 from ..plugins.signals import raised_by_signal_handler
 from ..policy.cast_policy import CastPolicy
+from ..torch_internals.names import excluded_keys, warn_of_missing
 from . import state
 from .kernels import Kernels
 from .recorder import Observer
@@ -67,7 +68,7 @@ class _Unchosen:
         return torch.get_autocast_dtype(device_type)
 
     def excluded_keys(self) -> int:
-        return torch._C._dispatch_tls_local_exclude_set().raw_repr()
+        return excluded_keys()
 
     def packing(self, *args: Any) -> Any:
         return choose().packing(*args)
@@ -105,6 +106,7 @@ def choose() -> Engine:
         if _engine is None:
             _engine = _choose(wanted, failure)
             state.use(_engine)
+            warn_of_missing()
         return _engine
 
 

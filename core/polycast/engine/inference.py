@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ..torch_internals.names import current_graph_task_id, is_fwd_grad_enabled
+
 
 class _Thread(threading.local):
     forward: tuple[int, bool] | None = None
@@ -21,9 +23,9 @@ def in_function() -> bool:
     Its forward runs without a graph, as inference does. But there autograd switches off forward mode too, which else
     only inference mode does.
     """
-    if not torch._C._is_fwd_grad_enabled():
+    if not is_fwd_grad_enabled():
         return not torch.is_inference_mode_enabled()
-    backward = torch._C._current_graph_task_id()
+    backward = current_graph_task_id()
     if _thread.forward is not None and _thread.forward[0] == backward:
         return _thread.forward[1]
     return backward != -1
@@ -33,7 +35,7 @@ def in_function() -> bool:
 def as_in_forward(in_function: bool) -> Iterator[None]:
     """Have what a backward runs again computed as its forward was, in a function of autograd's or not."""
     before = _thread.forward
-    _thread.forward = torch._C._current_graph_task_id(), in_function
+    _thread.forward = current_graph_task_id(), in_function
     try:
         yield
     finally:

@@ -3,11 +3,11 @@
 import threading
 from collections.abc import Callable, Iterable
 
-import torch
-
 from ..plugins.fork import hold_over_forks
 from ..plugins.registry import registry
 from ..policy.registered import Registration, policies_for, refuse_conflict, registrations
+from ..torch_internals import changes
+from ..torch_internals.names import all_op_names, has_kernel_for_dispatch_key
 from . import state
 from .choice import choose, chosen, forget
 from .kernels import Kernels, autocast_key
@@ -20,7 +20,7 @@ fully_installed: set[object] = set()
 also_put_in_place: list[Callable[[], None]] = []
 """What puts something of other rooms into torch, where a region with policies or a cache has been entered."""
 taken_back: list[Callable[[], None]] = []
-"""What takes back what other rooms have put into torch, when all kernels are uninstalled."""
+"""Callbacks that :func:`uninstall` runs before it undoes the changes to torch."""
 _lock = threading.RLock()
 hold_over_forks(lambda: [_lock])
 
@@ -58,7 +58,8 @@ def install(device_type: str) -> None:
 def uninstall(device_type: str | None = None) -> None:
     """Take polycast's kernels away: torch has its own again, as if polycast had never been used.
 
-    Without a device, what regions with policies have put into torch's compiler and checkpoints is taken back too.
+    Without a device, all that regions have changed in torch is undone too, in its compiler and its checkpoints. What
+    you have begun yourself you end yourself: :class:`patch_torch`, :func:`observe`, rules for modules.
 
     The next region for the device puts them back. What sees writes that count no version stays in place while a
     :class:`WeightCache` is alive. Where torch's own regions run on the kernels, in other threads, that is the caller's
@@ -72,13 +73,19 @@ def uninstall(device_type: str | None = None) -> None:
         RuntimeError: a thread is in a region of polycast's for the device; nothing changes.
     """
     if device_type is None:
-        _run_uninstalled(None, lambda: [take_back() for take_back in taken_back])
+        _run_uninstalled(None, _undo_changes)
     else:
         _run_uninstalled([registry.parse_device_type(device_type)], lambda: None)
     with _lock:
         engine = chosen()
         if engine is not None and not installed and not caches_alive:
             engine.unwatch_writes()
+
+
+def _undo_changes() -> None:
+    for take_back in taken_back:
+        take_back()
+    changes.undo_all()
 
 
 def _run_uninstalled(device_types: Iterable[str] | None, change: Callable[[], object]) -> None:
@@ -175,9 +182,8 @@ def torch_ops(device_type: str) -> frozenset[str]:
     kernels = installed.get(device_type)
     return frozenset(
         name
-        for name in torch._C._dispatch_get_all_op_names()
-        if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
-        and not (kernels is not None and name in kernels.added)
+        for name in all_op_names()
+        if has_kernel_for_dispatch_key(name, key) and not (kernels is not None and name in kernels.added)
     )
 
 

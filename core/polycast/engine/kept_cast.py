@@ -41,8 +41,12 @@ class _WithHistory(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, dtype: torch.dtype, cache: int) -> torch.Tensor:
+        from ..torch_internals.names import below_autograd  # `import polycast` imports this module, and little else
+
         ctx.dtype = weight.dtype
-        with torch._C._AutoDispatchBelowAutograd():
+        if below_autograd is None:
+            return weight.detach().to(dtype)
+        with below_autograd():
             cast: torch.Tensor = torch.ops.polycast.kept_cast(weight, dtype, cache)
         return cast.detach()
 
@@ -102,5 +106,7 @@ def number_in_graph(cache: "WeightCache | None") -> int:
 
 
 def look_up_anew() -> None:
-    """Have the operator's kernels looked up anew where it is traced, for they are others now."""
-    torch.ops.polycast.kept_cast.default._dispatch_cache.clear()
+    """Clear the operator's dispatch cache: its kernels are others now."""
+    from ..torch_internals.names import clear_dispatch_cache
+
+    clear_dispatch_cache(torch.ops.polycast.kept_cast.default)

@@ -5,14 +5,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from ..errors import InvalidBackendError
 from ..plugins.backend import Backend
 from ..plugins.fork import hold_over_forks
 from ..policy.cast_policy import CastPolicy
 from ..policy.schemas import find_op
 from ..policy.validation import entry_problem
+from ..torch_internals.names import (
+    OpOverload,
+    clear_dispatch_cache,
+    dispatch_key,
+    dispatch_key_for_device,
+    has_backend_fallback,
+    has_kernel,
+    has_kernel_for_dispatch_key,
+    python_kernels,
+)
 from . import kept_cast
 
 _lock = threading.Lock()
@@ -21,14 +29,7 @@ hold_over_forks(lambda: [_lock])
 
 def autocast_key(device_type: str) -> str:
     """Return the name of a device's Autocast dispatch key."""
-    return "Autocast" + torch._C._dispatch_key_for_device(device_type)
-
-
-def dispatch_key(name: str) -> torch._C.DispatchKey:
-    """Return a dispatch key by its name; the enumeration lacks some of those that there are."""
-    key = torch._C._parse_dispatch_key(name)
-    assert key is not None
-    return key
+    return "Autocast" + dispatch_key_for_device(device_type)
 
 
 def refusal(backend: Backend, name: str) -> str:
@@ -50,11 +51,11 @@ class Kernels(ABC):
         self.awaited: frozenset[str] = frozenset()
         """The ops that are to have a kernel and are not there, in namespaces that another library may add to."""
         self._policies = policies
-        self._uppermost: dict[str, tuple[torch._ops.OpOverload, CastPolicy | None]] = {}
-        self._set_aside: list[tuple[torch._ops.OpOverload, Any]] = []
+        self._uppermost: dict[str, tuple[OpOverload, CastPolicy | None]] = {}
+        self._set_aside: list[tuple[OpOverload, Any]] = []
         try:
             # Ops that are not in the table pass by the key. torch sees to it for the devices that it has tables for.
-            if not torch._C._dispatch_has_backend_fallback(dispatch_key(self.key)):
+            if not has_backend_fallback(self.key):
                 self._let_other_ops_through()
             self._serve_kept_casts()
             kept_cast.look_up_anew()
@@ -80,7 +81,7 @@ class Kernels(ABC):
             problem = None if policy is None else entry_problem(name, policy)
             if problem is not None:
                 raise InvalidBackendError(f"policies of the backend for {self.backend.device_type!r}: {problem}")
-            had_one = torch._C._dispatch_has_kernel_for_dispatch_key(name, self.key)
+            had_one = has_kernel_for_dispatch_key(name, self.key)
             self._register(name, op, policy)
             self._set_python_kernel_aside(op)
             self._uppermost[name] = op, policy
@@ -91,28 +92,28 @@ class Kernels(ABC):
     def look_again(self) -> None:
         """Put in place kernels for the ops that have appeared since; costs less than a microsecond for each awaited."""
         for name in self.awaited:
-            if torch._C._dispatch_has_kernel(name):
+            if has_kernel(name):
                 self.add(name, self._policies[name])
         self.awaited -= self.ops
 
-    def _set_python_kernel_aside(self, op: torch._ops.OpOverload) -> None:
+    def _set_python_kernel_aside(self, op: OpOverload) -> None:
         """Set aside what torch.library.register_autocast gave the op for tracing, where it would be called first."""
-        kernel = op.py_kernels.pop(dispatch_key(self.key), None)
+        kernel = python_kernels(op).pop(dispatch_key(self.key), None)
         if kernel is not None:
             self._set_aside.append((op, kernel))
-            op._dispatch_cache.clear()
+            clear_dispatch_cache(op)
 
     def remove(self) -> None:
         """Give the dispatcher back the kernels that were there before."""
         self._unregister()
         kept_cast.look_up_anew()
         for op, kernel in self._set_aside:
-            op.py_kernels[dispatch_key(self.key)] = kernel
-            op._dispatch_cache.clear()
+            python_kernels(op)[dispatch_key(self.key)] = kernel
+            clear_dispatch_cache(op)
         self.ops = self.added = self.awaited = frozenset()
 
     @abstractmethod
-    def _register(self, name: str, op: torch._ops.OpOverload, policy: CastPolicy | None) -> None: ...
+    def _register(self, name: str, op: OpOverload, policy: CastPolicy | None) -> None: ...
 
     @abstractmethod
     def _serve_kept_casts(self) -> None: ...

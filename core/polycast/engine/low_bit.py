@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
+from ..torch_internals.names import are_functorch_transforms_active, is_forward_ad_active, tracing_state
 from . import state
 from .disable_dynamo import disable_dynamo
 from .inference import in_function
@@ -42,11 +42,7 @@ def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False)
     result: torch.Tensor | str
     if in_function():
         result = IN_FUNCTION
-    elif not plain and (
-        forward_ad._current_level >= 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-    ):
+    elif not plain and (is_forward_ad_active() or are_functorch_transforms_active() or tracing_state() is not None):
         result = WATCHED
     else:
         result = plan.compute(op, args, cache, plain)

@@ -3,10 +3,9 @@
 import threading
 from collections.abc import Callable
 
-from torch._guards import TracingContext
-
 from ..plugins.fork import hold_over_forks
 from ..policy.recipes import Recipe
+from ..torch_internals.names import tracing_context
 
 _Note = Callable[[str, str, str, str | None], object]
 _listeners: tuple[tuple[_Note, int | None], ...] = ()
@@ -33,7 +32,7 @@ def listen_no_more(note: _Note) -> None:
 
 def tell(device_type: str, recipe: Recipe, op: str, reason: str | None) -> None:
     """Tell of an op; not while a compiler traces: code tells of itself as it runs."""
-    if not _listeners or TracingContext.try_get() is not None:
+    if not _listeners or tracing_context() is not None:
         return
     thread = threading.get_ident()
     for note, of in _listeners:

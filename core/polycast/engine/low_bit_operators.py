@@ -15,6 +15,7 @@ from torch.library import Library
 from ..plugins.registry import registry
 from ..policy.recipes import Recipe
 from ..policy.schemas import by_schema, find_op
+from ..torch_internals.names import OpOverload, behind_functional_tensor, disable_autocast
 from . import state
 from .disable_dynamo import disable_dynamo
 from .kept_cast import TAGS, number_in_graph
@@ -29,16 +30,12 @@ def traced(op: str, plan: Plan, args: Sequence[Any], cache: WeightCache | None) 
     if torch.compiler.is_exporting():
         return WATCHED
     weight = args[plan.kernels[op].weight]
-    if not isinstance(_unwrapped(weight), torch.nn.Parameter):
+    behind = behind_functional_tensor(weight)
+    if not isinstance(weight if behind is None else behind, torch.nn.Parameter):
         return NO_WEIGHT
     dtype = torch.get_autocast_dtype(plan.device_type)
     result: torch.Tensor = operator_of(op)(*args, plan.recipe.text, number_in_graph(cache), dtype)
     return result
-
-
-def _unwrapped(weight: torch.Tensor) -> torch.Tensor:
-    elem = getattr(weight, "elem", None)
-    return torch._from_functional_tensor(elem) if elem is not None and torch._is_functional_tensor(elem) else weight
 
 
 @functools.cache
@@ -78,7 +75,7 @@ def _run_in_compiled(op: str, args: Sequence[Any], recipe: str, cache: int, dtyp
     if before is not dtype:
         torch.set_autocast_dtype(device_type, dtype)
     try:
-        with torch._C._DisableAutocast():
+        with disable_autocast():
             if torch.is_grad_enabled():
                 with torch.no_grad():
                     result = plan.compute(op, args, found)
@@ -102,7 +99,7 @@ def _in_fast_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> torch.Te
 
 
 @functools.cache
-def _op(name: str) -> torch._ops.OpOverload:
+def _op(name: str) -> OpOverload:
     found = find_op(name)
     assert found is not None  # it was called
     return found

@@ -11,13 +11,13 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..plugins.backend import Backend, LowBitKernel
 from ..plugins.discovery import check_recipe
 from ..plugins.fork import hold_over_forks
 from ..plugins.registry import registry
 from ..policy.recipes import Recipe
+from ..torch_internals.names import disable_current_modes, has_python_key
 from . import state
 from .low_bit_kept import Keep, forget_all, parameters
 from .state import NOTHING_KEPT, Overlay
@@ -86,7 +86,7 @@ class Plan:
         self.refusal = NO_KERNEL
         answer = check_recipe(backend, recipe)
         if answer.available:
-            with _disable_current_modes(), torch.inference_mode(False):  # kernels may make tensors, to keep them
+            with disable_current_modes(), torch.inference_mode(False):  # kernels may make tensors, to keep them
                 self.kernels = backend.low_bit_kernels(recipe)
         else:
             self.refusal = answer.reason
@@ -181,23 +181,23 @@ def _kind_of(backend: Backend, recipe: Recipe, op: str, kernel: LowBitKernel) ->
 def _is_special(tensor: torch.Tensor) -> bool:
     if type(tensor) in _PLAIN:
         return tensor.is_meta
-    return tensor.is_meta or torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+    return tensor.is_meta or has_python_key(tensor)
 
 
 def plan_of(overlay: Overlay, device_type: str) -> Plan | None:
     """Return the kernels by which a region with an overlay computes on a device; None where it has no recipe."""
     backend = registry.find(device_type)
-    plan: Plan | None = overlay.derived.get(device_type)
+    plan: Plan | None = overlay.derived.get((Plan, device_type))
     if plan is None or plan.backend is not backend:
         if overlay.recipe is None:
             return None
-        plan = overlay.derived[device_type] = plan_for(backend, overlay.recipe)
+        plan = overlay.derived[Plan, device_type] = plan_for(backend, overlay.recipe)
     return plan
 
 
 def plan_for(backend: Backend, recipe: Recipe) -> Plan:
     """Return the kernels of a backend for a recipe: one and the same for equal recipes."""
-    plan: Plan | None = recipe.derived.get(backend.device_type)
+    plan: Plan | None = recipe.derived.get((Plan, backend.device_type))
     if plan is None or plan.backend is not backend:
-        plan = recipe.derived[backend.device_type] = Plan(backend, recipe)
+        plan = recipe.derived[Plan, backend.device_type] = Plan(backend, recipe)
     return plan

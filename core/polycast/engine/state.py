@@ -51,8 +51,8 @@ class Overlay(dict[str, CastPolicy]):
         self.origin = origin
         self.recipe = recipe
         self._layers = layers
-        self.derived: dict[str, Any] = {}
-        """What engines have made of it, each under a name of its own."""
+        self.derived: dict[Any, Any] = {}
+        """What others have made of it, each under a key that has its type: names of devices may be any."""
         self.served_by: dict[str, object] = {}
         """By device type, the kernels with which a region with this overlay has all that it needs put in place."""
         self._merged: tuple[Overlay, Overlay] | None = None

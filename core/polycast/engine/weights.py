@@ -1,7 +1,14 @@
 """Which tensors are weights, and when a cast of one may be kept."""
 
 import torch
-from torch.autograd import forward_ad
+
+from ..torch_internals.names import (
+    are_functorch_transforms_active,
+    dispatch_mode_count,
+    is_forward_ad_active,
+    storage_use_count,
+    tracing_state,
+)
 
 STALE = (
     "A weight was changed in a way that its version counter does not show (a write through .data), so the cast that "
@@ -34,7 +41,7 @@ def is_weight(tensor: torch.Tensor, *, to_pack: bool = False) -> bool:
 
 def _shares_its_storage(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor, and the object that was just made
+    return storage_use_count(storage._cdata) > 2  # the tensor, and the object that was just made
 
 
 def is_part_of_a_buffer(tensor: torch.Tensor) -> bool:
@@ -62,9 +69,9 @@ def storages_are_rewritten() -> bool:
 def caching_is_safe() -> bool:
     """Say whether a cast made now may serve later calls: not while something records, transforms or watches the ops."""
     return not (
-        torch._C._len_torch_dispatch_stack()
+        dispatch_mode_count()
         or torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
+        or tracing_state() is not None
+        or are_functorch_transforms_active()
+        or is_forward_ad_active()
     )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..plugins.backend import KernelKey
+from ..torch_internals.names import OpOverload
 
 _OPS = torch.ops.aten
 
@@ -40,14 +41,14 @@ def _baddbmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
     return product if product is NotImplemented else product.add_(bias)
 
 
-_ON: dict[torch._ops.OpOverload, dict[torch._ops.OpOverload, Callable[..., Any]]] = {
+_ON: dict[OpOverload, dict[OpOverload, Callable[..., Any]]] = {
     _OPS.mm.dtype: {_OPS.mm.default: _mm, _OPS.addmm.default: _addmm},
     _OPS.bmm.dtype: {_OPS.bmm.default: _bmm, _OPS.baddbmm.default: _baddbmm},
 }
 """What stands on each op of torch that multiplies into another dtype."""
 
 
-def float32_products(has_kernel: Callable[[torch._ops.OpOverload], bool]) -> Mapping[KernelKey, Callable[..., Any]]:
+def float32_products(has_kernel: Callable[[OpOverload], bool]) -> Mapping[KernelKey, Callable[..., Any]]:
     """Return kernels for a backend's table: ``mm``, ``addmm``, ``bmm`` and ``baddbmm`` of reduced dtypes in float32.
 
     Args:

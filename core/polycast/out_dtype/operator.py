@@ -10,20 +10,28 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._higher_order_ops.out_dtype import ALLOWABLE_OPS
-from torch._prims_common import get_higher_dtype
-from torch.overrides import _get_current_function_mode_stack, has_torch_function
-from torch.utils._device import DeviceContext
+from torch.overrides import has_torch_function
 
 from ..engine.weights import caching_is_safe
 from ..errors import BackendNotFoundError, InvalidBackendError
 from ..plugins.discovery import check_availability
 from ..plugins.registry import registry
+from ..torch_internals.names import (
+    DeviceContext,
+    OpOverload,
+    delayed_error,
+    disable_autocast,
+    function_modes,
+    higher_dtype,
+    is_any_autocast_enabled,
+    is_functional_tensor,
+    ops_with_out_dtype,
+)
 
-_TORCH_TAKES = frozenset(ALLOWABLE_OPS)
+_TORCH_TAKES = frozenset(ops_with_out_dtype)
 
 
-def out_dtype(op: torch._ops.OpOverload, dtype: torch.dtype, *args: Any) -> torch.Tensor:
+def out_dtype(op: OpOverload, dtype: torch.dtype, *args: Any) -> torch.Tensor:
     """Run `op` with the result in `dtype`, computed as if the inputs were in that dtype too.
 
     The backend's kernel for the op and these dtypes runs, if there is one; else ``torch.ops.higher_order.out_dtype``.
@@ -55,7 +63,7 @@ def out_dtype(op: torch._ops.OpOverload, dtype: torch.dtype, *args: Any) -> torc
     """
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, such as torch.int32; got {dtype!r}")
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         return _by_torch(op, dtype, args)  # which refuses it
     if torch.compiler.is_compiling() or not _all_plain(args) or not caching_is_safe():
         return _as_ops(op, dtype, args)
@@ -73,18 +81,18 @@ def out_dtype(op: torch._ops.OpOverload, dtype: torch.dtype, *args: Any) -> torc
 
 
 @functools.cache
-def _positions(op: torch._ops.OpOverload) -> range:
+def _positions(op: OpOverload) -> range:
     """Return how many arguments an op takes by position."""
     arguments = [argument for argument in op._schema.arguments if not argument.kwarg_only]
     return range(sum(not argument.has_default_value() for argument in arguments), len(arguments) + 1)
 
 
-def _by_torch(op: torch._ops.OpOverload, dtype: torch.dtype, args: Sequence[Any]) -> torch.Tensor:
+def _by_torch(op: OpOverload, dtype: torch.dtype, args: Sequence[Any]) -> torch.Tensor:
     result: torch.Tensor = torch.ops.higher_order.out_dtype(op, dtype, *args)
     return result
 
 
-def _as_ops(op: torch._ops.OpOverload, dtype: torch.dtype, args: Sequence[Any]) -> torch.Tensor:
+def _as_ops(op: OpOverload, dtype: torch.dtype, args: Sequence[Any]) -> torch.Tensor:
     """Run torch's operator or, for an op that it does not take but a kernel does, the ops that it would run."""
     if (
         op not in _TORCH_TAKES
@@ -94,7 +102,7 @@ def _as_ops(op: torch._ops.OpOverload, dtype: torch.dtype, args: Sequence[Any]) 
     return _by_torch(op, dtype, args)
 
 
-def _on_casts(op: torch._ops.OpOverload, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+def _on_casts(op: OpOverload, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     """Return what torch's operator does for the ops that it takes: cast, compute and cast."""
 
     def run(*args: Any) -> torch.Tensor:
@@ -109,7 +117,7 @@ def _on_casts(op: torch._ops.OpOverload, dtype: torch.dtype) -> Callable[..., to
 
 
 def _wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    return get_higher_dtype(one, other) or one  # torch.promote_types is an op too, and would be traced
+    return higher_dtype(one, other) or one  # torch.promote_types is an op too, and would be traced
 
 
 def _all_plain(args: Sequence[Any]) -> bool:
@@ -117,7 +125,7 @@ def _all_plain(args: Sequence[Any]) -> bool:
     for arg in args:
         kind = type(arg)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
-            if arg.layout is not torch.strided or arg.is_nested or torch._is_functional_tensor(arg):
+            if arg.layout is not torch.strided or arg.is_nested or is_functional_tensor(arg):
                 return False
         elif isinstance(arg, torch.Tensor):
             return False
@@ -126,14 +134,14 @@ def _all_plain(args: Sequence[Any]) -> bool:
 
 def _overridden(args: Sequence[Any]) -> bool:
     """Say which overriding counts: not the mode of ``torch.set_default_device``, which is about other functions."""
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = function_modes()
     others = [arg for arg in args if not isinstance(arg, torch.Tensor)]
     return any(type(mode) is not DeviceContext for mode in modes) or any(
         hasattr(arg, "__torch_function__") for arg in others
     )
 
 
-def _check(op: torch._ops.OpOverload, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
+def _check(op: OpOverload, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
     """Refuse what torch's operator would read as it is: no tensor at all, or memory of another device."""
     if not tensors and op in _TORCH_TAKES:
         raise TypeError(f"out_dtype needs a tensor to compute on, but {op} was given {args!r}")
@@ -143,9 +151,7 @@ def _check(op: torch._ops.OpOverload, args: Sequence[Any], tensors: Sequence[tor
         raise RuntimeError(f"out_dtype needs all tensors on one device, but {op} was given some on {names}")
 
 
-def _kernel(
-    op: torch._ops.OpOverload, dtype: torch.dtype, tensors: Sequence[torch.Tensor]
-) -> Callable[..., Any] | None:
+def _kernel(op: OpOverload, dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> Callable[..., Any] | None:
     """Return the kernel of the tensors' device, if there is one and the device can be used.
 
     The input dtype is the one that the tensors have, those apart that are in `dtype` already.
@@ -178,13 +184,13 @@ for _function in (_usable, _wider):
 def _run(kernel: Callable[..., Any], args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
     """Call a kernel outside of autocast and autograd; its result has the backward of torch's operator, which raises."""
     differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if not differentiable and not torch._C._is_any_autocast_enabled():
+    if not differentiable and not is_any_autocast_enabled():
         return kernel(*args)
-    with torch.no_grad(), torch._C._DisableAutocast():
+    with torch.no_grad(), disable_autocast():
         result = kernel(*args)
     if differentiable and isinstance(result, torch.Tensor) and (result.is_floating_point() or result.is_complex()):
         message = f"Autograd not implemented for {torch.ops.higher_order.out_dtype}"
-        result = torch._C._functions.DelayedError(message, 1)(result.detach().requires_grad_())
+        result = delayed_error(message, 1)(result.detach().requires_grad_())
     return result
 
 

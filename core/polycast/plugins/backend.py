@@ -11,8 +11,9 @@ from ..errors import InvalidBackendError
 from ..policy.cast_policy import CastPolicy
 from ..policy.recipes import Recipe
 from ..policy.validation import table_problems
+from ..torch_internals.names import OpOverload, is_autocast_available
 
-KernelKey: TypeAlias = tuple[torch._ops.OpOverload, torch.dtype, torch.dtype]
+KernelKey: TypeAlias = tuple[OpOverload, torch.dtype, torch.dtype]
 """(op, input dtype, output dtype)"""
 
 
@@ -234,7 +235,7 @@ def _device_problems(device_type: object, expected: str | None) -> list[str]:
         return [f"device_type {device_type!r} is not a device that torch knows; an out-of-tree device is named first"]
     if known.type != device_type or known.index is not None:
         return [f"device_type {device_type!r} must be a type without an index: {known.type!r}"]
-    if not torch._C._is_autocast_available(device_type):
+    if not is_autocast_available(device_type):
         return [f"torch has no Autocast dispatch key for {device_type!r}"]
     return []
 
@@ -254,7 +255,7 @@ def _kernel_problems(kernels: object) -> list[str]:
         if not (
             isinstance(key, tuple)
             and len(key) == 3
-            and isinstance(key[0], torch._ops.OpOverload)
+            and isinstance(key[0], OpOverload)
             and all(isinstance(dtype, torch.dtype) for dtype in key[1:])
             and callable(kernel)
         )

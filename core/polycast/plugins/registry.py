@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError
+from ..torch_internals.names import autocast_supported_devices
 from . import env, hookspecs
 from .backend import Backend, validate
 from .discovery import BackendStatus, Loads, Slot, check_availability, discover
@@ -90,7 +91,7 @@ class Registry:
         """See :func:`backends`."""
         slots = self._slots().copy()
         known = {name: slot.status() for name, slot in slots.items()}
-        for name in torch._C._autocast_supported_devices():  # now: a plugin that was just loaded may have named one
+        for name in autocast_supported_devices():  # now: a plugin that was just loaded may have named one
             if name not in slots:
                 reason = (
                     f"A plugin is needed: no distribution has an entry point {name!r} in the group "

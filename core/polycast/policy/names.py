@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from torch._library.custom_ops import CustomOpDef
-from torch._ops import OpOverload, OpOverloadPacket
 
+from ..torch_internals.names import CustomOpDef, OpOverload, OpOverloadPacket, all_op_names
 from .cast_policy import CastPolicy
 from .schemas import find_op, find_overloads
 from .validation import entry_problem
@@ -176,7 +175,7 @@ def _unknown(name: OpName) -> str:
         base, overload = OpName(name.qualified, None).short, name.overload or "default"
         return f"this torch ({torch.__version__}) has no overload {overload!r} of the op {base!r}, which has {had}"
     text = f"this torch ({torch.__version__}) has no op {name.short!r}"
-    known = {each.partition(".")[0].removeprefix("aten::") for each in torch._C._dispatch_get_all_op_names()}
+    known = {each.partition(".")[0].removeprefix("aten::") for each in all_op_names()}
     alike = _nearest(OpName(name.qualified, None).short, sorted(known))
     if name.qualified.startswith("aten::"):
         return text + (alike or f": {_EXPECTED}")

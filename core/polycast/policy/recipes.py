@@ -4,10 +4,12 @@ import functools
 import itertools
 import weakref
 from collections.abc import Iterable
-from typing import Any, ClassVar, NoReturn, TypeAlias
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
 from .names import known_overloads, nearest, read_op
@@ -42,6 +44,7 @@ class _Number:
         return found
 
 
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class Recipe:
     """How a region computes the products that have LOWER_PRECISION_FP, in numbers below the fast dtype.
 
@@ -50,6 +53,9 @@ class Recipe:
     same; those that `keep` something are, where it is the same objects, which a recipe does not keep alive.
 
     A subclass has a `kind` of its own, by which backends tell it.
+
+    Compiled code may make recipes and be given them: Dynamo traces the construction of a frozen dataclass. One that
+    `keep` something is made outside of compiled code.
 
     Args:
         scales: ``"row"``: a scale for each row of the activations and each output feature; ``"tensor"``: one for the
@@ -71,8 +77,7 @@ class Recipe:
     min_size: int
     text: str
     """What it says, in a line that is the same for equal ones, and without `keep` in every process."""
-    derived: dict[Any, Any]
-    """What other rooms have made of it, and of those that equal it."""
+    _number: _Number | None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -87,6 +92,7 @@ class Recipe:
         min_size: int | None = None,
         keep: Iterable[nn.Module | torch.Tensor] = (),
     ) -> None:
+        # Dynamo traces this, and everything that it calls.
         if not hasattr(self, "kind"):
             raise TypeError(f"{type(self).__name__} is no kind of recipe: use one such as polycast.Int8")
         if scales not in _SCALES:
@@ -98,11 +104,15 @@ class Recipe:
         if min_size < 0:
             raise ValueError(f"min_size must not be negative, got {min_size}")
         named = _read_ops(ops)
-        kept = [_checked(each) for each in _listed(keep)]
-        number = _Number.of(kept) if kept else None
-        text = f"{self.kind} {scales} {','.join(named)} {min_size}" + (f" #{number.value}" if number else "")
-        derived = _derived(text) if number is None else number.derived.setdefault(text, {})
-        vars(self).update(scales=scales, ops=named, min_size=min_size, text=text, derived=derived, _number=number)
+        number = None if isinstance(keep, (tuple, list)) and not keep else _number_of(keep)
+        text = f"{self.kind} {scales} {','.join(named)} {min_size}"
+        if number is not None:
+            text += f" #{number.value}"
+        object.__setattr__(self, "scales", scales)
+        object.__setattr__(self, "ops", named)
+        object.__setattr__(self, "min_size", min_size)
+        object.__setattr__(self, "text", text)
+        object.__setattr__(self, "_number", number)
 
     @classmethod
     def of_text(cls, text: str) -> "Recipe":
@@ -114,13 +124,22 @@ class Recipe:
         keep: tuple[Any, ...] = ()
         if number:
             keep = _by_number[int(number[0].removeprefix("#"))].keep
-        return _kinds[kind](scales, tuple(ops.split(",")) if ops else (), int(min_size), keep)
+        return _restored(_kinds[kind], scales, tuple(ops.split(",")) if ops else (), int(min_size), keep)
 
     @property
     def keep(self) -> tuple[nn.Module | torch.Tensor, ...]:
         """What stays in the fast dtype, of what is alive."""
-        number: _Number | None = vars(self)["_number"]
-        return () if number is None else number.keep
+        return () if self._number is None else self._number.keep
+
+    @property
+    def derived(self) -> dict[Any, Any]:
+        """What others have made of it, and of those that equal it, each under a key that has its type."""
+        found: dict[Any, Any] | None = vars(self).get("_derived")
+        if found is None:
+            number = self._number
+            found = _derived(self.text) if number is None else number.derived.setdefault(self.text, {})
+            vars(self)["_derived"] = found  # as long as this one lives, also where the table has dropped it
+        return found
 
     @property
     def overloads(self) -> frozenset[str]:
@@ -139,19 +158,13 @@ class Recipe:
         Raises:
             ValueError: it keeps modules or weights, which no file names.
         """
-        if vars(self)["_number"] is not None:
+        if self._number is not None:
             raise ValueError(
                 "a recipe with keep= cannot be a rule: give what it keeps a rule of its own, such as 'none'"
             )
         if self == type(self)(self.scales):
             return self.short
         return {"recipe": self.short, "ops": list(self.ops), "min_size": self.min_size}
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"a {type(self).__name__} cannot be changed: make another one")
-
-    def __delattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"a {type(self).__name__} cannot be changed")
 
     def __eq__(self, other: object) -> bool:
         return (type(self), self.text) == (type(other), other.text) if isinstance(other, Recipe) else NotImplemented
@@ -163,16 +176,17 @@ class Recipe:
         said = [] if self.scales == "row" else [f"scales={self.scales!r}"]
         said += [] if self.ops == _PRODUCTS else [f"ops={self.ops!r}"]
         said += [] if self.min_size == self.default_min_size else [f"min_size={self.min_size}"]
-        said += [f"keep=<{len(self.keep)}>"] if vars(self)["_number"] is not None else []
+        said += [f"keep=<{len(self.keep)}>"] if self._number is not None else []
         return f"{type(self).__name__}({', '.join(said)})"
 
     def __copy__(self) -> Self:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.scales, self.ops, self.min_size, self.keep)
+        return _restored, (type(self), self.scales, self.ops, self.min_size, self.keep)
 
 
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class Int8(Recipe):
     """Products of 8-bit integers, for inference; see :class:`Recipe` for the arguments.
 
@@ -191,6 +205,7 @@ class Int8(Recipe):
     default_min_size = 2**16
 
 
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class Float8(Recipe):
     """Products of 8-bit floats (e4m3), for inference; see :class:`Recipe` for the arguments. Experimental."""
 
@@ -198,14 +213,15 @@ class Float8(Recipe):
     default_min_size = 2**22
 
 
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class NoRecipe(Recipe):
     """No recipe: the fast dtype for every op, in a region inside one with a recipe."""
 
     kind = "none"
 
     def __init__(self) -> None:
-        super().__init__()
-        vars(self).update(ops=(), text=self.kind, derived=_derived(self.kind))
+        super().__init__(ops=())
+        object.__setattr__(self, "text", self.kind)
 
     @property
     def written(self) -> str:
@@ -217,6 +233,13 @@ class NoRecipe(Recipe):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return NoRecipe, ()
+
+
+def _restored(kind: type[Recipe], *fields: Any) -> Recipe:
+    """Return a recipe with these fields, also of a subclass whose constructor takes others."""
+    recipe = object.__new__(kind)
+    Recipe.__init__(recipe, *fields)
+    return recipe
 
 
 RecipeLike: TypeAlias = Recipe | str
@@ -254,11 +277,21 @@ def is_recipe_name(text: str) -> bool:
 def _read_ops(ops: Iterable[str]) -> tuple[str, ...]:
     if isinstance(ops, str) or not isinstance(ops, Iterable):
         raise TypeError(f"ops must be names of ops, such as ('linear', 'mm'), got {ops!r}")
-    return _known_ops(tuple(ops))
+    given = tuple(ops)
+    return given if given == _PRODUCTS else _known_ops(given)
+
+
+def _known_ops(ops: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of ops, sorted; Dynamo, which cannot trace the look-up, calls it and keeps the answer."""
+    return _sorted_ops(ops)
+
+
+# What torch.compiler.assume_constant_result sets, without its import of Dynamo.
+setattr(_known_ops, "_dynamo_marked_constant", True)
 
 
 @functools.lru_cache(maxsize=64)
-def _known_ops(ops: tuple[str, ...]) -> tuple[str, ...]:
+def _sorted_ops(ops: tuple[str, ...]) -> tuple[str, ...]:
     named = sorted({read_op(each).short for each in ops})
     for each in named:
         known_overloads(read_op(each))
@@ -268,6 +301,15 @@ def _known_ops(ops: tuple[str, ...]) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=64)
 def _derived(text: str) -> dict[Any, Any]:
     return {}
+
+
+def _number_of(keep: Any) -> _Number | None:
+    if is_dynamo_compiling():
+        torch._dynamo.graph_break(
+            msg="a recipe with keep= cannot be made in compiled code: make it outside, and use it there"
+        )
+    kept = [_checked(each) for each in _listed(keep)]
+    return _Number.of(kept) if kept else None
 
 
 def _listed(keep: Any) -> Iterable[Any]:

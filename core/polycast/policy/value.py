@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
 
-import torch
 from typing_extensions import Self, final
 
+from ..torch_internals.names import autocast_supported_devices
 from . import files
 from .cast_policy import CastPolicy
 from .computed_once import computed_once
@@ -145,8 +145,8 @@ class Policy:
         return {}
 
     @computed_once
-    def derived(self) -> dict[str, Any]:
-        """What other rooms have made of it, each under a name of its own."""
+    def derived(self) -> dict[Any, Any]:
+        """What others have made of it, each under a key that has its type."""
         return {}
 
     def __or__(self, other: object) -> "Policy":
@@ -263,7 +263,7 @@ def _read_devices(devices: object) -> Mapping[str, Policy]:
         raise ValueError(f"devices must map device types to Policy, got {type(devices).__name__}")
     for device_type, policy in devices.items():
         where = f"devices[{device_type!r}]"
-        known = torch._C._autocast_supported_devices()
+        known = autocast_supported_devices()
         if device_type not in known:
             alike = nearest(device_type, known)
             raise ValueError(

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..engine.kernels import refusal
@@ -17,6 +16,7 @@ from ..policy.recipes import NoRecipe, Recipe
 from ..policy.schemas import find_op
 from ..policy.value import Policy
 from ..region.autocast import autocast
+from ..torch_internals.names import OpOverload
 from .calls import Call
 from .choice import Choice
 from .failures import is_of_the_policy

@@ -9,6 +9,7 @@ import torch
 
 from ..engine import state
 from ..engine.state import Settings
+from ..torch_internals.names import autocast_supported_devices
 from . import switched_off
 from .decorate import decorate
 from .suspend import Suspendable
@@ -63,7 +64,7 @@ class Snapshot:
 
 
 def _active(enabled: bool = False) -> Iterator[Settings]:
-    for device_type in torch._C._autocast_supported_devices():
+    for device_type in autocast_supported_devices():
         region = state.machine.innermost(device_type)
         overlay, cache = region if enabled and region is not None else (None, None)
         if region is not None or torch.is_autocast_enabled(device_type):

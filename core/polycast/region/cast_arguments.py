@@ -22,6 +22,12 @@ from torch.compiler import is_dynamo_compiling
 from ..engine.casting import is_eligible
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.overlap import overlap
+from ..torch_internals.names import (
+    are_functorch_transforms_active,
+    functorch_unwrapped,
+    is_functorch_wrapped,
+    tracing_state,
+)
 from .lent_containers import ByIdentity, Copy, Loan, rebuilt
 
 UNWRITTEN, WRITTEN, RECORDED, CONFLICT = range(4)
@@ -144,7 +150,7 @@ class CastArguments:
                     raise _refusal(module, why, argument, cast, "it shares memory with another argument that was cast")
             if how == CONFLICT:
                 raise _refusal(module, why, argument, cast, "the argument itself was written to as well")
-            if torch._C._get_tracing_state() is None and argument.shape != cast.tensor.shape:
+            if tracing_state() is None and argument.shape != cast.tensor.shape:
                 reason = f"it has the shape {tuple(argument.shape)}, and was resized to {tuple(cast.tensor.shape)}"
                 raise _refusal(module, why, argument, cast, reason)
         for argument, cast, how in written:
@@ -194,9 +200,9 @@ def version_of(tensor: torch.Tensor) -> int:
         version = tensor._version
     except RuntimeError:
         return 0
-    if torch._C._are_functorch_transforms_active():  # which count the writes at one of their levels
-        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            tensor = torch._C._functorch.get_unwrapped(tensor)
+    if are_functorch_transforms_active():  # which count the writes at one of their levels
+        while functorch_unwrapped is not None and is_functorch_wrapped(tensor):
+            tensor = functorch_unwrapped(tensor)
             version += tensor._version
     return version
 

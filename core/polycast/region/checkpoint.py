@@ -11,21 +11,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch._compile import _disable_dynamo
-
-from ..compilers.on_import import Changes
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.inference import as_in_forward, in_function
-from ..engine.installation import taken_back
-from ..errors import warn_user
+from ..torch_internals import changes
+from ..torch_internals.names import dynamo_disabled
+from ..torch_internals.patcher import Patch
 from .capture import Snapshot, capture
 from .entry import has_more_than_torch
 
 
 def carry_regions() -> None:
-    """Have checkpoints carry regions, from now on; to be called in each that has more than torch's state."""
-    _changes.make()
+    """Have checkpoints carry regions, from now on; called in each region that has more than torch's state."""
+    changes.make(changes.CHECKPOINT)
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class _InRegions:
     snapshot: Snapshot
     in_function: bool = False
 
-    @_disable_dynamo  # as torch's checkpoint, which has imported Dynamo by now, does itself
+    @dynamo_disabled  # as torch's checkpoint, which has imported Dynamo by now, does itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.snapshot.apply(), as_in_forward(self.in_function):
             return self.function(*args, **kwargs)
@@ -71,10 +68,11 @@ def _has_more_than_torch(snapshot: Snapshot) -> bool:
     return bool(snapshot.switched_off) or any(map(has_more_than_torch, snapshot.regions))
 
 
-def _change(changes: Changes) -> None:
+def carry_in_checkpoints(patch: Patch) -> None:
+    """Put the descriptors in place."""
     from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
-    context: Any = CheckpointFunction._backward_cls
+    context: Any = vars(CheckpointFunction)["_backward_cls"]
     for method, name in (
         (CheckpointFunction.forward, "run_function"),
         (CheckpointFunction.backward, "run_function"),
@@ -82,17 +80,5 @@ def _change(changes: Changes) -> None:
     ):
         if name not in method.__code__.co_names:
             raise NotImplementedError(f"{method.__qualname__} has no {name}")
-    changes.replace(context, "run_function", _Recomputed("run_function"))
-    changes.replace(_CheckpointFrame, "recompute_fn", _Recomputed("recompute_fn"))
-
-
-def _cannot_carry(reason: str) -> None:
-    warn_user(
-        f"polycast cannot have torch.utils.checkpoint of this torch ({torch.__version__}) recompute with the policy= "
-        f"and cache= of its forward ({reason}). In regions with either, call "
-        "checkpoint(polycast.capture().wrap(function), ...)."
-    )
-
-
-_changes = Changes({"torch.utils.checkpoint": _change}, _cannot_carry)
-taken_back.append(_changes.take_back)
+    patch.replace(context, "run_function", _Recomputed("run_function"))
+    patch.replace(_CheckpointFrame, "recompute_fn", _Recomputed("recompute_fn"))

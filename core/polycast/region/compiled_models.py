@@ -10,18 +10,18 @@ import functools
 import types
 from typing import Any
 
-from ..compilers.on_import import Changes, expect, method_of
-from ..engine.installation import taken_back
-from ..errors import warn_user
+from ..torch_internals import changes
+from ..torch_internals.patcher import Patch, expect, method_of
 from .ruled_forward import FORWARD, RuledForward
 
 
 def decide_as_without_rules() -> None:
     """Have ``torch.compile`` decide as without rules how a module is called, from now on."""
-    _changes.make()
+    changes.make(changes.COMPILED_MODELS)
 
 
-def _change(changes: Changes) -> None:
+def look_past_rules(patch: Patch) -> None:
+    """Have OptimizedModule decide by the forward that a rule has replaced."""
     from torch._dynamo import config, trace_rules
     from torch._dynamo.eval_frame import OptimizedModule
 
@@ -39,15 +39,4 @@ def _change(changes: Changes) -> None:
         else:
             initialize(self)
 
-    changes.replace(OptimizedModule, "_initialize", initialize_as_without_rules)
-
-
-def _cannot(reason: str) -> None:
-    warn_user(
-        f"polycast cannot have torch.compile of this torch look past the rules of a model ({reason}). A model that is "
-        "compiled while it has a rule itself may run uncompiled once the rule is removed: compile it again then."
-    )
-
-
-_changes = Changes({"torch._dynamo": _change}, _cannot)
-taken_back.append(_changes.take_back)
+    patch.replace(OptimizedModule, "_initialize", initialize_as_without_rules)

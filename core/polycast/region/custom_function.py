@@ -17,6 +17,7 @@ from torch.autograd import Function, function
 from torch.autograd.function import FunctionCtx
 
 from ..engine import state
+from ..engine.installation import taken_back
 from ..engine.state import Settings
 from ..plugins.registry import registry
 from .cast_arguments import CastArguments
@@ -161,16 +162,19 @@ def _all_functions() -> list[type[Function]]:
 # Not attributes, which functools.wraps would give to the functions of others.
 _records: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 """By decorated forward, what records the state in a ctx."""
-_recording: weakref.WeakKeyDictionary[Any, tuple[Any, list[Callable[[Any], None]]]] = weakref.WeakKeyDictionary()
-"""By setup_context that records, the one that the class was given, and what is recorded."""
+_recording: weakref.WeakKeyDictionary[Any, tuple[Any, list[Callable[[Any], None]], Any]] = weakref.WeakKeyDictionary()
+"""By setup_context that records: the one that it calls, what it records, and what attribute the class had, if any."""
 
 
 def _record_in_setup_context(cls: type[Function]) -> None:
-    """Have the setup_context of a class call what the decorators of its forward record, from now on."""
+    """Have the setup_context of a class call what the decorators of its forward record, until uninstall()."""
     if cls.setup_context is Function.setup_context:  # its forward takes a ctx, and was called by hand
         return
     records = [_records[layer] for layer in _layers(cls) if layer in _records]
-    given, recorded = _recording.get(cls.setup_context, (cls.setup_context, []))
+    given, recorded, before = _recording.get(cls.setup_context, (cls.setup_context, [], None))
+    own = vars(cls).get("setup_context")
+    if own is None or _function(own) not in _recording:
+        before = own
     if recorded == records:
         return
 
@@ -180,8 +184,29 @@ def _record_in_setup_context(cls: type[Function]) -> None:
             record(ctx)
         return given(ctx, inputs, output)
 
-    _recording[recording] = given, records
+    _recording[recording] = given, records, before
     setattr(cls, "setup_context", staticmethod(recording))
+
+
+def _give_back() -> None:
+    """Give classes back the setup_context that they had."""
+    for cls in _all_functions():
+        own = vars(cls).get("setup_context")
+        if own is None or _function(own) not in _recording:
+            continue
+        before = _recording[_function(own)][2]
+        if before is None:
+            delattr(cls, "setup_context")
+        else:
+            setattr(cls, "setup_context", before)
+
+
+taken_back.append(_give_back)
+
+
+def _function(attribute: Any) -> Any:
+    """Return the function that an attribute of a class is, as a rule a staticmethod."""
+    return getattr(attribute, "__func__", attribute)
 
 
 def _layers(cls: type[Function]) -> list[Any]:

@@ -6,8 +6,6 @@ from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import torch
-from torch._library.custom_ops import CustomOpDef
-from torch._ops import OpOverload, OpOverloadPacket
 
 from ..engine import low_bit, state
 from ..engine.installation import installed
@@ -21,6 +19,13 @@ from ..policy.recipes import RecipeLike, read_recipe
 from ..policy.registered import registrations
 from ..policy.schemas import find_op, in_order, optional_dtype, overload_with_dtype
 from ..policy.value import PolicyLike
+from ..torch_internals.names import (
+    CustomOpDef,
+    OpOverload,
+    OpOverloadPacket,
+    has_kernel_for_dispatch_key,
+    resolve_packet,
+)
 from .explanation import NO_RULE, OTHERS_KERNEL, Argument, Explanation
 from .policies import overlay_of, with_recipe
 
@@ -129,7 +134,7 @@ def deciding_rule(op: str, region: Settings, backend: Backend) -> _Rule:
     if op in backend.policies:
         return backend.policies[op], "backend's table", ""
     kernels = installed.get(region.device_type)
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(op, autocast_key(region.device_type))
+    has_kernel = has_kernel_for_dispatch_key(op, autocast_key(region.device_type))
     if has_kernel and (kernels is None or op not in kernels.ops):
         return None, OTHERS_KERNEL, ""
     return None, NO_RULE, ""
@@ -144,10 +149,15 @@ def _overload_for(name: OpName, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     overloads = known_overloads(name, writing=True)
     if len(overloads) == 1:
         return overloads[0]
+    if resolve_packet is None:
+        raise TypeError(
+            f"{name.short!r} has several overloads, and this torch ({torch.__version__}) does not tell which one a "
+            f"call means: name it, one of {overloads}"
+        )
     # torch takes one number for a list of a known length. The resolution of overloads does not, in a SymInt[n].
     for some_args, some_kwargs in ((args, kwargs), *(_with_lists(each, args, kwargs) for each in overloads)):
         try:
-            overload = torch._C._jit_resolve_packet(name.qualified, *some_args, **some_kwargs)
+            overload = resolve_packet(name.qualified, *some_args, **some_kwargs)
         except RuntimeError:
             continue
         found = f"{name.qualified}.{overload}" if overload != "default" else name.qualified

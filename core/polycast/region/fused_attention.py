@@ -6,10 +6,10 @@ of a recipe is asked. On cuda they do not under autocast; on other devices torch
 
 import torch
 
-from ..compilers.on_import import Changes, expect
 from ..engine import state
-from ..engine.installation import also_put_in_place, installed, taken_back
-from ..errors import warn_user
+from ..engine.installation import also_put_in_place, installed
+from ..torch_internals import changes
+from ..torch_internals.patcher import Patch, expect
 
 _LINEAR = "aten::linear"
 
@@ -29,7 +29,8 @@ def _recipe_computes_linears() -> bool:
 setattr(_recipe_computes_linears, "_dynamo_marked_constant", True)
 
 
-def _change(changes: Changes) -> None:
+def ask_for_recipe(patch: Patch) -> None:
+    """Have torch's attention modules ask whether the region has a recipe."""
     from torch.backends import mha
 
     torchs = vars(mha)["get_fastpath_enabled"]
@@ -40,16 +41,12 @@ def _change(changes: Changes) -> None:
             return torchs() and not _recipe_computes_linears()
         return True
 
-    changes.replace(mha, "get_fastpath_enabled", get_fastpath_enabled)
+    patch.replace(mha, "get_fastpath_enabled", get_fastpath_enabled)
 
 
-def _refused(reason: str) -> None:
-    warn_user(
-        "polycast cannot keep nn.MultiheadAttention and nn.TransformerEncoder from their fused path in this torch "
-        f"({torch.__version__}: {reason}). In eval mode no recipe is asked for them."
-    )
+def _take_unfused_path() -> None:
+    """Take it in regions with a recipe, from now on."""
+    changes.make(changes.FUSED_ATTENTION)
 
 
-_changes = Changes({"torch.backends.mha": _change}, _refused)
-also_put_in_place.append(_changes.make)
-taken_back.append(_changes.take_back)
+also_put_in_place.append(_take_unfused_path)

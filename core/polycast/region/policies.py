@@ -15,7 +15,6 @@ from ..policy.recipes import Recipe
 from ..policy.value import Policy, PolicyLike
 
 _KEPT = 256
-_NAME = "overlay"
 _NONE: tuple[int, Overlay | None] = (-1, None)
 _by_items: dict[tuple[Any, ...], Policy] = {}
 
@@ -33,7 +32,7 @@ def overlay_of(policy: PolicyLike, device_type: str) -> Overlay | None:
     found = part.ops.resolved
     count: int
     overlay: Overlay | None
-    count, overlay = part.derived.get(_NAME, _NONE)
+    count, overlay = part.derived.get(Overlay, _NONE)
     if count != len(found):  # not looked up yet, or a library was loaded since that has an optional op
         if policy.has_module_rules:
             raise ValueError(
@@ -41,7 +40,7 @@ def overlay_of(policy: PolicyLike, device_type: str) -> Overlay | None:
                 "under the policy with polycast.apply_policy(model, policy), and leave policy= out."
             )
         overlay = _overlay(part.ops, REGIONS_POLICY._replace(name=part.name), len(found)) if found else None
-        part.derived[_NAME] = len(found), overlay
+        part.derived[Overlay] = len(found), overlay
     return overlay
 
 
@@ -49,10 +48,10 @@ def with_recipe(overlay: Overlay | None, recipe: Recipe) -> Overlay:
     """Return an overlay with a recipe more: one and the same for the same two, as long as there are both."""
     origin = REGIONS_POLICY if overlay is None else overlay.origin
     made: Overlay | None
-    of, made = recipe.derived.get(_NAME, (None, None))
+    of, made = recipe.derived.get(Overlay, (None, None))
     if made is None or of is not overlay:
         made = Overlay(overlay or {}, origin, recipe=recipe)
-        recipe.derived[_NAME] = overlay, made
+        recipe.derived[Overlay] = overlay, made
     return made
 
 

@@ -11,6 +11,7 @@ from ..engine import state
 from ..plugins.registry import registry
 from ..policy.ops import Ops
 from ..policy.recipes import Recipe
+from ..torch_internals.names import autocast_supported_devices
 from . import switched_off
 from .autocast import autocast
 from .cast_arguments import CastArguments
@@ -218,7 +219,7 @@ class _ModuleRegion(autocast):
 
 def _known_devices() -> tuple[str, ...]:
     """Return the devices of this process's torch: another may know more, or fewer."""
-    return tuple(torch._C._autocast_supported_devices())
+    return tuple(autocast_supported_devices())
 
 
 def _refuse_replicas() -> NoReturn:

@@ -8,11 +8,12 @@ from ..engine.low_bit_plan import packings
 from ..errors import BackendNotFoundError
 from ..plugins.discovery import check_dtype
 from ..plugins.registry import registry
+from ..torch_internals.names import is_autocast_available
 
 
 def _device_type(device_type: str) -> str:
     name = registry.parse_device_type(device_type)
-    if not torch._C._is_autocast_available(name):
+    if not is_autocast_available(name):
         raise BackendNotFoundError(
             f"torch has no Autocast dispatch key for {name!r}, so it has no autocast state and can have no backend."
         )

@@ -12,12 +12,13 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from ..engine.installation import install
-from ..engine.kernels import autocast_key, dispatch_key
+from ..engine.kernels import autocast_key
 from ..plugins.backend import Availability, Backend
 from ..plugins.discovery import check_availability
 from ..plugins.registry import get_backend
 from ..region.autocast import autocast
 from ..region.thread_state import autocast_nesting
+from ..torch_internals.names import dispatch_key
 from . import expected
 from .samples import Sample
 

@@ -14,6 +14,7 @@ from ...plugins.backend import Backend
 from ...plugins.fork import hold_over_forks
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import overload_with_dtype
+from ...torch_internals.names import OpOverload
 from .. import kept_cast, low_bit
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, autocast_key, refusal
@@ -111,11 +112,11 @@ class NativeEngine:
 
     @disable_dynamo
     def _native_overlay(self, overlay: Overlay) -> Any:
-        native = overlay.derived.get(self.name)
+        native = overlay.derived.get(NativeEngine)
         if native is None:
             policies = {self.number(name): _POLICIES[policy] for name, policy in overlay.items()}
             policies |= {self.number(name): _LOW_BIT for name in overlay.low_bit}
-            native = overlay.derived[self.name] = self._extension.Overlay(policies)
+            native = overlay.derived[NativeEngine] = self._extension.Overlay(policies)
         return native
 
     def watch_writes(self) -> None:
@@ -184,7 +185,7 @@ class _NativeKernels(Kernels):
         super().__init__(backend, policies)
 
     @override
-    def _register(self, name: str, op: torch._ops.OpOverload, policy: CastPolicy | None) -> None:
+    def _register(self, name: str, op: OpOverload, policy: CastPolicy | None) -> None:
         with_dtype = overload_with_dtype(op)
         self._library.impl(
             name,

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch.library import Library
 
 from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import find_op
+from ...torch_internals.names import DispatchKeySet, OpOverload, has_kernel_for_dispatch_key, keys_below
 from ..casting import tensors_in
-from ..kernels import Kernels, dispatch_key
+from ..kernels import Kernels
 from ..recorder import Observer, Recorder
 from ..unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedOptimizers
 from . import telling
@@ -53,15 +53,16 @@ class ReferenceEngine(PythonStateMachine):
         """Have writes of weights that count no version seen, from now on."""
         if self._optimizers is None:
             self._optimizers = WatchedOptimizers(note_writes)
+            below = keys_below(_WHERE_VERSIONS_COUNT)
             for name in (*FUSED_OPTIMIZERS, *COLLECTIVES):
                 op = find_op(name)
-                if op is None or torch._C._dispatch_has_kernel_for_dispatch_key(name, _WHERE_VERSIONS_COUNT):
+                if below is None or op is None or has_kernel_for_dispatch_key(name, _WHERE_VERSIONS_COUNT):
                     continue  # not in this torch; or it counts versions by now
                 space, _, name_in_it = name.partition("::")
                 if space not in self._libraries:
                     self._libraries[space] = Library(space, "IMPL")  # type: ignore[no-untyped-call]
                 self._libraries[space].impl(  # type: ignore[no-untyped-call]
-                    name_in_it, _announcing(op, name in COLLECTIVES), _WHERE_VERSIONS_COUNT, with_keyset=True
+                    name_in_it, _announcing(op, below, name in COLLECTIVES), _WHERE_VERSIONS_COUNT, with_keyset=True
                 )
 
     def unwatch_writes(self) -> None:
@@ -114,11 +115,10 @@ class _ToldRecorder:
             telling.tell_no_more()
 
 
-def _announcing(op: torch._ops.OpOverload, is_collective: bool) -> Any:
+def _announcing(op: OpOverload, below: DispatchKeySet, is_collective: bool) -> Any:
     """Return a kernel that runs in front of an op that writes to tensors it is given, and announces that."""
-    below = torch._C._dispatch_keyset_full_after(dispatch_key(_WHERE_VERSIONS_COUNT))
 
-    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         # A fused optimizer writes its first argument and its state; a collective's schema does not say what it writes.
         written = list(tensors_in(args if is_collective else args[:1]))
         try:

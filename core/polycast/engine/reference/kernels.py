@@ -15,10 +15,11 @@ from typing_extensions import override
 from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import in_order, optional_dtype, overload_with_dtype
+from ...torch_internals.names import DispatchKeySet, OpOverload, excluding, keys_below
 from .. import kept_cast, low_bit
 from ..casting import is_eligible, promotion
 from ..disable_dynamo import disable_dynamo
-from ..kernels import Kernels, dispatch_key, refusal
+from ..kernels import Kernels, refusal
 from ..weight_cache import cache_by_identity
 from ..weights import caching_is_safe, is_weight
 from . import telling
@@ -44,7 +45,7 @@ class PythonKernels(Kernels):
         return self._libraries[namespace]
 
     @override
-    def _register(self, name: str, op: torch._ops.OpOverload, policy: CastPolicy | None) -> None:
+    def _register(self, name: str, op: OpOverload, policy: CastPolicy | None) -> None:
         namespace, _, name_in_it = name.partition("::")
         kernel = _Kernel(op, name, policy, self.backend, self.key, self._machine)
         with warnings.catch_warnings():
@@ -76,7 +77,7 @@ class _Kernel:
 
     def __init__(
         self,
-        op: torch._ops.OpOverload,
+        op: OpOverload,
         name: str,
         policy: CastPolicy | None,
         backend: Backend,
@@ -89,15 +90,16 @@ class _Kernel:
         self.backend = backend
         self.machine = machine
         self.device_type = backend.device_type
-        self.key_set = torch._C.DispatchKeySet(dispatch_key(key))
-        self.below = torch._C._dispatch_keyset_full_after(dispatch_key(key))
+        self.without_autocast = excluding(key, self.device_type)
+        self.below = keys_below(key)
 
     @disable_dynamo
-    def __call__(self, keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         policy = self.machine.policy(self.name, self.device_type, self.policy)
-        if policy is None:  # as if there were no kernel here: what the op is made of is autocast as ever
+        # As if there were no kernel here: what the op is made of is autocast as ever.
+        if policy is None and self.below is not None:
             return self.op.redispatch(keys & self.below, *args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(self.key_set):
+        with self.without_autocast():
             told = telling.listener
             if told is not None:
                 region = self.machine.innermost(self.device_type)
@@ -107,7 +109,7 @@ class _Kernel:
                 result = low_bit.perform(self.name, self.device_type, in_order(self.op, args, kwargs))
                 if result is not None:
                     return result
-            return _RULES[policy](self, args, kwargs)
+            return _RULES[policy or CastPolicy.PASSTHROUGH](self, args, kwargs)
 
     def cast_to(self, dtype: torch.dtype, args: _Args, kwargs: _Kwargs) -> Any:
         keeps = dtype is not torch.float32 and torch.is_autocast_cache_enabled() and caching_is_safe()

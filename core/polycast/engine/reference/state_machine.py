@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ...policy.cast_policy import CastPolicy
+from ...torch_internals.names import excluded_keys, is_function_mode_enabled
 from ..state import NO_WEIGHT, NOTHING_KEPT, WATCHED, WRITTEN_UNSEEN, Overlay, Settings
 from ..weight_cache import WeightCache
 from ..weights import caching_is_safe, is_rewritten, is_weight
@@ -143,7 +144,7 @@ class PythonStateMachine:
         if settings.cache_enabled is not None:
             torch.set_autocast_cache_enabled(settings.cache_enabled)
         torch.autocast_increment_nesting()
-        return torch._C._is_torch_function_mode_enabled()
+        return is_function_mode_enabled()
 
     def leave(self, owner: object) -> bool | None:
         """Take a frame out; what it would have restored passes to the frame above it, or is restored if none is."""
@@ -168,7 +169,7 @@ class PythonStateMachine:
         told = telling.listener
         if told is not None:
             told.note_exit(id(frame))
-        return torch._C._is_torch_function_mode_enabled()
+        return is_function_mode_enabled()
 
     def last(self) -> tuple[object, Settings] | None:
         """Return what was entered last."""
@@ -197,7 +198,7 @@ class PythonStateMachine:
 
     def excluded_keys(self) -> int:
         """Return the dispatch keys that this thread excludes."""
-        return torch._C._dispatch_tls_local_exclude_set().raw_repr()
+        return excluded_keys()
 
     def clear_own_casts(self, all_threads: bool) -> None:
         """Drop this thread's own casts, or all threads'."""

@@ -5,22 +5,22 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from ...compilers.on_import import Changes
 from ...engine.choice import choose
-from ...errors import warn_user
 from ...plugins.fork import hold_over_forks
+from ...torch_internals import changes
+from ...torch_internals.patcher import Patch
 
-_DYNAMO = "torch._dynamo.callback"
 _lock = threading.RLock()
 hold_over_forks(lambda: [_lock])
 _observers = 0
 
 
-def _change(changes: Changes) -> None:
+def tell_when_compiling(patch: Patch) -> None:
+    """Have Dynamo tell the observer when it begins and ends."""
     from torch._dynamo.callback import CompilationCallbackHandler
 
     handler = CompilationCallbackHandler
-    changes.replace(handler, "install_callbacks", _telling(handler.install_callbacks))
+    patch.replace(handler, "install_callbacks", _telling(handler.install_callbacks))
 
 
 def _telling(install_callbacks: Callable[..., AbstractContextManager[Any]]) -> Callable[..., Any]:
@@ -37,19 +37,12 @@ def _telling(install_callbacks: Callable[..., AbstractContextManager[Any]]) -> C
     return telling
 
 
-def _refused(reason: str) -> None:
-    warn_user(f"polycast.observe counts the ops that the compiler runs, too, where this torch compiles: {reason}")
-
-
-_changes = Changes({_DYNAMO: _change}, _refused)
-
-
 def tell_compilations() -> None:
     """Have compilations told to the observer, until :func:`tell_compilations_no_more`."""
     global _observers
     with _lock:
         _observers += 1
-        _changes.make()
+        changes.make(changes.COMPILATIONS)
 
 
 def tell_compilations_no_more() -> None:
@@ -58,4 +51,4 @@ def tell_compilations_no_more() -> None:
     with _lock:
         _observers -= 1
         if _observers == 0:
-            _changes.take_back()
+            changes.undo(changes.COMPILATIONS)

@@ -20,6 +20,7 @@ from ...policy.dtypes import dtype_name
 from ...region.autocast import why_disabled
 from ...region.explain import deciding_rule
 from ...region.explanation import NO_RULE, OTHERS_KERNEL
+from ...torch_internals.names import has_kernel_for_dispatch_key
 from .facts import Facts, Run, total_of
 from .known_modules import Known
 from .matmuls import FUSED
@@ -229,7 +230,7 @@ class _Counted:
         if key not in self._decisions:
             backend = _backend(device)
             if backend is None or device not in installed:
-                theirs = torch._C._dispatch_has_kernel_for_dispatch_key(op, autocast_key(device))
+                theirs = has_kernel_for_dispatch_key(op, autocast_key(device))
                 self._decisions[key] = None, OTHERS_KERNEL if theirs else NO_RULE, ""
             else:
                 settings = Settings(device, True, dtype, overlay=self._overlays.get(overlay))

@@ -1,0 +1,187 @@
+"""Every change that polycast makes to torch's own code, in one table: what, by what, and what users lose without it.
+
+A feature is made when it is first needed, and undone by ``uninstall()`` or by the end of the user's block. What an
+engine puts at dispatch keys, and the hooks that torch offers (of optimizers, of modules), are no changes of code.
+"""
+
+from .patcher import Change, Feature, Patcher
+
+GUARDS = "guards"
+CACHE_KEYS = "keys of caches"
+BACKWARD = "backward"
+NESTED_REGIONS = "nested regions"
+KEPT_CASTS = "kept casts"
+REGIONS_IN_GRAPHS = "regions in graphs"
+CHECKPOINT = "checkpoint"
+COMPILATIONS = "compilations"
+FUSED_ATTENTION = "fused attention"
+COMPILED_MODELS = "compiled models"
+PATCH_TORCH = "patch_torch"
+
+_UNCOMPILED = (
+    "Functions that are called in a region with policy= run uncompiled, which is slower: use a torch that polycast "
+    "supports."
+)
+_GRAPH_CAPTURE = "torch._functorch._aot_autograd.graph_capture"
+_SUBGRAPHS = "torch._higher_order_ops.invoke_subgraph"
+
+FEATURES = {
+    GUARDS: Feature(
+        _UNCOMPILED,
+        (
+            Change(
+                "torch._dynamo",
+                (
+                    "torch._dynamo.output_graph.OutputGraph.init_ambient_guards",
+                    "torch._dynamo.guards.CheckFunctionManager.compile_check_fn",
+                    "torch._dynamo.guards.GuardManagerWrapper.check",
+                ),
+                "compilers.guards:guard_dynamo",
+            ),
+        ),
+        otherwise="compilers.uncompiled:start",
+    ),
+    CACHE_KEYS: Feature(
+        _UNCOMPILED,
+        (
+            Change(
+                "torch._functorch._aot_autograd.autograd_cache",
+                ("torch._functorch._aot_autograd.autograd_cache.AOTAutogradCacheDetails.__init__",),
+                "compilers.cache_key:extend_autograds",
+            ),
+            Change(
+                "torch._inductor.codecache",
+                ("torch._inductor.codecache.FxGraphHashDetails.__init__",),
+                "compilers.cache_key:extend_inductors",
+            ),
+        ),
+        otherwise="compilers.uncompiled:start",
+    ),
+    BACKWARD: Feature(
+        "In compiled code, gradients of what policies keep in float32 are computed in the fast dtype.",
+        (Change(_GRAPH_CAPTURE, (f"{_GRAPH_CAPTURE}.create_joint",), "compilers.backward:wrap_joint"),),
+    ),
+    NESTED_REGIONS: Feature(
+        "Where a torch.compiler.nested_compile_region is called in several autocast states in a function that is "
+        "compiled, calls may compute as others do.",
+        (
+            Change(
+                "torch._guards", ("torch._guards.InvokeSubgraphCache.*",), "compilers.nested_regions:key_cache_by_state"
+            ),
+            Change(
+                _SUBGRAPHS,
+                (
+                    f"{_SUBGRAPHS}.InvokeSubgraphAutogradOp.forward",
+                    f"{_SUBGRAPHS}.InvokeSubgraphAutogradOp.backward",
+                    f"{_SUBGRAPHS}.trace_joint_graph_as_bwd",
+                ),
+                "compilers.nested_regions:trace_again_in_regions",
+            ),
+            Change(
+                "torch._higher_order_ops.utils",
+                ("torch._higher_order_ops.utils.registered_hop_fake_fns",),
+                "compilers.nested_regions:run_traced_without_autocast",
+            ),
+        ),
+    ),
+    KEPT_CASTS: Feature(
+        "Compiled code casts each weight at each call.",
+        (
+            Change(_GRAPH_CAPTURE, (f"{_GRAPH_CAPTURE}._create_graph",), "compilers.kept_casts:keep_from_callers"),
+            Change(
+                "torch._inductor.graph",
+                ("torch._inductor.graph.GraphLowering.output", "torch._inductor.lowering.lowerings"),
+                "compilers.kept_casts:keep_from_inductor",
+            ),
+        ),
+    ),
+    REGIONS_IN_GRAPHS: Feature(
+        "Regions with policy=, recipe= or cache= break the graph of compiled functions that enter them.",
+        (
+            Change(
+                "torch._dynamo.variables.ctx_manager",
+                (
+                    "torch._dynamo.variables.ctx_manager.AutocastModeVariable.__init__",
+                    "torch._dynamo.variables.ctx_manager.AutocastModeVariable.python_type",
+                ),
+                "compilers.dynamo:let_graphs_hold_more",
+            ),
+            Change(
+                "torch._dynamo.output_graph",
+                ("torch._dynamo.output_graph.OutputGraph.call_user_compiler",),
+                "compilers.dynamo:leave_regions_of_graphs",
+            ),
+        ),
+    ),
+    CHECKPOINT: Feature(
+        "torch.utils.checkpoint does not recompute with the policy= and cache= of its forward. In regions with either, "
+        "call checkpoint(polycast.capture().wrap(function), ...).",
+        (
+            Change(
+                "torch.utils.checkpoint",
+                (
+                    "torch.utils.checkpoint.CheckpointFunction._backward_cls.run_function",
+                    "torch.utils.checkpoint._CheckpointFrame.recompute_fn",
+                ),
+                "region.checkpoint:carry_in_checkpoints",
+            ),
+        ),
+    ),
+    COMPILED_MODELS: Feature(
+        "A model that is compiled while it has a rule itself may run uncompiled once the rule is removed: compile it "
+        "again then.",
+        (
+            Change(
+                "torch._dynamo",
+                ("torch._dynamo.eval_frame.OptimizedModule._initialize",),
+                "region.compiled_models:look_past_rules",
+            ),
+        ),
+    ),
+    FUSED_ATTENTION: Feature(
+        "In eval mode nn.MultiheadAttention and nn.TransformerEncoder take their fused path, where no recipe is asked.",
+        (
+            Change(
+                "torch.backends.mha",
+                ("torch.backends.mha.get_fastpath_enabled",),
+                "region.fused_attention:ask_for_recipe",
+            ),
+        ),
+    ),
+    COMPILATIONS: Feature(
+        "polycast.observe counts the ops that the compiler runs, too.",
+        (
+            Change(
+                "torch._dynamo.callback",
+                ("torch._dynamo.callback.CompilationCallbackHandler.install_callbacks",),
+                "precision.observe.compilations:tell_when_compiling",
+            ),
+        ),
+        by_user=True,
+    ),
+    PATCH_TORCH: Feature(
+        "",
+        (
+            Change(
+                "torch.amp.autocast_mode",
+                (
+                    "torch.amp.autocast_mode.autocast.*",
+                    "torch.*.amp.autocast_mode.autocast.__init_subclass__",
+                    "torch.*.autocast_decorator",
+                    "torch.*.custom_bwd",
+                    "torch.*.custom_fwd",
+                    "torch.*.is_autocast_available",
+                ),
+                "drop_in.patch:stand_in_for_torch",
+            ),
+        ),
+        by_user=True,
+    ),
+}
+
+_patcher = Patcher(FEATURES)
+make = _patcher.make
+is_made = _patcher.is_made
+is_refused = _patcher.is_refused
+undo = _patcher.undo
+undo_all = _patcher.undo_all

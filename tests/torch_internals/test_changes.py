@@ -1,0 +1,284 @@
+"""The table of changes to torch: each row is right for this torch, told where it is not, and undone by uninstall()."""
+
+import fnmatch
+import importlib
+import pkgutil
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import polycast
+from polycast.torch_internals import changes
+from polycast.torch_internals.changes import FEATURES
+from polycast.torch_internals.patcher import _function
+
+CORE = str(Path(polycast.__file__).parent)
+ROWS = [(name, change) for name, feature in FEATURES.items() for change in feature.changes]
+NAMES = [
+    (feature, change.module, name)
+    for feature, change in ROWS
+    for name in change.names
+    if "*" not in name and not name.endswith(".python_type") and not FEATURES[feature].by_user
+]
+"""All but what a torch has or has not, by its version."""
+ADDED = ("torch.utils.checkpoint",)
+"""Where attributes are added that torch has not: their names are those of attributes of instances."""
+
+
+def layer():
+    return torch.nn.Linear(4, 4)
+
+
+X = torch.ones(2, 4)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch.compiler.reset()
+    polycast.uninstall()
+    yield
+    torch.compiler.reset()
+
+
+def owner_of(name):
+    """Return what has a dotted name, and the name in it."""
+    where, _, attribute = name.rpartition(".")
+    parts = where.split(".")
+    for count in range(len(parts), 0, -1):  # a module may be hidden by what has its name in the package
+        try:
+            owner = importlib.import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        for part in parts[count:]:
+            owner = getattr(owner, part)
+        return owner, attribute
+    raise AssertionError(name)
+
+
+def comes_from_polycast(value):
+    kind = type(value)
+    if kind in (staticmethod, classmethod):
+        value, kind = value.__func__, type(value.__func__)
+    if kind is property:
+        value, kind = value.fget, type(value.fget)
+    if kind is types.FunctionType:
+        return value.__code__.co_filename.startswith(CORE)
+    return kind.__module__.partition(".")[0] == "polycast"
+
+
+def changed_in_torch():
+    """Return all that modules and classes of torch have that is polycast's, by dotted names."""
+    found = {}
+    seen = set()
+    modules = [(name, module) for name, module in list(sys.modules.items()) if name.partition(".")[0] == "torch"]
+    for name, module in modules:
+        if not isinstance(module, types.ModuleType) or name.startswith(("torch.ops", "torch._classes")):
+            continue
+        owners = [(name, module)]
+        for attribute, value in list(vars(module).items()):
+            if issubclass(type(value), type) and value.__module__ == name:
+                owners.append((f"{name}.{attribute}", value))
+                context = vars(value).get("_backward_cls")
+                if context is not None:
+                    owners.append((f"{name}.{attribute}._backward_cls", context))
+        for where, owner in owners:
+            if id(owner) in seen:
+                continue
+            seen.add(id(owner))
+            for attribute, value in list(vars(owner).items()):
+                values = [value, *value.values()] if type(value) is dict and len(value) < 10_000 else [value]
+                if any(map(comes_from_polycast, values)):
+                    found[f"{where}.{attribute}"] = value
+    return found
+
+
+def use_everything():
+    """Use all that changes torch, until uninstall()."""
+    for name in {change.module for _, change in ROWS}:
+        importlib.import_module(name)
+    model, cache = layer(), polycast.WeightCache()
+    with polycast.autocast("cpu", policy={"mm": "fp32"}):
+        checkpoint(model, X, use_reentrant=False).sum().backward()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(x):
+        with polycast.autocast("cpu", policy={"softmax": "fp32"}, cache=cache):
+            return model(x)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def plain(x):
+        with polycast.autocast("cpu"):
+            return model(x)
+
+    with torch.no_grad():
+        compiled(X)
+        plain(X)
+    with polycast.autocast("cpu"):
+        torch.export.export(model, (X,), strict=False)
+
+    class Scripted(torch.nn.Module):
+        def forward(self, x):
+            with polycast.autocast("cpu"):
+                return x + 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        torch.jit.script(Scripted())
+    with polycast.patch_torch(), torch.autocast("cpu"), polycast.observe():
+        model(X)
+
+
+@pytest.mark.slow
+def test_uninstall_leaves_nothing_of_polycast_in_torch():
+    assert changed_in_torch() == {}
+    before = list(sys.meta_path)
+    use_everything()
+    assert changed_in_torch() != {}
+    polycast.uninstall()
+    assert changed_in_torch() == {}
+    assert [finder for finder in sys.meta_path if finder not in before] == []
+
+
+@pytest.mark.slow
+def test_all_that_is_changed_is_in_the_table():
+    use_everything()
+    declared = [name for _, change in ROWS for name in change.names]
+    found = changed_in_torch()
+    tables = [value for value in (getattr(*owner_of(name), None) for _, _, name in NAMES) if isinstance(value, dict)]
+    others = {name: value for name, value in found.items() if not any(value is table for table in tables)}
+    assert [name for name in others if not any(fnmatch.fnmatch(name, each) for each in declared)] == []
+    assert len(found) > 12
+
+
+def test_what_was_compiled_runs_after_uninstall_and_what_is_compiled_then_changes_torch_again():
+    model, cache = layer(), polycast.WeightCache()
+
+    def function(x):
+        with polycast.autocast("cpu", policy={"linear": "fp32"}, cache=cache):
+            return model(x)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert compiled(X).dtype is torch.float32
+        polycast.uninstall()
+        assert compiled(X).dtype is torch.float32
+        torch.compiler.reset()
+        polycast.uninstall()
+        assert compiled(X).dtype is torch.float32
+    assert "torch._dynamo.output_graph.OutputGraph.call_user_compiler" in changed_in_torch()
+
+
+def test_uninstall_leaves_what_the_user_has_begun():
+    with polycast.patch_torch():
+        polycast.uninstall()
+        with torch.autocast("cpu"):
+            assert polycast.autocast_nesting("cpu") == 1
+    assert changed_in_torch() == {}
+
+
+def test_uninstall_gives_functions_back_their_setup_context():
+    class Base(torch.autograd.Function):
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        @polycast.custom_bwd(device_type="cpu")
+        def backward(ctx, gradient):
+            return 2 * gradient
+
+    class Inherits(Base):
+        @staticmethod
+        @polycast.custom_fwd(device_type="cpu")
+        def forward(x):
+            return 2 * x
+
+    class Own(Base):
+        forward = vars(Inherits)["forward"]
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+    theirs = vars(Own)["setup_context"]
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        for function in (Inherits, Own):
+            function.apply(x).sum().backward()
+            assert comes_from_polycast(vars(function)["setup_context"])
+        polycast.uninstall()
+        assert vars(Own)["setup_context"] is theirs
+        assert "setup_context" not in vars(Inherits)
+
+
+def slow_where_inductor_is_imported(rows):
+    """Return parameters for tests, which have a module of torch's second."""
+    modules = [getattr(row[1], "module", row[1]) for row in rows]
+    slow = [[pytest.mark.slow] if module.startswith("torch._inductor") else [] for module in modules]
+    return [pytest.param(*row, marks=marks, id=row_id(row)) for row, marks in zip(rows, slow, strict=True)]
+
+
+def row_id(row):
+    return f"{row[0]}-{getattr(row[-1], 'module', row[-1])}"
+
+
+@pytest.mark.parametrize(("feature", "change"), slow_where_inductor_is_imported(ROWS))
+def test_a_row_names_what_there_is_and_what_changes_it(feature, change):
+    importlib.import_module(change.module)
+    assert callable(_function(change.by))
+    assert not FEATURES[feature].otherwise or callable(_function(FEATURES[feature].otherwise))
+    for name in change.names:
+        if "*" not in name and not name.startswith(ADDED):
+            owner, attribute = owner_of(name)
+            assert hasattr(owner, attribute), name
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize(("feature", "module", "name"), slow_where_inductor_is_imported(NAMES))
+def test_a_torch_without_a_name_warns_of_what_is_lost_and_runs_plain_regions(feature, module, name, monkeypatch):
+    importlib.import_module(module)
+    if name.startswith(ADDED):
+        name = name.rpartition(".")[0]
+    owner, attribute = owner_of(name)
+    if attribute == "__init__" or attribute not in vars(owner):  # every class has one
+        name = name.rpartition(".")[0]
+        owner, attribute = owner_of(name)
+    with monkeypatch.context() as without:
+        without.delattr(owner, attribute)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert not changes.make(feature)
+    (only,) = {str(warning.message) for warning in said}
+    assert "this torch" in only
+    assert FEATURES[feature].lost in only
+    model = layer()
+    with polycast.autocast("cpu"):
+        assert model(X).dtype is torch.bfloat16
+        assert torch.compile(model, backend="aot_eager", fullgraph=True)(X).dtype is torch.bfloat16
+
+
+def test_a_torch_whose_graphs_hold_no_more_breaks_them_at_policies_and_compiles_plain_regions(monkeypatch):
+    from torch._dynamo.variables import ctx_manager
+
+    monkeypatch.delattr(ctx_manager, "AutocastModeVariable")
+    model = layer()
+
+    def function(x, policy):
+        with polycast.autocast("cpu", policy=policy):
+            return model(x)
+
+    with pytest.warns(
+        UserWarning, match="AutocastModeVariable.*Regions with policy=, recipe= or cache= break the graph"
+    ):
+        plain = torch.compile(function, backend="aot_eager", fullgraph=True)(X, None)
+    assert plain.dtype is torch.bfloat16
+    assert torch.compile(function, backend="aot_eager")(X, {"linear": "fp32"}).dtype is torch.float32
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graphs of this torch hold no policy="):
+        torch.compile(function, backend="aot_eager", fullgraph=True)(X, {"linear": "fp32"})
+    assert pkgutil.resolve_name("torch._dynamo.variables.builder:AutocastModeVariable")  # torch's own code has it

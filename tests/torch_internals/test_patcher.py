@@ -1,0 +1,222 @@
+"""Changes to modules: made where they are imported already, or once they are, and undone."""
+
+import importlib
+import sys
+import threading
+
+import pytest
+
+from polycast.torch_internals.patcher import Change, Feature, Patcher
+
+NAME = "module_of_the_test_of_changes"
+
+
+@pytest.fixture(name="module_file")
+def _module_file(tmp_path, monkeypatch):
+    """The file of a module that can be imported."""
+    path = tmp_path / f"{NAME}.py"
+    path.write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield path
+    sys.modules.pop(NAME, None)
+
+
+def feature(*changes, **options):
+    return Feature("lost", tuple(Change(name, (), by) for name, by in changes), **options)
+
+
+def increase(patch):
+    patch.replace(sys.modules[NAME], "value", sys.modules[NAME].value + 1)
+
+
+@pytest.fixture(name="patcher")
+def _patcher(refusals):
+    patcher = Patcher({"it": feature((NAME, increase), otherwise=refusals.append)})
+    yield patcher
+    patcher.undo("it")
+
+
+@pytest.fixture(name="refusals")
+def _refusals():
+    return []
+
+
+@pytest.mark.usefixtures("module_file")
+@pytest.mark.parametrize("imported", [True, False])
+def test_a_module_is_changed_once_and_given_back(patcher, imported):
+    if imported:
+        importlib.import_module(NAME)
+    patcher.make("it")
+    patcher.make("it")
+    assert (NAME in sys.modules) is imported
+    module = importlib.import_module(NAME)
+    assert module.value == 2
+    patcher.undo_all()
+    assert (module.value, patcher in sys.meta_path) == (1, False)
+    patcher.make("it")
+    assert module.value == 2
+
+
+def test_a_module_keeps_its_loader_and_its_source(patcher, module_file):
+    patcher.make("it")
+    assert importlib.util.find_spec(NAME).loader.get_source(NAME) == "value = 1\n"
+    module = importlib.import_module(NAME)
+    assert type(module.__loader__) is type(module.__spec__.loader) is type(sys.modules["pytest"].__loader__)
+    assert module.__loader__.get_source(NAME) == module_file.read_text()
+
+
+@pytest.mark.usefixtures("module_file")
+def test_what_somebody_else_has_replaced_since_is_left_to_him(patcher):
+    patcher.make("it")
+    module = importlib.import_module(NAME)
+    module.value = 7
+    patcher.undo_all()
+    assert module.value == 7
+
+
+def test_a_module_that_is_not_as_expected_is_refused_with_a_reason(patcher, module_file, refusals):
+    module_file.write_text("other = 1\n")
+    patcher.make("it")
+    assert not hasattr(importlib.import_module(NAME), "value")
+    assert [refusal.startswith(f"{NAME}: AttributeError: ") for refusal in refusals] == [True]
+
+
+def test_a_module_that_asks_for_its_own_change_while_it_is_imported_gets_it_when_asked_again(patcher, module_file):
+    sys.modules["polycast_test_changes"] = patcher
+    module_file.write_text("import sys\nsys.modules['polycast_test_changes'].make('it')\nvalue = 1\n")
+    try:
+        module = importlib.import_module(NAME)
+        assert module.value == 1
+        patcher.make("it")
+        assert module.value == 2
+    finally:
+        del sys.modules["polycast_test_changes"]
+
+
+def test_a_module_that_another_thread_is_importing_is_waited_for(patcher, module_file):
+    importing, go_on = threading.Event(), threading.Event()
+    sys.modules["polycast_test_events"] = (importing, go_on)
+    module_file.write_text(
+        "import sys\nimporting, go_on = sys.modules['polycast_test_events']\n"
+        "importing.set()\ngo_on.wait(60)\nvalue = 1\n"
+    )
+    threads = [
+        threading.Thread(target=importlib.import_module, args=(NAME,)),
+        threading.Thread(target=patcher.make, args=("it",)),
+    ]
+    try:
+        threads[0].start()
+        importing.wait(60)
+        threads[1].start()
+        go_on.set()
+        for thread in threads:
+            thread.join()
+        assert sys.modules[NAME].value == 2
+    finally:
+        del sys.modules["polycast_test_events"]
+
+
+@pytest.mark.usefixtures("module_file")
+def test_a_module_that_another_finder_has_found_first_is_changed_at_the_next_call(patcher, monkeypatch):
+    patcher.make("it")
+    monkeypatch.setattr(sys, "meta_path", [importlib.machinery.PathFinder, *sys.meta_path])
+    module = importlib.import_module(NAME)
+    assert module.value == 1
+    patcher.make("it")
+    assert module.value == 2
+
+
+class Noticed(str):
+    """The name of a module, that does something when it is looked up."""
+
+    def __hash__(self):
+        self.then()
+        return super().__hash__()
+
+    def then(self):
+        pass
+
+
+def test_a_module_may_be_changed_by_another_thread_while_those_that_wait_are_looked_through(refusals):
+    first = Noticed("module_that_nobody_imports")
+    patcher = Patcher(
+        {"it": feature((first, lambda _: None), (NAME, lambda _: None), otherwise=refusals.append)},
+    )
+    patcher.make("it")
+    first.then = lambda: patcher.change(NAME)
+    try:
+        patcher.make("it")
+    finally:
+        patcher.undo_all()
+    assert refusals == []
+
+
+def test_a_refusal_is_a_warning_that_names_what_is_lost(module_file):
+    module_file.write_text("other = 1\n")
+    importlib.import_module(NAME)
+    patcher = Patcher({"it": feature((NAME, increase))})
+    with pytest.warns(
+        UserWarning, match=rf"does not know the internals of this torch .*{NAME}: AttributeError.*: lost$"
+    ):
+        assert not patcher.make("it")
+    assert patcher.is_refused("it")
+    assert not patcher.make("it")
+    patcher.undo_all()
+    assert not patcher.is_refused("it")
+
+
+@pytest.mark.usefixtures("module_file")
+def test_a_change_that_fails_half_way_is_undone(refusals):
+    def change(patch):
+        increase(patch)
+        raise NotImplementedError("not this one")
+
+    module = importlib.import_module(NAME)
+    Patcher({"it": feature((NAME, change), otherwise=refusals.append)}).make("it")
+    assert (module.value, refusals) == (1, [f"{NAME}: NotImplementedError: not this one"])
+
+
+@pytest.mark.usefixtures("module_file")
+def test_a_feature_without_a_loss_raises_and_may_be_made_again():
+    def change(patch):
+        increase(patch)
+        if module.value == 2:
+            raise ValueError("not now")
+
+    module = importlib.import_module(NAME)
+    patcher = Patcher({"it": Feature("", (Change(NAME, (), change),))})
+    with pytest.raises(ValueError, match="not now"):
+        patcher.make("it")
+    assert (module.value, patcher in sys.meta_path) == (1, False)
+    module.value = 5
+    assert patcher.make("it")
+    assert module.value == 6
+    patcher.undo_all()
+
+
+@pytest.mark.usefixtures("module_file")
+def test_features_are_undone_one_by_one_and_those_of_users_by_themselves_only():
+    def double(patch):
+        patch.replace(module, "twice", 2 * module.value)
+
+    module = importlib.import_module(NAME)
+    patcher = Patcher({"one": feature((NAME, increase)), "other": feature((NAME, double), by_user=True)})
+    patcher.make("one")
+    patcher.make("other")
+    assert (module.value, module.twice) == (2, 4)
+    patcher.undo_all()
+    assert (module.value, module.twice, patcher in sys.meta_path) == (1, 4, True)
+    patcher.undo("other")
+    assert (hasattr(module, "twice"), patcher in sys.meta_path) == (False, False)
+
+
+@pytest.mark.usefixtures("module_file")
+@pytest.mark.parametrize("before", [{}, {"key": 1}])
+def test_items_of_dicts_are_replaced_and_given_back(before):
+    module = importlib.import_module(NAME)
+    module.items = dict(before)
+    patcher = Patcher({"it": feature((NAME, lambda patch: patch.replace_item(module.items, "key", 2)))})
+    patcher.make("it")
+    assert module.items == {"key": 2}
+    patcher.undo_all()
+    assert module.items == before
