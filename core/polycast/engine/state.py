@@ -123,6 +123,10 @@ class Overlay(dict[str, CastPolicy]):
 WATCHED = "something records, transforms or watches the ops"
 NO_WEIGHT = "its weight is no parameter that can be kept (a view, a subclass, or the result of another op)"
 NOTHING_KEPT = "nothing is kept of weights here (cache_enabled=False, or a device's graph is being captured)"
+WRITTEN_UNSEEN = (
+    "something else holds the weight's memory and may write it unseen (an alias made through .data, an array, a buffer "
+    "that it is a part of, another process)"
+)
 """Why nothing is kept of a weight."""
 
 

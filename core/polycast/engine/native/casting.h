@@ -1,7 +1,6 @@
 // Which tensors are cast, which of them are weights, and whether the cast of a weight is kept.
 //
-// Owns nothing. Locks: none. The GIL is taken to ask Python about a weight that shares its storage, and whether a device captures
-// a graph: with no lock of a store held.
+// Owns nothing. Locks: none. The GIL is taken to ask Python whether a device captures a graph: with no lock of a store held.
 
 #pragma once
 
@@ -21,8 +20,7 @@
 
 namespace {  // all is one unit, binding.cpp
 
-// Set by bind(); they live as long as the process.
-PyObject* storages_are_rewritten = nullptr;
+// Set by bind(); it lives as long as the process.
 PyObject* kept_cast_of_traced = nullptr;
 
 C10_ALWAYS_INLINE bool is_eligible(const Tensor& tensor, DeviceType device) {
@@ -50,15 +48,6 @@ bool is_weight(const Tensor& tensor, bool to_pack = false) {
   }
   return (type == ParameterClass || (type == THPVariableClass && meta->requires_grad_)) && meta->grad_fn_ == nullptr &&
       !meta->is_view_ && meta->fw_grad_ == nullptr;
-}
-
-// See storages_are_rewritten in engine/weights.py. Few weights share their storage, so the GIL is rarely taken.
-bool is_rewritten(const Tensor& weight) {
-  if (weight.unsafeGetTensorImpl()->unsafe_storage().use_count() == 1) {
-    return false;
-  }
-  const Gil gil;
-  return is_true(call(storages_are_rewritten));
 }
 
 // Not while something records, transforms or watches the ops.
@@ -99,7 +88,7 @@ struct Differentiation {
 // Whether a cast of a tensor may be kept now. Python may run, and the region end.
 bool may_be_kept(const Tensor& tensor, ScalarType dtype, const Object& is_capturing) {
   return dtype != at::kFloat && is_weight(tensor) && at::autocast::is_autocast_cache_enabled() && caching_is_safe() &&
-      !is_rewritten(tensor) && !captures(tensor, is_capturing);
+      !captures(tensor, is_capturing);
 }
 
 // Return the cast of what stands for a weight in code that is being compiled, or an undefined tensor.

@@ -100,7 +100,7 @@ constexpr bool is_for_low_bit<Tensor(const Tensor&, const Tensor&, Args...)> =
 // packing_of(store, weight, kind, prepare): what a weight is packed into, kept in a store or made; see StateMachine in
 // engine/state.py. A number where nothing can be kept.
 PyObject* packing_of(PyObject*, PyObject* given) {
-  enum : long { kWatched, kNoWeight, kNothingKept };
+  enum : long { kWatched, kNoWeight, kNothingKept, kWrittenUnseen };
   PyObject *of_store, *of_weight, *prepare;
   int kind;
   parse(given, "OOiO", &of_store, &of_weight, &kind, &prepare);
@@ -109,7 +109,7 @@ PyObject* packing_of(PyObject*, PyObject* given) {
   if (!caching_is_safe()) {
     return PyLong_FromLong(kWatched);
   }
-  if (!is_weight(weight, /*to_pack=*/true) || is_rewritten(weight)) {
+  if (!is_weight(weight, /*to_pack=*/true)) {
     return PyLong_FromLong(kNoWeight);
   }
   if (!at::autocast::is_autocast_cache_enabled()) {
@@ -132,6 +132,9 @@ PyObject* packing_of(PyObject*, PyObject* given) {
   }
   const uint64_t writes = Writes::log().count();
   Content content(weight);
+  if (!may_be_stored(weight, content)) {
+    return PyLong_FromLong(kWrittenUnseen);
+  }
   Object made = call(prepare, "(O)", of_weight);
   std::vector<Tensor> parts;
   if (!made.is_none()) {

@@ -43,7 +43,7 @@ class RegionCasts {
     }
     const Key key{weight.unsafeGetTensorImpl(), dtype};
     const auto found = kept_.find(key);
-    if (found == kept_.end() || !found->second->is_that_of(weight)) {
+    if (found == kept_.end() || !found->second->is_that_of(weight) || !may_be_used_in_region(weight)) {
       return nullptr;
     }
     const bool link = wants_history(weight);
@@ -62,7 +62,8 @@ class RegionCasts {
     const Key key{weight.unsafeGetTensorImpl(), dtype};
     const bool link = wants_history(weight);
     see_writes();
-    if (const auto found = kept_.find(key); found != kept_.end() && found->second->is_that_of(weight)) {
+    const bool may_be_used = may_be_used_in_region(weight);
+    if (const auto found = kept_.find(key); may_be_used && found != kept_.end() && found->second->is_that_of(weight)) {
       KeptCast& entry = *found->second;
       if (link) {
         return entry.linked.defined() ? entry.linked : link_kept(key, weight, entry.cast);
@@ -71,7 +72,7 @@ class RegionCasts {
       return entry.cast.defined() ? entry.cast : alias_of(entry.linked);
     }
     for (Recent& recent : recent_) {
-      if (recent.cast && recent.key == key && recent.cast->is_that_of(weight)) {
+      if (may_be_used && recent.cast && recent.key == key && recent.cast->is_that_of(weight)) {
         uses_.note_again(key);
         auto entry = take_out(recent);
         const Tensor cast = entry->cast;
@@ -93,15 +94,18 @@ class RegionCasts {
     if (const auto found = kept_.find(key); found != kept_.end() && found->second->linked.defined() &&
         found->second->is_that_of(weight)) {
       linked = found->second->linked;
-    } else if (!is_written_by_others(weight)) {
+    } else {
       entry = std::make_unique<KeptCast>(weight);  // what is written from here on need not be in the cast
     }
     const Tensor cast = store.cast(weight, dtype, made);
     if (linked.defined()) {
-      return linked;
+      if (storage_of(linked) == storage_of(cast)) {
+        return linked;
+      }
+      erase_kept(key);  // the store has another by now
     }
     linked = with_history(cast, weight);
-    if (entry != nullptr && seen == Writes::log().count()) {
+    if (entry != nullptr && may_be_stored(weight, entry->of) && seen == Writes::log().count()) {
       entry->linked = linked;
       keep(key, std::move(entry));
     }
@@ -206,10 +210,10 @@ class RegionCasts {
 
   Tensor make(const Key& key, const Tensor& weight, ScalarType dtype, bool link, bool& made) {
     const bool keeps = uses_.note(key) || link;
-    const bool may_keep = !is_written_by_others(weight);
+    auto entry = std::make_unique<KeptCast>(weight);
+    const bool may_keep = may_be_kept_in_region(weight, entry->of);
     const bool shares = keeps && may_keep && threads_with_regions.load(std::memory_order_relaxed) > 1;
     const uint64_t seen = seen_;
-    auto entry = may_keep ? std::make_unique<KeptCast>(weight) : nullptr;
     Reserved reserved;
     Tensor cast, reusable;
     erase_kept(key);
@@ -268,7 +272,7 @@ class RegionCasts {
     Kept dying;
     if (kept_.size() >= sweep_at_) {  // a region may outlive many weights
       for (auto it = kept_.begin(); it != kept_.end();) {
-        if (!it->second->of.weight_is_alive()) {
+        if (!it->second->of.memory_is_alive()) {
           dying.emplace(it->first, std::move(it->second));
           it = kept_.erase(it);
         } else {

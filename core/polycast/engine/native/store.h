@@ -43,6 +43,7 @@ struct Statistics {
 
 class Store;
 
+// The stores that there are, to be walked with the mutex held.
 struct AllStores {
   static AllStores& list() {
     static auto* const only = new AllStores();
@@ -160,6 +161,7 @@ class Store : public std::enable_shared_from_this<Store> {
       watchers.swap(watchers_);
       leave_behind(watchers);
       ages_.clear();
+      on_storage_.clear();
       bytes_ = 0;
     }
     Writes::log().add_all();  // what threads made of the casts, for their graphs, is not to be used any more either
@@ -181,20 +183,41 @@ class Store : public std::enable_shared_from_this<Store> {
   // Drop the casts of weights in storages that were written.
   void drop(const Storages& written, std::vector<std::shared_ptr<void>>& dying) {
     std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<Key> keys;
-    for (const auto& [key, entry] : entries_) {
-      if (written.count(entry->of.storage()) != 0) {
-        keys.push_back(key);
+    for (const StorageImpl* const storage : written) {
+      if (const auto found = on_storage_.find(storage); found != on_storage_.end()) {
+        for (const Key& key : Keys(found->second)) {
+          erase(key, dying);
+        }
       }
     }
-    for (const Key& key : keys) {
-      erase(key, dying);
+  }
+
+  // Drop what is made of a weight, and the reference to it. Called with the GIL held.
+  void forget(TensorImpl* weight) {
+    Dying dying;
+    PyObject* reference = nullptr;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      for (int dtype = 0; dtype < static_cast<int>(ScalarType::NumOptions); ++dtype) {
+        erase(Key{weight, static_cast<ScalarType>(dtype)}, dying);
+      }
+      for (int kind = 1; kind <= most_packings_; ++kind) {
+        erase(Key{weight, ScalarType::Undefined, kind}, dying);
+      }
+      auto found = watchers_.find(weight);
+      if (found != watchers_.end()) {
+        reference = found->second;
+        watchers_.erase(found);
+      }
     }
+    Py_XDECREF(reference);
   }
 
   std::mutex& mutex() { return mutex_; }
 
  private:
+  using Dying = std::vector<std::shared_ptr<void>>;
+
   struct Entry {
     Content of;
     Tensor cast;  // of a packing that is verified, a copy of what was packed
@@ -225,6 +248,7 @@ class Store : public std::enable_shared_from_this<Store> {
     }
   };
   using Entries = ska::flat_hash_map<Key, std::shared_ptr<Entry>, KeyHash>;
+  using Keys = std::vector<Key>;
   using Watchers = std::unordered_map<TensorImpl*, PyObject*>;
 
   // A weight that is known here, for the callback of its weakref.
@@ -248,7 +272,6 @@ class Store : public std::enable_shared_from_this<Store> {
       return Py_NewRef(Py_None);
     }
   };
-  using Dying = std::vector<std::shared_ptr<void>>;
 
   static constexpr int kMostUses = 3;
   static constexpr size_t kMostRefused = 10'000;
@@ -268,6 +291,11 @@ class Store : public std::enable_shared_from_this<Store> {
     if (found != entries_.end()) {
       bytes_ -= found->second->bytes;
       ages_.erase(found->second->age);
+      const auto same = on_storage_.find(found->second->of.storage());
+      same->second.erase(std::find(same->second.begin(), same->second.end(), key));
+      if (same->second.empty()) {
+        on_storage_.erase(same);
+      }
       dying.push_back(std::move(found->second));
       entries_.erase(found);
     }
@@ -297,7 +325,7 @@ class Store : public std::enable_shared_from_this<Store> {
 
   void insert(const Key& key, const Tensor& weight, std::shared_ptr<Entry> entry, uint64_t writes) {
     Dying dying;
-    const bool may_keep = !is_part_of_a_buffer(weight) && !is_written_by_others(weight);
+    const bool may_keep = may_be_stored(weight, entry->of);
     bool watched = true;
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -310,6 +338,7 @@ class Store : public std::enable_shared_from_this<Store> {
           entry->streams.push_back(*stream);
         }
         entry->age = ages_.insert(ages_.end(), key);
+        on_storage_[entry->of.storage()].push_back(key);
         entries_.emplace(key, std::move(entry));
         bytes_ += bytes;
         watched = watchers_.count(key.weight) != 0;
@@ -350,27 +379,6 @@ class Store : public std::enable_shared_from_this<Store> {
     }
   }
 
-  // Called with the GIL held, when the weight has died.
-  void forget(TensorImpl* weight) {
-    Dying dying;
-    PyObject* reference = nullptr;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      for (int dtype = 0; dtype < static_cast<int>(ScalarType::NumOptions); ++dtype) {
-        erase(Key{weight, static_cast<ScalarType>(dtype)}, dying);
-      }
-      for (int kind = 1; kind <= most_packings_; ++kind) {
-        erase(Key{weight, ScalarType::Undefined, kind}, dying);
-      }
-      auto found = watchers_.find(weight);
-      if (found != watchers_.end()) {
-        reference = found->second;
-        watchers_.erase(found);
-      }
-    }
-    Py_XDECREF(reference);
-  }
-
   static bool are_equal(const Tensor& one, const Tensor& other) {
     const at::NoGradGuard no_grad;
     return one.nan_to_num().equal(other.nan_to_num()) && one.isnan().equal(other.isnan());
@@ -393,6 +401,7 @@ class Store : public std::enable_shared_from_this<Store> {
   const bool verify_;
   std::mutex mutex_;
   Entries entries_;
+  std::unordered_map<const StorageImpl*, Keys> on_storage_;  // the keys of entries, by the memory of their weights
   std::list<Key> ages_;  // least recently used first
   ska::flat_hash_map<Key, int, KeyHash> refused_;  // how often; hints, by address
   Watchers watchers_;
@@ -400,6 +409,18 @@ class Store : public std::enable_shared_from_this<Store> {
   size_t bytes_ = 0;
   int most_packings_ = 0;  // the highest kind of packing that was kept
 };
+
+// Return the stores that there are, held.
+std::vector<std::shared_ptr<Store>> all_stores() {
+  std::vector<std::shared_ptr<Store>> found;
+  std::lock_guard<std::mutex> lock(AllStores::list().mutex);
+  for (Store* const store : AllStores::list().stores) {
+    if (auto alive = store->weak_from_this().lock()) {
+      found.push_back(std::move(alive));
+    }
+  }
+  return found;
+}
 
 void tell_stores(const Storages& written) {
   std::vector<std::shared_ptr<void>> dying;  // before the lock, so that it is destroyed after it is let go

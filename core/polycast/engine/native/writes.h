@@ -126,9 +126,38 @@ class InFlight {
   Pending pending_;
 };
 
-// Whether a weight's memory may be written at times that nobody tells: by other processes, or by a collective. Python may run.
-bool is_written_by_others(const Tensor& weight) {
-  return is_shared(weight) || InFlight::storages().has(storage_of(weight));
+// Set by bind(); it lives as long as the process.
+PyObject* storages_are_rewritten = nullptr;
+
+// Whether a weight's memory may be written at times that nobody tells: by other processes, by a collective, or by FSDP, which
+// gathers weights into memory that it holds and writes without a version (see storages_are_rewritten in engine/weights.py).
+// Python may run.
+bool is_written_by_others(const Tensor& weight, const Content& before) {
+  if (memory_of(weight) == Memory::kShared || InFlight::storages().has(storage_of(weight))) {
+    return true;
+  }
+  if (before.holders() == Holders::kNone) {
+    return false;
+  }
+  const Gil gil;
+  return is_true(call(storages_are_rewritten));
+}
+
+// Whether a user's store may keep what is made of a weight after `before`.
+bool may_be_stored(const Tensor& weight, const Content& before) {
+  return before.holders() != Holders::kUnversioned && !is_written_by_others(weight, before);
+}
+
+// Whether a region may. Of a weight that requires no grad torch's own regions keep nothing, so that every write is seen: it has to
+// have its memory alone. Of others they keep what they have, whatever is written.
+bool may_be_kept_in_region(const Tensor& weight, const Content& before) {
+  return (weight.requires_grad() || (before.holders() == Holders::kNone && memory_of(weight) == Memory::kTorchs)) &&
+      !is_written_by_others(weight, before);
+}
+
+// Whether what a region keeps of a weight may be used still. Aliases are told of as they are made, save by C++.
+C10_ALWAYS_INLINE bool may_be_used_in_region(const Tensor& weight) {
+  return count_holders(weight) == 1 || weight.requires_grad();
 }
 
 // Set by store.h, whose stores are told at once; a thread's own casts look at the log.
@@ -138,6 +167,14 @@ void announce(const Storages& written) {
   if (!written.empty()) {
     Writes::log().add(written);
     tell_stores(written);
+  }
+}
+
+// Announce that a tensor's memory may be written by what was given it just now. Nobody keeps anything of it where its storage
+// has no weak reference, which a Content has.
+void announce_alias(const Tensor& tensor) {
+  if (tensor.defined() && tensor.has_storage() && count_weak_references(storage_of(tensor)) > 1) {
+    announce({storage_of(tensor)});
   }
 }
 
