@@ -1,11 +1,18 @@
 """Which tensors are weights, and when a cast of one may be kept."""
 
+import functools
+import sys
+from typing import Any
+
 import torch
 from torch.autograd import forward_ad
 
+TensorBase: Any = torch._C.TensorBase
+"""What torch.Tensor inherits from; its methods are torch's own, whatever torch.Tensor has in their place."""
+
 STALE = (
-    "A weight was changed in a way that its version counter does not show (a write through .data), so the cast that "
-    "the WeightCache kept is stale. Call clear() on the cache after such a write."
+    "A weight was changed in a way that nothing shows (a write at a raw pointer), so the cast that the WeightCache kept "
+    "is stale. Call clear() on the cache after such a write."
 )
 
 
@@ -28,22 +35,26 @@ def is_weight(tensor: torch.Tensor, *, to_pack: bool = False) -> bool:
         and not tensor.is_inference()
         and not tensor._is_view()
         and not tensor.is_neg()
-        and not (_shares_its_storage(tensor) and storages_are_rewritten())
     )
 
 
-def _shares_its_storage(tensor: torch.Tensor) -> bool:
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor, and the object that was just made
+def has_other_holders(weight: torch.Tensor) -> bool:
+    """Say whether anything but a weight holds its memory: another tensor, a storage, an array.
 
-
-def is_part_of_a_buffer(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is a part of memory that other tensors are on, too.
-
-    One that was put there through ``.data`` counts its own versions, so a write through the whole of it is not seen.
+    Each may write it without counting a version of the weight; Python cannot tell which of them count it.
     """
-    size = tensor.untyped_storage().nbytes()
-    return _shares_its_storage(tensor) and tensor.nbytes < size
+    return any(count > alone for count, alone in zip(_references(weight), _references_of_one(), strict=True))
+
+
+def _references(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return how often a storage is held, and Python's object of it, which is made here or was before."""
+    storage = TensorBase.untyped_storage(tensor)
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+@functools.cache
+def _references_of_one() -> tuple[int, int]:
+    return _references(torch.Tensor())
 
 
 def storages_are_rewritten() -> bool:

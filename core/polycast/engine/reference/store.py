@@ -12,7 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...errors import StaleWeightError
 from ...plugins.fork import Lock, hold_over_forks
-from ..weights import STALE, is_part_of_a_buffer
+from ..state import WRITTEN_UNSEEN
+from ..weights import STALE, TensorBase, has_other_holders, storages_are_rewritten
 
 _MOST_USES = 3
 _MOST_REFUSED = 10_000
@@ -82,15 +83,17 @@ class PythonStore:
             if entry is None:
                 if made is not None:
                     made.append(True)
-                return self._insert(
-                    key, weight, _Entry(_content(weight), _storage(weight), (_made(weight, dtype),))
-                ).cast
+                content, storage = _content(weight), _storage(weight)
+                may_keep = self._may_keep(weight)
+                return self._insert(key, weight, _Entry(content, storage, (_made(weight, dtype),)), may_keep).cast
             if self._verify:
                 _check_contents(weight, entry.cast)
             return entry.cast
 
-    def packing(self, weight: torch.Tensor, kind: int, prepare: Callable[[torch.Tensor], _Packing]) -> _Packing:
-        """Return what `prepare` makes of a weight: what is kept if it still holds, else anew."""
+    def packing(
+        self, weight: torch.Tensor, kind: int, prepare: Callable[[torch.Tensor], _Packing]
+    ) -> _Packing | str:
+        """Return what `prepare` makes of a weight: what is kept if it still holds, else anew; or why none could be kept."""
         key = (id(weight), kind)
         with self._lock:
             entry = self._find(key, weight)
@@ -98,17 +101,22 @@ class PythonStore:
                 if entry.original is not None and not _are_equal(entry.original, weight):
                     raise StaleWeightError(STALE)
                 return entry.kept
-        content = _content(weight)
-        entry = _Entry(content, _storage(weight), prepare(weight))
+            drops = self._drops
+        content, storage = _content(weight), _storage(weight)
+        if not self._may_keep(weight):
+            return WRITTEN_UNSEEN
+        entry = _Entry(content, storage, prepare(weight))
         if self._verify:
             with torch.no_grad():
                 entry.original = weight.detach().clone()
         with self._lock:
-            return self._insert(key, weight, entry).kept
+            return self._insert(key, weight, entry, drops == self._drops).kept
 
     def _find(self, key: _Key, weight: torch.Tensor) -> _Entry | None:
         entry = self._entries.get(key)
         if entry is None or not entry.holds_for(weight):
+            return None
+        if self._own and not weight.requires_grad and has_other_holders(weight):
             return None
         self._hits += 1
         entry.uses = min(entry.uses + 1, _MOST_USES)
@@ -125,21 +133,34 @@ class PythonStore:
             linked = entry.cast if entry is not None and entry.holds_for(weight) else None
             drops = self._drops
         content, storage = _content(weight), _storage(weight)  # what is written from here on need not be in the cast
+        may_keep = store._may_keep(weight)
         cast = store.cast(weight, dtype, made)
-        if linked is not None:
+        if linked is not None and linked.data_ptr() == cast.data_ptr():
             return linked
         entry = _Entry(content, storage, (_link(weight, cast),))
         with self._lock:
-            if drops == self._drops and _may_be_kept(weight):
+            if drops == self._drops and may_keep:
                 self._linked[key] = entry
         return entry.cast
 
-    def _insert(self, key: _Key, weight: torch.Tensor, entry: _Entry) -> _Entry:
+    def _may_keep(self, weight: torch.Tensor) -> bool:
+        """Say whether a cast that is made now may be kept: not where its weight may be written unseen.
+
+        torch's own regions keep none of a weight that requires no grad, so that every write is seen: in a region it
+        has to have its memory alone. Of others they keep what they have, whatever is written.
+        """
+        has_others = has_other_holders(weight)  # before it has one more, here
+        storage = TensorBase.untyped_storage(weight)
+        if (weight.device.type == "cpu" and storage.is_shared()) or storage._cdata in _written_later:
+            return False
+        if has_others:
+            return self._own and weight.requires_grad and not storages_are_rewritten()
+        return not self._own or weight.requires_grad or storage.resizable()  # else it may be that of an array
+
+    def _insert(self, key: _Key, weight: torch.Tensor, entry: _Entry, may_keep: bool) -> _Entry:
         self._misses += 1
         self._erase(key)
-        if not _may_be_kept(weight) or (is_part_of_a_buffer(weight) and not self._own):
-            return entry
-        if not self._make_room(key, entry.nbytes):
+        if not may_keep or not self._make_room(key, entry.nbytes):
             return entry
         if key[0] not in self._weights:
             self._weights[key[0]] = weakref.ref(weight, self._forgetting(key[0]))
@@ -199,6 +220,15 @@ class PythonStore:
             self._drops += 1
         del dropped
 
+    def forget(self, weight: torch.Tensor) -> None:
+        """Drop what is kept of a weight, and the reference to it."""
+        with self._lock:
+            for key in [key for key in self._entries if key[0] == id(weight)]:
+                self._erase(key)
+            dropped = [self._linked.pop(key) for key in list(self._linked) if key[0] == id(weight)]
+            self._weights.pop(id(weight), None)
+        del dropped
+
     def clear(self) -> None:
         """Drop every cast, and what threads made of those of a user's store for their graphs."""
         with self._lock:
@@ -242,14 +272,31 @@ hold_over_forks(_locks)
 
 
 _written_later: dict[int, StorageWeakRef] = {}
+_noted: set[int] = set()
+"""The storages of weights that something may be kept of, by identity; of some nothing is any more."""
+
+
+def note_alias(tensor: torch.Tensor) -> None:
+    """Drop the casts of weights on the memory of a tensor, which was given to what counts no versions."""
+    with torch._C.DisableTorchFunction():
+        if torch._C._has_storage(tensor) and TensorBase.untyped_storage(tensor)._cdata in _noted:
+            note_writes([tensor])
+
+
+def forget(tensors: Iterable[torch.Tensor]) -> None:
+    """Let go of what the stores refer to of tensors."""
+    for tensor in tensors:
+        for store in all_stores():
+            store.forget(tensor)
 
 
 def note_writes(tensors: Iterable[torch.Tensor], may_go_on: bool = False) -> None:
     """Drop the casts of weights that were written without a version, and keep none where that `may_go_on`."""
     written = {
         storage._cdata: StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        for storage in (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
+        for storage in (TensorBase.untyped_storage(tensor) for tensor in tensors if tensor.layout is torch.strided)
     }
+    _noted.difference_update(written)
     if may_go_on:
         with _stores_lock:
             for storage in [storage for storage, reference in _written_later.items() if _is_gone(reference)]:
@@ -263,19 +310,15 @@ def _is_gone(reference: StorageWeakRef) -> bool:
     return bool(reference.expired())  # type: ignore[no-untyped-call]
 
 
-def _may_be_kept(weight: torch.Tensor) -> bool:
-    """Say whether the cast of a weight may be kept: not where others write its memory, at times that nobody tells."""
-    shared = weight.device.type == "cpu" and weight.is_shared()  # type: ignore[no-untyped-call]
-    return not shared and weight.untyped_storage()._cdata not in _written_later
-
-
 def _made(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be saved for a backward
         return weight.detach().to(dtype)
 
 
 def _storage(weight: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
+    storage = TensorBase.untyped_storage(weight)
+    _noted.add(storage._cdata)
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 def _content(weight: torch.Tensor) -> tuple[object, ...]:
@@ -283,8 +326,8 @@ def _content(weight: torch.Tensor) -> tuple[object, ...]:
 
     And on which stream: nobody says when a cast that was made on another may be used.
     """
-    storage = weight.untyped_storage()
-    return weight._version, storage._cdata, weight.data_ptr(), weight.shape, weight.stride(), _stream(weight)
+    storage, address = TensorBase.untyped_storage(weight), TensorBase.data_ptr(weight)
+    return weight._version, storage._cdata, address, weight.shape, weight.stride(), _stream(weight)
 
 
 def _stream(weight: torch.Tensor) -> object:
