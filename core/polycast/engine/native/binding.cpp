@@ -23,7 +23,7 @@
 namespace {
 
 std::unique_ptr<Announcers> announcers;
-std::unique_ptr<AliasHooks> alias_hooks;
+AliasHooks* alias_hooks = nullptr;  // which needs Python to be destroyed: not as the process ends
 
 void take_locks() {
   const auto take = &HeldOverFork::take;
@@ -138,13 +138,14 @@ PyObject* watch_writes(PyObject*, PyObject* arguments) {
   PyObject *ops, *collectives;
   parse(arguments, "OO", &ops, &collectives);
   announcers = std::make_unique<Announcers>(each_of(ops, &string_of), each_of(collectives, &string_of));
-  alias_hooks = std::make_unique<AliasHooks>();
+  delete std::exchange(alias_hooks, nullptr);
+  alias_hooks = new AliasHooks();
   return Py_NewRef(Py_None);
 }
 
 PyObject* unwatch_writes(PyObject*, PyObject*) {
   announcers.reset();
-  alias_hooks.reset();
+  delete std::exchange(alias_hooks, nullptr);
   return Py_NewRef(Py_None);
 }
 
