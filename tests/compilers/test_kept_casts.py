@@ -170,7 +170,7 @@ def test_a_cache_that_has_died_is_not_missed(backend):
 
 
 @BACKENDS
-def test_threads_over_one_function_have_their_own_regions(backend):
+def test_threads_over_one_function_have_their_own_regions(backend, engine):
     model = mlp()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     caches = [WeightCache(verify=True) for _ in range(4)]
@@ -190,7 +190,9 @@ def test_threads_over_one_function_have_their_own_regions(backend):
     for thread in threads:
         thread.join()
     assert all(torch.equal(each, found[0]) for each in found)
-    assert [counts(each) for each in caches] == [(2, 4)] * 4
+    assert [sum(counts(each)) for each in caches] == [6] * 4
+    if engine == "native":  # to the reference engine a thread that looks at a weight is one that holds it
+        assert [counts(each) for each in caches] == [(2, 4)] * 4
 
 
 @BACKENDS
