@@ -107,6 +107,13 @@ def write_at_pointer(weight):
     ctypes.memmove(weight.data_ptr(), threes.data_ptr(), threes.nbytes)
 
 
+def write_in_a_custom_op(weight):
+    with torch.library._scoped_library("polycast_test", "FRAGMENT") as library:
+        library.define("write_(Tensor(a!) x) -> ()")
+        library.impl("write_", lambda x: x.detach().numpy().fill(3), "CPU")
+        torch.ops.polycast_test.write_(weight.detach())
+
+
 def write_where_versions_are_preserved(weight):
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
         weight.fill_(3)
@@ -131,6 +138,7 @@ WRITES = {
     "untyped_storage()": write_in_storage,
     "storage()": write_in_typed_storage,
     "data_ptr()": write_at_pointer,
+    "a custom op in Python": write_in_a_custom_op,
     "a preserved version": write_where_versions_are_preserved,
 }
 

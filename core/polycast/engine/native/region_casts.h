@@ -92,17 +92,14 @@ class RegionCasts {
     Tensor linked;
     std::unique_ptr<KeptCast> entry;
     if (const auto found = kept_.find(key); found != kept_.end() && found->second->linked.defined() &&
-        found->second->is_that_of(weight)) {
+        found->second->is_that_of(weight) && found->second->of.holders() != Holders::kUnversioned) {
       linked = found->second->linked;
     } else {
       entry = std::make_unique<KeptCast>(weight);  // what is written from here on need not be in the cast
     }
     const Tensor cast = store.cast(weight, dtype, made);
     if (linked.defined()) {
-      if (storage_of(linked) == storage_of(cast)) {
-        return linked;
-      }
-      erase_kept(key);  // the store has another by now
+      return linked;
     }
     linked = with_history(cast, weight);
     if (entry != nullptr && may_be_stored(weight, entry->of) && seen == Writes::log().count()) {

@@ -35,6 +35,7 @@ class _Entry:
     versions: tuple[int, ...] = ()
     nbytes: int = 0
     original: torch.Tensor | None = None  # what was packed, where it is to be verified
+    alone: bool = True  # whether the weight had its memory alone
 
     def __post_init__(self) -> None:
         self.versions = _versions(self.kept)
@@ -130,14 +131,15 @@ class PythonStore:
         key = (id(weight), dtype)
         with self._lock:
             entry = self._linked.get(key)
-            linked = entry.cast if entry is not None and entry.holds_for(weight) else None
+            fits = entry is not None and (entry.alone or store._own) and entry.holds_for(weight)
+            linked = entry.cast if entry is not None and fits else None
             drops = self._drops
         content, storage = _content(weight), _storage(weight)  # what is written from here on need not be in the cast
-        may_keep = store._may_keep(weight)
+        may_keep, alone = store._may_keep(weight), not has_other_holders(weight)
         cast = store.cast(weight, dtype, made)
-        if linked is not None and linked.data_ptr() == cast.data_ptr():
+        if linked is not None:
             return linked
-        entry = _Entry(content, storage, (_link(weight, cast),))
+        entry = _Entry(content, storage, (_link(weight, cast),), alone=alone)
         with self._lock:
             if drops == self._drops and may_keep:
                 self._linked[key] = entry
