@@ -46,7 +46,7 @@ def in_torchs(function, *args):
 
 
 def counts(cache):
-    """Return misses and hits. As torch checks the first call of compiled code, it holds weights through .data, and none is kept."""
+    """Return misses and hits. In the first call of compiled code torch holds weights through .data: nothing is kept."""
     return cache.stats().misses, cache.stats().hits
 
 

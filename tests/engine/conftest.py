@@ -32,7 +32,7 @@ def define():
 
 @pytest.fixture
 def double_unseen():
-    """Return a function that doubles a weight of float32 at its address, which torch is not asked for as Python does."""
+    """Return a function that doubles a weight of float32 at its address, behind everybody's back."""
 
     def double(weight):
         memory = ctypes.c_float * weight.numel()

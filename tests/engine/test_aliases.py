@@ -34,7 +34,7 @@ def is_right(weight):
     return abs(out[0, 0].item() - expected.item()) <= 0.01 * abs(expected.item())
 
 
-# What keeps something of a weight: each returns a function that makes a region and one that is called in it with the weight.
+# What keeps something of a weight: each gives a function that makes what a use of the weight is in.
 @contextlib.contextmanager
 def plain_region():
     with polycast.autocast("cpu"):
@@ -52,12 +52,6 @@ def regions_with_recipe():
     polycast.clear_autocast_cache()
     yield lambda: polycast.autocast("cpu", recipe=polycast.Int8(min_size=1))
     polycast.clear_autocast_cache()
-
-
-@contextlib.contextmanager
-def region_with_cache_and_gradients():
-    with polycast.autocast("cpu", cache=polycast.WeightCache()):
-        yield torch.enable_grad
 
 
 KEEPERS = {
@@ -332,6 +326,20 @@ def test_aliases_of_one_weight_leave_the_casts_of_others():
     assert cache.stats().hits == 1
 
 
+def test_a_kernel_that_reads_the_weight_as_an_array_has_it_packed_once(int8_kernels):
+    class ReadsAnArray(type(int8_kernels["aten::linear"])):
+        def prepare(self, weight):
+            return super().prepare(torch.from_numpy(weight.numpy().copy()))
+
+    int8_kernels["aten::linear"] = ReadsAnArray()
+    weight = frozen()
+    with regions_with_recipe() as region:
+        for _ in range(3):
+            with region():
+                assert is_right(weight)
+    assert int8_kernels["aten::linear"].prepared == 1
+
+
 def versioned_aliases(weight):
     layer = nn.Linear(SIZE, SIZE, bias=False)
     layer.weight = weight
@@ -447,4 +455,6 @@ def test_a_tensor_without_memory_has_what_it_had():
     with pytest.raises(RuntimeError, match="requires grad"):
         torch.ones(1, requires_grad=True).numpy()
     with pytest.raises(TypeError, match="doesn't apply to|requires a 'torch._C.TensorBase' object|unbound"):
-        torch.Tensor.data.__get__(3) if hasattr(torch.Tensor.data, "__objclass__") else torch._C.TensorBase.data.__get__(3)
+        torch.Tensor.data.__get__(3) if hasattr(
+            torch.Tensor.data, "__objclass__"
+        ) else torch._C.TensorBase.data.__get__(3)

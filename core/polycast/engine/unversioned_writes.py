@@ -2,7 +2,7 @@
 
 torch's fused optimizers write so, and those of other libraries (kernels that are given pointers). Theirs are told by a
 hook of torch.optim, after each step; torch's own count versions or run ops that the engine sees, also in compiled code.
-Aliases of a weight's memory that count no versions are the engines' to see: native/alias_hooks.h, reference/alias_hooks.py.
+Aliases of a weight's memory that count no versions are the engines' to see: alias_hooks.h and alias_hooks.py.
 """
 
 import functools
@@ -124,7 +124,7 @@ class PythonHooks:
 
 
 def _giving_alias(export: Any) -> Any:
-    """Return what exports a tensor by DLPack: as an alias with a version counter of its own, as its writes count none."""
+    """Return what exports a tensor by DLPack: as an alias with a counter of its own, for what it is given counts none."""
 
     def export_alias(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.requires_grad:

@@ -11,8 +11,8 @@ TensorBase: Any = torch._C.TensorBase
 """What torch.Tensor inherits from; its methods are torch's own, whatever torch.Tensor has in their place."""
 
 STALE = (
-    "A weight was changed in a way that nothing shows (a write at a raw pointer), so the cast that the WeightCache kept "
-    "is stale. Call clear() on the cache after such a write."
+    "A weight was changed in a way that nothing shows (a write at a raw pointer), so the cast that the WeightCache "
+    "kept is stale. Call clear() on the cache after such a write."
 )
 
 

@@ -3,9 +3,10 @@
 // held is not kept, see Content.
 //
 // torch has these in a class that cannot be changed, torch._C.TensorBase. torch.Tensor, which inherits from it, is given
-// descriptors of the same types, names and owner, which call torch's.
+// descriptors of the same types, names and owner, which call torch's. In place of the function that Dynamo writes into graphs for
+// Tensor.data there is another.
 //
-// Owns what it has put into torch.Tensor. Locks: those of announce(), with the GIL held.
+// Owns what it has put into torch. Locks: those of announce(), with the GIL held.
 
 #pragma once
 
@@ -109,34 +110,75 @@ struct MethodHook {
   }
 };
 
-// The hooks, in torch.Tensor until this is gone.
+// torch._C._autograd._get_data_attr. It is a function in C too, for only of these torch trusts that a graph with one may be saved.
+struct GraphDataHook {
+  static constexpr const char* name = "_get_data_attr";
+
+  static PyObject* call(PyObject*, PyObject* tensor) { return PyObject_GetAttrString(tensor, "data"); }
+
+  static Object make(PyObject* module) {
+    static PyMethodDef definition{name, &call, METH_O, nullptr};
+    const Object of_module = Object::made(PyObject_GetAttrString(module, "__name__"));
+    return Object::made(PyCFunction_NewEx(&definition, nullptr, of_module.get()));
+  }
+};
+
+// The hooks, in torch until this is gone.
 class AliasHooks {
  public:
   AliasHooks() {
-    add<DataHook>("data");
-    add<MethodHook<0, true>>("numpy");
-    add<MethodHook<1, false>>("untyped_storage");
-    add<MethodHook<2, false>>("data_ptr");
-    add<MethodHook<3, true>>("set_");
+    try {
+      add<DataHook>("data");
+      add<MethodHook<0, true>>("numpy");
+      add<MethodHook<1, false>>("untyped_storage");
+      add<MethodHook<2, false>>("data_ptr");
+      add<MethodHook<3, true>>("set_");
+      const Object module = Object::made(PyImport_ImportModule("torch._C._autograd"));
+      if (Object torchs = find(module.get(), GraphDataHook::name)) {
+        put(module, GraphDataHook::name, GraphDataHook::make(module.get()), std::move(torchs));
+      }
+    } catch (...) {
+      remove();
+      throw;
+    }
   }
   AliasHooks(const AliasHooks&) = delete;
 
+  ~AliasHooks() { remove(); }
+
+ private:
   // What somebody has put in place of a hook is left there.
-  ~AliasHooks() {
+  void remove() {
     const ErrorAside former;
-    for (const auto& [name, hook] : hooks_) {
-      if (find(THPVariableClass, name).get() == hook.get() && PyObject_DelAttrString(THPVariableClass, name) != 0) {
-        PyErr_WriteUnraisable(THPVariableClass);
+    for (const auto& [owner, name, hook, torchs] : hooks_) {
+      if (find(owner.get(), name).get() != hook.get()) {
+        continue;
+      }
+      if ((torchs ? PyObject_SetAttrString(owner.get(), name, torchs.get()) : PyObject_DelAttrString(owner.get(), name)) != 0) {
+        PyErr_WriteUnraisable(owner.get());
       }
     }
   }
 
- private:
-  // Return what a class itself has by a name, or nothing.
-  static Object find(PyObject* type, const char* name) {
-    const Object attributes = Object::made(PyObject_GetAttrString(type, "__dict__"));
+  struct Hook {
+    Object owner;
+    const char* name;
+    Object hook;
+    Object former;  // or nothing
+  };
+
+  // Return what a class or module itself has by a name, or nothing.
+  static Object find(PyObject* owner, const char* name) {
+    const Object attributes = Object::made(PyObject_GetAttrString(owner, "__dict__"));
     Object found = Object::made(PyObject_CallMethod(attributes.get(), "get", "s", name));
     return found.is_none() ? Object() : found;
+  }
+
+  void put(const Object& owner, const char* name, Object hook, Object former) {
+    if (PyObject_SetAttrString(owner.get(), name, hook.get()) != 0) {
+      raise();
+    }
+    hooks_.push_back({owner, name, std::move(hook), std::move(former)});
   }
 
   // Nothing is done where somebody else has put something into torch.Tensor, or this torch has another kind of thing.
@@ -154,15 +196,12 @@ class AliasHooks {
       doc = string_of(text.get());
     }
     Object hook = Hook::make(reinterpret_cast<PyTypeObject*>(base.get()), name, doc.empty() ? nullptr : doc.c_str());
-    if (hook && PyObject_SetAttrString(THPVariableClass, name, hook.get()) != 0) {
-      raise();
-    }
     if (hook) {
-      hooks_.emplace_back(name, std::move(hook));
+      put(Object::of(THPVariableClass), name, std::move(hook), Object());
     }
   }
 
-  std::vector<std::pair<const char*, Object>> hooks_;
+  std::vector<Hook> hooks_;
 };
 
 }  // namespace

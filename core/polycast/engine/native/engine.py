@@ -69,7 +69,7 @@ class NativeEngine:
             kept_cast.of_traced,
             self._store_by_identity,
             self._perform_low_bit,
-            torch.UntypedStorage(2)[:1],
+            torch.UntypedStorage(2)[:1],  # type: ignore[no-untyped-call]
         )
         self._extension = extension
         self._hooks: PythonHooks | None = None

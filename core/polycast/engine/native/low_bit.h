@@ -135,7 +135,11 @@ PyObject* packing_of(PyObject*, PyObject* given) {
   if (!may_be_stored(weight, content)) {
     return PyLong_FromLong(kWrittenUnseen);
   }
-  Object made = call(prepare, "(O)", of_weight);
+  Object made;
+  {
+    const OnlyReads reading;
+    made = call(prepare, "(O)", of_weight);
+  }
   std::vector<Tensor> parts;
   if (!made.is_none()) {
     parts = each_of(made.get(), &tensor_of);

@@ -170,10 +170,23 @@ void announce(const Storages& written) {
   }
 }
 
+// While one of these lives, its thread reads weights to pack them: their memory is given to nobody who writes it.
+class OnlyReads {
+ public:
+  OnlyReads() { ++count_; }
+  OnlyReads(const OnlyReads&) = delete;
+  ~OnlyReads() { --count_; }
+
+  static bool in_thread() { return count_ != 0; }
+
+ private:
+  static inline thread_local int count_ = 0;
+};
+
 // Announce that a tensor's memory may be written by what was given it just now. Nobody keeps anything of it where its storage
 // has no weak reference, which a Content has.
 void announce_alias(const Tensor& tensor) {
-  if (tensor.defined() && tensor.has_storage() && count_weak_references(storage_of(tensor)) > 1) {
+  if (!OnlyReads::in_thread() && tensor.defined() && tensor.has_storage() && count_weak_references(storage_of(tensor)) > 1) {
     announce({storage_of(tensor)});
   }
 }

@@ -91,9 +91,7 @@ class PythonStore:
                 _check_contents(weight, entry.cast)
             return entry.cast
 
-    def packing(
-        self, weight: torch.Tensor, kind: int, prepare: Callable[[torch.Tensor], _Packing]
-    ) -> _Packing | str:
+    def packing(self, weight: torch.Tensor, kind: int, prepare: Callable[[torch.Tensor], _Packing]) -> _Packing | str:
         """Return what `prepare` makes of a weight: what is kept if it still holds, else anew; or why none could be kept."""
         key = (id(weight), kind)
         with self._lock:
@@ -106,7 +104,11 @@ class PythonStore:
         content, storage = _content(weight), _storage(weight)
         if not self._may_keep(weight):
             return WRITTEN_UNSEEN
-        entry = _Entry(content, storage, prepare(weight))
+        _thread.only_reads = True
+        try:
+            entry = _Entry(content, storage, prepare(weight))
+        finally:
+            _thread.only_reads = False
         if self._verify:
             with torch.no_grad():
                 entry.original = weight.detach().clone()
@@ -274,12 +276,22 @@ hold_over_forks(_locks)
 
 
 _written_later: dict[int, StorageWeakRef] = {}
+
+
+class _Thread(threading.local):
+    only_reads = False
+    """Whether the thread packs a weight, and gives its memory to nobody who writes it."""
+
+
+_thread = _Thread()
 _noted: set[int] = set()
 """The storages of weights that something may be kept of, by identity; of some nothing is any more."""
 
 
 def note_alias(tensor: torch.Tensor) -> None:
     """Drop the casts of weights on the memory of a tensor, which was given to what counts no versions."""
+    if _thread.only_reads:
+        return
     with torch._C.DisableTorchFunction():
         if torch._C._has_storage(tensor) and TensorBase.untyped_storage(tensor)._cdata in _noted:
             note_writes([tensor])
