@@ -82,6 +82,7 @@ class PythonHooks:
         self._replace(torch.utils, "swap_tensors", self._forgetting)
         for owner, name in ((torch.Tensor, "__dlpack__"), (torch.utils.dlpack, "to_dlpack"), (torch, "to_dlpack")):
             self._replace(owner, name, _giving_alias)
+        _forget_overridable()
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or type(optimizer).__module__.startswith("torch.optim."):
@@ -121,10 +122,19 @@ class PythonHooks:
             if vars(owner).get(name) is replacement:
                 setattr(owner, name, former)
         self._replaced = []
+        _forget_overridable()
+
+
+def _forget_overridable() -> None:
+    """Have torch list the methods of tensors anew, where it has listed them: some are others now."""
+    for listed in ("get_testing_overrides", "_get_overridable_functions", "_get_tensor_methods"):
+        clear = getattr(getattr(torch.overrides, listed, None), "cache_clear", None)
+        if clear is not None:
+            clear()
 
 
 def _giving_alias(export: Any) -> Any:
-    """Return what exports a tensor by DLPack: as an alias with a counter of its own, for what it is given counts none."""
+    """Return what exports a tensor by DLPack as an alias with a counter of its own, for its writes are not counted."""
 
     def export_alias(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.requires_grad:

@@ -129,9 +129,9 @@ class NativeEngine:
     def unwatch_writes(self) -> None:
         """Take out of torch what watch_writes put there."""
         if self._hooks is not None:
+            self._extension.unwatch_writes()
             self._hooks.remove()
             self._hooks = None
-            self._extension.unwatch_writes()
 
     def observer(self) -> Observer:
         """Return the one in C++, building it where it was not yet.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..disable_dynamo import disable_dynamo
 from ..weights import TensorBase
 
 METHODS = ("numpy", "untyped_storage", "data_ptr", "set_")
@@ -39,17 +40,19 @@ class AliasHooks:
             self._note_alias(tensor)
             return data
 
-        return property(get, torchs.__set__, None, torchs.__doc__)
+        return property(get, torchs.__set__, torchs.__delete__, torchs.__doc__)
 
     def _method(self, name: str) -> Callable[..., Any]:
         torchs = vars(TensorBase)[name]
 
         @functools.wraps(torchs)
+        @disable_dynamo  # which does not trace torch's either, but would say so
         def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             result = torchs(tensor, *args, **kwargs)
             self._note_alias(tensor)
             return result
 
+        method.__module__, method.__qualname__ = "torch", f"Tensor.{name}"  # which find it, to pickle it
         return method
 
     def remove(self) -> None:

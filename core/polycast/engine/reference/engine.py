@@ -30,7 +30,7 @@ class ReferenceEngine(PythonStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._hooks: tuple[PythonHooks, AliasHooks] | None = None
+        self._hooks: tuple[AliasHooks, PythonHooks] | None = None
         self._libraries: dict[str, Library] = {}
 
     def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy]) -> Kernels:
@@ -53,7 +53,7 @@ class ReferenceEngine(PythonStateMachine):
     def watch_writes(self) -> None:
         """Have writes of weights that count no version seen, from now on."""
         if self._hooks is None:
-            self._hooks = PythonHooks(note_writes, forget), AliasHooks(note_alias)
+            self._hooks = AliasHooks(note_alias), PythonHooks(note_writes, forget)
             for name in (*FUSED_OPTIMIZERS, *COLLECTIVES):
                 op = find_op(name)
                 if op is None or torch._C._dispatch_has_kernel_for_dispatch_key(name, _WHERE_VERSIONS_COUNT):

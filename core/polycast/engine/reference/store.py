@@ -92,7 +92,7 @@ class PythonStore:
             return entry.cast
 
     def packing(self, weight: torch.Tensor, kind: int, prepare: Callable[[torch.Tensor], _Packing]) -> _Packing | str:
-        """Return what `prepare` makes of a weight: what is kept if it still holds, else anew; or why none could be kept."""
+        """Return what `prepare` makes of a weight: what is kept if it holds, else anew; or why it could not be kept."""
         key = (id(weight), kind)
         with self._lock:
             entry = self._find(key, weight)
