@@ -233,6 +233,17 @@ def test_the_memory_of_an_array_that_is_a_frozen_weight_is_not_kept_in_a_plain_r
         assert is_right(weight)
 
 
+def test_a_weight_that_is_frozen_in_a_region_has_its_writes_seen_from_then_on():
+    weight = nn.Parameter(torch.ones(SIZE, SIZE))
+    alias = weight.data
+    with polycast.autocast("cpu"):
+        product(weight), product(weight)
+        alias.fill_(3)  # of which a region of torch's sees nothing either, while the weight requires grad
+        del alias
+        weight.requires_grad_(False)
+        assert is_right(weight)
+
+
 def test_a_write_is_seen_in_grad_mode_where_a_cache_is():
     weight = nn.Parameter(torch.ones(SIZE, SIZE))
     alias = weight.data

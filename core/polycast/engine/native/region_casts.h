@@ -43,7 +43,7 @@ class RegionCasts {
     }
     const Key key{weight.unsafeGetTensorImpl(), dtype};
     const auto found = kept_.find(key);
-    if (found == kept_.end() || !found->second->is_that_of(weight) || !may_be_used_in_region(weight)) {
+    if (found == kept_.end() || !found->second->is_that_of(weight) || !found->second->may_serve(weight)) {
       return nullptr;
     }
     const bool link = wants_history(weight);
@@ -62,8 +62,8 @@ class RegionCasts {
     const Key key{weight.unsafeGetTensorImpl(), dtype};
     const bool link = wants_history(weight);
     see_writes();
-    const bool may_be_used = may_be_used_in_region(weight);
-    if (const auto found = kept_.find(key); may_be_used && found != kept_.end() && found->second->is_that_of(weight)) {
+    if (const auto found = kept_.find(key);
+        found != kept_.end() && found->second->is_that_of(weight) && found->second->may_serve(weight)) {
       KeptCast& entry = *found->second;
       if (link) {
         return entry.linked.defined() ? entry.linked : link_kept(key, weight, entry.cast);
@@ -72,7 +72,7 @@ class RegionCasts {
       return entry.cast.defined() ? entry.cast : alias_of(entry.linked);
     }
     for (Recent& recent : recent_) {
-      if (may_be_used && recent.cast && recent.key == key && recent.cast->is_that_of(weight)) {
+      if (recent.cast && recent.key == key && recent.cast->is_that_of(weight) && recent.cast->may_serve(weight)) {
         uses_.note_again(key);
         auto entry = take_out(recent);
         const Tensor cast = entry->cast;
@@ -208,8 +208,9 @@ class RegionCasts {
   Tensor make(const Key& key, const Tensor& weight, ScalarType dtype, bool link, bool& made) {
     const bool keeps = uses_.note(key) || link;
     auto entry = std::make_unique<KeptCast>(weight);
-    const bool may_keep = may_be_kept_in_region(weight, entry->of);
-    const bool shares = keeps && may_keep && threads_with_regions.load(std::memory_order_relaxed) > 1;
+    entry->sees_all_writes = has_memory_alone(weight, entry->of);
+    const bool may_keep = (entry->sees_all_writes || weight.requires_grad()) && !is_written_by_others(weight, entry->of);
+    const bool shares = keeps && may_keep && entry->of.holders() != Holders::kUnversioned && threads_with_regions.load(std::memory_order_relaxed) > 1;
     const uint64_t seen = seen_;
     Reserved reserved;
     Tensor cast, reusable;

@@ -148,16 +148,9 @@ bool may_be_stored(const Tensor& weight, const Content& before) {
   return before.holders() != Holders::kUnversioned && !is_written_by_others(weight, before);
 }
 
-// Whether a region may. Of a weight that requires no grad torch's own regions keep nothing, so that every write is seen: it has to
-// have its memory alone. Of others they keep what they have, whatever is written.
-bool may_be_kept_in_region(const Tensor& weight, const Content& before) {
-  return (weight.requires_grad() || (before.holders() == Holders::kNone && memory_of(weight) == Memory::kTorchs)) &&
-      !is_written_by_others(weight, before);
-}
-
-// Whether what a region keeps of a weight may be used still. Aliases are told of as they are made, save by C++.
-C10_ALWAYS_INLINE bool may_be_used_in_region(const Tensor& weight) {
-  return count_holders(weight) == 1 || weight.requires_grad();
+// Whether all writes of a weight are seen, if nobody else comes to hold its memory.
+bool has_memory_alone(const Tensor& weight, const Content& before) {
+  return before.holders() == Holders::kNone && memory_of(weight) == Memory::kTorchs;
 }
 
 // Set by store.h, whose stores are told at once; a thread's own casts look at the log.

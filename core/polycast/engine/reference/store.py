@@ -85,8 +85,9 @@ class PythonStore:
                 if made is not None:
                     made.append(True)
                 content, storage = _content(weight), _storage(weight)
-                may_keep = self._may_keep(weight)
-                return self._insert(key, weight, _Entry(content, storage, (_made(weight, dtype),)), may_keep).cast
+                may_keep, alone = self._may_keep(weight), _is_alone(weight)
+                entry = _Entry(content, storage, (_made(weight, dtype),), alone=alone)
+                return self._insert(key, weight, entry, may_keep).cast
             if self._verify:
                 _check_contents(weight, entry.cast)
             return entry.cast
@@ -119,7 +120,7 @@ class PythonStore:
         entry = self._entries.get(key)
         if entry is None or not entry.holds_for(weight):
             return None
-        if self._own and not weight.requires_grad and has_other_holders(weight):
+        if self._own and not weight.requires_grad and not (entry.alone and _is_alone(weight)):
             return None
         self._hits += 1
         entry.uses = min(entry.uses + 1, _MOST_USES)
@@ -153,13 +154,13 @@ class PythonStore:
         torch's own regions keep none of a weight that requires no grad, so that every write is seen: in a region it
         has to have its memory alone. Of others they keep what they have, whatever is written.
         """
-        has_others = has_other_holders(weight)  # before it has one more, here
+        has_others, alone = has_other_holders(weight), _is_alone(weight)  # asked before it has one more, here
         storage = TensorBase.untyped_storage(weight)
         if (weight.device.type == "cpu" and storage.is_shared()) or storage._cdata in _written_later:
             return False
-        if has_others:
-            return self._own and weight.requires_grad and not storages_are_rewritten()
-        return not self._own or weight.requires_grad or storage.resizable()  # else it may be that of an array
+        if self._own:
+            return alone or (weight.requires_grad and not (has_others and storages_are_rewritten()))
+        return not has_others
 
     def _insert(self, key: _Key, weight: torch.Tensor, entry: _Entry, may_keep: bool) -> _Entry:
         self._misses += 1
@@ -327,6 +328,11 @@ def _is_gone(reference: StorageWeakRef) -> bool:
 def _made(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be saved for a backward
         return weight.detach().to(dtype)
+
+
+def _is_alone(weight: torch.Tensor) -> bool:
+    """Say whether nobody else holds a weight's memory, which is not that of an array either."""
+    return not has_other_holders(weight) and bool(TensorBase.untyped_storage(weight).resizable())
 
 
 def _storage(weight: torch.Tensor) -> StorageWeakRef:
