@@ -26,6 +26,9 @@ PRODUCTS = [
     lambda weight: torch.nn.functional.linear(X, weight),
     lambda weight: torch.addmm(BIAS, X, weight) - 2,
     lambda weight: torch.nn.functional.linear(X, weight, BIAS) - 2,
+    lambda weight: torch.mm(X, weight.t()),
+    lambda weight: torch.nn.functional.linear(X, weight[:2]),
+    lambda weight: torch.matmul(X, weight.chunk(2, dim=1)[1]),
 ]
 HAS_INT8 = bool(polycast.get_backend("cpu").recipe_availability(polycast.Int8()))
 LARGE = [(4, 9_000), (4, 40_000), (4, 40_000), (4, 40_004)]  # whose casts share memory, one after the other

@@ -18,6 +18,7 @@ from torch._guards import TracingContext
 
 from ..engine import kept_cast, state
 from ..engine.installation import taken_back
+from ..engine.weights import is_all_of, is_dense, parameter_of
 from ..errors import warn_user
 from . import cache_key, uncompiled
 from .on_import import Changes, method_of
@@ -28,6 +29,9 @@ LEAST_ELEMENTS = 1024
 
 _KEPT = "polycast_kept_casts"
 """The attribute of what inductor makes of a graph that has the names of its kept casts."""
+
+
+_replays_views = hasattr(torch.Tensor, "_view_func_unsafe")
 
 
 def can_be() -> bool:
@@ -45,24 +49,18 @@ def _cast_of_traced(tensor: torch.Tensor, dtype: torch.dtype, device_type: str) 
         return None
     from torch._subclasses.functional_tensor import FunctionalTensor
 
-    if not isinstance(tensor, FunctionalTensor):
+    weight = parameter_of(tensor) if isinstance(tensor, FunctionalTensor) else None
+    if weight is None or weight.numel() < LEAST_ELEMENTS or not is_dense(weight):
         return None
-    weight = torch._from_functional_tensor(tensor.elem)
-    if not isinstance(weight, torch.nn.Parameter) or weight.numel() < LEAST_ELEMENTS or not _is_dense(weight):
+    # A cast of a part would be one of all of the weight, which may be far more than the code uses.
+    if tensor is not weight and not (_replays_views and is_all_of(tensor, weight)):
         return None
-    cast: torch.Tensor = torch.ops.polycast.kept_cast(tensor, dtype, kept_cast.number_in_graph(region[1]))
-    return cast
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor's elements fill its memory, each in a place of its own: so do those of a cast of it."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    cast: torch.Tensor = torch.ops.polycast.kept_cast(weight, dtype, kept_cast.number_in_graph(region[1]))
+    if tensor is weight:
+        return cast
+    view: torch.Tensor = tensor._view_func_unsafe(cast)
+    # What changed the view in place, such as t_(), is not replayed.
+    return view if view.shape == tensor.shape and view.stride() == tensor.stride() else None
 
 
 def _keep_from_callers(changes: Changes) -> None:

@@ -19,7 +19,7 @@ from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, autocast_key, refusal
 from ..places import place_now, stack_now
 from ..recorder import Observer, Recorder
-from ..state import NO_WEIGHT, NOTHING_KEPT, WATCHED, WRITTEN_UNSEEN, Overlay, Settings
+from ..state import NO_WEIGHT, NOTHING_KEPT, VIEWS_ARE_FULL, WATCHED, WRITTEN_UNSEEN, Overlay, Settings
 from ..unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, PythonHooks
 from ..weight_cache import WeightCache, cache_by_identity
 from ..weights import STALE, storages_are_rewritten
@@ -36,7 +36,7 @@ _numbers: dict[str, int] = {}
 _names: dict[int, str] = {}
 _unused_numbers = itertools.count()
 _LOW_BIT = len(CastPolicy)
-_NOT_PACKED = (WATCHED, NO_WEIGHT, NOTHING_KEPT, WRITTEN_UNSEEN)
+_NOT_PACKED = (WATCHED, NO_WEIGHT, NOTHING_KEPT, WRITTEN_UNSEEN, VIEWS_ARE_FULL)
 
 
 class ObserverLibrary(Protocol):

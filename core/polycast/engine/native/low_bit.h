@@ -97,28 +97,31 @@ template <class... Args>
 constexpr bool is_for_low_bit<Tensor(const Tensor&, const Tensor&, Args...)> =
     (std::is_constructible_v<c10::IValue, const std::decay_t<Args>&> && ...);
 
-// packing_of(store, weight, kind, prepare): what a weight is packed into, kept in a store or made; see StateMachine in
+// packing_of(store, weight, kind, prepare): what a weight or a view of one is packed into, kept in a store or made; see StateMachine in
 // engine/state.py. A number where nothing can be kept.
 PyObject* packing_of(PyObject*, PyObject* given) {
-  enum : long { kWatched, kNoWeight, kNothingKept, kWrittenUnseen };
+  enum : long { kWatched, kNoWeight, kNothingKept, kWrittenUnseen, kViewsAreFull };
   PyObject *of_store, *of_weight, *prepare;
   int kind;
   parse(given, "OOiO", &of_store, &of_weight, &kind, &prepare);
   const std::shared_ptr<Store> store = Holder<Store>::of(of_store);
-  const Tensor weight = tensor_of(of_weight);
+  const Tensor packable = tensor_of(of_weight);
   if (!caching_is_safe()) {
     return PyLong_FromLong(kWatched);
   }
-  if (!is_weight(weight, /*to_pack=*/true)) {
+  const Tensor* const viewed = weight_of(packable, /*to_pack=*/true);
+  if (viewed == nullptr) {
     return PyLong_FromLong(kNoWeight);
   }
+  const Tensor weight = *viewed;
+  const Source source = viewed == &packable ? Source(weight) : Source(packable, weight);
   if (!at::autocast::is_autocast_cache_enabled()) {
     return PyLong_FromLong(kNothingKept);
   }
   std::optional<std::vector<Tensor>> packed;
   {
     const WithoutGil others_may_run;
-    packed = store->find_packing(weight, kind);
+    packed = store->find_packing(source, kind);
   }
   if (packed) {
     if (packed->empty()) {
@@ -130,8 +133,11 @@ PyObject* packing_of(PyObject*, PyObject* given) {
     }
     return parts.release();
   }
+  if (!store->may_keep_packing(source)) {
+    return PyLong_FromLong(kViewsAreFull);
+  }
   const uint64_t writes = Writes::log().count();
-  Content content(weight);
+  Content content(packable);
   if (!may_be_stored(weight, content)) {
     return PyLong_FromLong(kWrittenUnseen);
   }
@@ -146,7 +152,7 @@ PyObject* packing_of(PyObject*, PyObject* given) {
   }
   {
     const WithoutGil others_may_run;
-    store->keep_packing(weight, kind, std::move(content), std::move(parts), writes);
+    store->keep_packing(source, kind, std::move(content), std::move(parts), writes);
   }
   return made.release();
 }

@@ -29,58 +29,74 @@
 
 namespace {
 
+// What a cast of a weight is wanted for.
+struct Wanted {
+  bool link;           // with history
+  bool held_by_graph;  // the graph holds its memory, so there is nothing to be gained by not keeping it
+  bool for_view;       // a view, which gets a history of its own
+
+  static Wanted by_weight(const Tensor& weight) {
+    const bool link = wants_history(weight);
+    return {link, link, false};
+  }
+
+  static Wanted by_view(const Tensor& view) { return {false, wants_history(view), true}; }
+};
+
 class RegionCasts {
  public:
   RegionCasts() { threads_with_regions.fetch_add(1, std::memory_order_relaxed); }
   RegionCasts(const RegionCasts&) = delete;
   ~RegionCasts() { clear(); }
 
-  // Return the cast that is kept of a weight, with history where that is wanted, or null: what there is to do then is cast()'s.
-  // Runs no Python, so that the caller need not hold this, and makes no tensor.
-  const Tensor* find(const Tensor& weight, ScalarType dtype) {
+  // Return the cast that is kept of a weight, or null: what there is to do then is cast()'s. Runs no Python, so that the caller
+  // need not hold this, and makes no tensor.
+  const Tensor* find(const Tensor& weight, ScalarType dtype, const Wanted& wanted) {
     if (Writes::log().count() != seen_) {
       return nullptr;
     }
     const Key key{weight.unsafeGetTensorImpl(), dtype};
     const auto found = kept_.find(key);
-    if (found == kept_.end() || !found->second->is_that_of(weight) || !found->second->may_serve(weight)) {
+    if (found == kept_.end() || !found->second->is_that_of(weight) || !found->second->may_serve(weight, wanted.for_view)) {
       return nullptr;
     }
-    const bool link = wants_history(weight);
-    const Tensor& cast = link ? found->second->linked : found->second->cast;
+    const Tensor& cast = wanted.link ? found->second->linked : found->second->cast;
     if (!cast.defined()) {
       return nullptr;
     }
-    if (!link) {
+    if (!wanted.link) {
       uses_.note_again(key);
     }
     return &cast;
   }
 
-  // Return a weight in another dtype, with history where that is wanted; `made` says whether it was cast now.
-  Tensor cast(const Tensor& weight, ScalarType dtype, bool& made) {
+  // Return a weight in another dtype; `made` says whether it was cast now.
+  Tensor cast(const Tensor& weight, ScalarType dtype, const Wanted& wanted, bool& made) {
     const Key key{weight.unsafeGetTensorImpl(), dtype};
-    const bool link = wants_history(weight);
     see_writes();
-    if (const auto found = kept_.find(key);
-        found != kept_.end() && found->second->is_that_of(weight) && found->second->may_serve(weight)) {
+    if (const auto found = kept_.find(key); found != kept_.end() && found->second->is_that_of(weight) &&
+        (wanted.for_view || found->second->may_serve(weight, false))) {
       KeptCast& entry = *found->second;
-      if (link) {
+      if (wanted.for_view && !entry.may_serve(weight, true)) {
+        made = true;
+        return make_cast(weight, dtype);  // the entry serves who uses the weight itself
+      }
+      if (wanted.link) {
         return entry.linked.defined() ? entry.linked : link_kept(key, weight, entry.cast);
       }
       uses_.note_again(key);
       return entry.cast.defined() ? entry.cast : alias_of(entry.linked);
     }
     for (Recent& recent : recent_) {
-      if (recent.cast && recent.key == key && recent.cast->is_that_of(weight) && recent.cast->may_serve(weight)) {
+      if (recent.cast && recent.key == key && recent.cast->is_that_of(weight) && recent.cast->may_serve(weight, wanted.for_view)) {
         uses_.note_again(key);
         auto entry = take_out(recent);
         const Tensor cast = entry->cast;
         keep(key, std::move(entry));
-        return link ? link_kept(key, weight, cast) : cast;
+        return wanted.link ? link_kept(key, weight, cast) : cast;
       }
     }
-    return make(key, weight, dtype, link, made);
+    return make(key, weight, dtype, wanted, made);
   }
 
   // Return the cast that a user's store keeps, with the history that it has in this thread's regions.
@@ -205,12 +221,15 @@ class RegionCasts {
     ~Reserved() { RecentBytes::give_back(bytes); }
   };
 
-  Tensor make(const Key& key, const Tensor& weight, ScalarType dtype, bool link, bool& made) {
-    const bool keeps = uses_.note(key) || link;
+  Tensor make(const Key& key, const Tensor& weight, ScalarType dtype, const Wanted& wanted, bool& made) {
+    const bool link = wanted.link;
+    const bool keeps = uses_.note(key) || wanted.held_by_graph;
     auto entry = std::make_unique<KeptCast>(weight);
-    entry->sees_all_writes = has_memory_alone(weight, entry->of);
-    const bool may_keep = (entry->sees_all_writes || weight.requires_grad()) && !is_written_by_others(weight, entry->of);
-    const bool shares = keeps && may_keep && entry->of.holders() != Holders::kUnversioned && threads_with_regions.load(std::memory_order_relaxed) > 1;
+    entry->sees_all_writes = has_memory_alone(weight, entry->of, wanted.for_view);
+    const bool may_keep = (entry->sees_all_writes || (weight.requires_grad() && !wanted.for_view)) &&
+        !is_written_by_others(weight, entry->of);
+    const bool shares = keeps && may_keep && entry->sees_all_writes &&
+        threads_with_regions.load(std::memory_order_relaxed) > 1;
     const uint64_t seen = seen_;
     Reserved reserved;
     Tensor cast, reusable;

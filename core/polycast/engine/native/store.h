@@ -26,6 +26,7 @@
 #include "content.h"
 #include "left_behind.h"
 #include "python.h"
+#include "views.h"
 #include "weights.h"
 #include "writes.h"
 
@@ -70,9 +71,10 @@ class Store : public std::enable_shared_from_this<Store> {
     leave_behind(watchers_);
   }
 
-  // Return a weight in another dtype, without history: the kept cast, or a new one, which is kept where it may be.
-  Tensor cast(const Tensor& weight, ScalarType dtype, bool& made) {
-    const Key key{weight.unsafeGetTensorImpl(), dtype};
+  // Return a weight or a view of one in another dtype, without history: the kept cast, or a new one, which is kept where it may be.
+  Tensor cast(const Source& source, ScalarType dtype, bool& made) {
+    const Tensor& weight = source.tensor;
+    const Key key = source.key(dtype);
     const std::optional<c10::Stream> stream = current_stream(weight);
     std::optional<c10::Stream> made_on;
     Tensor kept;
@@ -102,16 +104,17 @@ class Store : public std::enable_shared_from_this<Store> {
     Content content(weight);
     kept = make_cast(weight, dtype);
     made = true;
-    insert(key, weight, std::make_shared<Entry>(std::move(content), kept), writes);
+    insert(key, source.weight, std::make_shared<Entry>(std::move(content), kept), writes);
     return kept;
   }
 
-  // Return what is kept of what a weight was packed into, or nothing.
-  std::optional<std::vector<Tensor>> find_packing(const Tensor& weight, int kind) {
+  // Return what is kept of what a weight or a view of one was packed into, or nothing.
+  std::optional<std::vector<Tensor>> find_packing(const Source& source, int kind) {
+    const Tensor& weight = source.tensor;
     const std::optional<c10::Stream> stream = current_stream(weight);
     std::optional<c10::Stream> made_on;
     std::shared_ptr<Entry> entry;
-    const Key key{weight.unsafeGetTensorImpl(), ScalarType::Undefined, kind};
+    const Key key = source.key(ScalarType::Undefined, kind);
     {
       std::lock_guard<std::mutex> lock(mutex_);
       const auto found = entries_.find(key);
@@ -137,17 +140,27 @@ class Store : public std::enable_shared_from_this<Store> {
   }
 
   // Keep what a weight was packed into, where it may be. The content and the count of writes are those before it was made.
-  void keep_packing(const Tensor& weight, int kind, Content content, std::vector<Tensor> packed, uint64_t writes) {
+  void keep_packing(const Source& source, int kind, Content content, std::vector<Tensor> packed, uint64_t writes) {
     auto entry = std::make_shared<Entry>(std::move(content), std::move(packed));
     if (verify_) {
       const at::NoGradGuard no_grad;
-      entry->cast = weight.detach().clone();
+      entry->cast = source.tensor.detach().clone();
     }
     {
       std::lock_guard<std::mutex> lock(mutex_);
       most_packings_ = std::max(most_packings_, kind);
     }
-    insert({weight.unsafeGetTensorImpl(), ScalarType::Undefined, kind}, weight, std::move(entry), writes);
+    insert(source.key(ScalarType::Undefined, kind), source.weight, std::move(entry), writes);
+  }
+
+  // Whether what a view is packed into might be kept; see have_room().
+  bool may_keep_packing(const Source& source) {
+    if (source.view == 0) {
+      return true;
+    }
+    Dying dying;
+    std::lock_guard<std::mutex> lock(mutex_);
+    return have_room(source.weight, source.tensor.numel(), dying);  // a packing has a byte for each element at least
   }
 
   // Called without the GIL. The weights are not watched any more either, so that nothing refers to them.
@@ -162,6 +175,7 @@ class Store : public std::enable_shared_from_this<Store> {
       leave_behind(watchers);
       ages_.clear();
       on_storage_.clear();
+      views_.clear();
       bytes_ = 0;
     }
     Writes::log().add_all();  // what threads made of the casts, for their graphs, is not to be used any more either
@@ -203,6 +217,11 @@ class Store : public std::enable_shared_from_this<Store> {
       }
       for (int kind = 1; kind <= most_packings_; ++kind) {
         erase(Key{weight, ScalarType::Undefined, kind}, dying);
+      }
+      if (const auto views = views_.find(weight); views != views_.end()) {
+        for (const Key& key : Keys(views->second.keys)) {
+          erase(key, dying);
+        }
       }
       auto found = watchers_.find(weight);
       if (found != watchers_.end()) {
@@ -251,6 +270,12 @@ class Store : public std::enable_shared_from_this<Store> {
   using Keys = std::vector<Key>;
   using Watchers = std::unordered_map<TensorImpl*, PyObject*>;
 
+  // What is kept of the views of a weight.
+  struct Views {
+    size_t bytes = 0;
+    Keys keys;
+  };
+
   // A weight that is known here, for the callback of its weakref.
   struct Watched {
     std::weak_ptr<Store> store;
@@ -296,6 +321,14 @@ class Store : public std::enable_shared_from_this<Store> {
       if (same->second.empty()) {
         on_storage_.erase(same);
       }
+      if (key.view != 0) {
+        Views& views = views_[key.weight];
+        views.bytes -= found->second->bytes;
+        std::erase(views.keys, key);
+        if (views.keys.empty()) {
+          views_.erase(key.weight);
+        }
+      }
       dying.push_back(std::move(found->second));
       entries_.erase(found);
     }
@@ -323,6 +356,27 @@ class Store : public std::enable_shared_from_this<Store> {
     return true;
   }
 
+  // Called with the mutex held. Whether the views of a weight may take so much memory more: together no more than the weight does.
+  // The parts of a weight fit, in any dtype. Where each call takes another slice, what was kept would be of no use to the next.
+  bool have_room(const Tensor& weight, size_t bytes, Dying& dying) {
+    const auto found = views_.find(weight.unsafeGetTensorImpl());
+    const size_t most = weight.nbytes();
+    if (found == views_.end() || found->second.bytes + bytes <= most) {
+      return bytes <= most;
+    }
+    const Keys keys = found->second.keys;
+    size_t kept = found->second.bytes;
+    for (const Key& key : keys) {
+      const Entry& entry = *entries_.find(key)->second;
+      if (!entry.of.is_of_now(weight)) {
+        kept -= entry.bytes;
+        erase(key, dying);
+      }
+    }
+    return kept + bytes <= most;
+  }
+
+  // The key and the weight are those of the source, which is the weight or a view of it.
   void insert(const Key& key, const Tensor& weight, std::shared_ptr<Entry> entry, uint64_t writes) {
     Dying dying;
     const bool may_keep = may_be_stored(weight, entry->of);
@@ -333,7 +387,8 @@ class Store : public std::enable_shared_from_this<Store> {
       erase(key, dying);
       const size_t bytes = entry->bytes;
       // A write that was announced since may be of this weight: the next use looks again.
-      if (may_keep && writes == Writes::log().count() && (!max_bytes_ || (bytes <= *max_bytes_ && make_room(key, bytes, dying)))) {
+      if (may_keep && writes == Writes::log().count() && (key.view == 0 || have_room(weight, bytes, dying)) &&
+          (!max_bytes_ || (bytes <= *max_bytes_ && make_room(key, bytes, dying)))) {
         if (const auto stream = current_stream(weight)) {
           entry->streams.push_back(*stream);
         }
@@ -341,6 +396,11 @@ class Store : public std::enable_shared_from_this<Store> {
         on_storage_[entry->of.storage()].push_back(key);
         entries_.emplace(key, std::move(entry));
         bytes_ += bytes;
+        if (key.view != 0) {
+          Views& views = views_[key.weight];
+          views.bytes += bytes;
+          views.keys.push_back(key);
+        }
         watched = watchers_.count(key.weight) != 0;
       }
     }
@@ -405,6 +465,7 @@ class Store : public std::enable_shared_from_this<Store> {
   std::list<Key> ages_;  // least recently used first
   ska::flat_hash_map<Key, int, KeyHash> refused_;  // how often; hints, by address
   Watchers watchers_;
+  std::unordered_map<TensorImpl*, Views> views_;  // by weight
   uint64_t hits_ = 0, misses_ = 0, evictions_ = 0;
   size_t bytes_ = 0;
   int most_packings_ = 0;  // the highest kind of packing that was kept

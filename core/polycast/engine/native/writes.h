@@ -148,9 +148,11 @@ bool may_be_stored(const Tensor& weight, const Content& before) {
   return before.holders() != Holders::kUnversioned && !is_written_by_others(weight, before);
 }
 
-// Whether all writes of a weight are seen, if nobody else comes to hold its memory.
-bool has_memory_alone(const Tensor& weight, const Content& before) {
-  return before.holders() == Holders::kNone && memory_of(weight) == Memory::kTorchs;
+// Whether all writes of a weight are seen, if nobody else comes to hold its memory: now it does alone, or with a view that is used.
+bool has_memory_alone(const Tensor& weight, const Content& before, bool with_view) {
+  const bool is_alone = with_view ? before.holders() == Holders::kVersioned && count_holders(weight) == 2
+                                  : before.holders() == Holders::kNone;
+  return is_alone && memory_of(weight) == Memory::kTorchs;
 }
 
 // Set by store.h, whose stores are told at once; a thread's own casts look at the log.

@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...errors import StaleWeightError
 from ...plugins.fork import Lock, hold_over_forks
-from ..state import WRITTEN_UNSEEN
-from ..weights import STALE, TensorBase, has_other_holders, storages_are_rewritten
+from ..state import VIEWS_ARE_FULL, WRITTEN_UNSEEN
+from ..weights import STALE, Source, TensorBase, has_other_holders, storages_are_rewritten
 
 _MOST_USES = 3
 _MOST_REFUSED = 10_000
@@ -21,8 +21,8 @@ _stores: "weakref.WeakSet[PythonStore]" = weakref.WeakSet()
 _stores_lock = threading.RLock()
 
 
-_Key: TypeAlias = tuple[int, torch.dtype | int]
-"""Of a weight: its identity, and the dtype of its cast or the kind of its packing."""
+_Key: TypeAlias = tuple[int, torch.dtype | int, tuple[object, ...]]
+"""The identity of a weight, the dtype of its cast or the kind of its packing, and, of a view of it, where that lies."""
 _Packing: TypeAlias = tuple[torch.Tensor, ...] | None
 
 
@@ -73,37 +73,50 @@ class PythonStore:
         with _stores_lock:
             _stores.add(self)
 
-    def cast(self, weight: torch.Tensor, dtype: torch.dtype, made: list[bool] | None = None) -> torch.Tensor:
-        """Return `weight` in `dtype`, without history: a kept cast if it still holds, else a new one, which is kept.
+    def cast(self, source: Source, dtype: torch.dtype, made: list[bool] | None = None) -> torch.Tensor:
+        """Return a weight or a view in `dtype`, without history: the kept cast if it still holds, else a new one.
 
         The list `made` gets an item where it is a new one.
         """
-        key = (id(weight), dtype)
+        weight = source.tensor
+        key = (id(source.weight), dtype, source.place)
+        alone = _is_alone(source)
         with self._lock:
-            entry = self._find(key, weight)
+            entry = self._find(key, source)
+            if self._own and entry is not None and not (alone and entry.alone) and not self._as_torch(source):
+                if made is not None:
+                    made.append(True)
+                return _made(weight, dtype)
             if entry is None:
                 if made is not None:
                     made.append(True)
                 content, storage = _content(weight), _storage(weight)
-                may_keep, alone = self._may_keep(weight), _is_alone(weight)
+                may_keep = self._may_keep(source)
                 entry = _Entry(content, storage, (_made(weight, dtype),), alone=alone)
-                return self._insert(key, weight, entry, may_keep).cast
+                return self._insert(key, source.weight, entry, may_keep).cast
             if self._verify:
                 _check_contents(weight, entry.cast)
             return entry.cast
 
-    def packing(self, weight: torch.Tensor, kind: int, prepare: Callable[[torch.Tensor], _Packing]) -> _Packing | str:
-        """Return what `prepare` makes of a weight: what is kept if it holds, else anew; or why it could not be kept."""
-        key = (id(weight), kind)
+    def packing(self, source: Source, kind: int, prepare: Callable[[torch.Tensor], _Packing]) -> _Packing | str:
+        """Return what `prepare` makes of a weight or a view: what is kept if it holds, else anew.
+
+        A text says why it could not be kept.
+        """
+        weight = source.tensor
+        key = (id(source.weight), kind, source.place)
         with self._lock:
-            entry = self._find(key, weight)
+            entry = self._find(key, source)
             if entry is not None:
                 if entry.original is not None and not _are_equal(entry.original, weight):
                     raise StaleWeightError(STALE)
                 return entry.kept
+            # A packing has a byte for each element at least.
+            if source.place and not self._have_room(source.weight, weight.numel()):
+                return VIEWS_ARE_FULL
             drops = self._drops
         content, storage = _content(weight), _storage(weight)
-        if not self._may_keep(weight):
+        if not self._may_keep(source):
             return WRITTEN_UNSEEN
         _thread.only_reads = True
         try:
@@ -114,13 +127,11 @@ class PythonStore:
             with torch.no_grad():
                 entry.original = weight.detach().clone()
         with self._lock:
-            return self._insert(key, weight, entry, drops == self._drops).kept
+            return self._insert(key, source.weight, entry, drops == self._drops).kept
 
-    def _find(self, key: _Key, weight: torch.Tensor) -> _Entry | None:
+    def _find(self, key: _Key, source: Source) -> _Entry | None:
         entry = self._entries.get(key)
-        if entry is None or not entry.holds_for(weight):
-            return None
-        if self._own and not weight.requires_grad and not (entry.alone and _is_alone(weight)):
+        if entry is None or not entry.holds_for(source.tensor):
             return None
         self._hits += 1
         entry.uses = min(entry.uses + 1, _MOST_USES)
@@ -131,47 +142,68 @@ class PythonStore:
         self, weight: torch.Tensor, dtype: torch.dtype, store: "PythonStore", made: list[bool] | None
     ) -> torch.Tensor:
         """Return the cast that `store` keeps, with the history that all its uses in this thread's regions have."""
-        key = (id(weight), dtype)
+        key = (id(weight), dtype, ())
         with self._lock:
             entry = self._linked.get(key)
             fits = entry is not None and (entry.alone or store._own) and entry.holds_for(weight)
             linked = entry.cast if entry is not None and fits else None
             drops = self._drops
         content, storage = _content(weight), _storage(weight)  # what is written from here on need not be in the cast
-        may_keep, alone = store._may_keep(weight), not has_other_holders(weight)
-        cast = store.cast(weight, dtype, made)
+        source = Source(weight, weight)
+        may_keep, alone = store._may_keep(source), not has_other_holders(weight)
+        cast = store.cast(source, dtype, made)
         if linked is not None:
             return linked
-        entry = _Entry(content, storage, (_link(weight, cast),), alone=alone)
+        entry = _Entry(content, storage, (with_history(weight, cast),), alone=alone)
         with self._lock:
             if drops == self._drops and may_keep:
                 self._linked[key] = entry
         return entry.cast
 
-    def _may_keep(self, weight: torch.Tensor) -> bool:
-        """Say whether a cast that is made now may be kept: not where its weight may be written unseen.
+    def _as_torch(self, source: Source) -> bool:
+        """Return whether torch's own regions keep a cast too: of a weight that requires grad, whatever is written.
 
-        torch's own regions keep none of a weight that requires no grad, so that every write is seen: in a region it
-        has to have its memory alone. Of others they keep what they have, whatever is written.
+        Of others, and of views, they keep none, so that every write is seen.
         """
-        has_others, alone = has_other_holders(weight), _is_alone(weight)  # asked before it has one more, here
+        return self._own and source.weight.requires_grad and source.holders == 1
+
+    def _may_keep(self, source: Source) -> bool:
+        """Return whether a cast that is made now may be kept: not where its weight may be written unseen."""
+        weight = source.tensor
+        # Asked before it has one more, here.
+        has_others, alone = has_other_holders(weight, source.holders), _is_alone(source)
         storage = TensorBase.untyped_storage(weight)
         if (weight.device.type == "cpu" and storage.is_shared()) or storage._cdata in _written_later:
             return False
         if self._own:
-            return alone or (weight.requires_grad and not (has_others and storages_are_rewritten()))
+            return alone or (self._as_torch(source) and not (has_others and storages_are_rewritten()))
         return not has_others
 
     def _insert(self, key: _Key, weight: torch.Tensor, entry: _Entry, may_keep: bool) -> _Entry:
         self._misses += 1
         self._erase(key)
-        if not may_keep or not self._make_room(key, entry.nbytes):
+        if not may_keep or (key[2] and not self._have_room(weight, entry.nbytes)):
+            return entry
+        if not self._make_room(key, entry.nbytes):
             return entry
         if key[0] not in self._weights:
             self._weights[key[0]] = weakref.ref(weight, self._forgetting(key[0]))
         self._entries[key] = entry
         self._bytes += entry.nbytes
         return entry
+
+    def _have_room(self, weight: torch.Tensor, size: int) -> bool:
+        """Return whether the views of a weight may take so much memory more: together no more than the weight does.
+
+        The parts of a weight fit, in any dtype. Where each call takes another slice, what was kept would be of no use.
+        """
+        views = {key: entry for key, entry in self._entries.items() if key[0] == id(weight) and key[2]}
+        kept = sum(entry.nbytes for entry in views.values())
+        for key, entry in views.items() if kept + size > weight.nbytes else ():
+            if entry.content[:2] != _content(weight)[:2]:  # it was written, or given other memory, since
+                kept -= entry.nbytes
+                self._erase(key)
+        return kept + size <= weight.nbytes
 
     def _make_room(self, key: _Key, size: int) -> bool:
         """Make room for a cast, or say that those which are there are worth more.
@@ -258,7 +290,7 @@ class PythonStore:
     def statistics(self) -> tuple[int, ...]:
         """See CastStore."""
         with self._lock:
-            packed = [entry.nbytes for (_, kind), entry in self._entries.items() if isinstance(kind, int)]
+            packed = [entry.nbytes for (_, kind, _), entry in self._entries.items() if isinstance(kind, int)]
             casts, size = len(self._entries) - len(packed), self._bytes - sum(packed)
             return casts, size, self._hits, self._misses, self._evictions, len(packed), sum(packed)
 
@@ -330,9 +362,11 @@ def _made(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return weight.detach().to(dtype)
 
 
-def _is_alone(weight: torch.Tensor) -> bool:
-    """Say whether nobody else holds a weight's memory, which is not that of an array either."""
-    return not has_other_holders(weight) and bool(TensorBase.untyped_storage(weight).resizable())
+def _is_alone(source: Source) -> bool:
+    """Return whether nobody else holds a weight's memory, which is not that of an array either."""
+    if has_other_holders(source.tensor, source.holders):
+        return False
+    return bool(TensorBase.untyped_storage(source.tensor).resizable())
 
 
 def _storage(weight: torch.Tensor) -> StorageWeakRef:
@@ -373,7 +407,8 @@ class _Linked(torch.autograd.Function):
         return gradient.to(ctx.dtype), None
 
 
-def _link(weight: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
+def with_history(weight: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the memory of a cast, with the history that casting the weight or view would give it."""
     linked: torch.Tensor = _Linked.apply(weight, cast)  # type: ignore[no-untyped-call]
     return linked
 

@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <functional>
 #include <iterator>
 #include <mutex>
@@ -24,19 +25,21 @@
 
 namespace {
 
-// Of a cast of a weight; of what it was packed into, which has no dtype, the kind of packing.
+// Of a cast of a weight; of what it was packed into, which has no dtype, the kind of packing. `view` tells a weight's views
+// apart by a hash: an entry's content has the sizes and strides themselves. 0 is the weight itself.
 struct Key {
   TensorImpl* weight;
   ScalarType dtype;
   int packing = 0;
+  uint64_t view = 0;
   bool operator==(const Key& other) const {
-    return weight == other.weight && dtype == other.dtype && packing == other.packing;
+    return weight == other.weight && dtype == other.dtype && packing == other.packing && view == other.view;
   }
 };
 
 struct KeyHash {
   size_t operator()(const Key& key) const {
-    return std::hash<void*>()(key.weight) * 31 + static_cast<size_t>(key.dtype) + static_cast<size_t>(key.packing) * 1021;
+    return std::hash<void*>()(key.weight) * 31 + static_cast<size_t>(key.dtype) + static_cast<size_t>(key.packing) * 1021 + key.view;
   }
 };
 
@@ -153,6 +156,13 @@ class Content {
         storage_._unsafe_get_target() == storage_of(weight) && sizes_and_strides_.size() == 2 * sizes.size() &&
         std::equal(sizes.begin(), sizes.end(), sizes_and_strides_.begin()) &&
         std::equal(strides.begin(), strides.end(), sizes_and_strides_.begin() + sizes.size());
+  }
+
+  // Whether nobody has written a weight, or given it other memory, since this was the content of it or of a view of it.
+  bool is_of_now(const Tensor& weight) const {
+    return counter_._unsafe_get_target() == counter_of(weight).get() &&
+        version_ == weight.unsafeGetTensorImpl()->version_counter().current_version() &&
+        storage_._unsafe_get_target() == storage_of(weight);
   }
 
   const StorageImpl* storage() const { return storage_._unsafe_get_target(); }
