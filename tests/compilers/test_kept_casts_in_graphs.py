@@ -60,7 +60,7 @@ def test_a_region_that_was_made_outside_has_its_cache(backend, use, model, cache
         for _ in range(3):
             y = compiled(torch.ones(2, SIZE))
         torch.testing.assert_close(y, function(torch.ones(2, SIZE)), rtol=0.02, atol=0.02)
-    assert counts(cache) == (1, 3)
+    assert counts(cache) == (2, 2)  # of the first call of compiled code nothing is kept, see test_kept_casts.py
 
 
 def test_a_region_that_was_made_outside_has_it_after_a_graph_break(model, cache):
@@ -74,9 +74,9 @@ def test_a_region_that_was_made_outside_has_it_after_a_graph_break(model, cache)
             return model(x)
 
     with torch.no_grad():
-        function(torch.ones(2, SIZE))
-        function(torch.ones(2, SIZE))
-    assert counts(cache) == (1, 3)
+        for _ in range(3):
+            function(torch.ones(2, SIZE))
+    assert counts(cache) == (3, 3)
 
 
 def _the_cast(w):

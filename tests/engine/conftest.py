@@ -1,5 +1,6 @@
 """Fixtures that the tests of this folder share."""
 
+import ctypes
 import sys
 
 import pytest
@@ -27,6 +28,18 @@ def define():
     yield make
     for library in libraries:
         library._destroy()
+
+
+@pytest.fixture
+def double_unseen():
+    """Return a function that doubles a weight of float32 at its address, behind everybody's back."""
+
+    def double(weight):
+        memory = ctypes.c_float * weight.numel()
+        values = memory.from_address(torch._C.TensorBase.data_ptr(weight))
+        values[:] = [2 * value for value in values]
+
+    return double
 
 
 @pytest.fixture

@@ -26,6 +26,9 @@ PRODUCTS = [
     lambda weight: torch.nn.functional.linear(X, weight),
     lambda weight: torch.addmm(BIAS, X, weight) - 2,
     lambda weight: torch.nn.functional.linear(X, weight, BIAS) - 2,
+    lambda weight: torch.mm(X, weight.t()),
+    lambda weight: torch.nn.functional.linear(X, weight[:2]),
+    lambda weight: torch.matmul(X, weight.chunk(2, dim=1)[1]),
 ]
 HAS_INT8 = bool(polycast.get_backend("cpu").recipe_availability(polycast.Int8()))
 LARGE = [(4, 9_000), (4, 40_000), (4, 40_000), (4, 40_004)]  # whose casts share memory, one after the other
@@ -47,13 +50,13 @@ class Contended:
         self.weight, self.value = None, 0.0
         self.write(1.0, anew=True)
 
-    def write(self, value, anew):
+    def write(self, value, anew, unversioned=False):
         with self.lock, torch.no_grad():
             self.begun += 1
             if anew:
                 self.weight = torch.nn.Parameter(torch.full((4, 4), value), requires_grad=False)
             else:
-                self.weight.fill_(value)
+                (self.weight.data if unversioned else self.weight).fill_(value)
             self.value = value
             self.ended += 1
 
@@ -77,6 +80,7 @@ class Thread:
         self.weights = [self.new_weight() for _ in range(6)]
         self.large = [self.new_weight(shape) for shape in LARGE]
         self.graphs = []
+        self.aliases = []
         self.generators = []
         self.steps = 0
 
@@ -130,12 +134,13 @@ class Thread:
         contended = self.random.choice(self.contended)
         contended.use(self.random.choice(PRODUCTS))
         if self.random.random() < 0.2:
-            contended.write(float(self.random.randrange(16)), anew=self.random.random() < 0.3)
+            how = self.random.random()
+            contended.write(float(self.random.randrange(16)), anew=how < 0.3, unversioned=how > 0.6)
 
     def change(self):
         position = self.random.randrange(len(self.weights))
         weight = self.weights[position]
-        how = self.random.randrange(4)
+        how = self.random.randrange(6)
         if how == 0:
             with torch.no_grad():
                 weight.fill_(self.random.randrange(16))
@@ -143,6 +148,13 @@ class Thread:
             weight.data = torch.full((4, 4), float(self.random.randrange(16)))
         elif how == 2:
             self.weights[position] = self.new_weight()
+        elif how == 3:
+            weight.data.fill_(self.random.randrange(16))
+        elif how == 4 and not weight.requires_grad:  # else a region is as stale as torch's
+            if len(self.aliases) > 3:
+                self.aliases.pop(self.random.randrange(3))
+            self.aliases.append(self.random.choice([weight.data, weight.detach().numpy(), weight.detach()]))
+            self.random.choice(self.aliases)[:] = self.random.randrange(16)
         elif weight.requires_grad:
             weight.grad = torch.ones(4, 4)
             torch.optim.SGD([weight], lr=1.0, fused=True).step()

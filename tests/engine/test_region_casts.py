@@ -277,6 +277,13 @@ def test_the_next_region_sees_a_write_through_data():
         assert torch.equal(torch.mm(X, weight), 2 * before)
 
 
+@pytest.mark.parametrize("options", [{}, {"mmap": True}], ids=["read", "mapped"])
+def test_the_cast_of_a_frozen_weight_from_a_file_is_kept(options, tmp_path):
+    torch.save([torch.ones(4, 4), torch.ones(4, 4)], tmp_path / "weights.pt")
+    weight = nn.Parameter(torch.load(tmp_path / "weights.pt", **options)[1], requires_grad=False)
+    assert events(in_region(weight, weight, weight))[1] == 1
+
+
 def test_memory_that_a_graph_holds_is_not_written():
     weight = frozen(1.0)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..engine import kept_cast, state
+from ..engine.weights import is_all_of, is_dense, parameter_of
 from ..torch_internals import changes
 from ..torch_internals.names import behind_functional_tensor, disable_autocast, tracing_context
 from ..torch_internals.patcher import Patch, method_of
@@ -27,6 +28,9 @@ LEAST_ELEMENTS = 1024
 
 _KEPT = "polycast_kept_casts"
 """The attribute of what inductor makes of a graph that has the names of its kept casts."""
+
+
+_replays_views = hasattr(torch.Tensor, "_view_func_unsafe")
 
 
 def can_be() -> bool:
@@ -43,22 +47,18 @@ def _cast_of_traced(tensor: torch.Tensor, dtype: torch.dtype, device_type: str) 
     changes.make(changes.KEPT_CASTS)
     if not can_be():
         return None
-    weight = behind_functional_tensor(tensor)
-    if not isinstance(weight, torch.nn.Parameter) or weight.numel() < LEAST_ELEMENTS or not _is_dense(weight):
+    weight = parameter_of(tensor) if behind_functional_tensor(tensor) is not None else None
+    if weight is None or weight.numel() < LEAST_ELEMENTS or not is_dense(weight):
         return None
-    cast: torch.Tensor = torch.ops.polycast.kept_cast(tensor, dtype, kept_cast.number_in_graph(region[1]))
-    return cast
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor's elements fill its memory, each in a place of its own: so do those of a cast of it."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    # A cast of a part would be one of all of the weight, which may be far more than the code uses.
+    if tensor is not weight and not (_replays_views and is_all_of(tensor, weight)):
+        return None
+    cast: torch.Tensor = torch.ops.polycast.kept_cast(weight, dtype, kept_cast.number_in_graph(region[1]))
+    if tensor is weight:
+        return cast
+    view: torch.Tensor = tensor._view_func_unsafe(cast)
+    # What changed the view in place, such as t_(), is not replayed.
+    return view if view.shape == tensor.shape and view.stride() == tensor.stride() else None
 
 
 def keep_from_callers(patch: Patch) -> None:

@@ -16,6 +16,7 @@ from .low_bit_listeners import tell
 from .low_bit_operators import traced
 from .low_bit_plan import NO_KERNEL, plan_of
 from .state import NO_WEIGHT, WATCHED, Overlay
+from .weights import parameter_of
 
 IN_FUNCTION = "an autograd.Function computes it, and low bit is for inference (what torch.inference_mode() says)"
 
@@ -69,6 +70,6 @@ def why_not(overlay: Overlay, op: str, device_type: str, args: Sequence[Any]) ->
     if plan is None or op not in plan.kernels:
         return why_no_kernel(overlay, op, device_type)
     weight = args[plan.kernels[op].weight]
-    if isinstance(weight, torch.Tensor) and not (weight.is_meta or isinstance(weight, torch.nn.Parameter)):
+    if isinstance(weight, torch.Tensor) and not weight.is_meta and parameter_of(weight) is None:
         return NO_WEIGHT
     return plan.declines(op, args)

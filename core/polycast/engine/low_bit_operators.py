@@ -15,7 +15,7 @@ from torch.library import Library
 from ..plugins.registry import registry
 from ..policy.recipes import Recipe
 from ..policy.schemas import by_schema, find_op
-from ..torch_internals.names import OpOverload, behind_functional_tensor, disable_autocast
+from ..torch_internals.names import OpOverload, disable_autocast, noting_views
 from . import state
 from .disable_dynamo import disable_dynamo
 from .kept_cast import TAGS, number_in_graph
@@ -23,19 +23,38 @@ from .low_bit_listeners import tell
 from .low_bit_plan import FLOATS, Plan, plan_for
 from .state import NO_WEIGHT, WATCHED
 from .weight_cache import WeightCache, cache_by_identity
+from .weights import parameter_of
 
 
 def traced(op: str, plan: Plan, args: Sequence[Any], cache: WeightCache | None) -> torch.Tensor | str:
     """Return what stands for the op's result in what is traced, or why there is none."""
     if torch.compiler.is_exporting():
         return WATCHED
-    weight = args[plan.kernels[op].weight]
-    behind = behind_functional_tensor(weight)
-    if not isinstance(weight if behind is None else behind, torch.nn.Parameter):
+    position = plan.kernels[op].weight
+    weight = args[position]
+    parameter = parameter_of(weight)
+    if parameter is None:
         return NO_WEIGHT
+    place: list[int] = []
+    if parameter is not weight:
+        # What compiled code makes of views knows no parameter: the operator makes its own.
+        args = (*args[:position], parameter, *args[position + 1 :])
+        place = [position, weight.storage_offset(), *weight.shape, *weight.stride()]
     dtype = torch.get_autocast_dtype(plan.device_type)
-    result: torch.Tensor = operator_of(op)(*args, plan.recipe.text, number_in_graph(cache), dtype)
+    result: torch.Tensor = operator_of(op)(*args, plan.recipe.text, number_in_graph(cache), dtype, place)
     return result
+
+
+def _with_view(args: Sequence[Any], place: Sequence[int] = ()) -> Sequence[Any]:
+    """Return the arguments of an op with the view that it is for in place of the parameter."""
+    if not place:
+        return args
+    position, offset, *sizes_and_strides = place
+    half = len(sizes_and_strides) // 2
+    # Compiled code may run below the key at which autograd notes what a view is of.
+    with noting_views():
+        view = args[position].as_strided(sizes_and_strides[:half], sizes_and_strides[half:], offset)
+    return (*args[:position], view, *args[position + 1 :])
 
 
 @functools.cache
@@ -45,17 +64,19 @@ def operator_of(op: str) -> Any:
     name = "low_bit_" + op.replace("::", "_").replace(".", "_")
     arguments, _, returns = str(overload._schema).partition("(")[2].rpartition(") -> ")
     arguments = re.sub(r"=(\[[^]]*\]|[^,]*)", "", arguments.replace("*, ", ""))  # all of them are given, by position
-    schema = f"{name}({arguments}, str recipe, int cache, ScalarType dtype) -> {returns}"
+    schema = f"{name}({arguments}, str recipe, int cache, ScalarType dtype, int[] view=[]) -> {returns}"
     _library.define(schema, tags=TAGS)  # type: ignore[no-untyped-call]
+
+    count = len(overload._schema.arguments)
 
     @disable_dynamo
     def run(*args: Any) -> torch.Tensor:
-        *of_op, recipe, cache, dtype = args
-        return _run_in_compiled(op, of_op, recipe, cache, dtype)
+        recipe, cache, dtype, *place = args[count:]  # torch leaves out what is the default
+        return _run_in_compiled(op, _with_view(args[:count], *place), recipe, cache, dtype)
 
     def fake(*args: Any) -> torch.Tensor:
-        *of_op, _, _, dtype = args
-        return _in_fast_dtype(op, of_op, dtype)
+        _, _, dtype, *place = args[count:]
+        return _in_fast_dtype(op, _with_view(args[:count], *place), dtype)
 
     _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     _library.impl(name, fake, "Meta")  # type: ignore[no-untyped-call]

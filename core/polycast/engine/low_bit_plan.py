@@ -109,7 +109,7 @@ class Plan:
             return "its weight is no tensor"
         if weight.numel() < self._min_size:
             return SMALL
-        if self.keep is not None and self.keep.has(weight):
+        if self.keep is not None and any(self.keep.has(each) for each in (weight, weight._base) if each is not None):
             return KEPT
         return kernel.declines(*args)
 

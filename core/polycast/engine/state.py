@@ -121,14 +121,17 @@ class Overlay(dict[str, CastPolicy]):
 
 
 WATCHED = "something records, transforms or watches the ops"
-NO_WEIGHT = "its weight is no parameter that can be kept (a view, a subclass, or the result of another op)"
+NO_WEIGHT = (
+    "its weight is no parameter that can be kept, or a plain view of one (a subclass, or the result of another op)"
+)
+VIEWS_ARE_FULL = "what is kept of other views of its weight takes as much memory as the weight"
 NOTHING_KEPT = "nothing is kept of weights here (cache_enabled=False, or a device's graph is being captured)"
 WRITTEN_UNSEEN = (
     "something else holds the weight's memory and may write it unseen (an alias made through .data, an array, a buffer "
     "that it is a part of, another process)"
 )
 NO_ROOM = "the WeightCache has no room for its packed weight within max_bytes"
-NOT_PACKED = (WATCHED, NO_WEIGHT, NOTHING_KEPT, WRITTEN_UNSEEN, NO_ROOM)
+NOT_PACKED = (WATCHED, NO_WEIGHT, NOTHING_KEPT, WRITTEN_UNSEEN, NO_ROOM, VIEWS_ARE_FULL)
 """Why nothing is kept of a weight, by the numbers that the native engine has for it."""
 
 

@@ -67,10 +67,10 @@ class WeightCache:
     Give one to any regions, on any threads. It keeps a cast until the weight changes or dies, :meth:`clear` is called,
     or the cache itself dies. Casts made under ``torch.no_grad`` and ``torch.inference_mode`` serve grad mode too.
 
-    In-place updates (an optimizer's step, also of a fused one; ``load_state_dict``; a collective) and a new
-    ``weight.data = ...`` are seen. A write through ``.data`` (``weight.data.add_(1)``) is not: torch does not count it
-    in the weight's version. Call :meth:`clear` after one; and before ``torch.utils.swap_tensors``, which refuses
-    tensors that a cache watches.
+    In-place updates (an optimizer's step, also of a fused one; ``load_state_dict``; a collective), a new
+    ``weight.data = ...`` and writes through ``.data`` (``weight.data.add_(1)``) are seen. No cast is kept while
+    something else holds the weight's memory and may write it unseen, such as ``alias = weight.data``. What C++ writes
+    at a raw pointer is not seen: call :meth:`clear` after it.
 
     Args:
         max_bytes: the memory that casts, and what recipes pack weights into, may take. A new one takes the place of

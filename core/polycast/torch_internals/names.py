@@ -194,6 +194,21 @@ def excluded_keys() -> int:
     return sum(torch.is_autocast_enabled(name) << place for place, name in enumerate(autocast_supported_devices()))
 
 
+_include_set: Callable[[], Any] | None = _read(
+    "torch._C._dispatch_tls_local_include_set", None, "compiled recipes leave views of weights out"
+)
+_ForceKeys: Any = _read("torch._C._ForceDispatchKeyGuard", None, "compiled recipes leave views of weights out")
+
+
+def noting_views() -> contextlib.AbstractContextManager[Any]:
+    """Return a context manager in which autograd notes what a view is of, also below its key, in compiled code."""
+    key = dispatch_key("ADInplaceOrView")
+    if key is None or _exclude_set is None or _include_set is None or _ForceKeys is None:
+        return contextlib.nullcontext()
+    guard: contextlib.AbstractContextManager[Any] = _ForceKeys(_include_set(), _exclude_set().remove(key))
+    return guard
+
+
 _full_after: Callable[[Any], DispatchKeySet] | None = _read(
     "torch._C._dispatch_keyset_full_after",
     None,
@@ -336,6 +351,16 @@ is_fwd_grad_enabled: Callable[[], bool] = _read(
 )
 current_graph_task_id: Callable[[], int] = _read(
     "torch._C._current_graph_task_id", lambda: 0, "recipes compute under torch.inference_mode() only"
+)
+has_storage: Callable[[torch.Tensor], bool] = _read(
+    "torch._C._has_storage",
+    lambda tensor: tensor.layout is torch.strided,
+    "on the reference engine, whether a tensor has memory is told by its layout",
+)
+preserve_version_counter: Any = _read(
+    "torch.autograd.grad_mode._unsafe_preserve_version_counter",
+    None,
+    "what is written where versions are set back, as FSDP2 does, is not seen",
 )
 storage_use_count: Callable[[int], int] = _read(
     "torch._C._storage_Use_Count",

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "alias_hooks.h"
 #include "forks.h"
 #include "library.h"
 #include "methods.h"
@@ -22,6 +23,7 @@
 namespace {
 
 std::unique_ptr<Announcers> announcers;
+AliasHooks* alias_hooks = nullptr;  // which needs Python to be destroyed: not as the process ends
 
 void take_locks() {
   const auto take = &HeldOverFork::take;
@@ -31,6 +33,7 @@ void take_locks() {
   }
   take(SharedCasts::index().mutex());
   take(InFlight::storages().mutex());
+  take(PartialCounters::set().mutex());
   take(Writes::log().mutex());
   take(LeftBehind::things().mutex());
 }
@@ -135,11 +138,14 @@ PyObject* watch_writes(PyObject*, PyObject* arguments) {
   PyObject *ops, *collectives;
   parse(arguments, "OO", &ops, &collectives);
   announcers = std::make_unique<Announcers>(each_of(ops, &string_of), each_of(collectives, &string_of));
+  delete std::exchange(alias_hooks, nullptr);
+  alias_hooks = new AliasHooks();
   return Py_NewRef(Py_None);
 }
 
 PyObject* unwatch_writes(PyObject*, PyObject*) {
   announcers.reset();
+  delete std::exchange(alias_hooks, nullptr);
   return Py_NewRef(Py_None);
 }
 
@@ -155,12 +161,24 @@ PyObject* note_writes(PyObject*, PyObject* tensors) {
   return Py_NewRef(Py_None);
 }
 
-// bind(policies, overlay, store, rewritten, error, text, of_traced, by_identity, low_bit): what is called in Python
+// forget(tensors): let go of what the stores refer to of tensors.
+PyObject* forget(PyObject*, PyObject* tensors) {
+  const std::vector<Tensor> forgotten = each_of(tensors, &tensor_of);
+  for (const auto& store : all_stores()) {
+    for (const Tensor& tensor : forgotten) {
+      store->forget(tensor.unsafeGetTensorImpl());
+    }
+  }
+  return Py_NewRef(Py_None);
+}
+
+// bind(policies, overlay, store, rewritten, error, text, of_traced, by_identity, low_bit, part): what is called in
+// Python, and a part of a storage
 PyObject* bind(PyObject*, PyObject* arguments) {
-  PyObject *policies, *overlay, *store, *rewritten, *error, *of_traced, *by_identity, *low_bit;
+  PyObject *policies, *overlay, *store, *rewritten, *error, *of_traced, *by_identity, *low_bit, *part;
   const char* text;
   parse(
-      arguments, "OOOOOsOOO", &policies, &overlay, &store, &rewritten, &error, &text, &of_traced, &by_identity, &low_bit);
+      arguments, "OOOOOsOOOO", &policies, &overlay, &store, &rewritten, &error, &text, &of_traced, &by_identity, &low_bit, &part);
   const auto names = each_of(policies, &string_of);
   TORCH_CHECK(std::equal(names.begin(), names.end(), kPolicyNames.begin(), kPolicyNames.end()));
   keep(native_overlay, overlay);
@@ -171,6 +189,7 @@ PyObject* bind(PyObject*, PyObject* arguments) {
   keep(store_by_identity, by_identity);
   keep(perform_low_bit, low_bit);
   stale_weight_message = text;
+  frees_part_of_storage = torch::createStorage(part).data_ptr().get_deleter();
   HeldOverFork::have(&take_locks);
   return Py_NewRef(Py_None);
 }
@@ -189,6 +208,7 @@ PyMethodDef functions[] = {
     {"watch_writes", &raising<&watch_writes>, METH_VARARGS, "See writes that count no version."},
     {"unwatch_writes", &raising<&unwatch_writes>, METH_NOARGS, "See them no more."},
     {"note_writes", &raising<&note_writes>, METH_O, "Tensors were written."},
+    {"forget", &raising<&forget>, METH_O, "Let go of what the stores refer to of tensors."},
     {"packing_of", &raising<&packing_of>, METH_VARARGS, "Return what a weight is packed into."},
     {"observing", &raising<&observing>, METH_NOARGS, "Return what an observer is bound to."},
     {"bind", &raising<&bind>, METH_VARARGS, "Take what is called in Python."},

@@ -1,7 +1,6 @@
 // Which tensors are cast, which of them are weights, and whether the cast of a weight is kept.
 //
-// Owns nothing. Locks: none. The GIL is taken to ask Python about a weight that shares its storage, and whether a device captures
-// a graph: with no lock of a store held.
+// Owns nothing. Locks: none. The GIL is taken to ask Python whether a device captures a graph: with no lock of a store held.
 
 #pragma once
 
@@ -21,8 +20,7 @@
 
 namespace {  // all is one unit, binding.cpp
 
-// Set by bind(); they live as long as the process.
-PyObject* storages_are_rewritten = nullptr;
+// Set by bind(); it lives as long as the process.
 PyObject* kept_cast_of_traced = nullptr;
 
 C10_ALWAYS_INLINE bool is_eligible(const Tensor& tensor, DeviceType device) {
@@ -52,19 +50,9 @@ bool is_weight(const Tensor& tensor, bool to_pack = false) {
       !meta->is_view_ && meta->fw_grad_ == nullptr;
 }
 
-// See storages_are_rewritten in engine/weights.py. Few weights share their storage, so the GIL is rarely taken. A collective that has
-// ended shares it until it is forgotten. Python may run.
-bool is_rewritten(const Tensor& weight) {
-  const auto is_shared = [&weight] { return weight.unsafeGetTensorImpl()->unsafe_storage().use_count() > 1; };
-  if (!is_shared()) {
-    return false;
-  }
-  InFlight::storages().forget_ended();
-  if (!is_shared()) {
-    return false;
-  }
-  const Gil gil;
-  return is_true(call(storages_are_rewritten));
+// Return the weight that a tensor is, or is a view of, or null.
+C10_ALWAYS_INLINE const Tensor* weight_of(const Tensor& tensor, bool to_pack = false) {
+  return is_weight(tensor, to_pack) ? &tensor : viewed_weight(tensor, to_pack);
 }
 
 // Not while something records, transforms or watches the ops.
@@ -102,10 +90,12 @@ struct Differentiation {
   }
 };
 
-// Whether a cast of a tensor may be kept now. Python may run, and the region end.
-bool may_be_kept(const Tensor& tensor, ScalarType dtype, const Object& is_capturing) {
-  return dtype != at::kFloat && is_weight(tensor) && at::autocast::is_autocast_cache_enabled() && caching_is_safe() &&
-      !is_rewritten(tensor) && !captures(tensor, is_capturing);
+// Return the weight whose cast may be kept now, if a tensor is one or a view of one, or null. Python may run, and the region end.
+C10_ALWAYS_INLINE const Tensor* weight_to_keep(const Tensor& tensor, ScalarType dtype, const Object& is_capturing) {
+  const Tensor* const weight = dtype == at::kFloat ? nullptr : weight_of(tensor);
+  const bool may_be_kept = weight != nullptr && at::autocast::is_autocast_cache_enabled() && caching_is_safe() &&
+      !captures(tensor, is_capturing);
+  return may_be_kept ? weight : nullptr;
 }
 
 // Return the cast of what stands for a weight in code that is being compiled, or an undefined tensor.
@@ -135,17 +125,55 @@ Tensor plain_cast(const Tensor& tensor, const CastTo& to) {
   return tensor.to(to.dtype);
 }
 
+// Return the cast of a view of a weight: all of it by way of the weight's own cast, a part where a user's store keeps one; else an
+// undefined tensor.
+C10_NOINLINE Tensor
+cast_of_view(const Tensor& view, const Tensor& viewed, ScalarType dtype, const DeviceRegion& region, SeenCast& seen) {
+  const bool is_all = is_all_of(view, viewed);
+  if (!is_all && region.store == nullptr) {
+    return Tensor();
+  }
+  seen.looked_for = true;
+  seen.made = false;
+  const Wanted wanted = Wanted::by_view(view);
+  Tensor cast;
+  if (const Tensor* found; region.store == nullptr && (found = region.casts->find(viewed, dtype, wanted)) != nullptr) {
+    cast = *found;
+  } else {
+    // From here on Python may run, and the region end.
+    const Tensor weight = viewed;
+    if (region.store != nullptr) {
+      const std::shared_ptr<Store> store = region.store->shared_from_this();
+      cast = store->cast(is_all ? Source(weight) : Source(view, weight), dtype, seen.made);
+    } else {
+      const std::shared_ptr<ThreadRegions> regions = this_thread.regions;
+      cast = regions->casts.cast(weight, dtype, wanted, seen.made);
+    }
+  }
+  if (is_all) {
+    cast = seen_as(cast, view);
+  } else if (wanted.held_by_graph) {
+    cast = alias_of(cast);
+  }
+  if (wanted.held_by_graph) {
+    set_history_of(cast, view);
+  }
+  return cast;
+}
+
 Tensor find_or_cast(
     const Tensor& tensor, const CastTo& to, const DeviceRegion& region, const Object& is_capturing, SeenCast& seen) {
   if (region.innermost == nullptr) {
     seen.in_torchs_region = true;
     return at::autocast::cached_cast(to.dtype, tensor, to.device);  // a region of torch's has torch's cache
   }
-  if (may_be_kept(tensor, to.dtype, is_capturing) && region.innermost != nullptr) {
+  const Tensor* const weight = weight_to_keep(tensor, to.dtype, is_capturing);
+  if (weight == &tensor && region.innermost != nullptr) {
     seen.looked_for = true;
     seen.made = false;
+    const Wanted wanted = Wanted::by_weight(tensor);
     if (region.store == nullptr) {
-      if (const Tensor* const found = region.casts->find(tensor, to.dtype)) {
+      if (const Tensor* const found = region.casts->find(tensor, to.dtype, wanted)) {
         return *found;
       }
     }
@@ -153,10 +181,15 @@ Tensor find_or_cast(
     const std::shared_ptr<Store> store = region.store == nullptr ? nullptr : region.store->shared_from_this();
     const std::shared_ptr<ThreadRegions> regions = this_thread.regions;
     if (store == nullptr) {
-      return regions->casts.cast(tensor, to.dtype, seen.made);
+      return regions->casts.cast(tensor, to.dtype, wanted, seen.made);
     }
-    return wants_history(tensor) ? regions->casts.with_link(tensor, to.dtype, *store, seen.made)
-                                 : store->cast(tensor, to.dtype, seen.made);
+    return wanted.link ? regions->casts.with_link(tensor, to.dtype, *store, seen.made)
+                       : store->cast(tensor, to.dtype, seen.made);
+  }
+  if (weight != nullptr && region.innermost != nullptr) {
+    if (Tensor cast = cast_of_view(tensor, *weight, to.dtype, region, seen); cast.defined()) {
+      return cast;
+    }
   }
   if (C10_UNLIKELY(to.dtype != at::kFloat && !caching_is_safe())) {
     if (Tensor traced = cast_of_traced(tensor, to.dtype, to.device); traced.defined()) {
@@ -170,7 +203,7 @@ Tensor find_or_cast(
 Tensor observed_cast(
     ObservedCall& op, const Tensor& tensor, const CastTo& to, const DeviceRegion& region, const Object& is_capturing) {
   using Clock = std::chrono::steady_clock;
-  SeenCast seen{has_known_sizes(tensor) && is_weight(tensor)};
+  SeenCast seen{has_known_sizes(tensor) && weight_of(tensor) != nullptr};
   const auto begin = op.is_timed ? Clock::now() : Clock::time_point();
   Tensor cast = find_or_cast(tensor, to, region, is_capturing, seen);
   if (op.is_timed) {

@@ -47,7 +47,7 @@ class KeptCastKernel final : public c10::OperatorKernel {
     } else if (Store* const of_region = region_of(device_).store; of_region != nullptr) {
       store = of_region->shared_from_this();
     }
-    if (store == nullptr || !is_eligible(weight, device_) || !may_be_kept(weight, dtype, is_capturing_)) {
+    if (store == nullptr || !is_eligible(weight, device_) || weight_to_keep(weight, dtype, is_capturing_) != &weight) {
       return weight.to(dtype);
     }
     bool made = false;

@@ -97,32 +97,31 @@ template <class... Args>
 constexpr bool is_for_low_bit<Tensor(const Tensor&, const Tensor&, Args...)> =
     (std::is_constructible_v<c10::IValue, const std::decay_t<Args>&> && ...);
 
-// packing_of(store, weight, kind, prepare): what a weight is packed into, kept in a store or made; see StateMachine in
+// packing_of(store, weight, kind, prepare): what a weight or a view of one is packed into, kept in a store or made; see StateMachine in
 // engine/state.py. A number, which is a place in NOT_PACKED there, where nothing can be kept: then nothing is made.
 PyObject* packing_of(PyObject*, PyObject* given) {
-  enum : long { kWatched, kNoWeight, kNothingKept, kWrittenUnseen, kNoRoom };
+  enum : long { kWatched, kNoWeight, kNothingKept, kWrittenUnseen, kNoRoom, kViewsAreFull };
   PyObject *of_store, *of_weight, *prepare;
   int kind;
   parse(given, "OOiO", &of_store, &of_weight, &kind, &prepare);
   const std::shared_ptr<Store> store = Holder<Store>::of(of_store);
-  const Tensor weight = tensor_of(of_weight);
+  const Tensor packable = tensor_of(of_weight);
   if (!caching_is_safe()) {
     return PyLong_FromLong(kWatched);
   }
-  if (!is_weight(weight, /*to_pack=*/true)) {
+  const Tensor* const viewed = weight_of(packable, /*to_pack=*/true);
+  if (viewed == nullptr) {
     return PyLong_FromLong(kNoWeight);
   }
-  if (is_rewritten(weight)) {
-    return PyLong_FromLong(kWrittenUnseen);
-  }
+  const Tensor weight = *viewed;
+  const Source source = viewed == &packable ? Source(weight) : Source(packable, weight);
   if (!at::autocast::is_autocast_cache_enabled()) {
     return PyLong_FromLong(kNothingKept);
   }
-  bool may_keep, has_room;
   std::optional<std::vector<Tensor>> packed;
   {
     const WithoutGil others_may_run;
-    packed = store->find_packing(weight, kind);
+    packed = store->find_packing(source, kind);
   }
   if (packed) {
     if (packed->empty()) {
@@ -134,24 +133,33 @@ PyObject* packing_of(PyObject*, PyObject* given) {
     }
     return parts.release();
   }
+  InFlight::storages().forget_ended();  // a collective that has ended holds the memory of its weights until then
+  const uint64_t writes = Writes::log().count();
+  Content content(packable);
+  if (!may_be_stored(weight, content)) {
+    return PyLong_FromLong(kWrittenUnseen);
+  }
+  bool views_fit, has_room;
   {
     const WithoutGil others_may_run;
-    may_keep = Store::may_keep(weight);
-    has_room = may_keep && store->has_room_for_packing(weight, kind);
+    views_fit = store->views_fit_with_packing(source);
+    has_room = views_fit && store->has_room_for_packing(source, kind);
   }
   if (!has_room) {
-    return PyLong_FromLong(may_keep ? kNoRoom : kWrittenUnseen);
+    return PyLong_FromLong(views_fit ? kNoRoom : kViewsAreFull);
   }
-  const uint64_t writes = Writes::log().count();
-  Content content(weight);
-  Object made = call(prepare, "(O)", of_weight);
+  Object made;
+  {
+    const OnlyReads reading;
+    made = call(prepare, "(O)", of_weight);
+  }
   std::vector<Tensor> parts;
   if (!made.is_none()) {
     parts = each_of(made.get(), &tensor_of);
   }
   {
     const WithoutGil others_may_run;
-    store->keep_packing(weight, kind, std::move(content), std::move(parts), writes);
+    store->keep_packing(source, kind, std::move(content), std::move(parts), writes);
   }
   return made.release();
 }

@@ -29,57 +29,74 @@
 
 namespace {
 
+// What a cast of a weight is wanted for.
+struct Wanted {
+  bool link;           // with history
+  bool held_by_graph;  // the graph holds its memory, so there is nothing to be gained by not keeping it
+  bool for_view;       // a view, which gets a history of its own
+
+  static Wanted by_weight(const Tensor& weight) {
+    const bool link = wants_history(weight);
+    return {link, link, false};
+  }
+
+  static Wanted by_view(const Tensor& view) { return {false, wants_history(view), true}; }
+};
+
 class RegionCasts {
  public:
   RegionCasts() { threads_with_regions.fetch_add(1, std::memory_order_relaxed); }
   RegionCasts(const RegionCasts&) = delete;
   ~RegionCasts() { clear(); }
 
-  // Return the cast that is kept of a weight, with history where that is wanted, or null: what there is to do then is cast()'s.
-  // Runs no Python, so that the caller need not hold this, and makes no tensor.
-  const Tensor* find(const Tensor& weight, ScalarType dtype) {
+  // Return the cast that is kept of a weight, or null: what there is to do then is cast()'s. Runs no Python, so that the caller
+  // need not hold this, and makes no tensor.
+  const Tensor* find(const Tensor& weight, ScalarType dtype, const Wanted& wanted) {
     if (Writes::log().count() != seen_) {
       return nullptr;
     }
     const Key key{weight.unsafeGetTensorImpl(), dtype};
     const auto found = kept_.find(key);
-    if (found == kept_.end() || !found->second->is_that_of(weight)) {
+    if (found == kept_.end() || !found->second->is_that_of(weight) || !found->second->may_serve(weight, wanted.for_view)) {
       return nullptr;
     }
-    const bool link = wants_history(weight);
-    const Tensor& cast = link ? found->second->linked : found->second->cast;
+    const Tensor& cast = wanted.link ? found->second->linked : found->second->cast;
     if (!cast.defined()) {
       return nullptr;
     }
-    if (!link) {
+    if (!wanted.link) {
       uses_.note_again(key);
     }
     return &cast;
   }
 
-  // Return a weight in another dtype, with history where that is wanted; `made` says whether it was cast now.
-  Tensor cast(const Tensor& weight, ScalarType dtype, bool& made) {
+  // Return a weight in another dtype; `made` says whether it was cast now.
+  Tensor cast(const Tensor& weight, ScalarType dtype, const Wanted& wanted, bool& made) {
     const Key key{weight.unsafeGetTensorImpl(), dtype};
-    const bool link = wants_history(weight);
     see_writes();
-    if (const auto found = kept_.find(key); found != kept_.end() && found->second->is_that_of(weight)) {
+    if (const auto found = kept_.find(key); found != kept_.end() && found->second->is_that_of(weight) &&
+        (wanted.for_view || found->second->may_serve(weight, false))) {
       KeptCast& entry = *found->second;
-      if (link) {
+      if (wanted.for_view && !entry.may_serve(weight, true)) {
+        made = true;
+        return make_cast(weight, dtype);  // the entry serves who uses the weight itself
+      }
+      if (wanted.link) {
         return entry.linked.defined() ? entry.linked : link_kept(key, weight, entry.cast);
       }
       uses_.note_again(key);
       return entry.cast.defined() ? entry.cast : alias_of(entry.linked);
     }
     for (Recent& recent : recent_) {
-      if (recent.cast && recent.key == key && recent.cast->is_that_of(weight)) {
+      if (recent.cast && recent.key == key && recent.cast->is_that_of(weight) && recent.cast->may_serve(weight, wanted.for_view)) {
         uses_.note_again(key);
         auto entry = take_out(recent);
         const Tensor cast = entry->cast;
         keep(key, std::move(entry));
-        return link ? link_kept(key, weight, cast) : cast;
+        return wanted.link ? link_kept(key, weight, cast) : cast;
       }
     }
-    return make(key, weight, dtype, link, made);
+    return make(key, weight, dtype, wanted, made);
   }
 
   // Return the cast that a user's store keeps, with the history that it has in this thread's regions.
@@ -91,9 +108,9 @@ class RegionCasts {
     Tensor linked;
     std::unique_ptr<KeptCast> entry;
     if (const auto found = kept_.find(key); found != kept_.end() && found->second->linked.defined() &&
-        found->second->is_that_of(weight)) {
+        found->second->is_that_of(weight) && found->second->of.holders() != Holders::kUnversioned) {
       linked = found->second->linked;
-    } else if (!is_written_by_others(weight)) {
+    } else {
       entry = std::make_unique<KeptCast>(weight);  // what is written from here on need not be in the cast
     }
     const Tensor cast = store.cast(weight, dtype, made);
@@ -101,7 +118,7 @@ class RegionCasts {
       return linked;
     }
     linked = with_history(cast, weight);
-    if (entry != nullptr && seen == Writes::log().count()) {
+    if (entry != nullptr && may_be_stored(weight, entry->of) && seen == Writes::log().count()) {
       entry->linked = linked;
       keep(key, std::move(entry));
     }
@@ -204,12 +221,16 @@ class RegionCasts {
     ~Reserved() { RecentBytes::give_back(bytes); }
   };
 
-  Tensor make(const Key& key, const Tensor& weight, ScalarType dtype, bool link, bool& made) {
-    const bool keeps = uses_.note(key) || link;
-    const bool may_keep = !is_written_by_others(weight);
-    const bool shares = keeps && may_keep && threads_with_regions.load(std::memory_order_relaxed) > 1;
+  Tensor make(const Key& key, const Tensor& weight, ScalarType dtype, const Wanted& wanted, bool& made) {
+    const bool link = wanted.link;
+    const bool keeps = uses_.note(key) || wanted.held_by_graph;
+    auto entry = std::make_unique<KeptCast>(weight);
+    entry->sees_all_writes = has_memory_alone(weight, entry->of, wanted.for_view);
+    const bool may_keep = (entry->sees_all_writes || (weight.requires_grad() && !wanted.for_view)) &&
+        !is_written_by_others(weight, entry->of);
+    const bool shares = keeps && may_keep && entry->sees_all_writes &&
+        threads_with_regions.load(std::memory_order_relaxed) > 1;
     const uint64_t seen = seen_;
-    auto entry = may_keep ? std::make_unique<KeptCast>(weight) : nullptr;
     Reserved reserved;
     Tensor cast, reusable;
     erase_kept(key);
@@ -268,7 +289,7 @@ class RegionCasts {
     Kept dying;
     if (kept_.size() >= sweep_at_) {  // a region may outlive many weights
       for (auto it = kept_.begin(); it != kept_.end();) {
-        if (!it->second->of.weight_is_alive()) {
+        if (!it->second->of.memory_is_alive()) {
           dying.emplace(it->first, std::move(it->second));
           it = kept_.erase(it);
         } else {

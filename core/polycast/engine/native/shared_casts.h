@@ -30,6 +30,14 @@ struct KeptCast {
   Tensor cast;                        // without history; or undefined
   Tensor linked;                      // the same memory with history; or undefined
   std::optional<c10::Stream> stream;  // that it was made on: nobody says when another may use it
+  bool sees_all_writes = false;       // see may_serve()
+
+  // Whether the cast may serve a weight that is as it was, or a view of it. torch's own regions keep no cast of a weight that requires
+  // no grad, and none of a view, so all writes are to be seen: nobody else had the memory then, nor has it now. (Aliases are told of
+  // as they are made, save by C++.) Of others they keep what they have, whatever is written.
+  bool may_serve(const Tensor& weight, bool for_view) const {
+    return (sees_all_writes && count_holders(weight) == (for_view ? 2 : 1)) || (weight.requires_grad() && !for_view);
+  }
 
   bool is_that_of(const Tensor& weight) const {
     return of.is_that_of(weight) && stream == current_stream(weight) && is_unwritten(cast.defined() ? cast : linked);

@@ -26,6 +26,7 @@
 #include "content.h"
 #include "left_behind.h"
 #include "python.h"
+#include "views.h"
 #include "weights.h"
 #include "writes.h"
 
@@ -43,6 +44,7 @@ struct Statistics {
 
 class Store;
 
+// The stores that there are, to be walked with the mutex held.
 struct AllStores {
   static AllStores& list() {
     static auto* const only = new AllStores();
@@ -69,9 +71,10 @@ class Store : public std::enable_shared_from_this<Store> {
     leave_behind(watchers_);
   }
 
-  // Return a weight in another dtype, without history: the kept cast, or a new one, which is kept where it may be.
-  Tensor cast(const Tensor& weight, ScalarType dtype, bool& made) {
-    const Key key{weight.unsafeGetTensorImpl(), dtype};
+  // Return a weight or a view of one in another dtype, without history: the kept cast, or a new one, which is kept where it may be.
+  Tensor cast(const Source& source, ScalarType dtype, bool& made) {
+    const Tensor& weight = source.tensor;
+    const Key key = source.key(dtype);
     const std::optional<c10::Stream> stream = current_stream(weight);
     std::optional<c10::Stream> made_on;
     Tensor kept;
@@ -101,16 +104,17 @@ class Store : public std::enable_shared_from_this<Store> {
     Content content(weight);
     kept = make_cast(weight, dtype);
     made = true;
-    insert(key, weight, std::make_shared<Entry>(std::move(content), kept), writes);
+    insert(source, key, std::make_shared<Entry>(std::move(content), kept), writes);
     return kept;
   }
 
-  // Return what is kept of what a weight was packed into, or nothing.
-  std::optional<std::vector<Tensor>> find_packing(const Tensor& weight, int kind) {
+  // Return what is kept of what a weight or a view of one was packed into, or nothing.
+  std::optional<std::vector<Tensor>> find_packing(const Source& source, int kind) {
+    const Tensor& weight = source.tensor;
     const std::optional<c10::Stream> stream = current_stream(weight);
     std::optional<c10::Stream> made_on;
     std::shared_ptr<Entry> entry;
-    const Key key{weight.unsafeGetTensorImpl(), ScalarType::Undefined, kind};
+    const Key key = source.key(ScalarType::Undefined, kind);
     {
       std::lock_guard<std::mutex> lock(mutex_);
       const auto found = entries_.find(key);
@@ -136,30 +140,37 @@ class Store : public std::enable_shared_from_this<Store> {
   }
 
   // Keep what a weight was packed into, where it may be. The content and the count of writes are those before it was made.
-  void keep_packing(const Tensor& weight, int kind, Content content, std::vector<Tensor> packed, uint64_t writes) {
+  void keep_packing(const Source& source, int kind, Content content, std::vector<Tensor> packed, uint64_t writes) {
     auto entry = std::make_shared<Entry>(std::move(content), std::move(packed));
     if (verify_) {
       const at::NoGradGuard no_grad;
-      entry->cast = weight.detach().clone();
+      entry->cast = source.tensor.detach().clone();
     }
     {
       std::lock_guard<std::mutex> lock(mutex_);
       most_packings_ = std::max(most_packings_, kind);
     }
-    insert({weight.unsafeGetTensorImpl(), ScalarType::Undefined, kind}, weight, std::move(entry), writes);
+    insert(source, source.key(ScalarType::Undefined, kind), std::move(entry), writes);
   }
 
-  // Whether what is made of a weight may be kept at all. Python may run.
-  static bool may_keep(const Tensor& weight) { return !is_part_of_a_buffer(weight) && !is_written_by_others(weight); }
+  // Whether what a view is packed into might be kept; see views_fit().
+  bool views_fit_with_packing(const Source& source) {
+    if (source.view == 0) {
+      return true;
+    }
+    Dying dying;
+    std::lock_guard<std::mutex> lock(mutex_);
+    return views_fit(source.weight, source.tensor.numel(), dying);  // a packing has a byte for each element at least
+  }
 
   // Return whether there is room for what a weight would be packed into, which is more work than it saves where it is not kept. A
   // packing that had no room has left its size; one that was never made takes a byte for each element, at least.
-  bool has_room_for_packing(const Tensor& weight, int kind) {
+  bool has_room_for_packing(const Source& source, int kind) {
     if (!max_bytes_) {
       return true;
     }
-    const Key key{weight.unsafeGetTensorImpl(), ScalarType::Undefined, kind};
-    const auto elements = static_cast<size_t>(weight.numel());
+    const Key key = source.key(ScalarType::Undefined, kind);
+    const auto elements = static_cast<size_t>(source.tensor.numel());
     Dying dying;
     std::lock_guard<std::mutex> lock(mutex_);
     erase(key, dying);  // it does not hold any more
@@ -179,6 +190,8 @@ class Store : public std::enable_shared_from_this<Store> {
       watchers.swap(watchers_);
       leave_behind(watchers);
       ages_.clear();
+      on_storage_.clear();
+      views_.clear();
       bytes_ = 0;
     }
     Writes::log().add_all();  // what threads made of the casts, for their graphs, is not to be used any more either
@@ -200,20 +213,46 @@ class Store : public std::enable_shared_from_this<Store> {
   // Drop the casts of weights in storages that were written.
   void drop(const Storages& written, std::vector<std::shared_ptr<void>>& dying) {
     std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<Key> keys;
-    for (const auto& [key, entry] : entries_) {
-      if (written.count(entry->of.storage()) != 0) {
-        keys.push_back(key);
+    for (const StorageImpl* const storage : written) {
+      if (const auto found = on_storage_.find(storage); found != on_storage_.end()) {
+        for (const Key& key : Keys(found->second)) {
+          erase(key, dying);
+        }
       }
     }
-    for (const Key& key : keys) {
-      erase(key, dying);
+  }
+
+  // Drop what is made of a weight, and the reference to it. Called with the GIL held.
+  void forget(TensorImpl* weight) {
+    Dying dying;
+    PyObject* reference = nullptr;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      for (int dtype = 0; dtype < static_cast<int>(ScalarType::NumOptions); ++dtype) {
+        erase(Key{weight, static_cast<ScalarType>(dtype)}, dying);
+      }
+      for (int kind = 1; kind <= most_packings_; ++kind) {
+        erase(Key{weight, ScalarType::Undefined, kind}, dying);
+      }
+      if (const auto views = views_.find(weight); views != views_.end()) {
+        for (const Key& key : Keys(views->second.keys)) {
+          erase(key, dying);
+        }
+      }
+      auto found = watchers_.find(weight);
+      if (found != watchers_.end()) {
+        reference = found->second;
+        watchers_.erase(found);
+      }
     }
+    Py_XDECREF(reference);
   }
 
   std::mutex& mutex() { return mutex_; }
 
  private:
+  using Dying = std::vector<std::shared_ptr<void>>;
+
   struct Entry {
     Content of;
     Tensor cast;  // of a packing that is verified, a copy of what was packed
@@ -245,7 +284,14 @@ class Store : public std::enable_shared_from_this<Store> {
     }
   };
   using Entries = ska::flat_hash_map<Key, std::shared_ptr<Entry>, KeyHash>;
+  using Keys = std::vector<Key>;
   using Watchers = std::unordered_map<TensorImpl*, PyObject*>;
+
+  // What is kept of the views of a weight.
+  struct Views {
+    size_t bytes = 0;
+    Keys keys;
+  };
 
   // A weight that is known here, for the callback of its weakref.
   struct Watched {
@@ -268,7 +314,6 @@ class Store : public std::enable_shared_from_this<Store> {
       return Py_NewRef(Py_None);
     }
   };
-  using Dying = std::vector<std::shared_ptr<void>>;
 
   // What was not given room, a hint by address.
   struct Refused {
@@ -297,6 +342,19 @@ class Store : public std::enable_shared_from_this<Store> {
     if (found != entries_.end()) {
       bytes_ -= found->second->bytes;
       ages_.erase(found->second->age);
+      const auto same = on_storage_.find(found->second->of.storage());
+      same->second.erase(std::find(same->second.begin(), same->second.end(), key));
+      if (same->second.empty()) {
+        on_storage_.erase(same);
+      }
+      if (key.view != 0) {
+        Views& views = views_[key.weight];
+        views.bytes -= found->second->bytes;
+        std::erase(views.keys, key);
+        if (views.keys.empty()) {
+          views_.erase(key.weight);
+        }
+      }
       dying.push_back(std::move(found->second));
       entries_.erase(found);
     }
@@ -340,10 +398,32 @@ class Store : public std::enable_shared_from_this<Store> {
     return refused;
   }
 
-  void insert(const Key& key, const Tensor& weight, std::shared_ptr<Entry> entry, uint64_t writes) {
+  // Called with the mutex held. Whether the views of a weight may take so much memory more: together no more than the weight does.
+  // The parts of a weight fit, in any dtype. Where each call takes another slice, what was kept would be of no use to the next.
+  bool views_fit(const Tensor& weight, size_t bytes, Dying& dying) {
+    const auto found = views_.find(weight.unsafeGetTensorImpl());
+    const size_t most = weight.nbytes();
+    if (found == views_.end() || found->second.bytes + bytes <= most) {
+      return bytes <= most;
+    }
+    const Keys keys = found->second.keys;
+    size_t kept = found->second.bytes;
+    for (const Key& key : keys) {
+      const Entry& entry = *entries_.find(key)->second;
+      if (!entry.of.is_of_now(weight)) {
+        kept -= entry.bytes;
+        erase(key, dying);
+      }
+    }
+    return kept + bytes <= most;
+  }
+
+  // The key is one of the source's.
+  void insert(const Source& source, const Key& key, std::shared_ptr<Entry> entry, uint64_t writes) {
     Dying dying;
-    const bool is_unshared = may_keep(weight);
-    const auto elements = static_cast<size_t>(weight.numel());
+    const Tensor& weight = source.weight;
+    const bool may_keep = may_be_stored(weight, entry->of);
+    const auto elements = static_cast<size_t>(source.tensor.numel());
     bool watched = true;
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -355,7 +435,7 @@ class Store : public std::enable_shared_from_this<Store> {
         refused_of(key, elements).bytes = bytes;
       }
       // A write that was announced since may be of this weight: the next use looks again.
-      if (is_unshared && has_room && writes == Writes::log().count()) {
+      if (may_keep && has_room && writes == Writes::log().count() && (key.view == 0 || views_fit(weight, bytes, dying))) {
         while (max_bytes_ && bytes_ + bytes > *max_bytes_) {
           erase(Key(ages_.front()), dying);
           ++evictions_;
@@ -366,8 +446,14 @@ class Store : public std::enable_shared_from_this<Store> {
           entry->streams.push_back(*stream);
         }
         entry->age = ages_.insert(ages_.end(), key);
+        on_storage_[entry->of.storage()].push_back(key);
         entries_.emplace(key, std::move(entry));
         bytes_ += bytes;
+        if (key.view != 0) {
+          Views& views = views_[key.weight];
+          views.bytes += bytes;
+          views.keys.push_back(key);
+        }
         watched = watchers_.count(key.weight) != 0;
       }
     }
@@ -406,27 +492,6 @@ class Store : public std::enable_shared_from_this<Store> {
     }
   }
 
-  // Called with the GIL held, when the weight has died.
-  void forget(TensorImpl* weight) {
-    Dying dying;
-    PyObject* reference = nullptr;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      for (int dtype = 0; dtype < static_cast<int>(ScalarType::NumOptions); ++dtype) {
-        erase(Key{weight, static_cast<ScalarType>(dtype)}, dying);
-      }
-      for (int kind = 1; kind <= most_packings_; ++kind) {
-        erase(Key{weight, ScalarType::Undefined, kind}, dying);
-      }
-      auto found = watchers_.find(weight);
-      if (found != watchers_.end()) {
-        reference = found->second;
-        watchers_.erase(found);
-      }
-    }
-    Py_XDECREF(reference);
-  }
-
   static bool are_equal(const Tensor& one, const Tensor& other) {
     const at::NoGradGuard no_grad;
     return one.nan_to_num().equal(other.nan_to_num()) && one.isnan().equal(other.isnan());
@@ -449,14 +514,28 @@ class Store : public std::enable_shared_from_this<Store> {
   const bool verify_;
   std::mutex mutex_;
   Entries entries_;
+  std::unordered_map<const StorageImpl*, Keys> on_storage_;  // the keys of entries, by the memory of their weights
   std::list<Key> ages_;  // least recently used first
   ska::flat_hash_map<Key, Refused, KeyHash> refused_;
   Watchers watchers_;
+  std::unordered_map<TensorImpl*, Views> views_;  // by weight
   uint64_t hits_ = 0, misses_ = 0, evictions_ = 0;
   size_t bytes_ = 0;
   uint64_t clock_ = 0;  // counts what is done, where there is a bound
   int most_packings_ = 0;  // the highest kind of packing that was kept
 };
+
+// Return the stores that there are, held.
+std::vector<std::shared_ptr<Store>> all_stores() {
+  std::vector<std::shared_ptr<Store>> found;
+  std::lock_guard<std::mutex> lock(AllStores::list().mutex);
+  for (Store* const store : AllStores::list().stores) {
+    if (auto alive = store->weak_from_this().lock()) {
+      found.push_back(std::move(alive));
+    }
+  }
+  return found;
+}
 
 void tell_stores(const Storages& written) {
   std::vector<std::shared_ptr<void>> dying;  // before the lock, so that it is destroyed after it is let go

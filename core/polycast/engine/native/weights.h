@@ -29,24 +29,29 @@ namespace torch::autograd::generated {
 
 namespace {  // all is one unit, binding.cpp
 
-// Whether another process may write a weight's memory. torch's own memory is told by its deleter; few weights have another.
-bool is_shared(const Tensor& weight) {
-  const c10::DataPtr& data = weight.unsafeGetTensorImpl()->unsafe_storage().data_ptr();
+// Set by bind(): what frees a part of a storage, as files are read and mapped.
+c10::DeleterFnPtr frees_part_of_storage = nullptr;
+
+// Who else may write a weight's memory without a tensor: nobody; this process, such as the NumPy array whose memory it is; other
+// processes. torch's own memory is told by its deleter; few weights have another.
+enum class Memory : uint8_t { kTorchs, kForeign, kShared };
+
+Memory memory_of(const Tensor& weight) {
+  const c10::Storage& storage = weight.unsafeGetTensorImpl()->unsafe_storage();
+  const c10::DataPtr& data = storage.data_ptr();
   if (!weight.device().is_cpu() || data.get_deleter() == c10::GetAllocator(c10::DeviceType::CPU)->raw_deleter()) {
-    return false;
+    return Memory::kTorchs;
   }
   if (const auto* const mapped = at::MapAllocator::fromDataPtr(data)) {
-    return (mapped->flags() & (at::ALLOCATOR_MAPPED_SHARED | at::ALLOCATOR_MAPPED_SHAREDMEM)) != 0;
+    const bool is_shared = (mapped->flags() & (at::ALLOCATOR_MAPPED_SHARED | at::ALLOCATOR_MAPPED_SHAREDMEM)) != 0;
+    return is_shared ? Memory::kShared : Memory::kTorchs;
   }
   const Gil gil;
-  return is_true(Object::made(PyObject_CallMethod(python_tensor(weight).get(), "is_shared", nullptr)));
-}
-
-// Whether a weight is a part of memory that other tensors are on, too. One that was put there through .data counts its own
-// versions, so a write through the whole of it is not seen.
-bool is_part_of_a_buffer(const Tensor& weight) {
-  const c10::Storage& storage = weight.unsafeGetTensorImpl()->unsafe_storage();
-  return storage.use_count() > 1 && weight.nbytes() < storage.nbytes();
+  const Object object = Object::made(torch::createPyObject(storage));
+  if (is_true(Object::made(PyObject_CallMethod(object.get(), "is_shared", nullptr)))) {
+    return Memory::kShared;
+  }
+  return data.get_deleter() == frees_part_of_storage ? Memory::kTorchs : Memory::kForeign;
 }
 
 // Have a stream wait for what another was given so far, a cast among it, and the memory of the cast for the stream.

@@ -126,9 +126,33 @@ class InFlight {
   Pending pending_;
 };
 
-// Whether a weight's memory may be written at times that nobody tells: by other processes, or by a collective. Python may run.
-bool is_written_by_others(const Tensor& weight) {
-  return is_shared(weight) || InFlight::storages().has(storage_of(weight));
+// Set by bind(); it lives as long as the process.
+PyObject* storages_are_rewritten = nullptr;
+
+// Whether a weight's memory may be written at times that nobody tells: by other processes, by a collective, or by FSDP, which
+// gathers weights into memory that it holds and writes without a version (see storages_are_rewritten in engine/weights.py).
+// Python may run.
+bool is_written_by_others(const Tensor& weight, const Content& before) {
+  if (memory_of(weight) == Memory::kShared || InFlight::storages().has(storage_of(weight))) {
+    return true;
+  }
+  if (before.holders() == Holders::kNone) {
+    return false;
+  }
+  const Gil gil;
+  return is_true(call(storages_are_rewritten));
+}
+
+// Whether a user's store may keep what is made of a weight after `before`.
+bool may_be_stored(const Tensor& weight, const Content& before) {
+  return before.holders() != Holders::kUnversioned && !is_written_by_others(weight, before);
+}
+
+// Whether all writes of a weight are seen, if nobody else comes to hold its memory: now it does alone, or with a view that is used.
+bool has_memory_alone(const Tensor& weight, const Content& before, bool with_view) {
+  const bool is_alone = with_view ? before.holders() == Holders::kVersioned && count_holders(weight) == 2
+                                  : before.holders() == Holders::kNone;
+  return is_alone && memory_of(weight) == Memory::kTorchs;
 }
 
 // Set by store.h, whose stores are told at once; a thread's own casts look at the log.
@@ -138,6 +162,27 @@ void announce(const Storages& written) {
   if (!written.empty()) {
     Writes::log().add(written);
     tell_stores(written);
+  }
+}
+
+// While one of these lives, its thread reads weights to pack them: their memory is given to nobody who writes it.
+class OnlyReads {
+ public:
+  OnlyReads() { ++count_; }
+  OnlyReads(const OnlyReads&) = delete;
+  ~OnlyReads() { --count_; }
+
+  static bool in_thread() { return count_ != 0; }
+
+ private:
+  static inline thread_local int count_ = 0;
+};
+
+// Announce that a tensor's memory may be written by what was given it just now. Nobody keeps anything of it where its storage
+// has no weak reference, which a Content has.
+void announce_alias(const Tensor& tensor) {
+  if (!OnlyReads::in_thread() && tensor.defined() && tensor.has_storage() && count_weak_references(storage_of(tensor)) > 1) {
+    announce({storage_of(tensor)});
   }
 }
 

@@ -12,11 +12,12 @@ from ...torch_internals.names import DispatchKeySet, OpOverload, has_kernel_for_
 from ..casting import tensors_in
 from ..kernels import Kernels
 from ..recorder import Observer, Recorder
-from ..unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedOptimizers
+from ..unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, PythonHooks
 from . import telling
+from .alias_hooks import AliasHooks
 from .kernels import PythonKernels
 from .state_machine import PythonStateMachine
-from .store import note_writes
+from .store import forget, note_alias, note_writes
 
 _WHERE_VERSIONS_COUNT = "ADInplaceOrView"
 
@@ -29,7 +30,7 @@ class ReferenceEngine(PythonStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._optimizers: WatchedOptimizers | None = None
+        self._hooks: tuple[AliasHooks, PythonHooks] | None = None
         self._libraries: dict[str, Library] = {}
 
     def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy]) -> Kernels:
@@ -51,8 +52,8 @@ class ReferenceEngine(PythonStateMachine):
 
     def watch_writes(self) -> None:
         """Have writes of weights that count no version seen, from now on."""
-        if self._optimizers is None:
-            self._optimizers = WatchedOptimizers(note_writes)
+        if self._hooks is None:
+            self._hooks = AliasHooks(note_alias), PythonHooks(note_writes, forget)
             below = keys_below(_WHERE_VERSIONS_COUNT)
             for name in (*FUSED_OPTIMIZERS, *COLLECTIVES):
                 op = find_op(name)
@@ -67,9 +68,10 @@ class ReferenceEngine(PythonStateMachine):
 
     def unwatch_writes(self) -> None:
         """Take out of torch what watch_writes put there."""
-        if self._optimizers is not None:
-            self._optimizers.remove()
-            self._optimizers = None
+        if self._hooks is not None:
+            for hooks in self._hooks:
+                hooks.remove()
+            self._hooks = None
             for library in self._libraries.values():
                 library._destroy()  # type: ignore[no-untyped-call]
             self._libraries = {}

@@ -21,14 +21,14 @@ from ..casting import is_eligible, promotion
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, refusal
 from ..weight_cache import cache_by_identity
-from ..weights import caching_is_safe, is_weight
+from ..weights import Source, caching_is_safe, is_weight, weight_of
 from . import telling
 from .state_machine import PythonStateMachine
 from .store import PythonStore
 
 _Args: TypeAlias = tuple[Any, ...]
 _Kwargs: TypeAlias = dict[str, Any]
-_CastWeight: TypeAlias = Callable[[torch.Tensor, torch.dtype, list[bool] | None], torch.Tensor]
+_CastWeight: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.dtype, list[bool] | None], torch.Tensor | None]
 
 
 class PythonKernels(Kernels):
@@ -192,13 +192,15 @@ class _KeptCast:
                 return weight.to(dtype)
             region = None if cache else self._machine.innermost(device)
             named = cache_by_identity(cache) if region is None else region[1]
-            return weight.to(dtype) if named is None else named.store("reference", PythonStore).cast(weight, dtype)
+            if named is None:
+                return weight.to(dtype)
+            return named.store("reference", PythonStore).cast(Source(weight, weight), dtype)
 
 
 def _caster(device_type: str, dtype: torch.dtype, cast_weight: _CastWeight | None) -> Callable[[Any], Any]:
     """Return a function that casts one argument of an op: a tensor, a list of tensors, or anything else, unchanged.
 
-    Weights are cast by `cast_weight`, where a cast may be kept now.
+    Weights and views of them are cast by `cast_weight`, where a cast may be kept now.
     """
 
     def cast(value: Any) -> Any:
@@ -207,10 +209,12 @@ def _caster(device_type: str, dtype: torch.dtype, cast_weight: _CastWeight | Non
                 return value
             told = telling.listener
             if told is not None:
-                of_weight = (cast_weight is not None or caching_is_safe()) and is_weight(value)
-                return telling.told_cast(value, dtype, of_weight, cast_weight, told)
-            if cast_weight is not None and is_weight(value):
-                return cast_weight(value, dtype, None)
+                weight = weight_of(value) if cast_weight is not None or caching_is_safe() else None
+                return telling.told_cast(value, dtype, weight, cast_weight, told)
+            if cast_weight is not None:
+                weight = weight_of(value)
+                kept = None if weight is None else cast_weight(value, weight, dtype, None)
+                return value.to(dtype) if kept is None else kept
             traced = None if dtype is torch.float32 else kept_cast.of_traced(value, dtype, device_type)
             return value.to(dtype) if traced is None else traced
         if isinstance(value, (list, tuple)):

@@ -10,13 +10,13 @@ import torch
 
 from ...policy.cast_policy import CastPolicy
 from ...torch_internals.names import excluded_keys, is_function_mode_enabled
-from ..state import NO_WEIGHT, NOTHING_KEPT, WATCHED, WRITTEN_UNSEEN, Overlay, Settings
+from ..state import NO_WEIGHT, NOTHING_KEPT, WATCHED, Overlay, Settings
 from ..weight_cache import WeightCache
-from ..weights import caching_is_safe, is_rewritten, is_weight
+from ..weights import Source, caching_is_safe, is_all_of, weight_of
 from . import telling
-from .store import PythonStore
+from .store import PythonStore, with_history
 
-_CastWeight: TypeAlias = Callable[[torch.Tensor, torch.dtype, list[bool] | None], torch.Tensor]
+_CastWeight: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.dtype, list[bool] | None], torch.Tensor | None]
 
 
 class Frame:
@@ -220,12 +220,13 @@ class PythonStateMachine:
         """Return what a weight is packed into."""
         if not caching_is_safe():
             return WATCHED
-        if not is_weight(weight, to_pack=True):
-            is_parameter = isinstance(weight, torch.nn.Parameter) and not weight._is_view()
-            return WRITTEN_UNSEEN if is_parameter and is_rewritten(weight) else NO_WEIGHT
+        kept_for = weight_of(weight, to_pack=True)
+        if kept_for is None:
+            return NO_WEIGHT
         if not torch.is_autocast_cache_enabled():
             return NOTHING_KEPT
-        return cache.store("reference", PythonStore).packing(weight, kind, prepare)
+        source = Source(weight, kept_for, holders=1 if weight is kept_for else 2)
+        return cache.store("reference", PythonStore).packing(source, kind, prepare)
 
     def computes_low_bit(self, name: str, device_type: str) -> bool:
         """Say whether the recipe of this thread's region is for an op."""
@@ -233,9 +234,11 @@ class PythonStateMachine:
         return region is not None and region[0] is not None and name in region[0].low_bit
 
     def weight_caster(self, device_type: str) -> _CastWeight | None:
-        """Return what casts a weight in this thread's region, and keeps the cast; None where it is in none.
+        """Return what casts a weight or a view in this thread's region, and keeps the cast; None where it is in none.
 
-        A list that it is given gets an item where the cast was made now.
+        It is given the weight that the tensor is or is a view of. A list that it is given gets an item where the cast
+        was made now. The history of a view is that of one use, as torch's is: to share one would add up the gradients
+        of several uses in the fast dtype.
         """
         region = self.innermost(device_type)
         if region is None:
@@ -243,9 +246,22 @@ class PythonStateMachine:
         own = self._regions.store
         store = own if region[1] is None else region[1].store("reference", PythonStore)
 
-        def cast(weight: torch.Tensor, dtype: torch.dtype, made: list[bool] | None) -> torch.Tensor:
-            if weight.requires_grad and torch.is_grad_enabled():
-                return own.with_link(weight, dtype, store, made)
-            return store.cast(weight, dtype, made)
+        def cast(
+            tensor: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, made: list[bool] | None
+        ) -> torch.Tensor | None:
+            link = tensor.requires_grad and torch.is_grad_enabled()
+            if tensor is weight:
+                if link:
+                    return own.with_link(weight, dtype, store, made)
+                return store.cast(Source(weight, weight), dtype, made)
+            if is_all_of(tensor, weight):
+                of_weight = store.cast(Source(weight, weight, holders=2), dtype, made)
+                with torch.no_grad():
+                    kept = of_weight.as_strided(tensor.shape, tensor.stride())
+            elif store is own:  # a region's casts are those that torch would keep
+                return None
+            else:
+                kept = store.cast(Source(tensor, weight, holders=2), dtype, made)
+            return with_history(tensor, kept) if link else kept
 
         return cast

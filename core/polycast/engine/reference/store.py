@@ -12,8 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...errors import StaleWeightError
 from ...plugins.fork import Lock, hold_over_forks
-from ..state import NO_ROOM, WRITTEN_UNSEEN
-from ..weights import STALE, is_part_of_a_buffer
+from ...torch_internals.names import has_storage
+from ..state import NO_ROOM, VIEWS_ARE_FULL, WRITTEN_UNSEEN
+from ..weights import STALE, Source, TensorBase, has_other_holders, storages_are_rewritten
 
 _MOST_USES = 3
 _USES_TO_REPACK = 16
@@ -23,8 +24,8 @@ _stores: "weakref.WeakSet[PythonStore]" = weakref.WeakSet()
 _stores_lock = threading.RLock()
 
 
-_Key: TypeAlias = tuple[int, torch.dtype | int]
-"""Of a weight: its identity, and the dtype of its cast or the kind of its packing."""
+_Key: TypeAlias = tuple[int, torch.dtype | int, tuple[object, ...]]
+"""The identity of a weight, the dtype of its cast or the kind of its packing, and, of a view of it, where that lies."""
 _Packing: TypeAlias = tuple[torch.Tensor, ...] | None
 
 
@@ -38,6 +39,7 @@ class _Entry:
     versions: tuple[int, ...] = ()
     nbytes: int = 0
     original: torch.Tensor | None = None  # what was packed, where it is to be verified
+    alone: bool = True  # whether the weight had its memory alone
 
     def __post_init__(self) -> None:
         self.versions = _versions(self.kept)
@@ -86,55 +88,72 @@ class PythonStore:
         with _stores_lock:
             _stores.add(self)
 
-    def cast(self, weight: torch.Tensor, dtype: torch.dtype, made: list[bool] | None = None) -> torch.Tensor:
-        """Return `weight` in `dtype`, without history: a kept cast if it still holds, else a new one, which is kept.
+    def cast(self, source: Source, dtype: torch.dtype, made: list[bool] | None = None) -> torch.Tensor:
+        """Return a weight or a view in `dtype`, without history: the kept cast if it still holds, else a new one.
 
         The list `made` gets an item where it is a new one.
         """
-        key = (id(weight), dtype)
+        weight = source.tensor
+        key = (id(source.weight), dtype, source.place)
+        alone = _is_alone(source)
         with self._lock:
-            entry = self._find(key, weight)
+            entry = self._find(key, source)
+            if self._own and entry is not None and not (alone and entry.alone) and not self._as_torch(source):
+                if made is not None:
+                    made.append(True)
+                return _made(weight, dtype)
             if entry is None:
                 if made is not None:
                     made.append(True)
-                return self._insert(
-                    key, weight, _Entry(_content(weight), _storage(weight), (_made(weight, dtype),))
-                ).cast
+                content, storage = _content(weight), _storage(weight)
+                may_keep = self._may_keep(source)
+                entry = _Entry(content, storage, (_made(weight, dtype),), alone=alone)
+                return self._insert(key, source, entry, may_keep).cast
             if self._verify:
                 _check_contents(weight, entry.cast)
             return entry.cast
 
-    def packing(self, weight: torch.Tensor, kind: int, prepare: Callable[[torch.Tensor], _Packing]) -> _Packing | str:
-        """Return what `prepare` makes of a weight: what is kept if it still holds, else anew.
+    def packing(self, source: Source, kind: int, prepare: Callable[[torch.Tensor], _Packing]) -> _Packing | str:
+        """Return what `prepare` makes of a weight or a view: what is kept if it holds, else anew.
 
         Where it could not be kept it is not made, for that is more work than it saves: then return the reason.
         """
-        key = (id(weight), kind)
+        weight = source.tensor
+        key = (id(source.weight), kind, source.place)
         with self._lock:
-            entry = self._find(key, weight)
+            entry = self._find(key, source)
             if entry is not None:
                 if entry.original is not None and not _are_equal(entry.original, weight):
                     raise StaleWeightError(STALE)
                 return entry.kept
-            if not self._may_keep(weight):
+            if not self._may_keep(source):
                 return WRITTEN_UNSEEN
-            # One that had no room has left its size; one that was never made takes a byte for each element, at least.
+            # A packing has a byte for each element at least.
+            if source.place and not self._views_fit(source.weight, weight.numel()):
+                return VIEWS_ARE_FULL
             self._erase(key)
-            refused = self._refused.get(key)
+            refused = self._refused.get(key)  # one that had no room has left its size
             known = refused.nbytes if refused is not None and refused.elements == weight.numel() else 0
             if not self._has_room(key, weight.numel(), max(weight.numel(), known)):
                 return NO_ROOM
-        content = _content(weight)
-        entry = _Entry(content, _storage(weight), prepare(weight))
+            drops = self._drops
+        content, storage = _content(weight), _storage(weight)
+        if not self._may_keep(source):
+            return WRITTEN_UNSEEN
+        _thread.only_reads = True
+        try:
+            entry = _Entry(content, storage, prepare(weight))
+        finally:
+            _thread.only_reads = False
         if self._verify:
             with torch.no_grad():
                 entry.original = weight.detach().clone()
         with self._lock:
-            return self._insert(key, weight, entry).kept
+            return self._insert(key, source, entry, drops == self._drops).kept
 
-    def _find(self, key: _Key, weight: torch.Tensor) -> _Entry | None:
+    def _find(self, key: _Key, source: Source) -> _Entry | None:
         entry = self._entries.get(key)
-        if entry is None or not entry.holds_for(weight):
+        if entry is None or not entry.holds_for(source.tensor):
             return None
         self._hits += 1
         entry.uses = min(entry.uses + 1, _MOST_USES)
@@ -146,29 +165,52 @@ class PythonStore:
         self, weight: torch.Tensor, dtype: torch.dtype, store: "PythonStore", made: list[bool] | None
     ) -> torch.Tensor:
         """Return the cast that `store` keeps, with the history that all its uses in this thread's regions have."""
-        key = (id(weight), dtype)
+        key = (id(weight), dtype, ())
         with self._lock:
             entry = self._linked.get(key)
-            linked = entry.cast if entry is not None and entry.holds_for(weight) else None
+            fits = entry is not None and (entry.alone or store._own) and entry.holds_for(weight)
+            linked = entry.cast if entry is not None and fits else None
             drops = self._drops
         content, storage = _content(weight), _storage(weight)  # what is written from here on need not be in the cast
-        cast = store.cast(weight, dtype, made)
+        source = Source(weight, weight)
+        may_keep, alone = store._may_keep(source), not has_other_holders(weight)
+        cast = store.cast(source, dtype, made)
         if linked is not None:
             return linked
-        entry = _Entry(content, storage, (_link(weight, cast),))
+        entry = _Entry(content, storage, (with_history(weight, cast),), alone=alone)
         with self._lock:
-            if drops == self._drops and _may_be_kept(weight):
+            if drops == self._drops and may_keep:
                 self._linked[key] = entry
         return entry.cast
 
-    def _insert(self, key: _Key, weight: torch.Tensor, entry: _Entry) -> _Entry:
+    def _as_torch(self, source: Source) -> bool:
+        """Return whether torch's own regions keep a cast too: of a weight that requires grad, whatever is written.
+
+        Of others, and of views, they keep none, so that every write is seen.
+        """
+        return self._own and source.weight.requires_grad and source.holders == 1
+
+    def _may_keep(self, source: Source) -> bool:
+        """Return whether a cast that is made now may be kept: not where its weight may be written unseen."""
+        weight = source.tensor
+        # Asked before it has one more, here.
+        has_others, alone = has_other_holders(weight, source.holders), _is_alone(source)
+        storage = TensorBase.untyped_storage(weight)
+        if (weight.device.type == "cpu" and storage.is_shared()) or storage._cdata in _written_later:
+            return False
+        if self._own:
+            return alone or (self._as_torch(source) and not (has_others and storages_are_rewritten()))
+        return not has_others
+
+    def _insert(self, key: _Key, source: Source, entry: _Entry, may_keep: bool) -> _Entry:
+        weight, elements = source.weight, source.tensor.numel()
         self._misses += 1
         self._erase(key)
-        if not self._may_keep(weight):
+        if not may_keep or (key[2] and not self._views_fit(weight, entry.nbytes)):
             return entry
-        if not self._has_room(key, weight.numel(), entry.nbytes):
+        if not self._has_room(key, elements, entry.nbytes):
             if isinstance(key[1], int):
-                self._refused_of(key, weight.numel()).nbytes = entry.nbytes
+                self._refused_of(key, elements).nbytes = entry.nbytes
             return entry
         while self._max_bytes is not None and self._bytes + entry.nbytes > self._max_bytes:
             self._erase(next(iter(self._entries)))
@@ -181,8 +223,18 @@ class PythonStore:
         self._bytes += entry.nbytes
         return entry
 
-    def _may_keep(self, weight: torch.Tensor) -> bool:
-        return _may_be_kept(weight) and (self._own or not is_part_of_a_buffer(weight))
+    def _views_fit(self, weight: torch.Tensor, size: int) -> bool:
+        """Return whether the views of a weight may take so much memory more: together no more than the weight does.
+
+        The parts of a weight fit, in any dtype. Where each call takes another slice, what was kept would be of no use.
+        """
+        views = {key: entry for key, entry in self._entries.items() if key[0] == id(weight) and key[2]}
+        kept = sum(entry.nbytes for entry in views.values())
+        for key, entry in views.items() if kept + size > weight.nbytes else ():
+            if entry.content[:2] != _content(weight)[:2]:  # it was written, or given other memory, since
+                kept -= entry.nbytes
+                self._erase(key)
+        return kept + size <= weight.nbytes
 
     def _has_room(self, key: _Key, elements: int, size: int) -> bool:
         """Return whether a new entry may have so many bytes, in place of those that were not used for longest.
@@ -250,6 +302,15 @@ class PythonStore:
             self._drops += 1
         del dropped
 
+    def forget(self, weight: torch.Tensor) -> None:
+        """Drop what is kept of a weight, and the reference to it."""
+        with self._lock:
+            for key in [key for key in self._entries if key[0] == id(weight)]:
+                self._erase(key)
+            dropped = [self._linked.pop(key) for key in list(self._linked) if key[0] == id(weight)]
+            self._weights.pop(id(weight), None)
+        del dropped
+
     def clear(self) -> None:
         """Drop every cast, and what threads made of those of a user's store for their graphs."""
         with self._lock:
@@ -274,7 +335,7 @@ class PythonStore:
     def statistics(self) -> tuple[int, ...]:
         """See CastStore."""
         with self._lock:
-            packed = [entry.nbytes for (_, kind), entry in self._entries.items() if isinstance(kind, int)]
+            packed = [entry.nbytes for (_, kind, _), entry in self._entries.items() if isinstance(kind, int)]
             casts, size = len(self._entries) - len(packed), self._bytes - sum(packed)
             return casts, size, self._hits, self._misses, self._evictions, len(packed), sum(packed)
 
@@ -295,12 +356,39 @@ hold_over_forks(_locks)
 _written_later: dict[int, StorageWeakRef] = {}
 
 
+class _Thread(threading.local):
+    only_reads = False
+    """Whether the thread packs a weight, and gives its memory to nobody who writes it."""
+
+
+_thread = _Thread()
+_noted: set[int] = set()
+"""The storages of weights that something may be kept of, by identity; of some nothing is any more."""
+
+
+def note_alias(tensor: torch.Tensor) -> None:
+    """Drop the casts of weights on the memory of a tensor, which was given to what counts no versions."""
+    if _thread.only_reads:
+        return
+    with torch._C.DisableTorchFunction():
+        if has_storage(tensor) and TensorBase.untyped_storage(tensor)._cdata in _noted:
+            note_writes([tensor])
+
+
+def forget(tensors: Iterable[torch.Tensor]) -> None:
+    """Let go of what the stores refer to of tensors."""
+    for tensor in tensors:
+        for store in all_stores():
+            store.forget(tensor)
+
+
 def note_writes(tensors: Iterable[torch.Tensor], may_go_on: bool = False) -> None:
     """Drop the casts of weights that were written without a version, and keep none where that `may_go_on`."""
     written = {
         storage._cdata: StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        for storage in (tensor.untyped_storage() for tensor in tensors if tensor.layout is torch.strided)
+        for storage in (TensorBase.untyped_storage(tensor) for tensor in tensors if tensor.layout is torch.strided)
     }
+    _noted.difference_update(written)
     if may_go_on:
         with _stores_lock:
             for storage in [storage for storage, reference in _written_later.items() if _is_gone(reference)]:
@@ -314,19 +402,22 @@ def _is_gone(reference: StorageWeakRef) -> bool:
     return bool(reference.expired())  # type: ignore[no-untyped-call]
 
 
-def _may_be_kept(weight: torch.Tensor) -> bool:
-    """Say whether the cast of a weight may be kept: not where others write its memory, at times that nobody tells."""
-    shared = weight.device.type == "cpu" and weight.is_shared()  # type: ignore[no-untyped-call]
-    return not shared and weight.untyped_storage()._cdata not in _written_later
-
-
 def _made(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be saved for a backward
         return weight.detach().to(dtype)
 
 
+def _is_alone(source: Source) -> bool:
+    """Return whether nobody else holds a weight's memory, which is not that of an array either."""
+    if has_other_holders(source.tensor, source.holders):
+        return False
+    return bool(TensorBase.untyped_storage(source.tensor).resizable())
+
+
 def _storage(weight: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(weight.untyped_storage())  # type: ignore[no-untyped-call]
+    storage = TensorBase.untyped_storage(weight)
+    _noted.add(storage._cdata)
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 def _content(weight: torch.Tensor) -> tuple[object, ...]:
@@ -334,8 +425,8 @@ def _content(weight: torch.Tensor) -> tuple[object, ...]:
 
     And on which stream: nobody says when a cast that was made on another may be used.
     """
-    storage = weight.untyped_storage()
-    return weight._version, storage._cdata, weight.data_ptr(), weight.shape, weight.stride(), _stream(weight)
+    storage, address = TensorBase.untyped_storage(weight), TensorBase.data_ptr(weight)
+    return weight._version, storage._cdata, address, weight.shape, weight.stride(), _stream(weight)
 
 
 def _stream(weight: torch.Tensor) -> object:
@@ -361,7 +452,8 @@ class _Linked(torch.autograd.Function):
         return gradient.to(ctx.dtype), None
 
 
-def _link(weight: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
+def with_history(weight: torch.Tensor, cast: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the memory of a cast, with the history that casting the weight or view would give it."""
     linked: torch.Tensor = _Linked.apply(weight, cast)  # type: ignore[no-untyped-call]
     return linked
 

@@ -56,14 +56,15 @@ def tell_no_more() -> None:
 def told_cast(
     tensor: torch.Tensor,
     dtype: torch.dtype,
-    of_weight: bool,
-    cast_weight: Callable[[torch.Tensor, torch.dtype, list[bool] | None], torch.Tensor] | None,
+    weight: torch.Tensor | None,
+    cast_weight: Callable[[torch.Tensor, torch.Tensor, torch.dtype, list[bool] | None], torch.Tensor | None] | None,
     told: Listener,
 ) -> torch.Tensor:
-    """Cast a tensor, a weight through where casts are kept, and tell of it."""
+    """Cast a tensor, one that is a weight or a view of one by what keeps casts, if any does, and tell of it."""
     made: list[bool] = []
     began = time.perf_counter()
-    looks = of_weight and cast_weight is not None
-    cast = cast_weight(tensor, dtype, made) if looks and cast_weight is not None else tensor.to(dtype)
-    told.note_cast(tensor, cast, of_weight, not made if looks else None, time.perf_counter() - began)
+    kept = None if weight is None or cast_weight is None else cast_weight(tensor, weight, dtype, made)
+    cast = tensor.to(dtype) if kept is None else kept
+    found = None if kept is None else not made
+    told.note_cast(tensor, cast, weight is not None, found, time.perf_counter() - began)
     return cast

@@ -19,6 +19,14 @@ const StorageImpl* storage_of(const Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
 
+// Return how many weak references a storage has, and one more for all that hold it.
+size_t count_weak_references(const StorageImpl* storage) {
+  auto borrowed = c10::intrusive_ptr<StorageImpl>::reclaim(const_cast<StorageImpl*>(storage));
+  const size_t count = borrowed.weak_use_count();
+  borrowed.release();
+  return count;
+}
+
 // Whoever overrides in Python what a tensor's sizes, device and layout are sees that they are asked for, so of such a tensor
 // nothing is asked.
 struct Overridden : c10::TensorImpl {

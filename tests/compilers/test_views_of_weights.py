@@ -1,0 +1,178 @@
+"""Views of weights in compiled code: from a kept cast of all of the weight, and by recipes.
+
+As torch checks the first call of compiled code, it holds weights through ``.data``, and nothing is kept of them.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+import polycast
+from polycast import Int8, WeightCache, autocast
+
+pytestmark = pytest.mark.usefixtures("engine")
+SIZE = 64
+X = torch.linspace(-1, 1, 2 * SIZE).reshape(2, SIZE)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def cache():
+    return WeightCache(verify=True)
+
+
+def new_weight(*shape):
+    generator = torch.Generator().manual_seed(0)
+    return nn.Parameter(torch.randn(*(shape or (SIZE, SIZE)), generator=generator))
+
+
+def compiled(function, backend):
+    return torch.compile(function, backend=backend, fullgraph=True)
+
+
+BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+WHOLE = {
+    "T": lambda w, x: (x @ w.T) @ w.T,
+    "weight and view": lambda w, x: linear(x, w) @ w,
+    "weight and transpose": lambda w, x: (x @ w) @ w.t(),
+    "view of a view": lambda w, x: x @ w.view(2, 32, SIZE).view(SIZE, SIZE).mT,
+}
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+def test_views_of_all_of_a_weight_are_served_its_cast(backend, name, grad, cache):
+    def run(region):
+        torch._dynamo.reset()
+        w, x = new_weight(), X.clone().requires_grad_()
+        function = compiled(lambda x: WHOLE[name](w, x), backend)
+        for _ in range(3):
+            with torch.set_grad_enabled(grad), region():
+                y = function(x)
+        if grad:
+            y.float().square().sum().backward()
+        return y, w.grad, x.grad
+
+    polycast.uninstall()
+    wanted = run(lambda: torch.autocast("cpu"))
+    actual = run(lambda: autocast("cpu", cache=cache))
+    for ours, of_torch in zip(actual, wanted, strict=True):
+        assert ours is of_torch is None or torch.equal(ours, of_torch)
+    assert cache.stats().hits >= 1
+
+
+def test_a_view_of_a_part_is_cast_by_the_code_as_without_a_cache(cache):
+    w = new_weight()
+    with torch.no_grad(), autocast("cpu", cache=cache):
+        y = compiled(lambda x: linear(x, w[:32]), "aot_eager")(X)
+        assert torch.equal(y, linear(X.bfloat16(), w[:32].bfloat16()))
+    assert cache.stats().entries == 0
+
+
+@pytest.mark.parametrize("write", [lambda w: w.mul_(2), lambda w: w.T[:3].zero_()], ids=["base", "view"])
+def test_writes_in_the_code_and_between_calls_are_seen(write, cache):
+    w = new_weight()
+
+    def function(x, writes):
+        first = x @ w.T
+        if writes:
+            write(w)
+        return first, x @ w.T
+
+    with torch.no_grad(), autocast("cpu", cache=cache):
+        call = compiled(function, "aot_eager")
+        for writes in (False, True, False, True):
+            wanted = X.bfloat16() @ w.T.bfloat16()
+            first, second = call(X, writes)
+            assert torch.equal(first, wanted)
+            assert torch.equal(second, X.bfloat16() @ w.T.bfloat16())
+        write(w)
+        assert torch.equal(call(X, False)[0], X.bfloat16() @ w.T.bfloat16())
+
+
+def test_what_code_returns_of_a_kept_casts_view_is_its_own(cache):
+    w = new_weight()
+    library = torch.library.Library("polycast_test", "FRAGMENT")
+    library.define("same(Tensor(a) x) -> Tensor(a)")
+    library.impl("same", lambda x: x.view(x.shape), "CompositeImplicitAutograd")
+    register = polycast.register_op("polycast_test::same", polycast.CastPolicy.LOWER_PRECISION_FP)
+    with register, torch.no_grad(), autocast("cpu", cache=cache):
+        call = compiled(lambda x: (torch.ops.polycast_test.same(w.T), x @ w.T), "aot_eager")
+        call(X)[0].zero_()
+        assert torch.equal(call(X)[1], X.bfloat16() @ w.T.bfloat16())
+    library._destroy()
+
+
+def test_a_view_that_is_transposed_in_place_is_what_it_is_in_eager(cache):
+    w = new_weight()
+
+    def function(x):
+        view = w.view(SIZE, SIZE)
+        view.t_()
+        return x @ view
+
+    with torch.no_grad(), autocast("cpu", cache=cache):
+        call = compiled(function, "aot_eager")
+        for _ in range(3):
+            assert torch.equal(call(X), X.bfloat16() @ w.T.bfloat16())
+
+
+PRODUCTS = {
+    "T": ("aten::matmul", lambda w, x: x @ w.T),
+    "mm": ("aten::mm", lambda w, x: torch.mm(x, w.t())),
+    "rows": ("aten::linear", lambda w, x: linear(x, w[:32])),
+    "chunk": ("aten::linear", lambda w, x: linear(x, w.chunk(2)[1])),
+    "view of a view": ("aten::linear", lambda w, x: linear(x[:, :32], w.T[:32].T)),
+}
+
+
+@BACKENDS
+@pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_recipes_compute_by_the_packings_of_eager_code(backend, name, dynamic, int8_kernels):
+    op, product = PRODUCTS[name]
+    w = new_weight()
+    call = torch.compile(lambda x: product(w, x), backend=backend, fullgraph=True, dynamic=dynamic)
+    with torch.no_grad(), autocast("cpu", recipe=Int8(min_size=1)):
+        for rows in (2, 5):
+            x = torch.randn(rows, SIZE)
+            call(x)
+            assert torch.equal(call(x), product(w, x))
+        prepared, ran = int8_kernels[op].prepared, int8_kernels[op].ran
+        w.mul_(2)
+        for _ in range(2):
+            assert torch.equal(call(x), product(w, x))
+    assert (int8_kernels[op].prepared, int8_kernels[op].ran) == (prepared + 1, ran + 4)
+
+
+def test_experts_are_packed_one_by_one_in_a_region_in_the_code(int8_kernels, cache):
+    experts, recipe = new_weight(4, SIZE, SIZE), Int8(min_size=1)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def function(x):
+        with autocast("cpu", recipe=recipe, cache=cache):
+            return sum(linear(x, experts[index]) for index in range(4))
+
+    with torch.no_grad():
+        for _ in range(3):
+            function(X)
+    kernel = int8_kernels["aten::linear"]
+    assert (kernel.prepared, cache.stats().packings) == (4, 4)
+    assert kernel.ran >= 8
+
+
+def test_a_slice_of_a_length_that_the_code_is_given_runs_in_the_fast_dtype(int8_kernels):
+    w = new_weight()
+    call = torch.compile(lambda x, n: linear(x, w[:n]), backend="aot_eager", dynamic=True)
+    with torch.no_grad(), autocast("cpu", recipe=Int8(min_size=1)):
+        for n in (10, 20):
+            assert torch.equal(call(X, n), linear(X.bfloat16(), w[:n].bfloat16()))
+    assert int8_kernels["aten::linear"].ran == 0

@@ -1,0 +1,215 @@
+"""Recipes compute by views of weights, such as ``w.T``, ``w[:4]`` and an expert ``w[i]``."""
+
+import ctypes
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.nn.functional import linear
+
+import polycast
+from polycast import Int8, WeightCache, autocast
+from polycast.engine.low_bit_plan import packings
+
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+pytestmark = pytest.mark.usefixtures("engine")
+
+
+@pytest.fixture(autouse=True)
+def _inference():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def kernels(int8_kernels):
+    return int8_kernels
+
+
+def new_weight(*shape, frozen=False):
+    generator = torch.Generator().manual_seed(len(shape))
+    return nn.Parameter(torch.randn(*(shape or (8, 8)), generator=generator), requires_grad=not frozen)
+
+
+def run(function, *args, min_size=1, keep=(), **settings):
+    with autocast("cpu", recipe=Int8(min_size=min_size, keep=keep), **settings):
+        return function(*args)
+
+
+def expected(rows, x=X):
+    """Return what int8 makes of a product by a matrix with a row for each output feature."""
+    scale = rows.abs().amax(1).clamp(min=1e-30) / 127
+    return linear(x, (rows / scale[:, None]).round() * scale[:, None]).bfloat16()
+
+
+PRODUCTS = {
+    "matmul": ("aten::matmul", lambda w: X @ w.T, lambda w: w),
+    "mm": ("aten::mm", lambda w: torch.mm(X, w.t()), lambda w: w),
+    "rows": ("aten::linear", lambda w: linear(X, w[:4]), lambda w: w[:4]),
+    "columns": ("aten::linear", lambda w: linear(X[:, :4], w[:, 4:]), None),
+    "chunk": ("aten::linear", lambda w: linear(X, w.chunk(2)[1]), lambda w: w[4:]),
+    "view of a view": ("aten::mm", lambda w: torch.mm(X, w.T[:, :4].T.T), lambda w: w[:4]),
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("cached", [False, True], ids=["", "cached"])
+def test_a_view_is_packed_once(kernels, name, mode, frozen, cached):
+    op, product, rows = PRODUCTS[name]
+    w = new_weight(frozen=frozen)
+    settings = {"cache": WeightCache()} if cached else {}
+    for _ in range(3):
+        with mode():
+            result = run(product, w, **settings)
+        assert result.dtype is torch.bfloat16
+        if rows is not None:
+            assert torch.equal(result, expected(rows(w)))
+    assert (kernels[op].prepared, kernels[op].ran) == (1, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_views_of_narrower_weights_are_packed_too(kernels, dtype):
+    w = nn.Parameter(new_weight().to(dtype))
+    for _ in range(2):
+        run(lambda: X.to(dtype) @ w.T)
+    assert (kernels["aten::matmul"].prepared, kernels["aten::matmul"].ran) == (1, 2)
+
+
+def test_experts_are_packed_one_by_one(kernels):
+    experts, cache = new_weight(4, 8, 8), WeightCache()
+    for _ in range(2):
+        for index in (2, 0, 3, 1, 2):
+            assert torch.equal(run(linear, X, experts[index], cache=cache), expected(experts[index]))
+    assert (kernels["aten::linear"].prepared, kernels["aten::linear"].ran) == (4, 10)
+    assert cache.stats().packings == 4
+    assert cache.stats().packed_bytes == 4 * (64 + 32)
+
+
+def test_a_weight_and_a_part_that_begins_where_it_does_are_told_apart(kernels):
+    w = new_weight()
+    for take in (lambda w: w, lambda w: w[:4], torch.t, lambda w: w[:2]) * 2:
+        assert torch.equal(run(linear, X, take(w)), expected(take(w)))
+    assert kernels["aten::linear"].prepared == 4
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda w, view: w.mul_(2), lambda w, view: view.mul_(2), lambda w, view: w[:1].zero_()],
+    ids=["base", "view", "sibling"],
+)
+@pytest.mark.parametrize("take", [lambda w: w.view(8, 8), lambda w: w[:4]], ids=["all", "part"])
+def test_writes_are_seen(kernels, take, write):
+    w = new_weight()
+    view = take(w)
+    before = run(linear, X, view)
+    write(w, view)
+    assert torch.equal(run(linear, X, view), expected(view))
+    assert not torch.equal(run(linear, X, view), before)
+
+
+def test_new_memory_of_the_weight_is_seen(kernels):
+    w = new_weight()
+    before = run(linear, X, w[:4])
+    w.data = torch.randn(8, 8)
+    assert torch.equal(run(linear, X, w[:4]), expected(w[:4]))
+    assert not torch.equal(run(linear, X, w[:4]), before)
+
+
+def test_packings_of_views_die_with_the_weight(kernels):
+    w, cache = new_weight(), WeightCache()
+    run(linear, X, w[:4], cache=cache)
+    run(linear, X, w.T, cache=cache)
+    assert cache.stats().packings == 2
+    del w
+    gc.collect()
+    assert (cache.stats().packings, cache.stats().packed_bytes) == (0, 0)
+
+
+def test_where_each_call_takes_another_slice_they_run_in_the_fast_dtype_in_the_end(kernels):
+    w, cache = new_weight(32, 8), WeightCache()
+    with polycast.observe() as seen:
+        for length in range(2, 31):
+            run(linear, X, w[:length], cache=cache)
+    assert cache.stats().packed_bytes <= w.nbytes
+    prepared = kernels["aten::linear"].prepared
+    for length in (29, 30):  # nothing is packed that cannot be kept
+        run(linear, X, w[:length], cache=cache)
+    assert kernels["aten::linear"].prepared == prepared
+    reasons = {record.declined for record in seen.low_bit}
+    assert reasons == {"", "what is kept of other views of its weight takes as much memory as the weight"}
+
+
+def test_a_cache_that_verifies_finds_a_write_that_was_not_seen(kernels):
+    w, cache = new_weight(), WeightCache(verify=True)
+    pointer = ctypes.cast(w.data_ptr(), ctypes.POINTER(ctypes.c_float))
+    for _ in range(2):
+        run(linear, X, w[:4], cache=cache)
+    pointer[0] += 1
+    with pytest.raises(polycast.StaleWeightError):
+        run(linear, X, w[:4], cache=cache)
+
+
+def test_what_a_recipe_keeps_it_keeps_in_views_too(kernels):
+    w = new_weight()
+    run(linear, X, w[:4], keep=[w])
+    assert kernels["aten::linear"].ran == 0
+
+
+def test_min_size_is_that_of_the_view(kernels):
+    w = new_weight()
+    run(linear, X, w[:4], min_size=33)
+    assert kernels["aten::linear"].ran == 0
+    run(linear, X, w[:4], min_size=32)
+    assert kernels["aten::linear"].ran == 1
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda w: w.detach(),
+        lambda w: w.view(torch.int32).view(torch.float32),
+        torch._neg_view,
+        lambda w: w * 1,
+        lambda w: (w * 1).T,
+        lambda w: w[0].expand(16, 8),
+    ],
+    ids=["detached", "another dtype", "negative", "computed", "view of computed", "more elements than the weight"],
+)
+def test_what_is_no_plain_view_runs_in_the_fast_dtype(kernels, take):
+    with polycast.observe() as seen:
+        run(linear, X, take(new_weight()))
+    assert kernels["aten::linear"].ran == 0
+    assert [record.declined for record in seen.low_bit] == [
+        "its weight is no parameter that can be kept, or a plain view of one (a subclass, or the result of another op)"
+    ]
+
+
+def test_where_autograd_records_views_run_in_the_fast_dtype(kernels):
+    with torch.enable_grad():
+        run(lambda: X @ new_weight().T)
+    assert kernels["aten::matmul"].ran == 0
+
+
+@pytest.mark.parametrize("take", [lambda w: w.T, lambda w: w[:4].T], ids=["all", "part"])
+def test_explain_says_the_same_of_views_and_of_fake_ones(kernels, take):
+    def told(x, weight):
+        with autocast("cpu"):
+            return polycast.explain("mm", "cpu", x, weight, recipe=Int8(min_size=1)).declined
+
+    w = new_weight()
+    assert told(X, take(w)) is None
+    assert "no parameter" in told(X, take(w * 1))
+    with FakeTensorMode() as mode:
+        assert told(mode.from_tensor(X), take(mode.from_tensor(w))) is None
+
+
+def test_views_are_packed_for_the_process_without_a_cache(kernels):
+    w = new_weight()
+    before = packings.cache.stats().packings
+    run(lambda: X @ w.T)
+    run(linear, X, w[:4])
+    assert packings.cache.stats().packings == before + 2
