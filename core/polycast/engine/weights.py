@@ -12,10 +12,11 @@ from ..torch_internals.names import (
     dispatch_mode_count,
     is_forward_ad_active,
     storage_use_count,
+    tensor_base,
     tracing_state,
 )
 
-TensorBase: Any = torch._C.TensorBase
+TensorBase: Any = tensor_base
 """What torch.Tensor inherits from; its methods are torch's own, whatever torch.Tensor has in their place."""
 
 STALE = (

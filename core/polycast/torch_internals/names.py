@@ -352,6 +352,12 @@ is_fwd_grad_enabled: Callable[[], bool] = _read(
 current_graph_task_id: Callable[[], int] = _read(
     "torch._C._current_graph_task_id", lambda: 0, "recipes compute under torch.inference_mode() only"
 )
+tensor_base: Any = _read(
+    "torch._C.TensorBase", torch.Tensor.__base__, "nothing: it is found as the base of torch.Tensor"
+)
+without_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = _read(
+    "torch._C.DisableTorchFunction", contextlib.nullcontext, "modes of torch functions see how memory is looked at"
+)
 has_storage: Callable[[torch.Tensor], bool] = _read(
     "torch._C._has_storage",
     lambda tensor: tensor.layout is torch.strided,

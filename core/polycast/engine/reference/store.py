@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...errors import StaleWeightError
 from ...plugins.fork import Lock, hold_over_forks
-from ...torch_internals.names import has_storage
+from ...torch_internals.names import has_storage, without_torch_function
 from ..state import NO_ROOM, VIEWS_ARE_FULL, WRITTEN_UNSEEN
 from ..weights import STALE, Source, TensorBase, has_other_holders, storages_are_rewritten
 
@@ -370,7 +370,7 @@ def note_alias(tensor: torch.Tensor) -> None:
     """Drop the casts of weights on the memory of a tensor, which was given to what counts no versions."""
     if _thread.only_reads:
         return
-    with torch._C.DisableTorchFunction():
+    with without_torch_function():
         if has_storage(tensor) and TensorBase.untyped_storage(tensor)._cdata in _noted:
             note_writes([tensor])
 
