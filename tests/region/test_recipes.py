@@ -240,7 +240,8 @@ def test_it_is_explained(layer):
         told = polycast.explain("linear", "cpu", X, layer.weight)
         assert (told.recipe, told.declined) == ("int8", None)
         assert [argument.is_cast for argument in told.arguments] == [False, False]
-        told = polycast.explain("linear", "cpu", X, layer.weight[:, :4])
+        assert polycast.explain("linear", "cpu", X[:, :4], layer.weight[:, :4]).declined is None
+        told = polycast.explain("linear", "cpu", X, layer.weight * 1)
         assert "its weight is no parameter" in told.declined
         assert "declines: its weight is no parameter" in str(told)
         odd = nn.Parameter(torch.ones(2, 7))
