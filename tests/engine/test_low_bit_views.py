@@ -213,3 +213,18 @@ def test_views_are_packed_for_the_process_without_a_cache(kernels):
     run(lambda: X @ w.T)
     run(linear, X, w[:4])
     assert packings.cache.stats().packings == before + 2
+
+
+def test_a_view_whose_packing_does_not_fit_beside_others_is_packed_once(kernels):
+    w, cache = new_weight(32, 8), WeightCache()
+    run(linear, X, w[:30], cache=cache)
+    run(linear, X, w[1:31], cache=cache)
+    kept = cache.stats().packed_bytes
+    assert kept + 26 * 8 <= w.nbytes < kept + 26 * 8 + 26 * 4  # there is room for its elements, and not for its scales
+    for _ in range(3):
+        run(linear, X, w[:26], cache=cache)
+    assert kernels["aten::linear"].prepared <= 3
+    w.mul_(2)  # what was kept is of no use any more
+    for _ in range(3):
+        assert torch.equal(run(linear, X, w[:26], cache=cache), expected(w[:26]))
+    assert kernels["aten::linear"].prepared <= 4

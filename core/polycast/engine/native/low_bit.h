@@ -142,7 +142,7 @@ PyObject* packing_of(PyObject*, PyObject* given) {
   bool views_fit, has_room;
   {
     const WithoutGil others_may_run;
-    views_fit = store->views_fit_with_packing(source);
+    views_fit = store->views_fit_with_packing(source, kind);
     has_room = views_fit && store->has_room_for_packing(source, kind);
   }
   if (!has_room) {

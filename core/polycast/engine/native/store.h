@@ -153,18 +153,17 @@ class Store : public std::enable_shared_from_this<Store> {
     insert(source, source.key(ScalarType::Undefined, kind), std::move(entry), writes);
   }
 
-  // Whether what a view is packed into might be kept; see views_fit().
-  bool views_fit_with_packing(const Source& source) {
+  // Return whether what a view is packed into might be kept; see views_fit().
+  bool views_fit_with_packing(const Source& source, int kind) {
     if (source.view == 0) {
       return true;
     }
     Dying dying;
     std::lock_guard<std::mutex> lock(mutex_);
-    return views_fit(source.weight, source.tensor.numel(), dying);  // a packing has a byte for each element at least
+    return views_fit(source.weight, size_of_packing(source.key(ScalarType::Undefined, kind), source.tensor.numel()), dying);
   }
 
-  // Return whether there is room for what a weight would be packed into, which is more work than it saves where it is not kept. A
-  // packing that had no room has left its size; one that was never made takes a byte for each element, at least.
+  // Return whether there is room for what a weight would be packed into, which is more work than it saves where it is not kept.
   bool has_room_for_packing(const Source& source, int kind) {
     if (!max_bytes_) {
       return true;
@@ -174,9 +173,7 @@ class Store : public std::enable_shared_from_this<Store> {
     Dying dying;
     std::lock_guard<std::mutex> lock(mutex_);
     erase(key, dying);  // it does not hold any more
-    const auto found = refused_.find(key);
-    const bool is_known = found != refused_.end() && found->second.elements == elements;
-    return has_room(key, elements, is_known ? std::max(found->second.bytes, elements) : elements);
+    return has_room(key, elements, size_of_packing(key, elements));
   }
 
   // Called without the GIL. The weights are not watched any more either, so that nothing refers to them.
@@ -398,7 +395,15 @@ class Store : public std::enable_shared_from_this<Store> {
     return refused;
   }
 
-  // Called with the mutex held. Whether the views of a weight may take so much memory more: together no more than the weight does.
+  // Called with the mutex held. Return how many bytes a packing would take: one that was refused has left its size; one that was never
+  // made takes a byte for each element, at least.
+  size_t size_of_packing(const Key& key, size_t elements) const {
+    const auto found = refused_.find(key);
+    const bool is_known = found != refused_.end() && found->second.elements == elements;
+    return is_known ? std::max(found->second.bytes, elements) : elements;
+  }
+
+  // Called with the mutex held. Return whether the views of a weight may take so much memory more: together no more than the weight does.
   // The parts of a weight fit, in any dtype. Where each call takes another slice, what was kept would be of no use to the next.
   bool views_fit(const Tensor& weight, size_t bytes, Dying& dying) {
     const auto found = views_.find(weight.unsafeGetTensorImpl());
@@ -430,12 +435,12 @@ class Store : public std::enable_shared_from_this<Store> {
       ++misses_;
       erase(key, dying);
       const size_t bytes = entry->bytes;
-      const bool has_room = !max_bytes_ || this->has_room(key, elements, bytes);
+      const bool has_room = (!max_bytes_ || this->has_room(key, elements, bytes)) && (key.view == 0 || views_fit(weight, bytes, dying));
       if (!has_room && key.packing != 0) {
         refused_of(key, elements).bytes = bytes;
       }
       // A write that was announced since may be of this weight: the next use looks again.
-      if (may_keep && has_room && writes == Writes::log().count() && (key.view == 0 || views_fit(weight, bytes, dying))) {
+      if (may_keep && has_room && writes == Writes::log().count()) {
         while (max_bytes_ && bytes_ + bytes > *max_bytes_) {
           erase(Key(ages_.front()), dying);
           ++evictions_;

@@ -128,13 +128,14 @@ class PythonStore:
                 return entry.kept
             if not self._may_keep(source):
                 return WRITTEN_UNSEEN
-            # A packing has a byte for each element at least.
-            if source.place and not self._views_fit(source.weight, weight.numel()):
+            # One that was refused has left its size; one that was never made takes a byte for each element, at least.
+            refused = self._refused.get(key)
+            known = refused.nbytes if refused is not None and refused.elements == weight.numel() else 0
+            size = max(weight.numel(), known)
+            if source.place and not self._views_fit(source.weight, size):
                 return VIEWS_ARE_FULL
             self._erase(key)
-            refused = self._refused.get(key)  # one that had no room has left its size
-            known = refused.nbytes if refused is not None and refused.elements == weight.numel() else 0
-            if not self._has_room(key, weight.numel(), max(weight.numel(), known)):
+            if not self._has_room(key, weight.numel(), size):
                 return NO_ROOM
             drops = self._drops
         content, storage = _content(weight), _storage(weight)
@@ -206,9 +207,10 @@ class PythonStore:
         weight, elements = source.weight, source.tensor.numel()
         self._misses += 1
         self._erase(key)
-        if not may_keep or (key[2] and not self._views_fit(weight, entry.nbytes)):
+        if not may_keep:
             return entry
-        if not self._has_room(key, elements, entry.nbytes):
+        views_fit = not key[2] or self._views_fit(weight, entry.nbytes)
+        if not self._has_room(key, elements, entry.nbytes) or not views_fit:
             if isinstance(key[1], int):
                 self._refused_of(key, elements).nbytes = entry.nbytes
             return entry
