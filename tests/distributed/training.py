@@ -23,7 +23,7 @@ def sharded(model):
 WRAP = {"ddp": DistributedDataParallel, "fsdp2": sharded}
 
 
-def trained(wrap, cache, enabled=True):
+def trained(wrap, cache, enabled=True, kept=None):
     torch.manual_seed(0)
     model = WRAP[wrap](nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -32,6 +32,8 @@ def trained(wrap, cache, enabled=True):
     with polycast.autocast("cpu", cache_enabled=enabled, cache=cache):
         for _ in range(3):
             y = model(x)
+            if kept is not None:
+                kept.append(cache.stats().entries)
             loss = y.float().square().mean()
             loss.backward()
             dtypes += [y.dtype, *(p.grad.dtype for p in model.parameters())]
@@ -46,13 +48,14 @@ def training():
     results = {}
     for wrap in WRAP:
         cache = polycast.WeightCache()
-        plain, own, users = trained(wrap, None, False), trained(wrap, None), trained(wrap, cache)
+        kept = []
+        plain, own, users = trained(wrap, None, False), trained(wrap, None), trained(wrap, cache, kept=kept)
         results[wrap] = {
             "own": own == plain,
             "users": users == plain,
             "losses": plain[0],
             "dtypes": [plain[2][0], *sorted(set(plain[2][1:5]))],
-            "misses": cache.stats().misses,
+            "kept": kept,
         }
     return results
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 import torch.utils.dlpack
+from torch.autograd import grad_mode
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..torch_internals.names import preserve_version_counter
+from ..torch_internals import changes
+from ..torch_internals.patcher import Patch, method_of
 from .low_bit_kept import forget_all
 
 FUSED_OPTIMIZERS = tuple(
@@ -61,12 +63,12 @@ COLLECTIVES = (
 """The ops of torch.distributed that write into tensors that they are given, maybe after they have returned."""
 
 
-class PythonHooks:
-    """What sees writes where Python code of torch makes them, in place from construction until :meth:`remove`.
+class WatchedWrites:
+    """What sees writes where Python code makes them, in place from construction until :meth:`remove`.
 
     Args:
         note_writes: called with tensors that were written without a version.
-        forget: called with tensors whose references in stores are to be dropped.
+        forget: called with tensors that the stores are to let go of.
     """
 
     def __init__(
@@ -74,72 +76,79 @@ class PythonHooks:
         note_writes: Callable[[Iterable[torch.Tensor]], None],
         forget: Callable[[Iterable[torch.Tensor]], None],
     ) -> None:
-        self._note_writes = note_writes
-        self._forget = forget
-        self._step_hook: RemovableHandle = register_optimizer_step_post_hook(self._after_step)
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
-        if preserve_version_counter is not None:
-            self._replace(preserve_version_counter, "__exit__", self._noting_writes)
-        self._replace(torch.utils, "swap_tensors", self._forgetting)
-        for owner, name in ((torch.Tensor, "__dlpack__"), (torch.utils.dlpack, "to_dlpack"), (torch, "to_dlpack")):
-            self._replace(owner, name, _giving_alias)
-        _forget_overridable()
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or type(optimizer).__module__.startswith("torch.optim."):
-            return
-        self._note_writes([weight for group in optimizer.param_groups for weight in group["params"]])
-
-    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        former = vars(owner).get(name)
-        if former is not None:  # else this torch has none
-            replacement = functools.wraps(former)(make(former))
-            setattr(owner, name, replacement)
-            self._replaced.append((owner, name, former, replacement))
-
-    def _noting_writes(self, exit_: Any) -> Any:
-        """Return what ends a block that sets the versions of tensors back, and so hides its writes."""
-
-        def exit_and_note(self_: Any, *args: Any) -> None:
-            exit_(self_, *args)
-            self._note_writes(self_.tensors)
-
-        return exit_and_note
-
-    def _forgetting(self, swap: Any) -> Any:
-        """Return what swaps two tensors, which nobody may refer to weakly."""
-
-        def swap_forgotten(t1: torch.Tensor, t2: torch.Tensor) -> None:
-            self._forget([t1, t2])
-            forget_all()
-            swap(t1, t2)
-
-        return swap_forgotten
+        global _note_writes, _forget
+        _note_writes, _forget = note_writes, forget
+        self._handle: RemovableHandle = register_optimizer_step_post_hook(_after_step)
+        changes.make(changes.WRITES)
+        _list_methods_anew()
 
     def remove(self) -> None:
-        """Take the hooks out of torch; what somebody has put over one is left there."""
-        self._step_hook.remove()
-        for owner, name, former, replacement in self._replaced:
-            if vars(owner).get(name) is replacement:
-                setattr(owner, name, former)
-        self._replaced = []
-        _forget_overridable()
+        """Take out of torch what was put there."""
+        self._handle.remove()
+        changes.undo(changes.WRITES)
+        _list_methods_anew()
 
 
-def _forget_overridable() -> None:
-    """Have torch list the methods of tensors anew, where it has listed them: some are others now."""
-    for listed in ("get_testing_overrides", "_get_overridable_functions", "_get_tensor_methods"):
-        clear = getattr(getattr(torch.overrides, listed, None), "cache_clear", None)
+def _ignore(_: Iterable[torch.Tensor]) -> None:
+    pass
+
+
+_note_writes: Callable[[Iterable[torch.Tensor]], None] = _ignore
+_forget: Callable[[Iterable[torch.Tensor]], None] = _ignore
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling() or type(optimizer).__module__.startswith("torch.optim."):
+        return
+    _note_writes([weight for group in optimizer.param_groups for weight in group["params"]])
+
+
+def _list_methods_anew() -> None:
+    """Have torch list the methods of tensors again, if it has: some are others now."""
+    for name in ("get_testing_overrides", "_get_overridable_functions", "_get_tensor_methods"):
+        clear = getattr(getattr(torch.overrides, name, None), "cache_clear", None)
         if clear is not None:
             clear()
 
 
-def _giving_alias(export: Any) -> Any:
-    """Return what exports a tensor by DLPack as an alias with a counter of its own, for its writes are not counted."""
+def note_hidden_writes(patch: Patch) -> None:
+    """Have the writes noted of a block that sets the versions of tensors back as it ends."""
+    block: Any = vars(grad_mode)["_unsafe_preserve_version_counter"]
+    exit_ = method_of(block, "__exit__", "self")
 
-    def export_alias(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.requires_grad:
-            tensor = tensor.data
-        return export(tensor, *args, **kwargs)
+    @functools.wraps(exit_)
+    def exit_and_note(self: Any, *args: Any) -> None:
+        exit_(self, *args)
+        _note_writes(self.tensors)
 
-    return export_alias
+    patch.replace(block, "__exit__", exit_and_note)
+
+
+def forget_swapped(patch: Patch) -> None:
+    """Have stores let go of tensors that are swapped: torch refuses those that anything refers to weakly."""
+    swap_tensors = torch.utils.swap_tensors
+
+    @functools.wraps(swap_tensors)
+    def swap_forgotten(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        _forget([t1, t2])
+        forget_all()
+        swap_tensors(t1, t2)  # type: ignore[no-untyped-call]
+
+    patch.replace(torch.utils, "swap_tensors", swap_forgotten)
+
+
+def export_aliases(patch: Patch) -> None:
+    """Have tensors exported by DLPack as aliases with a counter of their own: what they are given to counts nothing."""
+
+    def exporting(export: Any) -> Any:
+        @functools.wraps(export)
+        def export_alias(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.requires_grad:
+                tensor = tensor.data
+            return export(tensor, *args, **kwargs)
+
+        return export_alias
+
+    for owner, name in ((torch.Tensor, "__dlpack__"), (torch.utils.dlpack, "to_dlpack"), (torch, "to_dlpack")):
+        if name in vars(owner):  # the last is not in every torch
+            patch.replace(owner, name, exporting(vars(owner)[name]))

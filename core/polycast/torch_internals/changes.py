@@ -1,7 +1,8 @@
 """Every change that polycast makes to torch's own code, in one table: what, by what, and what users lose without it.
 
 A feature is made when it is first needed, and undone by ``uninstall()`` or by the end of the user's block. What an
-engine puts at dispatch keys, and the hooks that torch offers (of optimizers, of modules), are no changes of code.
+engine puts at dispatch keys, and the hooks that torch offers (of optimizers, of modules), are no changes of code. The
+native engine itself puts what ALIASES is for into torch: native/alias_hooks.h.
 """
 
 from .patcher import Change, Feature, Patcher
@@ -17,6 +18,8 @@ COMPILATIONS = "compilations"
 FUSED_ATTENTION = "fused attention"
 COMPILED_MODELS = "compiled models"
 PATCH_TORCH = "patch_torch"
+WRITES = "writes"
+ALIASES = "aliases"
 
 _UNCOMPILED = (
     "Functions that are called in a region with policy= run uncompiled, which is slower: use a torch that polycast "
@@ -155,6 +158,41 @@ FEATURES = {
                 "torch._dynamo.callback",
                 ("torch._dynamo.callback.CompilationCallbackHandler.install_callbacks",),
                 "precision.observe.compilations:tell_when_compiling",
+            ),
+        ),
+        by_user=True,
+    ),
+    WRITES: Feature(
+        "Casts may be kept of weights that were written through DLPack or with a version set back, and "
+        "torch.utils.swap_tensors refuses weights whose casts are kept.",
+        (
+            Change(
+                "torch.autograd.grad_mode",
+                ("torch.autograd.grad_mode._unsafe_preserve_version_counter.__exit__",),
+                "engine.unversioned_writes:note_hidden_writes",
+            ),
+            Change("torch.utils", ("torch.utils.swap_tensors",), "engine.unversioned_writes:forget_swapped"),
+            Change(
+                "torch.utils.dlpack",
+                ("torch.Tensor.__dlpack__", "torch.utils.dlpack.to_dlpack", "torch.to_dlpack"),
+                "engine.unversioned_writes:export_aliases",
+            ),
+        ),
+        by_user=True,
+    ),
+    ALIASES: Feature(
+        "Casts may be kept of weights that were written through .data, an array or a storage.",
+        (
+            Change(
+                "torch",
+                (
+                    "torch.Tensor.data",
+                    "torch.Tensor.numpy",
+                    "torch.Tensor.untyped_storage",
+                    "torch.Tensor.data_ptr",
+                    "torch.Tensor.set_",
+                ),
+                "engine.reference.alias_hooks:hook_aliases",
             ),
         ),
         by_user=True,

@@ -363,11 +363,6 @@ has_storage: Callable[[torch.Tensor], bool] = _read(
     lambda tensor: tensor.layout is torch.strided,
     "on the reference engine, whether a tensor has memory is told by its layout",
 )
-preserve_version_counter: Any = _read(
-    "torch.autograd.grad_mode._unsafe_preserve_version_counter",
-    None,
-    "what is written where versions are set back, as FSDP2 does, is not seen",
-)
 storage_use_count: Callable[[int], int] = _read(
     "torch._C._storage_Use_Count",
     lambda storage: sys.maxsize,

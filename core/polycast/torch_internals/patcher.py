@@ -45,7 +45,7 @@ class Feature:
         lost: what users lose in a torch that cannot be changed so, as the warning says it; empty: they get the error.
         changes: the changes, in the order in which they are made.
         otherwise: ``room.module:function`` that is called with the reason in place of the warning.
-        by_user: whether it is the user who begins and ends it, so that ``uninstall()`` leaves it.
+        by_user: whether the user begins and ends it, or holds what needs it, so that ``uninstall()`` leaves it.
     """
 
     lost: str

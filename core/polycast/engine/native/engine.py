@@ -21,7 +21,7 @@ from ..kernels import Kernels, autocast_key, refusal
 from ..places import place_now, stack_now
 from ..recorder import Observer, Recorder
 from ..state import NOT_PACKED, Overlay, Settings
-from ..unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, PythonHooks
+from ..unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedWrites
 from ..weight_cache import WeightCache, cache_by_identity
 from ..weights import STALE, storages_are_rewritten
 from .cache import BuildError
@@ -72,7 +72,7 @@ class NativeEngine:
             torch.UntypedStorage(2)[:1],  # type: ignore[no-untyped-call]
         )
         self._extension = extension
-        self._hooks: PythonHooks | None = None
+        self._watched: WatchedWrites | None = None
         # See StateMachine.
         self.enter: Callable[[object, Settings], bool] = extension.enter
         self.leave: Callable[[object], bool | None] = extension.leave
@@ -122,16 +122,16 @@ class NativeEngine:
 
     def watch_writes(self) -> None:
         """Have writes of weights that count no version seen, from now on."""
-        if self._hooks is None:
+        if self._watched is None:
             self._extension.watch_writes(FUSED_OPTIMIZERS, COLLECTIVES)
-            self._hooks = PythonHooks(self._extension.note_writes, self._extension.forget)
+            self._watched = WatchedWrites(self._extension.note_writes, self._extension.forget)
 
     def unwatch_writes(self) -> None:
         """Take out of torch what watch_writes put there."""
-        if self._hooks is not None:
+        if self._watched is not None:
             self._extension.unwatch_writes()
-            self._hooks.remove()
-            self._hooks = None
+            self._watched.remove()
+            self._watched = None
 
     def observer(self) -> Observer:
         """Return the one in C++, building it where it was not yet.

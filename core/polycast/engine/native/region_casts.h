@@ -224,13 +224,14 @@ class RegionCasts {
   Tensor make(const Key& key, const Tensor& weight, ScalarType dtype, const Wanted& wanted, bool& made) {
     const bool link = wanted.link;
     const bool keeps = uses_.note(key) || wanted.held_by_graph;
+    InFlight::storages().forget_ended();  // a collective that has ended holds the memory of its weights until then
+    const uint64_t seen = seen_;
     auto entry = std::make_unique<KeptCast>(weight);
     entry->sees_all_writes = has_memory_alone(weight, entry->of, wanted.for_view);
     const bool may_keep = (entry->sees_all_writes || (weight.requires_grad() && !wanted.for_view)) &&
         !is_written_by_others(weight, entry->of);
     const bool shares = keeps && may_keep && entry->sees_all_writes &&
         threads_with_regions.load(std::memory_order_relaxed) > 1;
-    const uint64_t seen = seen_;
     Reserved reserved;
     Tensor cast, reusable;
     erase_kept(key);

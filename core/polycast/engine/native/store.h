@@ -100,6 +100,7 @@ class Store : public std::enable_shared_from_this<Store> {
       }
       return kept;
     }
+    InFlight::storages().forget_ended();  // a collective that has ended holds the memory of its weights until then
     const uint64_t writes = Writes::log().count();
     Content content(weight);
     kept = make_cast(weight, dtype);

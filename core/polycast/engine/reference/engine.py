@@ -8,16 +8,16 @@ from torch.library import Library
 from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import find_op
+from ...torch_internals import changes
 from ...torch_internals.names import DispatchKeySet, OpOverload, has_kernel_for_dispatch_key, keys_below
 from ..casting import tensors_in
 from ..kernels import Kernels
 from ..recorder import Observer, Recorder
-from ..unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, PythonHooks
+from ..unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedWrites
 from . import telling
-from .alias_hooks import AliasHooks
 from .kernels import PythonKernels
 from .state_machine import PythonStateMachine
-from .store import forget, note_alias, note_writes
+from .store import forget, note_writes
 
 _WHERE_VERSIONS_COUNT = "ADInplaceOrView"
 
@@ -30,7 +30,7 @@ class ReferenceEngine(PythonStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._hooks: tuple[AliasHooks, PythonHooks] | None = None
+        self._watched: WatchedWrites | None = None
         self._libraries: dict[str, Library] = {}
 
     def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy]) -> Kernels:
@@ -52,8 +52,9 @@ class ReferenceEngine(PythonStateMachine):
 
     def watch_writes(self) -> None:
         """Have writes of weights that count no version seen, from now on."""
-        if self._hooks is None:
-            self._hooks = AliasHooks(note_alias), PythonHooks(note_writes, forget)
+        if self._watched is None:
+            changes.make(changes.ALIASES)
+            self._watched = WatchedWrites(note_writes, forget)
             below = keys_below(_WHERE_VERSIONS_COUNT)
             for name in (*FUSED_OPTIMIZERS, *COLLECTIVES):
                 op = find_op(name)
@@ -68,10 +69,10 @@ class ReferenceEngine(PythonStateMachine):
 
     def unwatch_writes(self) -> None:
         """Take out of torch what watch_writes put there."""
-        if self._hooks is not None:
-            for hooks in self._hooks:
-                hooks.remove()
-            self._hooks = None
+        if self._watched is not None:
+            changes.undo(changes.ALIASES)
+            self._watched.remove()
+            self._watched = None
             for library in self._libraries.values():
                 library._destroy()  # type: ignore[no-untyped-call]
             self._libraries = {}

@@ -370,7 +370,7 @@ _noted: set[int] = set()
 
 def note_alias(tensor: torch.Tensor) -> None:
     """Drop the casts of weights on the memory of a tensor, which was given to what counts no versions."""
-    if _thread.only_reads:
+    if _thread.only_reads or not _noted:
         return
     with without_torch_function():
         if has_storage(tensor) and TensorBase.untyped_storage(tensor)._cdata in _noted:

@@ -13,7 +13,6 @@
 #include <c10/util/flat_hash_map.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <iterator>
@@ -129,7 +128,8 @@ enum class Holders : uint8_t { kNone, kVersioned, kUnversioned };
 //   a stream that has not seen it made, or uses it longer   the streams that may use it; share_between()
 //
 // Made before the cast is. An alias that is made after that finds the weak reference to the storage, and one that lived before is
-// found by holders(), unless it has died, with all its writes done.
+// found by holders(), unless it has died, with all its writes done. (torch counts both kinds of references in one atomic number: of an
+// alias and a Content that are made at once, one finds the other.)
 class Content {
  public:
   explicit Content(const Tensor& weight)
@@ -140,7 +140,6 @@ class Content {
         sizes_and_strides_(weight.sizes()) {
     const auto strides = weight.strides();
     sizes_and_strides_.append(strides.begin(), strides.end());
-    std::atomic_thread_fence(std::memory_order_seq_cst);
     if (const size_t count = count_holders(weight); count > 1) {
       const bool is_versioned = count == counter_of(weight).use_count() && !PartialCounters::set().has(weight);
       holders_ = is_versioned ? Holders::kVersioned : Holders::kUnversioned;
