@@ -78,3 +78,29 @@ def test_a_region_that_is_entered_again_after_uninstalling_has_the_kernels_of_it
         pass
     with region:
         assert torch.relu(torch.ones(1)).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x * 2,
+        lambda x: 2.5 * x,
+        lambda x: x * True,
+        lambda x: x * (1 + 2j),
+        lambda x: torch.tensor([1, 2]) * 2.5,
+        lambda x: x[0] * 2.5,
+        lambda x: x.clone().mul_(3),
+        lambda x: torch.multiply(x, 2.5),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_numbers_are_no_tensors_that_promote_where_an_ops_policy_has_ended(dtype, compute):
+    x = torch.ones(2, dtype=dtype, requires_grad=True)
+    expected = compute(x)
+    with polycast.autocast("cpu", policy={"mul": "fp32", "multiply": "fp32"}):
+        torch.mul(x, x)
+    with polycast.autocast("cpu"):
+        found = compute(x)
+    assert found.dtype is expected.dtype
+    assert torch.equal(found, expected)
+    assert found.requires_grad == expected.requires_grad

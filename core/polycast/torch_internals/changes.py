@@ -217,21 +217,6 @@ FEATURES = {
     ),
 }
 
-HOOKS = (
-    "torch.Tensor.__dlpack__",
-    "torch.Tensor.data",
-    "torch.Tensor.data_ptr",
-    "torch.Tensor.numpy",
-    "torch.Tensor.set_",
-    "torch.Tensor.untyped_storage",
-    "torch.autograd.grad_mode._unsafe_preserve_version_counter.__exit__",
-    "torch.to_dlpack",
-    "torch.utils.dlpack.to_dlpack",
-    "torch.utils.swap_tensors",
-)
-"""What an engine itself replaces and gives back, to see writes that count no version: it is in place as long as its
-kernels are or a WeightCache is alive."""
-
 _patcher = Patcher(FEATURES)
 make = _patcher.make
 is_made = _patcher.is_made

@@ -7,9 +7,10 @@ What stands in errs on the safe side: where it cannot know whether a cast may be
 """
 
 import contextlib
+import functools
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -225,6 +226,23 @@ def keys_below(name: str) -> DispatchKeySet | None:
     """Return the dispatch keys below one; None where this torch does not tell them."""
     key = dispatch_key(name)
     return None if key is None or _full_after is None else _full_after(key)
+
+
+@functools.cache
+def _positions_of_tensors(op: OpOverload) -> tuple[int, ...]:
+    arguments = op._schema.arguments
+    return tuple([at for at, argument in enumerate(arguments) if str(argument.real_type) == "Tensor"])
+
+
+def redispatch(op: OpOverload, keys: DispatchKeySet, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call an op with the kernel of the highest of `keys`.
+
+    A Python kernel gets the 2 of ``x * 2`` as a number, which ``OpOverload.redispatch`` takes for no Tensor. What calls
+    the kernel of a single key makes it the tensor that it was, one that does not promote.
+    """
+    if all(isinstance(args[at], torch.Tensor) for at in _positions_of_tensors(op) if at < len(args)):
+        return op.redispatch(keys, *args, **kwargs)
+    return op._op_dk(keys.highestPriorityTypeId(), *args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import find_op
 from ...torch_internals import changes
-from ...torch_internals.names import DispatchKeySet, OpOverload, has_kernel_for_dispatch_key, keys_below
+from ...torch_internals.names import DispatchKeySet, OpOverload, has_kernel_for_dispatch_key, keys_below, redispatch
 from ..casting import tensors_in
 from ..kernels import Kernels
 from ..recorder import Observer, Recorder
@@ -125,7 +125,7 @@ def _announcing(op: OpOverload, below: DispatchKeySet, is_collective: bool) -> A
         # A fused optimizer writes its first argument and its state; a collective's schema does not say what it writes.
         written = list(tensors_in(args if is_collective else args[:1]))
         try:
-            return op.redispatch(keys & below, *args, **kwargs)
+            return redispatch(op, keys & below, args, kwargs)
         finally:
             note_writes(written, may_go_on=is_collective)
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import in_order, optional_dtype, overload_with_dtype
-from ...torch_internals.names import DispatchKeySet, OpOverload, excluding, keys_below
+from ...torch_internals.names import DispatchKeySet, OpOverload, excluding, keys_below, redispatch
 from .. import kept_cast, low_bit
 from ..casting import is_eligible, promotion
 from ..disable_dynamo import disable_dynamo
@@ -98,7 +98,7 @@ class _Kernel:
         policy = self.machine.policy(self.name, self.device_type, self.policy)
         # As if there were no kernel here: what the op is made of is autocast as ever.
         if policy is None and self.below is not None:
-            return self.op.redispatch(keys & self.below, *args, **kwargs)
+            return redispatch(self.op, keys & self.below, args, kwargs)
         with self.without_autocast():
             told = telling.listener
             if told is not None:
