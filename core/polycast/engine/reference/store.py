@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -63,6 +63,15 @@ class _Refused:
     nbytes: int = 0  # of what was made of it; 0: nothing was
     count: int = 0  # how often, since `since` by the store's clock
     since: int = 0
+
+
+def _listed(entries: Mapping[_Key, _Entry]) -> list[tuple[_Key, _Entry]]:
+    """Return a mapping's items, to be walked while weights die and their entries with them.
+
+    The garbage collector may run wherever an object is made. Listing the keys makes none, listing the items does.
+    """
+    keys = list(entries)
+    return [(key, entry) for key in keys if (entry := entries.get(key)) is not None]
 
 
 def _versions(kept: _Packing) -> tuple[int, ...]:
@@ -228,9 +237,9 @@ class PythonStore:
 
         The parts of a weight fit, in any dtype. Where each call takes another slice, what was kept would be of no use.
         """
-        views = {key: entry for key, entry in self._entries.items() if key[0] == id(weight) and key[2]}
-        kept = sum(entry.nbytes for entry in views.values())
-        for key, entry in views.items() if kept + size > weight.nbytes else ():
+        views = [(key, entry) for key, entry in _listed(self._entries) if key[0] == id(weight) and key[2]]
+        kept = sum(entry.nbytes for _, entry in views)
+        for key, entry in views if kept + size > weight.nbytes else ():
             if entry.content[:2] != _content(weight)[:2]:  # it was written, or given other memory, since
                 kept -= entry.nbytes
                 self._erase(key)
@@ -249,7 +258,7 @@ class PythonStore:
         if size > self._max_bytes:
             return False
         left = self._bytes
-        for longest_unused, oldest in list(self._entries.items()):  # weights may die meanwhile
+        for longest_unused, oldest in _listed(self._entries):
             if left + size <= self._max_bytes:
                 break
             refused = self._refused_of(key, elements)
@@ -281,7 +290,7 @@ class PythonStore:
             store = this()
             if store is not None:
                 with store._lock:
-                    for key in [key for key in store._entries if key[0] == identity]:
+                    for key in [key for key in list(store._entries) if key[0] == identity]:
                         store._erase(key)
                     store._weights.pop(identity, None)
 
@@ -295,19 +304,19 @@ class PythonStore:
     def forget_written(self, storages: Set[int]) -> None:
         """Drop the casts of weights whose storages were written."""
         with self._lock:
-            for key in [key for key, entry in self._entries.items() if entry.content[1] in storages]:
+            for key in [key for key, entry in _listed(self._entries) if entry.content[1] in storages]:
                 self._erase(key)
-            written = [key for key, entry in self._linked.items() if entry.content[1] in storages]
-            dropped = [self._linked.pop(key) for key in written]
+            written = [key for key, entry in _listed(self._linked) if entry.content[1] in storages]
+            dropped = [self._linked.pop(key, None) for key in written]
             self._drops += 1
         del dropped
 
     def forget(self, weight: torch.Tensor) -> None:
         """Drop what is kept of a weight, and the reference to it."""
         with self._lock:
-            for key in [key for key in self._entries if key[0] == id(weight)]:
+            for key in [key for key in list(self._entries) if key[0] == id(weight)]:
                 self._erase(key)
-            dropped = [self._linked.pop(key) for key in list(self._linked) if key[0] == id(weight)]
+            dropped = [self._linked.pop(key, None) for key in list(self._linked) if key[0] == id(weight)]
             self._weights.pop(id(weight), None)
         del dropped
 
@@ -335,9 +344,10 @@ class PythonStore:
     def statistics(self) -> tuple[int, ...]:
         """See CastStore."""
         with self._lock:
-            packed = [entry.nbytes for (_, kind, _), entry in self._entries.items() if isinstance(kind, int)]
-            casts, size = len(self._entries) - len(packed), self._bytes - sum(packed)
-            return casts, size, self._hits, self._misses, self._evictions, len(packed), sum(packed)
+            entries = _listed(self._entries)
+            packed = [entry.nbytes for (_, kind, _), entry in entries if isinstance(kind, int)]
+            casts = [entry.nbytes for (_, kind, _), entry in entries if not isinstance(kind, int)]
+            return len(casts), sum(casts), self._hits, self._misses, self._evictions, len(packed), sum(packed)
 
 
 def all_stores() -> list[PythonStore]:
