@@ -149,11 +149,11 @@ class PythonStore:
         content, storage = _content(weight), _storage(weight)
         if not self._may_keep(source):
             return WRITTEN_UNSEEN
-        _thread.only_reads = True
+        outer, _thread.only_reads = _thread.only_reads, _thread.only_reads | {TensorBase.untyped_storage(weight)._cdata}
         try:
             entry = _Entry(content, storage, prepare(weight))
         finally:
-            _thread.only_reads = False
+            _thread.only_reads = outer
         if self._verify:
             with torch.no_grad():
                 entry.original = weight.detach().clone()
@@ -367,8 +367,8 @@ _written_later: dict[int, StorageWeakRef] = {}
 
 
 class _Thread(threading.local):
-    only_reads = False
-    """Whether the thread packs a weight, and gives its memory to nobody who writes it."""
+    only_reads: frozenset[int] = frozenset()
+    """The storages of weights that the thread packs, whose memory it gives to nobody who writes it."""
 
 
 _thread = _Thread()
@@ -378,11 +378,11 @@ _noted: set[int] = set()
 
 def note_alias(tensor: torch.Tensor) -> None:
     """Drop the casts of weights on the memory of a tensor, which was given to what counts no versions."""
-    if _thread.only_reads:
-        return
     with without_torch_function():
-        if has_storage(tensor) and TensorBase.untyped_storage(tensor)._cdata in _noted:
-            note_writes([tensor])
+        if has_storage(tensor):
+            storage = TensorBase.untyped_storage(tensor)._cdata
+            if storage in _noted and storage not in _thread.only_reads:
+                note_writes([tensor])
 
 
 def forget(tensors: Iterable[torch.Tensor]) -> None:
