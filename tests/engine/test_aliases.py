@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import polycast
+from polycast.engine import state
 
 pytestmark = pytest.mark.usefixtures("engine", "int8_kernels")
 
@@ -498,3 +499,18 @@ def test_a_tensor_without_memory_has_what_it_had():
         sparse.untyped_storage()
     with pytest.raises(RuntimeError, match="requires grad"):
         torch.ones(1, requires_grad=True).numpy()
+
+
+def test_a_write_of_another_weight_while_one_is_packed_is_seen():
+    def use(weight):
+        with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+            return is_right(weight)
+
+    def pack(weight):
+        written.data.fill_(3)
+        return (weight.clone(),)
+
+    cache, written = polycast.WeightCache(), frozen()
+    assert use(written)
+    state.machine.packing(cache, frozen(), 1, pack)
+    assert use(written)

@@ -288,3 +288,52 @@ def test_other_sizes_and_strides_on_the_same_memory_are_seen(cache, change):
         with polycast.autocast("cpu", cache=cache):
             assert torch.equal(torch.mm(weight, X), expected)
         weight.data = change(weight.data)
+
+
+@pytest.mark.parametrize("use", ["cast", "view", "stats", "write"])
+def test_weights_may_die_at_each_moment_of_a_use(use):
+    class Cycle:
+        pass
+
+    def frozen(*shape):
+        return nn.Parameter(torch.ones(shape), requires_grad=False)
+
+    x, experts = torch.ones(1, 8), frozen(4, 8, 8)
+
+    def product(cache, weight):
+        with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+            return torch.mm(x, weight)
+
+    def after(allocations):
+        """Use a cache while the garbage collector runs after so many more allocations, and frees weights in it."""
+        cache = polycast.WeightCache(max_bytes=8 * 128 if use == "cast" else None)
+        product(cache, experts[0])
+        product(cache, experts[1])
+        weight = frozen(8, 8)
+        gc.disable()
+        gc.collect()  # all, so that tuples that are made next are allocated
+        for _ in range(6):
+            cycle = Cycle()
+            cycle.itself, cycle.weight = cycle, frozen(8, 8)
+            product(cache, cycle.weight)
+        del cycle
+        gc.set_threshold(gc.get_count()[0] + allocations, *thresholds[1:])
+        gc.enable()
+        if use == "cast":
+            product(cache, weight)
+        elif use == "view":
+            product(cache, experts[2])
+        elif use == "stats":
+            cache.stats()
+        else:
+            experts.data.add_(0)
+
+    thresholds = gc.get_threshold()
+    gc.freeze()  # so that it is quick to collect all
+    try:
+        for allocations in range(80):
+            after(allocations)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+        gc.unfreeze()

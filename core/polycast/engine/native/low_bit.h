@@ -150,7 +150,7 @@ PyObject* packing_of(PyObject*, PyObject* given) {
   }
   Object made;
   {
-    const OnlyReads reading;
+    const OnlyReads reading(weight);
     made = call(prepare, "(O)", of_weight);
   }
   std::vector<Tensor> parts;

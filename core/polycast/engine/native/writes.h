@@ -165,23 +165,34 @@ void announce(const Storages& written) {
   }
 }
 
-// While one of these lives, its thread reads weights to pack them: their memory is given to nobody who writes it.
+// While one of these lives, its thread reads a weight to pack it: the weight's memory is given to nobody who writes it. That of
+// others may be: packing runs Python, and so anything.
 class OnlyReads {
  public:
-  OnlyReads() { ++count_; }
+  explicit OnlyReads(const Tensor& weight) : outer_(std::exchange(innermost_, this)), storage_(storage_of(weight)) {}
   OnlyReads(const OnlyReads&) = delete;
-  ~OnlyReads() { --count_; }
+  ~OnlyReads() { innermost_ = outer_; }
 
-  static bool in_thread() { return count_ != 0; }
+  static bool in_thread(const StorageImpl* storage) {
+    const OnlyReads* reading = innermost_;
+    while (reading != nullptr && reading->storage_ != storage) {
+      reading = reading->outer_;
+    }
+    return reading != nullptr;
+  }
 
  private:
-  static inline thread_local int count_ = 0;
+  static inline thread_local const OnlyReads* innermost_ = nullptr;
+
+  const OnlyReads* const outer_;
+  const StorageImpl* const storage_;
 };
 
 // Announce that a tensor's memory may be written by what was given it just now. Nobody keeps anything of it where its storage
 // has no weak reference, which a Content has.
 void announce_alias(const Tensor& tensor) {
-  if (!OnlyReads::in_thread() && tensor.defined() && tensor.has_storage() && count_weak_references(storage_of(tensor)) > 1) {
+  if (tensor.defined() && tensor.has_storage() && count_weak_references(storage_of(tensor)) > 1 &&
+      !OnlyReads::in_thread(storage_of(tensor))) {
     announce({storage_of(tensor)});
   }
 }

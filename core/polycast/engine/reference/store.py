@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -63,6 +63,15 @@ class _Refused:
     nbytes: int = 0  # of what was made of it; 0: nothing was
     count: int = 0  # how often, since `since` by the store's clock
     since: int = 0
+
+
+def _listed(entries: Mapping[_Key, _Entry]) -> list[tuple[_Key, _Entry]]:
+    """Return a mapping's items, to be walked while weights die and their entries with them.
+
+    The garbage collector may run wherever an object is made. Listing the keys makes none, listing the items does.
+    """
+    keys = list(entries)
+    return [(key, entry) for key in keys if (entry := entries.get(key)) is not None]
 
 
 def _versions(kept: _Packing) -> tuple[int, ...]:
@@ -141,11 +150,11 @@ class PythonStore:
         content, storage = _content(weight), _storage(weight)
         if not self._may_keep(source):
             return WRITTEN_UNSEEN
-        _thread.only_reads = True
+        outer, _thread.only_reads = _thread.only_reads, _thread.only_reads | {TensorBase.untyped_storage(weight)._cdata}
         try:
             entry = _Entry(content, storage, prepare(weight))
         finally:
-            _thread.only_reads = False
+            _thread.only_reads = outer
         if self._verify:
             with torch.no_grad():
                 entry.original = weight.detach().clone()
@@ -230,9 +239,9 @@ class PythonStore:
 
         The parts of a weight fit, in any dtype. Where each call takes another slice, what was kept would be of no use.
         """
-        views = {key: entry for key, entry in self._entries.items() if key[0] == id(weight) and key[2]}
-        kept = sum(entry.nbytes for entry in views.values())
-        for key, entry in views.items() if kept + size > weight.nbytes else ():
+        views = [(key, entry) for key, entry in _listed(self._entries) if key[0] == id(weight) and key[2]]
+        kept = sum(entry.nbytes for _, entry in views)
+        for key, entry in views if kept + size > weight.nbytes else ():
             if entry.content[:2] != _content(weight)[:2]:  # it was written, or given other memory, since
                 kept -= entry.nbytes
                 self._erase(key)
@@ -251,7 +260,7 @@ class PythonStore:
         if size > self._max_bytes:
             return False
         left = self._bytes
-        for longest_unused, oldest in list(self._entries.items()):  # weights may die meanwhile
+        for longest_unused, oldest in _listed(self._entries):
             if left + size <= self._max_bytes:
                 break
             refused = self._refused_of(key, elements)
@@ -283,7 +292,7 @@ class PythonStore:
             store = this()
             if store is not None:
                 with store._lock:
-                    for key in [key for key in store._entries if key[0] == identity]:
+                    for key in [key for key in list(store._entries) if key[0] == identity]:
                         store._erase(key)
                     store._weights.pop(identity, None)
 
@@ -297,19 +306,19 @@ class PythonStore:
     def forget_written(self, storages: Set[int]) -> None:
         """Drop the casts of weights whose storages were written."""
         with self._lock:
-            for key in [key for key, entry in self._entries.items() if entry.content[1] in storages]:
+            for key in [key for key, entry in _listed(self._entries) if entry.content[1] in storages]:
                 self._erase(key)
-            written = [key for key, entry in self._linked.items() if entry.content[1] in storages]
-            dropped = [self._linked.pop(key) for key in written]
+            written = [key for key, entry in _listed(self._linked) if entry.content[1] in storages]
+            dropped = [self._linked.pop(key, None) for key in written]
             self._drops += 1
         del dropped
 
     def forget(self, weight: torch.Tensor) -> None:
         """Drop what is kept of a weight, and the reference to it."""
         with self._lock:
-            for key in [key for key in self._entries if key[0] == id(weight)]:
+            for key in [key for key in list(self._entries) if key[0] == id(weight)]:
                 self._erase(key)
-            dropped = [self._linked.pop(key) for key in list(self._linked) if key[0] == id(weight)]
+            dropped = [self._linked.pop(key, None) for key in list(self._linked) if key[0] == id(weight)]
             self._weights.pop(id(weight), None)
         del dropped
 
@@ -337,9 +346,10 @@ class PythonStore:
     def statistics(self) -> tuple[int, ...]:
         """See CastStore."""
         with self._lock:
-            packed = [entry.nbytes for (_, kind, _), entry in self._entries.items() if isinstance(kind, int)]
-            casts, size = len(self._entries) - len(packed), self._bytes - sum(packed)
-            return casts, size, self._hits, self._misses, self._evictions, len(packed), sum(packed)
+            entries = _listed(self._entries)
+            packed = [entry.nbytes for (_, kind, _), entry in entries if isinstance(kind, int)]
+            casts = [entry.nbytes for (_, kind, _), entry in entries if not isinstance(kind, int)]
+            return len(casts), sum(casts), self._hits, self._misses, self._evictions, len(packed), sum(packed)
 
 
 def all_stores() -> list[PythonStore]:
@@ -359,8 +369,8 @@ _written_later: dict[int, StorageWeakRef] = {}
 
 
 class _Thread(threading.local):
-    only_reads = False
-    """Whether the thread packs a weight, and gives its memory to nobody who writes it."""
+    only_reads: frozenset[int] = frozenset()
+    """The storages of weights that the thread packs, whose memory it gives to nobody who writes it."""
 
 
 _thread = _Thread()
@@ -370,11 +380,13 @@ _noted: set[int] = set()
 
 def note_alias(tensor: torch.Tensor) -> None:
     """Drop the casts of weights on the memory of a tensor, which was given to what counts no versions."""
-    if _thread.only_reads or not _noted:
+    if not _noted:
         return
     with without_torch_function():
-        if has_storage(tensor) and TensorBase.untyped_storage(tensor)._cdata in _noted:
-            note_writes([tensor])
+        if has_storage(tensor):
+            storage = TensorBase.untyped_storage(tensor)._cdata
+            if storage in _noted and storage not in _thread.only_reads:
+                note_writes([tensor])
 
 
 def forget(tensors: Iterable[torch.Tensor]) -> None:
