@@ -206,6 +206,8 @@ std::optional<bool> leave_region(PyObject* owner) {
   // It is freed at the end, for that may run Python.
   const std::unique_ptr<Frame> frame = regions.frames.take_out(found);
   if (at::autocast::decrement_nesting() == 0) {
+    // Who has the lock of torch's cache may wait for the GIL, to free a cast that Python has seen.
+    const WithoutGil others_may_run;
     at::autocast::clear_cache();
   }
   if (regions.frames.newest() == nullptr) {
