@@ -425,7 +425,7 @@ def _is_alone(source: Source) -> bool:
     """Return whether nobody else holds a weight's memory, which is not that of an array either."""
     if has_other_holders(source.tensor, source.holders):
         return False
-    return bool(TensorBase.untyped_storage(source.tensor).resizable())
+    return not source.tensor.is_cpu or bool(TensorBase.untyped_storage(source.tensor).resizable())
 
 
 def _storage(weight: torch.Tensor) -> StorageWeakRef:
