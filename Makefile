@@ -109,7 +109,7 @@ wheels: $(VENV)/polycast.stamp
 		rm -rf $(VENV)-engine; \
 		$(PYTHON) -m venv $(VENV)-engine; \
 		$(VENV)-engine/bin/python -m pip install --quiet --no-compile "$$torch" "$$(echo dist/*-none-any.whl)"; \
-		$(VENV)-engine/bin/python -m polycast.engine.native.prebuilt build/engines polycast_cpu.native; \
+		$(VENV)-engine/bin/python -m polycast.cli.prebuild build/engines polycast_cpu.native; \
 		rm -rf $(VENV)-engine; \
 	done
 	$(VENV)/bin/python tools/platform_wheel.py dist/*-none-any.whl build/engines dist

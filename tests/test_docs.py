@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import polycast
-from polycast.plugins import env
+from polycast.common import env
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]

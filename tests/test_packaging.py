@@ -118,7 +118,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
 
 
 def test_the_wheel_carries_what_reports_are_made_of(wheel):
-    names = {name.removeprefix("polycast/precision/observe/report/") for name in wheel.namelist()}
+    names = {name.removeprefix("polycast/observer/report/") for name in wheel.namelist()}
     assert {"page.html", "page.css", "page.js"} <= names
 
 

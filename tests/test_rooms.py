@@ -12,12 +12,15 @@ FLOORS = [
     {"cli", "testing"},
     {"drop_in"},
     {"distributed", "precision"},
+    {"observer"},
     {"region"},
     {"compilers", "out_dtype"},
     {"engine"},
+    {"toolchain"},
     {"plugins"},
     {"policy"},
     {"torch_internals"},
+    {"common"},
     {"errors"},
 ]
 """The rooms, from the top. A room imports from those below its floor; none imports from another on its own."""
@@ -65,7 +68,7 @@ def test_every_room_has_its_floor():
 
 def test_the_list_of_folders_can_be_read_at_a_glance():
     entries = {path.name for path in ROOT.iterdir()} - {"__init__.py", "__main__.py", "py.typed", "__pycache__"}
-    assert len(entries) <= 13, entries
+    assert len(entries) <= 16, entries
 
 
 @pytest.mark.parametrize("module", MODULES)

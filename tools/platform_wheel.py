@@ -1,6 +1,6 @@
 """Put engines that were built beforehand into a wheel: ``python tools/platform_wheel.py PURE_WHEEL ENGINES FOLDER``.
 
-ENGINES is the folder that ``python -m polycast.engine.native.prebuilt`` has filled, once under each version of torch.
+ENGINES is the folder that ``python -m polycast.cli.prebuild`` has filled, once under each version of torch.
 The wheel is for every Python from 3.10 on that has the limited API, and for the oldest Linux that auditwheel finds the
 engines to run on.
 """
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-PLACE = "polycast/engine/native/prebuilt"
+PLACE = "polycast/toolchain/prebuilt"
 MOST_BYTES = 250_000
 """What a wheel may grow by for the engine and its observer, for one version of torch."""
 

@@ -18,10 +18,9 @@ except ModuleNotFoundError as error:
 
 if TYPE_CHECKING:
     from .drop_in.patch import patch_torch
+    from .engine.casts.weight_cache import WeightCache, WeightCacheStats
     from .engine.installation import install, uninstall
-    from .engine.native.ops import load_ops
     from .engine.register_op import OpRegistration, register_op
-    from .engine.weight_cache import WeightCache, WeightCacheStats
     from .errors import (
         AutocastDisabledWarning,
         BackendBrokenError,
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
         RecipeDisabledWarning,
         StaleWeightError,
     )
+    from .observer.observation import Observation
+    from .observer.observe import observe
     from .out_dtype.matmul_kernels import float32_products
     from .out_dtype.operator import out_dtype
     from .plugins.backend import Availability, Backend, LowBitKernel
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
     from .precision.compare import compare
     from .precision.comparison import Comparison
     from .precision.evidence import Evidence, Tuned
-    from .precision.observe.observation import Observation
-    from .precision.observe.observe import observe
     from .precision.tune import tune
     from .region.autocast import autocast, autocast_decorator
     from .region.capture import Snapshot, capture
@@ -65,9 +64,10 @@ if TYPE_CHECKING:
         set_autocast_dtype,
         set_autocast_enabled,
     )
+    from .toolchain.load_ops import load_ops
 
 # torch has to know the operator from the start: a program that was exported calls it.
-importlib.import_module(".engine.kept_cast", __name__)
+importlib.import_module(".engine.casts.cached_cast", __name__)
 
 # Once it is imported, a room does not take the place any more of the function that has its name.
 importlib.import_module(".out_dtype", __name__)
@@ -92,7 +92,7 @@ _AT_FIRST_USE = {
     "LowBitProduct": "plugins.low_bit_product",
     "ModuleRules": "region.module_rules",
     "NoRecipe": "policy.recipes",
-    "Observation": "precision.observe.observation",
+    "Observation": "observer.observation",
     "OpRegistration": "engine.register_op",
     "Policy": "policy.value",
     "Recipe": "policy.recipes",
@@ -102,8 +102,8 @@ _AT_FIRST_USE = {
     "Snapshot": "region.capture",
     "StaleWeightError": "errors",
     "Tuned": "precision.evidence",
-    "WeightCache": "engine.weight_cache",
-    "WeightCacheStats": "engine.weight_cache",
+    "WeightCache": "engine.casts.weight_cache",
+    "WeightCacheStats": "engine.casts.weight_cache",
     "apply_policy": "region.module_rules",
     "autocast": "region.autocast",
     "autocast_decorator": "region.autocast",
@@ -124,8 +124,8 @@ _AT_FIRST_USE = {
     "is_autocast_available": "plugins.registry",
     "is_autocast_cache_enabled": "region.thread_state",
     "is_autocast_enabled": "region.thread_state",
-    "load_ops": "engine.native.ops",
-    "observe": "precision.observe.observe",
+    "load_ops": "toolchain.load_ops",
+    "observe": "observer.observe",
     "out_dtype": "out_dtype.operator",
     "patch_torch": "drop_in.patch",
     "policy_table": "policy.cast_policy",

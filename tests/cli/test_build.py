@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 import polycast
 from polycast.cli import app
 from polycast.cli.compiled import OWN
-from polycast.engine.native import build
-from polycast.engine.native.cache import BuildError, cache_directory
-from polycast.engine.native.compiling import ENGINE, Library
+from polycast.engine.native.loading import ENGINE
+from polycast.toolchain import build
+from polycast.toolchain.build_cache import BuildError, cache_directory
+from polycast.toolchain.library import Library
 
 WRITES = "open(sys.argv[sys.argv.index('-o') + 1], 'w').write('a library')"
 OPS = Library.of_ops("polycast_cpu.native")
@@ -53,7 +54,8 @@ def test_it_builds_the_engine_and_the_ops_and_prints_where_and_how_long(compiler
     assert {library.read_text() for library in libraries} == {"a library"}
     assert result.exit_code == 0
     assert re.sub(r"\d+\.\d s", "0.0 s", result.stdout).splitlines() == [
-        f"{wanted.what}: compiled here: {library} (0.0 s)" for wanted, library in zip(ALL, libraries, strict=True)
+        f"{wanted.description}: compiled here: {library} (0.0 s)"
+        for wanted, library in zip(ALL, libraries, strict=True)
     ]
 
 
@@ -61,7 +63,7 @@ def test_it_does_not_build_again(compiler, ops):
     ops(OPS.package)
     compiler(WRITES)
     assert sorted(run().stderr.splitlines()) == sorted(
-        f"polycast: building {wanted.what}, once for this torch ..." for wanted in ALL
+        f"polycast: building {wanted.description}, once for this torch ..." for wanted in ALL
     )
     again = run()
     assert (again.exit_code, again.stderr) == (0, "")
@@ -84,11 +86,11 @@ def test_what_fails_is_named_with_its_log_and_the_others_are_built(compiler, ops
     result = run()
     (log,) = cache_directory().rglob("*.log")
     assert (
-        f"polycast: {fails.what} cannot be built: the compiler failed with status 1; its output is in {log}. "
+        f"polycast: {fails.description} cannot be built: the compiler failed with status 1; its output is in {log}. "
         f"Once it can do better, {fails.again}."
     ) in result.stderr.splitlines()
     assert [line.partition(":")[0] for line in result.stdout.splitlines()] == [
-        each.what for each in ALL if each is not fails
+        each.description for each in ALL if each is not fails
     ]
     assert result.exit_code == 1
 
@@ -107,7 +109,7 @@ def test_it_fails_where_there_is_no_compiler(compiler, ops, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     result = run()
     reason = "no C++ compiler is found. Install one (c++), or name it in the variable CXX."
-    assert result.stderr.splitlines() == [f"polycast: {each.what} cannot be built: {reason}" for each in OWN]
+    assert result.stderr.splitlines() == [f"polycast: {each.description} cannot be built: {reason}" for each in OWN]
     assert result.exit_code == 1
 
 
@@ -144,7 +146,7 @@ def test_ops_that_two_backends_share_are_built_once(compiler, ops, hand_made):
 def test_a_compiler_that_the_user_interrupts_is_not_remembered_as_one_that_failed(compiler):
     compiler("signal.signal(signal.SIGINT, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGINT)")
     with pytest.raises(BuildError, match=r"^the compiler was interrupted\.$"):
-        build.find_or_build(cache_directory())
+        build.find_or_build(cache_directory(), ENGINE)
     assert list(cache_directory().rglob("*.log")) == []
     assert build.find_build(cache_directory()) is None
 

@@ -16,10 +16,10 @@ from polycast.cli.demo.digits import Digits, load_digits, network
 from polycast.cli.demo.report import conclusion
 from polycast.cli.demo.timing import BATCH, ROUNDS, Timing, large_layers
 from polycast.cli.demo.training import FLOAT32, INT8, MODES, POLYCAST, TORCH, Run, inference_modes, train
-from polycast.engine.native import build
+from polycast.observer.facts import Facts
+from polycast.observer.records import LowBit
 from polycast.plugins.registry import registry
-from polycast.precision.observe.facts import Facts
-from polycast.precision.observe.records import LowBit
+from polycast.toolchain import build
 
 pytest.importorskip("sklearn", reason="the demo's digits are scikit-learn's")
 

@@ -5,8 +5,8 @@ from typer.testing import CliRunner
 
 from polycast.cli import app
 from polycast.engine import installation
-from polycast.engine.native import build
-from polycast.engine.native.cache import BuildError
+from polycast.toolchain import build
+from polycast.toolchain.build_cache import BuildError
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 
 import polycast
 from polycast.cli import app, doctor
-from polycast.engine.native import ops, prebuilt
 from polycast.plugins.registry import registry
+from polycast.toolchain import load_ops as ops
+from polycast.toolchain import prebuilt
 
 SECTIONS = ["versions", "compiler", "engine", "ops", "cpu", "accelerator", "backends", "environment", "checks"]
 BROKEN = "raise RuntimeError('the driver is gone')\n"

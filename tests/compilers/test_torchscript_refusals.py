@@ -56,7 +56,7 @@ def test_a_region_that_only_a_run_would_tell_is_refused(make, message):
             f(A, B)
 
 
-def kept_casts(autocast):
+def cached_casts(autocast):
     def f(a, b):
         with autocast("cpu", torch.bfloat16, cache=None):
             return torch.mm(a, b)
@@ -72,7 +72,7 @@ def a_policy(autocast):
     return f
 
 
-@pytest.mark.parametrize(("make", "argument"), [(kept_casts, "cache"), (a_policy, "policy")])
+@pytest.mark.parametrize(("make", "argument"), [(cached_casts, "cache"), (a_policy, "policy")])
 def test_what_torchs_autocast_does_not_take_is_refused(make, argument):
     with pytest.raises(RuntimeError, match=f"Keyword argument {argument} unknown"):
         torch.jit.script(make(polycast.autocast))

@@ -98,7 +98,7 @@ def test_writes_in_the_code_and_between_calls_are_seen(write, cache):
         assert torch.equal(call(X, False)[0], X.bfloat16() @ w.T.bfloat16())
 
 
-def test_what_code_returns_of_a_kept_casts_view_is_its_own(cache):
+def test_what_code_returns_of_a_cached_casts_view_is_its_own(cache):
     w = new_weight()
     library = torch.library.Library("polycast_test", "FRAGMENT")
     library.define("same(Tensor(a) x) -> Tensor(a)")

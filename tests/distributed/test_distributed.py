@@ -142,7 +142,7 @@ def test_bad_input_leaves_the_module_as_it_was(results):
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-def test_training_is_bit_for_bit_the_same_with_kept_casts(results, wrap):
+def test_training_is_bit_for_bit_the_same_with_cached_casts(results, wrap):
     result = results["training"][wrap]
     assert (result["own"], result["users"]) == (True, True)
     assert result["dtypes"] == ["bfloat16", FULL]

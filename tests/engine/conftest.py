@@ -8,8 +8,9 @@ import torch
 
 import polycast
 from polycast.engine import choice, installation
-from polycast.engine.native import build
-from polycast.engine.native.cache import cache_directory
+from polycast.engine.native.loading import ENGINE
+from polycast.toolchain import build
+from polycast.toolchain.build_cache import cache_directory
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ shutil.copy({library!r}, sys.argv[sys.argv.index("-o") + 1])
 @pytest.fixture(scope="session")
 def library():
     """Return the library that this machine's compiler built."""
-    return build.find_or_build(cache_directory())
+    return build.find_or_build(cache_directory(), ENGINE)
 
 
 class Compiler:

@@ -7,8 +7,10 @@ import sys
 
 import pytest
 
-from polycast.engine.native import build, compiling
-from polycast.engine.native.cache import UntrustedCacheError, cache_directory
+from polycast.engine.native.loading import ENGINE
+from polycast.toolchain import build
+from polycast.toolchain import compiler as compiling
+from polycast.toolchain.build_cache import UntrustedCacheError, cache_directory
 
 only_posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system has other owners and permissions")
 only_root = pytest.mark.skipif(
@@ -31,7 +33,7 @@ def umask():
 @pytest.fixture(params=["cache", "torch", "compiler"])
 def folder(request, compiler, home):
     """A build, and one of the folders that it lies in."""
-    library = build.find_or_build(home)
+    library = build.find_or_build(home, ENGINE)
     library.write_bytes(b"of somebody else")
     library.with_suffix(".sha256").write_text(compiling.checksum(library))
     return {"cache": home, "torch": library.parent.parent, "compiler": library.parent}[request.param]
@@ -57,7 +59,7 @@ WAYS = [everybodys, groups, pytest.param(somebodys, marks=only_root)]
 
 @only_posix
 def test_only_the_user_can_enter_its_folders_and_write_its_files(compiler, home, umask):
-    library = build.find_or_build(home)
+    library = build.find_or_build(home, ENGINE)
     assert [oct(path.stat().st_mode & 0o777) for path in (home, library.parent.parent, library.parent)] == ["0o700"] * 3
     assert [oct(file.stat().st_mode & 0o022) for file in (library, library.with_suffix(".sha256"))] == ["0o0"] * 2
 
@@ -66,7 +68,7 @@ def test_only_the_user_can_enter_its_folders_and_write_its_files(compiler, home,
 @pytest.mark.parametrize("give", WAYS)
 def test_a_folder_that_others_can_write_is_refused_and_what_to_do_is_said(folder, give, compiler, home):
     with pytest.raises(UntrustedCacheError, match=give(folder) + REMEDY.format(home)):
-        build.find_or_build(home)
+        build.find_or_build(home, ENGINE)
     assert compiler.calls == 1
 
 
@@ -74,12 +76,12 @@ def test_a_folder_that_others_can_write_is_refused_and_what_to_do_is_said(folder
 def test_without_a_compiler_a_folder_that_others_can_write_is_refused_too(folder, home, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UntrustedCacheError, match=everybodys(folder) + REMEDY.format(home)):
-        build.find_or_build(home)
+        build.find_or_build(home, ENGINE)
 
 
 @only_posix
 def test_the_engine_is_then_built_for_this_process_alone(compiler, home, monkeypatch, tmp_path, wanted):
-    place = build.find_or_build(home).parent
+    place = build.find_or_build(home, ENGINE).parent
     said = everybodys(place)
     elsewhere = tmp_path / "temporary"
     elsewhere.mkdir()
@@ -96,7 +98,7 @@ def test_the_engine_is_then_built_for_this_process_alone(compiler, home, monkeyp
 
 @only_posix
 def test_where_it_cannot_be_built_elsewhere_either_both_reasons_are_said(compiler, home, wanted):
-    said = everybodys(build.find_or_build(home).parent)
+    said = everybodys(build.find_or_build(home, ENGINE).parent)
     compiler.behave(status=1)
     message = f"{said}{REMEDY.format(home)}.* It cannot be built elsewhere either: the compiler failed with status 1"
     with pytest.warns(UserWarning, match=message) as caught:
@@ -108,9 +110,9 @@ def test_where_it_cannot_be_built_elsewhere_either_both_reasons_are_said(compile
 @pytest.mark.parametrize("give", [lambda file: file.chmod(0o666), pytest.param(somebodys, marks=only_root)])
 @pytest.mark.parametrize("suffix", [".so", ".sha256"])
 def test_a_file_that_others_can_write_is_replaced(compiler, home, suffix, give):
-    library = build.find_or_build(home)
+    library = build.find_or_build(home, ENGINE)
     give(library.with_suffix(suffix))
-    assert build.find_or_build(home) == library
+    assert build.find_or_build(home, ENGINE) == library
     assert compiler.calls == 2
     status = library.with_suffix(suffix).stat()
     assert (status.st_uid, status.st_mode & 0o022) == (os.geteuid(), 0)
@@ -120,20 +122,20 @@ def test_a_file_that_others_can_write_is_replaced(compiler, home, suffix, give):
 def test_a_folder_around_the_cache_in_which_everybody_can_rename_it_is_refused(compiler, home):
     home.parent.chmod(0o777)
     with pytest.raises(UntrustedCacheError, match=rf"{home.parent} can be written by everybody \(drwxrwxrwx\)"):
-        build.find_or_build(home)
+        build.find_or_build(home, ENGINE)
 
 
 @only_posix
 def test_a_sticky_folder_around_the_cache_will_do(compiler, home):
     home.parent.chmod(0o1777)
-    assert build.find_or_build(home).is_file()
+    assert build.find_or_build(home, ENGINE).is_file()
 
 
 @only_posix
 def test_a_cache_that_is_a_link_will_do(compiler, home, tmp_path):
     (tmp_path / "large disk").mkdir(mode=0o700)
     home.symlink_to(tmp_path / "large disk", target_is_directory=True)
-    assert build.find_or_build(home).resolve().is_relative_to(tmp_path / "large disk")
+    assert build.find_or_build(home, ENGINE).resolve().is_relative_to(tmp_path / "large disk")
 
 
 @only_root
@@ -142,14 +144,14 @@ def test_a_link_of_another_user_is_refused(compiler, home, tmp_path):
     home.symlink_to(tmp_path / "large disk", target_is_directory=True)
     os.lchown(home, SOMEBODY, -1)
     with pytest.raises(UntrustedCacheError, match=rf"{home} belongs to another user \(uid {SOMEBODY}\)"):
-        build.find_or_build(home)
+        build.find_or_build(home, ENGINE)
 
 
 @only_root
 def test_what_root_built_serves_everybody_who_can_read_it(compiler, home, monkeypatch):
-    library = build.find_or_build(home)
+    library = build.find_or_build(home, ENGINE)
     monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY)
-    assert build.find_or_build(home) == library
+    assert build.find_or_build(home, ENGINE) == library
     assert compiler.calls == 1
 
 
@@ -163,8 +165,9 @@ def test_a_relative_cache_home_is_ignored(monkeypatch, tmp_path, named):
 KILLED = """
 import sys
 from pathlib import Path
-from polycast.engine.native import build
-build.find_or_build(Path(sys.argv[1]))
+from polycast.engine.native.loading import ENGINE
+from polycast.toolchain import build
+build.find_or_build(Path(sys.argv[1]), ENGINE)
 """
 
 
@@ -176,6 +179,6 @@ def test_what_a_killed_build_left_is_removed_by_the_next(compiler, home):
     left = [path for path in home.rglob("*") if path.suffix == ".so"]
     assert len(left) == 1
     compiler.behave(status=0)
-    library = build.find_or_build(home)
+    library = build.find_or_build(home, ENGINE)
     assert [path for path in library.parent.iterdir() if path.is_dir()] == []
     assert [path for path in home.rglob("*") if path.suffix == ".so"] == [library]

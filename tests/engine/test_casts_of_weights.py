@@ -198,5 +198,5 @@ def test_a_cast_does_not_slow_what_runs_after_it(upper_halves, dtype):
     weight = frozen(torch.randn(300))
     with polycast.autocast("cpu", cache=polycast.WeightCache()):
         upper_halves.zero()
-        torch.ops.polycast.kept_cast(weight, dtype, 0)
+        torch.ops.polycast.cached_cast(weight, dtype, 0)
         assert not upper_halves.are_in_use()

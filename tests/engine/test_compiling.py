@@ -7,9 +7,12 @@ import sys
 import pytest
 
 from polycast.cli.compiled import OWN
-from polycast.engine.native import build, excerpts
-from polycast.engine.native.cache import BuildError
-from polycast.engine.native.compiling import FLAGS, Library, compile_library, find_compiler, read_sources
+from polycast.engine.native.loading import ENGINE
+from polycast.toolchain import build
+from polycast.toolchain import header_excerpts as excerpts
+from polycast.toolchain.build_cache import BuildError
+from polycast.toolchain.compiler import FLAGS, compile_library, find_compiler, read_sources
+from polycast.toolchain.library import Library
 
 CCACHE = """#!/bin/sh
 echo "$@" >> {calls}
@@ -23,7 +26,7 @@ def test_ccache_is_used_where_it_is(compiler, home, tmp_path, monkeypatch):
     script.write_text(CCACHE.format(calls=calls))
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
-    library = build.find_or_build(home)
+    library = build.find_or_build(home, ENGINE)
     (call,) = calls.read_text().splitlines()
     assert call.startswith(compiler.command)
     assert str(library.parent) not in call  # which is another for each build
@@ -34,7 +37,7 @@ def test_the_linker_of_macos_is_told_that_python_is_elsewhere(compiler, home, tm
     words = tmp_path / "words"
     monkeypatch.setenv("CXX", f'sh -c \'echo "$@" >> {words}; exec {compiler.command} "$@"\' sh')
     monkeypatch.setattr(sys, "platform", "darwin")
-    build.find_or_build(home)
+    build.find_or_build(home, ENGINE)
     assert " -shared -undefined dynamic_lookup " in words.read_text()
 
 

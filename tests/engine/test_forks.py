@@ -51,7 +51,7 @@ MEETING = """
 import os, threading
 import polycast
 import torch
-from polycast.precision.observe import module_calls
+from polycast.observe import module_calls
 
 
 class Lock:

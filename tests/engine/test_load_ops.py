@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import polycast
-from polycast.engine.native import ops
+from polycast.toolchain import load_ops as ops
 
 PACKAGE = "polycast_cpu.native"
 

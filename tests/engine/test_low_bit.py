@@ -6,12 +6,12 @@ import threading
 
 import pytest
 import torch
+from polycast.engine.low_bit.compute.plan import packings, plan_of
 from torch import nn
 
 import polycast
 from polycast import Int8, WeightCache, autocast
 from polycast.engine import state
-from polycast.engine.low_bit_plan import packings, plan_of
 from polycast.plugins.registry import registry
 from polycast.region.policies import with_recipe
 

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from polycast.engine.low_bit.compute.plan import packings
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -14,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 import polycast
 from polycast import Int8, autocast
-from polycast.engine.low_bit_plan import packings
 
 X = torch.randn(3, 8)
 

@@ -5,13 +5,13 @@ import gc
 
 import pytest
 import torch
+from polycast.engine.low_bit.compute.plan import packings
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import linear
 
 import polycast
 from polycast import Int8, WeightCache, autocast
-from polycast.engine.low_bit_plan import packings
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 pytestmark = pytest.mark.usefixtures("engine")

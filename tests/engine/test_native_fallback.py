@@ -18,7 +18,9 @@ import torch
 
 import polycast
 from polycast.engine import choice, installation
-from polycast.engine.native import build, compiling
+from polycast.engine.native.loading import ENGINE
+from polycast.toolchain import build
+from polycast.toolchain import compiler as compiling
 
 
 def no_home(monkeypatch, folder):
@@ -168,7 +170,7 @@ def test_a_timeout_of_the_users_while_it_is_compiled_arrives(compiler, home, wan
 def test_what_a_compiler_wrote_in_another_encoding_is_in_the_log(compiler, home, monkeypatch, tmp_path):
     other_encoding(monkeypatch, tmp_path)
     with pytest.raises(build.BuildError):
-        build.find_or_build(home)
+        build.find_or_build(home, ENGINE)
     (log,) = home.rglob("*.log")
     assert log.read_text().endswith("Version fran\\xe7aise\nFichier pr\\xe9compil\\xe9\n")
 
@@ -184,9 +186,9 @@ def test_a_full_disk_is_not_remembered_as_a_failure_of_the_compiler(compiler, ho
     with monkeypatch.context() as full_disk:
         full_disk.setattr(Path, "write_text", run_out)
         with pytest.raises(build.BuildError, match="No space left on device"):
-            build.find_or_build(home)
+            build.find_or_build(home, ENGINE)
     compiler.behave(status=0)
-    assert build.find_or_build(home).is_file()
+    assert build.find_or_build(home, ENGINE).is_file()
 
 
 def test_the_compiler_needs_no_temporary_folder_of_the_users(compiler, home, monkeypatch, wanted):
@@ -200,7 +202,7 @@ def test_a_process_without_stderr_builds_it(compiler, home, monkeypatch, stderr)
     with open(os.devnull, "w") as closed:
         pass
     monkeypatch.setattr(sys, "stderr", stderr and closed)
-    assert build.find_or_build(home).is_file()
+    assert build.find_or_build(home, ENGINE).is_file()
 
 
 PROGRAM = """

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from polycast.engine.native import build, compiling, prebuilt
+from polycast.toolchain import build, prebuilt
+from polycast.toolchain import compiler as compiling
 
 TOOL = Path(__file__).parents[2] / "tools" / "platform_wheel.py"
 

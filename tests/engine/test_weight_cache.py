@@ -77,7 +77,7 @@ def test_a_cast_made_in_one_grad_mode_serves_the_others(cache, first, second, tr
     assert counts(cache) == (2, 1)
 
 
-def test_double_backward_goes_through_a_kept_cast(cache):
+def test_double_backward_goes_through_a_cached_cast(cache):
     weight = parameter(2.0)
     with torch.no_grad():
         use(cache, weight)

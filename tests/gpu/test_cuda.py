@@ -181,7 +181,7 @@ def test_the_deprecated_class_of_the_device_is_polycasts_while_patched():
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
-def test_compiled_code_with_kept_casts_sees_updates_of_the_weights(mode):
+def test_compiled_code_with_cached_casts_sees_updates_of_the_weights(mode):
     """Inductor's CUDA graphs among them, which would replay what they recorded."""
     torch.compiler.reset()
     net, x, cache = nn.Linear(64, 64).cuda(), inputs(), polycast.WeightCache(verify=True)

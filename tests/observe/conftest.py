@@ -3,8 +3,8 @@
 import pytest
 
 import polycast
-from polycast.precision.observe.facts import Facts, Run, total_of
-from polycast.precision.observe.records import Chain, Counts, Decision, Module, Op
+from polycast.observer.facts import Facts, Run, total_of
+from polycast.observer.records import Chain, Counts, Decision, Module, Op
 
 LAYERS = 400
 PARTS = {

@@ -5,8 +5,8 @@ import torch
 
 import polycast
 from polycast.engine import choice, installation
-from polycast.engine.native import build
-from polycast.engine.native.cache import BuildError
+from polycast.toolchain import build
+from polycast.toolchain.build_cache import BuildError
 
 
 def rows(seen, op, phase="forward"):
@@ -124,7 +124,7 @@ def test_an_op_that_is_registered_says_so(engine):
     assert (row(seen, "aten::sort").policy, row(seen, "aten::sort").rule) == ("fp32", "register_op")
 
 
-def test_kept_casts_are_hits_and_others_misses(engine):
+def test_cached_casts_are_hits_and_others_misses(engine):
     weight, x = torch.nn.Parameter(torch.ones(4, 4)), torch.ones(4, 4).bfloat16()
     cache = polycast.WeightCache()
     with torch.no_grad(), polycast.observe() as seen:

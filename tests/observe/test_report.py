@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import polycast
-from polycast.precision.observe.facts import Facts, Run
-from polycast.precision.observe.headline import headline
-from polycast.precision.observe.records import Counts, Module, Op
-from polycast.precision.observe.report.html import render
-from polycast.precision.observe.report.page import page_of
-from polycast.precision.observe.report.target import check_target
+from polycast.observer.facts import Facts, Run
+from polycast.observer.headline import headline
+from polycast.observer.records import Counts, Module, Op
+from polycast.observer.report.html import render
+from polycast.observer.report.page import page_of
+from polycast.observer.report.target import check_target
 
 HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)>\'"&{{ 7 * 7 }}'
 VOID = {"meta", "link", "input", "br", "img"}

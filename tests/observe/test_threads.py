@@ -12,8 +12,10 @@ import torch
 from torch._dynamo.callback import CompilationCallbackHandler
 
 import polycast
-from polycast.engine import choice, low_bit_listeners
-from polycast.engine.reference import kernels, state_machine, telling
+from polycast.engine import choice
+from polycast.engine.low_bit.compute import listeners as low_bit_listeners
+from polycast.engine.reference import kernels, state_machine
+from polycast.engine.reference import listeners as telling
 
 
 def calls(seen, op="aten::relu"):
@@ -254,7 +256,7 @@ def test_the_name_of_a_file_need_not_be_text(engine):
 
 
 def test_observers_may_come_and_go_while_a_stack_is_taken(engine, monkeypatch):
-    from polycast.engine import places
+    from polycast.engine import call_sites as places
 
     def observe_others():
         monkeypatch.undo()
@@ -271,7 +273,7 @@ def test_observers_may_come_and_go_while_a_stack_is_taken(engine, monkeypatch):
 
 
 def test_what_a_signal_raises_while_a_stack_is_taken_is_raised(engine, monkeypatch):
-    from polycast.engine import places
+    from polycast.engine import call_sites as places
 
     def interrupted():
         monkeypatch.undo()

@@ -40,7 +40,7 @@ def train(net, cache, observed, **options):
 
 @pytest.mark.parametrize("options", [{}, {"timing": True, "stacks": True}, {"nonfinite": "record"}, {"threads": "all"}])
 @pytest.mark.parametrize("make_cache", [lambda: None, polycast.WeightCache], ids=["own", "WeightCache"])
-def test_results_graphs_and_kept_casts_are_the_same(engine, options, make_cache):
+def test_results_graphs_and_cached_casts_are_the_same(engine, options, make_cache):
     plain, plain_stats = train(model(), make_cache(), observed=False)
     seen, seen_stats = train(model(), make_cache(), observed=True, **options)
     assert len(plain) == len(seen)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polycast.plugins import env
+from polycast.common import env
 
 BLOCK = "device types separated by commas, such as 'cuda,xpu'"
 PROVIDER = "device=distribution pairs separated by commas, such as 'xpu=polycast,npu=acme-npu'"

@@ -104,7 +104,7 @@ def test_a_recipe_that_cannot_be_used_is_refused(model, x, recipe, error, messag
 
 
 def test_nobody_listens_afterwards(model, x):
-    from polycast.engine import low_bit_listeners
+    from polycast.engine.low_bit.compute import listeners as low_bit_listeners
 
     before = low_bit_listeners._listeners
     compare(model, x)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import polycast
-from polycast.precision import versions
+from polycast.common import versions
 from polycast.precision.calls import Call
 from polycast.precision.fingerprint import Fingerprint
 

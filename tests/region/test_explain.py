@@ -343,8 +343,8 @@ def test_a_number_that_stands_for_no_list_is_refused():
 
 def test_a_recipe_is_asked_with_lists_as_the_op_gets_them(monkeypatch):
     asked = []
-    monkeypatch.setattr("polycast.engine.low_bit.why_not", lambda *args: asked.append(args[-1]))
-    monkeypatch.setattr("polycast.engine.low_bit.why_no_kernel", lambda *args: None)
+    monkeypatch.setattr("polycast.engine.low_bit.compute.why_not", lambda *args: asked.append(args[-1]))
+    monkeypatch.setattr("polycast.engine.low_bit.compute.why_no_kernel", lambda *args: None)
     with polycast.autocast("cpu", recipe=polycast.Int8(ops=("conv2d",))):
         explain("conv2d", "cpu", IMAGE, FILTERS, stride=1, dilation=2)
     assert list(asked[0])[3:] == [[1, 1], [0, 0], [2, 2], 1]

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import typer
 
-from ..engine.native import prebuilt
-from ..engine.native.build import find_or_build, origin
-from ..engine.native.cache import BuildError, cache_directory
-from ..engine.native.compiling import Library
+from ..toolchain import prebuilt
+from ..toolchain.build import find_or_build, origin
+from ..toolchain.build_cache import BuildError, cache_directory
+from ..toolchain.library import Library
 from .compiled import libraries, packages_of_ops
 from .terminal import library_errors
 
@@ -30,15 +30,15 @@ def run() -> None:
         try:
             for library, answer in zip(wanted, answers, strict=True):
                 try:
-                    typer.echo(f"{library.what}: {answer.result()}")
+                    typer.echo(f"{library.description}: {answer.result()}")
                 except BuildError as error:
-                    typer.echo(f"polycast: {library.what} cannot be built: {error}", err=True)
+                    typer.echo(f"polycast: {library.description} cannot be built: {error}", err=True)
                     failed = True
         except KeyboardInterrupt:
             pool.shutdown(cancel_futures=True)  # or what waits for a core would be compiled yet
             raise
     for package, device_type in absent.items():
-        typer.echo(f"{Library.of_ops(package).what}: not compiled, for {device_type} cannot be used now")
+        typer.echo(f"{Library.of_ops(package).description}: not compiled, for {device_type} cannot be used now")
     if failed:
         raise typer.Exit(1)
 
@@ -49,5 +49,5 @@ def _have(library: Library) -> str:
     if beforehand is not None:
         return prebuilt.origin(beforehand)
     started = time.perf_counter()
-    built = find_or_build(cache_directory(), again=True, wanted=library)
+    built = find_or_build(cache_directory(), library, again=True)
     return f"{origin(built)} ({time.perf_counter() - started:.1f} s)"

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 
-from ..engine.native.compiling import ENGINE, OBSERVER, Library
-from ..engine.native.ops import origin
+from ..engine.native.loading import ENGINE, OBSERVER
 from ..plugins.registry import backends, get_backend
+from ..toolchain.library import Library
+from ..toolchain.load_ops import origin
 
 OWN = (ENGINE, OBSERVER)
 """What polycast itself has in C++."""

@@ -20,8 +20,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from ..engine.casts.weight_cache import WeightCache
 from ..engine.choice import choose
-from ..engine.weight_cache import WeightCache
 from ..plugins.registry import backends
 from ..region.autocast import autocast
 from .compiled import origins

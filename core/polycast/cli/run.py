@@ -13,14 +13,14 @@ from ..drop_in.observing import Wanted
 from ..drop_in.program import Program
 from ..drop_in.session import Options, Session
 from ..engine.choice import choose
+from ..observer.observe import observe
+from ..observer.report.target import check_target
 from ..plugins.discovery import check_availability, check_dtype
 from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
 from ..policy.names import read_dtype
 from ..policy.recipes import read_recipe
 from ..policy.value import Policy
-from ..precision.observe.observe import observe
-from ..precision.observe.report.target import check_target
 from .terminal import library_errors
 
 

@@ -11,8 +11,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..common import env
 from ..engine.choice import choose
-from ..plugins import env
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from ..observer.report.target import check_target
 from ..policy.names import read_dtype
 from ..policy.recipes import read_recipe
 from ..precision.evidence import Tuned
-from ..precision.observe.report.target import check_target
 from ..precision.tune import tune
 from .terminal import console, library_errors
 

@@ -64,7 +64,7 @@ def extend_inductors(patch: Patch) -> None:
 
     @functools.wraps(init)
     def init_with_ours(self: Any, gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> None:
-        if gm.graph.find_nodes(op="call_function", target=torch.ops.polycast.kept_cast.default):
+        if gm.graph.find_nodes(op="call_function", target=torch.ops.polycast.cached_cast.default):
             setattr(self, _MARK, _CODE)
         init(self, gm, *args, **kwargs)
 

@@ -20,16 +20,16 @@ from torch.fx.node import has_side_effect
 from typing_extensions import Self
 
 from ..engine import state
+from ..engine.casts.cached_cast import enter_in_graph, leave_in_graph
+from ..engine.casts.weight_cache import WeightCache, cache_by_identity
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.installation import also_put_in_place, kernels_of
-from ..engine.kept_cast import enter_in_graph, leave_in_graph
 from ..engine.state import MODULE_RULE, Origin, Overlay, Settings
-from ..engine.weight_cache import WeightCache, cache_by_identity
 from ..policy.recipes import Recipe, read_recipe
 from ..torch_internals import changes
 from ..torch_internals.names import find
 from ..torch_internals.patcher import Patch, method_of
-from . import backward, kept_casts, nested_regions, uncompiled
+from . import backward, cached_casts, nested_regions, uncompiled
 from .guards import tell_policies_apart
 from .torch_autocast import TorchAutocast, UnpatchedAutocast
 
@@ -196,7 +196,7 @@ def _made_once(
         _break(_HAS_POLICY)
     if number == "none":
         _break("its cache= is no WeightCache")
-    cache = cache_by_identity(int(number)) if number and kept_casts.can_be() else None
+    cache = cache_by_identity(int(number)) if number and cached_casts.can_be() else None
     region = object.__new__(cls)
     more: dict[str, Any] = {"policy": policy, "cache": cache, "recipe": recipe and _recipe_of(recipe)}
     region.__init__(*args, **kwargs, **{name: each for name, each in more.items() if each is not None})  # type: ignore[misc]
@@ -271,7 +271,7 @@ def cache_enabled_in_graph(settings: Settings, overridden: str | None) -> Any:
         if not _torch_enables(settings):
             _break(f"torch.autocast does not run {settings.dtype} on {settings.device_type}")
         kernels_of(settings.device_type)
-    if settings.cache is not None and kept_casts.can_be():
+    if settings.cache is not None and cached_casts.can_be():
         if changes.is_refused(changes.REGIONS_IN_GRAPHS):
             _break(_NO_PLACE)
         return _AndMore(settings.cache_enabled, (settings.cache.identity, ""))

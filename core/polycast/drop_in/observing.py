@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..precision.observe.headline import headline
-from ..precision.observe.observation import Observation
-from ..precision.observe.observe import observe, observe_program
+from ..observer.headline import headline
+from ..observer.observation import Observation
+from ..observer.observe import observe, observe_program
 
 
 @dataclass(frozen=True)

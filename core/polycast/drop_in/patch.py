@@ -8,14 +8,14 @@ from typing import Any
 
 from typing_extensions import Self
 
+from ..common.atfork import hold_during_fork
 from ..compilers.torch_autocast import TorchAutocast
-from ..plugins.fork import hold_over_forks
 from ..torch_internals import changes
 from ..torch_internals.patcher import Patch
 from . import stand_in, torch_classes
 
 _lock = threading.RLock()
-hold_over_forks(lambda: [_lock])
+hold_during_fork(lambda: [_lock])
 _patches = 0
 
 

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Iterable
 
-from ..precision.observe.matmuls import matmul_lines
-from ..precision.observe.observe import observe_program
+from ..observer.matmuls import matmul_lines
+from ..observer.observe import observe_program
 
 SECONDS = 10.0
 """How long a program is observed, so that one that runs for longer is not slowed for longer."""

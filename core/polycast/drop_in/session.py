@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine import low_bit_listeners, state
+from ..engine import state
+from ..engine.casts.weight_cache import WeightCache
 from ..engine.choice import choose
+from ..engine.low_bit import listeners as low_bit_listeners
 from ..engine.state import Settings
-from ..engine.weight_cache import WeightCache
 from ..plugins.registry import registry
 from ..policy.dtypes import dtype_name
 from ..policy.value import Policy

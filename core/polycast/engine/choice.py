@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
+from ..common import env
+from ..common.atfork import hold_during_fork
 from ..errors import warn_user
-from ..plugins import env
 from ..plugins.backend import Backend
-from ..plugins.fork import hold_over_forks
 from ..plugins.signals import raised_by_signal_handler
 from ..policy.cast_policy import CastPolicy
 from ..torch_internals.names import excluded_keys, warn_of_missing
@@ -82,7 +82,7 @@ class _Unchosen:
 
 _engine: Engine | None = None
 _lock = threading.RLock()
-hold_over_forks(lambda: [_lock])
+hold_during_fork(lambda: [_lock])
 
 state.use(_Unchosen())
 
@@ -99,9 +99,10 @@ def choose() -> Engine:
         return _engine
     wanted, failure = env.engine(), None
     if wanted != "reference":
-        from .native import build  # what it imports takes a while, and is needed here only
+        from ..toolchain.build import compile_ahead  # imported here because it is slow to import
+        from .native.loading import ENGINE
 
-        failure = build.compile_ahead()
+        failure = compile_ahead(ENGINE)
     with _lock:
         if _engine is None:
             _engine = _choose(wanted, failure)
@@ -134,17 +135,18 @@ def _reference() -> Engine:
 def _choose(wanted: str, failure: Exception | None) -> Engine:
     if wanted == "reference":
         return _reference()
-    from .native import build, cache
+    from ..toolchain.build_cache import BuildError
+    from .native import loading
 
     try:
         if failure is not None:
             raise failure
-        return build.load()
+        return loading.load()
     # Much of it is the machine's: a broken installation of torch's headers or of Python may raise anything.
     except Exception as error:
         if raised_by_signal_handler(error):
             raise
-        reason = str(error) if isinstance(error, cache.BuildError) else f"{type(error).__name__}: {error}."
+        reason = str(error) if isinstance(error, BuildError) else f"{type(error).__name__}: {error}."
         if wanted == "native":
             raise RuntimeError(f"POLYCAST_ENGINE=native, but the native engine cannot be built: {reason}") from error
     warn_user(

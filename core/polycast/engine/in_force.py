@@ -7,13 +7,13 @@ autocast again.
 
 import threading
 
-from ..plugins.fork import hold_over_forks
+from ..common.atfork import hold_during_fork
 from . import state
 
 _devices: tuple[str, ...] = ()
 """The devices for which policies were ever in force in this process: others need no asking."""
 _lock = threading.RLock()
-hold_over_forks(lambda: [_lock])
+hold_during_fork(lambda: [_lock])
 
 
 def policies_in_force() -> str:

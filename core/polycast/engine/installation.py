@@ -3,15 +3,15 @@
 import threading
 from collections.abc import Callable, Iterable
 
-from ..plugins.fork import hold_over_forks
+from ..common.atfork import hold_during_fork
 from ..plugins.registry import registry
 from ..policy.registered import Registration, policies_for, refuse_conflict, registrations
 from ..torch_internals import changes
 from ..torch_internals.names import all_op_names, has_kernel_for_dispatch_key
 from . import state
+from .casts.weight_cache import caches_alive
 from .choice import choose, chosen, forget
 from .kernels import Kernels, autocast_key
-from .weight_cache import caches_alive
 
 installed: dict[str, Kernels] = {}
 """By device type, the kernels that are in place."""
@@ -22,7 +22,7 @@ also_put_in_place: list[Callable[[], None]] = []
 taken_back: list[Callable[[], None]] = []
 """Callbacks that :func:`uninstall` runs before it undoes the changes to torch."""
 _lock = threading.RLock()
-hold_over_forks(lambda: [_lock])
+hold_during_fork(lambda: [_lock])
 
 
 def forget_choice() -> None:

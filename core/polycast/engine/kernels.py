@@ -5,9 +5,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from ..common.atfork import hold_during_fork
 from ..errors import InvalidBackendError
 from ..plugins.backend import Backend
-from ..plugins.fork import hold_over_forks
 from ..policy.cast_policy import CastPolicy
 from ..policy.schemas import find_op
 from ..policy.validation import entry_problem
@@ -21,10 +21,10 @@ from ..torch_internals.names import (
     has_kernel_for_dispatch_key,
     python_kernels,
 )
-from . import kept_cast
+from .casts import cached_cast
 
 _lock = threading.Lock()
-hold_over_forks(lambda: [_lock])
+hold_during_fork(lambda: [_lock])
 
 
 def autocast_key(device_type: str) -> str:
@@ -57,8 +57,8 @@ class Kernels(ABC):
             # Ops that are not in the table pass by the key. torch sees to it for the devices that it has tables for.
             if not has_backend_fallback(self.key):
                 self._let_other_ops_through()
-            self._serve_kept_casts()
-            kept_cast.look_up_anew()
+            self._serve_cached_casts()
+            cached_cast.look_up_anew()
             for name, policy in policies.items():
                 self.add(name, policy)
         except BaseException:
@@ -106,7 +106,7 @@ class Kernels(ABC):
     def remove(self) -> None:
         """Give the dispatcher back the kernels that were there before."""
         self._unregister()
-        kept_cast.look_up_anew()
+        cached_cast.look_up_anew()
         for op, kernel in self._set_aside:
             python_kernels(op)[dispatch_key(self.key)] = kernel
             clear_dispatch_cache(op)
@@ -116,7 +116,7 @@ class Kernels(ABC):
     def _register(self, name: str, op: OpOverload, policy: CastPolicy | None) -> None: ...
 
     @abstractmethod
-    def _serve_kept_casts(self) -> None: ...
+    def _serve_cached_casts(self) -> None: ...
 
     @abstractmethod
     def _let_other_ops_through(self) -> None: ...

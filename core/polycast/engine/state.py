@@ -19,8 +19,8 @@ import torch
 from ..policy.cast_policy import CastPolicy
 from ..policy.computed_once import computed_once
 from ..policy.recipes import Recipe
+from .casts.weight_cache import WeightCache
 from .disable_dynamo import disable_dynamo
-from .weight_cache import WeightCache
 
 
 class Origin(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import has_torch_function
 
-from ..engine.weights import caching_is_safe
+from ..engine.casts.weights import caching_is_safe
 from ..errors import BackendNotFoundError, InvalidBackendError
 from ..plugins.discovery import check_availability
 from ..plugins.registry import registry

@@ -15,10 +15,11 @@ from typing import Any, Literal, TypeAlias
 import pluggy
 import torch
 
+from ..common import env
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError, InvalidBackendError, warn_user
 from ..policy.names import nearest
 from ..policy.recipes import Recipe
-from . import env, hookspecs
+from . import hookspecs
 from .backend import Availability, Backend, validate
 from .signals import raised_by_signal_handler
 

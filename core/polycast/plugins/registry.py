@@ -7,12 +7,13 @@ from types import MappingProxyType
 
 import torch
 
+from ..common import env
+from ..common.atfork import hold_during_fork
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError
 from ..torch_internals.names import autocast_supported_devices
-from . import env, hookspecs
+from . import hookspecs
 from .backend import Backend, validate
 from .discovery import BackendStatus, Loads, Slot, check_availability, discover
-from .fork import hold_over_forks
 
 
 class Registry:
@@ -155,7 +156,7 @@ def _torch_device_type(device: str) -> str | None:
 
 
 registry = Registry()
-hold_over_forks(lambda: [Loads(registry.loading), registry._lock])
+hold_during_fork(lambda: [Loads(registry.loading), registry._lock])
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=registry.forget_other_threads)
 

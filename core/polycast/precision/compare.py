@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import warn_user
+from ..observer.low_bit_counts import LowBitCounts
 from ..plugins.discovery import check_availability, check_recipe
 from ..plugins.registry import get_backend
 from ..policy.recipes import NoRecipe, Recipe, RecipeLike, read_recipe
@@ -23,7 +24,6 @@ from .comparison import Comparison, ModuleErrors
 from .errors import Error, NonFinite, Sums, is_finite
 from .hooks import Key
 from .lockstep import Lockstep, Met
-from .observe.low_bit_counts import LowBitCounts
 from .progress import progress
 from .survey import Survey, survey
 from .values import tensors_in

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..common.plain_text import as_text, under_the_head
+from ..observer.low_bit_counts import low_bit_lines
+from ..observer.records import LowBit
 from ..policy.dtypes import dtype_name
 from ..policy.recipes import Recipe
 from .errors import Error, json_number
-from .observe.low_bit_counts import low_bit_lines
-from .observe.records import LowBit
-from .plain_text import as_text, under_the_head
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

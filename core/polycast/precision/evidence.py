@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..common.plain_text import in_ascii
 from ..engine.choice import choose
 from ..policy import files
 from ..policy.dtypes import dtype_name
@@ -15,7 +16,6 @@ from ..policy.files import PolicyPath
 from ..policy.recipes import Recipe
 from ..policy.value import Policy
 from .errors import json_number
-from .plain_text import in_ascii
 from .search import Members
 from .timing import Timings
 from .trials import Trial

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..engine import low_bit_listeners
+from ..engine.low_bit import listeners as low_bit_listeners
+from ..observer.low_bit_counts import LowBitCounts
 from ..region.autocast import autocast
 from ..region.cast_arguments import CastArguments
 from .calls import Call
 from .hooks import Key, Open, Watcher, common, watched
-from .observe.low_bit_counts import LowBitCounts
 from .survey import Survey
 from .turns import Turns
 from .untouched import RandomState, Values, isolated

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ..common.versions import versions
 from ..errors import warn_user
 from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
@@ -34,7 +35,6 @@ from .survey import survey
 from .timing import Timings
 from .trials import StateFile, StatePath, Trial, Trials, distance_of
 from .untouched import RandomState, isolated
-from .versions import versions
 
 _OVER = ("modules", "ops")
 _OBJECTIVES = ("accuracy", "time")

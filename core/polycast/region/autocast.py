@@ -8,16 +8,16 @@ import torch
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
-from ..compilers import kept_casts  # noqa: F401  it decides what the kernels do while code is compiled
+from ..compilers import cached_casts  # noqa: F401  it decides what the kernels do while code is compiled
 from ..compilers.export import record_entry, record_exit
 from ..compilers.torch_autocast import TorchAutocast
 from ..compilers.torchscript import ScriptedAsTorch
 from ..compilers.uncompiled import enters_regions, set_enter
 from ..engine import state
+from ..engine.casts.weight_cache import WeightCache
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.installation import also_put_in_place, fully_installed
 from ..engine.state import Settings
-from ..engine.weight_cache import WeightCache
 from ..errors import AutocastDisabledWarning, warn_user
 from ..plugins.backend import Availability, Backend
 from ..plugins.discovery import check_availability, check_dtype

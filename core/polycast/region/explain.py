@@ -7,9 +7,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..engine import low_bit, state
+from ..engine import state
 from ..engine.installation import installed
 from ..engine.kernels import autocast_key, refusal
+from ..engine.low_bit import compute as low_bit
 from ..engine.state import Settings
 from ..plugins.backend import Backend
 from ..plugins.registry import registry

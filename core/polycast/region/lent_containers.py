@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 
-from ..plugins.fork import hold_over_forks
+from ..common.atfork import hold_during_fork
 
 _Change = tuple[Any, Any, Any]
 """Of a container: a key, the item there, and what it is to be replaced by."""
@@ -114,7 +114,7 @@ class _Users:
 _lent: dict[int, _Users] = {}
 """By ``id(container)``, the users of each container that is lent."""
 _lock = threading.RLock()
-hold_over_forks(lambda: [_lock])
+hold_during_fork(lambda: [_lock])
 
 
 class Copy:

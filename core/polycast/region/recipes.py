@@ -1,7 +1,7 @@
 """What becomes of the recipe that a region is given, on a device that may not have it."""
 
 from ..engine.installation import taken_back
-from ..engine.low_bit_plan import packings
+from ..engine.low_bit.plan import packings
 from ..errors import RecipeDisabledWarning, warn_user
 from ..plugins.backend import Backend
 from ..plugins.discovery import check_recipe

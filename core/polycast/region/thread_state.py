@@ -4,7 +4,7 @@ import torch
 
 from ..engine import state
 from ..engine.installation import kernels_of
-from ..engine.low_bit_plan import packings
+from ..engine.low_bit.plan import packings
 from ..errors import BackendNotFoundError
 from ..plugins.discovery import check_dtype
 from ..plugins.registry import registry

@@ -11,9 +11,9 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from ..engine.low_bit_listeners import listen, listen_no_more
-from ..engine.low_bit_operators import operator_of
-from ..engine.weight_cache import WeightCache
+from ..engine.casts.weight_cache import WeightCache
+from ..engine.low_bit.listeners import listen, listen_no_more
+from ..engine.low_bit.operators import operator_of
 from ..plugins.backend import LowBitKernel
 from ..policy.cast_policy import CastPolicy
 from ..policy.recipes import Float8, Int8, Recipe

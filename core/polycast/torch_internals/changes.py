@@ -90,11 +90,11 @@ FEATURES = {
     KEPT_CASTS: Feature(
         "Compiled code casts each weight at each call.",
         (
-            Change(_GRAPH_CAPTURE, (f"{_GRAPH_CAPTURE}._create_graph",), "compilers.kept_casts:keep_from_callers"),
+            Change(_GRAPH_CAPTURE, (f"{_GRAPH_CAPTURE}._create_graph",), "compilers.cached_casts:keep_from_callers"),
             Change(
                 "torch._inductor.graph",
                 ("torch._inductor.graph.GraphLowering.output", "torch._inductor.lowering.lowerings"),
-                "compilers.kept_casts:keep_from_inductor",
+                "compilers.cached_casts:keep_from_inductor",
             ),
         ),
     ),
@@ -157,7 +157,7 @@ FEATURES = {
             Change(
                 "torch._dynamo.callback",
                 ("torch._dynamo.callback.CompilationCallbackHandler.install_callbacks",),
-                "precision.observe.compilations:tell_when_compiling",
+                "observer.compilations:tell_when_compiling",
             ),
         ),
         by_user=True,
@@ -169,13 +169,13 @@ FEATURES = {
             Change(
                 "torch.autograd.grad_mode",
                 ("torch.autograd.grad_mode._unsafe_preserve_version_counter.__exit__",),
-                "engine.unversioned_writes:note_hidden_writes",
+                "engine.casts.unversioned_writes:note_hidden_writes",
             ),
-            Change("torch.utils", ("torch.utils.swap_tensors",), "engine.unversioned_writes:forget_swapped"),
+            Change("torch.utils", ("torch.utils.swap_tensors",), "engine.casts.unversioned_writes:forget_swapped"),
             Change(
                 "torch.utils.dlpack",
                 ("torch.Tensor.__dlpack__", "torch.utils.dlpack.to_dlpack", "torch.to_dlpack"),
-                "engine.unversioned_writes:export_aliases",
+                "engine.casts.unversioned_writes:export_aliases",
             ),
         ),
         by_user=True,

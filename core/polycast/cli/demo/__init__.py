@@ -15,11 +15,11 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ...engine.installation import uninstall
+from ...observer.headline import headline
+from ...observer.observation import Observation
+from ...observer.observe import observe
+from ...observer.report.target import check_target
 from ...plugins.registry import backends
-from ...precision.observe.headline import headline
-from ...precision.observe.observation import Observation
-from ...precision.observe.observe import observe
-from ...precision.observe.report.target import check_target
 from ..terminal import console, engine_name, library_errors
 from .checks import MIN_ACCURACY, Result, problems
 from .digits import Digits, load_digits

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ...observer.observation import Observation
+from ...observer.records import LowBit
 from ...policy.dtypes import dtype_name
-from ...precision.observe.observation import Observation
-from ...precision.observe.records import LowBit
 from .timing import Timing
 from .training import FLOAT32, INT8, POLYCAST, TORCH, Run
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from ...engine.installation import install, uninstall
+from ...observer.observation import Observation
+from ...observer.observe import observe
 from ...plugins.discovery import check_recipe
 from ...plugins.registry import get_backend
 from ...policy.dtypes import dtype_name
 from ...policy.recipes import Int8
-from ...precision.observe.observation import Observation
-from ...precision.observe.observe import observe
 from ...region.autocast import autocast
 from .digits import SEED, Digits, network
 

@@ -26,7 +26,7 @@ std::unique_ptr<Announcers> announcers;
 AliasHooks* alias_hooks = nullptr;  // which needs Python to be destroyed: not as the process ends
 
 void take_locks() {
-  const auto take = &HeldOverFork::take;
+  const auto take = &AtForkLock::take;
   take(AllStores::list().mutex);
   for (Store* const store : AllStores::list().stores) {
     take(store->mutex());
@@ -104,9 +104,9 @@ PyObject* library_impl(PyObject* self, PyObject* arguments) {
   return Py_NewRef(Py_None);
 }
 
-// kept_cast(is_capturing)
-PyObject* library_kept_cast(PyObject* self, PyObject* is_capturing) {
-  Holder<Library>::of(self)->kept_cast(asking(is_capturing));
+// cached_cast(is_capturing)
+PyObject* library_cached_cast(PyObject* self, PyObject* is_capturing) {
+  Holder<Library>::of(self)->cached_cast(asking(is_capturing));
   return Py_NewRef(Py_None);
 }
 
@@ -185,12 +185,12 @@ PyObject* bind(PyObject*, PyObject* arguments) {
   keep(native_store, store);
   keep(storages_are_rewritten, rewritten);
   keep(stale_weight_error, error);
-  keep(kept_cast_of_traced, of_traced);
+  keep(cached_cast_of_traced, of_traced);
   keep(store_by_identity, by_identity);
   keep(perform_low_bit, low_bit);
   stale_weight_message = text;
   frees_part_of_storage = torch::createStorage(part).data_ptr().get_deleter();
-  HeldOverFork::have(&take_locks);
+  AtForkLock::have(&take_locks);
   return Py_NewRef(Py_None);
 }
 
@@ -221,7 +221,7 @@ PyMethodDef store_methods[] = {
 
 PyMethodDef library_methods[] = {
     {"impl", &raising<&library_impl>, METH_VARARGS, "Put the kernel of an op in place."},
-    {"kept_cast", &raising<&library_kept_cast>, METH_O, "Put those of polycast::kept_cast in place."},
+    {"cached_cast", &raising<&library_cached_cast>, METH_O, "Put those of polycast::cached_cast in place."},
     {"fallthrough", &raising<&library_fallthrough>, METH_NOARGS, "Let other ops through."},
     {"remove", &raising<&library_remove>, METH_NOARGS, "Take the kernels out."},
     {nullptr, nullptr, 0, nullptr}};

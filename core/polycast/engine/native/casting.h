@@ -21,7 +21,7 @@
 namespace {  // all is one unit, binding.cpp
 
 // Set by bind(); it lives as long as the process.
-PyObject* kept_cast_of_traced = nullptr;
+PyObject* cached_cast_of_traced = nullptr;
 
 C10_ALWAYS_INLINE bool is_eligible(const Tensor& tensor, DeviceType device) {
   return tensor.defined() && tensor.is_floating_point() && tensor.scalar_type() != at::kDouble &&
@@ -106,7 +106,7 @@ Tensor cast_of_traced(const Tensor& tensor, ScalarType dtype, DeviceType device)
   const Gil gil;
   const std::string on = c10::DeviceTypeName(device, /*lower_case=*/true);
   const Object cast =
-      call(kept_cast_of_traced, "(NOs)", python_tensor(tensor).release(), python_dtype(dtype), on.c_str());
+      call(cached_cast_of_traced, "(NOs)", python_tensor(tensor).release(), python_dtype(dtype), on.c_str());
   return cast.is_none() ? Tensor() : tensor_of(cast.get());
 }
 

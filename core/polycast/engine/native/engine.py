@@ -9,25 +9,26 @@ from typing import Any, Protocol
 import torch
 from typing_extensions import override
 
+from ...common.atfork import hold_during_fork
 from ...errors import StaleWeightError
 from ...plugins.backend import Backend
-from ...plugins.fork import hold_over_forks
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import overload_with_dtype
+from ...toolchain.build_cache import BuildError
 from ...torch_internals.names import OpOverload
-from .. import kept_cast, low_bit
+from ..call_sites import place_now, stack_now
+from ..casts import cached_cast
+from ..casts.unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedWrites
+from ..casts.weight_cache import WeightCache, cache_by_identity
+from ..casts.weights import STALE, storages_are_rewritten
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, autocast_key, refusal
-from ..places import place_now, stack_now
+from ..low_bit import compute as low_bit
 from ..recorder import Observer, Recorder
 from ..state import NOT_PACKED, Overlay, Settings
-from ..unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedWrites
-from ..weight_cache import WeightCache, cache_by_identity
-from ..weights import STALE, storages_are_rewritten
-from .cache import BuildError
 
 _lock = threading.RLock()
-hold_over_forks(lambda: [_lock])
+hold_during_fork(lambda: [_lock])
 
 # The numbers that regions.h's enumeration Policy gives them.
 _POLICIES: dict[CastPolicy | None, int] = {None: -1, **{policy: number for number, policy in enumerate(CastPolicy)}}
@@ -66,7 +67,7 @@ class NativeEngine:
             storages_are_rewritten,
             StaleWeightError,
             STALE,
-            kept_cast.of_traced,
+            cached_cast.of_traced,
             self._store_by_identity,
             self._perform_low_bit,
             torch.UntypedStorage(2)[:1],  # type: ignore[no-untyped-call]
@@ -198,8 +199,8 @@ class _NativeKernels(Kernels):
         )
 
     @override
-    def _serve_kept_casts(self) -> None:
-        self._library.kept_cast(self._is_capturing)
+    def _serve_cached_casts(self) -> None:
+        self._library.cached_cast(self._is_capturing)
 
     @override
     def _let_other_ops_through(self) -> None:

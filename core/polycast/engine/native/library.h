@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "kept_cast.h"
+#include "cached_cast.h"
 #include "kernel.h"
 #include "unboxed.h"
 
@@ -43,17 +43,17 @@ class Library {
         entrance == nullptr ? c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)) : entrance->function(std::move(kernel)));
   }
 
-  // The kernels of polycast::kept_cast.
-  void kept_cast(Object is_capturing) {
+  // The kernels of polycast::cached_cast.
+  void cached_cast(Object is_capturing) {
     const DispatchKey device = key_below(key_);
     // Some devices' keys have no name that can be parsed.
     const auto autograd =
         c10::toRuntimePerBackendFunctionalityKey(DispatchKey::AutogradFunctionality, c10::toBackendComponent(device));
-    put({kKeptCast, ""}, device,
-        c10::KernelFunction::makeFromUnboxedFunctor<false, KeptCastKernel>(
-            std::make_unique<KeptCastKernel>(device_, std::move(is_capturing))));
-    put({kKeptCast, ""}, autograd,
-        c10::KernelFunction::makeFromUnboxedFunctor<false, KeptCastAutograd>(std::make_unique<KeptCastAutograd>()));
+    put({kCachedCast, ""}, device,
+        c10::KernelFunction::makeFromUnboxedFunctor<false, CachedCastKernel>(
+            std::make_unique<CachedCastKernel>(device_, std::move(is_capturing))));
+    put({kCachedCast, ""}, autograd,
+        c10::KernelFunction::makeFromUnboxedFunctor<false, CachedCastAutograd>(std::make_unique<CachedCastAutograd>()));
   }
 
   void fallthrough() {

@@ -76,7 +76,7 @@ class RegionCasts {
     see_writes();
     if (const auto found = kept_.find(key); found != kept_.end() && found->second->is_that_of(weight) &&
         (wanted.for_view || found->second->may_serve(weight, false))) {
-      KeptCast& entry = *found->second;
+      CachedCast& entry = *found->second;
       if (wanted.for_view && !entry.may_serve(weight, true)) {
         made = true;
         return make_cast(weight, dtype);  // the entry serves who uses the weight itself
@@ -106,12 +106,12 @@ class RegionCasts {
     see_writes();
     const uint64_t seen = seen_;
     Tensor linked;
-    std::unique_ptr<KeptCast> entry;
+    std::unique_ptr<CachedCast> entry;
     if (const auto found = kept_.find(key); found != kept_.end() && found->second->linked.defined() &&
         found->second->is_that_of(weight) && found->second->of.holders() != Holders::kUnversioned) {
       linked = found->second->linked;
     } else {
-      entry = std::make_unique<KeptCast>(weight);  // what is written from here on need not be in the cast
+      entry = std::make_unique<CachedCast>(weight);  // what is written from here on need not be in the cast
     }
     const Tensor cast = store.cast(weight, dtype, made);
     if (linked.defined()) {
@@ -137,10 +137,10 @@ class RegionCasts {
   std::shared_ptr<void> take_all() { return std::make_shared<Dying>(forget_all()); }
 
  private:
-  using Kept = ska::flat_hash_map<Key, std::unique_ptr<KeptCast>, KeyHash>;
+  using Kept = ska::flat_hash_map<Key, std::unique_ptr<CachedCast>, KeyHash>;
 
   struct Dying {
-    c10::SmallVector<std::unique_ptr<KeptCast>, 16> casts;
+    c10::SmallVector<std::unique_ptr<CachedCast>, 16> casts;
     std::vector<Key> shared;
 
     Dying() = default;
@@ -155,7 +155,7 @@ class RegionCasts {
 
   struct Recent {
     Key key;
-    std::unique_ptr<KeptCast> cast;
+    std::unique_ptr<CachedCast> cast;
     size_t bytes = 0;  // as it was made: who was given it may resize it
   };
 
@@ -226,7 +226,7 @@ class RegionCasts {
     const bool keeps = uses_.note(key) || wanted.held_by_graph;
     InFlight::storages().forget_ended();  // a collective that has ended holds the memory of its weights until then
     const uint64_t seen = seen_;
-    auto entry = std::make_unique<KeptCast>(weight);
+    auto entry = std::make_unique<CachedCast>(weight);
     entry->sees_all_writes = has_memory_alone(weight, entry->of, wanted.for_view);
     const bool may_keep = (entry->sees_all_writes || (weight.requires_grad() && !wanted.for_view)) &&
         !is_written_by_others(weight, entry->of);
@@ -271,7 +271,7 @@ class RegionCasts {
   }
 
   void erase_kept(const Key& key) {
-    std::unique_ptr<KeptCast> dying;
+    std::unique_ptr<CachedCast> dying;
     if (const auto found = kept_.find(key); found != kept_.end()) {
       dying = std::move(found->second);
       kept_.erase(found);
@@ -286,7 +286,7 @@ class RegionCasts {
     return linked;
   }
 
-  void keep(const Key& key, std::unique_ptr<KeptCast> entry) {
+  void keep(const Key& key, std::unique_ptr<CachedCast> entry) {
     Kept dying;
     if (kept_.size() >= sweep_at_) {  // a region may outlive many weights
       for (auto it = kept_.begin(); it != kept_.end();) {
@@ -312,7 +312,7 @@ class RegionCasts {
         largest = std::max(largest, recent.bytes);
       }
     }
-    std::vector<std::unique_ptr<KeptCast>> dying;
+    std::vector<std::unique_ptr<CachedCast>> dying;
     for (size_t i = recent_.size(); i-- > 0;) {  // the oldest is the last
       if (recent_[i].cast && (i == recent_.size() - 1 || others + bytes > largest + kSmall)) {
         others -= recent_[i].bytes;
@@ -326,7 +326,7 @@ class RegionCasts {
   }
 
   void put_in_front(Recent recent) {
-    std::unique_ptr<KeptCast> dying;
+    std::unique_ptr<CachedCast> dying;
     if (recent_.back().cast) {  // something was put here since room was made
       dying = take_out(recent_.back());
     }
@@ -334,7 +334,7 @@ class RegionCasts {
     recent_.front() = std::move(recent);
   }
 
-  static std::unique_ptr<KeptCast> take_out(Recent& recent) {
+  static std::unique_ptr<CachedCast> take_out(Recent& recent) {
     RecentBytes::give_back(recent.bytes);
     return std::move(recent.cast);
   }

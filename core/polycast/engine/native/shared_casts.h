@@ -23,8 +23,8 @@
 
 namespace {  // all is one unit, binding.cpp
 
-struct KeptCast {
-  explicit KeptCast(const Tensor& weight) : of(weight), stream(current_stream(weight)) {}
+struct CachedCast {
+  explicit CachedCast(const Tensor& weight) : of(weight), stream(current_stream(weight)) {}
 
   const Content of;
   Tensor cast;                        // without history; or undefined
@@ -65,7 +65,7 @@ class SharedCasts {
     return cast;
   }
 
-  void add(const Key& key, const KeptCast& kept, uint64_t seen) {
+  void add(const Key& key, const CachedCast& kept, uint64_t seen) {
     Casts dead;  // before the lock
     std::lock_guard<std::mutex> lock(mutex_);
     if (casts_.size() >= sweep_at_) {

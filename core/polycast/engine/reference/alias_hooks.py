@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ...torch_internals.patcher import Patch
+from ..casts.weights import TensorBase
 from ..disable_dynamo import disable_dynamo
-from ..weights import TensorBase
 from .store import note_alias
 
 METHODS = ("numpy", "untyped_storage", "data_ptr", "set_")

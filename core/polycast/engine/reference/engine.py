@@ -11,10 +11,10 @@ from ...policy.schemas import find_op
 from ...torch_internals import changes
 from ...torch_internals.names import DispatchKeySet, OpOverload, has_kernel_for_dispatch_key, keys_below, redispatch
 from ..casting import tensors_in
+from ..casts.unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedWrites
 from ..kernels import Kernels
 from ..recorder import Observer, Recorder
-from ..unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedWrites
-from . import telling
+from . import listeners as telling
 from .kernels import PythonKernels
 from .state_machine import PythonStateMachine
 from .store import forget, note_writes
@@ -43,11 +43,12 @@ class ReferenceEngine(PythonStateMachine):
         Raises:
             RuntimeError: it cannot be built.
         """
-        from ..native import build, cache  # few observe
+        from ...toolchain.build_cache import BuildError
+        from ..native import loading
 
         try:
-            return _ToldObserver(build.load().observer())
-        except cache.BuildError as error:
+            return _ToldObserver(loading.load().observer())
+        except BuildError as error:
             raise RuntimeError(f"polycast.observe needs C++ that cannot be built: {error}") from error
 
     def watch_writes(self) -> None:

@@ -16,13 +16,14 @@ from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import in_order, optional_dtype, overload_with_dtype
 from ...torch_internals.names import DispatchKeySet, OpOverload, excluding, keys_below, redispatch
-from .. import kept_cast, low_bit
 from ..casting import is_eligible, promotion
+from ..casts import cached_cast
+from ..casts.weight_cache import cache_by_identity
+from ..casts.weights import Source, caching_is_safe, is_weight, weight_of
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, refusal
-from ..weight_cache import cache_by_identity
-from ..weights import Source, caching_is_safe, is_weight, weight_of
-from . import telling
+from ..low_bit import compute as low_bit
+from . import listeners as telling
 from .state_machine import PythonStateMachine
 from .store import PythonStore
 
@@ -56,10 +57,10 @@ class PythonKernels(Kernels):
             )
 
     @override
-    def _serve_kept_casts(self) -> None:
+    def _serve_cached_casts(self) -> None:
         device = self.key.removeprefix("Autocast")
-        kernel = _KeptCast(self.backend, self._machine)
-        self._library("polycast").impl("kept_cast", kernel, device)  # type: ignore[no-untyped-call]
+        kernel = _CachedCast(self.backend, self._machine)
+        self._library("polycast").impl("cached_cast", kernel, device)  # type: ignore[no-untyped-call]
 
     @override
     def _let_other_ops_through(self) -> None:
@@ -177,8 +178,8 @@ _RULES: dict[CastPolicy, Callable[[_Kernel, _Args, _Kwargs], Any]] = {
 }
 
 
-class _KeptCast:
-    """The device's kernel of polycast::kept_cast: a cast without history, on the memory of what is kept."""
+class _CachedCast:
+    """The device's kernel of polycast::cached_cast: a cast without history, on the memory of what is kept."""
 
     def __init__(self, backend: Backend, machine: PythonStateMachine) -> None:
         self._backend = backend
@@ -215,7 +216,7 @@ def _caster(device_type: str, dtype: torch.dtype, cast_weight: _CastWeight | Non
                 weight = weight_of(value)
                 kept = None if weight is None else cast_weight(value, weight, dtype, None)
                 return value.to(dtype) if kept is None else kept
-            traced = None if dtype is torch.float32 else kept_cast.of_traced(value, dtype, device_type)
+            traced = None if dtype is torch.float32 else cached_cast.of_traced(value, dtype, device_type)
             return value.to(dtype) if traced is None else traced
         if isinstance(value, (list, tuple)):
             return [cast(item) for item in value]

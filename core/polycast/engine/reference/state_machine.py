@@ -10,10 +10,10 @@ import torch
 
 from ...policy.cast_policy import CastPolicy
 from ...torch_internals.names import excluded_keys, is_function_mode_enabled
+from ..casts.weight_cache import WeightCache
+from ..casts.weights import Source, caching_is_safe, is_all_of, weight_of
 from ..state import NO_WEIGHT, NOTHING_KEPT, WATCHED, Overlay, Settings
-from ..weight_cache import WeightCache
-from ..weights import Source, caching_is_safe, is_all_of, weight_of
-from . import telling
+from . import listeners as telling
 from .store import PythonStore, with_history
 
 _CastWeight: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.dtype, list[bool] | None], torch.Tensor | None]

@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ...common.atfork import Lock, hold_during_fork
 from ...errors import StaleWeightError
-from ...plugins.fork import Lock, hold_over_forks
 from ...torch_internals.names import has_storage, without_torch_function
+from ..casts.weights import STALE, Source, TensorBase, has_other_holders, storages_are_rewritten
 from ..state import NO_ROOM, VIEWS_ARE_FULL, WRITTEN_UNSEEN
-from ..weights import STALE, Source, TensorBase, has_other_holders, storages_are_rewritten
 
 _MOST_USES = 3
 _USES_TO_REPACK = 16
@@ -362,7 +362,7 @@ def _locks() -> list[Lock]:
     return [_stores_lock, *(store._lock for store in all_stores())]
 
 
-hold_over_forks(_locks)
+hold_during_fork(_locks)
 
 
 _written_later: dict[int, StorageWeakRef] = {}

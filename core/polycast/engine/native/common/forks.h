@@ -13,7 +13,7 @@
 
 namespace {
 
-class HeldOverFork {
+class AtForkLock {
  public:
   // Have a function called before each fork, which takes what is to be held.
   static void have(void (*take_all)()) {

@@ -21,7 +21,7 @@
 namespace {
 
 void take_locks() {
-  const auto take = &HeldOverFork::take;
+  const auto take = &AtForkLock::take;
   take(OpInfos::all().mutex());
   take(Recorders::running().mutex);
   for (const auto& recorder : Recorders::running().recorders) {
@@ -171,7 +171,7 @@ PyObject* bind(PyObject*, PyObject* arguments) {
   engine = *observed;
   keep(stack_now, stack);
   keep(place_now, place);
-  HeldOverFork::have(&take_locks);
+  AtForkLock::have(&take_locks);
   engine.tell(observer);
   return Py_NewRef(Py_None);
 }

@@ -1,0 +1,152 @@
+"""Kept casts in compiled code: casts of weights that are looked up where the code runs, and that nothing there writes.
+
+Where AOTAutograd traces a region with a cache, a parameter's cast to the fast dtype becomes ``polycast::cached_cast``.
+What is exported keeps torch's ops. So does code in other regions: a compiler fuses casts that are of no use later, and
+has one memory for all of them.
+
+Who calls compiled code may write what it returns, and autograd gives that out with a version of its own: so a graph
+gives out copies of kept casts. Inductor writes the memory of what it has made and nobody else uses: it is told of each
+kept cast that somebody does, those among them that a subgraph leaves to the graph around it for its backward.
+The keys of the caches on disk say whether there may be kept casts: a process without polycast has no such op.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from ..engine import state
+from ..engine.casts import cached_cast
+from ..engine.casts.weights import is_all_of, is_dense, parameter_of
+from ..torch_internals import changes
+from ..torch_internals.names import behind_functional_tensor, disable_autocast, tracing_context
+from ..torch_internals.patcher import Patch, method_of
+from . import cache_key, uncompiled
+
+LEAST_ELEMENTS = 1024
+"""Of a weight that is worth an operator: a compiler fuses the cast of a smaller one into what uses it."""
+
+
+_KEPT = "polycast_cached_casts"
+"""The attribute of what inductor makes of a graph that has the names of its kept casts."""
+
+
+_replays_views = hasattr(torch.Tensor, "_view_func_unsafe")
+
+
+def can_be() -> bool:
+    """Return whether there may be kept casts in what is being compiled."""
+    refused = changes.is_refused(changes.KEPT_CASTS) or uncompiled.in_effect()
+    return not refused and not torch.compiler.is_exporting()
+
+
+def _cast_of_traced(tensor: torch.Tensor, dtype: torch.dtype, device_type: str) -> torch.Tensor | None:
+    region = state.machine.innermost(device_type)
+    if region is None or region[1] is None or tracing_context() is None:
+        return None
+    cache_key.tell_apart()  # Dynamo has the kernels called before AOTAutograd does, and before the key is made
+    changes.make(changes.KEPT_CASTS)
+    if not can_be():
+        return None
+    weight = parameter_of(tensor) if behind_functional_tensor(tensor) is not None else None
+    if weight is None or weight.numel() < LEAST_ELEMENTS or not is_dense(weight):
+        return None
+    # A cast of a part would be one of all of the weight, which may be far more than the code uses.
+    if tensor is not weight and not (_replays_views and is_all_of(tensor, weight)):
+        return None
+    cast: torch.Tensor = torch.ops.polycast.cached_cast(weight, dtype, cached_cast.number_in_graph(region[1]))
+    if tensor is weight:
+        return cast
+    view: torch.Tensor = tensor._view_func_unsafe(cast)
+    # What changed the view in place, such as t_(), is not replayed.
+    return view if view.shape == tensor.shape and view.stride() == tensor.stride() else None
+
+
+def keep_from_callers(patch: Patch) -> None:
+    """Have graphs return copies of kept casts."""
+    from torch._functorch._aot_autograd import graph_capture
+
+    create_graph: Any = vars(graph_capture)["_create_graph"]
+
+    @functools.wraps(create_graph)
+    def create_graph_without_kept(*args: Any, **kwargs: Any) -> Any:
+        traced = create_graph(*args, **kwargs)
+        for module in traced.modules():  # with those that operators such as torch.cond run
+            if isinstance(module, torch.fx.GraphModule) and _copy_kept(module.graph):
+                module.recompile()
+        return traced
+
+    patch.replace(graph_capture, "_create_graph", create_graph_without_kept)
+
+
+def _copy_kept(graph: torch.fx.Graph) -> bool:
+    """Have a graph return copies of kept casts, and views of the copies for theirs; say whether it returned any."""
+    op, clone = torch.ops.polycast.cached_cast.default, torch.ops.aten.clone.default
+    kept = dict.fromkeys(graph.find_nodes(op="call_function", target=op))
+    memory = {_storage_of(node.meta["val"]) for node in kept}
+    for node in graph.nodes:
+        if node.op == "call_function" and any(each in kept for each in node.all_input_nodes):
+            value = node.meta.get("val")
+            is_view = _storage_of(value) in memory if isinstance(value, torch.Tensor) else True  # or several views
+            if is_view:
+                kept[node] = None
+    output = graph.output_node()
+    given = [node for node in output.all_input_nodes if node in kept]
+
+    @functools.cache
+    def copy_of(node: torch.fx.Node) -> torch.fx.Node:
+        if node.target is op:
+            copy = graph.call_function(clone, (node,))
+        else:
+            copy = graph.node_copy(node, lambda each: copy_of(each) if each in kept else each)
+        args, kwargs = torch.fx.map_arg((copy.args, copy.kwargs), lambda each: each.meta["val"])
+        target: Any = copy.target
+        copy.meta = {**node.meta, "val": target(*args, **kwargs)}
+        return copy
+
+    with graph.inserting_before(output), disable_autocast():
+        for node in given:
+            output.replace_input_with(node, copy_of(node))
+    return bool(given)
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
+def keep_from_inductor(patch: Patch) -> None:
+    """Tell inductor to write no memory of kept casts."""
+    from torch._inductor import ir, lowering
+    from torch._inductor.graph import GraphLowering, SubgraphLowering
+    from torch._inductor.virtualized import V
+
+    op = torch.ops.polycast.cached_cast.default
+    fall_back = lowering.fallback_handler(op, add_to_fallback_set=False)  # type: ignore[no-untyped-call]
+    output: Any = method_of(GraphLowering, "output", "self", "target", "args", "kwargs")
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        cast = fall_back(*args, **kwargs)
+        name = cast.get_name()
+        V.graph.never_reuse_buffers.add(name)
+        vars(V.graph).setdefault(_KEPT, set()).add(name)
+        return cast
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, ir.TensorBox) or not ir.is_storage_and_layout(value):
+            return value
+        name = ir.as_storage_and_layout(value, freeze=False)[0].get_name()
+        return lowering.clone(value) if name in vars(V.graph)[_KEPT] else value
+
+    @functools.wraps(output)
+    def output_without_kept(self: Any, target: Any, args: Any, kwargs: Any) -> Any:
+        # To the graph around it, what a subgraph returns is its own, to be written where nobody else uses it.
+        if _KEPT in vars(self) and isinstance(self, SubgraphLowering) and isinstance(args[0], (tuple, list)):
+            args = (type(args[0])(map(copied, args[0])), *args[1:])
+        return output(self, target, args, kwargs)
+
+    patch.replace(GraphLowering, "output", output_without_kept)
+    patch.replace_item(lowering.lowerings, op, kept)
+
+
+cached_cast.decided_by(_cast_of_traced)

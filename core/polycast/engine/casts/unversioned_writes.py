@@ -1,0 +1,154 @@
+"""Writes of weights that count no version, and telling the engine of them, so that no cast is kept past one.
+
+torch's fused optimizers write so, and those of other libraries (kernels that are given pointers). Theirs are told by a
+hook of torch.optim, after each step; torch's own count versions or run ops that the engine sees, also in compiled code.
+Aliases of a weight's memory that count no versions are the engines' to see: alias_hooks.h and alias_hooks.py.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.utils.dlpack
+from torch.autograd import grad_mode
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from ...torch_internals import changes
+from ...torch_internals.patcher import Patch, method_of
+from ..low_bit.kept_weights import forget_all
+
+FUSED_OPTIMIZERS = tuple(
+    f"aten::_fused_{name}_{overload}" for name in ("adagrad", "adam", "adamw", "sgd") for overload in ("", ".tensor_lr")
+)
+"""The ops of torch's fused optimizers."""
+
+COLLECTIVES = (
+    *(
+        f"c10d::{name}"
+        for name in (
+            "_allgather_base_",
+            "_reduce_scatter_base_",
+            "allgather_",
+            "allgather_coalesced_",
+            "allgather_into_tensor_coalesced_",
+            "allreduce_",
+            "allreduce_coalesced_",
+            "alltoall_",
+            "alltoall_base_",
+            "broadcast_",
+            "gather_",
+            "recv_",
+            "recv_any_source_",
+            "reduce_",
+            "reduce_scatter_",
+            "reduce_scatter_tensor_coalesced_",
+            "scatter_",
+        )
+    ),
+    *(
+        f"_c10d_functional::{name}"
+        for name in (
+            "all_gather_into_tensor_out",
+            "all_reduce_",
+            "all_reduce_coalesced_",
+            "batch_p2p_ops",
+            "broadcast_",
+            "irecv",
+            "reduce_scatter_tensor_out",
+        )
+    ),
+)
+"""The ops of torch.distributed that write into tensors that they are given, maybe after they have returned."""
+
+
+class WatchedWrites:
+    """What sees writes where Python code makes them, in place from construction until :meth:`remove`.
+
+    Args:
+        note_writes: called with tensors that were written without a version.
+        forget: called with tensors that the stores are to let go of.
+    """
+
+    def __init__(
+        self,
+        note_writes: Callable[[Iterable[torch.Tensor]], None],
+        forget: Callable[[Iterable[torch.Tensor]], None],
+    ) -> None:
+        global _note_writes, _forget
+        _note_writes, _forget = note_writes, forget
+        self._handle: RemovableHandle = register_optimizer_step_post_hook(_after_step)
+        changes.make(changes.WRITES)
+        _list_methods_anew()
+
+    def remove(self) -> None:
+        """Take out of torch what was put there."""
+        self._handle.remove()
+        changes.undo(changes.WRITES)
+        _list_methods_anew()
+
+
+def _ignore(_: Iterable[torch.Tensor]) -> None:
+    pass
+
+
+_note_writes: Callable[[Iterable[torch.Tensor]], None] = _ignore
+_forget: Callable[[Iterable[torch.Tensor]], None] = _ignore
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling() or type(optimizer).__module__.startswith("torch.optim."):
+        return
+    _note_writes([weight for group in optimizer.param_groups for weight in group["params"]])
+
+
+def _list_methods_anew() -> None:
+    """Have torch list the methods of tensors again, if it has: some are others now."""
+    for name in ("get_testing_overrides", "_get_overridable_functions", "_get_tensor_methods"):
+        clear = getattr(getattr(torch.overrides, name, None), "cache_clear", None)
+        if clear is not None:
+            clear()
+
+
+def note_hidden_writes(patch: Patch) -> None:
+    """Have the writes noted of a block that sets the versions of tensors back as it ends."""
+    block: Any = vars(grad_mode)["_unsafe_preserve_version_counter"]
+    exit_ = method_of(block, "__exit__", "self")
+
+    @functools.wraps(exit_)
+    def exit_and_note(self: Any, *args: Any) -> None:
+        exit_(self, *args)
+        _note_writes(self.tensors)
+
+    patch.replace(block, "__exit__", exit_and_note)
+
+
+def forget_swapped(patch: Patch) -> None:
+    """Have stores let go of tensors that are swapped: torch refuses those that anything refers to weakly."""
+    swap_tensors = torch.utils.swap_tensors
+
+    @functools.wraps(swap_tensors)
+    def swap_forgotten(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        _forget([t1, t2])
+        forget_all()
+        swap_tensors(t1, t2)  # type: ignore[no-untyped-call]
+
+    patch.replace(torch.utils, "swap_tensors", swap_forgotten)
+
+
+def export_aliases(patch: Patch) -> None:
+    """Have tensors exported by DLPack as aliases with a counter of their own: what they are given to counts nothing."""
+
+    def exporting(export: Any) -> Any:
+        @functools.wraps(export)
+        def export_alias(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.requires_grad:
+                tensor = tensor.data
+            return export(tensor, *args, **kwargs)
+
+        return export_alias
+
+    for owner, name in ((torch.Tensor, "__dlpack__"), (torch.utils.dlpack, "to_dlpack"), (torch, "to_dlpack")):
+        if name in vars(owner):  # the last is not in every torch
+            patch.replace(owner, name, exporting(vars(owner)[name]))

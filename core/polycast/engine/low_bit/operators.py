@@ -1,0 +1,126 @@
+"""``polycast::low_bit_...``: operators that stand in compiled code for ops that a recipe computes.
+
+Each has the schema of its op. Where a compiler traces a region it takes the op's place, and at run time it finds kernel
+and packing as the op does outside of compiled code: of this thread's region, or with the cache of a region in the code.
+"""
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.library import Library
+
+from ...plugins.registry import registry
+from ...policy.recipes import Recipe
+from ...policy.schemas import by_schema, find_op
+from ...torch_internals.names import OpOverload, disable_autocast, noting_views
+from .. import state
+from ..casts.cached_cast import TAGS, number_in_graph
+from ..casts.weight_cache import WeightCache, cache_by_identity
+from ..casts.weights import parameter_of
+from ..disable_dynamo import disable_dynamo
+from ..state import NO_WEIGHT, WATCHED
+from .listeners import tell
+from .plan import FLOATS, Plan, plan_for
+
+
+def traced(op: str, plan: Plan, args: Sequence[Any], cache: WeightCache | None) -> torch.Tensor | str:
+    """Return what stands for the op's result in what is traced, or why there is none."""
+    if torch.compiler.is_exporting():
+        return WATCHED
+    position = plan.kernels[op].weight
+    weight = args[position]
+    parameter = parameter_of(weight)
+    if parameter is None:
+        return NO_WEIGHT
+    place: list[int] = []
+    if parameter is not weight:
+        # What compiled code makes of views knows no parameter: the operator makes its own.
+        args = (*args[:position], parameter, *args[position + 1 :])
+        place = [position, weight.storage_offset(), *weight.shape, *weight.stride()]
+    dtype = torch.get_autocast_dtype(plan.device_type)
+    result: torch.Tensor = operator_of(op)(*args, plan.recipe.text, number_in_graph(cache), dtype, place)
+    return result
+
+
+def _with_view(args: Sequence[Any], place: Sequence[int] = ()) -> Sequence[Any]:
+    """Return the arguments of an op with the view that it is for in place of the parameter."""
+    if not place:
+        return args
+    position, offset, *sizes_and_strides = place
+    half = len(sizes_and_strides) // 2
+    # Compiled code may run below the key at which autograd notes what a view is of.
+    with noting_views():
+        view = args[position].as_strided(sizes_and_strides[:half], sizes_and_strides[half:], offset)
+    return (*args[:position], view, *args[position + 1 :])
+
+
+@functools.cache
+def operator_of(op: str) -> Any:
+    """Return the operator that stands for an op in compiled code, which finds the packing of the weight at run time."""
+    overload = _op(op)
+    name = "low_bit_" + op.replace("::", "_").replace(".", "_")
+    arguments, _, returns = str(overload._schema).partition("(")[2].rpartition(") -> ")
+    arguments = re.sub(r"=(\[[^]]*\]|[^,]*)", "", arguments.replace("*, ", ""))  # all of them are given, by position
+    schema = f"{name}({arguments}, str recipe, int cache, ScalarType dtype, int[] view=[]) -> {returns}"
+    _library.define(schema, tags=TAGS)  # type: ignore[no-untyped-call]
+
+    count = len(overload._schema.arguments)
+
+    @disable_dynamo
+    def run(*args: Any) -> torch.Tensor:
+        recipe, cache, dtype, *place = args[count:]  # torch leaves out what is the default
+        return _run_in_compiled(op, _with_view(args[:count], *place), recipe, cache, dtype)
+
+    def fake(*args: Any) -> torch.Tensor:
+        _, _, dtype, *place = args[count:]
+        return _in_fast_dtype(op, _with_view(args[:count], *place), dtype)
+
+    _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.impl(name, fake, "Meta")  # type: ignore[no-untyped-call]
+    return getattr(torch.ops.polycast, name).default
+
+
+_library = Library("polycast", "FRAGMENT")  # type: ignore[no-untyped-call]
+_recipe_of_text = functools.lru_cache(maxsize=256)(Recipe.of_text)
+
+
+def _run_in_compiled(op: str, args: Sequence[Any], recipe: str, cache: int, dtype: torch.dtype) -> torch.Tensor:
+    device_type = next(arg for arg in args if isinstance(arg, torch.Tensor)).device.type
+    plan = plan_for(registry.find(device_type), _recipe_of_text(recipe))
+    region = None if cache else state.machine.innermost(device_type)
+    found = cache_by_identity(cache) if region is None else region[1]
+    before = torch.get_autocast_dtype(device_type)
+    if before is not dtype:
+        torch.set_autocast_dtype(device_type, dtype)
+    try:
+        with disable_autocast():
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    result = plan.compute(op, args, found)
+            else:
+                result = plan.compute(op, args, found)
+            if isinstance(result, torch.Tensor):
+                tell(device_type, plan.recipe, op, None)
+                return result
+            tell(device_type, plan.recipe, op, result)
+            return _in_fast_dtype(op, args, dtype)
+    finally:
+        if before is not dtype:
+            torch.set_autocast_dtype(device_type, before)
+
+
+def _in_fast_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+    cast = [arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.dtype in FLOATS else arg for arg in args]
+    positional, named = by_schema(_op(op), cast)
+    result: torch.Tensor = _op(op)(*positional, **named)
+    return result
+
+
+@functools.cache
+def _op(name: str) -> OpOverload:
+    found = find_op(name)
+    assert found is not None  # it was called
+    return found

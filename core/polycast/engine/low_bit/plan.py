@@ -1,0 +1,203 @@
+"""What a recipe means on a device: the backend's kernels, which calls they take, and what they pack weights into.
+
+What weights are packed into is kept by the rules of a WeightCache: in the region's, or in one for the process, for to
+pack anew at each entry would cost more than it gives.
+"""
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...common.atfork import hold_during_fork
+from ...plugins.backend import Backend, LowBitKernel
+from ...plugins.discovery import check_recipe
+from ...plugins.registry import registry
+from ...policy.recipes import Recipe
+from ...torch_internals.names import disable_current_modes, has_python_key
+from .. import state
+from ..casts.weight_cache import WeightCache
+from ..casts.weights import caching_is_safe
+from ..state import NOTHING_KEPT, Overlay
+from .kept_weights import Keep, forget_all, parameters
+
+NO_KERNEL = "the backend has no kernel for it"
+RECORDS = "autograd records it, and low bit is for inference"
+SMALL = "the weight is smaller than the recipe's min_size"
+KEPT = "the recipe keeps the weight in the fast dtype"
+NO_PACKING = "the weight cannot be packed"
+SUBCLASS = "a tensor is of a subclass that sees each op itself, or has no memory"
+
+FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+_lock = threading.RLock()  # reentrant: what is collected meanwhile may compute
+hold_during_fork(lambda: [_lock])
+_kinds: list[tuple[weakref.ref[Backend], dict[Hashable, int]]] = []
+"""The kinds of packings, of each backend: one by one, for another instance of its class may pack otherwise."""
+_unused_kinds = itertools.count(1)
+
+
+class _Packings:
+    """What weights are packed into where no region around has a cache: kept for the process, as long as they live."""
+
+    def __init__(self) -> None:
+        self._cache: WeightCache | None = None
+
+    @property
+    def cache(self) -> WeightCache:
+        found = self._cache
+        if found is None:
+            found = self._cache = WeightCache()
+        return found
+
+    def clear(self) -> None:
+        """Drop all, and what refers to weights: ``torch.utils.swap_tensors`` refuses those that anybody refers to."""
+        found = self._cache
+        if found is not None:
+            found.clear()
+        forget_all()
+
+    def drop(self) -> None:
+        """Drop all, and take back what is in torch."""
+        self._cache = None
+        parameters.unwatch()
+
+
+packings = _Packings()
+
+
+class Plan:
+    """The kernels of a backend for a recipe."""
+
+    def __init__(self, backend: Backend, recipe: Recipe) -> None:
+        self.backend = backend
+        self.recipe = recipe
+        self._min_size = recipe.min_size
+        self.device_type = backend.device_type
+        self.keep = Keep(recipe) if recipe.keep else None
+        overridden = type(backend).is_capturing is not Backend.is_capturing or "is_capturing" in vars(backend)
+        accelerator = torch.accelerator.current_accelerator()
+        self._may_capture = overridden or (accelerator is not None and accelerator.type == backend.device_type)
+        self.kernels: Mapping[str, LowBitKernel] = {}
+        self.refusal = NO_KERNEL
+        answer = check_recipe(backend, recipe)
+        if answer.available:
+            with disable_current_modes(), torch.inference_mode(False):  # kernels may make tensors, to keep them
+                self.kernels = backend.low_bit_kernels(recipe)
+        else:
+            self.refusal = answer.reason
+        self._kinds = {op: _kind_of(backend, recipe, op, kernel) for op, kernel in self.kernels.items()}
+        self._prepare = {op: _preparing(kernel) for op, kernel in self.kernels.items()}
+
+    def declines(self, op: str, args: Sequence[Any], plain: bool = False) -> str | None:
+        """Say why an op is not computed by the recipe; None: it is, if its weight can be packed.
+
+        Tensors that are known to be `plain` are not looked at one by one.
+        """
+        kernel = self.kernels.get(op)
+        if kernel is None:
+            return self.refusal
+        unfit = None if plain else self._unfit(args)
+        if unfit is not None:
+            return unfit
+        weight = args[kernel.weight]
+        if not isinstance(weight, torch.Tensor):
+            return "its weight is no tensor"
+        if weight.numel() < self._min_size:
+            return SMALL
+        if self.keep is not None and any(self.keep.has(each) for each in (weight, weight._base) if each is not None):
+            return KEPT
+        return kernel.declines(*args)
+
+    def _unfit(self, args: Sequence[Any]) -> str | None:
+        records = torch.is_grad_enabled()
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                if arg.device.type != self.device_type and not arg.is_meta:
+                    return f"a tensor is on {arg.device.type}"
+                if arg.dtype not in FLOATS:
+                    return f"a tensor is {str(arg.dtype).removeprefix('torch.')}"
+                if arg.layout is not torch.strided or arg.is_nested:
+                    return "a tensor is not strided"
+                if records and arg.requires_grad:
+                    return RECORDS
+        return None
+
+    def compute(
+        self, op: str, args: Sequence[Any], cache: WeightCache | None, plain: bool = False
+    ) -> torch.Tensor | str:
+        """Return what a kernel makes of an op, or why none does."""
+        reason = self.declines(op, args, plain)
+        if reason is not None:
+            return reason
+        kernel = self.kernels[op]
+        weight: torch.Tensor = args[kernel.weight]
+        if self._may_capture and self.backend.is_capturing():
+            return NOTHING_KEPT
+        # What a compiler traces is of subclasses, too.
+        if not plain and any(isinstance(arg, torch.Tensor) and _is_special(arg) for arg in args) and caching_is_safe():
+            return SUBCLASS
+        where = packings.cache if cache is None else cache
+        prepared = state.machine.packing(where, weight, self._kinds[op], self._prepare[op])
+        if prepared is None:
+            return NO_PACKING
+        if isinstance(prepared, str):
+            return prepared
+        result = kernel.run(prepared, *args)
+        dtype = torch.get_autocast_dtype(self.device_type)
+        return result if result.dtype is dtype else result.to(dtype)
+
+
+def _preparing(kernel: LowBitKernel) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...] | None]:
+    """Return what packs a weight, so that it may serve anywhere."""
+
+    def prepare(weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+        with torch.inference_mode(False), torch.no_grad():
+            packed = kernel.prepare(weight.detach())
+            if isinstance(packed, torch.Tensor):  # which is a sequence too
+                raise TypeError(f"{type(kernel).__name__}.prepare must return a tuple of tensors or None, got a tensor")
+            return tuple(packed or ()) or None
+
+    return prepare
+
+
+def _kind_of(backend: Backend, recipe: Recipe, op: str, kernel: LowBitKernel) -> int:
+    # Each region may have a recipe of its own that equals the last one's, with kernels of its own.
+    alone = (recipe.text.partition(" #")[0], op)
+    packing = alone if kernel.packing is None else (recipe.kind, recipe.scales, kernel.packing)
+    with _lock:
+        _kinds[:] = [known for known in _kinds if known[0]() is not None]
+        kinds = next((kinds for of, kinds in _kinds if of() is backend), None)
+        if kinds is None:
+            kinds = {}
+            _kinds.append((weakref.ref(backend), kinds))
+        return kinds.setdefault(packing, next(_unused_kinds))
+
+
+def _is_special(tensor: torch.Tensor) -> bool:
+    if type(tensor) in _PLAIN:
+        return tensor.is_meta
+    return tensor.is_meta or has_python_key(tensor)
+
+
+def plan_of(overlay: Overlay, device_type: str) -> Plan | None:
+    """Return the kernels by which a region with an overlay computes on a device; None where it has no recipe."""
+    backend = registry.find(device_type)
+    plan: Plan | None = overlay.derived.get((Plan, device_type))
+    if plan is None or plan.backend is not backend:
+        if overlay.recipe is None:
+            return None
+        plan = overlay.derived[Plan, device_type] = plan_for(backend, overlay.recipe)
+    return plan
+
+
+def plan_for(backend: Backend, recipe: Recipe) -> Plan:
+    """Return the kernels of a backend for a recipe: one and the same for equal recipes."""
+    plan: Plan | None = recipe.derived.get((Plan, backend.device_type))
+    if plan is None or plan.backend is not backend:
+        plan = recipe.derived[Plan, backend.device_type] = Plan(backend, recipe)
+    return plan

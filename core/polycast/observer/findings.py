@@ -1,0 +1,289 @@
+"""Findings: what in a run costs time or accuracy, where, how much, and what to do about it."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+
+from ..engine.low_bit.plan import RECORDS
+from ..policy.value import Policy
+from .facts import Facts
+from .records import Chain, Finding, NonFinite, Region
+from .remedies import FAST, Trial, name_of
+from .sums import add
+from .units import size as _bytes
+
+_Finder = Callable[[Facts], Iterator[Finding]]
+
+
+def findings_of(facts: Facts) -> tuple[Finding, ...]:
+    """Return what is found in a run, in the order of the finders below."""
+    return tuple(finding for finder in _FINDERS for finding in finder(facts))
+
+
+def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, ...]]:
+    """Return findings of one kind and one remedy together, those that cost the most bytes first."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.kind, finding.remedy), []).append(finding)
+    return [tuple(sorted(group, key=lambda finding: -finding.bytes)) for group in groups.values()]
+
+
+def _nonfinite(facts: Facts) -> Iterator[Finding]:
+    seen = facts.nonfinite
+    if seen is not None:
+        where = _module(seen.module)
+        called = f" It was called at {seen.stack[-1]}." if seen.stack else ""
+        yield Finding(
+            "nonfinite",
+            where,
+            f"{seen.op} was the first op to turn finite inputs into {seen.what} ({seen.dtype}, {seen.phase}); "
+            f"{_times(seen.count)} in all.{called}",
+            _nonfinite_remedy(seen),
+            module=seen.module,
+            ops=(seen.op,),
+            count=seen.count,
+        )
+
+
+def _nonfinite_remedy(seen: NonFinite) -> str:
+    if seen.dtype in _AS_FAR_AS_FLOAT32:
+        also = "" if seen.dtype in ("float32", "float64") else ", which has the range of float32"
+        return (
+            f"It was computed in {seen.dtype}{also}: a wider dtype does not help. Look at the values that it got, "
+            "such as a zero in a divisor or a logarithm: keep them out with clamp() or an epsilon."
+        )
+    name = name_of(seen.op)
+    keep = f"Keep the op in float32, with {_policy(name, 'fp32')}, use" if _may_have(name, "fp32") else "Use"
+    in_forward = f"{keep} bfloat16, or in training scale the loss (polycast.grad_scaler)."
+    in_backward = "Scale the loss (polycast.grad_scaler), or use bfloat16."
+    return f"{seen.dtype} has less range than float32. {in_backward if seen.phase == 'backward' else in_forward}"
+
+
+_AS_FAR_AS_FLOAT32 = ("bfloat16", "float32", "float64", "complex64", "complex128")
+
+
+def _weights_cast_again(facts: Facts) -> Iterator[Finding]:
+    by_module: dict[str | None, int] = {}
+    count = size = 0
+    for cast in facts.casts:
+        if cast.recasts > 0:
+            by_module[cast.module] = by_module.get(cast.module, 0) + cast.recast_bytes
+            count, size = count + cast.recasts, size + cast.recast_bytes
+    if count:
+        most = max(by_module, key=lambda module: by_module[module])
+        others = len(by_module) - 1
+        rate = size / facts.run.seconds if facts.run.seconds > 0 else 0.0
+        yield Finding(
+            "weights_cast_again",
+            _module(most) + (f" and {others} other module{'s' * (others > 1)}" if others else ""),
+            f"weights were cast again {_times(count)} that nothing had written since: {_bytes(size)}, "
+            f"{_bytes(rate)} a second.",
+            "Give the region a cache that outlives it: polycast.autocast(..., cache=polycast.WeightCache()).",
+            module=most,
+            count=count,
+            bytes=size,
+            bytes_per_second=rate,
+        )
+
+
+def _recipe_in_training(facts: Facts) -> Iterator[Finding]:
+    for recipe in dict.fromkeys(record.recipe for record in facts.low_bit):
+        refused = [each for each in facts.low_bit if each.recipe == recipe and each.declined == RECORDS]
+        count = sum(each.calls for each in refused)
+        if count > 0:
+            yield Finding(
+                "recipe_in_training",
+                refused[0].device,
+                f"ops that the recipe {recipe} is for ran in the fast dtype {_times(count)}, because {RECORDS}.",
+                "Run inference under torch.no_grad() or torch.inference_mode().",
+                ops=tuple(dict.fromkeys(each.op for each in refused)),
+                count=count,
+            )
+
+
+def _chains(facts: Facts) -> Iterator[Finding]:
+    trial = Trial(facts.flows)
+    for kind, explain in _CHAINS.items():
+        alike: dict[tuple[object, ...], list[Chain]] = {}
+        for chain in facts.chains:
+            if chain.kind == kind:
+                alike.setdefault((_about(chain), chain.module, chain.dtype), []).append(chain)
+        for group in alike.values():
+            together = functools.reduce(add, group)
+            if together.count <= 0:  # of a difference
+                continue
+            what, remedy = explain(together, group, trial)
+            yield Finding(
+                kind,
+                _module(together.module),
+                what,
+                remedy,
+                module=together.module,
+                ops=together.ops,
+                count=together.count,
+                bytes=together.bytes,
+                bytes_per_second=together.bytes / facts.run.seconds if facts.run.seconds > 0 else 0.0,
+            )
+
+
+def _about(chain: Chain) -> tuple[str, ...]:
+    """Return the ops that tell a finding from others: an unlisted op is found once, whatever is before and after it."""
+    if chain.kind != "unlisted_float32_op":
+        return chain.ops
+    _, op, _ = chain.ops
+    return (op,)
+
+
+def _round_trip(chain: Chain, _: list[Chain], trial: Trial) -> tuple[str, str]:
+    down, up = chain.ops
+    asked = [] if trial.is_kept_in_float32(name_of(up)) else [(name_of(up), FAST)]
+    asked.append((name_of(down), "fp32"))
+    saving = next((_policy(name, policy) for name, policy in asked if _saved(trial, name, policy) > 0), None)
+    return (
+        f"an activation goes to {chain.dtype} for {down} and back to float32 for {up}, {_times(chain.count)}: "
+        f"{_bytes(chain.bytes)} cast.",
+        _no_policy(trial) if saving is None else f"Have both compute in one dtype: {saving}.",
+    )
+
+
+def _float32_by_one_input(chain: Chain, _: list[Chain], trial: Trial) -> tuple[str, str]:
+    (op,) = chain.ops
+    remedy = f"Cast that input, as in value.to({chain.dtype})"
+    if _saved(trial, name_of(op), FAST) > 0:
+        remedy += f", or give the op a policy: {_policy(name_of(op), FAST)}"
+    return (
+        f"{op} computes in float32, {_times(chain.count)}, because one of its inputs is float32 and the others are "
+        f"{chain.dtype}: {_bytes(chain.bytes)} of outputs.",
+        f"{remedy}.",
+    )
+
+
+def _unlisted_float32_op(chain: Chain, chains: list[Chain], trial: Trial) -> tuple[str, str]:
+    op, dtype = chain.ops[1], chain.dtype
+    before, after = (" and ".join(dict.fromkeys(each.ops[at] for each in chains)) for at in (0, 2))
+    where = f", in {_few([_module(name) for name in chain.consumers])}" if chain.consumers else ""
+    casts = sum(chain.consumers.values()) or chain.count
+    what = (
+        f"{op} is in no table and runs in float32, {_times(chain.count)}, between {before} and {after}, which run in "
+        f"{dtype}: {_bytes(chain.bytes)} of outputs, cast {_times(casts)}{where}."
+    )
+    saved = {name: _saved(trial, name, FAST) for name in trial.upstream(op, chain.module)[:_MOST_TRIED]}
+    best = max(saved, key=lambda name: saved[name])
+    if saved[best] > 0:
+        remedy = f"{_policy(best, FAST)} saves about {_bytes(saved[best])} of casts."
+        return what, f"If {dtype} is good enough for {best}, say so: {remedy}"
+    if (trial.change_unconverted(op, chain.module) or 0) < 0:
+        remedy = f"leave that out, if {dtype} is good enough for it."
+        return what, f"The program converts what it is given to float32: {remedy}"
+    return what, _no_policy(trial)
+
+
+def _loss_in_fast_dtype(chain: Chain, _: list[Chain], __: Trial) -> tuple[str, str]:
+    (op,) = chain.ops
+    return (
+        f"a loss is computed in {chain.dtype}, by {op}, {_times(chain.count)}.",
+        "Compute it in float32: call the loss on output.float(), or give its ops the policy fp32.",
+    )
+
+
+_CHAINS: dict[str, Callable[[Chain, list[Chain], Trial], tuple[str, str]]] = {
+    "round_trip": _round_trip,
+    "float32_by_one_input": _float32_by_one_input,
+    "unlisted_float32_op": _unlisted_float32_op,
+    "loss_in_fast_dtype": _loss_in_fast_dtype,
+}
+_MOST_TRIED = 8
+
+
+def _no_policy(trial: Trial) -> str:
+    if trial.is_empty:
+        return "It was not counted where its inputs came from, and so not which policy would have fewer bytes cast."
+    return "Leave it: by what was counted, no policy for one op would have fewer bytes cast."
+
+
+def _saved(trial: Trial, name: str, policy: str) -> int:
+    """Return how many bytes fewer would be cast with a policy for an op; 0 where that is not known."""
+    return -(trial.change(name, policy) or 0) if _may_have(name, policy) else 0
+
+
+@functools.cache
+def _may_have(name: str, policy: str) -> bool:
+    try:
+        Policy({name: policy})
+    except ValueError:  # it writes to its inputs, or this torch has no such op
+        return False
+    return True
+
+
+def _policy(name: str, policy: str) -> str:
+    return f'policy={{"{name}": "{policy}"}}'
+
+
+def _few(names: list[str]) -> str:
+    """Return the first few names, and how many more there are."""
+    shown, more = names[:_MOST_NAMES], len(names) - _MOST_NAMES
+    return " and ".join([", ".join(shown), f"{more:,} more"]) if more > 0 else ", ".join(shown)
+
+
+_MOST_NAMES = 4
+
+
+def _slow_dtype(facts: Facts) -> Iterator[Finding]:
+    for where, reason in facts.run.emulated.items():
+        device, _, dtype = where.partition(" ")
+        yield Finding(
+            "slow_dtype",
+            device,
+            f"{dtype} is emulated: {reason}.",
+            "Expect less memory and no more speed; for speed use another dtype, or another device.",
+        )
+
+
+def _disabled_regions(facts: Facts) -> Iterator[Finding]:
+    for region in facts.regions:
+        if not region.enabled and region.entries > 0:
+            asked = "enabled=False asks for that"
+            yield Finding(
+                "disabled_region",
+                region.where,
+                f"the region for {region.device} is disabled, {_times(region.entries)}: {region.reason or asked}.",
+                "Nothing is cast in it.",
+                count=region.entries,
+            )
+
+
+def _unused_regions(facts: Facts) -> Iterator[Finding]:
+    for region in facts.regions:
+        if region.enabled and region.unused > 0:
+            yield _unused(region)
+
+
+def _unused(region: Region) -> Finding:
+    times = "every time" if region.unused == region.entries else f"{region.unused} of {_times(region.entries)}"
+    return Finding(
+        "unused_region",
+        region.where,
+        f"the region for {region.device} was left without an op that autocast for {region.device} looked at, {times}.",
+        f"See whether the tensors are on {region.device}, and whether the block is the one that computes.",
+        count=region.unused,
+    )
+
+
+_FINDERS: tuple[_Finder, ...] = (
+    _nonfinite,
+    _slow_dtype,
+    _disabled_regions,
+    _unused_regions,
+    _weights_cast_again,
+    _chains,
+    _recipe_in_training,
+)
+
+
+def _module(name: str | None) -> str:
+    if name is None:
+        return "outside of the model's modules"
+    return name or "the model"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count:,} times"

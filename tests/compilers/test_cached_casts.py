@@ -1,0 +1,356 @@
+"""Kept casts in compiled code: where they serve, and that nothing writes them."""
+
+import copy
+import gc
+import threading
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import config as inductor
+
+import polycast
+from polycast import WeightCache
+
+pytestmark = pytest.mark.usefixtures("engine")
+BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+SIZE = 64
+
+
+@pytest.fixture
+def cache():
+    """A cache that compares each cast with its weight at every hit, and once more at the end of the test."""
+    return WeightCache(verify=True)
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU(), nn.Linear(SIZE, SIZE))
+
+
+def inputs():
+    return torch.linspace(-1, 1, 2 * SIZE).reshape(2, SIZE)
+
+
+def in_region(function, *args, cache=None, **settings):
+    with polycast.autocast("cpu", cache=cache, **settings):
+        return function(*args)
+
+
+def in_torchs(function, *args):
+    with torch.autocast("cpu"):
+        return function(*args)
+
+
+def counts(cache):
+    """Return misses and hits. In the first call of compiled code torch holds weights through .data: nothing is kept."""
+    return cache.stats().misses, cache.stats().hits
+
+
+@pytest.mark.slow
+@BACKENDS
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_weights_cast_serves_each_call(backend, frozen, cache):
+    model = mlp().requires_grad_(not frozen)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        for expected in [(2, 0), (4, 0), (4, 2), (4, 4)]:
+            y = in_region(compiled, inputs(), cache=cache)
+            assert counts(cache) == expected  # of a bias the cast is not worth an operator
+        expected = in_torchs(torch.compile(copy.deepcopy(model), backend=backend, fullgraph=True), inputs())
+    assert torch.equal(y, expected)
+
+
+@BACKENDS
+def test_it_serves_eager_and_compiled_code_alike(backend, cache):
+    model = mlp()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend=backend)
+        in_region(compiled, inputs(), cache=cache)
+        expected = in_region(model, inputs(), cache=cache)
+        made = cache.stats().misses
+        y = in_region(compiled, inputs(), cache=cache)
+    torch.testing.assert_close(y, expected, rtol=0.02, atol=0.02)
+    assert cache.stats().misses == made
+
+
+@BACKENDS
+def test_another_cache_compiles_nothing_again_and_none_does_once(backend, cache):
+    counter, other = CompileCounterWithBackend(backend), WeightCache(verify=True)
+    compiled = torch.compile(mlp(), backend=counter, fullgraph=True)
+    with torch.no_grad():
+        outputs = [in_region(compiled, inputs(), cache=each) for each in (cache, other, cache)]
+        assert counter.frame_count == 1
+        outputs += [in_region(compiled, inputs(), cache=each) for each in (None, other, cache, other, None, cache)]
+    assert counter.frame_count == 2
+    assert all(torch.equal(y, outputs[0]) for y in outputs)
+    assert cache.stats().hits == other.stats().hits == 2
+
+
+def traced(function, *args, **settings):
+    """Return the graph of ATen ops that a function is compiled to in a region."""
+    graphs = []
+    backend = aot_autograd(fw_compiler=lambda graph, _: graphs.append(graph) or make_boxed_func(graph.forward))
+    with torch.no_grad():
+        in_region(torch.compile(function, backend=backend, fullgraph=True), *args, **settings)
+    return str(graphs[0].graph)
+
+
+def test_in_a_region_without_a_cache_the_code_is_torchs(cache):
+    model = mlp()
+    assert "polycast" in traced(model, inputs(), cache=cache)
+    torch.compiler.reset()
+    assert "polycast" not in traced(model, inputs())
+
+
+def test_what_was_compiled_in_a_region_of_torchs_is_compiled_anew(cache):
+    compiled = torch.compile(mlp(), backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        expected = in_torchs(compiled, inputs())
+        assert torch.equal(in_region(compiled, inputs(), cache=cache), expected)
+    assert counts(cache) == (2, 0)
+
+
+@pytest.mark.slow
+@BACKENDS
+def test_a_region_in_what_is_compiled_has_its_own_cache(backend, cache):
+    model, other = mlp(), WeightCache(verify=True)
+
+    def function(x, inner):
+        with polycast.autocast("cpu", cache=inner):
+            y = model(x)
+        return model(y)  # in the region around
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        for inner in (cache, cache, cache, other, other, cache):
+            y = in_region(compiled, inputs(), inner, cache=None)
+        hits, of_other = cache.stats().hits, other.stats().hits
+        assert torch.equal(y, in_torchs(torch.compile(lambda x: model(model(x)), backend=backend), inputs()))
+    assert hits >= 2
+    assert of_other <= 2
+
+
+@pytest.mark.slow
+@BACKENDS
+def test_a_region_after_a_graph_break_has_its_cache(backend, cache):
+    model = mlp()
+
+    def function(x):
+        with polycast.autocast("cpu", cache=cache):
+            y = model[0](x)
+            torch._dynamo.graph_break()
+            return model[2](y)
+
+    compiled = torch.compile(function, backend=backend)
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(inputs())
+    assert counts(cache) == (4, 2)
+
+
+@pytest.mark.slow
+@BACKENDS
+def test_a_cache_that_has_died_is_not_missed(backend):
+    model, cache = mlp(), WeightCache()
+
+    def function(x, cache):
+        with polycast.autocast("cpu", cache=cache):
+            return model(x)
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        expected = compiled(inputs(), cache)
+        operator = torch.ops.polycast.cached_cast.default
+        number = cache.identity
+        del cache
+        gc.collect()
+        cast = operator(model[0].weight, torch.bfloat16, number)
+        assert torch.equal(cast, model[0].weight.bfloat16())
+        assert torch.equal(compiled(inputs(), WeightCache()), expected)
+
+
+@BACKENDS
+def test_threads_over_one_function_have_their_own_regions(backend, engine):
+    model = mlp()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    caches = [WeightCache(verify=True) for _ in range(4)]
+    found = [None] * 4
+
+    def work(number):
+        with torch.no_grad():
+            for _ in range(3):
+                found[number] = in_region(compiled, inputs(), cache=caches[number])
+
+    with torch.no_grad():
+        in_region(compiled, inputs(), cache=WeightCache())
+    work(0)
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(each, found[0]) for each in found)
+    assert [sum(counts(each)) for each in caches] == [6] * 4
+    if engine == "native":  # to the reference engine a thread that looks at a weight is one that holds it
+        assert [counts(each) for each in caches] == [(2, 4)] * 4
+
+
+@pytest.mark.slow
+@BACKENDS
+def test_off_inside_and_another_dtype_are_what_they_are_in_eager(backend, cache):
+    model = mlp()
+
+    def function(x):
+        first = model(x)
+        with polycast.autocast("cpu", enabled=False):
+            second = model(x)
+        with polycast.autocast("cpu", torch.float16):
+            third = model(x)
+        return first, second, third
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        for _ in range(2):
+            outputs = in_region(compiled, inputs(), cache=cache)
+            for y, expected in zip(outputs, in_region(function, inputs(), cache=None), strict=True):
+                torch.testing.assert_close(y, expected, rtol=0.02, atol=0.02)
+
+
+@BACKENDS
+def test_a_bounded_cache_stays_within_its_bound(backend):
+    cache = WeightCache(max_bytes=SIZE * SIZE * 2, verify=True)
+    compiled = torch.compile(mlp(), backend=backend, fullgraph=True)
+    with torch.no_grad():
+        for _ in range(5):
+            in_region(compiled, inputs(), cache=cache)
+    stats = cache.stats()
+    assert stats.bytes == SIZE * SIZE * 2
+    assert stats.hits >= 3
+    cache.clear()
+    with torch.no_grad():
+        in_region(compiled, inputs(), cache=cache)
+    assert cache.stats().misses > stats.misses
+
+
+@pytest.mark.slow
+@BACKENDS
+def test_gradients_are_those_of_torch_bit_for_bit_and_later_forwards_hit(backend, cache):
+    ours, theirs = mlp(), mlp()
+    compiled = torch.compile(ours, backend=backend, fullgraph=True)
+    reference = torch.compile(theirs, backend=backend, fullgraph=True)
+    for micro_batch in range(4):
+        x = inputs() * (micro_batch + 1)
+        in_region(compiled, x, cache=cache).float().square().sum().backward()
+        in_torchs(reference, x).float().square().sum().backward()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad)
+    assert cache.stats().misses == 4
+    assert cache.stats().hits >= 4
+
+
+def _writes_its_first(w, x):
+    return torch.index_put(w, (torch.tensor([1]),), x[0]) * 2
+
+
+def _returns_a_view(w, x):
+    return torch.einsum("ij->ji", w)
+
+
+def _returns_the_cast(w, x):
+    return torch.einsum("ij->ij", w), torch.mm(x, w)
+
+
+def _uses_it_last(w, x):
+    return torch.relu(torch.mm(x, w) + 1)
+
+
+def _as_a_bias(w, x):
+    return torch.addmm(w, x, w).relu()
+
+
+@pytest.mark.slow
+@BACKENDS
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("function", [_writes_its_first, _returns_a_view, _returns_the_cast, _uses_it_last, _as_a_bias])
+def test_nothing_writes_a_cached_cast(backend, grad, function, cache):
+    w, x = nn.Parameter(torch.randn(SIZE, SIZE)), torch.randn(SIZE, SIZE)
+    policy = {"index_put": "lower_precision_fp", "einsum": "lower_precision_fp"}
+
+    def call(f):
+        outputs = in_region(f, w, x, cache=cache, policy=policy)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    with torch.set_grad_enabled(grad):
+        expected = [y.clone() for y in call(function)]
+        for _ in range(3):
+            outputs = call(compiled)
+            for y, wanted in zip(outputs, expected, strict=True):
+                torch.testing.assert_close(y, wanted, rtol=0.02, atol=0.02)
+            if grad:
+                sum(y.float().square().sum() for y in outputs).backward()
+            else:
+                for y in outputs:
+                    y.mul_(3)  # who is given something may write it
+    with torch.no_grad():
+        call(function)  # compares once more
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"freezing": True}, {"max_autotune": True}], ids=["freezing", "max_autotune"])
+def test_inductors_options(options, cache):
+    compiled = torch.compile(mlp(), fullgraph=True, options=options)
+    with torch.no_grad():
+        expected = in_torchs(torch.compile(mlp(), fullgraph=True), inputs())
+        for _ in range(2):
+            torch.testing.assert_close(in_region(compiled, inputs(), cache=cache), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.slow
+@BACKENDS
+def test_dynamic_shapes(backend, cache):
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(mlp(), backend=counter, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for rows in (2, 3, 7):
+            in_region(compiled, torch.randn(rows, SIZE), cache=cache)
+    assert counter.frame_count == 1
+    assert counts(cache) == (4, 2)
+
+
+@pytest.mark.slow
+def test_what_is_exported_has_torchs_ops_only(cache):
+    model = mlp()
+    with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+        program = torch.export.export(model, (inputs(),)).run_decompositions()
+    assert "polycast" not in str(program.graph)
+
+
+def test_compiled_code_runs_where_polycasts_kernels_are_gone(cache):
+    model = mlp()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        expected = in_region(compiled, inputs(), cache=cache)
+        polycast.uninstall()
+        operator = torch.ops.polycast.cached_cast.default
+        assert torch.equal(operator(model[0].weight, torch.bfloat16), model[0].weight.bfloat16())
+        assert torch.equal(in_region(compiled, inputs(), cache=cache), expected)
+
+
+def test_the_fake_cast_lies_in_the_weights_storage():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        weight = mode.from_tensor(torch.randn(4, 6).t())
+        cast = torch.ops.polycast.cached_cast(weight, torch.bfloat16)
+    assert (cast.dtype, cast.shape, cast.stride()) == (torch.bfloat16, weight.shape, weight.stride())
+    assert cast.untyped_storage()._cdata == weight.untyped_storage()._cdata
+
+
+def test_cudagraphs_leave_it_out():
+    assert torch.Tag.cudagraph_unsafe in torch.ops.polycast.cached_cast.default.tags
+    assert inductor.graph_partition is not None

@@ -1,0 +1,98 @@
+"""Kept casts, and what is saved: exported programs, and the caches on disk that processes share."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+
+pytestmark = pytest.mark.slow
+
+RUN = """
+import json, sys
+import torch
+from torch._dynamo.utils import counters
+torch.manual_seed(0)
+model, x = torch.nn.Linear(64, 64), torch.linspace(-1, 1, 128).reshape(2, 64)
+if sys.argv[1] == "torch":
+    region = lambda: torch.autocast("cpu")
+else:
+    import polycast
+    caches = [polycast.WeightCache(verify=True) for _ in range(int(sys.argv[2]))]
+    settings = {"cache": caches[-1]} if caches else {}
+    region = lambda: polycast.autocast("cpu", **settings)
+def inside(x):
+    with region():
+        return model(x)
+function = torch.compile(inside if sys.argv[1] == "inside" else model, fullgraph=True)
+with torch.no_grad():
+    for _ in range(4):  # of the first call nothing is kept, see test_cached_casts.py
+        if sys.argv[1] == "inside":
+            y = function(x)
+        else:
+            with region():
+                y = function(x)
+found = counters["aot_autograd"]
+hits = [found["autograd_cache_hit"], found["autograd_cache_miss"]]
+kept = sum(cache.stats().hits for cache in caches) if "polycast" in sys.modules else 0
+print(json.dumps([hits, kept, y.float().sum().item(), "polycast" in sys.modules]))
+"""
+HIT, MISS = [1, 0], [0, 1]
+
+
+@pytest.fixture(name="run")
+def _run(tmp_path):
+    """Return a function that runs a model in a process, over a folder of caches of the test's own."""
+
+    def run(*args):
+        done = subprocess.run(
+            [sys.executable, "-c", RUN, *args],
+            capture_output=True,
+            text=True,
+            env={
+                **os.environ,
+                "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+                "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+                "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+            },
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+def test_code_with_cached_casts_is_found_again_and_given_to_no_other_process(run):
+    hits, kept, total, _ = run("around", "1")
+    assert (hits, kept) == (MISS, 2)
+    assert run("around", "3") == [HIT, 2, total, True]  # another number is no part of it
+    assert run("around", "0") == [MISS, 0, total, True]
+    without = run("torch", "0")
+    assert without[1:] == [0, total, False]
+
+
+def test_code_of_torchs_regions_is_given_to_none_that_keeps_casts(run):
+    _, _, total, _ = run("torch", "0")
+    assert run("around", "1") == [MISS, 2, total, True]
+
+
+def test_regions_in_the_code_find_their_caches(run):
+    total = run("inside", "1")[2]
+    assert run("inside", "3")[1:] == [2, total, True]
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_program_that_is_compiled_ahead_of_time_needs_no_polycast(engine, tmp_path):
+    model, x, cache = nn.Linear(64, 64), torch.randn(2, 64), polycast.WeightCache()
+    path = tmp_path / "model.pt2"
+    with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+        program = torch.export.export(model, (x,))
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+        expected = model(x)
+    assert b"cached_cast" not in path.read_bytes()
+    torch.testing.assert_close(torch._inductor.aoti_load_package(str(path))(x), expected)

@@ -1,0 +1,27 @@
+"""``polycast::cached_cast``, called by itself. What compilers make of it is in tests/compilers/test_cached_casts.py."""
+
+import pytest
+import torch
+
+import polycast
+from polycast.engine.kernels import autocast_key
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "maia", "mps", "mtia", "xpu"])
+@pytest.mark.usefixtures("engine")
+def test_each_device_has_a_kernel_of_its_own_and_one_at_autograds_key(device):
+    """Tensors with a gradient are made on devices that are there only, so what is called for them is read."""
+    polycast.install(device)
+    table = torch._C._dispatch_dump_table("polycast::cached_cast").splitlines()
+    called = dict(line.split(": ", maxsplit=1) for line in table)
+    key = autocast_key(device).removeprefix("Autocast")
+    assert called[key].endswith("[kernel]")
+    assert called["Autograd" + key].endswith(("[kernel]", "[autograd kernel]"))
+
+
+def test_it_has_the_history_of_a_cast_where_no_kernels_are_in_place():
+    weight = torch.ones(2, 2, requires_grad=True)
+    cast = torch.ops.polycast.cached_cast(weight, torch.bfloat16)
+    assert cast.dtype is torch.bfloat16
+    cast.sum().backward()
+    assert torch.equal(weight.grad, torch.ones(2, 2))
