@@ -70,7 +70,13 @@ def test_it_imports_nothing_of_what_is_for_the_desk(seen):
 
 def test_it_imports_no_more_of_itself_than_exported_programs_need(seen):
     ours = {name for name in seen["modules"] if name.startswith("polycast")}
-    assert ours == {"polycast", "polycast.engine", "polycast.engine.casts", "polycast.engine.casts.cached_cast", "polycast.out_dtype"}
+    assert ours == {
+        "polycast",
+        "polycast.engine",
+        "polycast.engine.casts",
+        "polycast.engine.casts.cached_cast",
+        "polycast.out_dtype",
+    }
 
 
 def test_a_function_is_what_its_name_stands_for_though_a_room_has_the_name():
