@@ -137,7 +137,7 @@ def test_only_the_regions_device_is_cast(hand_made, fake):
         assert torch.mm(tensor("xpu"), tensor("xpu")).dtype is torch.float32
 
 
-def test_an_overlay_holds_in_its_region_and_those_inside():
+def test_an_override_holds_in_its_region_and_those_inside():
     x = tensor("cpu")
     with polycast.autocast("cpu", policy={"aten::mm": CastPolicy.FP32, "aten::relu": CastPolicy.LOWER_PRECISION_FP}):
         assert (torch.mm(x, x).dtype, torch.relu(x).dtype) == (torch.float32, torch.bfloat16)
@@ -148,7 +148,7 @@ def test_an_overlay_holds_in_its_region_and_those_inside():
         assert (torch.mm(x, x).dtype, torch.relu(x).dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_an_overlay_can_ban_and_set_a_dtype():
+def test_an_override_can_ban_and_set_a_dtype():
     x = tensor("cpu", torch.bfloat16)
     policy = {"aten::mm": CastPolicy.BANNED, "aten::softmax.int": CastPolicy.FP32_SET_OPT_DTYPE}
     with polycast.autocast("cpu", policy=policy):
@@ -219,7 +219,7 @@ def test_the_region_puts_back_what_was_uninstalled():
         assert torch.mm(tensor("cpu"), tensor("cpu")).dtype is torch.bfloat16
 
 
-def test_an_overlay_leaves_a_composite_op_as_it_was_outside_it():
+def test_an_override_leaves_a_composite_op_as_it_was_outside_it():
     x = torch.ones(2, 4, 4)
     with polycast.autocast("cpu", policy={"aten::einsum": CastPolicy.FP32, "aten::relu": CastPolicy.FP32}):
         assert torch.einsum("bij,bjk->bik", x, x).dtype is torch.float32
@@ -288,7 +288,7 @@ def test_threads_that_run_ops_while_another_uninstalls_and_installs():
     assert wrong == []
 
 
-def test_ops_of_an_overlay_have_their_kernels_after_a_change_of_backend(hand_made):
+def test_ops_of_an_override_have_their_kernels_after_a_change_of_backend(hand_made):
     x = tensor("cpu", torch.bfloat16)
     region = polycast.autocast("cpu", torch.bfloat16, policy={"aten::add.Tensor": CastPolicy.FP32})
     for change in (lambda: hand_made("cpu"), polycast.uninstall, lambda: polycast.unregister_backend("cpu")):

@@ -426,14 +426,14 @@ def test_equal_recipes_share_what_is_made_of_them(layer, linear):
     assert linear.prepared == 1
 
 
-@pytest.mark.parametrize("name", ["native", "reference", "overlay"])
+@pytest.mark.parametrize("name", ["native", "reference", "override"])
 @pytest.mark.usefixtures("engine")
 def test_what_is_made_for_a_device_of_any_name_is_its_own(monkeypatch, name):
     backend = copy.copy(polycast.get_backend("cpu"))
     vars(backend)["device_type"] = name
     with polycast.autocast("cpu", recipe=Int8(min_size=3)):
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))
-        overlay, _ = state.machine.innermost("cpu")
+        override, _ = state.machine.innermost("cpu")
         monkeypatch.setattr(registry, "find", lambda _: backend)
-        assert plan_of(overlay, name).device_type == name
-    assert with_recipe(None, overlay.recipe) is overlay
+        assert plan_of(override, name).device_type == name
+    assert with_recipe(None, override.recipe) is override

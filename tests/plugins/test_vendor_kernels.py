@@ -73,8 +73,8 @@ answer = [inside, after]
 @pytest.mark.slow
 def test_a_regions_policy_goes_over_the_makers_kernel_of_that_op(run, plugin, engine):
     plugin("acme-hpu", "hpu", amended("{}"))
-    overlay = "use(policy={'aten::mm': polycast.CastPolicy.FP32})"
-    answer = run(f"{VENDOR}\nanswer = [{overlay}, use()]", POLYCAST_ENGINE=engine)
+    override = "use(policy={'aten::mm': polycast.CastPolicy.FP32})"
+    answer = run(f"{VENDOR}\nanswer = [{override}, use()]", POLYCAST_ENGINE=engine)
     assert answer == [[FULL, REDUCED, "exp"], [FULL, REDUCED, "exp"]]
 
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import polycast
 from polycast import CastPolicy, Policy, explain
-from polycast.engine.state import Origin, Overlay, Settings
+from polycast.engine.state import Origin, Override, Settings
 from polycast.plugins.registry import registry
 from polycast.policy.schemas import find_op, optional_dtype
 from polycast.policy.validation import entry_problem
@@ -215,20 +215,20 @@ def test_the_inner_region_decides_and_its_name_is_told():
         assert explain("mm", "cpu").rule_name == "inner"
 
 
-def test_an_overlay_says_which_rule_it_is_of():
-    rule = Overlay({"aten::mm": CastPolicy.FP32}, Origin("module rule", "encoder.*"))
-    region = Settings("cpu", True, torch.bfloat16, overlay=rule.over(Overlay({"aten::bmm": CastPolicy.FP32})))
+def test_an_override_says_which_rule_it_is_of():
+    rule = Override({"aten::mm": CastPolicy.FP32}, Origin("module rule", "encoder.*"))
+    region = Settings("cpu", True, torch.bfloat16, override=rule.over(Override({"aten::bmm": CastPolicy.FP32})))
     told = explain_in(region, registry.find("cpu"), "mm")
     assert (told.policy, told.rule, told.rule_name) == (CastPolicy.FP32, "module rule", "encoder.*")
     assert explain_in(region, registry.find("cpu"), "bmm").rule == "region's policy"
 
 
-def test_layers_of_an_overlay_stay_few_however_deep_regions_are_nested():
-    one, another = Overlay({"aten::mm": CastPolicy.FP32}), Overlay({"aten::mm": CastPolicy.PROMOTE})
-    overlay = one
+def test_layers_of_an_override_stay_few_however_deep_regions_are_nested():
+    one, another = Override({"aten::mm": CastPolicy.FP32}), Override({"aten::mm": CastPolicy.PROMOTE})
+    override = one
     for _ in range(20):
-        overlay = one.over(another.over(overlay))
-    assert overlay.layers == (one, another)
+        override = one.over(another.over(override))
+    assert override.layers == (one, another)
 
 
 def test_a_kernel_of_another_library_is_told():

@@ -54,10 +54,10 @@ def test_a_region_takes_a_policy_a_mapping_or_a_path(softmax_in_float32, form, e
 @pytest.mark.parametrize("form", ["policy", "mapping", "path", "text"])
 def test_what_was_read_once_is_not_looked_up_again(softmax_in_float32, form, monkeypatch):
     policy = softmax_in_float32(form)
-    first = polycast.autocast("cpu", policy=policy)._settings.overlay
+    first = polycast.autocast("cpu", policy=policy)._settings.override
     monkeypatch.setattr(names, "find_op", lambda name: pytest.fail(f"{name} is looked up again"))
     monkeypatch.setattr(names, "find_overloads", lambda name: pytest.fail(f"{name} is looked up again"))
-    assert polycast.autocast("cpu", policy=policy)._settings.overlay is first
+    assert polycast.autocast("cpu", policy=policy)._settings.override is first
 
 
 def test_the_ops_of_a_policy_are_looked_at_once_while_its_kernels_are_in_place(engine, monkeypatch):
@@ -76,17 +76,17 @@ def test_the_ops_of_a_policy_are_looked_at_once_while_its_kernels_are_in_place(e
 def test_a_file_that_was_changed_is_read_again(tmp_path):
     path = tmp_path / "policy.toml"
     Policy({"mm": "fp32"}).save(path)
-    before = polycast.autocast("cpu", policy=path)._settings.overlay
+    before = polycast.autocast("cpu", policy=path)._settings.override
     Policy({"mm": "promote"}).save(path)
     os.utime(path, ns=(1, 1))
     assert set(before.values()) == {CastPolicy.FP32}
-    assert set(polycast.autocast("cpu", policy=path)._settings.overlay.values()) == {CastPolicy.PROMOTE}
+    assert set(polycast.autocast("cpu", policy=path)._settings.override.values()) == {CastPolicy.PROMOTE}
 
 
 def test_equal_policies_share_what_was_made_of_them():
     one, another = Policy({"mm": "fp32"}), Policy({"aten::mm": CastPolicy.FP32})
-    overlays = [polycast.autocast("cpu", policy=policy)._settings.overlay for policy in (one, another)]
-    assert overlays[0] is overlays[1]
+    overrides = [polycast.autocast("cpu", policy=policy)._settings.override for policy in (one, another)]
+    assert overrides[0] is overrides[1]
 
 
 def test_a_policy_that_says_nothing_of_the_device_makes_a_plain_region():
@@ -105,7 +105,7 @@ def test_a_mapping_that_is_changed_is_read_again(engine):
 
 def test_an_optional_op_is_in_force_once_its_library_is_loaded(engine):
     policy = Policy({"polycast_test::late": {"policy": "fp32", "optional": True}, "mm": "fp32"})
-    assert "polycast_test::late" not in polycast.autocast("cpu", policy=policy)._settings.overlay
+    assert "polycast_test::late" not in polycast.autocast("cpu", policy=policy)._settings.override
     library = torch.library.Library("polycast_test", "FRAGMENT")
     library.define("late(Tensor x) -> Tensor")
     library.impl("late", lambda x: x.clone(), "CompositeExplicitAutograd")

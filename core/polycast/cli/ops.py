@@ -17,7 +17,7 @@ from ..policy.names import read_policy
 from ..policy.recipes import read_recipe
 from ..region.explain import explain_in
 from ..region.explanation import Explanation
-from ..region.policies import overlay_of, with_recipe
+from ..region.policies import override_of, with_recipe
 from .terminal import console, library_errors, print_json, table
 
 
@@ -73,10 +73,10 @@ def show(
 
 def _explained(op: str, backend: Backend, policy_file: Path | None, recipe: str | None) -> Explanation:
     """Say what becomes of an op in a region of the backend's default dtype, be the device there or not."""
-    overlay = None if policy_file is None else overlay_of(policy_file, backend.device_type)
+    override = None if policy_file is None else override_of(policy_file, backend.device_type)
     if recipe is not None:
-        overlay = with_recipe(overlay, read_recipe(recipe))
-    region = Settings(backend.device_type, True, backend.default_dtype, overlay=overlay)
+        override = with_recipe(override, read_recipe(recipe))
+    region = Settings(backend.device_type, True, backend.default_dtype, override=override)
     return explain_in(region, backend, op)
 
 

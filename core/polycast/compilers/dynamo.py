@@ -24,7 +24,7 @@ from ..engine.casts.cached_cast import enter_in_graph, leave_in_graph
 from ..engine.casts.weight_cache import WeightCache, cache_by_identity
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.installation import also_put_in_place, kernels_of
-from ..engine.state import MODULE_RULE, Origin, Overlay, Settings
+from ..engine.state import MODULE_RULE, Origin, Override, Settings
 from ..policy.recipes import Recipe, read_recipe
 from ..torch_internals import changes
 from ..torch_internals.names import find
@@ -57,12 +57,12 @@ class region_with_more:
         policies: str,
         *origin: str,
     ) -> None:
-        overlay = Overlay.of_text(policies, Origin(*origin)) if policies else None
-        self._settings = Settings(device_type, enabled, dtype, cache_enabled, overlay, cache_by_identity(cache))
+        override = Override.of_text(policies, Origin(*origin)) if policies else None
+        self._settings = Settings(device_type, enabled, dtype, cache_enabled, override, cache_by_identity(cache))
 
     @disable_dynamo
     def __enter__(self) -> Self:
-        kernels_of(self._settings.device_type, self._settings.overlay or ())
+        kernels_of(self._settings.device_type, self._settings.override or ())
         for put in also_put_in_place:
             put()
         state.machine.enter(self, self._settings)
@@ -201,7 +201,7 @@ def _made_once(
     more: dict[str, Any] = {"policy": policy, "cache": cache, "recipe": recipe and _recipe_of(recipe)}
     region.__init__(*args, **kwargs, **{name: each for name, each in more.items() if each is not None})  # type: ignore[misc]
     settings: Settings = vars(region)["_settings"]
-    _give_more(region, settings.overlay, settings.cache)
+    _give_more(region, settings.override, settings.cache)
     return region
 
 
@@ -209,12 +209,12 @@ def _made_once(
 def region_of_rule(
     cls: type[_Region], device_type: str, dtype: torch.dtype | None, enabled: bool, policies: str, rule: str
 ) -> _Region:
-    """Return the region that a rule for a module opens, with policies as the text of an overlay."""
+    """Return the region that a rule for a module opens, with policies as the text of an override."""
     _prepare()
     _check_policies_can_be_held()
     region = object.__new__(cls)
     region.__init__(device_type, dtype, enabled)  # type: ignore[misc]
-    _give_more(region, Overlay.of_text(policies, MODULE_RULE._replace(name=rule)), None)
+    _give_more(region, Override.of_text(policies, MODULE_RULE._replace(name=rule)), None)
     return region
 
 
@@ -236,7 +236,7 @@ def _check_policies_can_be_held() -> None:
         _break("policies cannot be told apart in this torch")
 
 
-def _give_more(region: Any, policies: Overlay | None, cache: WeightCache | None) -> None:
+def _give_more(region: Any, policies: Override | None, cache: WeightCache | None) -> None:
     if policies is None and cache is None:
         return
     if policies is not None:
@@ -249,7 +249,7 @@ def _give_more(region: Any, policies: Overlay | None, cache: WeightCache | None)
         *(("",) if policies is None else (policies.text, *policies.origin)),
     )
     and_more: Any = _AndMore(region._settings.cache_enabled, more)
-    region._settings = region._settings._replace(overlay=None, cache=None, cache_enabled=and_more)
+    region._settings = region._settings._replace(override=None, cache=None, cache_enabled=and_more)
 
 
 def cache_enabled_in_graph(settings: Settings, overridden: str | None) -> Any:
@@ -265,7 +265,7 @@ def cache_enabled_in_graph(settings: Settings, overridden: str | None) -> Any:
     _prepare()
     if overridden is not None:
         _break(f"{overridden} has an __enter__ or __exit__ of its own")
-    if settings.overlay is not None:
+    if settings.override is not None:
         _break("it has a policy= or a recipe= and was made outside of what is compiled")
     if settings.enabled:
         if not _torch_enables(settings):

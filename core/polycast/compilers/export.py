@@ -19,8 +19,8 @@ def record_entry(settings: Settings) -> None:
         RuntimeError: the region has a policy, for which the graph of an exported program has no place.
     """
     for mode in _recording_modes():
-        if settings.overlay is not None:
-            more = "policy=" if len(settings.overlay) else "recipe="
+        if settings.override is not None:
+            more = "policy=" if len(settings.override) else "recipe="
             raise RuntimeError(
                 f"torch.export: a region with {more} cannot be exported, for a program can hold torch's autocast only. "
                 f"Leave out {more}, or cast in the model what has to run in another dtype."

@@ -21,7 +21,7 @@ from ..engine.state import Settings
 from ..plugins.registry import registry
 from ..policy.dtypes import dtype_name
 from ..policy.value import Policy
-from ..region.policies import overlay_of, with_recipe
+from ..region.policies import override_of, with_recipe
 from ..region.recipes import usable_recipe
 from . import stand_in
 from .patch import patch_torch
@@ -95,11 +95,11 @@ class Session:
 
         @functools.lru_cache  # a program has few, and enters them often
         def given(settings: Settings, is_outermost: bool, keeps: bool) -> Settings:
-            overlay = overlay_of(policy, settings.device_type) if is_outermost and policy is not None else None
+            override = override_of(policy, settings.device_type) if is_outermost and policy is not None else None
             if is_outermost and recipe is not None:
                 usable = usable_recipe(recipe, registry.find(settings.device_type), settings.enabled)
-                overlay = with_recipe(overlay, usable)
-            return settings._replace(cache=cache if keeps else None, overlay=overlay)
+                override = with_recipe(override, usable)
+            return settings._replace(cache=cache if keeps else None, override=override)
 
         def on_entry(settings: Settings) -> Settings:
             key = settings.device_type, settings.dtype if settings.enabled else None

@@ -1,6 +1,6 @@
 """Which policies are in force on this thread, and in which regions casts are kept: as a text, a guard of compiled code.
 
-It says what results, whatever regions were entered and however they will be left: the overlay and the cache of the
+It says what results, whatever regions were entered and however they will be left: the override and the cache of the
 innermost region for each device, as the state machine has it. Those of a disabled region too, for code in it may enable
 autocast again.
 """

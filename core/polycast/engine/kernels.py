@@ -69,7 +69,7 @@ class Kernels(ABC):
     def add(self, name: str, policy: CastPolicy | None, *, over: bool = False) -> None:
         """Put a kernel for one op in place, unless the running torch lacks the op, or there is one and not `over`.
 
-        With a policy of None the op runs as if it had no kernel, save in regions whose overlay names it.
+        With a policy of None the op runs as if it had no kernel, save in regions whose override names it.
 
         Raises:
             InvalidBackendError: the op cannot have the policy, which could not be told before it was there.

@@ -19,7 +19,7 @@ NO_MODULE = -1
 
 
 class Reading(TypedDict):
-    """What was counted so far. Modules have the numbers that they were added with; overlays, a number for each."""
+    """What was counted so far. Modules have the numbers that they were added with; overrides, a number for each."""
 
     counts: Sequence[
         tuple[
@@ -28,7 +28,7 @@ class Reading(TypedDict):
             int,  # the module
             str | None,  # the device whose autocast looked
             torch.dtype | None,  # its fast dtype
-            int,  # the overlay; 0: none
+            int,  # the override; 0: none
             int,  # calls
             int,  # those of them inside other ops
             _Dtypes,  # of the inputs
@@ -43,16 +43,16 @@ class Reading(TypedDict):
     entries: Sequence[tuple[int, int]]
     """(module, how often it was called)"""
     chains: Sequence[tuple[int, Sequence[str], int, int, str | None, torch.dtype | None, int, int, int, int]]
-    """(kind, ops, overlay, module, device, fast dtype, module of the last op, count, bytes, casts); see CHAIN_KINDS"""
+    """(kind, ops, override, module, device, fast dtype, module of the last op, count, bytes, casts); see CHAIN_KINDS"""
     matmuls: Sequence[tuple[str, bool, int, str | None, torch.dtype | None, int, str | None, str | None, int, float]]
-    """(op, in the backward pass, module, device, fast dtype, overlay, recipe, why it declined, calls, operations); no
+    """(op, in the backward pass, module, device, fast dtype, override, recipe, why it declined, calls, operations); no
     recipe where none was asked; an empty reason where it computed them"""
     regions: Sequence[tuple[str, str, bool, torch.dtype, int, int, int, int]]
     """(where, device, enabled, dtype, entries, unused, ops, calls of compiled code)"""
     compiled: Sequence[tuple[str, int, int]]
     """(region, module, calls)"""
-    overlays: dict[int, tuple[Any, ...]]
-    """By number, the overlay first."""
+    overrides: dict[int, tuple[Any, ...]]
+    """By number, the override first."""
     nonfinite: tuple[str, bool, int, bool, bool, torch.dtype, Sequence[str] | None, int] | None
     """(op, in the backward pass, module, inf, nan, dtype, stack, how often)"""
 

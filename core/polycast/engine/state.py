@@ -24,7 +24,7 @@ from .disable_dynamo import disable_dynamo
 
 
 class Origin(NamedTuple):
-    """Who asks for the policies of an overlay: the kind of rule, and the name that it has, if any."""
+    """Who asks for the policies of an override: the kind of rule, and the name that it has, if any."""
 
     rule: str
     name: str = ""
@@ -34,7 +34,7 @@ REGIONS_POLICY = Origin("region's policy")
 MODULE_RULE = Origin("module rule")
 
 
-class Overlay(dict[str, CastPolicy]):
+class Override(dict[str, CastPolicy]):
     """The policies and the recipe that a region lays over the backend's table, and who asks for them.
 
     An op that has a policy here is not computed by the recipe, whoever asks for either.
@@ -44,7 +44,7 @@ class Overlay(dict[str, CastPolicy]):
         self,
         policies: Mapping[str, CastPolicy],
         origin: Origin = REGIONS_POLICY,
-        layers: "tuple[Overlay, ...]" = (),
+        layers: "tuple[Override, ...]" = (),
         recipe: Recipe | None = None,
     ) -> None:
         super().__init__(policies)
@@ -54,12 +54,12 @@ class Overlay(dict[str, CastPolicy]):
         self.derived: dict[Any, Any] = {}
         """What others have made of it, each under a key that has its type: names of devices may be any."""
         self.served_by: dict[str, object] = {}
-        """By device type, the kernels with which a region with this overlay has all that it needs put in place."""
-        self._merged: tuple[Overlay, Overlay] | None = None
+        """By device type, the kernels with which a region with this override has all that it needs put in place."""
+        self._merged: tuple[Override, Override] | None = None
 
     @property
-    def layers(self) -> "tuple[Overlay, ...]":
-        """The overlays that this one is laid together of, each of one origin, the innermost first."""
+    def layers(self) -> "tuple[Override, ...]":
+        """The overrides that this one is laid together of, each of one origin, the innermost first."""
         return self._layers or (self,)
 
     def decided_by(self, op: str) -> Origin | None:
@@ -75,8 +75,8 @@ class Overlay(dict[str, CastPolicy]):
         return frozenset() if self.recipe is None else self.recipe.overloads - self.keys()
 
     @disable_dynamo
-    def over(self, below: "Overlay | None") -> "Overlay":
-        """Return this overlay laid over that of an enclosing region; the last answer is kept."""
+    def over(self, below: "Override | None") -> "Override":
+        """Return this override laid over that of an enclosing region; the last answer is kept."""
         if below is None:
             return self
         merged = self._merged
@@ -84,7 +84,7 @@ class Overlay(dict[str, CastPolicy]):
             merged = self._merged = (below, self._laid_over(below))
         return merged[1]
 
-    def _laid_over(self, below: "Overlay") -> "Overlay":
+    def _laid_over(self, below: "Override") -> "Override":
         others = [layer for layer in below.layers if all(layer is not mine for mine in self.layers)]
         # A function that is decorated with policies and recurs lays the same over themselves, at every depth.
         same_recipe = self.recipe in (None, below.recipe)
@@ -94,7 +94,7 @@ class Overlay(dict[str, CastPolicy]):
         layers = sorted((*self.layers, *others), key=lambda layer: layer.origin.rule != MODULE_RULE.rule)
         policies = {op: policy for layer in reversed(layers) for op, policy in layer.items()}
         recipe = next((layer.recipe for layer in layers if layer.recipe is not None), None)
-        return Overlay(policies, self.origin, tuple(layers), recipe)
+        return Override(policies, self.origin, tuple(layers), recipe)
 
     @computed_once
     def text(self) -> str:
@@ -106,8 +106,8 @@ class Overlay(dict[str, CastPolicy]):
         return f"({policies})" + ("" if self.recipe is None else self.recipe.text)
 
     @classmethod
-    def of_text(cls, text: str, origin: Origin = REGIONS_POLICY) -> "Overlay":
-        """Return the overlay that has a text."""
+    def of_text(cls, text: str, origin: Origin = REGIONS_POLICY) -> "Override":
+        """Return the override that has a text."""
         policies, _, recipe = text[1:].partition(")")
         entries = (entry.rpartition("=") for entry in policies.split(", ") if entry)
         return cls(
@@ -117,7 +117,7 @@ class Overlay(dict[str, CastPolicy]):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Overlay, (dict(self), self.origin, self._layers, self.recipe)
+        return Override, (dict(self), self.origin, self._layers, self.recipe)
 
 
 WATCHED = "something records, transforms or watches the ops"
@@ -136,16 +136,16 @@ NOT_PACKED = (WATCHED, NO_WEIGHT, NOTHING_KEPT, WRITTEN_UNSEEN, NO_ROOM, VIEWS_A
 
 
 class Settings(NamedTuple):
-    """What a region sets. None leaves what is there; in an `exact` one, no overlay and no cache mean none.
+    """What a region sets. None leaves what is there; in an `exact` one, no override and no cache mean none.
 
-    An overlay is laid over that of the enclosing region, unless the region is exact.
+    An override is laid over that of the enclosing region, unless the region is exact.
     """
 
     device_type: str
     enabled: bool
     dtype: torch.dtype
     cache_enabled: bool | None = None
-    overlay: Overlay | None = None
+    override: Override | None = None
     cache: WeightCache | None = None
     exact: bool = False
 
@@ -168,8 +168,8 @@ class StateMachine(Protocol):
     def open_regions(self, device_type: str, /) -> int:
         """Return how many regions for a device all threads together are in."""
 
-    def innermost(self, device_type: str, /) -> tuple[Overlay | None, WeightCache | None] | None:
-        """Return overlay and cache of the innermost region for a device, if this thread is in one."""
+    def innermost(self, device_type: str, /) -> tuple[Override | None, WeightCache | None] | None:
+        """Return override and cache of the innermost region for a device, if this thread is in one."""
 
     def nesting(self, device_type: str, /) -> int:
         """Return how many regions for a device this thread is in."""

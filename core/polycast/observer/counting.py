@@ -11,7 +11,7 @@ from ..engine.call_sites import BY_MODULE_RULE
 from ..engine.installation import installed
 from ..engine.kernels import autocast_key
 from ..engine.recorder import CHAIN_KINDS, NO_MODULE, Reading
-from ..engine.state import Overlay, Settings
+from ..engine.state import Override, Settings
 from ..plugins.backend import Backend
 from ..plugins.discovery import check_availability
 from ..plugins.registry import registry
@@ -51,7 +51,7 @@ class _Counted:
     def __init__(self, reading: Reading, modules: Sequence[Known]) -> None:
         self._reading = reading
         self._modules = modules
-        self._overlays: dict[int, Overlay] = {number: held[0] for number, held in reading["overlays"].items()}
+        self._overrides: dict[int, Override] = {number: held[0] for number, held in reading["overrides"].items()}
         self._decisions: dict[tuple[object, ...], tuple[str | None, str, str]] = {}
 
     def facts(self, run: Run) -> Facts:
@@ -145,14 +145,14 @@ class _Counted:
 
     def _chains(self) -> tuple[Chain, ...]:
         found, roots = [], []
-        for number, ops, overlay, module, device, dtype, consumer, count, size, cast_count in self._reading["chains"]:
+        for number, ops, override, module, device, dtype, consumer, count, size, cast_count in self._reading["chains"]:
             kind, fast = CHAIN_KINDS[number], "" if dtype is None else dtype_name(dtype)
             consumers = {} if consumer == NO_MODULE else {self._modules[consumer].name: cast_count}
             if kind == "loss_root":
                 roots.append(Chain("loss_in_fast_dtype", tuple(ops), self._name(module), fast, count, size))
                 continue
             about = ops[1] if kind == "unlisted_float32_op" else ops[0]
-            policy = self._decide(about, device, dtype, overlay)[0]
+            policy = self._decide(about, device, dtype, override)[0]
             if kind == "unlisted_float32_op" and policy is not None:
                 continue
             if kind == "float32_by_one_input" and policy not in (None, "promote", "passthrough"):
@@ -166,20 +166,20 @@ class _Counted:
 
     def _matmuls(self) -> tuple[Matmul, ...]:
         found = []
-        for op, backward, module, device, dtype, overlay, recipe, declined, calls, flops in self._reading["matmuls"]:
+        for op, backward, module, device, dtype, override, recipe, declined, calls, flops in self._reading["matmuls"]:
             if recipe is None:
-                recipe, declined = self._not_asked(op, device, dtype, overlay)
+                recipe, declined = self._not_asked(op, device, dtype, override)
             found.append(
                 Matmul(op, _phase(backward), self._name(module), device or "", recipe, declined or "", calls, flops)
             )
         return tuple(sorted(combine((), found), key=lambda each: (-each.flops, each.op, each.module or "")))
 
-    def _not_asked(self, op: str, device: str | None, dtype: torch.dtype | None, overlay: int) -> tuple[str, str]:
+    def _not_asked(self, op: str, device: str | None, dtype: torch.dtype | None, override: int) -> tuple[str, str]:
         """Return the recipe that an op ran under, which was not asked for it, and the reason; two empty texts: none."""
-        laid_over = self._overlays.get(overlay)
+        laid_over = self._overrides.get(override)
         if device is None or laid_over is None or laid_over.recipe is None or not laid_over.recipe.overloads:
             return "", ""
-        policy, rule, _ = self._decide(op, device, dtype, overlay)
+        policy, rule, _ = self._decide(op, device, dtype, override)
         if op in FUSED:
             reason = FUSED[op]
         elif policy is None:
@@ -221,19 +221,19 @@ class _Counted:
         return None if module == NO_MODULE else self._modules[module].name
 
     def _decide(
-        self, op: str, device: str | None, dtype: torch.dtype | None, overlay: int
+        self, op: str, device: str | None, dtype: torch.dtype | None, override: int
     ) -> tuple[str | None, str, str]:
         """Return the policy of an op, what decided it, and the name of that."""
         if device is None or dtype is None:
             return None, AUTOCAST_IS_OFF, ""
-        key = op, device, overlay
+        key = op, device, override
         if key not in self._decisions:
             backend = _backend(device)
             if backend is None or device not in installed:
                 theirs = has_kernel_for_dispatch_key(op, autocast_key(device))
                 self._decisions[key] = None, OTHERS_KERNEL if theirs else NO_RULE, ""
             else:
-                settings = Settings(device, True, dtype, overlay=self._overlays.get(overlay))
+                settings = Settings(device, True, dtype, override=self._overrides.get(override))
                 policy, rule, rule_name = deciding_rule(op, settings, backend)
                 self._decisions[key] = None if policy is None else policy.value, rule, rule_name
         return self._decisions[key]

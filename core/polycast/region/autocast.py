@@ -27,7 +27,7 @@ from ..policy.value import PolicyLike
 from .checkpoint import carry_regions
 from .decorate import decorate
 from .entry import fast_path, has_more_than_torch, put_in_place
-from .policies import overlay_of, with_recipe
+from .policies import override_of, with_recipe
 from .recipes import usable_recipe
 from .suspend import Suspendable
 
@@ -88,7 +88,7 @@ class autocast(TorchAutocast):
     __jit_unused_properties__ = ["_cache_enabled"]
     _fast_path: object
     """What leaves nothing to entering but state, as long as it is fully installed: the device; where the region has
-    policies or a cache, the kernels that it or its overlay was entered with, and None until then."""
+    policies or a cache, the kernels that it or its override was entered with, and None until then."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Return a new region; to Dynamo, which traces this, one that it has a place for in its graphs."""
@@ -135,10 +135,10 @@ class autocast(TorchAutocast):
             self._settings = _plain_settings(self.device, bool(enabled), dtype, cache_enabled)
         else:
             _check_cache(cache, cache_enabled)
-            overlay = None if policy is None else overlay_of(policy, self.device)
+            override = None if policy is None else override_of(policy, self.device)
             if recipe is not None:
-                overlay = with_recipe(overlay, usable_recipe(recipe, backend, bool(enabled)))
-            self._settings = Settings(self.device, bool(enabled), dtype, cache_enabled, overlay, cache)
+                override = with_recipe(override, usable_recipe(recipe, backend, bool(enabled)))
+            self._settings = Settings(self.device, bool(enabled), dtype, cache_enabled, override, cache)
             self._fast_path = fast_path(self._settings)
 
     # For any engine; one that has its own puts these in their place, see StateMachine.region_methods.

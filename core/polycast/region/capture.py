@@ -66,14 +66,14 @@ class Snapshot:
 def _active(enabled: bool = False) -> Iterator[Settings]:
     for device_type in autocast_supported_devices():
         region = state.machine.innermost(device_type)
-        overlay, cache = region if enabled and region is not None else (None, None)
+        override, cache = region if enabled and region is not None else (None, None)
         if region is not None or torch.is_autocast_enabled(device_type):
             yield Settings(
                 device_type,
                 enabled and torch.is_autocast_enabled(device_type),
                 torch.get_autocast_dtype(device_type),
                 torch.is_autocast_cache_enabled() if enabled else None,
-                overlay,
+                override,
                 cache,
                 exact=True,
             )

@@ -60,7 +60,7 @@ class _Recomputed:
             return function
         # The forward had no policies and no cache, and this backward runs in a region with some.
         return _InRegions(
-            function, Snapshot(tuple(region._replace(overlay=None, cache=None) for region in here.regions))
+            function, Snapshot(tuple(region._replace(override=None, cache=None) for region in here.regions))
         )
 
 

@@ -118,8 +118,8 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
     @functools.wraps(bwd)
     def decorated(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            overlay, cache = getattr(ctx, "_polycast_region", None) or (None, None)
-            settings = Settings(device_type, ctx._fwd_used_autocast, ctx._dtype, None, overlay, cache, exact=True)
+            override, cache = getattr(ctx, "_polycast_region", None) or (None, None)
+            settings = Settings(device_type, ctx._fwd_used_autocast, ctx._dtype, None, override, cache, exact=True)
         except AttributeError:
             raise RuntimeError(
                 f"{bwd.__qualname__} is decorated with custom_bwd, but its forward did not record its autocast state. "

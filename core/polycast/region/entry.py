@@ -22,13 +22,13 @@ def enter(owner: object, settings: Settings) -> bool:
 
 def has_more_than_torch(settings: Settings) -> bool:
     """Say whether a region has what is no part of torch's autocast state: policies, or a cache."""
-    return settings.overlay is not None or settings.cache is not None
+    return settings.override is not None or settings.cache is not None
 
 
 def fast_path(settings: Settings) -> object:
     """Return what leaves nothing to entering but state, as long as it is fully installed; None where nothing does."""
-    if settings.overlay is not None:
-        return settings.overlay.served_by.get(settings.device_type)
+    if settings.override is not None:
+        return settings.override.served_by.get(settings.device_type)
     return settings.device_type if settings.cache is None else None
 
 
@@ -40,9 +40,9 @@ def put_in_place(settings: Settings) -> Kernels | None:
     """
     kernels = None
     try:
-        if settings.enabled or settings.overlay:
-            kernels = kernels_of(settings.device_type, settings.overlay or ())
-        if settings.overlay or settings.cache is not None:
+        if settings.enabled or settings.override:
+            kernels = kernels_of(settings.device_type, settings.override or ())
+        if settings.override or settings.cache is not None:
             tell_policies_apart(settings.device_type)
         if has_more_than_torch(settings):
             for put in also_put_in_place:
@@ -50,6 +50,6 @@ def put_in_place(settings: Settings) -> Kernels | None:
     except BackendNotFoundError:
         if not settings.exact:  # a snapshot's may be of a region of torch's, for what no backend serves
             raise
-    if settings.overlay and kernels is not None:
-        settings.overlay.served_by[settings.device_type] = kernels
+    if settings.override and kernels is not None:
+        settings.override.served_by[settings.device_type] = kernels
     return kernels

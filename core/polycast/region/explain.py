@@ -28,7 +28,7 @@ from ..torch_internals.names import (
     resolve_packet,
 )
 from .explanation import NO_RULE, OTHERS_KERNEL, Argument, Explanation
-from .policies import overlay_of, with_recipe
+from .policies import override_of, with_recipe
 
 _Op: TypeAlias = str | OpOverload | OpOverloadPacket | CustomOpDef
 _Rule: TypeAlias = tuple[CastPolicy | None, str, str]
@@ -72,15 +72,15 @@ def explain(
     backend = registry.find(device_type)
     device_type = backend.device_type
     region = state.machine.innermost(device_type)
-    overlay = None if region is None else region[0]
-    own = None if policy is None else overlay_of(policy, device_type)
+    override = None if region is None else region[0]
+    own = None if policy is None else override_of(policy, device_type)
     if recipe is not None:
         own = with_recipe(own, read_recipe(recipe))
     here = Settings(
         device_type,
         torch.is_autocast_enabled(device_type),
         state.current_dtype(device_type, backend.default_dtype),
-        overlay=overlay if own is None else own.over(overlay),
+        override=override if own is None else own.over(override),
     )
     return explain_in(here, backend, op, args, kwargs)
 
@@ -100,10 +100,10 @@ def explain_in(
     call = _with_arguments(_without_arguments(chosen, region, backend), bound, backend)
     if not (call.recipe and call.enabled and call.reached):
         return call
-    assert region.overlay is not None
+    assert region.override is not None
     overload = find_op(chosen)
     assert overload is not None
-    reason = low_bit.why_not(region.overlay, chosen, backend.device_type, in_order(overload, (), bound))
+    reason = low_bit.why_not(region.override, chosen, backend.device_type, in_order(overload, (), bound))
     if reason is not None:
         return replace(call, declined=reason)
     assert call.arguments is not None
@@ -113,21 +113,21 @@ def explain_in(
 def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanation:
     policy, rule, rule_name = deciding_rule(op, region, backend)
     told = Explanation(op, region.device_type, region.enabled, region.dtype, policy, rule, rule_name, calls=op)
-    overlay = region.overlay
-    if overlay is None or overlay.recipe is None or op not in overlay.low_bit:
+    override = region.override
+    if override is None or override.recipe is None or op not in override.low_bit:
         return told
     if policy is not CastPolicy.LOWER_PRECISION_FP:
         return told
-    declined = low_bit.why_no_kernel(overlay, op, region.device_type)
-    return replace(told, recipe=overlay.recipe.short, declined=declined)
+    declined = low_bit.why_no_kernel(override, op, region.device_type)
+    return replace(told, recipe=override.recipe.short, declined=declined)
 
 
 def deciding_rule(op: str, region: Settings, backend: Backend) -> _Rule:
     """Return the policy of an op, what decides it, and its name: the first that says something, from the inside out."""
-    if region.overlay is not None and op in region.overlay:
-        origin = region.overlay.decided_by(op)
+    if region.override is not None and op in region.override:
+        origin = region.override.decided_by(op)
         assert origin is not None
-        return region.overlay[op], *origin
+        return region.override[op], *origin
     for scope, rule in ((region.device_type, f"register_op for {region.device_type}"), (None, "register_op")):
         for registration in registrations:
             if registration.device_type == scope and op in registration.ops:

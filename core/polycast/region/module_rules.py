@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from ..engine.state import Overlay
+from ..engine.state import Override
 from ..policy.modules import FP32, OFF, ModuleFinder, ModuleRule
 from ..policy.names import read_dtype
 from ..policy.ops import Ops
@@ -154,7 +154,7 @@ def _rules_by_module(model: nn.Module, policy: Policy, finder: ModuleFinder) -> 
 
 
 def _text(rule: Rule) -> str:
-    return Overlay(rule.ops.resolved if rule.ops is not None else {}, recipe=rule.recipe).text
+    return Override(rule.ops.resolved if rule.ops is not None else {}, recipe=rule.recipe).text
 
 
 def _read(key: str, rule: ModuleRule) -> Rule:

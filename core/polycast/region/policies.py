@@ -9,18 +9,18 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..engine.state import MODULE_RULE, REGIONS_POLICY, Origin, Overlay
+from ..engine.state import MODULE_RULE, REGIONS_POLICY, Origin, Override
 from ..policy.ops import Ops
 from ..policy.recipes import Recipe
 from ..policy.value import Policy, PolicyLike
 
 _KEPT = 256
-_NONE: tuple[int, Overlay | None] = (-1, None)
+_NONE: tuple[int, Override | None] = (-1, None)
 _by_items: dict[tuple[Any, ...], Policy] = {}
 
 
-def overlay_of(policy: PolicyLike, device_type: str) -> Overlay | None:
-    """Return the overlay of a region for a device; None where the policy says nothing of ops there.
+def override_of(policy: PolicyLike, device_type: str) -> Override | None:
+    """Return the override of a region for a device; None where the policy says nothing of ops there.
 
     Raises:
         ValueError: the policy has rules for modules.
@@ -31,43 +31,43 @@ def overlay_of(policy: PolicyLike, device_type: str) -> Overlay | None:
     part = policy.for_device(device_type)
     found = part.ops.resolved
     count: int
-    overlay: Overlay | None
-    count, overlay = part.derived.get(Overlay, _NONE)
+    override: Override | None
+    count, override = part.derived.get(Override, _NONE)
     if count != len(found):  # not looked up yet, or a library was loaded since that has an optional op
         if policy.has_module_rules:
             raise ValueError(
                 "policy= has rules for modules, and a region does not see which module calls an op: put the model "
                 "under the policy with polycast.apply_policy(model, policy), and leave policy= out."
             )
-        overlay = _overlay(part.ops, REGIONS_POLICY._replace(name=part.name), len(found)) if found else None
-        part.derived[Overlay] = len(found), overlay
-    return overlay
+        override = _override(part.ops, REGIONS_POLICY._replace(name=part.name), len(found)) if found else None
+        part.derived[Override] = len(found), override
+    return override
 
 
-def with_recipe(overlay: Overlay | None, recipe: Recipe) -> Overlay:
-    """Return an overlay with a recipe more: one and the same for the same two, as long as there are both."""
-    origin = REGIONS_POLICY if overlay is None else overlay.origin
-    made: Overlay | None
-    of, made = recipe.derived.get(Overlay, (None, None))
-    if made is None or of is not overlay:
-        made = Overlay(overlay or {}, origin, recipe=recipe)
-        recipe.derived[Overlay] = overlay, made
+def with_recipe(override: Override | None, recipe: Recipe) -> Override:
+    """Return an override with a recipe more: one and the same for the same two, as long as there are both."""
+    origin = REGIONS_POLICY if override is None else override.origin
+    made: Override | None
+    of, made = recipe.derived.get(Override, (None, None))
+    if made is None or of is not override:
+        made = Override(override or {}, origin, recipe=recipe)
+        recipe.derived[Override] = override, made
     return made
 
 
-def overlay_of_rule(ops: Ops, name: str, recipe: Recipe | None = None) -> Overlay | None:
-    """Return the overlay of the region that a rule for a module opens, by the name of the rule."""
+def override_of_rule(ops: Ops, name: str, recipe: Recipe | None = None) -> Override | None:
+    """Return the override of the region that a rule for a module opens, by the name of the rule."""
     found = ops.resolved
     origin = MODULE_RULE._replace(name=name)
     if recipe is not None:
-        return Overlay(found, origin, recipe=recipe)
-    return _overlay(ops, origin, len(found)) if found else None
+        return Override(found, origin, recipe=recipe)
+    return _override(ops, origin, len(found)) if found else None
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _overlay(ops: Ops, origin: Origin, _found: int) -> Overlay:
-    """Return an overlay: one and the same for equal policies, as long as it is kept."""
-    return Overlay(ops.resolved, origin)
+def _override(ops: Ops, origin: Origin, _found: int) -> Override:
+    """Return an override: one and the same for equal policies, as long as it is kept."""
+    return Override(ops.resolved, origin)
 
 
 def _kept(policy: Mapping[Any, Any] | str | os.PathLike[str]) -> Policy:

@@ -17,7 +17,7 @@ from .autocast import autocast
 from .cast_arguments import CastArguments
 from .checkpoint import carry_regions
 from .entry import fast_path
-from .policies import overlay_of_rule
+from .policies import override_of_rule
 from .recipes import usable_recipe
 
 FORWARD = "forward"
@@ -34,7 +34,7 @@ class Rule(NamedTuple):
     cast_inputs: bool = False
     ops: Ops | None = None
     policies: str = ""
-    """Those of `ops`, and the recipe, as the text of an overlay, which compiled code is made from and guarded by."""
+    """Those of `ops`, and the recipe, as the text of an override, which compiled code is made from and guarded by."""
     recipe: Recipe | None = None
 
 
@@ -211,9 +211,9 @@ class _ModuleRegion(autocast):
     def __init__(self, device: str, dtype: torch.dtype, rule: Rule) -> None:
         super().__init__(device, dtype, rule.enabled)
         recipe = None if rule.recipe is None else usable_recipe(rule.recipe, registry.find(device), rule.enabled)
-        overlay = overlay_of_rule(rule.ops or Ops(), rule.text, recipe)
-        if overlay is not None:
-            self._settings = self._settings._replace(overlay=overlay)
+        override = override_of_rule(rule.ops or Ops(), rule.text, recipe)
+        if override is not None:
+            self._settings = self._settings._replace(override=override)
             self._fast_path = fast_path(self._settings)
 
 

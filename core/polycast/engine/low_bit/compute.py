@@ -13,7 +13,7 @@ from .. import state
 from ..casts.weights import parameter_of
 from ..disable_dynamo import disable_dynamo
 from ..inference import in_function
-from ..state import NO_WEIGHT, WATCHED, Overlay
+from ..state import NO_WEIGHT, WATCHED, Override
 from .listeners import tell
 from .operators import traced
 from .plan import NO_KERNEL, plan_of
@@ -58,17 +58,17 @@ def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False)
     return None
 
 
-def why_no_kernel(overlay: Overlay, op: str, device_type: str) -> str | None:
+def why_no_kernel(override: Override, op: str, device_type: str) -> str | None:
     """Say why no call of an op would be computed by the recipe: there is no kernel; None: there is one."""
-    plan = plan_of(overlay, device_type)
+    plan = plan_of(override, device_type)
     return NO_KERNEL if plan is None else None if op in plan.kernels else plan.refusal
 
 
-def why_not(overlay: Overlay, op: str, device_type: str, args: Sequence[Any]) -> str | None:
+def why_not(override: Override, op: str, device_type: str, args: Sequence[Any]) -> str | None:
     """Say why a call would not be computed by the recipe, of arguments that may be fake; None: it would be."""
-    plan = plan_of(overlay, device_type)
+    plan = plan_of(override, device_type)
     if plan is None or op not in plan.kernels:
-        return why_no_kernel(overlay, op, device_type)
+        return why_no_kernel(override, op, device_type)
     weight = args[plan.kernels[op].weight]
     if isinstance(weight, torch.Tensor) and not weight.is_meta and parameter_of(weight) is None:
         return NO_WEIGHT

@@ -21,7 +21,7 @@ from ...torch_internals.names import disable_current_modes, has_python_key
 from .. import state
 from ..casts.weight_cache import WeightCache
 from ..casts.weights import caching_is_safe
-from ..state import NOTHING_KEPT, Overlay
+from ..state import NOTHING_KEPT, Override
 from .kept_weights import Keep, forget_all, parameters
 
 NO_KERNEL = "the backend has no kernel for it"
@@ -184,14 +184,14 @@ def _is_special(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or has_python_key(tensor)
 
 
-def plan_of(overlay: Overlay, device_type: str) -> Plan | None:
-    """Return the kernels by which a region with an overlay computes on a device; None where it has no recipe."""
+def plan_of(override: Override, device_type: str) -> Plan | None:
+    """Return the kernels by which a region with an override computes on a device; None where it has no recipe."""
     backend = registry.find(device_type)
-    plan: Plan | None = overlay.derived.get((Plan, device_type))
+    plan: Plan | None = override.derived.get((Plan, device_type))
     if plan is None or plan.backend is not backend:
-        if overlay.recipe is None:
+        if override.recipe is None:
             return None
-        plan = overlay.derived[Plan, device_type] = plan_for(backend, overlay.recipe)
+        plan = override.derived[Plan, device_type] = plan_for(backend, override.recipe)
     return plan
 
 

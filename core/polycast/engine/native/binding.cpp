@@ -38,16 +38,16 @@ void take_locks() {
   take(LeftBehind::things().mutex());
 }
 
-// overlay(policies): a mapping of the numbers of ops to those of policies
-PyObject* make_overlay(PyTypeObject*, PyObject* arguments, PyObject*) {
+// override(policies): a mapping of the numbers of ops to those of policies
+PyObject* make_override(PyTypeObject*, PyObject* arguments, PyObject*) {
   PyObject* policies;
   parse(arguments, "O!", &PyDict_Type, &policies);
-  auto overlay = std::make_shared<Overlay>();
+  auto override = std::make_shared<Override>();
   PyObject *number, *policy;
   for (Py_ssize_t position = 0; PyDict_Next(policies, &position, &number, &policy) != 0;) {
-    overlay->set(PyLong_AsLongLong(number), static_cast<Policy>(PyLong_AsLong(policy)));
+    override->set(PyLong_AsLongLong(number), static_cast<Policy>(PyLong_AsLong(policy)));
   }
-  return Holder<const Overlay>::make(std::move(overlay));
+  return Holder<const Override>::make(std::move(override));
 }
 
 // Store(max_bytes, verify)
@@ -124,8 +124,8 @@ PyObject* library_remove(PyObject* self, PyObject*) {
 PyObject* observing(PyObject*, PyObject*) {
   static Engine engine{
       [] { return &observed_op; },
-      [](DeviceType device) { return static_cast<const void*>(region_of(device).overlay); },
-      &hold_overlay,
+      [](DeviceType device) { return static_cast<const void*>(region_of(device).override); },
+      &hold_override,
       [](std::shared_ptr<void> thing) { LeftBehind::things().leave(std::move(thing)); },
       [] { LeftBehind::things().free(); },
       [] { return Writes::log().count(); },
@@ -172,16 +172,16 @@ PyObject* forget(PyObject*, PyObject* tensors) {
   return Py_NewRef(Py_None);
 }
 
-// bind(policies, overlay, store, rewritten, error, text, of_traced, by_identity, low_bit, part): what is called in
+// bind(policies, override, store, rewritten, error, text, of_traced, by_identity, low_bit, part): what is called in
 // Python, and a part of a storage
 PyObject* bind(PyObject*, PyObject* arguments) {
-  PyObject *policies, *overlay, *store, *rewritten, *error, *of_traced, *by_identity, *low_bit, *part;
+  PyObject *policies, *override, *store, *rewritten, *error, *of_traced, *by_identity, *low_bit, *part;
   const char* text;
   parse(
-      arguments, "OOOOOsOOOO", &policies, &overlay, &store, &rewritten, &error, &text, &of_traced, &by_identity, &low_bit, &part);
+      arguments, "OOOOOsOOOO", &policies, &override, &store, &rewritten, &error, &text, &of_traced, &by_identity, &low_bit, &part);
   const auto names = each_of(policies, &string_of);
   TORCH_CHECK(std::equal(names.begin(), names.end(), kPolicyNames.begin(), kPolicyNames.end()));
-  keep(native_overlay, overlay);
+  keep(native_override, override);
   keep(native_store, store);
   keep(storages_are_rewritten, rewritten);
   keep(stale_weight_error, error);
@@ -234,7 +234,7 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "polycast_native", "The native 
 
 PyMODINIT_FUNC PyInit_polycast_native() {
   PyObject* const module = PyModule_Create(&definition);
-  if (module == nullptr || !add_class<const Overlay, &make_overlay>(module, "polycast_native.Overlay", no_methods) ||
+  if (module == nullptr || !add_class<const Override, &make_override>(module, "polycast_native.Override", no_methods) ||
       !add_class<Store, &make_store>(module, "polycast_native.Store", store_methods) ||
       !add_class<Library, &make_library>(module, "polycast_native.Library", library_methods)) {
     Py_XDECREF(module);

@@ -25,7 +25,7 @@ from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, autocast_key, refusal
 from ..low_bit import compute as low_bit
 from ..recorder import Observer, Recorder
-from ..state import NOT_PACKED, Overlay, Settings
+from ..state import NOT_PACKED, Override, Settings
 
 _lock = threading.RLock()
 hold_during_fork(lambda: [_lock])
@@ -62,7 +62,7 @@ class NativeEngine:
         policies = [policy.name for policy in CastPolicy]
         extension.bind(
             policies,
-            self._native_overlay,
+            self._native_override,
             self._native_store,
             storages_are_rewritten,
             StaleWeightError,
@@ -87,7 +87,7 @@ class NativeEngine:
         self.region_methods = extension.region_methods
 
     def number(self, name: str) -> int:
-        """Return the number by which kernels and overlays know an op."""
+        """Return the number by which kernels and overrides know an op."""
         number = _numbers.setdefault(name, next(_unused_numbers))  # two threads never get one for two ops
         _names[number] = name
         return number
@@ -113,12 +113,12 @@ class NativeEngine:
         return None if cache is None else self._native_store(cache)
 
     @disable_dynamo
-    def _native_overlay(self, overlay: Overlay) -> Any:
-        native = overlay.derived.get(NativeEngine)
+    def _native_override(self, override: Override) -> Any:
+        native = override.derived.get(NativeEngine)
         if native is None:
-            policies = {self.number(name): _POLICIES[policy] for name, policy in overlay.items()}
-            policies |= {self.number(name): _LOW_BIT for name in overlay.low_bit}
-            native = overlay.derived[NativeEngine] = self._extension.Overlay(policies)
+            policies = {self.number(name): _POLICIES[policy] for name, policy in override.items()}
+            policies |= {self.number(name): _LOW_BIT for name in override.low_bit}
+            native = override.derived[NativeEngine] = self._extension.Override(policies)
         return native
 
     def watch_writes(self) -> None:
@@ -168,7 +168,7 @@ class NativeObserver:
         self.note_compiling: Callable[[bool], None] = extension.note_compiling
         self.note_low_bit: Callable[[str, str], None] = extension.note_low_bit
         # See Listener in the reference engine.
-        self.note_overlay = extension.note_overlay
+        self.note_override = extension.note_override
         self.note_cast = extension.note_cast
         self.note_entry = extension.note_entry
         self.note_exit = extension.note_exit

@@ -24,7 +24,7 @@
 namespace {  // all is one unit, binding.cpp
 
 // The order is that of polycast.CastPolicy, which bind() checks.
-// kNone is that of an op that is in an overlay and not in the table, outside regions with that overlay.
+// kNone is that of an op that is in an override and not in the table, outside regions with that override.
 // kLowBit is that of an op which the region's recipe is for: it is one of LOWER_PRECISION_FP that the recipe may run.
 enum class Policy : int8_t {
   kNone = -1, kLowerPrecisionFp, kFp32, kFp32SetOptDtype, kFp32AppendDtype, kPromote, kBanned, kPassthrough, kLowBit };
@@ -33,7 +33,7 @@ constexpr std::array<const char*, 7> kPolicyNames = {
     "LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "FP32_APPEND_DTYPE", "PROMOTE", "BANNED", "PASSTHROUGH"};
 
 // The policies that a region lays over the table, by the number that an op has in this process.
-class Overlay {
+class Override {
  public:
   void set(int64_t number, Policy policy) {
     const auto index = static_cast<size_t>(number);
@@ -54,8 +54,8 @@ class Overlay {
 
 // A region that the thread is in; see Frame in state_machine.py.
 struct Frame {
-  Object owner, settings, overlay, cache;
-  std::shared_ptr<const Overlay> policies;
+  Object owner, settings, override, cache;
+  std::shared_ptr<const Override> policies;
   std::shared_ptr<Store> store;  // the user's; none: casts are the thread's own
   DeviceType device;
   bool enabled_before, cache_enabled_before;
@@ -72,7 +72,7 @@ std::atomic<int>& open_count_of(DeviceType device) { return open_count[static_ca
 // What kernels read of the region for a device that the thread is in; the innermost frame holds it.
 struct DeviceRegion {
   Frame* innermost = nullptr;
-  const Overlay* overlay = nullptr;
+  const Override* override = nullptr;
   Store* store = nullptr;
   RegionCasts* casts = nullptr;  // the thread's own
   int depth = 0;
@@ -163,7 +163,7 @@ class Frames {
   void set_innermost(DeviceType device, Frame* frame) {
     DeviceRegion& region = of(device);
     region.innermost = frame;
-    region.overlay = frame ? frame->policies.get() : nullptr;
+    region.override = frame ? frame->policies.get() : nullptr;
     region.store = frame ? frame->store.get() : nullptr;
     region.casts = frame ? casts_ : nullptr;
   }

@@ -76,8 +76,8 @@ class Kernel final : public c10::OperatorKernel {
 
   // Whether the region's recipe is for the op.
   C10_ALWAYS_INLINE bool has_recipe() const {
-    const Overlay* const overlay = region_of(device_).overlay;
-    return C10_UNLIKELY(overlay != nullptr) && overlay->over(op_.policy, op_.number) == Policy::kLowBit;
+    const Override* const override = region_of(device_).override;
+    return C10_UNLIKELY(override != nullptr) && override->over(op_.policy, op_.number) == Policy::kLowBit;
   }
 
   // Have the op computed by it; an undefined tensor where it is to run in the fast dtype.
@@ -177,8 +177,8 @@ class Kernel final : public c10::OperatorKernel {
   [[noreturn]] C10_NOINLINE void refuse() const { TORCH_CHECK(false, op_.refusal); }
 
   C10_ALWAYS_INLINE Policy policy(const DeviceRegion& region) const {
-    const Overlay* const overlay = region.overlay;
-    return C10_UNLIKELY(overlay != nullptr) ? overlay->over(op_.policy, op_.number) : op_.policy;
+    const Override* const override = region.override;
+    return C10_UNLIKELY(override != nullptr) ? override->over(op_.policy, op_.number) : op_.policy;
   }
 
   c10::IValue& argument(torch::jit::Stack* stack, size_t position) const {

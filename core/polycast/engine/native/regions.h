@@ -27,7 +27,7 @@
 namespace {  // all is one unit, binding.cpp
 
 // Set by bind(); they live as long as the process.
-PyObject* native_overlay = nullptr;  // this engine's Overlay for one of engine/state.py
+PyObject* native_override = nullptr;  // this engine's Override for one of engine/state.py
 PyObject* native_store = nullptr;    // this engine's Store for a WeightCache
 
 // What a thread has: the frames of its regions, and their casts.
@@ -103,29 +103,29 @@ ThreadRegions& here() {
   return *this_thread.regions;
 }
 
-// Lay the overlay of a new frame over the one below it, or over None. A program enters the same few again and again, so the last
+// Lay the override of a new frame over the one below it, or over None. A program enters the same few again and again, so the last
 // answers are kept. Called with the GIL held; runs Python where there is no answer yet.
 void lay_over(Frame& frame, PyObject* below) {
   struct Answer {
-    Object overlay, below, result;
-    std::shared_ptr<const Overlay> policies;
+    Object override, below, result;
+    std::shared_ptr<const Override> policies;
   };
   static auto* const answers = new std::array<Answer, 16>();
   static size_t oldest = 0;
   const Answer* found = std::find_if(answers->begin(), answers->end(), [&](const Answer& answer) {
-    return answer.overlay.get() == frame.overlay.get() && answer.below.get() == below;
+    return answer.override.get() == frame.override.get() && answer.below.get() == below;
   });
   Answer made;
   if (found == answers->end()) {
-    Object result = below == Py_None ? frame.overlay : Object::made(PyObject_CallMethod(frame.overlay.get(), "over", "(O)", below));
-    auto policies = Holder<const Overlay>::of(call(native_overlay, "(O)", result.get()).get());
-    made = {frame.overlay, Object::of(below), std::move(result), std::move(policies)};
+    Object result = below == Py_None ? frame.override : Object::made(PyObject_CallMethod(frame.override.get(), "over", "(O)", below));
+    auto policies = Holder<const Override>::of(call(native_override, "(O)", result.get()).get());
+    made = {frame.override, Object::of(below), std::move(result), std::move(policies)};
     std::swap(made, (*answers)[oldest]);  // what was there dies as we return
     found = &(*answers)[oldest];
     oldest = (oldest + 1) % answers->size();
   }
   frame.policies = found->policies;
-  frame.overlay = found->result;
+  frame.override = found->result;
 }
 
 // Enter a region; see StateMachine in engine/state.py. Python may run before the state is changed, and not after it.
@@ -141,13 +141,13 @@ bool enter_region(PyObject* owner, PyObject* all_settings) {
   auto frame = std::make_unique<Frame>();
   frame->owner = Object::of(owner);
   frame->settings = Object::of(all_settings);
-  frame->overlay = Object::of(settings[4]);
+  frame->override = Object::of(settings[4]);
   frame->cache = Object::of(settings[5]);
   frame->device = device;
   const bool inherits = settings[6] == Py_False;
-  if (!frame->overlay.is_none()) {
+  if (!frame->override.is_none()) {
     const Frame* const below = inherits ? region_of(device).innermost : nullptr;
-    const Object its = below == nullptr ? Object::of(Py_None) : below->overlay;  // Python may run, and the region end
+    const Object its = below == nullptr ? Object::of(Py_None) : below->override;  // Python may run, and the region end
     lay_over(*frame, its.get());
   }
   if (!frame->cache.is_none()) {
@@ -160,7 +160,7 @@ bool enter_region(PyObject* owner, PyObject* all_settings) {
   if (const Frame* const below = region_of(device).innermost; below != nullptr && inherits) {
     if (frame->policies == nullptr) {
       frame->policies = below->policies;
-      frame->overlay = below->overlay;
+      frame->override = below->override;
     }
     if (frame->store == nullptr) {
       frame->store = below->store;
@@ -218,13 +218,13 @@ std::optional<bool> leave_region(PyObject* owner) {
 }
 
 // See Engine in observing.h.
-PyObject* hold_overlay(DeviceType device, const void* overlay) {
+PyObject* hold_override(DeviceType device, const void* override) {
   const Frame* const frame = region_of(device).innermost;
-  if (frame == nullptr || frame->policies.get() != overlay) {
+  if (frame == nullptr || frame->policies.get() != override) {
     return nullptr;
   }
-  const Object held = frame->overlay;
-  Object policies = Object::made(Holder<const Overlay>::make(frame->policies));
+  const Object held = frame->override;
+  Object policies = Object::made(Holder<const Override>::make(frame->policies));
   return Object::made(Py_BuildValue("(ON)", held.get(), policies.release())).release();
 }
 
@@ -260,10 +260,10 @@ PyObject* last(PyObject*, PyObject*) {
   return frame == nullptr ? Py_NewRef(Py_None) : Py_BuildValue("(OO)", frame->owner.get(), frame->settings.get());
 }
 
-// innermost(device_type) -> (overlay, cache) of the innermost region for a device, or None.
+// innermost(device_type) -> (override, cache) of the innermost region for a device, or None.
 PyObject* innermost(PyObject*, PyObject* device_type) {
   const Frame* const frame = region_of(device_of(device_type)).innermost;
-  return frame == nullptr ? Py_NewRef(Py_None) : Py_BuildValue("(OO)", frame->overlay.get(), frame->cache.get());
+  return frame == nullptr ? Py_NewRef(Py_None) : Py_BuildValue("(OO)", frame->override.get(), frame->cache.get());
 }
 
 // nesting(device_type) -> int

@@ -105,7 +105,7 @@ class _Kernel:
             if told is not None:
                 region = self.machine.innermost(self.device_type)
                 if region is not None and region[0] is not None:
-                    told.note_overlay(region[0])
+                    told.note_override(region[0])
             if policy is CastPolicy.LOWER_PRECISION_FP and self.machine.computes_low_bit(self.name, self.device_type):
                 result = low_bit.perform(self.name, self.device_type, in_order(self.op, args, kwargs))
                 if result is not None:

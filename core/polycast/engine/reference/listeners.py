@@ -8,14 +8,14 @@ from typing import Protocol
 import torch
 
 from ...common.atfork import hold_during_fork
-from ..state import Overlay
+from ..state import Override
 
 
 class Listener(Protocol):
     """Who is told."""
 
-    def note_overlay(self, overlay: Overlay, /) -> None:
-        """The op that runs now has its policy from an overlay."""
+    def note_override(self, override: Override, /) -> None:
+        """The op that runs now has its policy from an override."""
 
     def note_cast(
         self, tensor: torch.Tensor, cast: torch.Tensor, of_weight: bool, found: bool | None, seconds: float, /

@@ -12,7 +12,7 @@ from ...policy.cast_policy import CastPolicy
 from ...torch_internals.names import excluded_keys, is_function_mode_enabled
 from ..casts.weight_cache import WeightCache
 from ..casts.weights import Source, caching_is_safe, is_all_of, weight_of
-from ..state import NO_WEIGHT, NOTHING_KEPT, WATCHED, Overlay, Settings
+from ..state import NO_WEIGHT, NOTHING_KEPT, WATCHED, Override, Settings
 from . import listeners as telling
 from .store import PythonStore, with_history
 
@@ -33,7 +33,7 @@ class Frame:
         self.enabled_before = torch.is_autocast_enabled(settings.device_type)
         self.dtype_before = torch.get_autocast_dtype(settings.device_type)
         self.cache_enabled_before = torch.is_autocast_cache_enabled()
-        self.overlay = settings.overlay
+        self.override = settings.override
         self.cache = settings.cache
         self.older: Frame | None = None
         self.newer: Frame | None = None
@@ -41,7 +41,7 @@ class Frame:
         self.below = below
         self.above: Frame | None = None
         if below is not None and not settings.exact:
-            self.overlay = below.overlay if self.overlay is None else self.overlay.over(below.overlay)
+            self.override = below.override if self.override is None else self.override.over(below.override)
             self.cache = below.cache if self.cache is None else self.cache
 
 
@@ -183,10 +183,10 @@ class PythonStateMachine:
     def _living(self) -> list[_ThreadRegions]:
         return [regions for thread in self._threads.copy() if (regions := thread()) is not None]
 
-    def innermost(self, device_type: str) -> tuple[Overlay | None, WeightCache | None] | None:
+    def innermost(self, device_type: str) -> tuple[Override | None, WeightCache | None] | None:
         """Return what the innermost region for a device has."""
         frame = self._regions.innermost.get(device_type)
-        return None if frame is None else (frame.overlay, frame.cache)
+        return None if frame is None else (frame.override, frame.cache)
 
     def nesting(self, device_type: str) -> int:
         """Count the regions for a device."""
@@ -211,8 +211,8 @@ class PythonStateMachine:
     def policy(self, name: str, device_type: str, default: CastPolicy | None) -> CastPolicy | None:
         """Return the policy of an op in this thread's region."""
         region = self.innermost(device_type)
-        overlay = None if region is None else region[0]
-        return default if overlay is None else overlay.get(name, default)
+        override = None if region is None else region[0]
+        return default if override is None else override.get(name, default)
 
     def packing(
         self, cache: WeightCache, weight: torch.Tensor, kind: int, prepare: Callable[[torch.Tensor], Any]

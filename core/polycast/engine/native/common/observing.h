@@ -42,10 +42,10 @@ struct Engine {
   // Where the thread's op has its address while one is observed; it stays where it is as long as the thread lives.
   ObservedCall** (*observed_op)();
   // The policies that the thread's region lays over the table, told by their address; null: none.
-  const void* (*overlay)(DeviceType device);
-  // Return the overlay in Python and what holds those policies, or null where the region has others by now. Called with the GIL
+  const void* (*override)(DeviceType device);
+  // Return the override in Python and what holds those policies, or null where the region has others by now. Called with the GIL
   // held.
-  PyObject* (*hold_overlay)(DeviceType device, const void* overlay);
+  PyObject* (*hold_override)(DeviceType device, const void* override);
   // Have something freed by the next holder of the GIL that comes by; and free what was left so far, with the GIL held.
   void (*leave_behind)(std::shared_ptr<void> thing);
   void (*free_left_behind)();

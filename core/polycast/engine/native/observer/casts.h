@@ -24,13 +24,13 @@ void note_chain(ObservedOp& op, const Tensor& tensor, ScalarType target, uint64_
     if (producer->fast_before != nullptr) {
       const uint64_t is_first_cast = !std::exchange(producer->is_noted, true);
       op.chains.push_back(
-          {Chain{ChainKind::kUnlistedFloat32, {producer->fast_before, producer->op, op.op}, producer->overlay, kNoModule,
+          {Chain{ChainKind::kUnlistedFloat32, {producer->fast_before, producer->op, op.op}, producer->override, kNoModule,
                  producer->device, target},
            {is_first_cast, is_first_cast * 2 * bytes, 1}, producer->modules});
     }
   } else if (target == at::kFloat && producer->cast_down) {
     op.chains.push_back(
-        {Chain{ChainKind::kRoundTrip, {producer->op, op.op}, op.overlay, kNoModule, op.device, tensor.scalar_type()},
+        {Chain{ChainKind::kRoundTrip, {producer->op, op.op}, op.override, kNoModule, op.device, tensor.scalar_type()},
          {1, bytes, 1}, std::nullopt});
   }
 }

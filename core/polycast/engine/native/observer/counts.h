@@ -160,17 +160,17 @@ class Sources {
   c10::SmallVector<SourceCounts, 2> sources_;
 };
 
-// What calls of an op are told apart by. An overlay is told by its address: the recorder holds it.
+// What calls of an op are told apart by. An override is told by its address: the recorder holds it.
 struct Where {
   const OpInfo* op;
-  const void* overlay;
+  const void* override;
   int module;
   int8_t device;  // the one whose autocast looked; -1: none did
   ScalarType fast;
   bool backward;
 
   bool operator==(const Where& other) const {
-    return op == other.op && overlay == other.overlay && module == other.module && device == other.device &&
+    return op == other.op && override == other.override && module == other.module && device == other.device &&
         fast == other.fast && backward == other.backward;
   }
 };
@@ -178,7 +178,7 @@ struct Where {
 struct WhereHash {
   size_t operator()(const Where& where) const {
     const auto mix = [](size_t hash, size_t value) { return (hash ^ value) * 0x9E3779B97F4A7C15ull; };
-    size_t hash = mix(reinterpret_cast<uintptr_t>(where.op) >> 4, reinterpret_cast<uintptr_t>(where.overlay));
+    size_t hash = mix(reinterpret_cast<uintptr_t>(where.op) >> 4, reinterpret_cast<uintptr_t>(where.override));
     hash = mix(hash, static_cast<size_t>(where.module) * 512 + static_cast<size_t>(where.device) * 2 + where.backward);
     return mix(hash, static_cast<size_t>(where.fast)) >> 7;
   }
@@ -214,13 +214,13 @@ enum class ChainKind : int8_t { kRoundTrip, kFloat32ByOneInput, kUnlistedFloat32
 struct Chain {
   ChainKind kind;
   std::array<const OpInfo*, 3> ops;  // or one that has the name of a node
-  const void* overlay;             // of the op that it is about
+  const void* override;             // of the op that it is about
   int module;
   int8_t device;
   ScalarType fast;
   int consumer = kNoModule;  // the module that took what an op in another returned, where that is the one that it is about
 
-  auto key() const { return std::tie(kind, ops, overlay, module, device, fast, consumer); }
+  auto key() const { return std::tie(kind, ops, override, module, device, fast, consumer); }
   bool operator<(const Chain& other) const { return key() < other.key(); }
 };
 
@@ -240,14 +240,14 @@ using Outcome = std::pair<std::string, std::string>;
 // What calls of ops that multiply matrices are told apart by.
 struct Matmul {
   const OpInfo* op;
-  const void* overlay;
+  const void* override;
   const Outcome* outcome;  // null: no recipe was asked
   int module;
   int8_t device;
   ScalarType fast;
   bool backward;
 
-  auto key() const { return std::tie(op, overlay, outcome, module, device, fast, backward); }
+  auto key() const { return std::tie(op, override, outcome, module, device, fast, backward); }
   bool operator<(const Matmul& other) const { return key() < other.key(); }
 };
 

@@ -105,14 +105,14 @@ PyObject* note_compiling(PyObject*, PyObject* begins) {
   return Py_NewRef(Py_None);
 }
 
-// note_overlay(overlay), for kernels in Python: the overlay that an op runs under.
-PyObject* note_overlay(PyObject*, PyObject* overlay) {
+// note_override(override), for kernels in Python: the override that an op runs under.
+PyObject* note_override(PyObject*, PyObject* override) {
   if (ObservedOp* const op = observed_op_here()) {
-    op->overlay = overlay;
-    const Object held = Object::made(Py_BuildValue("(O)", overlay));  // before a lock: Python may run
+    op->override = override;
+    const Object held = Object::made(Py_BuildValue("(O)", override));  // before a lock: Python may run
     for (const auto& table : op->watch->tables) {
       std::lock_guard<std::mutex> lock(table->recorder->mutex);
-      table->recorder->overlays.try_emplace(overlay, held);
+      table->recorder->overrides.try_emplace(override, held);
     }
   }
   return Py_NewRef(Py_None);
@@ -180,7 +180,7 @@ PyMethodDef functions[] = {
     {"enter_module", &raising<&pass_module<true>>, METH_O, "A module begins to compute."},
     {"leave_module", &raising<&pass_module<false>>, METH_O, "A module has computed."},
     {"note_compiling", &raising<&note_compiling>, METH_O, "A compiler begins, or is done."},
-    {"note_overlay", &raising<&note_overlay>, METH_O, "An op runs under an overlay."},
+    {"note_override", &raising<&note_override>, METH_O, "An op runs under an override."},
     {"note_low_bit", &raising<&note_low_bit>, METH_VARARGS, "A recipe was to compute an op."},
     {"note_cast", &raising<&note_python_cast>, METH_VARARGS, "A tensor was cast."},
     {"note_entry", &raising<&note_python_entry>, METH_VARARGS, "A region was entered."},

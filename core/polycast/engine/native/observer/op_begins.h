@@ -242,7 +242,7 @@ std::unique_ptr<at::ObserverContext> start_op(Watch& watch, const at::RecordFunc
   if (op->device >= 0) {
     const auto device = static_cast<DeviceType>(op->device);
     op->fast = at::autocast::get_autocast_dtype(device);
-    op->overlay = engine.overlay(device);
+    op->override = engine.override(device);
     note_op_in_region(watch, op->device);
   }
   if (info->flops != nullptr && !watch.in_matmul) {

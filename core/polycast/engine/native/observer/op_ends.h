@@ -1,6 +1,6 @@
 // What is made of an op once it has run: what it returned, what of it is not finite, and the counts.
 //
-// Owns nothing. Locks: a table's and a recorder's. The GIL is taken where a stack is kept or a region's overlay is seen for the first time,
+// Owns nothing. Locks: a table's and a recorder's. The GIL is taken where a stack is kept or a region's override is seen for the first time,
 // with no lock held.
 
 #pragma once
@@ -49,22 +49,22 @@ Object python_stack() {
   return Object::of(Py_None);
 }
 
-// Have the recorder hold an overlay that counts are told apart by.
-void hold_overlay(Recorder& recorder, const void* overlay, DeviceType device) {
+// Have the recorder hold an override that counts are told apart by.
+void hold_override(Recorder& recorder, const void* override, DeviceType device) {
   {
     std::lock_guard<std::mutex> lock(recorder.mutex);
-    if (recorder.overlays.count(overlay) != 0) {
+    if (recorder.overrides.count(override) != 0) {
       return;
     }
   }
   const Gil gil;
-  PyObject* const found = engine.hold_overlay(device, overlay);
+  PyObject* const found = engine.hold_override(device, override);
   if (found == nullptr) {
     return;
   }
   Object held = Object::made(found);
   std::lock_guard<std::mutex> lock(recorder.mutex);
-  recorder.overlays.emplace(overlay, std::move(held));
+  recorder.overrides.emplace(override, std::move(held));
 }
 
 // What a call of an op adds to the counts.
@@ -74,7 +74,7 @@ struct Call {
   ScalarType computes;
   double seconds;
 
-  Where where(const Table& table) const { return {op.op, op.overlay, table.module(), op.device, op.fast, op.backward}; }
+  Where where(const Table& table) const { return {op.op, op.override, table.module(), op.device, op.fast, op.backward}; }
 
   // Called with the table locked.
   void add_to(Table& table, Counts& counts, int module) const {
@@ -92,7 +92,7 @@ struct Call {
       counts.casts.add(casts);
     }
     if (op.flops > 0) {
-      table.matmuls[{op.op, op.overlay, op.outcome, module, op.device, op.fast, op.backward}].add({1, op.flops});
+      table.matmuls[{op.op, op.override, op.outcome, module, op.device, op.fast, op.backward}].add({1, op.flops});
     }
     for (const EndedChain& ended : op.chains) {
       Chain here = ended.chain;
@@ -133,8 +133,8 @@ void add_first(Table& table, const Call& call) {
     table.recorder->python_stacks.push_back(std::move(stack));
     fresh->stack = table.recorder->python_stacks.size();
   }
-  if (where.overlay != nullptr) {
-    hold_overlay(*table.recorder, where.overlay, static_cast<DeviceType>(where.device));
+  if (where.override != nullptr) {
+    hold_override(*table.recorder, where.override, static_cast<DeviceType>(where.device));
   }
   std::lock_guard<std::mutex> lock(table.mutex);
   call.add_to(table, *table.counts.emplace(where, std::move(fresh)).first->second, where.module);
@@ -258,11 +258,11 @@ void end_op(ObservedOp& op, const at::RecordFunction& event) {
   }
   if (!op.backward && op.device >= 0 && returns_floats) {
     if (op.op->is_loss && is_fast(computes)) {
-      op.chains.push_back({Chain{ChainKind::kLoss, {op.op}, op.overlay, kNoModule, op.device, computes},
+      op.chains.push_back({Chain{ChainKind::kLoss, {op.op}, op.override, kNoModule, op.device, computes},
                            {1, bytes_of(*first)}, std::nullopt});
     }
     if (computes == at::kFloat && op.float32_inputs == 1 && op.fast_inputs > 0 && op.op->written.empty()) {
-      op.chains.push_back({Chain{ChainKind::kFloat32ByOneInput, {op.op}, op.overlay, kNoModule, op.device, op.fast},
+      op.chains.push_back({Chain{ChainKind::kFloat32ByOneInput, {op.op}, op.override, kNoModule, op.device, op.fast},
                            {1, bytes_of(*first)}, std::nullopt});
     }
   }
@@ -292,7 +292,7 @@ void end_op(ObservedOp& op, const at::RecordFunction& event) {
         for (const auto& table : watch.tables) {
           producer.modules.add(*table);
         }
-        producer.overlay = op.overlay;
+        producer.override = op.override;
         producer.device = op.device;
         producer.computes = op.storages.empty() ? ScalarType::Undefined : computes;
         producer.cast_down = op.cast_down;

@@ -35,7 +35,7 @@ class Reading {
       for (const auto& [where, row] : table.rows) {
         counts.add(Py_BuildValue(
             "(sNiNONKKNNNNNNN)", where.op->name.c_str(), PyBool_FromLong(where.backward), where.module, device(where.device),
-            python_dtype(where.fast), address(where.overlay), row.calls, row.inner_calls, dtypes(row.inputs), dtypes(row.computes),
+            python_dtype(where.fast), address(where.override), row.calls, row.inner_calls, dtypes(row.inputs), dtypes(row.computes),
             dtypes(row.outputs), seconds(recorder, row.seconds), casts(recorder, row.casts), stack_of(recorder, row.stack).release(),
             sources(row.sources)));
       }
@@ -50,7 +50,7 @@ class Reading {
           }
         }
         chains.add(Py_BuildValue(
-            "(iNNiNOiKKK)", static_cast<int>(chain.kind), ops.release(), address(chain.overlay), chain.module, device(chain.device),
+            "(iNNiNOiKKK)", static_cast<int>(chain.kind), ops.release(), address(chain.override), chain.module, device(chain.device),
             python_dtype(chain.fast), chain.consumer, count.count, count.bytes, count.casts));
       }
       for (const auto& [matmul, count] : table.matmuls) {
@@ -59,7 +59,7 @@ class Reading {
         };
         matmuls.add(Py_BuildValue(
             "(sNiNONzzKd)", matmul.op->name.c_str(), PyBool_FromLong(matmul.backward), matmul.module, device(matmul.device),
-            python_dtype(matmul.fast), address(matmul.overlay), text(&Outcome::first), text(&Outcome::second), count.calls,
+            python_dtype(matmul.fast), address(matmul.override), text(&Outcome::first), text(&Outcome::second), count.calls,
             count.flops));
       }
       for (const auto& [key, count] : table.regions) {
@@ -76,13 +76,13 @@ class Reading {
     std::optional<FirstNonFinite> found;
     {
       std::lock_guard<std::mutex> lock(recorder.mutex);
-      held.assign(recorder.overlays.begin(), recorder.overlays.end());
+      held.assign(recorder.overrides.begin(), recorder.overrides.end());
       found = recorder.first;
     }
-    Object overlays = Object::made(PyDict_New());
-    for (const auto& [number, overlay] : held) {
+    Object overrides = Object::made(PyDict_New());
+    for (const auto& [number, override] : held) {
       const Object key = Object::made(address(number));
-      if (PyDict_SetItem(overlays.get(), key.get(), overlay.get()) != 0) {
+      if (PyDict_SetItem(overrides.get(), key.get(), override.get()) != 0) {
         raise();
       }
     }
@@ -93,7 +93,7 @@ class Reading {
         : Py_NewRef(Py_None);
     return Py_BuildValue(
         "{sNsNsNsNsNsNsNsN}", "counts", counts.release(), "entries", entries.release(), "chains", chains.release(), "matmuls",
-        matmuls.release(), "regions", regions.release(), "compiled", compiled.release(), "overlays", overlays.release(), "nonfinite", first);
+        matmuls.release(), "regions", regions.release(), "compiled", compiled.release(), "overrides", overrides.release(), "nonfinite", first);
   }
 
  private:

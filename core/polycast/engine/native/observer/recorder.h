@@ -66,8 +66,8 @@ class Recorder {
 
   ~Recorder() {
     // It may die on a thread without the GIL, the last that had it in its list.
-    engine.leave_behind(std::make_shared<std::tuple<decltype(overlays), decltype(python_stacks), decltype(first)>>(
-        std::move(overlays), std::move(python_stacks), std::move(first)));
+    engine.leave_behind(std::make_shared<std::tuple<decltype(overrides), decltype(python_stacks), decltype(first)>>(
+        std::move(overrides), std::move(python_stacks), std::move(first)));
   }
 
   const bool all_threads, timing, stacks;
@@ -78,7 +78,7 @@ class Recorder {
   std::mutex mutex;
   std::unordered_map<uint64_t, std::shared_ptr<Table>> tables;  // by torch's number of the thread
   Table of_ended_threads{this};
-  std::unordered_map<const void*, Object> overlays;
+  std::unordered_map<const void*, Object> overrides;
   std::vector<Object> python_stacks;
   ska::flat_hash_map<const PyObject*, int> modules;
   std::unordered_map<const TensorImpl*, std::pair<c10::weak_intrusive_ptr<TensorImpl, c10::UndefinedTensorImpl>, int>>

@@ -47,7 +47,7 @@ struct Producer {
   c10::weak_intrusive_ptr<StorageImpl> storage{c10::intrusive_ptr<StorageImpl>()};
   const OpInfo* op = nullptr;
   const OpInfo* fast_before = nullptr;  // of one that computed in float32: the op before that did not
-  const void* overlay = nullptr;
+  const void* override = nullptr;
   int8_t device = -1;
   ScalarType computes = ScalarType::Undefined;
   bool cast_down = false;  // an activation that another op had computed in float32
@@ -215,7 +215,7 @@ struct ObservedOp final : Observed, ObservedCall {
   Watch* watch = nullptr;
   ObservedOp* outer = nullptr;
   const OpInfo* op = nullptr;
-  const void* overlay = nullptr;
+  const void* override = nullptr;
   int8_t device = -1;
   ScalarType fast = ScalarType::Undefined;
   bool backward = false, inner = false, cast_down = false;

@@ -1,4 +1,4 @@
-"""Overlays: laid over each other as regions nest, entered again and again, and let go of."""
+"""Overrides: laid over each other as regions nest, entered again and again, and let go of."""
 
 import gc
 import itertools
@@ -22,7 +22,7 @@ OPS = {
 DTYPES = {CastPolicy.FP32: torch.float32, CastPolicy.LOWER_PRECISION_FP: torch.bfloat16}
 
 
-def test_many_overlays_in_turns_are_laid_over_those_around_them():
+def test_many_overrides_in_turns_are_laid_over_those_around_them():
     """The native engine keeps the last answers: there are more pairs here than it keeps."""
     choose, x = random.Random(0), torch.ones(2, 2)
     policies = [{op: choose.choice([*DTYPES]) for op in choose.sample([*OPS], 2)} for _ in range(12)]
@@ -37,7 +37,7 @@ def test_many_overlays_in_turns_are_laid_over_those_around_them():
 
 
 @pytest.mark.slow
-def test_overlays_of_regions_that_are_gone_are_let_go_of():
+def test_overrides_of_regions_that_are_gone_are_let_go_of():
     pairs = itertools.combinations(sorted(polycast.STANDARD_POLICIES), 2)
 
     def enter(count):
@@ -45,7 +45,7 @@ def test_overlays_of_regions_that_are_gone_are_let_go_of():
             with polycast.autocast("cpu", policy=dict.fromkeys(pair, CastPolicy.PASSTHROUGH)):
                 pass
         gc.collect()
-        return sum(type(thing) is state.Overlay for thing in gc.get_objects())
+        return sum(type(thing) is state.Override for thing in gc.get_objects())
 
     assert enter(900) <= enter(600) + 50  # the last some hundred policies are kept
 
