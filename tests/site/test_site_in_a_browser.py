@@ -55,8 +55,8 @@ def test_every_picture_has_words(visits):
 @pytest.mark.parametrize(
     ("words", "target"),
     [
-        ("WeightCache", "reference/weights.html#polycast.WeightCache"),
-        ("observe", "reference/observing.html#polycast.observe"),
+        ("WeightCache", "reference/cached-weights.html#polycast.WeightCache"),
+        ("observe", "reference/observability.html#polycast.observe"),
         ("overflow", "precision.html"),
     ],
 )
