@@ -35,7 +35,7 @@ _OUTLIERS, _LARGER = (3, 77), 60.0
 
 
 def _scores(
-    what: str, metric: str, kept: str, keep: Iterable[nn.Module], model: nn.Module, score: Callable[[nn.Module], float]
+    what: str, metric: str, kept: str, keep: Iterable[str], model: nn.Module, score: Callable[[nn.Module], float]
 ) -> Scores:
     answer = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
     if not answer.available:
@@ -43,7 +43,7 @@ def _scores(
     recipes: dict[str, polycast.Recipe] = {
         "int8 by row": polycast.Int8(min_size=0),
         "by tensor": polycast.Int8("tensor", min_size=0),
-        "by row, keep": polycast.Int8(min_size=0, keep=keep),
+        "by row, rules": polycast.Int8(min_size=0),
     }
     regions: dict[str, AbstractContextManager[Any]] = {
         "float32": nullcontext(),
@@ -53,7 +53,8 @@ def _scores(
     model.eval().requires_grad_(False)
     found = {}
     for name, region in regions.items():
-        with torch.no_grad(), region:
+        rules = polycast.Policy(modules=dict.fromkeys(keep, "none") if name == "by row, rules" else {})
+        with torch.no_grad(), polycast.apply_policy(model, rules), region:
             found[name] = score(model)
     return Scores(what, metric, kept, found)
 
@@ -66,7 +67,7 @@ def _digits() -> Scores:
         return (model(digits.test_images).argmax(1) == digits.test_labels).float().mean().item() * 100
 
     what = "digits, the demo's network, 360 images"
-    return _scores(what, "right, %", "logits", [network.logits], network, right)
+    return _scores(what, "right, %", "logits", ["logits"], network, right)
 
 
 class _Block(nn.Module):
@@ -154,7 +155,7 @@ def _characters(steps: int) -> Iterator[Scores]:
 
     what = "a character transformer"
     for named, network in ((what, model), (f"{what}, with outlier channels", _with_outliers(model))):
-        keep = [network.head, network.blocks[0]]
+        keep = ["head", "blocks.0"]
         yield _scores(named, "perplexity", "head and first block", keep, network, perplexity)
 
 
@@ -201,7 +202,7 @@ def _checkpoint() -> Scores:
             losses.append(functional.cross_entropy(logits.float(), whole[places], reduction="none"))
         return math.exp(torch.cat(losses).mean().item())
 
-    keep = [model.cls, model.bert.encoder.layer[0]]
+    keep = ["cls", "bert.encoder.layer.0"]
     return _scores(what, metric, kept, keep, model, perplexity)
 
 

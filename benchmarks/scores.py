@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Scores:
-    """How good a model is, by the way in which it is computed; `kept` is what stays in the fast dtype with ``keep=``.
+    """How good a model is, by the way in which it is computed; `kept` are the modules under a rule ``"none"``.
 
     `skipped` is why it could not be measured here.
     """

@@ -73,7 +73,7 @@ class Sized(Int8):
 MADE = {
     "Int8()": lambda: polycast.Int8(),
     "Int8(scales)": lambda: polycast.Int8(scales="row", min_size=1),
-    "Int8(ops)": lambda: Int8("row", ["linear", "aten::mm"], 1, []),
+    "Int8(ops)": lambda: Int8("row", ["linear", "aten::mm"], 1),
     "NoRecipe()": lambda: polycast.NoRecipe(),
     "a subclass": lambda: Sized(1),
 }
@@ -169,17 +169,6 @@ def test_a_recipe_that_is_made_in_the_code_outlives_a_graph_break(model, linear)
     assert torch.equal(result, by_default(model, X))
 
 
-def test_a_recipe_that_keeps_a_module_breaks_the_graph_where_it_is_made(model, linear):
-    def function(x):
-        with autocast("cpu", recipe=Int8(min_size=1, keep=model[0])):
-            return model(x)
-
-    assert torch.equal(torch.compile(function, backend="aot_eager")(X), function(X))
-    torch.compiler.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="keep= cannot be made in compiled code: make it outside"):
-        torch.compile(function, backend="aot_eager", fullgraph=True)(X)
-
-
 @pytest.mark.slow
 def test_code_is_not_used_under_another_recipe(model, linear):
     counter = CompileCounterWithBackend("aot_eager")
@@ -188,11 +177,10 @@ def test_code_is_not_used_under_another_recipe(model, linear):
         {},
         {"recipe": RECIPE},
         {"recipe": Int8(min_size=100)},
-        {"recipe": Int8(min_size=1, keep=model[0])},
         {"recipe": RECIPE, "policy": {"linear": "lower_precision_fp"}},
     ]
     for _ in range(2):
-        for each, computed in zip(settings, (0, 2, 1, 1, 0), strict=True):
+        for each, computed in zip(settings, (0, 2, 1, 0), strict=True):
             before = linear.ran
             with autocast("cpu", **each):
                 result = compiled(X)

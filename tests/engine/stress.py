@@ -92,8 +92,7 @@ class Thread:
         caches = [None, None, *self.caches, polycast.WeightCache(max_bytes=64)]
         recipes = [None, None, "none"]
         if HAS_INT8:
-            recipes += 2 * [polycast.Int8(min_size=1)]
-            recipes += [polycast.Int8(min_size=1, keep=self.random.sample(self.weights + self.shared, 2))]
+            recipes += 3 * [polycast.Int8(min_size=1)]
         return {"cache": self.random.choice(caches), "recipe": self.random.choice(recipes)}
 
     def use(self, weight):

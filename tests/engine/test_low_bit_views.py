@@ -5,13 +5,13 @@ import gc
 
 import pytest
 import torch
-from polycast.engine.low_bit.compute.plan import packings
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.functional import linear
 
 import polycast
 from polycast import Int8, WeightCache, autocast
+from polycast.engine.low_bit.plan import packings
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 pytestmark = pytest.mark.usefixtures("engine")
@@ -33,8 +33,8 @@ def new_weight(*shape, frozen=False):
     return nn.Parameter(torch.randn(*(shape or (8, 8)), generator=generator), requires_grad=not frozen)
 
 
-def run(function, *args, min_size=1, keep=(), **settings):
-    with autocast("cpu", recipe=Int8(min_size=min_size, keep=keep), **settings):
+def run(function, *args, min_size=1, **settings):
+    with autocast("cpu", recipe=Int8(min_size=min_size), **settings):
         return function(*args)
 
 
@@ -151,12 +151,6 @@ def test_a_cache_that_verifies_finds_a_write_that_was_not_seen(kernels):
     pointer[0] += 1
     with pytest.raises(polycast.StaleWeightError):
         run(linear, X, w[:4], cache=cache)
-
-
-def test_what_a_recipe_keeps_it_keeps_in_views_too(kernels):
-    w = new_weight()
-    run(linear, X, w[:4], keep=[w])
-    assert kernels["aten::linear"].ran == 0
 
 
 def test_min_size_is_that_of_the_view(kernels):

@@ -58,11 +58,12 @@ def test_a_rule_takes_a_module_out_of_the_recipe(model, x):
     assert errors(compare(model, x, policy=policy))["2"] == errors(compare(model, x, recipe=None))["2"]
 
 
-def test_what_was_computed_and_what_declined_is_counted_once_for_each_call_in_the_region(model, x, engine):
-    comparison = compare(model, x, recipe=Int8(min_size=0, keep=(model[0],)))
+def test_what_was_computed_and_what_declined_is_counted_once_for_each_call_in_the_region(x, engine):
+    model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 64))
+    comparison = compare(model, x, recipe=Int8(min_size=1024))
     assert {(each.op, each.declined, each.calls) for each in comparison.low_bit} == {
         ("aten::linear", "", 1),
-        ("aten::linear", "the recipe keeps the weight in the fast dtype", 1),
+        ("aten::linear", "the weight is smaller than the recipe's min_size", 1),
     }
     assert "int8 on cpu: linear computed 1 times" in str(comparison)
     assert "float32 against a region of bfloat16 and int8 on cpu: relative errors." in str(comparison)

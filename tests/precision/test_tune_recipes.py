@@ -174,12 +174,6 @@ def test_what_is_refused(arguments, error, message):
     assert message in str(caught.value)
 
 
-def test_a_recipe_that_keeps_something_is_refused_with_the_reason():
-    model, x = planted()
-    with pytest.raises(ValueError, match="what to keep is what tune\\(\\) finds. Give it a recipe without keep="):
-        tune(model, x, recipe=Int8(keep=(model[0],)))
-
-
 def test_no_recipe_is_the_search_without_one():
     model, x = planted()
     assert tune(model, x, recipe="none").evidence.recipe is None

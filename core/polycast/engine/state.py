@@ -98,10 +98,7 @@ class Override(dict[str, CastPolicy]):
 
     @computed_once
     def text(self) -> str:
-        """The policies and the recipe as text: the same for equal ones, in every process.
-
-        (A recipe that keeps modules or weights is known in its own process only.)
-        """
+        """The policies and the recipe as text: the same for equal ones, in every process."""
         policies = ", ".join(f"{op}={policy.name}" for op, policy in sorted(self.items()))
         return f"({policies})" + ("" if self.recipe is None else self.recipe.text)
 

@@ -1,15 +1,10 @@
 """Recipes: in which numbers below the fast dtype a region's products are computed, as values that hold no state."""
 
 import functools
-import itertools
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
-import torch
-from torch import nn
-from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
 from .names import known_overloads, nearest, read_op
@@ -17,31 +12,6 @@ from .names import known_overloads, nearest, read_op
 _PRODUCTS = ("addmm", "linear", "matmul", "mm")
 _SCALES = ("row", "tensor")
 _kinds: dict[str, type["Recipe"]] = {}
-_numbers = itertools.count(1)
-_numbered: "weakref.WeakValueDictionary[tuple[int, ...], _Number]" = weakref.WeakValueDictionary()
-_by_number: "weakref.WeakValueDictionary[int, _Number]" = weakref.WeakValueDictionary()
-
-
-class _Number:
-    """By which recipes that keep the same modules and weights are known in this process."""
-
-    def __init__(self, keep: Iterable[nn.Module | torch.Tensor]) -> None:
-        self.value = next(_numbers)
-        self._keep = [weakref.ref(each) for each in keep]
-        self.derived: dict[str, dict[Any, Any]] = {}
-        _by_number[self.value] = self
-
-    @property
-    def keep(self) -> tuple[nn.Module | torch.Tensor, ...]:
-        return tuple(alive for each in self._keep if (alive := each()) is not None)
-
-    @classmethod
-    def of(cls, keep: Iterable[nn.Module | torch.Tensor]) -> "_Number":
-        kept = {id(each): each for each in keep}
-        found = _numbered.get(tuple(kept))
-        if found is None or tuple(map(id, found.keep)) != tuple(kept):  # identities of the dead are given out again
-            found = _numbered[tuple(kept)] = cls(kept.values())
-        return found
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -49,23 +19,22 @@ class Recipe:
     """How a region computes the products that have LOWER_PRECISION_FP, in numbers below the fast dtype.
 
     A frozen value without state, given as ``polycast.autocast(..., recipe=...)``. The fast dtype stays what it is: it
-    is the dtype of what comes out, and of every op that the recipe does not run. Recipes are equal where they mean the
-    same; those that `keep` something are, where it is the same objects, which a recipe does not keep alive.
+    is the dtype of what comes out, and of every op that the recipe does not run. Recipes with the same settings are
+    equal.
 
     A subclass has a `kind` of its own, by which backends tell it.
 
-    Compiled code may make recipes and be given them: Dynamo traces the construction of a frozen dataclass. One that
-    `keep` something is made outside of compiled code.
+    Compiled code may make recipes and be given them: Dynamo traces the construction of a frozen dataclass. To leave a
+    module in the fast dtype, give it the rule ``"none"`` (:func:`apply_policy`).
 
     Args:
         scales: ``"row"``: a scale for each row of the activations and each output feature; ``"tensor"``: one for the
             activations together.
         ops: the ops that run so where the backend has a kernel for it, by names as in a :class:`Policy`.
         min_size: the least number of elements that a weight has for it to pay.
-        keep: modules or weights that stay in the fast dtype.
 
     Raises:
-        TypeError: `keep` has something that is neither a module nor a tensor; `ops` or `min_size` are none.
+        TypeError: `ops` are not names, or `min_size` is not an int.
         ValueError: `scales` is neither; torch has no such op; `min_size` is negative.
     """
 
@@ -76,8 +45,7 @@ class Recipe:
     ops: tuple[str, ...]
     min_size: int
     text: str
-    """What it says, in a line that is the same for equal ones, and without `keep` in every process."""
-    _number: _Number | None
+    """The settings as a line of text, the same in every process for equal recipes."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -90,7 +58,6 @@ class Recipe:
         scales: str = "row",
         ops: Iterable[str] = _PRODUCTS,
         min_size: int | None = None,
-        keep: Iterable[nn.Module | torch.Tensor] = (),
     ) -> None:
         # Dynamo traces this, and everything that it calls.
         if not hasattr(self, "kind"):
@@ -104,41 +71,27 @@ class Recipe:
         if min_size < 0:
             raise ValueError(f"min_size must not be negative, got {min_size}")
         named = _read_ops(ops)
-        number = None if isinstance(keep, (tuple, list)) and not keep else _number_of(keep)
         text = f"{self.kind} {scales} {','.join(named)} {min_size}"
-        if number is not None:
-            text += f" #{number.value}"
         object.__setattr__(self, "scales", scales)
         object.__setattr__(self, "ops", named)
         object.__setattr__(self, "min_size", min_size)
         object.__setattr__(self, "text", text)
-        object.__setattr__(self, "_number", number)
 
     @classmethod
     def of_text(cls, text: str) -> "Recipe":
-        """Return the recipe that has a `text`: where it keeps something, one that is alive in this process."""
+        """Return the recipe that has a `text`."""
         kind, *said = text.split(" ")
         if not said:
             return _kinds[kind]()
-        scales, ops, min_size, *number = said
-        keep: tuple[Any, ...] = ()
-        if number:
-            keep = _by_number[int(number[0].removeprefix("#"))].keep
-        return _restored(_kinds[kind], scales, tuple(ops.split(",")) if ops else (), int(min_size), keep)
-
-    @property
-    def keep(self) -> tuple[nn.Module | torch.Tensor, ...]:
-        """What stays in the fast dtype, of what is alive."""
-        return () if self._number is None else self._number.keep
+        scales, ops, min_size = said
+        return _restored(_kinds[kind], scales, tuple(ops.split(",")) if ops else (), int(min_size))
 
     @property
     def derived(self) -> dict[Any, Any]:
         """What others have made of it, and of those that equal it, each under a key that has its type."""
         found: dict[Any, Any] | None = vars(self).get("_derived")
         if found is None:
-            number = self._number
-            found = _derived(self.text) if number is None else number.derived.setdefault(self.text, {})
-            vars(self)["_derived"] = found  # as long as this one lives, also where the table has dropped it
+            found = vars(self)["_derived"] = _derived(self.text)  # this recipe's, also once the table has dropped it
         return found
 
     @property
@@ -153,15 +106,7 @@ class Recipe:
 
     @property
     def written(self) -> str | dict[str, Any]:
-        """What a policy file has for it: text, or a table where there is more to say.
-
-        Raises:
-            ValueError: it keeps modules or weights, which no file names.
-        """
-        if self._number is not None:
-            raise ValueError(
-                "a recipe with keep= cannot be a rule: give what it keeps a rule of its own, such as 'none'"
-            )
+        """The recipe in a policy file: its name, or a table where it has other settings."""
         if self == type(self)(self.scales):
             return self.short
         return {"recipe": self.short, "ops": list(self.ops), "min_size": self.min_size}
@@ -176,14 +121,13 @@ class Recipe:
         said = [] if self.scales == "row" else [f"scales={self.scales!r}"]
         said += [] if self.ops == _PRODUCTS else [f"ops={self.ops!r}"]
         said += [] if self.min_size == self.default_min_size else [f"min_size={self.min_size}"]
-        said += [f"keep=<{len(self.keep)}>"] if self._number is not None else []
         return f"{type(self).__name__}({', '.join(said)})"
 
     def __copy__(self) -> Self:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (type(self), self.scales, self.ops, self.min_size, self.keep)
+        return _restored, (type(self), self.scales, self.ops, self.min_size)
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -301,29 +245,3 @@ def _sorted_ops(ops: tuple[str, ...]) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=64)
 def _derived(text: str) -> dict[Any, Any]:
     return {}
-
-
-def _number_of(keep: Any) -> _Number | None:
-    if is_dynamo_compiling():
-        torch._dynamo.graph_break(
-            msg="a recipe with keep= cannot be made in compiled code: make it outside, and use it there"
-        )
-    kept = [_checked(each) for each in _listed(keep)]
-    return _Number.of(kept) if kept else None
-
-
-def _listed(keep: Any) -> Iterable[Any]:
-    if isinstance(keep, (nn.Module, torch.Tensor)):
-        return (keep,)
-    if isinstance(keep, str) or not isinstance(keep, Iterable):
-        raise TypeError(f"keep must be modules or weights, such as (model.lm_head,), got {keep!r}")
-    return keep
-
-
-def _checked(kept: Any) -> Any:
-    if not isinstance(kept, (nn.Module, torch.Tensor)):
-        raise TypeError(
-            f"keep takes modules and weights that stay in the fast dtype, got {kept!r}. To say it by name, put the "
-            "model under polycast.apply_policy with a rule 'none'."
-        )
-    return kept

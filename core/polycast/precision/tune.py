@@ -94,7 +94,7 @@ def tune(
         state: a file to keep the evaluations in. A search that was interrupted goes on from it, and finds what it would
             have found; of another model, other inputs or arguments (but `budget`) it is refused. The values and the
             code of model, inputs and metric are compared, and what the region without a policy computes.
-        recipe: of the region, as in :class:`autocast`, without `keep`.
+        recipe: of the region, as in :class:`autocast`.
 
     Returns:
         The policy and its evidence. It is to be used with :func:`apply_policy`, or for ops as ``policy=`` of regions
@@ -122,8 +122,6 @@ def tune(
     wanted = wanted_recipe(recipe)
     least_budget = _LEAST_BUDGET if wanted is None else _LEAST_BUDGET + 1
     _check(metric, tolerance, over, objective, budget, least_budget)
-    if wanted is not None and wanted.keep:
-        raise ValueError(f"recipe={wanted!r}: what to keep is what tune() finds. Give it a recipe without keep=.")
     call = Call.of(model, inputs)
     region = enabled_region(device_type, dtype, recipe=wanted)
     asked = Asked("relative L2 error" if metric is None else fingerprint.of_function(metric), objective)

@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ...torch_internals import changes
 from ...torch_internals.patcher import Patch, method_of
-from ..low_bit.kept_weights import forget_all
 
 FUSED_OPTIMIZERS = tuple(
     f"aten::_fused_{name}_{overload}" for name in ("adagrad", "adam", "adamw", "sgd") for overload in ("", ".tensor_lr")
@@ -131,7 +130,6 @@ def forget_swapped(patch: Patch) -> None:
     @functools.wraps(swap_tensors)
     def swap_forgotten(t1: torch.Tensor, t2: torch.Tensor) -> None:
         _forget([t1, t2])
-        forget_all()
         swap_tensors(t1, t2)  # type: ignore[no-untyped-call]
 
     patch.replace(torch.utils, "swap_tensors", swap_forgotten)

@@ -22,12 +22,10 @@ from .. import state
 from ..casts.weight_cache import WeightCache
 from ..casts.weights import caching_is_safe
 from ..state import NOTHING_KEPT, Override
-from .kept_weights import Keep, forget_all, parameters
 
 NO_KERNEL = "the backend has no kernel for it"
 RECORDS = "autograd records it, and low bit is for inference"
 SMALL = "the weight is smaller than the recipe's min_size"
-KEPT = "the recipe keeps the weight in the fast dtype"
 NO_PACKING = "the weight cannot be packed"
 SUBCLASS = "a tensor is of a subclass that sees each op itself, or has no memory"
 
@@ -59,12 +57,10 @@ class _Packings:
         found = self._cache
         if found is not None:
             found.clear()
-        forget_all()
 
     def drop(self) -> None:
-        """Drop all, and take back what is in torch."""
+        """Drop the cache itself."""
         self._cache = None
-        parameters.unwatch()
 
 
 packings = _Packings()
@@ -78,7 +74,6 @@ class Plan:
         self.recipe = recipe
         self._min_size = recipe.min_size
         self.device_type = backend.device_type
-        self.keep = Keep(recipe) if recipe.keep else None
         overridden = type(backend).is_capturing is not Backend.is_capturing or "is_capturing" in vars(backend)
         accelerator = torch.accelerator.current_accelerator()
         self._may_capture = overridden or (accelerator is not None and accelerator.type == backend.device_type)
@@ -109,8 +104,6 @@ class Plan:
             return "its weight is no tensor"
         if weight.numel() < self._min_size:
             return SMALL
-        if self.keep is not None and any(self.keep.has(each) for each in (weight, weight._base) if each is not None):
-            return KEPT
         return kernel.declines(*args)
 
     def _unfit(self, args: Sequence[Any]) -> str | None:
@@ -167,8 +160,7 @@ def _preparing(kernel: LowBitKernel) -> Callable[[torch.Tensor], tuple[torch.Ten
 
 def _kind_of(backend: Backend, recipe: Recipe, op: str, kernel: LowBitKernel) -> int:
     # Each region may have a recipe of its own that equals the last one's, with kernels of its own.
-    alone = (recipe.text.partition(" #")[0], op)
-    packing = alone if kernel.packing is None else (recipe.kind, recipe.scales, kernel.packing)
+    packing = (recipe.text, op) if kernel.packing is None else (recipe.kind, recipe.scales, kernel.packing)
     with _lock:
         _kinds[:] = [known for known in _kinds if known[0]() is not None]
         kinds = next((kinds for of, kinds in _kinds if of() is backend), None)
