@@ -9,7 +9,6 @@ NO_HOOK = (
 AT_IMPORT = {
     "an exception": ("raise ValueError('no firmware')", "ValueError", "no firmware"),
     "SystemExit": ("sys.exit(3)", "SystemExit", "3"),
-    "an exception of its own": ("class Stop(BaseException): ...\nraise Stop('here')", "Stop", "here"),
     "a missing module": ("import acme_driver", "ModuleNotFoundError", "No module named 'acme_driver'"),
     "a missing library": ("raise ImportError('libacme.so: cannot open')", "ImportError", "libacme.so: cannot open"),
 }

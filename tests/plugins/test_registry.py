@@ -276,3 +276,12 @@ def test_a_region_on_a_device_that_cannot_be_used_warns_why_and_is_disabled(hand
         region = polycast.autocast("hpu")
     with region:
         assert not polycast.is_autocast_enabled("hpu")
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
+def test_a_device_is_asked_for_once(hand_made, dtype):
+    answers = [polycast.Availability(False, "it is in use"), polycast.Availability(True)]
+    hand_made("cpu", availability=lambda: answers.pop(0))
+    with pytest.warns(polycast.AutocastDisabledWarning, match="cpu is not available: it is in use"):
+        polycast.autocast("cpu", dtype)
+    assert len(answers) == 1

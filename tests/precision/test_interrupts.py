@@ -119,7 +119,7 @@ def test_a_run_that_catches_everything_ends_at_the_next_call_of_a_module():
 
 
 def test_what_another_signals_handler_raises_ends_both_runs():
-    class Timeout(Exception):
+    class Timeout(TimeoutError):
         pass
 
     def handler(number, frame):

@@ -11,7 +11,6 @@ from ..common import env
 from ..common.atfork import hold_during_fork
 from ..errors import warn_user
 from ..plugins.backend import Backend
-from ..plugins.signals import raised_by_signal_handler
 from ..policy.cast_policy import CastPolicy
 from ..torch_internals.names import excluded_keys, warn_of_missing
 from . import state
@@ -142,10 +141,10 @@ def _choose(wanted: str, failure: Exception | None) -> Engine:
         if failure is not None:
             raise failure
         return loading.load()
+    except TimeoutError:  # from the user's signal handler
+        raise
     # Much of it is the machine's: a broken installation of torch's headers or of Python may raise anything.
     except Exception as error:
-        if raised_by_signal_handler(error):
-            raise
         reason = str(error) if isinstance(error, BuildError) else f"{type(error).__name__}: {error}."
         if wanted == "native":
             raise RuntimeError(f"POLYCAST_ENGINE=native, but the native engine cannot be built: {reason}") from error

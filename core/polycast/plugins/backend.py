@@ -121,10 +121,7 @@ class Backend:
         raise NotImplementedError
 
     def availability(self) -> Availability:
-        """Say whether the device can be used now and, if not, why. An exception counts as unavailable.
-
-        What a signal handler raises meanwhile does not, unless it is caught here: it passes to whoever asked.
-        """
+        """Return whether the device can be used now and, if not, why. An exception counts as unavailable."""
         raise NotImplementedError
 
     def dtype_availability(self, dtype: torch.dtype) -> Availability:

@@ -21,9 +21,9 @@ from ..policy.names import nearest
 from ..policy.recipes import Recipe
 from . import hookspecs
 from .backend import Availability, Backend, validate
-from .signals import raised_by_signal_handler
 
 BUILT_IN = "polycast"
+_PLUGIN_ERRORS = (Exception, SystemExit)  # some libraries exit where they find no device
 
 State: TypeAlias = Literal["ready", "unavailable", "broken", "blocked", "conflict", "missing"]
 
@@ -138,12 +138,7 @@ class Slot:
             try:
                 self.loaded = _load_plugin(candidate, self.device_type)
                 return
-            except KeyboardInterrupt:
-                raise
-            # A plugin may raise anything at import, SystemExit too: it breaks only itself.
-            except BaseException as cause:
-                if raised_by_signal_handler(cause):
-                    raise
+            except _PLUGIN_ERRORS as cause:
                 self.failure = cause
             finally:
                 self.loading = False
@@ -222,7 +217,7 @@ def check_availability(backend: Backend) -> Availability:
     """Return the answer of a backend's availability check; an exception of its making is an answer too."""
     try:
         answer = backend.availability()
-    except (Exception, SystemExit) as cause:  # some libraries exit where they find no device
+    except _PLUGIN_ERRORS as cause:
         return _failed(cause)
     return answer if isinstance(answer, Availability) else _no_answer("availability", answer)
 
@@ -231,7 +226,7 @@ def check_dtype(backend: Backend, dtype: torch.dtype) -> Availability:
     """Return what a backend says of a fast dtype; an exception of its making is an answer too."""
     try:
         answer = backend.dtype_availability(dtype)
-    except (Exception, SystemExit) as cause:
+    except _PLUGIN_ERRORS as cause:
         return _failed(cause)
     return answer if isinstance(answer, Availability) else _no_answer("dtype_availability", answer)
 
@@ -240,14 +235,12 @@ def check_recipe(backend: Backend, recipe: Recipe) -> Availability:
     """Return what a backend says of a recipe; an exception of its making is an answer too."""
     try:
         answer = backend.recipe_availability(recipe)
-    except (Exception, SystemExit) as cause:
+    except _PLUGIN_ERRORS as cause:
         return _failed(cause)
     return answer if isinstance(answer, Availability) else _no_answer("recipe_availability", answer)
 
 
 def _failed(cause: BaseException) -> Availability:
-    if raised_by_signal_handler(cause):
-        raise cause
     return Availability(False, str(cause) or type(cause).__name__)
 
 

@@ -2,15 +2,13 @@
 
 import torch
 
-from ..plugins.signals import raised_by_signal_handler
-
 
 def is_of_the_policy(error: Exception) -> bool:
     """Return whether a model may have raised an exception because of the policy that it ran under.
 
-    Running out of memory is no such exception, nor is what a signal handler raises, such as a user's timeout.
+    Running out of memory is no such exception, nor is a timeout, which the user's signal handler may have raised.
     """
-    return not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not raised_by_signal_handler(error)
+    return not isinstance(error, (torch.OutOfMemoryError, MemoryError, TimeoutError))
 
 
 def short_text(error: BaseException) -> str:

@@ -25,7 +25,6 @@ import torch
 from filelock import FileLock, Timeout
 
 from ..errors import warn_user
-from ..plugins.signals import raised_by_signal_handler
 from . import prebuilt
 from .build_cache import BuildError, UntrustedCacheError, cache_directory, check_folders, is_trusted, make_folders
 from .compiler import (
@@ -58,9 +57,9 @@ def compile_ahead(wanted: Library) -> Exception | None:
         if prebuilt.find(wanted) is None:
             with contextlib.suppress(UntrustedCacheError):  # then it is built as it is loaded, for the process alone
                 find_or_build(cache_directory(), wanted)
+    except TimeoutError:  # from the user's signal handler
+        raise
     except Exception as error:
-        if raised_by_signal_handler(error):
-            raise
         return error
     return None
 
@@ -83,9 +82,9 @@ def import_built(directory: Path, wanted: Library) -> tuple[ModuleType, str]:
     try:
         with tempfile.TemporaryDirectory(prefix="polycast-") as private:
             imported = _import_compiled(find_or_build(Path(private), wanted))
+    except TimeoutError:
+        raise
     except (BuildError, OSError) as error:
-        if raised_by_signal_handler(error):
-            raise
         raise BuildError(f"{refusal} It cannot be built elsewhere either: {error}") from error
     warn_user(f"polycast built {wanted.description} for this process alone, as each process will: {refusal}")
     return imported
@@ -191,9 +190,9 @@ def find_or_build(directory: Path, wanted: Library, again: bool = False) -> Path
                 _remove_leftovers(place.folder)
                 _build(place)
         return place.library
+    except TimeoutError:  # from the user's signal handler
+        raise
     except (OSError, NotImplementedError) as error:  # the latter is filelock's, for a file system without locks
-        if raised_by_signal_handler(error):  # a TimeoutError is an OSError
-            raise
         raise BuildError(
             f"nothing can be written to {place.folder}: {error}. Set XDG_CACHE_HOME to a folder of yours that has room."
         ) from error

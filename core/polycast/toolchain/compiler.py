@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..plugins.signals import raised_by_signal_handler
 from .build_cache import BuildError
 from .header_excerpts import write_excerpts
 from .library import Library
@@ -93,8 +92,6 @@ def find_compiler() -> Compiler | None:
     try:
         return Compiler(command, _run([*words, "--version"], stderr=subprocess.DEVNULL).stdout)
     except OSError as error:
-        if raised_by_signal_handler(error):
-            raise
         raise BuildError(f"the C++ compiler {command!r} does not run: {error}. Name another in CXX.") from error
 
 

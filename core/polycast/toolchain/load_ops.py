@@ -12,7 +12,6 @@ import torch
 from ..common.atfork import hold_during_fork
 from ..errors import warn_user
 from ..plugins.backend import Availability
-from ..plugins.signals import raised_by_signal_handler
 from . import build, prebuilt
 from .build import find_build, find_or_build
 from .build_cache import BuildError, UntrustedCacheError, cache_directory
@@ -76,9 +75,9 @@ def _load(package: str, failure: Exception | None) -> Availability:
                 _register(find_or_build(Path(private), library))
             _origins[package] = "compiled here, for this process alone"
             warn_user(f"polycast built the ops of {package} for this process alone, as each process will: {refusal}")
+    except TimeoutError:  # from the user's signal handler
+        raise
     except (BuildError, OSError) as error:
-        if raised_by_signal_handler(error):
-            raise
         return Availability(False, f"the C++ of {package} cannot be had: {error}")
     return Availability(True)
 
@@ -94,8 +93,6 @@ def origin(package: str) -> str:
             return prebuilt.origin(beforehand)
         built = find_build(cache_directory(), library)
     except (BuildError, OSError) as error:
-        if raised_by_signal_handler(error):
-            raise
         return f"none: {error}"
     return "not compiled yet, as `polycast build` does" if built is None else build.origin(built)
 
