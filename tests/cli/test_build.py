@@ -13,12 +13,12 @@ import polycast
 from polycast.cli import app
 from polycast.cli.compiled import OWN
 from polycast.engine.native.loading import ENGINE
-from polycast.toolchain import build
-from polycast.toolchain.build_cache import BuildError, cache_directory
-from polycast.toolchain.library import Library
+from polycast.toolchain.build import find_build, get_or_build
+from polycast.toolchain.build_cache import cache_directory
+from polycast.toolchain.cpp_library import BuildError, CppLibrary
 
 WRITES = "open(sys.argv[sys.argv.index('-o') + 1], 'w').write('a library')"
-OPS = Library.of_ops("polycast_cpu.native")
+OPS = CppLibrary.of_ops("polycast_cpu.native")
 ALL = [*OWN, OPS]
 
 
@@ -50,7 +50,7 @@ def test_it_builds_the_engine_and_the_ops_and_prints_where_and_how_long(compiler
     ops(OPS.package)
     compiler(WRITES)
     result = run()
-    libraries = [build.find_build(cache_directory(), wanted) for wanted in ALL]
+    libraries = [find_build(cache_directory(), wanted) for wanted in ALL]
     assert {library.read_text() for library in libraries} == {"a library"}
     assert result.exit_code == 0
     assert re.sub(r"\d+\.\d s", "0.0 s", result.stdout).splitlines() == [
@@ -87,7 +87,7 @@ def test_what_fails_is_named_with_its_log_and_the_others_are_built(compiler, ops
     (log,) = cache_directory().rglob("*.log")
     assert (
         f"polycast: {fails.description} cannot be built: the compiler failed with status 1; its output is in {log}. "
-        f"Once it can do better, {fails.again}."
+        f"Once it can do better, {fails.retry_hint}."
     ) in result.stderr.splitlines()
     assert [line.partition(":")[0] for line in result.stdout.splitlines()] == [
         each.description for each in ALL if each is not fails
@@ -146,9 +146,9 @@ def test_ops_that_two_backends_share_are_built_once(compiler, ops, hand_made):
 def test_a_compiler_that_the_user_interrupts_is_not_remembered_as_one_that_failed(compiler):
     compiler("signal.signal(signal.SIGINT, signal.SIG_DFL); os.kill(os.getpid(), signal.SIGINT)")
     with pytest.raises(BuildError, match=r"^the compiler was interrupted\.$"):
-        build.find_or_build(cache_directory(), ENGINE)
+        get_or_build(cache_directory(), ENGINE)
     assert list(cache_directory().rglob("*.log")) == []
-    assert build.find_build(cache_directory()) is None
+    assert find_build(cache_directory(), ENGINE) is None
 
 
 def test_what_waits_for_a_core_is_not_compiled_once_the_user_interrupts(compiler, ops, monkeypatch, tmp_path):

@@ -16,10 +16,11 @@ from polycast.cli.demo.digits import Digits, load_digits, network
 from polycast.cli.demo.report import conclusion
 from polycast.cli.demo.timing import BATCH, ROUNDS, Timing, large_layers
 from polycast.cli.demo.training import FLOAT32, INT8, MODES, POLYCAST, TORCH, Run, inference_modes, train
+from polycast.engine.native.loading import ENGINE
 from polycast.observer.facts import Facts
 from polycast.observer.records import LowBit
 from polycast.plugins.registry import registry
-from polycast.toolchain import build
+from polycast.toolchain.load import try_build
 
 pytest.importorskip("sklearn", reason="the demo's digits are scikit-learn's")
 
@@ -339,7 +340,7 @@ def test_command_fails_where_the_result_is_wrong(monkeypatch, wrong):
 
 @pytest.mark.slow
 def test_command_runs_from_end_to_end(engine, monkeypatch):
-    build.compile_ahead()  # what is built at first use says so
+    try_build(ENGINE)  # what is built at first use says so
     monkeypatch.setattr("polycast.cli.demo.timing.ROUNDS", 2)
     result = run_demo("--epochs", "3")
     assert result.stderr == ""

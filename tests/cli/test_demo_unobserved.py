@@ -5,8 +5,8 @@ from typer.testing import CliRunner
 
 from polycast.cli import app
 from polycast.engine import installation
-from polycast.toolchain import build
-from polycast.toolchain.build_cache import BuildError
+from polycast.engine.native import loading
+from polycast.toolchain.cpp_library import BuildError
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def no_observer(monkeypatch):
 
     monkeypatch.setenv("POLYCAST_ENGINE", "reference")
     installation.forget_choice()
-    monkeypatch.setattr(build, "load", fails)
+    monkeypatch.setattr(loading, "load", fails)
     yield "polycast.observe needs C++ that cannot be built: no C++ compiler is found."
     installation.forget_choice()
 

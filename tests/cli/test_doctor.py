@@ -16,7 +16,6 @@ import polycast
 from polycast.cli import app, doctor
 from polycast.plugins.registry import registry
 from polycast.toolchain import load_ops as ops
-from polycast.toolchain import prebuilt
 
 SECTIONS = ["versions", "compiler", "engine", "ops", "cpu", "accelerator", "backends", "environment", "checks"]
 BROKEN = "raise RuntimeError('the driver is gone')\n"
@@ -73,7 +72,7 @@ def test_it_says_where_the_ops_of_backends_come_from(examine, hand_made, monkeyp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "true")  # a compiler that says nothing of itself, and is not called for more
     monkeypatch.setattr(ops, "_origins", {})
-    monkeypatch.setattr(prebuilt, "find", lambda wanted: None)
+    monkeypatch.setattr(ops, "find_prebuilt", lambda library: None)
     hand_made("cpu", ops_in_cpp=["polycast_cpu.native"])
     _, found = examine()
     assert found["ops"] == [{"package": "polycast_cpu.native", "from": "not compiled yet, as `polycast build` does"}]

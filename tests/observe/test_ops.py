@@ -5,8 +5,9 @@ import torch
 
 import polycast
 from polycast.engine import choice, installation
-from polycast.toolchain import build
-from polycast.toolchain.build_cache import BuildError
+from polycast.engine.native import loading
+from polycast.toolchain import load
+from polycast.toolchain.cpp_library import BuildError, CppLibrary
 
 
 def rows(seen, op, phase="forward"):
@@ -286,7 +287,7 @@ def test_without_the_native_engines_code_there_is_a_reason(monkeypatch):
 
     installation.forget_choice()
     monkeypatch.setenv("POLYCAST_ENGINE", "reference")
-    monkeypatch.setattr(build, "load", fails)
+    monkeypatch.setattr(loading, "load", fails)
     with pytest.raises(RuntimeError) as raised:
         polycast.observe().__enter__()
     assert str(raised.value) == (
@@ -304,7 +305,7 @@ def test_where_the_observer_cannot_be_built_regions_run_and_there_is_a_reason(mo
     installation.forget_choice()
     engine = choice.choose()
     monkeypatch.setattr(engine, "_observer", None)
-    monkeypatch.setattr(build, "find_or_build", fails)
+    monkeypatch.setattr(load, "get_or_build", fails)
     with polycast.autocast("cpu"):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
     with pytest.raises(RuntimeError, match=r"^polycast.observe needs C\+\+ that cannot be built: no room is left\.$"):
@@ -316,7 +317,7 @@ def test_an_observer_of_other_sources_than_the_engines_is_not_loaded(monkeypatch
     monkeypatch.setenv("POLYCAST_ENGINE", "native")
     installation.forget_choice()
     monkeypatch.setattr(choice.choose(), "_observer", None)
-    monkeypatch.setattr(build, "read_sources", lambda wanted=None: {"binding.cpp": b"// of the next version"})
+    monkeypatch.setattr(CppLibrary, "read_sources", lambda _: {"binding.cpp": b"// of the next version"})
     with pytest.raises(RuntimeError, match=r"changed after its engine was loaded\. Start the program anew\.$"):
         polycast.observe().__enter__()
     installation.forget_choice()

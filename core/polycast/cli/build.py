@@ -6,10 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import typer
 
-from ..toolchain import prebuilt
-from ..toolchain.build import find_or_build, origin
-from ..toolchain.build_cache import BuildError, cache_directory
-from ..toolchain.library import Library
+from ..toolchain.build import get_or_build
+from ..toolchain.build_cache import cache_directory
+from ..toolchain.cpp_library import BuildError, CppLibrary
+from ..toolchain.load import describe_built, describe_prebuilt
+from ..toolchain.prebuilt import find_prebuilt
 from .compiled import libraries, packages_of_ops
 from .terminal import library_errors
 
@@ -38,16 +39,16 @@ def run() -> None:
             pool.shutdown(cancel_futures=True)  # or what waits for a core would be compiled yet
             raise
     for package, device_type in absent.items():
-        typer.echo(f"{Library.of_ops(package).description}: not compiled, for {device_type} cannot be used now")
+        typer.echo(f"{CppLibrary.of_ops(package).description}: not compiled, for {device_type} cannot be used now")
     if failed:
         raise typer.Exit(1)
 
 
-def _have(library: Library) -> str:
+def _have(library: CppLibrary) -> str:
     """Have a library, compiling it where that is to be done, and say where it is."""
-    beforehand = prebuilt.find(library)
-    if beforehand is not None:
-        return prebuilt.origin(beforehand)
+    prebuilt = find_prebuilt(library)
+    if prebuilt is not None:
+        return describe_prebuilt(prebuilt)
     started = time.perf_counter()
-    built = find_or_build(cache_directory(), library, again=True)
-    return f"{origin(built)} ({time.perf_counter() - started:.1f} s)"
+    built = get_or_build(cache_directory(), library, retry=True)
+    return f"{describe_built(built)} ({time.perf_counter() - started:.1f} s)"

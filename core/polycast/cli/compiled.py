@@ -4,16 +4,16 @@ from collections.abc import Mapping
 
 from ..engine.native.loading import ENGINE, OBSERVER
 from ..plugins.registry import backends, get_backend
-from ..toolchain.library import Library
+from ..toolchain.cpp_library import CppLibrary
 from ..toolchain.load_ops import origin
 
 OWN = (ENGINE, OBSERVER)
 """What polycast itself has in C++."""
 
 
-def libraries() -> list[Library]:
+def libraries() -> list[CppLibrary]:
     """Return what would be compiled here, in time; raises as :func:`packages_of_ops` does."""
-    return [*OWN, *map(Library.of_ops, packages_of_ops())]
+    return [*OWN, *map(CppLibrary.of_ops, packages_of_ops())]
 
 
 def packages_of_ops(state: str = "ready") -> Mapping[str, str]:

@@ -7,10 +7,10 @@ Builds the native engine, its observer and the ops of the named backend packages
 import sys
 from pathlib import Path
 
-from ..toolchain.library import Library
-from ..toolchain.prebuilt import make
+from ..toolchain.cpp_library import CppLibrary
+from ..toolchain.prebuilt import build_prebuilt
 from .compiled import OWN
 
 if __name__ == "__main__":
-    for library in (*OWN, *map(Library.of_ops, sys.argv[2:])):
-        print(make(Path(sys.argv[1]), library))
+    for library in (*OWN, *map(CppLibrary.of_ops, sys.argv[2:])):
+        print(build_prebuilt(Path(sys.argv[1]), library))

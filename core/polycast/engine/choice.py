@@ -98,10 +98,10 @@ def choose() -> Engine:
         return _engine
     wanted, failure = env.engine(), None
     if wanted != "reference":
-        from ..toolchain.build import compile_ahead  # imported here because it is slow to import
+        from ..toolchain.load import try_build  # imported here because it is slow to import
         from .native.loading import ENGINE
 
-        failure = compile_ahead(ENGINE)
+        failure = try_build(ENGINE)
     with _lock:
         if _engine is None:
             _engine = _choose(wanted, failure)
@@ -134,7 +134,7 @@ def _reference() -> Engine:
 def _choose(wanted: str, failure: Exception | None) -> Engine:
     if wanted == "reference":
         return _reference()
-    from ..toolchain.build_cache import BuildError
+    from ..toolchain.cpp_library import BuildError
     from .native import loading
 
     try:

@@ -1,1 +1,1 @@
-"""Build the C++ libraries with the installed compiler, cache them on disk, and load them."""
+"""Compile C++ libraries, cache them on disk, and load them."""

@@ -1,46 +1,44 @@
-"""What the C++ includes in place of headers of torch's that take long to parse, or that are for one Python only.
+"""Excerpts of torch's headers: single structs of headers that take long to parse, or that fit one Python only.
 
-A struct is cut out of the header that is installed, so that its layout is that of the torch which is built for.
+The structs are cut out of the installed headers, so their layout is that of the torch that is compiled for.
 """
 
 import re
 from pathlib import Path
 
-from .build_cache import BuildError
+from .cpp_library import BuildError
 
-# Structs, by the header that each is in.
+# The header of each struct.
 _STRUCTS = {
     "THPVariable": "torch/csrc/autograd/python_variable.h",
     "python_error": "torch/csrc/Exceptions.h",
     "ToCopyBackward0": "torch/csrc/autograd/generated/Functions.h",
 }
 
-# Some headers ask for all ops and need none of their functions.
-_IN_PLACE = {"ATen/ATen.h": "#pragma once\n#include <ATen/core/Tensor.h>\n"}
+# Some headers include all ops and need none of their functions.
+_REPLACEMENTS = {"ATen/ATen.h": "#pragma once\n#include <ATen/core/Tensor.h>\n"}
 
 
 def write_excerpts(include: Path, folder: Path) -> None:
-    """Write them to a folder, which is to be searched before that of torch's headers.
+    """Write the excerpts to a folder, which the compiler has to search before torch's headers.
 
     Raises:
-        BuildError: a header is not what it was.
+        BuildError: a header is missing or lacks its struct.
     """
-    texts = {f"excerpt_{name}.h": _cut_out(include / header, name) for name, header in _STRUCTS.items()} | _IN_PLACE
-    for path, text in texts.items():
+    excerpts = {f"excerpt_{name}.h": _extract_struct(include / header, name) for name, header in _STRUCTS.items()}
+    for path, text in {**excerpts, **_REPLACEMENTS}.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
 
 
-def _cut_out(header: Path, name: str) -> str:
+def _extract_struct(header: Path, name: str) -> str:
     try:
         text = header.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise BuildError(f"the header {header} is not there. Install torch with its headers.") from None
-    found = re.findall(
-        rf"^struct (?:TORCH_\w+ )?{name}\b[^;{{]*\{{\n(?:(?!struct |\}};).*\n)*\}};$", text, re.MULTILINE
-    )
+    pattern = rf"^struct (?:TORCH_\w+ )?{name}\b[^;{{]*\{{\n(?:(?!struct |\}};).*\n)*\}};$"
+    found = re.findall(pattern, text, re.MULTILINE)
     if not found:
         raise BuildError(f"no struct {name} is found in {header}: this torch is newer than this polycast.")
-    return (
-        re.sub(r"^#.*\n", "", found[-1], flags=re.MULTILINE) + "\n"
-    )  # where it begins in two ways, one is for Windows
+    # Of two beginnings the first is for Windows.
+    return re.sub(r"^#.*\n", "", found[-1], flags=re.MULTILINE) + "\n"

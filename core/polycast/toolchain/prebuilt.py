@@ -1,12 +1,9 @@
-"""Libraries that were built beforehand and come with the package, for each version of torch that a wheel is for.
+"""Prebuilt libraries, which come with the package for each version of torch that a wheel supports.
 
-One fits if it was built for the running torch, from the source that is here: between two versions the layouts differ of
-what torch's headers show. Between the builds of one version, for the CPU and for each CUDA, none does. It serves every
-Python that has the limited API. Whoever can write where it lies can write polycast too, so only its checksum is looked
-at, for a file that was cut short or changed.
-
-``python -m polycast.toolchain.prebuilt FOLDER [PACKAGE ...]`` builds the engine and its observer for
-the running torch, and the ops of backends' packages; tools/platform_wheel.py puts them into a wheel.
+A library fits if it was built from the installed sources for the running version of torch: the layouts in torch's
+headers differ between versions, but not between the builds of one version, for the CPU and for each CUDA. It serves
+every Python that has the limited API. Anyone who can write it can write polycast too, so only its checksum is checked,
+which detects truncated files.
 """
 
 import hashlib
@@ -19,59 +16,54 @@ from pathlib import Path
 
 import torch
 
-from .build_cache import BuildError
-from .compiler import PYTHON, checksum, compile_library, find_compiler, read_sources
-from .library import Library
+from .compiler import PYTHON_ABI, checksum, compile_library, find_compiler
+from .cpp_library import BuildError, CppLibrary
 
 _FOLDER = Path(__file__).parent / "prebuilt"
-_LINKING = ("-s", "-Wl,--gc-sections", "-Wl,-z,noseparate-code") if sys.platform == "linux" else ()  # for its size
-_SAME_LAYOUT = re.compile(r"(?:\+(?:cpu|cu\d+))?")  # the local part of a version: torch's own builds
+_LINKER_FLAGS = ("-s", "-Wl,--gc-sections", "-Wl,-z,noseparate-code") if sys.platform == "linux" else ()  # small files
+_OFFICIAL_VERSION = re.compile(r"(\d+\.\d+\.\d+)(?:\+(?:cpu|cu\d+))?")
+"""A version of torch as its own builds have it."""
 
 
-def find(wanted: Library) -> Path | None:
-    """Return the library that came with the package and fits, or None."""
-    key = _key(read_sources(wanted))
-    library = None if key is None else _FOLDER / key / f"{wanted.name}.so"
+def find_prebuilt(library: CppLibrary) -> Path | None:
+    """Return the path of the prebuilt library that fits, or None."""
+    key = _key(library.read_sources())
+    path = None if key is None else _FOLDER / key / f"{library.name}.so"
     try:
-        whole = library is not None and library.with_suffix(".sha256").read_text() == checksum(library)
+        complete = path is not None and path.with_suffix(".sha256").read_text() == checksum(path)
     except (OSError, UnicodeDecodeError):
         return None
-    return library if whole else None
+    return path if complete else None
 
 
-def origin(library: Path) -> str:
-    """Say where one came from, in words."""
-    return f"came with polycast: {library}"
-
-
-def make(folder: Path, wanted: Library) -> Path:
-    """Build the one for the running torch, in a folder for its key.
+def build_prebuilt(folder: Path, library: CppLibrary) -> Path:
+    """Build a library for the running torch, in a subfolder named by its key.
 
     Raises:
         BuildError: it cannot be built, or would fit no other build of this torch.
     """
-    sources = read_sources(wanted)
+    sources = library.read_sources()
     key, compiler = _key(sources), find_compiler()
     if key is None:
-        raise BuildError(f"torch {torch.__version__} on this Python is none that engines are built beforehand for.")
+        raise BuildError(f"libraries are not prebuilt for torch {torch.__version__} on this Python.")
     if compiler is None:
         raise BuildError("no C++ compiler is found. Install one (c++), or name it in the variable CXX.")
-    library = folder / key / f"{wanted.name}.so"
-    library.parent.mkdir(parents=True, exist_ok=True)
+    path = folder / key / f"{library.name}.so"
+    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        built = Path(scratch) / library.name
-        status, output = compile_library(compiler, wanted, sources, built, _LINKING)
+        compiled = Path(scratch) / path.name
+        status, output = compile_library(compiler, library, sources, compiled, _LINKER_FLAGS)
         if status != 0:
             raise BuildError(f"the compiler failed with status {status}: {output}")
-        library.write_bytes(built.read_bytes())
-    library.with_suffix(".sha256").write_text(checksum(library))
-    return library
+        path.write_bytes(compiled.read_bytes())
+    path.with_suffix(".sha256").write_text(checksum(path))
+    return path
 
 
 def _key(sources: Mapping[str, bytes]) -> str | None:
-    """Return what an engine is found by: torch's version, the platform and the source; None: none can fit."""
-    version = re.fullmatch(rf"(\d+\.\d+\.\d+){_SAME_LAYOUT.pattern}", str(torch.__version__))
-    if version is None or PYTHON != "abi3" or not torch.compiled_with_cxx11_abi():
+    """Return a key of torch's version, the platform and the sources; None if no prebuilt library can fit."""
+    version = _OFFICIAL_VERSION.fullmatch(str(torch.__version__))
+    if version is None or PYTHON_ABI != "abi3" or not torch.compiled_with_cxx11_abi():
         return None
     source = hashlib.sha256(b"\0".join(part for name, text in sources.items() for part in (name.encode(), text)))
     return f"torch-{version[1]}-{sysconfig.get_platform()}-{source.hexdigest()[:16]}"

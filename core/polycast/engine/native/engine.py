@@ -14,7 +14,7 @@ from ...errors import StaleWeightError
 from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import overload_with_dtype
-from ...toolchain.build_cache import BuildError
+from ...toolchain.cpp_library import BuildError
 from ...torch_internals.names import OpOverload
 from ..call_sites import place_now, stack_now
 from ..casts import cached_cast

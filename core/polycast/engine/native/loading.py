@@ -4,15 +4,14 @@ import functools
 from pathlib import Path
 from types import ModuleType
 
-from ...toolchain.build import compile_ahead, import_built, import_prebuilt
-from ...toolchain.build_cache import BuildError, cache_directory
-from ...toolchain.compiler import read_sources
-from ...toolchain.library import Library
+from ...toolchain.build_cache import cache_directory
+from ...toolchain.cpp_library import BuildError, CppLibrary
+from ...toolchain.load import import_extension, load_built, load_prebuilt, try_build
 from .engine import NativeEngine
 
 _RETRY = "`polycast build` tries again"
-ENGINE = Library(str(__package__), "polycast_native", "the native engine", _RETRY, (".", "common"))
-OBSERVER = Library(
+ENGINE = CppLibrary(str(__package__), "polycast_native", "the native engine", _RETRY, (".", "common"))
+OBSERVER = CppLibrary(
     str(__package__), "polycast_observer", "the native engine's observer", _RETRY, ("observer", "common")
 )
 """Counts ops for `observe`. A separate library, so that programs which observe nothing need not build it."""
@@ -32,20 +31,20 @@ def load() -> NativeEngine:
 
 @functools.cache
 def _load_prebuilt() -> NativeEngine | None:
-    found = import_prebuilt(ENGINE)
+    found = load_prebuilt(ENGINE, import_extension)
     return None if found is None else NativeEngine(*found, ObserverLibrary())
 
 
 @functools.cache
-def _load(directory: Path) -> NativeEngine:
-    return NativeEngine(*import_built(directory, ENGINE), ObserverLibrary())
+def _load(cache: Path) -> NativeEngine:
+    return NativeEngine(*load_built(cache, ENGINE, import_extension), ObserverLibrary())
 
 
 class ObserverLibrary:
     """The observer that fits the engine which is loaded now."""
 
     def __init__(self) -> None:
-        self._sources = read_sources(ENGINE)
+        self._sources = ENGINE.read_sources()
 
     def compile(self) -> None:
         """Compile it, if that is still to be done.
@@ -53,7 +52,7 @@ class ObserverLibrary:
         Raises:
             BuildError: it cannot be built.
         """
-        failure = compile_ahead(OBSERVER)
+        failure = try_build(OBSERVER)
         if failure is not None:
             raise failure
 
@@ -63,7 +62,7 @@ class ObserverLibrary:
         Raises:
             BuildError: it cannot be built, does not load, or fits no more.
         """
-        if read_sources(ENGINE) != self._sources:  # an upgrade, say: what the two know of each other may be another
+        if ENGINE.read_sources() != self._sources:  # an upgrade, say: what the two know of each other may be another
             raise BuildError("the C++ of polycast was changed after its engine was loaded. Start the program anew.")
-        extension, _ = import_prebuilt(OBSERVER) or import_built(cache_directory(), OBSERVER)
-        return extension
+        loaded = load_prebuilt(OBSERVER, import_extension) or load_built(cache_directory(), OBSERVER, import_extension)
+        return loaded[0]

@@ -43,7 +43,7 @@ class ReferenceEngine(PythonStateMachine):
         Raises:
             RuntimeError: it cannot be built.
         """
-        from ...toolchain.build_cache import BuildError
+        from ...toolchain.cpp_library import BuildError
         from ..native import loading
 
         try:

@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from polycast.engine.native.loading import ENGINE
-from polycast.toolchain import build
-from polycast.toolchain import compiler as compiling
+from polycast.toolchain import load
+from polycast.toolchain.build import get_or_build
 from polycast.toolchain.build_cache import UntrustedCacheError, cache_directory
+from polycast.toolchain.compiler import checksum
 
 only_posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system has other owners and permissions")
 only_root = pytest.mark.skipif(
@@ -18,7 +19,8 @@ only_root = pytest.mark.skipif(
 )
 SOMEBODY = 12345
 REMEDY = (
-    ", so others may have put there what would be loaded. Remove {}, to have it made anew, or set XDG_CACHE_HOME to a "
+    ", so the libraries in it may be somebody else's. Remove {}, which polycast then creates again, or set "
+    "XDG_CACHE_HOME to a "
 )
 
 
@@ -33,9 +35,9 @@ def umask():
 @pytest.fixture(params=["cache", "torch", "compiler"])
 def folder(request, compiler, home):
     """A build, and one of the folders that it lies in."""
-    library = build.find_or_build(home, ENGINE)
+    library = get_or_build(home, ENGINE)
     library.write_bytes(b"of somebody else")
-    library.with_suffix(".sha256").write_text(compiling.checksum(library))
+    library.with_suffix(".sha256").write_text(checksum(library))
     return {"cache": home, "torch": library.parent.parent, "compiler": library.parent}[request.param]
 
 
@@ -59,7 +61,7 @@ WAYS = [everybodys, groups, pytest.param(somebodys, marks=only_root)]
 
 @only_posix
 def test_only_the_user_can_enter_its_folders_and_write_its_files(compiler, home, umask):
-    library = build.find_or_build(home, ENGINE)
+    library = get_or_build(home, ENGINE)
     assert [oct(path.stat().st_mode & 0o777) for path in (home, library.parent.parent, library.parent)] == ["0o700"] * 3
     assert [oct(file.stat().st_mode & 0o022) for file in (library, library.with_suffix(".sha256"))] == ["0o0"] * 2
 
@@ -68,7 +70,7 @@ def test_only_the_user_can_enter_its_folders_and_write_its_files(compiler, home,
 @pytest.mark.parametrize("give", WAYS)
 def test_a_folder_that_others_can_write_is_refused_and_what_to_do_is_said(folder, give, compiler, home):
     with pytest.raises(UntrustedCacheError, match=give(folder) + REMEDY.format(home)):
-        build.find_or_build(home, ENGINE)
+        get_or_build(home, ENGINE)
     assert compiler.calls == 1
 
 
@@ -76,16 +78,16 @@ def test_a_folder_that_others_can_write_is_refused_and_what_to_do_is_said(folder
 def test_without_a_compiler_a_folder_that_others_can_write_is_refused_too(folder, home, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UntrustedCacheError, match=everybodys(folder) + REMEDY.format(home)):
-        build.find_or_build(home, ENGINE)
+        get_or_build(home, ENGINE)
 
 
 @only_posix
 def test_the_engine_is_then_built_for_this_process_alone(compiler, home, monkeypatch, tmp_path, wanted):
-    place = build.find_or_build(home, ENGINE).parent
+    place = get_or_build(home, ENGINE).parent
     said = everybodys(place)
     elsewhere = tmp_path / "temporary"
     elsewhere.mkdir()
-    monkeypatch.setattr(build.tempfile, "tempdir", str(elsewhere))
+    monkeypatch.setattr(load.tempfile, "tempdir", str(elsewhere))
     message = (
         f"^polycast built the native engine for this process alone, as each process will: {said}{REMEDY.format(home)}"
     )
@@ -98,7 +100,7 @@ def test_the_engine_is_then_built_for_this_process_alone(compiler, home, monkeyp
 
 @only_posix
 def test_where_it_cannot_be_built_elsewhere_either_both_reasons_are_said(compiler, home, wanted):
-    said = everybodys(build.find_or_build(home, ENGINE).parent)
+    said = everybodys(get_or_build(home, ENGINE).parent)
     compiler.behave(status=1)
     message = f"{said}{REMEDY.format(home)}.* It cannot be built elsewhere either: the compiler failed with status 1"
     with pytest.warns(UserWarning, match=message) as caught:
@@ -110,9 +112,9 @@ def test_where_it_cannot_be_built_elsewhere_either_both_reasons_are_said(compile
 @pytest.mark.parametrize("give", [lambda file: file.chmod(0o666), pytest.param(somebodys, marks=only_root)])
 @pytest.mark.parametrize("suffix", [".so", ".sha256"])
 def test_a_file_that_others_can_write_is_replaced(compiler, home, suffix, give):
-    library = build.find_or_build(home, ENGINE)
+    library = get_or_build(home, ENGINE)
     give(library.with_suffix(suffix))
-    assert build.find_or_build(home, ENGINE) == library
+    assert get_or_build(home, ENGINE) == library
     assert compiler.calls == 2
     status = library.with_suffix(suffix).stat()
     assert (status.st_uid, status.st_mode & 0o022) == (os.geteuid(), 0)
@@ -122,20 +124,20 @@ def test_a_file_that_others_can_write_is_replaced(compiler, home, suffix, give):
 def test_a_folder_around_the_cache_in_which_everybody_can_rename_it_is_refused(compiler, home):
     home.parent.chmod(0o777)
     with pytest.raises(UntrustedCacheError, match=rf"{home.parent} can be written by everybody \(drwxrwxrwx\)"):
-        build.find_or_build(home, ENGINE)
+        get_or_build(home, ENGINE)
 
 
 @only_posix
 def test_a_sticky_folder_around_the_cache_will_do(compiler, home):
     home.parent.chmod(0o1777)
-    assert build.find_or_build(home, ENGINE).is_file()
+    assert get_or_build(home, ENGINE).is_file()
 
 
 @only_posix
 def test_a_cache_that_is_a_link_will_do(compiler, home, tmp_path):
     (tmp_path / "large disk").mkdir(mode=0o700)
     home.symlink_to(tmp_path / "large disk", target_is_directory=True)
-    assert build.find_or_build(home, ENGINE).resolve().is_relative_to(tmp_path / "large disk")
+    assert get_or_build(home, ENGINE).resolve().is_relative_to(tmp_path / "large disk")
 
 
 @only_root
@@ -144,14 +146,14 @@ def test_a_link_of_another_user_is_refused(compiler, home, tmp_path):
     home.symlink_to(tmp_path / "large disk", target_is_directory=True)
     os.lchown(home, SOMEBODY, -1)
     with pytest.raises(UntrustedCacheError, match=rf"{home} belongs to another user \(uid {SOMEBODY}\)"):
-        build.find_or_build(home, ENGINE)
+        get_or_build(home, ENGINE)
 
 
 @only_root
 def test_what_root_built_serves_everybody_who_can_read_it(compiler, home, monkeypatch):
-    library = build.find_or_build(home, ENGINE)
+    library = get_or_build(home, ENGINE)
     monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY)
-    assert build.find_or_build(home, ENGINE) == library
+    assert get_or_build(home, ENGINE) == library
     assert compiler.calls == 1
 
 
@@ -166,8 +168,8 @@ KILLED = """
 import sys
 from pathlib import Path
 from polycast.engine.native.loading import ENGINE
-from polycast.toolchain import build
-build.find_or_build(Path(sys.argv[1]), ENGINE)
+from polycast.toolchain.build import get_or_build
+get_or_build(Path(sys.argv[1]), ENGINE)
 """
 
 
@@ -179,6 +181,6 @@ def test_what_a_killed_build_left_is_removed_by_the_next(compiler, home):
     left = [path for path in home.rglob("*") if path.suffix == ".so"]
     assert len(left) == 1
     compiler.behave(status=0)
-    library = build.find_or_build(home, ENGINE)
+    library = get_or_build(home, ENGINE)
     assert [path for path in library.parent.iterdir() if path.is_dir()] == []
     assert [path for path in home.rglob("*") if path.suffix == ".so"] == [library]

@@ -19,8 +19,9 @@ import torch
 import polycast
 from polycast.engine import choice, installation
 from polycast.engine.native.loading import ENGINE
-from polycast.toolchain import build
-from polycast.toolchain import compiler as compiling
+from polycast.toolchain import build, build_cache, cpp_library
+from polycast.toolchain.build import get_or_build
+from polycast.toolchain.cpp_library import BuildError
 
 
 def no_home(monkeypatch, folder):
@@ -101,14 +102,14 @@ def anything_else(monkeypatch, folder):
     def fail():
         raise MemoryError("no room for the answer")
 
-    monkeypatch.setattr(build, "find_compiler", fail)
+    monkeypatch.setattr(build_cache, "find_compiler", fail)
 
 
 def no_sources(monkeypatch, folder):
-    monkeypatch.setattr(compiling.importlib.resources, "files", lambda package: folder)
+    monkeypatch.setattr(cpp_library.importlib.resources, "files", lambda package: folder)
 
 
-NO_HOME = r"no home directory is known to keep it in\. Set XDG_CACHE_HOME to a folder of yours, or HOME\."
+NO_HOME = r"no home directory is known to cache it in\. Set XDG_CACHE_HOME to a folder of yours, or HOME\."
 NO_RUN = r"the C\+\+ compiler '.*compiler' does not run: .*{}.*\. Name another in CXX\."
 FAILED = r"the compiler failed with status {}; its output is in .*\.log\. Once it can do better, `polycast build` tries"
 NO_WRITE = r"nothing can be written to .*: .*{}.*\. Set XDG_CACHE_HOME to a folder of yours that has room\."
@@ -169,8 +170,8 @@ def test_a_timeout_of_the_users_while_it_is_compiled_arrives(compiler, home, wan
 
 def test_what_a_compiler_wrote_in_another_encoding_is_in_the_log(compiler, home, monkeypatch, tmp_path):
     other_encoding(monkeypatch, tmp_path)
-    with pytest.raises(build.BuildError):
-        build.find_or_build(home, ENGINE)
+    with pytest.raises(BuildError):
+        get_or_build(home, ENGINE)
     (log,) = home.rglob("*.log")
     assert log.read_text().endswith("Version fran\\xe7aise\nFichier pr\\xe9compil\\xe9\n")
 
@@ -185,10 +186,10 @@ def test_a_full_disk_is_not_remembered_as_a_failure_of_the_compiler(compiler, ho
     compiler.behave(status=1)
     with monkeypatch.context() as full_disk:
         full_disk.setattr(Path, "write_text", run_out)
-        with pytest.raises(build.BuildError, match="No space left on device"):
-            build.find_or_build(home, ENGINE)
+        with pytest.raises(BuildError, match="No space left on device"):
+            get_or_build(home, ENGINE)
     compiler.behave(status=0)
-    assert build.find_or_build(home, ENGINE).is_file()
+    assert get_or_build(home, ENGINE).is_file()
 
 
 def test_the_compiler_needs_no_temporary_folder_of_the_users(compiler, home, monkeypatch, wanted):
@@ -202,7 +203,7 @@ def test_a_process_without_stderr_builds_it(compiler, home, monkeypatch, stderr)
     with open(os.devnull, "w") as closed:
         pass
     monkeypatch.setattr(sys, "stderr", stderr and closed)
-    assert build.find_or_build(home, ENGINE).is_file()
+    assert get_or_build(home, ENGINE).is_file()
 
 
 PROGRAM = """

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import polycast
+from polycast.engine.native.loading import ENGINE
 from polycast.toolchain import load_ops as ops
+from polycast.toolchain.build import get_or_build
 
 PACKAGE = "polycast_cpu.native"
 
@@ -60,12 +62,12 @@ def test_of_ops_that_cannot_be_had_it_is_known_why(compiler, home, loaded, monke
 @pytest.mark.slow
 def test_they_do_not_lie_where_the_engine_does(compiler, home, loaded):
     polycast.load_ops(PACKAGE)
-    assert loaded[0].parent.parent != ops.find_or_build(home).parent.parent
+    assert loaded[0].parent.parent != get_or_build(home, ENGINE).parent.parent
 
 
 def test_without_a_compiler_there_are_none_and_the_reason_says_so(home, loaded, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    said = f"the C++ of {PACKAGE} cannot be had: no C++ compiler is found. Install one (c++), or name it in CXX."
+    said = f"the C++ of {PACKAGE} cannot be built: no C++ compiler is found. Install one (c++), or name it in CXX."
     answer = polycast.load_ops(PACKAGE)
     assert (answer.available, answer.reason.replace("the variable ", "")) == (False, said)
     assert loaded == []
@@ -101,7 +103,7 @@ def test_a_library_that_does_not_load_is_told(compiler, home, monkeypatch):
         raise OSError("undefined symbol: somewhere")
 
     monkeypatch.setattr(ops, "_register", refuse)
-    assert polycast.load_ops(PACKAGE).reason == f"the C++ of {PACKAGE} cannot be had: undefined symbol: somewhere"
+    assert polycast.load_ops(PACKAGE).reason == f"the C++ of {PACKAGE} cannot be built: undefined symbol: somewhere"
     ops._answers.clear()
 
 

@@ -11,18 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from polycast.toolchain import build, prebuilt
-from polycast.toolchain import compiler as compiling
+from polycast.engine.native import loading
+from polycast.engine.native.loading import ENGINE
+from polycast.toolchain import prebuilt
+from polycast.toolchain.compiler import checksum
+from polycast.toolchain.cpp_library import CppLibrary
+from polycast.toolchain.prebuilt import find_prebuilt
 
 TOOL = Path(__file__).parents[2] / "tools" / "platform_wheel.py"
 
 
 def put_into(folder, library):
     """Put a library where the running torch's would be."""
-    place = folder / prebuilt._key(build.read_sources()) / library.name
+    place = folder / prebuilt._key(ENGINE.read_sources()) / library.name
     place.parent.mkdir(parents=True)
     shutil.copy(library, place)
-    place.with_suffix(".sha256").write_text(compiling.checksum(place))
+    place.with_suffix(".sha256").write_text(checksum(place))
     return place
 
 
@@ -37,26 +41,26 @@ def running(monkeypatch, version):
 
 
 def test_the_one_for_the_running_torch_is_found(came_with):
-    assert prebuilt.find() == came_with
+    assert find_prebuilt(ENGINE) == came_with
 
 
 def test_one_serves_torchs_builds_of_a_version(came_with, monkeypatch):
     public = torch.__version__.partition("+")[0]
     for local in ("", "+cpu", "+cu126", "+cu130"):
         running(monkeypatch, public + local)
-        assert prebuilt.find() == came_with
+        assert find_prebuilt(ENGINE) == came_with
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.99.0+cpu", "2.13.0+git1a2b3c4", "2.13.0a0", "2.13.0.dev20260101+cpu"])
 def test_none_serves_another_version_or_a_build_of_somebody_elses(came_with, monkeypatch, version):
     running(monkeypatch, version)
-    assert prebuilt.find() is None
+    assert find_prebuilt(ENGINE) is None
 
 
 def test_none_serves_another_source(came_with, monkeypatch):
-    sources = build.read_sources()
-    monkeypatch.setattr(prebuilt, "read_sources", lambda wanted: {**sources, "store.h": b"// another"})
-    assert prebuilt.find() is None
+    sources = ENGINE.read_sources()
+    monkeypatch.setattr(CppLibrary, "read_sources", lambda _: {**sources, "store.h": b"// another"})
+    assert find_prebuilt(ENGINE) is None
 
 
 @pytest.mark.parametrize("damage", ["truncated", "no_checksum"])
@@ -65,18 +69,18 @@ def test_one_that_is_damaged_is_passed_over(came_with, damage):
         os.truncate(came_with, 1000)
     else:
         came_with.with_suffix(".sha256").unlink()
-    assert prebuilt.find() is None
+    assert find_prebuilt(ENGINE) is None
 
 
 def test_one_that_does_not_load_is_passed_over(came_with):
     came_with.write_bytes(b"for another machine")
-    came_with.with_suffix(".sha256").write_text(compiling.checksum(came_with))
-    build._load_prebuilt.cache_clear()
+    came_with.with_suffix(".sha256").write_text(checksum(came_with))
+    loading._load_prebuilt.cache_clear()
     try:
-        assert prebuilt.find() == came_with
-        assert build._load_prebuilt() is None
+        assert find_prebuilt(ENGINE) == came_with
+        assert loading._load_prebuilt() is None
     finally:
-        build._load_prebuilt.cache_clear()
+        loading._load_prebuilt.cache_clear()
 
 
 SCRIPT = """

@@ -8,11 +8,10 @@ import pytest
 
 from polycast.cli.compiled import OWN
 from polycast.engine.native.loading import ENGINE
-from polycast.toolchain import build
-from polycast.toolchain import header_excerpts as excerpts
-from polycast.toolchain.build_cache import BuildError
-from polycast.toolchain.compiler import FLAGS, compile_library, find_compiler, read_sources
-from polycast.toolchain.library import Library
+from polycast.toolchain import header_excerpts
+from polycast.toolchain.build import get_or_build
+from polycast.toolchain.compiler import FLAGS, compile_library, find_compiler
+from polycast.toolchain.cpp_library import BuildError, CppLibrary
 
 CCACHE = """#!/bin/sh
 echo "$@" >> {calls}
@@ -26,7 +25,7 @@ def test_ccache_is_used_where_it_is(compiler, home, tmp_path, monkeypatch):
     script.write_text(CCACHE.format(calls=calls))
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
-    library = build.find_or_build(home, ENGINE)
+    library = get_or_build(home, ENGINE)
     (call,) = calls.read_text().splitlines()
     assert call.startswith(compiler.command)
     assert str(library.parent) not in call  # which is another for each build
@@ -37,7 +36,7 @@ def test_the_linker_of_macos_is_told_that_python_is_elsewhere(compiler, home, tm
     words = tmp_path / "words"
     monkeypatch.setenv("CXX", f'sh -c \'echo "$@" >> {words}; exec {compiler.command} "$@"\' sh')
     monkeypatch.setattr(sys, "platform", "darwin")
-    build.find_or_build(home, ENGINE)
+    get_or_build(home, ENGINE)
     assert " -shared -undefined dynamic_lookup " in words.read_text()
 
 
@@ -65,7 +64,7 @@ struct After {
 def test_a_struct_is_cut_out_of_a_header(tmp_path):
     header = tmp_path / "header.h"
     header.write_text(HEADER)
-    assert excerpts._cut_out(header, "Wanted") == (
+    assert header_excerpts._extract_struct(header, "Wanted") == (
         "struct TORCH_API Wanted : public Base {\n  using Base::Base;\n  void release() override {\n\n  }\n"
         "  int value;\n};\n"
     )
@@ -74,10 +73,10 @@ def test_a_struct_is_cut_out_of_a_header(tmp_path):
 def test_a_header_that_lacks_it_or_is_not_there_is_told(tmp_path):
     header = tmp_path / "header.h"
     with pytest.raises(BuildError, match=r"header.h is not there\. Install torch with its headers\."):
-        excerpts._cut_out(header, "Wanted")
+        header_excerpts._extract_struct(header, "Wanted")
     header.write_text("struct Other {\n};\n")
     with pytest.raises(BuildError, match="no struct Wanted is found in .*: this torch is newer than this polycast"):
-        excerpts._cut_out(header, "Wanted")
+        header_excerpts._extract_struct(header, "Wanted")
 
 
 @pytest.mark.parametrize("command", ["c++", "g++", "clang++"])
@@ -90,11 +89,11 @@ def test_each_compiler_knows_the_flags(command, monkeypatch):
     subprocess.run(nothing, check=True)
 
 
-@pytest.mark.parametrize("wanted", [*OWN, Library.of_ops("polycast_cpu.native")], ids=lambda library: library.name)
+@pytest.mark.parametrize("wanted", [*OWN, CppLibrary.of_ops("polycast_cpu.native")], ids=lambda library: library.name)
 def test_clang_compiles_what_gcc_does(wanted, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "clang++ -fsyntax-only")
     compiler = find_compiler()
     if compiler is None:
         pytest.skip("it is not here")
-    status, output = compile_library(compiler, wanted, read_sources(wanted), tmp_path / "library.so")
+    status, output = compile_library(compiler, wanted, wanted.read_sources(), tmp_path / "library.so")
     assert status == 0, output

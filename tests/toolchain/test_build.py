@@ -17,13 +17,15 @@ import polycast
 from polycast.engine import choice, installation
 from polycast.engine.native.loading import ENGINE
 from polycast.toolchain import build
-from polycast.toolchain import compiler as compiling
+from polycast.toolchain.build import get_or_build
+from polycast.toolchain.compiler import checksum
+from polycast.toolchain.cpp_library import BuildError, CppLibrary
 
 
 def test_the_engine_is_built_once_with_a_line_that_says_so(compiler, home, capfd):
-    first = build.find_or_build(home, ENGINE)
+    first = get_or_build(home, ENGINE)
     assert capfd.readouterr().err == "polycast: building the native engine, once for this torch ...\n"
-    assert build.find_or_build(home, ENGINE) == first
+    assert get_or_build(home, ENGINE) == first
     assert capfd.readouterr().err == ""
     assert compiler.calls == 1
     assert not list(first.parent.glob("tmp*"))
@@ -31,22 +33,22 @@ def test_the_engine_is_built_once_with_a_line_that_says_so(compiler, home, capfd
 
 @pytest.mark.slow
 def test_it_is_built_again_for_another_source_and_for_another_torch(compiler, home, monkeypatch):
-    first = build.find_or_build(home, ENGINE)
+    first = get_or_build(home, ENGINE)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.99"))
-    other_torch = build.find_or_build(home, ENGINE)
+    other_torch = get_or_build(home, ENGINE)
     builds = [first, other_torch]
-    sources = build.read_sources()
+    sources = ENGINE.read_sources()
     for name in sources:
         with monkeypatch.context() as changed:
-            changed.setattr(build, "read_sources", lambda wanted, name=name: {**sources, name: b"// another"})
-            builds.append(build.find_or_build(home, ENGINE))
+            changed.setattr(CppLibrary, "read_sources", lambda _, name=name: {**sources, name: b"// another"})
+            builds.append(get_or_build(home, ENGINE))
     assert {name.partition(".")[2] for name in sources} == {"cpp", "h"}
     assert len(set(builds)) == compiler.calls == 2 + len(sources)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "another", "no_checksum", "half_a_checksum"])
 def test_a_damaged_build_is_built_again(compiler, home, damage):
-    library = build.find_or_build(home, ENGINE)
+    library = get_or_build(home, ENGINE)
     if damage == "truncated":
         os.truncate(library, 1000)
     elif damage == "another":
@@ -55,7 +57,7 @@ def test_a_damaged_build_is_built_again(compiler, home, damage):
         library.with_suffix(".sha256").unlink()
     else:
         os.truncate(library.with_suffix(".sha256"), 10)
-    assert build.find_or_build(home, ENGINE) == library
+    assert get_or_build(home, ENGINE) == library
     assert library.stat().st_size > 1000
     assert compiler.calls == 2
 
@@ -64,8 +66,8 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from polycast.engine.native.loading import ENGINE
-from polycast.toolchain import build, compiler as compiling
-print(build.find_or_build(Path(sys.argv[1]), ENGINE))
+from polycast.toolchain.build import get_or_build
+print(get_or_build(Path(sys.argv[1]), ENGINE))
 """
 
 
@@ -100,9 +102,9 @@ def test_threads_that_choose_at_once_try_a_build_that_fails_once_with_one_warnin
 
 
 def test_without_a_compiler_any_build_for_this_torch_serves(compiler, home, monkeypatch):
-    library = build.find_or_build(home, ENGINE)
+    library = get_or_build(home, ENGINE)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert build.find_or_build(home, ENGINE) == library
+    assert get_or_build(home, ENGINE) == library
 
 
 def test_without_a_compiler_and_a_build_the_reference_engine_runs_with_one_warning(home, monkeypatch, wanted):
@@ -134,16 +136,14 @@ def test_a_failing_build_names_its_log(compiler, home, wanted):
 )
 def test_a_compiler_that_the_machine_failed_is_tried_again_by_the_next_process(compiler, home, status, also):
     compiler.behave(status=status, also=also)
-    with pytest.raises(
-        build.BuildError, match=r"was killed, or had no memory or space.*The next process tries again\."
-    ):
-        build.find_or_build(home, ENGINE)
+    with pytest.raises(BuildError, match=r"was killed, or had no memory or space.*The next process tries again\."):
+        get_or_build(home, ENGINE)
     compiler.behave(status=0)
-    assert build.find_or_build(home, ENGINE).is_file()
+    assert get_or_build(home, ENGINE).is_file()
 
 
 def test_waiting_for_another_build_is_said_with_the_lock(compiler, home, monkeypatch):
-    library = build.find_or_build(home, ENGINE)
+    library = get_or_build(home, ENGINE)
     library.unlink()
     lock = FileLock(library.parent / "lock")
     lock.acquire()
@@ -157,9 +157,9 @@ def test_waiting_for_another_build_is_said_with_the_lock(compiler, home, monkeyp
         def flush(self):
             pass
 
-    monkeypatch.setattr(build, "_PATIENCE", 0.01)
+    monkeypatch.setattr(build, "_SILENT_WAIT", 0.01)
     monkeypatch.setattr(sys, "stderr", Stderr())
-    assert build.find_or_build(home, ENGINE) == library
+    assert get_or_build(home, ENGINE) == library
     assert said[0] == (
         f"polycast: waiting for another process that builds the native engine; its lock is {library.parent / 'lock'}\n"
     )
@@ -167,13 +167,13 @@ def test_waiting_for_another_build_is_said_with_the_lock(compiler, home, monkeyp
 
 def test_a_build_that_failed_is_tried_again_only_when_asked(compiler, home):
     compiler.behave(status=3)
-    with pytest.raises(build.BuildError, match="the compiler failed with status 3"):
-        build.find_or_build(home, ENGINE)
-    with pytest.raises(build.BuildError, match=r"it failed before; its output is in .*\.log\. `polycast build` tries"):
-        build.find_or_build(home, ENGINE)
+    with pytest.raises(BuildError, match="the compiler failed with status 3"):
+        get_or_build(home, ENGINE)
+    with pytest.raises(BuildError, match=r"it failed before; its output is in .*\.log\. `polycast build` tries"):
+        get_or_build(home, ENGINE)
     assert compiler.calls == 1
     compiler.behave(status=0)
-    assert build.find_or_build(home, ENGINE, again=True) == build.find_or_build(home, ENGINE)
+    assert get_or_build(home, ENGINE, retry=True) == get_or_build(home, ENGINE)
     assert compiler.calls == 2
 
 
@@ -185,9 +185,9 @@ def test_a_cache_directory_that_cannot_be_written_is_told(compiler, monkeypatch,
 
 
 def test_a_build_that_does_not_load_is_told(compiler, home, wanted, library):
-    made = build.find_or_build(home, ENGINE)
+    made = get_or_build(home, ENGINE)
     made.write_bytes(b"\x7fELF but not a library")
-    made.with_suffix(".sha256").write_text(compiling.checksum(made))
+    made.with_suffix(".sha256").write_text(checksum(made))
     with pytest.warns(UserWarning, match="does not load"):
         assert wanted("auto").name == "reference"
 

@@ -1,0 +1,98 @@
+"""Load C++ libraries: a prebuilt one if it fits, else a build from the cache."""
+
+import contextlib
+import importlib.machinery
+import importlib.util
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from ..errors import warn_user
+from .build import get_or_build
+from .build_cache import UntrustedCacheError, cache_directory
+from .cpp_library import BuildError, CppLibrary
+from .prebuilt import find_prebuilt
+
+_Loaded = TypeVar("_Loaded")
+
+
+def try_build(library: CppLibrary) -> Exception | None:
+    """Build a library that is to be loaded next, unless it is there; return why that failed.
+
+    Loading holds a lock that a fork takes, and compiling takes long. So callers build first, without the lock.
+    """
+    try:
+        if find_prebuilt(library) is None:
+            with contextlib.suppress(UntrustedCacheError):  # loading builds it for this process alone
+                get_or_build(cache_directory(), library)
+    except TimeoutError:  # from the user's signal handler
+        raise
+    except Exception as error:
+        return error
+    return None
+
+
+def load_prebuilt(library: CppLibrary, open_: Callable[[Path], _Loaded]) -> tuple[_Loaded, str] | None:
+    """Return a prebuilt library as `open_` loads it, and its origin; None if none fits."""
+    path = find_prebuilt(library)
+    if path is None:
+        return None
+    try:
+        return open_(path), describe_prebuilt(path)
+    except (ImportError, OSError):  # it may need a newer libc
+        return None
+
+
+def load_built(cache: Path, library: CppLibrary, open_: Callable[[Path], _Loaded]) -> tuple[_Loaded, str]:
+    """Return a library that is built here as `open_` loads it, and its origin, building it if necessary.
+
+    Raises:
+        BuildError: it cannot be built, or does not load.
+
+    Warns:
+        UserWarning: other users can write to the cache, so the library was built for this process alone.
+    """
+    try:
+        path = get_or_build(cache, library)
+        return _open(path, open_), describe_built(path)
+    except UntrustedCacheError as error:
+        untrusted = error
+    try:
+        with tempfile.TemporaryDirectory(prefix="polycast-") as private:
+            loaded = _open(get_or_build(Path(private), library), open_)
+    except TimeoutError:
+        raise
+    except (BuildError, OSError) as error:
+        raise BuildError(f"{untrusted} It cannot be built elsewhere either: {error}") from error
+    warn_user(f"polycast built {library.description} for this process alone, as each process will: {untrusted}")
+    return loaded, "compiled here, for this process alone"
+
+
+def import_extension(path: Path) -> ModuleType:
+    """Import an extension module from a path."""
+    name = path.stem
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def describe_prebuilt(path: Path) -> str:
+    """Return the origin of a prebuilt library, for messages."""
+    return f"came with polycast: {path}"
+
+
+def describe_built(path: Path) -> str:
+    """Return the origin of a library from the cache, for messages."""
+    return f"compiled here: {path}"
+
+
+def _open(path: Path, open_: Callable[[Path], _Loaded]) -> _Loaded:
+    try:
+        return open_(path)
+    except (ImportError, OSError) as error:
+        raise BuildError(f"{path} does not load: {error}. Remove it to have it built again.") from error

@@ -1,0 +1,77 @@
+"""A compiler that is a script, an empty cache, and engines chosen again."""
+
+import sys
+
+import pytest
+
+from polycast.engine import choice, installation
+from polycast.engine.native.loading import ENGINE
+from polycast.toolchain.build import get_or_build
+from polycast.toolchain.build_cache import cache_directory
+
+COMPILER = """#!{python}
+import os, shutil, sys
+if "--version" in sys.argv:
+    print("test compiler 1.0")
+    raise SystemExit
+with open({calls!r}, "a") as calls:
+    calls.write("called\\n")
+{also}
+if {status}:
+    print("no room for the object file")
+    raise SystemExit({status})
+shutil.copy({library!r}, sys.argv[sys.argv.index("-o") + 1])
+"""
+
+
+@pytest.fixture(scope="session")
+def library():
+    """Return the library that this machine's compiler built."""
+    return get_or_build(cache_directory(), ENGINE)
+
+
+class Compiler:
+    """A compiler that can be told to fail, and that counts its calls."""
+
+    def __init__(self, folder, library):
+        self._folder, self._library = folder, library
+        self._calls = folder / "calls"
+        self.behave(status=0)
+
+    def behave(self, status, also=""):
+        script = self._folder / "c++"
+        values = {"python": sys.executable, "calls": str(self._calls), "library": str(self._library)}
+        script.write_text(COMPILER.format(status=status, also=also, **values))
+        script.chmod(0o755)
+        self.command = str(script)
+
+    @property
+    def calls(self):
+        return len(self._calls.read_text().splitlines()) if self._calls.exists() else 0
+
+
+@pytest.fixture
+def compiler(library, tmp_path_factory, monkeypatch):
+    made = Compiler(tmp_path_factory.mktemp("compiler"), library)
+    monkeypatch.setenv("CXX", made.command)
+    return made
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """An empty cache directory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "polycast"
+
+
+@pytest.fixture
+def wanted(monkeypatch):
+    """Return a function that sets POLYCAST_ENGINE and chooses anew."""
+
+    def choose(name):
+        installation.forget_choice()
+        monkeypatch.setenv("POLYCAST_ENGINE", name)
+        return choice.choose()
+
+    yield choose
+    installation.forget_choice()
