@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 try:
     importlib.import_module("torch")
 except ModuleNotFoundError as error:
-    if error.name != "torch":  # torch is there, and lacks what it needs
+    if error.name != "torch":  # torch is installed, but lacks a dependency
         raise
     from .errors import torch_is_missing
 
@@ -66,14 +66,14 @@ if TYPE_CHECKING:
     )
     from .toolchain.load_ops import load_ops
 
-# torch has to know the operator from the start: a program that was exported calls it.
+# An exported program may call this operator, so torch has to know it from the start.
 importlib.import_module(".engine.casts.cached_cast", __name__)
 
-# Once it is imported, a room does not take the place any more of the function that has its name.
+# Import the package now, so that a later import does not replace the function of the same name.
 importlib.import_module(".out_dtype", __name__)
 del globals()["out_dtype"]
 
-_AT_FIRST_USE = {
+_LAZY_NAMES = {
     "AutocastDisabledWarning": "errors",
     "Availability": "plugins.backend",
     "Backend": "plugins.backend",
@@ -138,7 +138,7 @@ _AT_FIRST_USE = {
     "uninstall": "engine.installation",
     "unregister_backend": "plugins.registry",
 }
-"""Every public name, by its module: a program waits for what it uses, and no more."""
+"""The module of each public name. Names are imported when they are first used."""
 
 __all__ = [
     "STANDARD_POLICIES",
@@ -208,14 +208,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _AT_FIRST_USE:
+    if name not in _LAZY_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    collects = gc.isenabled()
-    gc.disable()  # what is collected may run code that uses another name, of modules that are half imported
+    gc_enabled = gc.isenabled()
+    gc.disable()  # a finalizer may use a name of a module that is partially imported
     try:
-        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_AT_FIRST_USE[name]}"), name)
+        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LAZY_NAMES[name]}"), name)
     finally:
-        if collects:
+        if gc_enabled:
             gc.enable()
     return value
 

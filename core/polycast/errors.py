@@ -1,4 +1,4 @@
-"""What polycast raises and warns with; each class is also the standard one that code written for torch catches."""
+"""Exceptions and warnings. Each class is also the standard one that code written for torch catches."""
 
 import sys
 import warnings
@@ -10,49 +10,46 @@ class BackendNotFoundError(RuntimeError):
 
 
 class BackendBrokenError(RuntimeError):
-    """A backend's plugin is installed, but cannot be loaded or breaks the contract; the cause is chained."""
+    """A backend's plugin is installed, but cannot be loaded or violates the contract; the cause is chained."""
 
 
 class BackendConflictError(RuntimeError):
-    """Several distributions supply the backend of one device type, and nothing says which to take."""
+    """Several distributions supply the backend of one device type, and none is chosen."""
 
 
 class InvalidBackendError(ValueError):
-    """An object offered as a backend does not keep the contract of :class:`polycast.Backend`."""
+    """An object violates the contract of :class:`polycast.Backend`."""
 
 
 class StaleWeightError(RuntimeError):
-    """A WeightCache with ``verify=True`` found that a weight was changed behind its back."""
+    """A WeightCache with ``verify=True`` found a weight that was changed without a new version."""
 
 
 class AutocastDisabledWarning(UserWarning):
-    """A region was asked for that the device or its backend cannot give; it runs with autocast disabled."""
+    """The device or its backend does not support a region, which runs with autocast disabled."""
 
 
 class RecipeDisabledWarning(AutocastDisabledWarning):
-    """A recipe was asked for that the device cannot compute by; the region runs in the fast dtype."""
+    """The device does not support a recipe, so the region computes in the fast dtype."""
 
 
-_NOT_THE_USERS = {"contextlib", "polycast", "torch"}
+_SKIPPED_PACKAGES = {"contextlib", "polycast", "torch"}
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn of what the user's code led to, in the name of the line of it that called into polycast.
-
-    That may be on the way over torch, whose autocast polycast stands in for, or an ExitStack.
-    """
+    """Issue a warning that names the line of user code that called polycast, directly or through torch."""
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS:
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _SKIPPED_PACKAGES:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
 
 
 def torch_is_missing() -> BaseException:
-    """Return what importing polycast without torch raises: for the command, an exit that says the same."""
+    """Return the exception for an import of polycast without torch; for the command it exits with the same text."""
     text = (
         "polycast needs torch 2.11 or newer, and no torch is installed here. Install it: `pip install torch`, or as "
         "https://pytorch.org/get-started/locally/ says for your device."
     )
-    name = Path(sys.argv[0]).stem if sys.argv else ""  # while Python looks for a module to run it is "-m"
+    name = Path(sys.argv[0]).stem if sys.argv else ""  # it is "-m" while Python looks for the module to run
     is_command = name == "polycast" or (name == "-m" and "polycast" in sys.orig_argv)
     return SystemExit(f"polycast: {text}") if is_command else ModuleNotFoundError(text, name="torch")

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import polycast
 from polycast import CastPolicy
 from polycast.engine.in_force import policies_in_force
-from polycast.policy.names import named
+from polycast.policy.names import OpName
 
 pytestmark = [
     pytest.mark.usefixtures("engine"),
@@ -100,7 +100,7 @@ def test_a_thousand_policies_are_told_apart():
     ops = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))[:1000]
     texts = set()
     for op in ops:
-        with policy({named(op).key: CastPolicy.PASSTHROUGH}):
+        with policy({OpName.of_overload(op).key: CastPolicy.PASSTHROUGH}):
             texts.add(policies_in_force())
     assert len(texts) == 1000
     compiled = Compiled(fullgraph=False)

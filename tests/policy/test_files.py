@@ -117,22 +117,22 @@ def test_an_op_that_this_torch_lacks_is_skipped_where_the_file_says_so(path):
         (b'schema = "1"\n', "a policy file begins with `schema = 1`, got '1'"),
         (b"schema = true\n", "a policy file begins with `schema = 1`, got True"),
         (b"schema = 0\n", "a policy file begins with `schema = 1`, got 0"),
-        (b"schema = 1\n[op]\n", "it has op, which is nothing that a policy has: did you mean 'ops'?"),
+        (b"schema = 1\n[op]\n", "op is not a key of a policy: did you mean 'ops'?"),
         (
             b"schema = 1\nqqq = 1\n",
-            "it has qqq, which is nothing that a policy has: expected name, ops, modules, devices",
+            "qqq is not a key of a policy: expected name, ops, modules, devices",
         ),
         (b"schema = 1\nops = 3\n", "ops must be a table, got 3"),
         (b"schema = 1\nname = 3\n", "name must be a str, got 3"),
         (b"schema = 1\n[devices]\ncuda = 3\n", "devices.cuda must be a table, got 3"),
         (
             b"schema = 1\n[devices.cuda.op]\n",
-            "it has devices.cuda.op, which is nothing that a policy has: did you",
+            "devices.cuda.op is not a key of a policy: did you",
         ),
         (b"schema = 1\n[devices.cuda]\nops = 1\n", "devices.cuda.ops must be a table, got 1"),
         (
             b"schema = 1\n[devices.cuda.devices.cpu]\n",
-            "it has devices.cuda.devices, which is nothing that a policy",
+            "devices.cuda.devices is not a key of a policy",
         ),
         (
             b"schema = 1\n[devices.cdua]\n",

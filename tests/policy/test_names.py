@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import polycast
 from polycast import CastPolicy
-from polycast.policy.names import OpName, known_overloads, named, ops_with, read_dtype, read_op, read_policy
-from polycast.policy.schemas import find_op, names_dimensions
+from polycast.policy.names import OpName, known_overloads, ops_with, read_dtype, read_op, read_policy
+from polycast.policy.schemas import find_op, has_named_dimensions
 
 BUILT_IN = ("cpu", "cuda", "maia", "mps", "mtia", "xpu")
 OPS = st.sampled_from(torch._C._dispatch_get_all_op_names())
@@ -43,14 +43,14 @@ def test_a_short_name_in_a_region_means_that_ops_of_the_table(device_type, fake,
 @settings(deadline=None)
 @given(OPS)
 def test_a_name_in_the_dispatcher_means_itself(name):
-    assert named(name).overloads == read_op(named(name).key).overloads == [name]
+    assert OpName.of_overload(name).overloads == read_op(OpName.of_overload(name).key).overloads == [name]
 
 
 @settings(deadline=None)
 @given(OPS)
 def test_a_name_without_an_overload_means_all_that_do_not_write(name):
-    packet = OpName(named(name).qualified, None)
-    for_named_tensors = names_dimensions(find_op(name))  # which torch had up to 2.12, and call the others
+    packet = OpName(OpName.of_overload(name).qualified, None)
+    for_named_tensors = has_named_dimensions(find_op(name))  # which torch had up to 2.12, and call the others
     assert (name in packet.overloads) is not for_named_tensors
     assume(not for_named_tensors)
     writing = find_op(name)._schema.is_mutable

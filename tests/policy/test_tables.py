@@ -41,14 +41,6 @@ def test_a_name_in_the_place_of_names_is_refused():
         policy_table({CastPolicy.FP32: "aten::mm"})
 
 
-def test_a_mapping_of_its_own_kind_that_names_an_op_twice_has_a_problem():
-    class Repeating(dict):
-        def items(self):
-            return [*super().items()] * 2
-
-    assert table_problems(Repeating({"aten::mm": CastPolicy.FP32})) == ["'aten::mm' is named twice"]
-
-
 def test_a_table_is_read_only():
     table = policy_table({CastPolicy.FP32: ["aten::exp"]})
     with pytest.raises(TypeError, match="does not support item assignment"):

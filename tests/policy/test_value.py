@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polycast import CastPolicy, Policy
-from polycast.policy.ops import Ops
+from polycast.policy.op_policies import OpPolicies
 
 TORCH = f"this torch ({torch.__version__})"
 NAMES = [
@@ -21,12 +21,12 @@ POLICIES = ["fp32", "passthrough", "promote", "banned", CastPolicy.LOWER_PRECISI
 
 
 def made(mapping):
-    """Return Ops, without the entries that say something of an op for the second time."""
+    """Return OpPolicies of a mapping, without repeated ops."""
     entries = {}
     for name, policy in mapping.items():
-        if name not in Ops(entries):
+        if name not in OpPolicies(entries):
             entries[name] = policy
-    return Ops(entries)
+    return OpPolicies(entries)
 
 
 SOME_OPS = st.dictionaries(st.sampled_from(NAMES), st.sampled_from(POLICIES), max_size=4)
@@ -224,7 +224,7 @@ NO_RULE = (
         ),
         (
             {"ops": {"mm": {"policie": "fp32"}}},
-            "'mm' has 'policie', which is nothing that an op has: did you mean 'poli",
+            "'policie' is not a key of the policy of 'mm': did you mean 'poli",
         ),
         ({"ops": {"mm": {"policy": "fp32", "optional": 1}}}, "optional of 'mm' must be true or false, got 1"),
         (

@@ -48,7 +48,7 @@ def test_a_key_means_all_of_its_characters(key):
 
 
 def test_a_range_with_nothing_in_it_is_refused():
-    with pytest.raises(ValueError, match=r"the range '3-0' has nothing in it: did you mean '0-3'\?"):
+    with pytest.raises(ValueError, match=r"the range '3-0' is empty: did you mean '0-3'\?"):
         Policy(modules={"layers.[3-0]": "fp32"})
 
 

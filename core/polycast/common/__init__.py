@@ -1,1 +1,1 @@
-"""Leaf modules that any room may import: environment variables, locks held over a fork, versions, text tables."""
+"""Modules that any other may import: environment variables, locks at forks, cached properties, versions, text tables."""

@@ -1,4 +1,4 @@
-"""Locks that are held over a fork, so that what they guard is whole in the child, and no thread holds them there."""
+"""Hold locks during a fork, so that the child finds their data consistent and the locks free."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -6,34 +6,34 @@ from typing import Protocol
 
 
 class Lock(Protocol):
-    """What threading.Lock and threading.RLock return."""
+    """A threading.Lock or RLock."""
 
     def acquire(self) -> bool:
-        """Wait for it, and take it."""
+        """Acquire the lock."""
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the lock."""
 
 
 def hold_during_fork(locks: Callable[[], Iterable[Lock]]) -> None:
-    """Have locks taken before each fork and given back after it, on both sides.
+    """Acquire locks before each fork, and release them after it in the parent and the child.
 
-    Those of several calls are taken in the reverse order of the calls. A module that takes a lock of another imports it
-    first, and calls this later: so locks are taken in the order in which they nest.
+    The locks of the last call are acquired first. A module that uses another module's lock imports that module first,
+    so this is the order in which the locks nest.
 
     Args:
-        locks: returns the locks, in the order in which they nest; called before each fork.
+        locks: called before each fork; returns the locks, outermost first.
     """
     held: list[Lock] = []
 
-    def take() -> None:
+    def acquire() -> None:
         for lock in locks():
             lock.acquire()
             held.append(lock)
 
-    def give_back() -> None:
+    def release() -> None:
         while held:
             held.pop().release()
 
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=take, after_in_parent=give_back, after_in_child=give_back)
+        os.register_at_fork(before=acquire, after_in_parent=release, after_in_child=release)

@@ -1,6 +1,6 @@
-"""The environment variables that switch polycast, parsed strictly: a value that is not legal is a ValueError.
+"""The environment variables of polycast.
 
-A variable that is empty is unset.
+An invalid value is a ValueError. An empty variable counts as unset.
 """
 
 import os
@@ -12,12 +12,12 @@ ENGINES = ("auto", "native", "reference")
 
 
 def canonical_name(distribution: str) -> str:
-    """Return a distribution's name in the normal form of the packaging specifications (``My_Pkg`` -> ``my-pkg``)."""
+    """Return the normalized name of a distribution (``My_Pkg`` -> ``my-pkg``)."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def discovery() -> bool:
-    """``POLYCAST_DISCOVERY``: whether third-party plugins are looked for; on unless it says otherwise."""
+    """Return whether to look for third-party plugins (``POLYCAST_DISCOVERY``, on by default)."""
     text = os.environ.get("POLYCAST_DISCOVERY") or "1"
     try:
         return _BOOLEANS[text.lower()]
@@ -26,12 +26,12 @@ def discovery() -> bool:
 
 
 def blocked() -> frozenset[str]:
-    """``POLYCAST_BLOCK``: the device types whose backends are not to be used."""
+    """Return the device types whose backends are blocked (``POLYCAST_BLOCK``)."""
     return frozenset(_items("POLYCAST_BLOCK", "device types separated by commas, such as 'cuda,xpu'"))
 
 
 def providers() -> Mapping[str, str]:
-    """``POLYCAST_PROVIDER``: for a device type, the canonical name of the distribution that supplies its backend."""
+    """Return the normalized name of the distribution to use for each device type (``POLYCAST_PROVIDER``)."""
     expected = "device=distribution pairs separated by commas, such as 'xpu=polycast,npu=acme-npu'"
     chosen: dict[str, str] = {}
     for item in _items("POLYCAST_PROVIDER", expected):
@@ -43,7 +43,7 @@ def providers() -> Mapping[str, str]:
 
 
 def engine() -> str:
-    """``POLYCAST_ENGINE``: which engine runs at the Autocast keys."""
+    """Return which engine to use (``POLYCAST_ENGINE``)."""
     text = os.environ.get("POLYCAST_ENGINE") or "auto"
     if text.lower() not in ENGINES:
         raise _illegal("POLYCAST_ENGINE", text, "one of " + ", ".join(ENGINES))

@@ -1,4 +1,4 @@
-"""What ``print`` shows of results: tables as text in ASCII, which a stream of any encoding can write."""
+"""Render tables as ASCII text, which a stream of any encoding can write."""
 
 import io
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def as_text(shown: "RenderableType", width: int) -> str:
-    """Return what rich shows as plain text, in ASCII."""
+    """Render a rich object as plain ASCII text."""
     from rich.console import Console
 
     console = Console(file=_Ascii(), width=width, color_system=None, markup=False, highlight=False, emoji=False)
@@ -19,18 +19,18 @@ def as_text(shown: "RenderableType", width: int) -> str:
 
 
 def in_ascii(text: str) -> str:
-    """Return a text whose other characters are escaped, as by ``ascii()``."""
+    """Escape the characters of a text that are not ASCII, as ``ascii()`` does."""
     return text.encode("ascii", "backslashreplace").decode("ascii")
 
 
 def under_the_head() -> "Box":
-    """Return the box of tables whose only line is below the head."""
+    """Return a box style whose only line is below the table's header."""
     from rich.box import Box
 
     return Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 
 class _Ascii(io.StringIO):
-    """A stream for which rich draws tables in ASCII."""
+    """A stream whose encoding makes rich draw tables in ASCII."""
 
     encoding = "ascii"

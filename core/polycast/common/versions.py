@@ -1,4 +1,4 @@
-"""The versions that what is measured depends on."""
+"""The versions in reports and saved files."""
 
 import functools
 import importlib.metadata

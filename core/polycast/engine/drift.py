@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..plugins.backend import Backend
-from ..policy.schemas import find_op, names_dimensions
+from ..policy.schemas import find_op, has_named_dimensions
 from .installation import torch_ops
 
 _NAMED_TENSORS = "for named tensors, which torch took out in 2.13"
@@ -36,7 +36,7 @@ def drift_of(backend: Backend) -> Drift:
     in_torch = torch_ops(backend.device_type)
     only_in_torch = sorted(in_torch - backend.policies.keys())
     only_in_table = sorted(backend.policies.keys() - in_torch)
-    of_names = (name for name in only_in_torch if (op := find_op(name)) is not None and names_dimensions(op))
+    of_names = (name for name in only_in_torch if (op := find_op(name)) is not None and has_named_dimensions(op))
     left = {**dict.fromkeys(of_names, _NAMED_TENSORS), **backend.left_to_torch}
     return Drift(
         tuple(name for name in only_in_torch if name not in left),

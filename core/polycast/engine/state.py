@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..common.cached_property import cached_property
 from ..policy.cast_policy import CastPolicy
-from ..policy.computed_once import computed_once
 from ..policy.recipes import Recipe
 from .casts.weight_cache import WeightCache
 from .disable_dynamo import disable_dynamo
@@ -69,7 +69,7 @@ class Override(dict[str, CastPolicy]):
     def __bool__(self) -> bool:
         return len(self) > 0 or self.recipe is not None
 
-    @computed_once
+    @cached_property
     def low_bit(self) -> frozenset[str]:
         """The ops that the recipe is for, by their names in the dispatcher."""
         return frozenset() if self.recipe is None else self.recipe.overloads - self.keys()
@@ -96,7 +96,7 @@ class Override(dict[str, CastPolicy]):
         recipe = next((layer.recipe for layer in layers if layer.recipe is not None), None)
         return Override(policies, self.origin, tuple(layers), recipe)
 
-    @computed_once
+    @cached_property
     def text(self) -> str:
         """The policies and the recipe as text: the same for equal ones, in every process."""
         policies = ", ".join(f"{op}={policy.name}" for op, policy in sorted(self.items()))

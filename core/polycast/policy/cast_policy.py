@@ -1,4 +1,4 @@
-"""Cast policies: what autocast does with the inputs of an op, and the tables that say so for each op."""
+"""Cast policies: what autocast does with the inputs of an op."""
 
 import enum
 from collections.abc import Iterable, Mapping
@@ -6,9 +6,9 @@ from types import MappingProxyType
 
 
 class CastPolicy(enum.Enum):
-    """What happens to the eligible inputs of an op; the first five mean what torch's ATen/autocast_mode.h says.
+    """What happens to the eligible inputs of an op. The first five are those of torch's ATen/autocast_mode.h.
 
-    An input is eligible when it is a floating-point tensor on the region's device and not float64.
+    An input is eligible if it is a floating-point tensor on the region's device and not float64.
     """
 
     LOWER_PRECISION_FP = "lower_precision_fp"
@@ -16,30 +16,29 @@ class CastPolicy(enum.Enum):
     FP32 = "fp32"
     """Cast every eligible input to float32."""
     FP32_SET_OPT_DTYPE = "fp32_set_opt_dtype"
-    """Cast nothing; if the first input is eligible, give float32 to an optional ``dtype`` that the caller left out."""
+    """Cast nothing. If the first input is eligible, set an optional ``dtype`` that the caller omitted to float32."""
     FP32_APPEND_DTYPE = "fp32_append_dtype"
-    """Cast nothing; call the overload that takes a ``dtype``, with float32 if the first input is eligible."""
+    """Cast nothing. If the first input is eligible, call the overload that takes a ``dtype``, with float32."""
     PROMOTE = "promote"
-    """Cast the eligible inputs to float32 if their dtypes differ; inputs of one dtype stay as they are."""
+    """Cast the eligible inputs to float32 if their dtypes differ."""
     BANNED = "banned"
-    """Raise RuntimeError, for the op is not safe in reduced precision."""
+    """Raise RuntimeError: the op is not safe in reduced precision."""
     PASSTHROUGH = "passthrough"
-    """Run the op on its inputs as they are."""
+    """Run the op on its inputs without casting them."""
 
 
 def policy_table(ops: Mapping[CastPolicy, Iterable[str]]) -> Mapping[str, CastPolicy]:
     """Turn lists of ops, one for each policy, into the table that a backend supplies.
 
     Args:
-        ops: for each policy the names of its ops as the dispatcher has them, such as ``"aten::mm"`` or
-            ``"aten::norm.Scalar"``.
+        ops: for each policy, the dispatcher names of its ops, such as ``"aten::mm"`` or ``"aten::norm.Scalar"``.
 
     Returns:
         A read-only mapping from op name to policy.
 
     Raises:
         ValueError: an op is named twice.
-        TypeError: a name is where names should be.
+        TypeError: a list of names is a str.
 
     Example:
         >>> from polycast import CastPolicy, policy_table

@@ -1,8 +1,8 @@
-"""The names of dtypes, as people write them."""
+"""The short names of dtypes."""
 
 import torch
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name without the module: ``bfloat16``."""
+    """Return the name of a dtype without the module, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")

@@ -1,6 +1,6 @@
-"""Policy files: TOML of a known schema, read and written as plain values.
+"""Read and write policy files, which are TOML.
 
-A file holds what a policy is made of, under the same names::
+A file has the arguments of `Policy`, under the same names::
 
     schema = 1
     name = "BERT, tuned for float16"
@@ -27,20 +27,19 @@ from typing import Any, TypeAlias
 from .names import nearest
 
 SCHEMA = 1
-"""The schema that is written, and the newest that is read."""
+"""The schema of written files, and the newest that can be read."""
 TABLES = ("ops", "modules", "devices")
 
 PolicyPath: TypeAlias = str | os.PathLike[str]
 
 
 def read(path: PolicyPath) -> dict[str, Any]:
-    """Return what a policy file says, without the schema.
+    """Return the tables of a policy file, without the schema.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
         ValueError: it is not a policy file, or one of a newer schema.
     """
-    # Those who have no file need not import what reads them.
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -48,45 +47,45 @@ def read(path: PolicyPath) -> dict[str, Any]:
 
     content = Path(path).read_bytes()
     try:
-        said = tomllib.loads(content.decode("utf-8"))
+        table = tomllib.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8: byte {error.start} is {content[error.start]:#04x}") from error
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"it is not TOML: {error}") from error
     except RecursionError:
         raise ValueError("its values are nested too deeply to be a policy") from None
-    schema = said.pop("schema", None)
+    schema = table.pop("schema", None)
     if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
         raise ValueError(f"a policy file begins with `schema = {SCHEMA}`, got {schema!r}")
     if schema > SCHEMA:
         raise ValueError(
             f"it is of schema {schema}, and this polycast reads schemas up to {SCHEMA}: install a newer polycast"
         )
-    check_keys(said, ("name", *TABLES), "")
-    check_tables(said)
-    return said
+    check_keys(table, ("name", *TABLES), "")
+    check_tables(table)
+    return table
 
 
-def check_tables(said: Mapping[str, Any], where: str = "") -> None:
-    """Raise ValueError where something is not the table that it should be."""
+def check_tables(table: Mapping[str, Any], where: str = "") -> None:
+    """Raise ValueError if a value that should be a table is not."""
     for key in TABLES:
-        if not isinstance(said.get(key, {}), Mapping):
-            raise ValueError(f"{where}{key} must be a table, got {said[key]!r}")
+        if not isinstance(table.get(key, {}), Mapping):
+            raise ValueError(f"{where}{key} must be a table, got {table[key]!r}")
 
 
-def check_keys(said: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    """Raise ValueError for a key that means nothing, with the one that may have been meant."""
-    for key in said:
+def check_keys(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    """Raise ValueError for an unknown key, with the nearest known one."""
+    for key in table:
         if key not in known:
             alike = nearest(key, known)
             raise ValueError(
-                f"it has {where}{key}, which is nothing that a policy has: "
+                f"{where}{key} is not a key of a policy: "
                 + (f"did you mean {alike[0]!r}?" if alike else f"expected {', '.join(known)}")
             )
 
 
 def write(path: PolicyPath, text: str) -> None:
-    """Write a file, whole or not at all.
+    """Write a file atomically.
 
     Raises:
         OSError: it cannot be written.
@@ -94,32 +93,32 @@ def write(path: PolicyPath, text: str) -> None:
     target = Path(path)
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
-            whole = Path(folder, target.name)
-            whole.write_text(text, encoding="utf-8", newline="\n")
-            whole.replace(target)
+            complete = Path(folder, target.name)
+            complete.write_text(text, encoding="utf-8", newline="\n")
+            complete.replace(target)
     except OSError as error:
         if error.filename is None:
             raise
-        # It names the file on the way to the one that was asked for.
+        # The error names the temporary file.
         raise OSError(error.errno, error.strerror, str(target)) from error
 
 
-def text_of(said: Mapping[str, Any]) -> str:
-    """Return a policy file's text. The order of the rules for modules means something, and so is kept."""
-    return "\n".join(_section((), {"schema": SCHEMA, **said}))
+def to_text(table: Mapping[str, Any]) -> str:
+    """Return the text of a policy file. The rules for modules keep their order, which matters."""
+    return "\n".join(_sections((), {"schema": SCHEMA, **table}))
 
 
-def _section(way: tuple[str, ...], said: Mapping[str, Any]) -> list[str]:
-    """Return the parts of a file for a table and those below it. In `ops` and `modules` mappings are inline tables."""
-    is_table = way and way[-1] in ("ops", "modules") and len(way) % 2 == 1
-    plain = {key: value for key, value in said.items() if is_table or not isinstance(value, Mapping)}
-    header = f"[{'.'.join(map(_key, way))}]\n" if way else ""
-    parts = [header + "".join(f"{_key(key)} = {_value(value)}\n" for key, value in plain.items())]
-    parts = parts if plain or not said else []
-    for key, value in said.items():
-        if key not in plain:
-            parts += _section((*way, key), value)
-    return parts
+def _sections(path: tuple[str, ...], table: Mapping[str, Any]) -> list[str]:
+    """Return the sections of a table and its subtables. In `ops` and `modules` tables are written inline."""
+    is_inline = path and path[-1] in ("ops", "modules") and len(path) % 2 == 1
+    values = {key: value for key, value in table.items() if is_inline or not isinstance(value, Mapping)}
+    header = f"[{'.'.join(map(_key, path))}]\n" if path else ""
+    sections = [header + "".join(f"{_key(key)} = {_value(value)}\n" for key, value in values.items())]
+    sections = sections if values or not table else []
+    for key, value in table.items():
+        if key not in values:
+            sections += _sections((*path, key), value)
+    return sections
 
 
 def _key(key: str) -> str:

@@ -1,25 +1,25 @@
 """Globs over the dotted names of modules, such as ``encoder.layers.[0-11].*``.
 
-A glob is matched without backtracking: characters, and parts between dots, are stepped through with the set of
-positions that may come next. So the time is bounded by the number of names times the length of the glob.
+Matching does not backtrack: it advances a set of positions, so its time is bounded by the number of names times the
+length of the glob.
 """
 
 import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
-MOST_ALTERNATIVES = 1000
-"""The most globs that one with braces may stand for."""
+MAX_ALTERNATIVES = 1000
+"""The largest number of globs that braces may expand to."""
 
-# A set in brackets, which may begin with a bracket that closes; else a single character.
+# A set in brackets, which may begin with a closing bracket, or a single character.
 _TOKENS = re.compile(r"\[(?:!?\][^].]*|[^].]+)\]|.", re.DOTALL)
 _RANGES = re.compile(r".-.|.", re.DOTALL)
-_MOST_ZEROS = 8  # that a number in a name begins with
+_MAX_LEADING_ZEROS = 8
 _SPECIAL = re.compile(r"[*?\[\]{}]")
 
 
 class _Characters(NamedTuple):
-    """One character, in one of the ranges or, if negated, in none of them."""
+    """Matches one character in one of the ranges or, if negated, in none of them."""
 
     ranges: tuple[tuple[str, str], ...]
     negated: bool = False
@@ -30,7 +30,7 @@ class _Characters(NamedTuple):
 
 
 class _Number(NamedTuple):
-    """A whole number in a range, bounds included; the digits beside it belong to it."""
+    """Matches a whole number in a range, bounds included, with no digits beside it."""
 
     low: int
     high: int
@@ -40,13 +40,14 @@ class _Number(NamedTuple):
         while end < len(text) and text[end] in "0123456789":
             end += 1
         is_whole = at < end and not (at > 0 and text[at - 1] in "0123456789")
-        # Python refuses to read numbers of thousands of digits.
-        if is_whole and end - at <= len(str(self.high)) + _MOST_ZEROS and self.low <= int(text[at:end]) <= self.high:
+        # int() refuses thousands of digits.
+        short = end - at <= len(str(self.high)) + _MAX_LEADING_ZEROS
+        if is_whole and short and self.low <= int(text[at:end]) <= self.high:
             yield end
 
 
 class _Any:
-    """Any characters, or none."""
+    """Matches any number of characters."""
 
     def ends(self, text: str, at: int) -> Iterable[int]:
         return range(at, len(text) + 1)
@@ -55,33 +56,33 @@ class _Any:
 _ANY = _Any()
 _ONE = _Characters((), negated=True)
 _DEEP = "**"
-"""The part that stands for any number of parts, or none."""
+"""The part that matches any number of parts."""
 
 _Token: TypeAlias = _Characters | _Number | _Any
 _Part: TypeAlias = str | tuple[_Token, ...]
-"""A name, ``"**"`` or a pattern. A name has no asterisk that is not escaped, so it cannot be taken for ``"**"``."""
+"""A name, ``"**"`` or a pattern. An asterisk in a name is escaped, so no name is taken for ``"**"``."""
 
 
 class Glob:
     """A glob over names of modules.
 
-    ``*`` stands for any characters of a part between dots, ``?`` for one of them, ``**`` as a part for any number of
-    parts, or none. ``[a-f]`` is one character, ``[!a-f]`` one other, ``[0-11]`` a number, bounds included. ``{a,b}`` is
-    either; braces may hold dots and other braces. A special character in brackets stands for itself: ``[*]``, ``[[]``.
-    The empty glob is the model itself.
+    ``*`` matches any characters of a part between dots, ``?`` one of them, ``**`` as a part any number of parts.
+    ``[a-f]`` is one character, ``[!a-f]`` one other, ``[0-11]`` a number, bounds included. ``{a,b}`` is either; braces
+    may contain dots and other braces. A special character in brackets is literal: ``[*]``, ``[[]``. The empty glob is
+    the model itself.
 
     Raises:
-        ValueError: what is in brackets is no set that people read in one way; a range has nothing in it; a brace is not
-            closed; or the braces stand for more than 1,000 globs.
+        ValueError: a set in brackets is ambiguous; a range is empty; a brace is not closed; or the braces expand to
+            more than 1,000 globs.
     """
 
     def __init__(self, text: str) -> None:
         tokens = _TOKENS.findall(text)
         try:
-            alternatives, _ = _alternatives(tokens, 0, nested=False)
+            alternatives, _ = _expand_braces(tokens, 0, nested=False)
         except RecursionError:
             raise ValueError("its braces are nested too deeply") from None
-        self._alternatives = [_parts(alternative) for alternative in alternatives]
+        self._alternatives = [_parse_parts(alternative) for alternative in alternatives]
 
     def find(self, names: "Names") -> list[str]:
         """Return the names that match, in the order of the model."""
@@ -90,13 +91,13 @@ class Glob:
 
 
 class _Node:
-    """A name, and those that have a part more."""
+    """A name in the tree of names; its children have one more part."""
 
     __slots__ = ("children", "name", "order")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.order = -1  # until it is known to be the name of a module
+        self.order = -1  # until a module has this name
         self.children: dict[str, _Node] = {}
 
 
@@ -115,7 +116,7 @@ class Names:
 
 
 def escape(name: str) -> str:
-    """Return the glob that means one name."""
+    """Return the glob that matches one name."""
     escaped = _SPECIAL.sub(r"[\g<0>]", name)
     return f"[c]{escaped[1:]}" if escaped.startswith("class:") else escaped
 
@@ -154,21 +155,21 @@ def _matches(tokens: tuple[_Token, ...], text: str) -> bool:
     return len(text) in positions
 
 
-def _alternatives(tokens: list[str], at: int, *, nested: bool) -> tuple[list[list[str]], int]:
-    """Return what the tokens from a position on stand for, and where that ends: in braces at the one that closes."""
+def _expand_braces(tokens: list[str], at: int, *, nested: bool) -> tuple[list[list[str]], int]:
+    """Return the alternatives of the tokens from a position, and the position of the closing brace or the end."""
     done: list[list[str]] = []
     current: list[list[str]] = [[]]
     begin = at - 1
     while at < len(tokens):
         token = tokens[at]
         if token == "{":
-            inner, at = _alternatives(tokens, at + 1, nested=True)
-            if len(current) * len(inner) > MOST_ALTERNATIVES:
-                raise ValueError(f"braces stand for more than {MOST_ALTERNATIVES:,} globs: use '*', or several keys")
+            inner, at = _expand_braces(tokens, at + 1, nested=True)
+            if len(current) * len(inner) > MAX_ALTERNATIVES:
+                raise ValueError(f"braces expand to more than {MAX_ALTERNATIVES:,} globs: use '*', or several keys")
             current = [before + after for before in current for after in inner]
         elif token == "}":
             if not nested:
-                raise ValueError("a brace closes that none opened: write '[}]' for the character")
+                raise ValueError("a closing brace has no opening one: write '[}]' for the character")
             if not done:
                 text = "".join(tokens[begin : at + 1])
                 raise ValueError(f"{text!r} has no comma: braces hold alternatives, such as '{{q,k}}'")
@@ -184,7 +185,7 @@ def _alternatives(tokens: list[str], at: int, *, nested: bool) -> tuple[list[lis
     return done + current, at
 
 
-def _parts(tokens: list[str]) -> list[_Part]:
+def _parse_parts(tokens: list[str]) -> list[_Part]:
     if not tokens:
         return []
     parts: list[_Part] = []
@@ -193,14 +194,14 @@ def _parts(tokens: list[str]) -> list[_Part]:
         if token != ".":
             part.append(token)
             continue
-        parts.append(_DEEP if part == ["*", "*"] else _part(part))
+        parts.append(_DEEP if part == ["*", "*"] else _parse_part(part))
         part = []
     return parts
 
 
-def _part(tokens: list[str]) -> _Part:
+def _parse_part(tokens: list[str]) -> _Part:
     read: list[_Token] = []
-    for token in map(_token, tokens):
+    for token in map(_parse_token, tokens):
         if not (token is _ANY and read and read[-1] is _ANY):
             read.append(token)
     literal = ""
@@ -211,11 +212,11 @@ def _part(tokens: list[str]) -> _Part:
         if low != high:
             return tuple(read)
         literal += low
-    # No module is called "**" unless somebody escaped it, and such a one is matched character by character.
+    # An escaped "**" is matched character by character.
     return tuple(read) if literal == _DEEP else literal
 
 
-def _token(text: str) -> _Token:
+def _parse_token(text: str) -> _Token:
     if text == "*":
         return _ANY
     if text == "?":
@@ -227,7 +228,7 @@ def _token(text: str) -> _Token:
     if number is not None:
         low, high = map(int, number.groups())
         if low > high:
-            raise ValueError(f"the range {inside!r} has nothing in it: did you mean '{high}-{low}'?")
+            raise ValueError(f"the range {inside!r} is empty: did you mean '{high}-{low}'?")
         if len(inside) > len("0-9"):
             return _Number(low, high)
     elif "," in inside or re.fullmatch(r"!?[0-9]{2,}", inside) or re.search(r"[0-9]{2}-[0-9]|[0-9]-[0-9]{2}", inside):
@@ -236,11 +237,11 @@ def _token(text: str) -> _Token:
             "numbers, '{0,2,[8-11]}' for several, '[ab]' for characters"
         )
     negated = inside.startswith("!") and inside != "!"
-    ranges = tuple(_range(each) for each in _RANGES.findall(inside[negated:]))
+    ranges = tuple(_parse_range(each) for each in _RANGES.findall(inside[negated:]))
     return _Characters(ranges, negated)
 
 
-def _range(text: str) -> tuple[str, str]:
+def _parse_range(text: str) -> tuple[str, str]:
     if text[0] > text[-1]:
-        raise ValueError(f"the range {text!r} has nothing in it: did you mean {text[::-1]!r}?")
+        raise ValueError(f"the range {text!r} is empty: did you mean {text[::-1]!r}?")
     return text[0], text[-1]

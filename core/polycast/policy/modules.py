@@ -1,8 +1,8 @@
-"""Rules for modules, as people write them: which modules, and what becomes of the ops in them."""
+"""Rules for modules: parse them, and find the modules of a model that they match."""
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -11,28 +11,28 @@ from torch import nn
 
 from .dtypes import dtype_name
 from .globs import Glob, Names
-from .names import MOST_PROBLEMS, error_of, nearest, read_dtype
-from .ops import Ops
+from .names import MAX_PROBLEMS, nearest, policy_error, read_dtype
+from .op_policies import OpPolicies
 from .recipes import Recipe, is_recipe_name, read_recipe
 
 FP32 = "fp32"
-"""The rule of a module that computes in float32."""
+"""The rule for computing in float32."""
 OFF = "off"
-"""The rule of a module in which autocast is off."""
+"""The rule for disabling autocast."""
 RECIPE = "recipe"
-"""The key of a table that is a recipe."""
+"""The key that makes a table of a policy file a recipe."""
 CLASS = "class:"
-"""What a key begins with that names a class, not modules by their names."""
+"""The prefix of keys that name a class instead of modules."""
 
-ModuleRule: TypeAlias = str | Ops | Recipe
-"""``"fp32"``, ``"off"``, the name of a fast dtype, policies for the ops of the region inside, or a recipe for it."""
+ModuleRule: TypeAlias = str | OpPolicies | Recipe
+"""``"fp32"``, ``"off"``, the name of a fast dtype, policies by op, or a recipe."""
 
 
 def read_rules(modules: object) -> Mapping[str, ModuleRule]:
-    """Return rules for modules, checked; their order is theirs, for the last one that matches decides.
+    """Return parsed rules for modules, in their order: the last rule that matches decides.
 
     Raises:
-        ValueError: with a sentence for each problem.
+        ValueError: a key or rule is not valid; the message has a sentence for each.
     """
     if not isinstance(modules, Mapping):
         raise ValueError(f"modules must map names of modules to rules, got {type(modules).__name__}")
@@ -44,10 +44,10 @@ def read_rules(modules: object) -> Mapping[str, ModuleRule]:
             rules[key] = _read_rule(rule)
         except ValueError as error:
             problems.append(f"modules[{key!r}]: {error}")
-            if len(problems) == MOST_PROBLEMS:
+            if len(problems) == MAX_PROBLEMS:
                 break
     if problems:
-        raise error_of(problems)
+        raise policy_error(problems)
     return MappingProxyType(rules)
 
 
@@ -61,10 +61,10 @@ def _check_key(key: object) -> None:
 
 def _read_rule(rule: object) -> ModuleRule:
     if isinstance(rule, Recipe):
-        rule.written  # noqa: B018  it raises where a file cannot say it
+        rule.written  # noqa: B018  it raises if the recipe cannot be saved
         return rule
     if isinstance(rule, Mapping):
-        return recipe_of_table(rule) if RECIPE in rule else Ops(rule)
+        return recipe_of_table(rule) if RECIPE in rule else OpPolicies(rule)
     if isinstance(rule, str) and is_recipe_name(rule.lower()):
         return read_recipe(rule.lower())
     if isinstance(rule, str) and rule.lower() in (FP32, OFF):
@@ -85,42 +85,41 @@ def _read_rule(rule: object) -> ModuleRule:
 
 
 def recipe_of_table(table: Mapping[str, object]) -> Recipe:
-    """Return the recipe that a table of a policy file says."""
-    said = dict(table)
-    recipe = read_recipe(said.pop(RECIPE))
-    unknown = said.keys() - {"ops", "min_size"}
+    """Return the recipe of a table in a policy file."""
+    options = dict(table)
+    recipe = read_recipe(options.pop(RECIPE))
+    unknown = options.keys() - {"ops", "min_size"}
     if unknown:
         raise ValueError(f"a recipe's table has 'recipe', 'ops' and 'min_size', got {sorted(unknown)[0]!r}")
     try:
-        return type(recipe)(recipe.scales, **said)  # type: ignore[arg-type]
+        return type(recipe)(recipe.scales, **options)  # type: ignore[arg-type]
     except TypeError as error:
         raise ValueError(str(error)) from None
 
 
 class ModuleFinder:
-    """Find the modules of a model that the keys of rules mean."""
+    """Finds the modules of a model that keys of rules match."""
 
     def __init__(self, model: nn.Module) -> None:
         self._named = dict(model.named_modules(remove_duplicate=False))
         self._names = Names(self._named)
 
     def find(self, key: str) -> dict[str, nn.Module]:
-        """Return the modules that a key means, by name. A container without a forward stands for what it contains.
+        """Return the modules that a key matches, by name; instead of a container without forward, its children.
 
         Raises:
-            ValueError: no module matches, with the nearest names.
+            ValueError: no module matches. The message has the nearest names.
         """
         if key.startswith(CLASS):
-            wanted = _is_instance_of(key.removeprefix(CLASS))
-            found = {name: module for name, module in self._named.items() if wanted(module)}
+            matches = _class_predicate(key.removeprefix(CLASS))
+            found = {name: module for name, module in self._named.items() if matches(module)}
         else:
             found = {name: self._named[name] for name in Glob(key).find(self._names)}
         if not found:
             raise ValueError(self._unknown(key))
-        meant: dict[str, nn.Module] = {}
-        for name, module in found.items():
-            meant |= _with_forward(name, module)
-        return meant
+        return {
+            child_name: child for name, module in found.items() for child_name, child in _with_forward(name, module)
+        }
 
     def _unknown(self, key: str) -> str:
         known = (
@@ -134,14 +133,13 @@ class ModuleFinder:
         )
 
 
-def _with_forward(name: str, module: nn.Module) -> dict[str, nn.Module]:
-    forward = inspect.getattr_static(type(module), "forward")  # to get that of a ScriptModule would fail
+def _with_forward(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    forward = inspect.getattr_static(type(module), "forward")  # getattr fails for a ScriptModule
     if forward is not nn.Module.forward or "forward" in vars(module):
-        return {name: module}
-    meant: dict[str, nn.Module] = {}
-    for child_name, child in module.named_children():
-        meant |= _with_forward(f"{name}.{child_name}".lstrip("."), child)
-    return meant
+        yield name, module
+    else:
+        for child_name, child in module.named_children():
+            yield from _with_forward(f"{name}.{child_name}".lstrip("."), child)
 
 
 def _full_name(cls: type) -> str:
@@ -153,14 +151,14 @@ def _shortest_name(cls: type) -> str:
     return f"torch.nn.{cls.__qualname__}" if exported else _full_name(cls)
 
 
-def _is_instance_of(name: str) -> Callable[[nn.Module], bool]:
-    """Return what tells the modules of a class and its subclasses, by the name where it is defined or exported."""
+def _class_predicate(name: str) -> Callable[[nn.Module], bool]:
+    """Return a predicate for instances of a class, named by where it is defined or exported."""
     package, _, exported = name.rpartition(".")
     cls = getattr(sys.modules.get(package), exported, None)
 
-    def is_one(module: nn.Module) -> bool:
+    def matches(module: nn.Module) -> bool:
         if isinstance(cls, type):
             return isinstance(module, cls)
         return any(name in (_full_name(base), base.__qualname__) for base in type(module).__mro__)
 
-    return is_one
+    return matches

@@ -1,7 +1,4 @@
-"""Names as people say them: of ops, with or without namespace and overload, of policies and of dtypes.
-
-What reads a name from a user reads it here, and what is not one is told with the names nearest to it.
-"""
+"""Parse the names of ops, policies and dtypes that users write. Errors suggest the nearest names."""
 
 import difflib
 from collections.abc import Iterable
@@ -21,59 +18,55 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
     "fp32": torch.float32,
 }
 
-
-MOST_PROBLEMS = 20
-"""After how many problems the reading of a policy stops: to find the nearest names takes time."""
+MAX_PROBLEMS = 20
+"""The number of problems after which reading a policy stops: finding the nearest names takes time."""
 
 
 class OpName(NamedTuple):
-    """What a name means: an op and, where it names one, its overload (``""``: the one that the dispatcher gives none).
-
-    Without an overload it means all of them.
-    """
+    """The name of an op, or of one overload: ``""`` for the overload without a name, None for all overloads."""
 
     qualified: str
     overload: str | None
 
+    @classmethod
+    def of_overload(cls, dispatcher_name: str) -> "OpName":
+        """Return the name of one overload, given its dispatcher name."""
+        qualified, _, overload = dispatcher_name.partition(".")
+        return cls(qualified, overload)
+
     @property
     def key(self) -> str:
-        """The name in full: equal for the names that mean the same, whichever way they are written."""
+        """The full name, which is equal for all spellings of a name."""
         return self.qualified if self.overload is None else f"{self.qualified}.{self.overload or 'default'}"
 
     @property
     def short(self) -> str:
-        """The name as people say it."""
+        """The name without the namespace ``aten``."""
         return self.key.removeprefix("aten::")
 
     @property
     def overloads(self) -> list[str]:
-        """The overloads that are meant, by their names in the dispatcher; none if the running torch lacks them."""
+        """The dispatcher names of the overloads; none if the running torch lacks them."""
         if self.overload is None:
             return find_overloads(self.qualified)
         name = f"{self.qualified}.{self.overload}" if self.overload else self.qualified
         return [] if find_op(name) is None else [name]
 
 
-def named(dispatcher_name: str) -> OpName:
-    """Return the name of one overload, by its name in the dispatcher."""
-    qualified, _, overload = dispatcher_name.partition(".")
-    return OpName(qualified, overload)
-
-
 def read_op(op: object) -> OpName:
-    """Return what is meant by an op: a name, an overload, a packet, or what ``torch.library.custom_op`` returned.
+    """Return the name of an op: a str, an overload, a packet, or what ``torch.library.custom_op`` returned.
 
-    The namespace is ``aten`` where none is said. ``sum`` and ``aten::sum`` mean all overloads, ``sum.dim_IntList`` is
-    one of them, and so is ``sum.default``, which the dispatcher has no name for.
+    The default namespace is ``aten``. ``sum`` and ``aten::sum`` mean all overloads; ``sum.dim_IntList`` and
+    ``sum.default`` mean one.
 
     Raises:
-        TypeError: not something that names an op.
-        ValueError: not a name, whatever ops there are.
+        TypeError: the object is none of these.
+        ValueError: the str is not a valid name.
     """
     if isinstance(op, CustomOpDef):
         op = op._opoverload
     if isinstance(op, OpOverload):
-        return named(str(op.name()))  # type: ignore[no-untyped-call]
+        return OpName.of_overload(str(op.name()))  # type: ignore[no-untyped-call]
     if isinstance(op, OpOverloadPacket):
         return OpName(op._qualified_op_name, None)
     if not isinstance(op, str):
@@ -91,9 +84,7 @@ def read_op(op: object) -> OpName:
 
 
 def known_overloads(name: OpName, *, writing: bool = False) -> list[str]:
-    """Return the overloads that a name means, by their names in the dispatcher.
-
-    Of several, those that write to their inputs are left out, unless all do or they are asked for.
+    """Return the dispatcher names of an op's overloads; if any are functional, only those, unless `writing`.
 
     Raises:
         ValueError: torch has no such op.
@@ -106,13 +97,13 @@ def known_overloads(name: OpName, *, writing: bool = False) -> list[str]:
 
 
 def ops_with(name: OpName, policy: CastPolicy) -> list[str]:
-    """Return the overloads that a name gives a policy, by their names in the dispatcher.
+    """Return the dispatcher names of the overloads that get a policy which is set for a name.
 
-    A name without an overload means those that can have the policy. In-place and ``out=`` ones are left alone, save
-    where the op is banned or has no others.
+    These are the overloads that can have the policy; in-place and ``out=`` ones only if the op is banned or has no
+    others.
 
     Raises:
-        ValueError: torch has no such op; or it cannot have the policy.
+        ValueError: torch has no such op, or it cannot have the policy.
     """
     candidates = known_overloads(name, writing=policy is CastPolicy.BANNED)
     problems = {each: entry_problem(each, policy) for each in candidates}
@@ -123,10 +114,14 @@ def ops_with(name: OpName, policy: CastPolicy) -> list[str]:
 
 
 def read_policy(policy: object, what: str) -> CastPolicy:
-    """Return a policy, which may be its name in text, in upper or lower case.
+    """Return a policy, given as one or by its name in upper or lower case.
+
+    Args:
+        policy: the policy or its name.
+        what: the subject of the error message.
 
     Raises:
-        ValueError: not a policy; `what` is what the message says that it would be.
+        ValueError: it is not a policy.
     """
     if isinstance(policy, CastPolicy):
         return policy
@@ -143,7 +138,7 @@ def read_dtype(name: object) -> torch.dtype:
     """Return the dtype of a name such as ``bfloat16``, ``bf16`` or ``half``.
 
     Raises:
-        ValueError: not the name of a dtype.
+        ValueError: it is not the name of a dtype.
     """
     if isinstance(name, torch.dtype):
         return name
@@ -153,13 +148,13 @@ def read_dtype(name: object) -> torch.dtype:
 
 
 def nearest(word: object, among: Iterable[str]) -> list[str]:
-    """Return the words that look most like one, the most alike first; at most three."""
+    """Return up to three of the words most similar to a word, the most similar first."""
     return difflib.get_close_matches(word.lower(), list(among), n=3) if isinstance(word, str) else []
 
 
-def error_of(problems: list[str]) -> ValueError:
-    """Return the error that lists what is wrong with a policy."""
-    stopped = [f"reading stopped after {MOST_PROBLEMS} problems"] if len(problems) >= MOST_PROBLEMS else []
+def policy_error(problems: list[str]) -> ValueError:
+    """Return an error that lists the problems of a policy."""
+    stopped = [f"reading stopped after {MAX_PROBLEMS} problems"] if len(problems) >= MAX_PROBLEMS else []
     return ValueError("; ".join(problems + stopped))
 
 
@@ -171,7 +166,7 @@ def _nearest(word: object, among: Iterable[str]) -> str:
 def _unknown(name: OpName) -> str:
     others = find_overloads(name.qualified)
     if others:
-        had = ", ".join(repr(named(other).overload or "default") for other in others)
+        had = ", ".join(repr(OpName.of_overload(other).overload or "default") for other in others)
         base, overload = OpName(name.qualified, None).short, name.overload or "default"
         return f"this torch ({torch.__version__}) has no overload {overload!r} of the op {base!r}, which has {had}"
     text = f"this torch ({torch.__version__}) has no op {name.short!r}"

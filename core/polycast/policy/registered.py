@@ -1,4 +1,4 @@
-"""Policies that were registered for single ops: they go before those of the backends' tables."""
+"""Policies registered for single ops, which take precedence over the backends' tables."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from .cast_policy import CastPolicy
 
 @dataclass(frozen=True, eq=False)
 class Registration:
-    """A policy for some ops, by their names in the dispatcher, on one device or on all (None)."""
+    """A policy for some ops, by dispatcher name, on one device or on all (None)."""
 
     ops: tuple[str, ...]
     policy: CastPolicy
@@ -16,11 +16,11 @@ class Registration:
 
 
 registrations: list[Registration] = []
-"""Those in force, in the order in which they were made."""
+"""The active registrations, oldest first."""
 
 
 def policies_for(device_type: str, among: Iterable[Registration] = registrations) -> dict[str, CastPolicy]:
-    """Return what is registered for the ops of a device; what is for the device alone goes before what is for all."""
+    """Return the registered policies of a device; those for this device only override those for all devices."""
     return {
         name: registration.policy
         for scope in (None, device_type)
@@ -31,7 +31,7 @@ def policies_for(device_type: str, among: Iterable[Registration] = registrations
 
 
 def refuse_conflict(new: Registration) -> None:
-    """Raise ValueError if one of the ops has another policy already, for the same device or for all like this one."""
+    """Raise ValueError if an op has another policy already in the same scope, a device or all devices."""
     for old in registrations:
         both = [name for name in new.ops if name in old.ops]
         if both and old.device_type == new.device_type and old.policy is not new.policy:

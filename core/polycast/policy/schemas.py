@@ -1,4 +1,4 @@
-"""The ops of the running torch: finding one by its name, and what its schema lets a policy do."""
+"""The ops of the running torch: look one up by name, and query its schema."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from ..torch_internals.names import OpOverload, OpOverloadPacket, find_schema_or
 
 
 def find_op(name: str) -> OpOverload | None:
-    """Return the overload that a dispatcher name such as ``"aten::norm.Scalar"`` means, or None if torch lacks it."""
+    """Return the overload of a dispatcher name such as ``"aten::norm.Scalar"``, or None if torch lacks it."""
     qualified, _, overload = name.partition(".")
     namespace, _, base = qualified.partition("::")
     try:
@@ -22,22 +22,22 @@ def find_op(name: str) -> OpOverload | None:
 
 
 def find_overloads(qualified: str) -> list[str]:
-    """Return the overloads of an op such as ``"aten::norm"``, by their names in the dispatcher.
+    """Return the dispatcher names of the overloads of an op such as ``"aten::norm"``.
 
-    Not those for dimensions with names, which call the others; torch has them up to 2.12.
+    Overloads for named dimensions, which torch has up to 2.12, are left out: they call the others.
     """
     namespace, _, base = qualified.partition("::")
     packet = getattr(getattr(torch.ops, namespace, None), base, None)
     if not isinstance(packet, OpOverloadPacket):
-        return []  # a namespace has attributes that are no ops
+        return []  # a namespace has other attributes too
     names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
     qualified_names = (qualified if name == "default" else f"{qualified}.{name}" for name in names)
-    return [name for name in qualified_names if (op := find_op(name)) is not None and not names_dimensions(op)]
+    return [name for name in qualified_names if (op := find_op(name)) is not None and not has_named_dimensions(op)]
 
 
 @functools.cache
-def names_dimensions(op: OpOverload) -> bool:
-    """Say whether an overload is for named tensors, whose dimensions it takes by name; a schema has texts for these."""
+def has_named_dimensions(op: OpOverload) -> bool:
+    """Return whether an overload takes dimensions by name, as strings."""
     return any(argument.name == "dim" and "str" in str(argument.real_type) for argument in op._schema.arguments)
 
 
@@ -52,7 +52,7 @@ def optional_dtype(op: OpOverload) -> int | None:
 
 @functools.cache
 def overload_with_dtype(op: OpOverload) -> OpOverload | None:
-    """Return the overload with the same arguments and a ``ScalarType dtype`` more at the end, or None."""
+    """Return the overload with the same arguments and a final ``ScalarType dtype``, or None."""
     names = [argument.name for argument in op._schema.arguments]
     packet = op.overloadpacket
     for overload in packet.overloads():
@@ -67,14 +67,14 @@ def overload_with_dtype(op: OpOverload) -> OpOverload | None:
     return None
 
 
-def in_order(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return all that an op takes in the order of its schema, with the defaults of what a call leaves out."""
+def flatten_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return all arguments of a call in the order of the op's schema, with defaults filled in."""
     others = op._schema.arguments[len(args) :]
     return [*args, *(kwargs.get(each.name, each.default_value) for each in others)]
 
 
-def by_schema(op: OpOverload, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the same as a call has them: those by position, and those that it takes by name only."""
+def unflatten_arguments(op: OpOverload, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the positional and the keyword-only arguments of a call, given all in the order of the op's schema."""
     pairs = list(zip(op._schema.arguments, values, strict=True))
     positional = [value for argument, value in pairs if not argument.kwarg_only]
     return positional, {argument.name: value for argument, value in pairs if argument.kwarg_only}

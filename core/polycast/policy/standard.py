@@ -1,11 +1,11 @@
-"""The op table of torch's accelerators: what its CUDA and XPU autocast share, and what a new device may start from."""
+"""The op table that torch's CUDA and XPU autocast share, as a start for other accelerators."""
 
 import torch
 from torch.torch_version import TorchVersion
 
 from .cast_policy import CastPolicy, policy_table
 
-# torch gave these a policy in the version named; an older torch is matched as it is.
+# Ops whose policy torch added in the version named. On an older torch the table equals that torch's.
 _SINCE_2_12 = ("aten::rms_norm",) if TorchVersion(torch.__version__) >= "2.12" else ()
 
 STANDARD_POLICIES = policy_table(
@@ -148,4 +148,4 @@ STANDARD_REMEDIES = {
         "torch.nn.BCELoss), which is safe to autocast; or call it in a region with enabled=False, on float32 inputs."
     )
 }
-"""For the banned ops of STANDARD_POLICIES, what to use in their place."""
+"""What to use instead of the banned ops of STANDARD_POLICIES, by op name."""

@@ -1,4 +1,4 @@
-"""What can be wrong with a table of policies."""
+"""Validate policy tables against the ops of the running torch."""
 
 from collections.abc import Mapping
 
@@ -7,24 +7,15 @@ from .schemas import find_op, optional_dtype, overload_with_dtype
 
 
 def table_problems(table: object) -> list[str]:
-    """Say what is wrong with a policy table: a sentence for each problem, none for a table that can be installed."""
+    """Return a sentence for each problem of a policy table; none if it can be installed."""
     if not isinstance(table, Mapping):
         return [f"must map op names to CastPolicy, got {type(table).__name__}"]
-    problems: list[str] = []
-    seen: set[str] = set()
-    for name, policy in table.items():
-        problem = entry_problem(name, policy)
-        if problem is None and name in seen:
-            problem = f"{name!r} is named twice"
-        if problem is None:
-            seen.add(name)
-        else:
-            problems.append(problem)
-    return problems
+    problems = (entry_problem(name, policy) for name, policy in table.items())
+    return [problem for problem in problems if problem is not None]
 
 
 def entry_problem(name: object, policy: object) -> str | None:
-    """Say why an op cannot have a policy, or nothing if it can; an op that torch lacks can have any."""
+    """Return why an op cannot have a policy, or None. An op that torch lacks can have any."""
     if not isinstance(name, str) or not _is_op_name(name):
         return f"{name!r} is not an op name as the dispatcher has it, such as 'aten::mm' or 'aten::norm.Scalar'"
     if name.endswith(".default"):
@@ -44,11 +35,6 @@ def entry_problem(name: object, policy: object) -> str | None:
 
 
 def _is_op_name(name: str) -> bool:
-    namespace, separator, rest = name.partition("::")
+    namespace, _, rest = name.partition("::")
     base, dot, overload = rest.partition(".")
-    return (
-        bool(separator)
-        and namespace.isidentifier()
-        and base.isidentifier()
-        and (overload.isidentifier() if dot else True)
-    )
+    return namespace.isidentifier() and base.isidentifier() and (overload.isidentifier() or not dot)

@@ -11,7 +11,7 @@ from ..plugins.registry import get_backend
 from ..policy.cast_policy import CastPolicy
 from ..policy.dtypes import dtype_name
 from ..policy.globs import escape
-from ..policy.names import known_overloads, named, ops_with, read_op
+from ..policy.names import OpName, known_overloads, ops_with, read_op
 from ..policy.recipes import NoRecipe, Recipe
 from ..policy.schemas import find_op
 from ..policy.value import Policy
@@ -89,7 +89,7 @@ def ops_seen(model: torch.nn.Module, call: Call, region: autocast) -> list[str]:
     """
     backend = get_backend(region.device)
     lower = [name for name, policy in backend.policies.items() if policy is CastPolicy.LOWER_PRECISION_FP]
-    banned = {refusal(backend, name): named(name).qualified for name in lower}
+    banned = {refusal(backend, name): OpName.of_overload(name).qualified for name in lower}
     found: list[str] = []
     while banned:
         ban = Policy(ops=dict.fromkeys(banned.values(), CastPolicy.BANNED))
@@ -113,7 +113,7 @@ def ops_seen(model: torch.nn.Module, call: Call, region: autocast) -> list[str]:
     except Exception as error:
         if not is_of_the_policy(error):
             raise
-    known = {named(name).qualified for name in backend.policies} | {"aten::_to_copy"}
+    known = {OpName.of_overload(name).qualified for name in backend.policies} | {"aten::_to_copy"}
     found += [name for name in below.names if name not in known and _can_be_float32(name)]
     return [read_op(name).short for name in found]
 
@@ -133,7 +133,7 @@ class _Below(TorchDispatchMode):
         self.names: dict[str, None] = {}
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names[named(str(func.name())).qualified] = None  # type: ignore[no-untyped-call]
+        self.names[OpName.of_overload(str(func.name())).qualified] = None  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 

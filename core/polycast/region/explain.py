@@ -18,7 +18,7 @@ from ..policy.cast_policy import CastPolicy
 from ..policy.names import OpName, known_overloads, read_op
 from ..policy.recipes import RecipeLike, read_recipe
 from ..policy.registered import registrations
-from ..policy.schemas import find_op, in_order, optional_dtype, overload_with_dtype
+from ..policy.schemas import find_op, flatten_arguments, optional_dtype, overload_with_dtype
 from ..policy.value import PolicyLike
 from ..torch_internals.names import (
     CustomOpDef,
@@ -103,7 +103,7 @@ def explain_in(
     assert region.override is not None
     overload = find_op(chosen)
     assert overload is not None
-    reason = low_bit.why_not(region.override, chosen, backend.device_type, in_order(overload, (), bound))
+    reason = low_bit.why_not(region.override, chosen, backend.device_type, flatten_arguments(overload, (), bound))
     if reason is not None:
         return replace(call, declined=reason)
     assert call.arguments is not None

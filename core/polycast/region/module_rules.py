@@ -15,7 +15,7 @@ from typing_extensions import Self
 from ..engine.state import Override
 from ..policy.modules import FP32, OFF, ModuleFinder, ModuleRule
 from ..policy.names import read_dtype
-from ..policy.ops import Ops
+from ..policy.op_policies import OpPolicies
 from ..policy.recipes import Recipe
 from ..policy.value import Policy, PolicyLike
 from . import compiled_models
@@ -145,7 +145,7 @@ def _rules_by_module(model: nn.Module, policy: Policy, finder: ModuleFinder) -> 
         for name, module in finder.find(key).items():
             rule = _read(key, written)
             if module is model and policy.ops:
-                rule = rule._replace(ops=policy.ops | (rule.ops or Ops()))
+                rule = rule._replace(ops=policy.ops | (rule.ops or OpPolicies()))
             found[module] = found.get(module, (name,))[0], rule
     return {
         module: (name, rule._replace(policies=_text(rule)) if rule.ops is not None or rule.recipe is not None else rule)
@@ -161,7 +161,7 @@ def _read(key: str, rule: ModuleRule) -> Rule:
     text = f"{key or repr(key)} = {rule!r}"
     if isinstance(rule, Recipe):
         return Rule(text, recipe=rule)
-    if isinstance(rule, Ops):
+    if isinstance(rule, OpPolicies):
         return Rule(text, ops=rule)
     if rule in (FP32, OFF):
         return Rule(text, enabled=False, cast_inputs=rule == FP32)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..engine.state import MODULE_RULE, REGIONS_POLICY, Origin, Override
-from ..policy.ops import Ops
+from ..policy.op_policies import OpPolicies
 from ..policy.recipes import Recipe
 from ..policy.value import Policy, PolicyLike
 
@@ -55,7 +55,7 @@ def with_recipe(override: Override | None, recipe: Recipe) -> Override:
     return made
 
 
-def override_of_rule(ops: Ops, name: str, recipe: Recipe | None = None) -> Override | None:
+def override_of_rule(ops: OpPolicies, name: str, recipe: Recipe | None = None) -> Override | None:
     """Return the override of the region that a rule for a module opens, by the name of the rule."""
     found = ops.resolved
     origin = MODULE_RULE._replace(name=name)
@@ -65,7 +65,7 @@ def override_of_rule(ops: Ops, name: str, recipe: Recipe | None = None) -> Overr
 
 
 @functools.lru_cache(maxsize=_KEPT)
-def _override(ops: Ops, origin: Origin, _found: int) -> Override:
+def _override(ops: OpPolicies, origin: Origin, _found: int) -> Override:
     """Return an override: one and the same for equal policies, as long as it is kept."""
     return Override(ops.resolved, origin)
 

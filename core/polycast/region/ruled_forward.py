@@ -9,7 +9,7 @@ from torch.compiler import is_dynamo_compiling
 
 from ..engine import state
 from ..plugins.registry import registry
-from ..policy.ops import Ops
+from ..policy.op_policies import OpPolicies
 from ..policy.recipes import Recipe
 from ..torch_internals.names import autocast_supported_devices
 from . import switched_off
@@ -32,7 +32,7 @@ class Rule(NamedTuple):
     enabled: bool = True
     dtype: torch.dtype | None = None
     cast_inputs: bool = False
-    ops: Ops | None = None
+    ops: OpPolicies | None = None
     policies: str = ""
     """Those of `ops`, and the recipe, as the text of an override, which compiled code is made from and guarded by."""
     recipe: Recipe | None = None
@@ -211,7 +211,7 @@ class _ModuleRegion(autocast):
     def __init__(self, device: str, dtype: torch.dtype, rule: Rule) -> None:
         super().__init__(device, dtype, rule.enabled)
         recipe = None if rule.recipe is None else usable_recipe(rule.recipe, registry.find(device), rule.enabled)
-        override = override_of_rule(rule.ops or Ops(), rule.text, recipe)
+        override = override_of_rule(rule.ops or OpPolicies(), rule.text, recipe)
         if override is not None:
             self._settings = self._settings._replace(override=override)
             self._fast_path = fast_path(self._settings)

@@ -8,7 +8,7 @@ import torch
 
 from ..plugins.backend import LowBitKernel
 from ..policy.recipes import Float8, Int8, Recipe
-from ..policy.schemas import by_schema, find_op
+from ..policy.schemas import find_op, unflatten_arguments
 
 _SMALLEST = 2.0**-110
 """Values may be quantized as if one of this size were among them, so that scales and their inverses stay normal."""
@@ -52,7 +52,7 @@ class Product:
         """Return what the op returns, outside of autocast."""
         op = find_op(self.op)
         assert op is not None  # torch has those that are listed here
-        positional, named = by_schema(op, args)
+        positional, named = unflatten_arguments(op, args)
         with torch.no_grad():
             result: torch.Tensor = op(*positional, **named)
         return result

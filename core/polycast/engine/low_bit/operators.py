@@ -14,7 +14,7 @@ from torch.library import Library
 
 from ...plugins.registry import registry
 from ...policy.recipes import Recipe
-from ...policy.schemas import by_schema, find_op
+from ...policy.schemas import find_op, unflatten_arguments
 from ...torch_internals.names import OpOverload, disable_autocast, noting_views
 from .. import state
 from ..casts.cached_cast import TAGS, number_in_graph
@@ -114,7 +114,7 @@ def _run_in_compiled(op: str, args: Sequence[Any], recipe: str, cache: int, dtyp
 
 def _in_fast_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
     cast = [arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.dtype in FLOATS else arg for arg in args]
-    positional, named = by_schema(_op(op), cast)
+    positional, named = unflatten_arguments(_op(op), cast)
     result: torch.Tensor = _op(op)(*positional, **named)
     return result
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
-from ...policy.schemas import in_order, optional_dtype, overload_with_dtype
+from ...policy.schemas import flatten_arguments, optional_dtype, overload_with_dtype
 from ...torch_internals.names import DispatchKeySet, OpOverload, excluding, keys_below, redispatch
 from ..casting import is_eligible, promotion
 from ..casts import cached_cast
@@ -107,7 +107,7 @@ class _Kernel:
                 if region is not None and region[0] is not None:
                     told.note_override(region[0])
             if policy is CastPolicy.LOWER_PRECISION_FP and self.machine.computes_low_bit(self.name, self.device_type):
-                result = low_bit.perform(self.name, self.device_type, in_order(self.op, args, kwargs))
+                result = low_bit.perform(self.name, self.device_type, flatten_arguments(self.op, args, kwargs))
                 if result is not None:
                     return result
             return _RULES[policy or CastPolicy.PASSTHROUGH](self, args, kwargs)
@@ -149,7 +149,9 @@ def _fp32_append_dtype(kernel: _Kernel, args: _Args, kwargs: _Kwargs) -> Any:
     assert overload is not None  # the table was validated
     # Defaults that the caller left out are this overload's, which the one with a dtype need not have.
     arguments = kernel.op._schema.arguments
-    given = dict(zip([argument.name for argument in arguments], in_order(kernel.op, args, kwargs), strict=True))
+    given = dict(
+        zip([argument.name for argument in arguments], flatten_arguments(kernel.op, args, kwargs), strict=True)
+    )
     dtype = torch.float32 if kernel.first_is_eligible(args, kwargs) else given[arguments[0].name].dtype
     return overload(**given, dtype=dtype)
 

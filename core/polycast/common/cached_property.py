@@ -1,4 +1,4 @@
-"""Attributes that are computed at their first use."""
+"""`cached_property`: as in functools, without a lock."""
 
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, overload
@@ -9,12 +9,11 @@ _Owner = TypeVar("_Owner")
 _Value = TypeVar("_Value")
 
 
-class computed_once(Generic[_Owner, _Value]):
-    """A property whose value is kept.
+class cached_property(Generic[_Owner, _Value]):
+    """A property that is computed once per instance; threads that compute it at once get the same value.
 
-    That of functools has a lock until Python 3.12: one for all instances, which makes threads wait for each other, and
-    which a child that is forked meanwhile waits for without an end. Here threads may compute a value twice, and get the
-    same one.
+    Until Python 3.12, functools' takes a lock for all instances, which a forked child may wait for forever. From then
+    on, threads may get different values.
     """
 
     def __init__(self, compute: Callable[[_Owner], _Value]) -> None:
@@ -30,6 +29,6 @@ class computed_once(Generic[_Owner, _Value]):
     def __get__(self, instance: _Owner | None, owner: type[_Owner]) -> Self | _Value:
         if instance is None:
             return self
-        kept: dict[str, Any] = vars(instance)
-        value: _Value = kept.setdefault(self._compute.__name__, self._compute(instance))
+        attributes: dict[str, Any] = vars(instance)
+        value: _Value = attributes.setdefault(self._compute.__name__, self._compute(instance))
         return value

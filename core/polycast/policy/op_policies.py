@@ -1,4 +1,4 @@
-"""Policies by op as people write them: what they mean for the running torch, and how two are put together."""
+"""`OpPolicies`: policies by op, resolved to the overloads of the running torch."""
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -6,12 +6,12 @@ from typing import Any, NamedTuple, cast
 
 from typing_extensions import override
 
+from ..common.cached_property import cached_property
 from .cast_policy import CastPolicy
-from .computed_once import computed_once
-from .names import MOST_PROBLEMS, OpName, error_of, named, nearest, ops_with, read_op, read_policy
+from .names import MAX_PROBLEMS, OpName, nearest, ops_with, policy_error, read_op, read_policy
 
 Written = str | dict[str, str | bool]
-"""A policy as a file has it: a text, or a table with ``policy`` and ``optional``."""
+"""A policy as in a file: a str, or a table with ``policy`` and ``optional``."""
 
 
 class _Entry(NamedTuple):
@@ -21,23 +21,23 @@ class _Entry(NamedTuple):
     optional: bool
 
 
-class Ops(Mapping[str, CastPolicy]):
-    """Policies by op. Immutable and hashable; the keys are as they were written, and are looked up by what they mean.
+class OpPolicies(Mapping[str, CastPolicy]):
+    """An immutable, hashable mapping from ops to policies. Keys keep their spelling; any spelling finds them.
 
-    A name with an overload goes before one without. An ``optional`` op may be one that the running torch lacks.
+    A name with an overload takes precedence over one without. The running torch may lack an ``optional`` op.
     """
 
     def __init__(self, ops: object = MappingProxyType({})) -> None:
-        """Read a mapping of names to policies.
+        """Parse a mapping from names to policies.
 
         Raises:
-            ValueError: with a sentence for each problem.
+            ValueError: a name or policy is not valid; the message has a sentence for each.
         """
         self._entries: dict[str, _Entry] = {}
-        self._found: dict[str, CastPolicy] = {}
+        self._resolved: dict[str, CastPolicy] = {}
         self._missing: list[_Entry] = []
-        if isinstance(ops, Ops):
-            self._take(ops._entries)
+        if isinstance(ops, OpPolicies):
+            self._set(ops._entries)
             return
         if not isinstance(ops, Mapping):
             raise ValueError(f"must map op names to CastPolicy, got {type(ops).__name__}")
@@ -54,32 +54,30 @@ class Ops(Mapping[str, CastPolicy]):
                 _overloads(entry)
             except (TypeError, ValueError) as error:
                 problems.append(str(error))
-                if len(problems) == MOST_PROBLEMS:
+                if len(problems) == MAX_PROBLEMS:
                     break
             else:
                 entries[entry.name.key] = entry
         if problems:
-            raise error_of(problems)
-        self._take(entries)
+            raise policy_error(problems)
+        self._set(entries)
 
-    def _take(self, entries: dict[str, _Entry]) -> None:
+    def _set(self, entries: dict[str, _Entry]) -> None:
         self._entries = entries
         self._missing = [entry for entry in entries.values() if not entry.name.overloads]
-        self._found = {overload: entry.policy for entry in self._by_rank() for overload in _overloads(entry)}
-
-    def _by_rank(self) -> list[_Entry]:
-        return sorted(self._entries.values(), key=lambda entry: entry.name.overload is not None)
+        by_precedence = sorted(entries.values(), key=lambda entry: entry.name.overload is not None)
+        self._resolved = {overload: entry.policy for entry in by_precedence for overload in _overloads(entry)}
 
     @property
     def resolved(self) -> Mapping[str, CastPolicy]:
-        """The policies by overload, by their names in the dispatcher of the running torch."""
+        """The policies by dispatcher name of an overload."""
         if self._missing and any(entry.name.overloads for entry in self._missing):  # a library was loaded since
-            self._take(self._entries)
-        return MappingProxyType(self._found)
+            self._set(self._entries)
+        return MappingProxyType(self._resolved)
 
-    def __or__(self, other: object) -> "Ops":
-        """Return both, of which `other` wins: what a region with `other` has inside a region with this."""
-        if not isinstance(other, Ops):
+    def __or__(self, other: object) -> "OpPolicies":
+        """Merge two mappings; `other` takes precedence, as the policy of an inner region does."""
+        if not isinstance(other, OpPolicies):
             return NotImplemented
         if not (self._entries and other._entries):
             return self if self._entries else other
@@ -89,20 +87,20 @@ class Ops(Mapping[str, CastPolicy]):
             if winner is None:
                 entries[key] = entry
                 continue
-            # What the winner cannot have its policy for, it says nothing of.
+            # The overloads that cannot have the winner's policy keep theirs.
             for overload in sorted(set(_overloads(entry)) - set(_overloads(winner))):
-                name = named(overload)
+                name = OpName.of_overload(overload)
                 if name.key not in self._entries or name.key == key:
                     entries[name.key] = _Entry(name.short, name, entry.policy, entry.optional)
-        both = Ops()
-        both._take({**entries, **other._entries})
+        both = OpPolicies()
+        both._set({**entries, **other._entries})
         return both
 
-    def of_same_ops(self, other: "Ops") -> "Ops":
-        """Return the part of this that is about ops that `other` names too, be it other overloads of them."""
+    def restricted_to(self, other: "OpPolicies") -> "OpPolicies":
+        """Return the entries for ops that `other` names too, in any overload."""
         known = {entry.name.qualified for entry in other._entries.values()}
-        part = Ops()
-        part._take({key: entry for key, entry in self._entries.items() if entry.name.qualified in known})
+        part = OpPolicies()
+        part._set({key: entry for key, entry in self._entries.items() if entry.name.qualified in known})
         return part
 
     @override
@@ -122,29 +120,29 @@ class Ops(Mapping[str, CastPolicy]):
 
     @property
     def written(self) -> dict[str, Written]:
-        """The mapping that this can be made of again, of texts and bools."""
+        """The mapping as in a policy file."""
         return {
             entry.written: {"policy": entry.policy.value, "optional": True} if entry.optional else entry.policy.value
             for entry in self._entries.values()
         }
 
-    @computed_once
-    def _meaning(self) -> frozenset[tuple[str, CastPolicy, bool]]:
+    @cached_property
+    def _identity(self) -> frozenset[tuple[str, CastPolicy, bool]]:
         return frozenset((key, entry.policy, entry.optional) for key, entry in self._entries.items())
 
     @property
-    def by_meaning(self) -> dict[str, Written]:
-        """As `written`, with the shortest name for each key, sorted: the same for values that are equal."""
+    def normalized(self) -> dict[str, Written]:
+        """As `written`, with the shortest name of each op, sorted: equal for equal mappings."""
         written = self.written
         return {entry.name.short: written[entry.written] for _, entry in sorted(self._entries.items())}
 
     @override
     def __eq__(self, other: object) -> bool:
-        return self._meaning == other._meaning if isinstance(other, Ops) else NotImplemented
+        return self._identity == other._identity if isinstance(other, OpPolicies) else NotImplemented
 
-    @computed_once
+    @cached_property
     def _hash(self) -> int:
-        return hash(self._meaning)
+        return hash(self._identity)
 
     @override
     def __hash__(self) -> int:
@@ -155,7 +153,7 @@ class Ops(Mapping[str, CastPolicy]):
         return repr(self.written)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Ops, (self.written,)
+        return OpPolicies, (self.written,)
 
 
 def _overloads(entry: _Entry) -> list[str]:
@@ -169,15 +167,15 @@ def _read(written: object, value: object) -> _Entry:
     spelled = written if isinstance(written, str) else name.short
     if not isinstance(value, Mapping):
         return _Entry(spelled, name, read_policy(value, f"the policy of {spelled!r}"), False)
-    said = cast("Mapping[object, object]", value)
-    unknown = [key for key in said if key not in ("policy", "optional")]
+    table = cast("Mapping[object, object]", value)
+    unknown = [key for key in table if key not in ("policy", "optional")]
     if unknown:
         alike = nearest(unknown[0], ("policy", "optional"))
         raise ValueError(
-            f"{spelled!r} has {unknown[0]!r}, which is nothing that an op has: "
+            f"{unknown[0]!r} is not a key of the policy of {spelled!r}: "
             + (f"did you mean {alike[0]!r}?" if alike else "expected 'policy' and 'optional'")
         )
-    optional = said.get("optional", False)
+    optional = table.get("optional", False)
     if not isinstance(optional, bool):
         raise ValueError(f"optional of {spelled!r} must be true or false, got {optional!r}")
-    return _Entry(spelled, name, read_policy(said.get("policy"), f"the policy of {spelled!r}"), optional)
+    return _Entry(spelled, name, read_policy(table.get("policy"), f"the policy of {spelled!r}"), optional)
