@@ -125,7 +125,7 @@ def test_an_engine_that_there_is_not_is_refused_before_any_kernel_is_in_place(ru
     plugin("acme-hpu", "hpu")
     answer = run(
         """
-        from polycast.plugins import env
+        from polycast.common import env
         error = error_of(polycast.install, "hpu")
         expected = f"POLYCAST_ENGINE='fast' is not legal: expected one of {', '.join(env.ENGINES)}."
         kernel = torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm", "AutocastHPU")

@@ -67,7 +67,7 @@ def test_they_do_not_lie_where_the_engine_does(compiler, home, loaded):
 
 def test_without_a_compiler_there_are_none_and_the_reason_says_so(home, loaded, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    said = f"the C++ of {PACKAGE} cannot be built: no C++ compiler is found. Install one (c++), or name it in CXX."
+    said = f"the C++ of {PACKAGE} cannot be loaded: no C++ compiler is found. Install one (c++), or name it in CXX."
     answer = polycast.load_ops(PACKAGE)
     assert (answer.available, answer.reason.replace("the variable ", "")) == (False, said)
     assert loaded == []
@@ -103,7 +103,9 @@ def test_a_library_that_does_not_load_is_told(compiler, home, monkeypatch):
         raise OSError("undefined symbol: somewhere")
 
     monkeypatch.setattr(ops, "_register", refuse)
-    assert polycast.load_ops(PACKAGE).reason == f"the C++ of {PACKAGE} cannot be built: undefined symbol: somewhere"
+    reason = polycast.load_ops(PACKAGE).reason
+    assert reason.startswith(f"the C++ of {PACKAGE} cannot be loaded: ")
+    assert reason.endswith(".so does not load: undefined symbol: somewhere. Remove it to have it built again.")
     ops._answers.clear()
 
 

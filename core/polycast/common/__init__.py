@@ -1,1 +1,1 @@
-"""Modules that any other may import: environment variables, locks at forks, cached properties, versions, text tables."""
+"""Modules that any other may import: environment variables, locks at forks, cached properties, text tables."""

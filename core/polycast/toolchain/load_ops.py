@@ -62,7 +62,7 @@ def _load(package: str, failure: Exception | None) -> Availability:
     except TimeoutError:  # from the user's signal handler
         raise
     except (BuildError, OSError) as error:
-        return Availability(False, f"the C++ of {package} cannot be built: {error}")
+        return Availability(False, f"the C++ of {package} cannot be loaded: {error}")
     _, _origins[package] = loaded
     return Availability(True)
 
