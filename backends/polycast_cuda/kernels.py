@@ -53,8 +53,4 @@ def kernel_table(
     return table
 
 
-def _has_kernel(op: torch._ops.OpOverload) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op._name, "CUDA")
-
-
-KERNELS = kernel_table(_has_kernel)
+KERNELS = kernel_table(lambda op: op.has_kernel_for_dispatch_key("CUDA"))  # type: ignore[arg-type, no-untyped-call]

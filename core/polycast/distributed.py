@@ -1,9 +1,9 @@
-"""Mixed precision on torch.distributed: FSDP2 with the dtypes of the registry's backends.
+"""Mixed precision on torch.distributed: FSDP2 with the dtypes of the registered backends.
 
-torch's FSDP2 has one switch for the inputs of a unit. Here the root of a model and the units below it have one each:
-torch is given a switch that answers when it is asked, for which unit is the root is known then.
+torch's FSDP2 has one switch for casting the inputs of a unit. Here the root of a model and the units below it have one
+each. Which unit is the root is known only at a forward, so torch is given an object whose truth value is computed then.
 
-Nothing here is needed for regions under DDP and FSDP2. This module imports torch's FSDP2 when a unit is made.
+Regions under DDP and FSDP2 do not need this module. It imports torch's FSDP2 when a unit is made.
 """
 
 from dataclasses import dataclass, fields
@@ -31,20 +31,19 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """The dtypes of a sharded unit; its parameters are kept, and stepped by the optimizer, in the dtype that they have.
+    """The dtypes of a sharded unit. Its sharded parameters, which the optimizer steps, keep their own dtype.
 
-    Inputs are those of the unit's forward, and of methods that torch's ``register_fsdp_forward_method`` has made one.
+    Inputs are those of the unit's forward, and of methods registered by torch's ``register_fsdp_forward_method``.
 
     Args:
-        param_dtype: the dtype of the parameters while the unit computes. None: the default dtype of the backend of the
-            unit's device.
-        reduce_dtype: the dtype in which gradients are reduced over the processes. None: float32. Whatever it is, the
+        param_dtype: the dtype of the gathered parameters. None: the default dtype of the backend of the unit's device.
+        reduce_dtype: the dtype in which gradients are reduced over the processes. None: float32. In any case the
             gradients that the optimizer sees have the dtype of their parameters.
-        output_dtype: the dtype that the unit's floating-point outputs are cast to. None: they stay as they are.
-        cast_root_forward_inputs: cast the floating-point inputs of the root unit to `param_dtype`: of the outermost of
-            the units that have a mixed precision, and of one that is run without those around it.
-        cast_forward_inputs: cast those of each unit, root or not, that has parameters of its own: some that are not in
-            a unit nested in it.
+        output_dtype: the dtype that the unit's floating-point outputs are cast to. None: no cast.
+        cast_root_forward_inputs: cast the floating-point inputs of the root unit to `param_dtype`. The root is the
+            outermost unit with a mixed precision, or one that runs without the units around it.
+        cast_forward_inputs: cast the floating-point inputs of each unit, root or not, that has parameters outside of
+            its nested units.
 
     Raises:
         TypeError: a dtype is not a floating-point ``torch.dtype``, or a switch is not a bool.
@@ -82,14 +81,14 @@ def fully_shard(
     offload_policy: "OffloadPolicy | None" = None,
     ignored_params: set[torch.nn.Parameter] | None = None,
 ) -> _Module:
-    """Shard a module over processes, in place: a unit of torch's FSDP2 with polycast's mixed precision.
+    """Shard a module over processes, in place, as a unit of torch's FSDP2 with polycast's mixed precision.
 
-    As with torch's: shard nested modules first, then the model; make the optimizer afterwards.
+    As with torch's function, shard nested modules first, then the model, and make the optimizer afterwards.
 
     Args:
         module: the module; its parameters that are in no unit yet become the unit's own.
-        mixed_precision: the dtypes to compute in. None: the parameters' own, so that a region decides.
-        mesh: the processes and their device. None: all of them, on this machine's accelerator, else on the cpu.
+        mixed_precision: the dtypes to compute in. None: the dtypes of the parameters, so that regions decide.
+        mesh: the processes and their device. None: all processes, on this machine's accelerator, else on the cpu.
         reshard_after_forward: as torch's.
         shard_placement_fn: as torch's.
         offload_policy: as torch's.
@@ -134,7 +133,7 @@ def fully_shard(
         fsdp.fully_shard(module, mesh=mesh, **options)
         return module
 
-    accelerator = torch.accelerator.current_accelerator(check_available=True)  # a build may know one that is absent
+    accelerator = torch.accelerator.current_accelerator(check_available=True)  # None where the build's is absent
     device_type = mesh.device_type if mesh is not None else accelerator.type if accelerator is not None else "cpu"
     dtype = _param_dtype(mixed_precision, device_type)
     casts = _InputCasts(
@@ -146,19 +145,18 @@ def fully_shard(
         param_dtype=dtype,
         reduce_dtype=mixed_precision.reduce_dtype or torch.float32,
         output_dtype=mixed_precision.output_dtype,
-        cast_forward_inputs=casts,  # type: ignore[arg-type]  # torch asks for its truth at each forward
+        cast_forward_inputs=casts,  # type: ignore[arg-type]  # torch takes its truth value at each forward
     )
     fsdp.fully_shard(module, mesh=mesh, mp_policy=policy, **options)
     for unit in module.modules():
-        if isinstance(unit, fsdp.FSDPModule):
-            nested = unit._get_fsdp_state()._mp_policy.cast_forward_inputs
-            if isinstance(nested, _InputCasts) and nested is not casts:
-                nested.is_outermost = False
+        nested = getattr(_fsdp_state(unit, "_mp_policy"), "cast_forward_inputs", None)
+        if isinstance(nested, _InputCasts) and nested is not casts:
+            nested.is_outermost = False
     return module
 
 
 class _InputCasts:
-    """Whether a unit casts its inputs, as a switch that is asked when it is given some.
+    """A switch, true if a unit casts the inputs that it is given now.
 
     Attributes:
         is_outermost: whether no unit around this one has a mixed precision.
@@ -174,8 +172,16 @@ class _InputCasts:
         return self._as_any or (self._as_root and (self.is_outermost or self._is_run_alone()))
 
     def _is_run_alone(self) -> bool:
-        module: Any = self._module
-        return bool(module._get_fsdp_state()._is_root)  # torch has no public word for it
+        return bool(_fsdp_state(self._module, "_is_root"))
+
+
+def _fsdp_state(module: torch.nn.Module, attribute: str) -> Any:
+    """Return an attribute of torch's FSDP2 state of a module, which is private; None if there is none.
+
+    Without these attributes `cast_root_forward_inputs` also applies to nested units, and not to units that run alone.
+    """
+    state = getattr(module, "_get_fsdp_state", None)
+    return None if state is None else getattr(state(), attribute, None)
 
 
 def _check_arguments(module: object, mixed_precision: object) -> None:
@@ -191,7 +197,7 @@ def _check_arguments(module: object, mixed_precision: object) -> None:
 def _param_dtype(mixed_precision: MixedPrecision, device_type: str) -> torch.dtype:
     backend = get_backend(device_type)
     dtype = mixed_precision.param_dtype or backend.default_dtype
-    if dtype is not torch.float32:  # which every device computes in, with no backend's help
+    if dtype is not torch.float32:  # supported by every device
         answer = backend.dtype_availability(dtype)
         if not answer:
             raise ValueError(

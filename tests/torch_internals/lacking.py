@@ -1,6 +1,6 @@
-"""Run regions in processes whose torch lacks one private name each; print what came of it as JSON.
+"""Run regions in processes whose torch lacks one private name each; print the outcomes as JSON.
 
-torch is imported once, and each process is forked from there before polycast is.
+torch is imported once. Each process is forked before polycast is imported.
 """
 
 import importlib.util
@@ -13,16 +13,21 @@ import warnings
 from types import ModuleType
 
 import torch
-import torch._dynamo  # which checkpoints import, and takes a while
+import torch._dynamo  # checkpoints import it, which takes a while
 
 
 def names_read():
-    """Return the names, read in a process of its own: here polycast is not imported."""
-    return _in_fork(lambda: sorted(__import__("polycast.torch_internals.names", fromlist=["READ"]).READ))
+    """Return the names, looked up in another process, because polycast must not be imported here."""
+    return _in_fork(lambda: sorted(_lookup().losses))
+
+
+def _lookup():
+    importlib.import_module("polycast.torch_internals.names")
+    return importlib.import_module("polycast.torch_internals.lookup")
 
 
 def import_without(name):
-    """Import polycast where torch lacks a name while it is read; torch's own code needs it before and after."""
+    """Import polycast with a name missing from torch during the lookup only, because torch's own code needs it."""
     where, _, attribute = name.rpartition(".")
     owner = pkgutil.resolve_name(where) if where not in sys.modules else sys.modules[where]
     theirs = getattr(owner, attribute)
@@ -32,7 +37,7 @@ def import_without(name):
         sys.modules[package] = ModuleType(package)
         sys.modules[package].__path__ = [path]
     delattr(owner, attribute)
-    importlib.import_module("polycast.torch_internals.names")
+    _lookup()
     setattr(owner, attribute, theirs)
     for package in packages:
         del sys.modules[package]
@@ -40,11 +45,11 @@ def import_without(name):
 
 
 def without(name):
-    """Run regions where torch lacks a name."""
+    """Run regions with a name missing from torch."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         polycast = import_without(name)
-        assert list(sys.modules["polycast.torch_internals.names"].missing) == [name]
+        assert list(sys.modules["polycast.torch_internals.lookup"].missing) == [name]
         _plain(polycast)
         _more(polycast)
     return {"error": None, "warnings": [str(each.message) for each in said]}
@@ -118,7 +123,7 @@ if __name__ == "__main__":
     chosen = sys.argv[1:] or names_read()
     answers = {}
     children = []
-    # One process of Python's own does the work of each share: forks of threads would copy their locks.
+    # A process for each share, not a thread: a fork would copy the locks of other threads.
     for share in range(2):
         children.append((chosen[share::2], *os.pipe()))
         if os.fork() == 0:

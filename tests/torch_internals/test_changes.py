@@ -1,4 +1,4 @@
-"""The table of changes to torch: each row is right for this torch, told where it is not, and undone by uninstall()."""
+"""The table of changes to torch: each row fits this torch, warns where it does not, and is undone by uninstall()."""
 
 import fnmatch
 import gc
@@ -26,13 +26,13 @@ NAMES = [
     for name in change.names
     if "*" not in name and not name.endswith(".python_type") and not FEATURES[feature].by_user
 ]
-"""All but what a torch has or has not, by its version."""
+"""The names of each row, except those that only some versions of torch have, and features that are undone by users."""
 ADDED = ("torch.utils.checkpoint",)
-"""Where attributes are added that torch has not: their names are those of attributes of instances."""
+"""Modules whose names are attributes of instances, which the changes add to the classes."""
 
 
 NO_CODE = ("torch.ops", "torch._classes", "torch._dynamo.external_utils")
-"""The modules that make their attributes when asked, and where Dynamo keeps constants of what it has compiled."""
+"""Modules with lazy attributes, and the one where Dynamo keeps constants of compiled code."""
 
 
 def layer():
@@ -45,17 +45,17 @@ X = torch.ones(2, 4)
 @pytest.fixture(autouse=True)
 def _fresh():
     torch.compiler.reset()
-    gc.collect()  # while a WeightCache lives, writes are watched
+    gc.collect()  # writes are watched while a WeightCache is alive
     polycast.uninstall()
     yield
     torch.compiler.reset()
 
 
 def owner_of(name):
-    """Return what has a dotted name, and the name in it."""
+    """Return the owner of a dotted name, and the last part of the name."""
     where, _, attribute = name.rpartition(".")
     parts = where.split(".")
-    for count in range(len(parts), 0, -1):  # a module may be hidden by what has its name in the package
+    for count in range(len(parts), 0, -1):  # an attribute of the package may hide a module
         try:
             owner = importlib.import_module(".".join(parts[:count]))
         except ImportError:
@@ -78,7 +78,7 @@ def comes_from_polycast(value):
 
 
 def changed_in_torch():
-    """Return all that modules and classes of torch have that is polycast's, by dotted names."""
+    """Return the attributes of torch's modules and classes that come from polycast, by dotted names."""
     found = {}
     seen = set()
     modules = [(name, module) for name, module in list(sys.modules.items()) if name.partition(".")[0] == "torch"]
@@ -104,7 +104,7 @@ def changed_in_torch():
 
 
 def use_everything():
-    """Use all that changes torch, until uninstall()."""
+    """Make the changes of all features."""
     for name in {change.module for _, change in ROWS}:
         importlib.import_module(name)
     model, cache = layer(), polycast.WeightCache()
@@ -126,6 +126,9 @@ def use_everything():
         plain(X)
     with polycast.autocast("cpu"):
         torch.export.export(model, (X,), strict=False)
+    polycast.apply_policy(torch.compile(layer(), backend="eager"), polycast.Policy(modules={"": "fp32"}))
+    with polycast.autocast("cpu", recipe=polycast.Int8()):
+        pass
 
     class Scripted(torch.nn.Module):
         def forward(self, x):
@@ -145,7 +148,8 @@ def test_uninstall_leaves_nothing_of_polycast_in_torch():
     assert changed_in_torch() == {}
     before = list(sys.meta_path)
     use_everything()
-    assert changed_in_torch() != {}
+    assert [name for name, row in FEATURES.items() if not (row.by_user or changes.is_made(name))] == []
+    assert {name for _, _, name in NAMES} - set(changed_in_torch()) == set()
     polycast.uninstall()
     assert changed_in_torch() == {}
     assert [finder for finder in sys.meta_path if finder not in before] == []
@@ -163,7 +167,7 @@ def test_all_that_is_changed_is_in_the_table():
     assert len(found) > 12
 
 
-def test_what_was_compiled_runs_after_uninstall_and_what_is_compiled_then_changes_torch_again():
+def test_compiled_functions_run_after_uninstall_and_later_compilations_change_torch_again():
     model, cache = layer(), polycast.WeightCache()
 
     def function(x):
@@ -181,16 +185,16 @@ def test_what_was_compiled_runs_after_uninstall_and_what_is_compiled_then_change
     assert "torch._dynamo.output_graph.OutputGraph.call_user_compiler" in changed_in_torch()
 
 
-def test_uninstall_leaves_what_the_user_has_begun():
+def test_uninstall_leaves_features_that_the_user_has_begun():
     with polycast.patch_torch():
         polycast.uninstall()
         with torch.autocast("cpu"):
             assert polycast.autocast_nesting("cpu") == 1
-    polycast.uninstall()  # the region has put its kernels, and what watches weights, in place again
+    polycast.uninstall()  # the region has installed its kernels and the hooks on writes again
     assert changed_in_torch() == {}
 
 
-def test_uninstall_gives_functions_back_their_setup_context():
+def test_uninstall_restores_the_setup_context_of_functions():
     class Base(torch.autograd.Function):
         @staticmethod
         def setup_context(ctx, inputs, output):
@@ -226,7 +230,7 @@ def test_uninstall_gives_functions_back_their_setup_context():
 
 
 def slow_where_inductor_is_imported(rows):
-    """Return parameters for tests, which have a module of torch's second."""
+    """Return parameters for tests; the second of each row is a module of torch, or has one."""
     modules = [getattr(row[1], "module", row[1]) for row in rows]
     slow = [[pytest.mark.slow] if module.startswith("torch._inductor") else [] for module in modules]
     return [pytest.param(*row, marks=marks, id=row_id(row)) for row, marks in zip(rows, slow, strict=True)]
@@ -237,7 +241,7 @@ def row_id(row):
 
 
 @pytest.mark.parametrize(("feature", "change"), slow_where_inductor_is_imported(ROWS))
-def test_a_row_names_what_there_is_and_what_changes_it(feature, change):
+def test_the_names_and_the_function_of_a_row_exist(feature, change):
     importlib.import_module(change.module)
     assert callable(_function(change.by))
     assert not FEATURES[feature].otherwise or callable(_function(FEATURES[feature].otherwise))
@@ -249,12 +253,12 @@ def test_a_row_names_what_there_is_and_what_changes_it(feature, change):
 
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize(("feature", "module", "name"), slow_where_inductor_is_imported(NAMES))
-def test_a_torch_without_a_name_warns_of_what_is_lost_and_runs_plain_regions(feature, module, name, monkeypatch):
+def test_a_torch_without_a_name_warns_of_the_loss_and_runs_plain_regions(feature, module, name, monkeypatch):
     importlib.import_module(module)
     if name.startswith(ADDED):
         name = name.rpartition(".")[0]
     owner, attribute = owner_of(name)
-    if attribute == "__init__" or attribute not in vars(owner):  # every class has one
+    if attribute == "__init__" or attribute not in vars(owner):  # every class has __init__
         name = name.rpartition(".")[0]
         owner, attribute = owner_of(name)
     with monkeypatch.context() as without:
@@ -263,7 +267,7 @@ def test_a_torch_without_a_name_warns_of_what_is_lost_and_runs_plain_regions(fea
             warnings.simplefilter("always")
             assert not changes.make(feature)
     (only,) = {str(warning.message) for warning in said}
-    assert "this torch" in only
+    assert "of this torch" in only
     assert FEATURES[feature].lost in only
     model = layer()
     with polycast.autocast("cpu"):
@@ -271,7 +275,7 @@ def test_a_torch_without_a_name_warns_of_what_is_lost_and_runs_plain_regions(fea
         assert torch.compile(model, backend="aot_eager", fullgraph=True)(X).dtype is torch.bfloat16
 
 
-def test_a_torch_whose_graphs_hold_no_more_breaks_them_at_policies_and_compiles_plain_regions(monkeypatch):
+def test_a_torch_whose_graphs_hold_no_policies_breaks_them_there_and_compiles_plain_regions(monkeypatch):
     from torch._dynamo.variables import ctx_manager
 
     monkeypatch.delattr(ctx_manager, "AutocastModeVariable")
@@ -290,4 +294,6 @@ def test_a_torch_whose_graphs_hold_no_more_breaks_them_at_policies_and_compiles_
     torch.compiler.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="graphs of this torch hold no policy="):
         torch.compile(function, backend="aot_eager", fullgraph=True)(X, {"linear": "fp32"})
-    assert pkgutil.resolve_name("torch._dynamo.variables.builder:AutocastModeVariable")  # torch's own code has it
+    assert pkgutil.resolve_name(
+        "torch._dynamo.variables.builder:AutocastModeVariable"
+    )  # torch's own code has imported it

@@ -1,4 +1,4 @@
-"""Changes to modules: made where they are imported already, or once they are, and undone."""
+"""Changes to modules: made at once or at their import, and undone."""
 
 import importlib
 import sys
@@ -43,7 +43,7 @@ def _refusals():
 
 @pytest.mark.usefixtures("module_file")
 @pytest.mark.parametrize("imported", [True, False])
-def test_a_module_is_changed_once_and_given_back(patcher, imported):
+def test_a_module_is_changed_once_and_restored(patcher, imported):
     if imported:
         importlib.import_module(NAME)
     patcher.make("it")
@@ -66,7 +66,7 @@ def test_a_module_keeps_its_loader_and_its_source(patcher, module_file):
 
 
 @pytest.mark.usefixtures("module_file")
-def test_what_somebody_else_has_replaced_since_is_left_to_him(patcher):
+def test_undo_leaves_what_others_have_replaced_since(patcher):
     patcher.make("it")
     module = importlib.import_module(NAME)
     module.value = 7
@@ -81,7 +81,7 @@ def test_a_module_that_is_not_as_expected_is_refused_with_a_reason(patcher, modu
     assert [refusal.startswith(f"{NAME}: AttributeError: ") for refusal in refusals] == [True]
 
 
-def test_a_module_that_asks_for_its_own_change_while_it_is_imported_gets_it_when_asked_again(patcher, module_file):
+def test_a_change_that_is_made_during_the_import_of_its_module_waits_for_the_next_call(patcher, module_file):
     sys.modules["polycast_test_changes"] = patcher
     module_file.write_text("import sys\nsys.modules['polycast_test_changes'].make('it')\nvalue = 1\n")
     try:
@@ -93,7 +93,7 @@ def test_a_module_that_asks_for_its_own_change_while_it_is_imported_gets_it_when
         del sys.modules["polycast_test_changes"]
 
 
-def test_a_module_that_another_thread_is_importing_is_waited_for(patcher, module_file):
+def test_make_waits_for_a_module_that_another_thread_is_importing(patcher, module_file):
     importing, go_on = threading.Event(), threading.Event()
     sys.modules["polycast_test_events"] = (importing, go_on)
     module_file.write_text(
@@ -117,7 +117,7 @@ def test_a_module_that_another_thread_is_importing_is_waited_for(patcher, module
 
 
 @pytest.mark.usefixtures("module_file")
-def test_a_module_that_another_finder_has_found_first_is_changed_at_the_next_call(patcher, monkeypatch):
+def test_a_module_that_an_earlier_finder_finds_is_changed_at_the_next_call(patcher, monkeypatch):
     patcher.make("it")
     monkeypatch.setattr(sys, "meta_path", [importlib.machinery.PathFinder, *sys.meta_path])
     module = importlib.import_module(NAME)
@@ -127,7 +127,7 @@ def test_a_module_that_another_finder_has_found_first_is_changed_at_the_next_cal
 
 
 class Noticed(str):
-    """The name of a module, that does something when it is looked up."""
+    """A module name that calls `then` at each lookup."""
 
     def __hash__(self):
         self.then()
@@ -137,7 +137,7 @@ class Noticed(str):
         pass
 
 
-def test_a_module_may_be_changed_by_another_thread_while_those_that_wait_are_looked_through(refusals):
+def test_another_thread_may_change_a_module_during_make(refusals):
     first = Noticed("module_that_nobody_imports")
     patcher = Patcher(
         {"it": feature((first, lambda _: None), (NAME, lambda _: None), otherwise=refusals.append)},
@@ -151,12 +151,12 @@ def test_a_module_may_be_changed_by_another_thread_while_those_that_wait_are_loo
     assert refusals == []
 
 
-def test_a_refusal_is_a_warning_that_names_what_is_lost(module_file):
+def test_a_refusal_warns_of_the_loss(module_file):
     module_file.write_text("other = 1\n")
     importlib.import_module(NAME)
     patcher = Patcher({"it": feature((NAME, increase))})
     with pytest.warns(
-        UserWarning, match=rf"does not know the internals of this torch .*{NAME}: AttributeError.*: lost$"
+        UserWarning, match=rf"does not support the internals of this torch .*{NAME}: AttributeError.*: lost$"
     ):
         assert not patcher.make("it")
     assert patcher.is_refused("it")
@@ -177,7 +177,7 @@ def test_a_change_that_fails_half_way_is_undone(refusals):
 
 
 @pytest.mark.usefixtures("module_file")
-def test_a_feature_without_a_loss_raises_and_may_be_made_again():
+def test_a_feature_without_a_loss_raises_and_can_be_made_again():
     def change(patch):
         increase(patch)
         if module.value == 2:
@@ -195,7 +195,7 @@ def test_a_feature_without_a_loss_raises_and_may_be_made_again():
 
 
 @pytest.mark.usefixtures("module_file")
-def test_features_are_undone_one_by_one_and_those_of_users_by_themselves_only():
+def test_features_are_undone_one_by_one_and_undo_all_leaves_those_by_user():
     def double(patch):
         patch.replace(module, "twice", 2 * module.value)
 
@@ -212,7 +212,7 @@ def test_features_are_undone_one_by_one_and_those_of_users_by_themselves_only():
 
 @pytest.mark.usefixtures("module_file")
 @pytest.mark.parametrize("before", [{}, {"key": 1}])
-def test_items_of_dicts_are_replaced_and_given_back(before):
+def test_items_of_dicts_are_replaced_and_restored(before):
     module = importlib.import_module(NAME)
     module.items = dict(before)
     patcher = Patcher({"it": feature((NAME, lambda patch: patch.replace_item(module.items, "key", 2)))})

@@ -16,7 +16,7 @@ from ..engine.installation import torch_ops
 from ..plugins.discovery import BUILT_IN
 from ..plugins.hookspecs import ENTRY_POINT_GROUP
 from ..policy.standard import STANDARD_POLICIES
-from ..torch_internals.names import is_autocast_available, privateuse1_name
+from ..torch_internals.dispatcher import is_autocast_available, privateuse1_name
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _SUFFIX = ".template"

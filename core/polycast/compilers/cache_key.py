@@ -14,7 +14,7 @@ import torch
 from ..engine import state
 from ..engine.in_force import policies_in_force
 from ..torch_internals import changes
-from ..torch_internals.names import autocast_supported_devices
+from ..torch_internals.dispatcher import autocast_supported_devices
 from ..torch_internals.patcher import Patch, expect, method_of
 from . import backward
 from .nested_regions import autocast_state

@@ -19,7 +19,8 @@ from ..engine import state
 from ..engine.casts import cached_cast
 from ..engine.casts.weights import is_all_of, is_dense, parameter_of
 from ..torch_internals import changes
-from ..torch_internals.names import behind_functional_tensor, disable_autocast, tracing_context
+from ..torch_internals.dispatcher import disable_autocast
+from ..torch_internals.names import behind_functional_tensor, tracing_context
 from ..torch_internals.patcher import Patch, method_of
 from . import cache_key, uncompiled
 
@@ -36,7 +37,7 @@ _replays_views = hasattr(torch.Tensor, "_view_func_unsafe")
 
 def can_be() -> bool:
     """Return whether there may be kept casts in what is being compiled."""
-    refused = changes.is_refused(changes.KEPT_CASTS) or uncompiled.in_effect()
+    refused = changes.is_refused(changes.CACHED_CASTS) or uncompiled.in_effect()
     return not refused and not torch.compiler.is_exporting()
 
 
@@ -45,7 +46,7 @@ def _cast_of_traced(tensor: torch.Tensor, dtype: torch.dtype, device_type: str) 
     if region is None or region[1] is None or tracing_context() is None:
         return None
     cache_key.tell_apart()  # Dynamo has the kernels called before AOTAutograd does, and before the key is made
-    changes.make(changes.KEPT_CASTS)
+    changes.make(changes.CACHED_CASTS)
     if not can_be():
         return None
     weight = parameter_of(tensor) if behind_functional_tensor(tensor) is not None else None

@@ -27,7 +27,7 @@ from ..engine.installation import also_put_in_place, kernels_of
 from ..engine.state import MODULE_RULE, Origin, Override, Settings
 from ..policy.recipes import Recipe, read_recipe
 from ..torch_internals import changes
-from ..torch_internals.names import find
+from ..torch_internals.lookup import find
 from ..torch_internals.patcher import Patch, method_of
 from . import backward, cached_casts, nested_regions, uncompiled
 from .guards import tell_policies_apart

@@ -24,7 +24,7 @@ from ..engine import state
 from ..engine.in_force import in_force
 from ..engine.state import Settings
 from ..torch_internals import changes
-from ..torch_internals.names import autocast_supported_devices, disable_autocast
+from ..torch_internals.dispatcher import autocast_supported_devices, disable_autocast
 from ..torch_internals.patcher import Patch
 from . import backward
 

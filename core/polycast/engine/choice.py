@@ -12,7 +12,8 @@ from ..common.atfork import hold_during_fork
 from ..errors import warn_user
 from ..plugins.backend import Backend
 from ..policy.cast_policy import CastPolicy
-from ..torch_internals.names import excluded_keys, warn_of_missing
+from ..torch_internals.dispatcher import excluded_keys
+from ..torch_internals.lookup import warn_of_missing
 from . import state
 from .kernels import Kernels
 from .recorder import Observer

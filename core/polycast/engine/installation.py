@@ -7,7 +7,7 @@ from ..common.atfork import hold_during_fork
 from ..plugins.registry import registry
 from ..policy.registered import Registration, policies_for, refuse_conflict, registrations
 from ..torch_internals import changes
-from ..torch_internals.names import all_op_names, has_kernel_for_dispatch_key
+from ..torch_internals.dispatcher import all_op_names, has_kernel_for_dispatch_key
 from . import state
 from .casts.weight_cache import caches_alive
 from .choice import choose, chosen, forget

@@ -11,7 +11,7 @@ from ..plugins.backend import Backend
 from ..policy.cast_policy import CastPolicy
 from ..policy.schemas import find_op
 from ..policy.validation import entry_problem
-from ..torch_internals.names import (
+from ..torch_internals.dispatcher import (
     OpOverload,
     clear_dispatch_cache,
     dispatch_key,

@@ -6,7 +6,7 @@ from ..plugins.registry import registry
 from ..policy.cast_policy import CastPolicy
 from ..policy.names import ops_with, read_op, read_policy
 from ..policy.registered import Registration
-from ..torch_internals.names import CustomOpDef, OpOverload, OpOverloadPacket, is_autocast_available
+from ..torch_internals.dispatcher import CustomOpDef, OpOverload, OpOverloadPacket, is_autocast_available
 from . import installation
 
 

@@ -20,7 +20,7 @@ from ..policy.dtypes import dtype_name
 from ..region.autocast import why_disabled
 from ..region.explain import deciding_rule
 from ..region.explanation import NO_RULE, OTHERS_KERNEL
-from ..torch_internals.names import has_kernel_for_dispatch_key
+from ..torch_internals.dispatcher import has_kernel_for_dispatch_key
 from .facts import Facts, Run, total_of
 from .known_modules import Known
 from .matmuls import FUSED

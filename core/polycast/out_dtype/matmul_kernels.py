@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..plugins.backend import KernelKey
-from ..torch_internals.names import OpOverload
+from ..torch_internals.dispatcher import OpOverload
 
 _OPS = torch.ops.aten
 

@@ -16,14 +16,12 @@ from ..engine.casts.weights import caching_is_safe
 from ..errors import BackendNotFoundError, InvalidBackendError
 from ..plugins.discovery import check_availability
 from ..plugins.registry import registry
+from ..torch_internals.dispatcher import OpOverload, disable_autocast, is_any_autocast_enabled
 from ..torch_internals.names import (
     DeviceContext,
-    OpOverload,
     delayed_error,
-    disable_autocast,
     function_modes,
     higher_dtype,
-    is_any_autocast_enabled,
     is_functional_tensor,
     ops_with_out_dtype,
 )

@@ -11,7 +11,7 @@ from ..errors import InvalidBackendError
 from ..policy.cast_policy import CastPolicy
 from ..policy.recipes import Recipe
 from ..policy.validation import table_problems
-from ..torch_internals.names import OpOverload, is_autocast_available
+from ..torch_internals.dispatcher import OpOverload, is_autocast_available
 
 KernelKey: TypeAlias = tuple[OpOverload, torch.dtype, torch.dtype]
 """(op, input dtype, output dtype)"""

@@ -10,7 +10,7 @@ import torch
 from ..common import env
 from ..common.atfork import hold_during_fork
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError
-from ..torch_internals.names import autocast_supported_devices
+from ..torch_internals.dispatcher import autocast_supported_devices
 from . import hookspecs
 from .backend import Backend, validate
 from .discovery import BackendStatus, Loads, Slot, check_availability, discover

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..torch_internals.names import CustomOpDef, OpOverload, OpOverloadPacket, all_op_names
+from ..torch_internals.dispatcher import CustomOpDef, OpOverload, OpOverloadPacket, all_op_names
 from .cast_policy import CastPolicy
 from .schemas import find_op, find_overloads
 from .validation import entry_problem

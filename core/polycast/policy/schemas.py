@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..torch_internals.names import OpOverload, OpOverloadPacket, find_schema_or_throw
+from ..torch_internals.dispatcher import OpOverload, OpOverloadPacket, find_schema_or_throw
 
 
 def find_op(name: str) -> OpOverload | None:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeAlias
 from typing_extensions import Self, final
 
 from ..common.cached_property import cached_property
-from ..torch_internals.names import autocast_supported_devices
+from ..torch_internals.dispatcher import autocast_supported_devices
 from . import files
 from .cast_policy import CastPolicy
 from .modules import ModuleRule, read_rules

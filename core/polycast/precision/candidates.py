@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..engine.kernels import refusal
 from ..plugins.registry import get_backend
@@ -16,7 +15,8 @@ from ..policy.recipes import NoRecipe, Recipe
 from ..policy.schemas import find_op
 from ..policy.value import Policy
 from ..region.autocast import autocast
-from ..torch_internals.names import OpOverload
+from ..torch_internals.dispatcher import OpOverload
+from ..torch_internals.names import DispatchMode
 from .calls import Call
 from .choice import Choice
 from .failures import is_of_the_policy
@@ -125,11 +125,11 @@ def _texts(error: BaseException | None) -> Iterator[str]:
         error = error.__cause__ or error.__context__
 
 
-class _Below(TorchDispatchMode):
+class _Below(DispatchMode):  # type: ignore[misc]
     """Notes what reaches the dispatcher below autocast and autograd."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.names: dict[str, None] = {}
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:

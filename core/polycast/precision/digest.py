@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
+
+from ..torch_internals.dispatcher import OpOverload, OpOverloadPacket
 
 
 class Part(NamedTuple):

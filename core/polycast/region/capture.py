@@ -9,7 +9,7 @@ import torch
 
 from ..engine import state
 from ..engine.state import Settings
-from ..torch_internals.names import autocast_supported_devices
+from ..torch_internals.dispatcher import autocast_supported_devices
 from . import switched_off
 from .decorate import decorate
 from .suspend import Suspendable

@@ -26,7 +26,7 @@ from ..torch_internals.names import (
     are_functorch_transforms_active,
     functorch_unwrapped,
     is_functorch_wrapped,
-    tracing_state,
+    is_tracing,
 )
 from .lent_containers import ByIdentity, Copy, Loan, rebuilt
 
@@ -150,7 +150,7 @@ class CastArguments:
                     raise _refusal(module, why, argument, cast, "it shares memory with another argument that was cast")
             if how == CONFLICT:
                 raise _refusal(module, why, argument, cast, "the argument itself was written to as well")
-            if tracing_state() is None and argument.shape != cast.tensor.shape:
+            if not is_tracing() and argument.shape != cast.tensor.shape:
                 reason = f"it has the shape {tuple(argument.shape)}, and was resized to {tuple(cast.tensor.shape)}"
                 raise _refusal(module, why, argument, cast, reason)
         for argument, cast, how in written:

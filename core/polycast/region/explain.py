@@ -20,7 +20,7 @@ from ..policy.recipes import RecipeLike, read_recipe
 from ..policy.registered import registrations
 from ..policy.schemas import find_op, flatten_arguments, optional_dtype, overload_with_dtype
 from ..policy.value import PolicyLike
-from ..torch_internals.names import (
+from ..torch_internals.dispatcher import (
     CustomOpDef,
     OpOverload,
     OpOverloadPacket,

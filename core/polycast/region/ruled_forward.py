@@ -11,7 +11,7 @@ from ..engine import state
 from ..plugins.registry import registry
 from ..policy.op_policies import OpPolicies
 from ..policy.recipes import Recipe
-from ..torch_internals.names import autocast_supported_devices
+from ..torch_internals.dispatcher import autocast_supported_devices
 from . import switched_off
 from .autocast import autocast
 from .cast_arguments import CastArguments

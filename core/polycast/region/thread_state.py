@@ -8,7 +8,7 @@ from ..engine.low_bit.plan import packings
 from ..errors import BackendNotFoundError
 from ..plugins.discovery import check_dtype
 from ..plugins.registry import registry
-from ..torch_internals.names import is_autocast_available
+from ..torch_internals.dispatcher import is_autocast_available
 
 
 def _device_type(device_type: str) -> str:

@@ -18,7 +18,7 @@ from ..plugins.discovery import check_availability
 from ..plugins.registry import get_backend
 from ..region.autocast import autocast
 from ..region.thread_state import autocast_nesting
-from ..torch_internals.names import dispatch_key
+from ..torch_internals.dispatcher import dispatch_key
 from . import expected
 from .samples import Sample
 

@@ -1,8 +1,13 @@
-"""Every change that polycast makes to torch's own code, in one table: what, by what, and what users lose without it.
+"""The table of polycast's changes to torch's own code: what is replaced, by which function, what is lost without it.
 
-A feature is made when it is first needed, and undone by ``uninstall()`` or by the end of the user's block. What an
-engine puts at dispatch keys, and the hooks that torch offers (of optimizers, of modules), are no changes of code. The
-native engine itself puts what ALIASES is for into torch: native/alias_hooks.h.
+A feature is made when it is first needed, and undone by ``uninstall()`` or at the end of the user's block. Kernels at
+dispatch keys and the hooks that torch offers (of optimizers, of modules) change no code. Not in the table:
+
+- ``nn.Module.__call__``: wrapped by ``observer/module_calls.py`` while something observes, in a way that survives
+  others who wrap it, and by ``drop_in/session.py`` for the life of a process that ``polycast run`` has started;
+- user classes: ``setup_context`` of autograd functions (``region/custom_function.py``, undone by ``uninstall()``), and
+  bases of subclasses of torch's autocast (``drop_in/torch_classes.py``);
+- ALIASES on the native engine, which makes these changes itself: ``engine/native/alias_hooks.h``.
 """
 
 from .patcher import Change, Feature, Patcher
@@ -11,7 +16,7 @@ GUARDS = "guards"
 CACHE_KEYS = "keys of caches"
 BACKWARD = "backward"
 NESTED_REGIONS = "nested regions"
-KEPT_CASTS = "kept casts"
+CACHED_CASTS = "cached casts"
 REGIONS_IN_GRAPHS = "regions in graphs"
 CHECKPOINT = "checkpoint"
 COMPILATIONS = "compilations"
@@ -61,12 +66,12 @@ FEATURES = {
         otherwise="compilers.uncompiled:start",
     ),
     BACKWARD: Feature(
-        "In compiled code, gradients of what policies keep in float32 are computed in the fast dtype.",
+        "In compiled code, gradients of ops that policies keep in float32 are computed in the fast dtype.",
         (Change(_GRAPH_CAPTURE, (f"{_GRAPH_CAPTURE}.create_joint",), "compilers.backward:wrap_joint"),),
     ),
     NESTED_REGIONS: Feature(
-        "Where a torch.compiler.nested_compile_region is called in several autocast states in a function that is "
-        "compiled, calls may compute as others do.",
+        "In a compiled function that calls a torch.compiler.nested_compile_region in several autocast states, calls "
+        "may compute as in another of these states.",
         (
             Change(
                 "torch._guards", ("torch._guards.InvokeSubgraphCache.*",), "compilers.nested_regions:key_cache_by_state"
@@ -87,7 +92,7 @@ FEATURES = {
             ),
         ),
     ),
-    KEPT_CASTS: Feature(
+    CACHED_CASTS: Feature(
         "Compiled code casts each weight at each call.",
         (
             Change(_GRAPH_CAPTURE, (f"{_GRAPH_CAPTURE}._create_graph",), "compilers.cached_casts:keep_from_callers"),
@@ -131,7 +136,7 @@ FEATURES = {
         ),
     ),
     COMPILED_MODELS: Feature(
-        "A model that is compiled while it has a rule itself may run uncompiled once the rule is removed: compile it "
+        "A model that is compiled while it has a rule itself may run uncompiled after the rule is removed: compile it "
         "again then.",
         (
             Change(
@@ -142,7 +147,7 @@ FEATURES = {
         ),
     ),
     FUSED_ATTENTION: Feature(
-        "In eval mode nn.MultiheadAttention and nn.TransformerEncoder take their fused path, where no recipe is asked.",
+        "In eval mode nn.MultiheadAttention and nn.TransformerEncoder take their fused path, without recipes.",
         (
             Change(
                 "torch.backends.mha",
@@ -152,7 +157,7 @@ FEATURES = {
         ),
     ),
     COMPILATIONS: Feature(
-        "polycast.observe counts the ops that the compiler runs, too.",
+        "polycast.observe also counts ops that the compiler runs.",
         (
             Change(
                 "torch._dynamo.callback",
@@ -163,8 +168,8 @@ FEATURES = {
         by_user=True,
     ),
     WRITES: Feature(
-        "Casts may be kept of weights that were written through DLPack or with a version set back, and "
-        "torch.utils.swap_tensors refuses weights whose casts are kept.",
+        "Cached casts may be stale after writes through DLPack or with the version set back, and "
+        "torch.utils.swap_tensors refuses weights that have cached casts.",
         (
             Change(
                 "torch.autograd.grad_mode",
@@ -181,7 +186,7 @@ FEATURES = {
         by_user=True,
     ),
     ALIASES: Feature(
-        "Casts may be kept of weights that were written through .data, an array or a storage.",
+        "Cached casts may be stale after writes through .data, an array or a storage.",
         (
             Change(
                 "torch",

@@ -1,7 +1,7 @@
-"""Changes to modules of torch's that may not be imported yet: made once they are, and undone.
+"""Change modules of torch, those not imported yet at their import, and undo the changes.
 
-No module is imported for it. A finder on ``sys.meta_path`` lets the others find the module, and has it changed as soon
-as it has been executed, so before those who import it have it.
+A finder on ``sys.meta_path`` delegates to the other finders, and changes a module right after its execution, before its
+importers see it.
 """
 
 import importlib
@@ -26,26 +26,30 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 class Change(NamedTuple):
-    """A change to a module of torch's."""
+    """A change to a module of torch.
+
+    Attributes:
+        module: the module, which is changed at its import, and not imported for it.
+        names: what is replaced: attributes of the module and of its classes, as dotted names; ``*`` matches any.
+        by: a function, or its name, ``room.module:function``, imported when needed. It is called with a
+            :class:`Patch`, checks that the module is the expected one, raises otherwise, and replaces the names.
+    """
 
     module: str
-    """It is changed as soon as it is imported, and imported by those who use it."""
     names: tuple[str, ...]
-    """What is replaced: attributes of the module or, by dotted names, of its classes; ``*`` stands for several."""
     by: "str | Callable[[Patch], object]"
-    """``room.module:function`` of polycast's, imported when it is needed. It is called with a :class:`Patch`, looks
-    whether the module is the one that it knows, raises if it is not, and replaces the names."""
 
 
 @dataclass(frozen=True)
 class Feature:
-    """Something of polycast's that needs torch changed.
+    """A feature of polycast that needs changes to torch.
 
     Attributes:
-        lost: what users lose in a torch that cannot be changed so, as the warning says it; empty: they get the error.
-        changes: the changes, in the order in which they are made.
-        otherwise: ``room.module:function`` that is called with the reason in place of the warning.
-        by_user: whether the user begins and ends it, or holds what needs it, so that ``uninstall()`` leaves it.
+        lost: what users lose if torch cannot be changed, for the warning; if empty, the error is raised instead.
+        changes: the changes, in order.
+        otherwise: a function, or its name, ``room.module:function``, called with the reason instead of warning.
+        by_user: whether the feature lasts as long as a block or an object of the user, so that ``uninstall()`` leaves
+            it alone.
     """
 
     lost: str
@@ -63,30 +67,38 @@ class _Replaced(NamedTuple):
 
 
 class Patch:
-    """What is changed for a feature now."""
+    """The changes of one feature that have been made.
+
+    Attributes:
+        waiting: the changes of modules that are not imported yet, by module.
+        refused: why a change could not be made, or empty.
+    """
 
     def __init__(self) -> None:
         self.waiting: dict[str, Change] = {}
-        """By the name of the module."""
-        self.replaced: list[_Replaced] = []
         self.refused = ""
-        """Why a change was not made; empty: all that could be were."""
         self.is_made = False
+        self._replaced: list[_Replaced] = []
+
+    @property
+    def count(self) -> int:
+        """The number of replacements, for :meth:`undo`."""
+        return len(self._replaced)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Replace an attribute, or give the owner one that it has not itself, until the feature is undone."""
-        self.replaced.append(_Replaced(owner, name, vars(owner).get(name, _NOTHING), value, is_item=False))
+        """Set an attribute of the owner until the feature is undone."""
+        self._replaced.append(_Replaced(owner, name, vars(owner).get(name, _NOTHING), value, is_item=False))
         setattr(owner, name, value)
 
     def replace_item(self, owner: dict[Any, Any], key: Any, value: Any) -> None:
-        """Replace an item of a dict, or add it, until the feature is undone."""
-        self.replaced.append(_Replaced(owner, key, owner.get(key, _NOTHING), value, is_item=True))
+        """Set an item of a dict until the feature is undone."""
+        self._replaced.append(_Replaced(owner, key, owner.get(key, _NOTHING), value, is_item=True))
         owner[key] = value
 
     def undo(self, since: int = 0) -> None:
-        """Undo what was replaced, the last first, but for what somebody else has replaced again."""
-        while len(self.replaced) > since:
-            owner, name, before, ours, is_item = self.replaced.pop()
+        """Undo the replacements but the first `since`, last first, except those that others have replaced since."""
+        while len(self._replaced) > since:
+            owner, name, before, ours, is_item = self._replaced.pop()
             now = owner if is_item else vars(owner)
             if now.get(name, _NOTHING) is not ours:
                 continue
@@ -101,12 +113,11 @@ class Patch:
 
 
 class Patcher(MetaPathFinder):
-    """The changes of a table, made by the features that need them."""
+    """Makes and undoes the features of a table."""
 
     def __init__(self, features: Mapping[str, Feature]) -> None:
         self._features = features
-        self._patches: dict[str, Patch] = {}
-        """By the name of the feature, what is made of it."""
+        self._patches: dict[str, Patch] = {}  # by feature
         self._new_lock()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._new_lock)
@@ -115,18 +126,18 @@ class Patcher(MetaPathFinder):
         self._lock = threading.RLock()
 
     def make(self, feature: str) -> bool:
-        """Make the changes of a feature: in the modules that are imported now, and in each of the others once it is.
+        """Make the changes of a feature: in imported modules at once, in others at their import.
 
         Returns:
-            Whether none of them was refused until now.
+            Whether no change has been refused so far.
 
         Raises:
-            Exception: a feature without a text of what is lost could not be made; nothing was changed.
+            Exception: a change of a feature with an empty `lost` failed; nothing was changed.
         """
         patch = self._patches.get(feature)
         if patch is not None and patch.is_made:
-            for name in list(patch.waiting):  # another thread may be importing one
-                if name in sys.modules:  # by a finder that was asked before this one
+            for name in list(patch.waiting):  # a copy: another thread may be importing one
+                if name in sys.modules:  # found by a finder before this one
                     break
             else:
                 return not patch.refused
@@ -142,7 +153,7 @@ class Patcher(MetaPathFinder):
                 for name in list(patch.waiting):
                     if sys.modules.get(name) is not None:
                         module = importlib.import_module(name)  # waits for a thread that is importing it
-                        if not getattr(module.__spec__, "_initializing", False):  # by this one, which comes back to us
+                        if not getattr(module.__spec__, "_initializing", False):  # this thread: exec_module changes it
                             self._change(feature, patch, name)
             except BaseException:
                 self.undo(feature)
@@ -151,16 +162,16 @@ class Patcher(MetaPathFinder):
             return not patch.refused
 
     def is_made(self, feature: str) -> bool:
-        """Return whether a feature is made, and not undone."""
+        """Return whether a feature has been made and not undone."""
         return feature in self._patches
 
     def is_refused(self, feature: str) -> bool:
-        """Return whether a change of a feature was refused."""
+        """Return whether a change of a feature has been refused."""
         patch = self._patches.get(feature)
         return patch is not None and bool(patch.refused)
 
     def change(self, name: str) -> None:
-        """Change a module that has been imported, where that is still to be done."""
+        """Make the waiting changes of a module that has been imported."""
         for feature, patch in list(self._patches.items()):
             self._change(feature, patch, name)
 
@@ -168,24 +179,24 @@ class Patcher(MetaPathFinder):
         change = patch.waiting.pop(name, None)
         if change is None:
             return
-        since = len(patch.replaced)
-        what = self._features[feature]
+        since = patch.count
+        row = self._features[feature]
         try:
             _function(change.by)(patch)
-            if self._patches.get(feature) is not patch:  # another thread has undone the feature meanwhile
+            if self._patches.get(feature) is not patch:  # another thread has undone the feature
                 patch.undo()
-        except Exception as error:  # whatever it is, the module is not the one that is known
+        except Exception as error:  # of any kind: the module is not the expected one
             patch.undo(since)
-            if not what.lost:
+            if not row.lost:
                 raise
             patch.refused = f"{name}: {type(error).__name__}: {error}"
-            if what.otherwise:
-                _function(what.otherwise)(patch.refused)
+            if row.otherwise:
+                _function(row.otherwise)(patch.refused)
             else:
-                _warn(what.lost, patch.refused)
+                _warn(row.lost, patch.refused)
 
     def undo(self, feature: str) -> None:
-        """Undo the changes of a feature, if it is made."""
+        """Undo the changes of a feature, if it has been made."""
         with self._lock:
             patch = self._patches.pop(feature, None)
             if not self._patches and self in sys.meta_path:
@@ -195,28 +206,28 @@ class Patcher(MetaPathFinder):
                 patch.undo()
 
     def undo_all(self) -> None:
-        """Undo the changes of all features but those that the user begins and ends."""
-        for feature, what in self._features.items():
-            if not what.by_user:
+        """Undo the changes of all features except those `by_user`."""
+        for feature, row in self._features.items():
+            if not row.by_user:
                 self.undo(feature)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
     ) -> ModuleSpec | None:
-        """Find what the other finders find."""
+        """Return the spec that the other finders find, with a loader that changes the module."""
         if not any(fullname in patch.waiting for patch in list(self._patches.values())):
             return None
         for finder in sys.meta_path:
             find = None if finder is self else getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = None if find is None else find(fullname, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader = _ThenChange(spec.loader, self)
+                spec.loader = _ChangingLoader(spec.loader, self)
                 return spec
         return None
 
 
-class _ThenChange(Loader):
-    """The loader of a module, until the module is executed."""
+class _ChangingLoader(Loader):
+    """Wraps the loader of a module until the module has been executed."""
 
     def __init__(self, loader: Any, patcher: Patcher) -> None:
         self._loader = loader
@@ -244,11 +255,11 @@ def _function(reference: str | Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _warn(lost: str, reason: str) -> None:
-    warn_user(f"polycast does not know the internals of this torch ({torch.__version__}; {reason}): {lost}")
+    warn_user(f"polycast does not support the internals of this torch ({torch.__version__}; {reason}): {lost}")
 
 
 def method_of(owner: Any, name: str, *parameters: str) -> Any:
-    """Return a method as its class has it, whose first parameters are to have these names."""
+    """Return a method from its class, after checking the names of its first parameters."""
     method = vars(owner)[name]
     names = list(inspect.signature(method).parameters)
     expect(names[: len(parameters)] == list(parameters), f"{owner.__name__}.{name} takes {names}")
@@ -256,6 +267,6 @@ def method_of(owner: Any, name: str, *parameters: str) -> Any:
 
 
 def expect(condition: bool, otherwise: str) -> None:
-    """Raise what says that a module is not as a change expects it."""
+    """Raise NotImplementedError if a module is not as a change expects it."""
     if not condition:
         raise NotImplementedError(otherwise)

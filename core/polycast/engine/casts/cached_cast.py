@@ -41,7 +41,9 @@ class _WithHistory(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, dtype: torch.dtype, cache: int) -> torch.Tensor:
-        from ...torch_internals.names import below_autograd  # `import polycast` imports this module, and little else
+        from ...torch_internals.dispatcher import (
+            below_autograd,
+        )  # `import polycast` imports this module, and little else
 
         ctx.dtype = weight.dtype
         if below_autograd is None:
@@ -107,6 +109,6 @@ def number_in_graph(cache: "WeightCache | None") -> int:
 
 def look_up_anew() -> None:
     """Clear the operator's dispatch cache: its kernels are others now."""
-    from ...torch_internals.names import clear_dispatch_cache
+    from ...torch_internals.dispatcher import clear_dispatch_cache
 
     clear_dispatch_cache(torch.ops.polycast.cached_cast.default)

@@ -11,9 +11,9 @@ from ...torch_internals.names import (
     behind_functional_tensor,
     dispatch_mode_count,
     is_forward_ad_active,
+    is_tracing,
     storage_use_count,
     tensor_base,
-    tracing_state,
 )
 
 TensorBase: Any = tensor_base
@@ -173,7 +173,7 @@ def caching_is_safe() -> bool:
     return not (
         dispatch_mode_count()
         or torch.compiler.is_compiling()
-        or tracing_state() is not None
+        or is_tracing()
         or are_functorch_transforms_active()
         or is_forward_ad_active()
     )

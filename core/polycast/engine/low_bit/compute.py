@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...torch_internals.names import are_functorch_transforms_active, is_forward_ad_active, tracing_state
+from ...torch_internals.names import are_functorch_transforms_active, is_forward_ad_active, is_tracing
 from .. import state
 from ..casts.weights import parameter_of
 from ..disable_dynamo import disable_dynamo
@@ -43,7 +43,7 @@ def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False)
     result: torch.Tensor | str
     if in_function():
         result = IN_FUNCTION
-    elif not plain and (is_forward_ad_active() or are_functorch_transforms_active() or tracing_state() is not None):
+    elif not plain and (is_forward_ad_active() or are_functorch_transforms_active() or is_tracing()):
         result = WATCHED
     else:
         result = plan.compute(op, args, cache, plain)

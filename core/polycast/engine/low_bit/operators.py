@@ -15,7 +15,7 @@ from torch.library import Library
 from ...plugins.registry import registry
 from ...policy.recipes import Recipe
 from ...policy.schemas import find_op, unflatten_arguments
-from ...torch_internals.names import OpOverload, disable_autocast, noting_views
+from ...torch_internals.dispatcher import OpOverload, disable_autocast, noting_views
 from .. import state
 from ..casts.cached_cast import TAGS, number_in_graph
 from ..casts.weight_cache import WeightCache, cache_by_identity

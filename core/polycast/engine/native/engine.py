@@ -15,7 +15,7 @@ from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import overload_with_dtype
 from ...toolchain.cpp_library import BuildError
-from ...torch_internals.names import OpOverload
+from ...torch_internals.dispatcher import OpOverload
 from ..call_sites import place_now, stack_now
 from ..casts import cached_cast
 from ..casts.unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedWrites

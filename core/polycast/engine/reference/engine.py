@@ -9,7 +9,13 @@ from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import find_op
 from ...torch_internals import changes
-from ...torch_internals.names import DispatchKeySet, OpOverload, has_kernel_for_dispatch_key, keys_below, redispatch
+from ...torch_internals.dispatcher import (
+    DispatchKeySet,
+    OpOverload,
+    has_kernel_for_dispatch_key,
+    keys_below,
+    redispatch,
+)
 from ..casting import tensors_in
 from ..casts.unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedWrites
 from ..kernels import Kernels

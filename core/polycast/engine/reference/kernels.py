@@ -15,7 +15,7 @@ from typing_extensions import override
 from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import flatten_arguments, optional_dtype, overload_with_dtype
-from ...torch_internals.names import DispatchKeySet, OpOverload, excluding, keys_below, redispatch
+from ...torch_internals.dispatcher import DispatchKeySet, OpOverload, excluding, keys_below, redispatch
 from ..casting import is_eligible, promotion
 from ..casts import cached_cast
 from ..casts.weight_cache import cache_by_identity

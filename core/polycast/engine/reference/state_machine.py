@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import torch
 
 from ...policy.cast_policy import CastPolicy
-from ...torch_internals.names import excluded_keys, is_function_mode_enabled
+from ...torch_internals.dispatcher import excluded_keys
+from ...torch_internals.names import is_function_mode_enabled
 from ..casts.weight_cache import WeightCache
 from ..casts.weights import Source, caching_is_safe, is_all_of, weight_of
 from ..state import NO_WEIGHT, NOTHING_KEPT, WATCHED, Override, Settings

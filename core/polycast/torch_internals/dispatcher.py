@@ -1,0 +1,219 @@
+"""Private names of torch's dispatcher: devices, dispatch keys, operators, schemas."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from .lookup import read
+
+if TYPE_CHECKING:
+    from torch._library.custom_ops import CustomOpDef as CustomOpDef
+    from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket as OpOverloadPacket
+else:
+    OpOverload = type(torch.ops.aten.mm.default)
+    OpOverloadPacket = type(torch.ops.aten.mm)
+    CustomOpDef = read(
+        "torch._library.custom_ops.CustomOpDef",
+        type("CustomOpDef", (), {}),
+        "ops cannot be given as torch.library.custom_op returned them",
+    )
+
+# ---- Devices.
+
+_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "maia", "hpu", "ipu", "xla")
+_WITH_AUTOCAST_TABLES = ("CPU", "CUDA", "XPU", "MPS", "MTIA", "MAIA")
+
+is_autocast_available: Callable[[str], bool] = torch.amp.is_autocast_available
+"""torch's own function, also while torch is patched."""
+
+autocast_supported_devices: Callable[[], list[str]] = read(
+    "torch._C._autocast_supported_devices",
+    lambda: [name for name in _DEVICES if is_autocast_available(name)],
+    "regions of out-of-tree devices are not captured for other threads and checkpoints",
+)
+privateuse1_name: Callable[[], str] = read(
+    "torch._C._get_privateuse1_backend_name",
+    lambda: "privateuseone",
+    "`polycast new-backend` does not know whether a device is named",
+)
+dispatch_key_for_device: Callable[[str], str] = read(
+    "torch._C._dispatch_key_for_device",
+    lambda device_type: device_type.upper() if device_type in _DEVICES else "PrivateUse1",
+    "devices outside polycast's own list are taken for out-of-tree ones",
+)
+
+# ---- Dispatch keys.
+
+DispatchKeySet: TypeAlias = Any
+
+_parse_dispatch_key: Callable[[str], Any] = read(
+    "torch._C._parse_dispatch_key",
+    lambda name: getattr(torch._C.DispatchKey, name, None),
+    "some dispatch keys are unknown",
+)
+_has_fallback: Callable[[Any], bool] | None = read(
+    "torch._C._dispatch_has_backend_fallback",
+    None,
+    "which devices torch has autocast tables for is taken from polycast's own list",
+)
+_exclude_set: Callable[[], Any] | None = read(
+    "torch._C._dispatch_tls_local_exclude_set", None, "modules under rules are called more slowly"
+)
+_include_set: Callable[[], Any] | None = read(
+    "torch._C._dispatch_tls_local_include_set", None, "compiled recipes leave views of weights out"
+)
+_ForceKeys: Any = read("torch._C._ForceDispatchKeyGuard", None, "compiled recipes leave views of weights out")
+_full_after: Callable[[Any], DispatchKeySet] | None = read(
+    "torch._C._dispatch_keyset_full_after",
+    None,
+    "on the reference engine, ops that other regions' policies name are not autocast inside, and fused optimizers and "
+    "collectives are not seen to write weights",
+)
+_KeySet: Callable[[Any], DispatchKeySet] | None = read(
+    "torch._C.DispatchKeySet", None, "the reference engine is slower"
+)
+_ExcludeKeys: Any = read("torch._C._ExcludeDispatchKeyGuard", None, "the reference engine is slower")
+
+
+def dispatch_key(name: str) -> Any:
+    """Return a dispatch key by its name, or None if it is unknown."""
+    return _parse_dispatch_key(name)
+
+
+def has_backend_fallback(name: str) -> bool:
+    """Return whether a dispatch key has a fallback kernel."""
+    key = dispatch_key(name)
+    if _has_fallback is None or key is None:
+        return name.removeprefix("Autocast") in _WITH_AUTOCAST_TABLES
+    return _has_fallback(key)
+
+
+def excluded_keys() -> int:
+    """Return a number that identifies the autocast keys that are excluded on this thread."""
+    if _exclude_set is not None:
+        number: int = _exclude_set().raw_repr()
+        return number
+    return sum(torch.is_autocast_enabled(name) << place for place, name in enumerate(autocast_supported_devices()))
+
+
+def noting_views() -> contextlib.AbstractContextManager[Any]:
+    """Return a context manager in which autograd tracks views below its own key, in compiled code."""
+    key = dispatch_key("ADInplaceOrView")
+    if key is None or _exclude_set is None or _include_set is None or _ForceKeys is None:
+        return contextlib.nullcontext()
+    guard: contextlib.AbstractContextManager[Any] = _ForceKeys(_include_set(), _exclude_set().remove(key))
+    return guard
+
+
+def keys_below(name: str) -> DispatchKeySet | None:
+    """Return the dispatch keys below one, or None if they are unknown."""
+    key = dispatch_key(name)
+    return None if key is None or _full_after is None else _full_after(key)
+
+
+@contextlib.contextmanager
+def _autocast_disabled(device_types: Sequence[str]) -> Iterator[None]:
+    enabled = [name for name in device_types if torch.is_autocast_enabled(name)]
+    for name in enabled:
+        torch.set_autocast_enabled(name, False)
+    try:
+        yield
+    finally:
+        for name in enabled:
+            torch.set_autocast_enabled(name, True)
+
+
+def excluding(name: str, device_type: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Return a factory of context managers that exclude the Autocast key of a device, by its name."""
+    key = dispatch_key(name)
+    if key is None or _KeySet is None or _ExcludeKeys is None:
+        return lambda: _autocast_disabled((device_type,))
+    keys = _KeySet(key)
+    return lambda: _ExcludeKeys(keys)
+
+
+disable_autocast: Callable[[], contextlib.AbstractContextManager[Any]] = read(
+    "torch._C._DisableAutocast",
+    lambda: _autocast_disabled(autocast_supported_devices()),
+    "autocast is disabled more slowly",
+)
+below_autograd: Callable[[], contextlib.AbstractContextManager[Any]] | None = read(
+    "torch._C._AutoDispatchBelowAutograd",
+    None,
+    "compiled training casts the weights of a WeightCache at each call",
+)
+is_any_autocast_enabled: Callable[[], bool] = read(
+    "torch._C._is_any_autocast_enabled",
+    lambda: any(map(torch.is_autocast_enabled, autocast_supported_devices())),
+    "polycast.out_dtype is slower",
+)
+
+# ---- Operators.
+
+
+def python_kernels(op: OpOverload) -> dict[Any, Any]:
+    """Return the Python kernels of an op, by dispatch key."""
+    kernels: dict[Any, Any] = getattr(op, "py_kernels", {})
+    return kernels
+
+
+def clear_dispatch_cache(op: OpOverload) -> None:
+    """Clear the dispatch cache of an op."""
+    cache = getattr(op, "_dispatch_cache", None)
+    if cache is not None:
+        cache.clear()
+
+
+@functools.cache
+def _positions_of_tensors(op: OpOverload) -> tuple[int, ...]:
+    arguments = op._schema.arguments
+    return tuple([at for at, argument in enumerate(arguments) if str(argument.real_type) == "Tensor"])
+
+
+def redispatch(op: OpOverload, keys: DispatchKeySet, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call an op with the kernel of the highest of `keys`.
+
+    A Python kernel receives the 2 of ``x * 2`` as a number, which ``OpOverload.redispatch`` does not accept for a
+    Tensor. Calling the kernel of a single key converts it to the tensor that it was, one that does not promote.
+    """
+    if all(isinstance(args[at], torch.Tensor) for at in _positions_of_tensors(op) if at < len(args)):
+        return op.redispatch(keys, *args, **kwargs)
+    return op._op_dk(keys.highestPriorityTypeId(), *args, **kwargs)
+
+
+has_kernel_for_dispatch_key: Callable[[str, str], bool] = read(
+    "torch._C._dispatch_has_kernel_for_dispatch_key",
+    lambda op, key: False,
+    "drift, explanations and observations do not know which ops torch itself autocasts",
+)
+has_kernel: Callable[[str], bool] = read(
+    "torch._C._dispatch_has_kernel",
+    lambda op: True,
+    "regions that wait for ops of other libraries are entered more slowly",
+)
+all_op_names: Callable[[], Sequence[str]] = read(
+    "torch._C._dispatch_get_all_op_names",
+    lambda: (),
+    "unknown names of ops are refused without a suggestion, and drift knows no ops of torch's",
+)
+
+
+def _schema_by_packet(qualified: str, overload: str) -> None:
+    namespace, _, base = qualified.partition("::")
+    packet: Any = getattr(getattr(torch.ops, namespace), base, None)
+    if not isinstance(packet, OpOverloadPacket) or (overload or "default") not in packet.overloads():  # type: ignore[no-untyped-call]
+        raise RuntimeError(f"no schema {qualified}.{overload}")
+
+
+find_schema_or_throw: Callable[[str, str], object] = read(
+    "torch._C._dispatch_find_schema_or_throw", _schema_by_packet, "ops are looked up more slowly"
+)
+resolve_packet: Callable[..., str] | None = read(
+    "torch._C._jit_resolve_packet",
+    None,
+    "polycast.explain must be given the overload of an op that has several",
+)

@@ -1,0 +1,61 @@
+"""Looking up the private names of torch that polycast reads, with a fallback for each.
+
+``dispatcher.py`` and ``names.py`` have the names; no other module of the core uses private names. With its fallbacks a
+plain region computes correctly. Where a fallback cannot tell whether a cast may be cached, it answers no.
+"""
+
+import importlib
+import sys
+from typing import Any, TypeVar
+
+import torch
+
+from ..errors import warn_user
+
+_T = TypeVar("_T")
+
+losses: dict[str, str] = {}
+"""By private name, what users lose without it."""
+missing: dict[str, str] = {}
+"""The part of `losses` whose names this torch lacks."""
+_warned = False
+
+
+def find(name: str) -> Any:
+    """Return the object with a dotted name in torch, importing its module.
+
+    Raises:
+        ImportError, AttributeError: this torch lacks the module or the name.
+    """
+    where, _, attribute = name.rpartition(".")
+    try:
+        owner = sys.modules[where]
+    except KeyError:
+        try:
+            owner = importlib.import_module(where)
+        except ModuleNotFoundError:
+            owner = find(where)  # a class, or a module of C++ that cannot be imported
+    return getattr(owner, attribute)
+
+
+def read(name: str, fallback: _T, loss: str) -> _T:
+    """Return the object with a private name, or the fallback."""
+    losses[name] = loss
+    try:
+        found: _T = find(name)
+    except (AttributeError, ImportError):
+        missing[name] = loss
+        return fallback
+    return found
+
+
+def warn_of_missing() -> None:
+    """Warn once per process about missing names and what is lost without them."""
+    global _warned
+    if missing and not _warned:
+        _warned = True
+        lost = "; ".join(f"without {name}: {loss}" for name, loss in missing.items())
+        warn_user(
+            f"This torch ({torch.__version__}) lacks internals that polycast reads ({lost}). Regions work. Use a torch "
+            "that polycast supports, or a polycast that supports this torch."
+        )
