@@ -28,7 +28,7 @@ def _multiplies_int8() -> bool:
 
 
 def _has_int_mm() -> bool:
-    return torch.backends.mkldnn.enabled and _multiplies_int8()
+    return bool(torch.backends.mkldnn.enabled) and _multiplies_int8()
 
 
 def _dense(matrix: torch.Tensor) -> torch.Tensor:
