@@ -1,4 +1,4 @@
-"""How Sphinx makes the site of these pages: `make docs`."""
+"""Sphinx configuration of the site that `make docs` builds."""
 
 import importlib.metadata
 
@@ -13,7 +13,7 @@ exclude_patterns = ["_build", "figures", "pictures"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
 
-# Docstrings: polycast's names are found by themselves, arguments stand in single backquotes.
+# In docstrings, single backquotes mark arguments, and polycast's names are linked without markup.
 add_module_names = False
 autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
@@ -33,17 +33,17 @@ html_show_sphinx = False
 
 nitpicky = True
 nitpick_ignore_regex = [
-    # Others' names, which no inventory is fetched for, and private ones.
+    # Private names, and names of other libraries, whose inventories are not fetched.
     ("py:.*", r"(torch|collections|os|enum|typing)\..*|DeviceMesh|Shard|OffloadPolicy|HookimplMarker"),
     ("py:.*", r"(polycast\.)?([a-z_0-9]+\.)*_\w+|polycast\.engine\.state\.\w+"),
 ]
 
 
 def _readable(app, what, name, of, options, signature, returns):
-    """Return a signature that is Python: the default of a dataclass's field that is made is shown as ``...``."""
+    """Return a signature that is valid Python: show default factories of dataclass fields as ``...``."""
     return (signature.replace("<factory>", "..."), returns) if signature else None
 
 
 def setup(app):
-    """Connect what autodoc asks."""
+    """Connect the handlers of autodoc's events."""
     app.connect("autodoc-process-signature", _readable)

@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md: ``python -m docs.tables`` makes them from docs/figures/bench."""
+"""Write the tables of docs/benchmarks.md from docs/figures/bench: ``python -m docs.tables``."""
 
 import json
 import re
@@ -10,23 +10,23 @@ DOCS = Path(__file__).parent
 PAGE = DOCS / "benchmarks.md"
 FIGURES = DOCS / "figures" / "bench"
 _BETWEEN = re.compile(r"(?<=<!-- figures of )(?P<names>[\w -]+)(?P<start> -->\n).*?(?=<!-- end -->)", re.DOTALL)
-_SHOWN_IN_FULL = 60
-"""Of a benchmark with more rows on a number of threads, only those that missed their bounds and the mean are shown."""
+_MAX_ROWS = 60
+"""Longer tables show only the rows that missed their bounds, and means."""
 
 
 def run_of(name: str) -> dict[str, Any]:
-    """Return what ``python -m benchmarks --save`` kept of a benchmark: its environment and results."""
+    """Return the environment and results that ``python -m benchmarks --save`` saved for a benchmark."""
     run: dict[str, Any] = json.loads((FIGURES / f"{name}.json").read_text(encoding="utf-8"))
     return run
 
 
-def is_kept(name: str) -> bool:
-    """Return whether anything is kept of a benchmark."""
+def has_results(name: str) -> bool:
+    """Return whether a benchmark has saved results."""
     return (FIGURES / f"{name}.json").exists()
 
 
 def machine(run: dict[str, Any]) -> str:
-    """Return where a run was, in some words."""
+    """Return a description of the machine of a run."""
     about, quick = run["environment"], ", with fewer repeats (`--quick`)" if run["quick"] else ""
     return f"{about['cpu']}, {about['cores']} cores, Python {about['python']}, torch {about['torch']}{quick}"
 
@@ -36,7 +36,7 @@ def _number(value: float, unit: str) -> str:
 
 
 def _cells(result: dict[str, Any]) -> tuple[str, str, str, str]:
-    """Return the cells of a result from the number of threads on."""
+    """Return the cells of a row: threads, measured value, bound, verdict."""
     bound = "" if result["at_most"] is None else f"{result['at_most']:.4g}{result['unit']}"
     if result["measured"] is None:
         return str(result["threads"]), "-", bound, result["skipped"]
@@ -45,19 +45,19 @@ def _cells(result: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def _shown(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the results that have a row: all, or of very many those that missed and the mean of all."""
+    """Return the results to show: all, or of a long list those that missed their bounds, and means."""
     threads = {result["threads"] for result in results}
-    if len(results) <= _SHOWN_IN_FULL * len(threads):
+    if len(results) <= _MAX_ROWS * len(threads):
         return list(results)
     return [result for result in results if not result["ok"] or "mean" in result["what"]]
 
 
 def _rows(results: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the rows; what is measured on several numbers of threads stands together, and is named once."""
-    together: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    """Yield the rows; those of one measurement on several numbers of threads share its name."""
+    grouped: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for result in results:
-        together.setdefault((result["what"], result["against"]), []).append(result)
-    for (what, against), same in together.items():
+        grouped.setdefault((result["what"], result["against"]), []).append(result)
+    for (what, against), same in grouped.items():
         for number, result in enumerate(same):
             names = ("", "") if number else (what, against)
             yield "|".join(["", *(f" {cell} " if cell else " " for cell in (*names, *_cells(result))), ""])
@@ -66,18 +66,15 @@ def _rows(results: Sequence[dict[str, Any]]) -> Iterator[str]:
 def _verdict(results: Sequence[dict[str, Any]], shown: int) -> str:
     bounded = [result for result in results if result["at_most"] is not None and result["measured"] is not None]
     missed = sum(not result["ok"] for result in bounded)
-    said = f"{len(bounded) - missed} of {len(bounded)} are within their bounds, {missed} missed."
-    return (
-        said if shown == len(results) else f"{said} Of the {len(results)} rows those that missed are shown, and means."
-    )
+    verdict = f"{len(bounded) - missed} of {len(bounded)} are within their bounds, {missed} missed."
+    if shown == len(results):
+        return verdict
+    return f"{verdict} Of the {len(results)} rows those that missed are shown, and means."
 
 
 def table(names: Sequence[str]) -> str:
-    """Return the rows of some benchmarks in Markdown, under the machines that they were run on.
-
-    Those of which nothing is kept are named.
-    """
-    missing = [name for name in names if not is_kept(name)]
+    """Return a Markdown table of some benchmarks, after their machines and the benchmarks without results."""
+    missing = [name for name in names if not has_results(name)]
     machines: dict[str, list[str]] = {}
     results: list[dict[str, Any]] = []
     shown: list[dict[str, Any]] = []
@@ -94,12 +91,12 @@ def table(names: Sequence[str]) -> str:
     ]
     if missing:
         lines.append(f"Not measured yet: {', '.join(f'`{name}`' for name in missing)}")
-    said = "\n\n".join(f"{line}." for line in lines)
+    intro = "\n\n".join(f"{line}." for line in lines)
     if not shown:
-        return f"{said}\n"
+        return f"{intro}\n"
     return "\n".join(
         [
-            said,
+            intro,
             "",
             "| what | against | threads | measured | at most | |",
             "| --- | --- | --: | --: | --: | --- |",
@@ -112,12 +109,12 @@ def table(names: Sequence[str]) -> str:
 
 
 def updated(page: str) -> str:
-    """Return the page with its tables as they should be."""
+    """Return the page with current tables."""
     return _BETWEEN.sub(lambda found: found["names"] + found["start"] + table(found["names"].split()), page)
 
 
 def main() -> None:
-    """Write the page if its tables are others now."""
+    """Write the page if its tables have changed."""
     page = PAGE.read_text(encoding="utf-8")
     if updated(page) != page:
         PAGE.write_text(updated(page), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The table of what polycast is tested on, in the README: ``python -m docs.versions`` makes it from pyproject.toml."""
+"""Write the README's table of tested versions from pyproject.toml: ``python -m docs.versions``."""
 
 import re
 import sys
@@ -31,13 +31,13 @@ def table(tool: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def updated(readme: str) -> str:
-    """Return the README with the table as it should be."""
+    """Return the README with the current table."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     return _BETWEEN.sub(lambda _: table(project["tool"]["polycast"]), readme)
 
 
 def main() -> None:
-    """Write the README if its table is another now: what is built of it is made again then."""
+    """Write the README if its table has changed; an unchanged file triggers no rebuild."""
     readme = README.read_text(encoding="utf-8")
     if updated(readme) != readme:
         README.write_text(updated(readme), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the documentation says: its examples run, print what they say they print, and name what there is."""
+"""Examples in the documentation run and print what their comments say; links and tables are complete."""
 
 import contextlib
 import doctest
@@ -25,7 +25,7 @@ ENVIRONMENT = (ROOT / "docs" / "reference" / "environment.md").read_text(encodin
 
 
 class Block(NamedTuple):
-    """A block of Python in a page; `line` is that of its first line."""
+    """A code block of a page; `line` is the number of its first line."""
 
     page: Path
     line: int
@@ -35,7 +35,7 @@ class Block(NamedTuple):
         return f"{self.page.name}:{self.line}"
 
     def output(self, names):
-        """Run the block with `names`; return the lines that it printed, and the name of what it raised at the end."""
+        """Run the block with the globals `names`; return the lines printed, and the name of its last exception."""
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
             try:
@@ -52,7 +52,7 @@ class Block(NamedTuple):
 
 
 def blocks(language):
-    """Return the blocks of a language; one of Python that imports nothing is a part of the one before it."""
+    """Return the blocks of a language; a Python block without imports continues the block before it."""
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def blocks(language):
 
 
 def on_both(block):
-    """Say whether a block is one that compares the two libraries: it uses `amp` and leaves open which that is."""
+    """Return whether a block compares the two libraries: it uses `amp` without defining it."""
     return "amp." in block.code.replace("torch.amp.", "")
 
 
@@ -84,10 +84,10 @@ def examples():
 
 
 @pytest.fixture(scope="module")
-def in_their_thread():
-    """Return a function that calls another in the examples' thread, and returns or raises what that does.
+def in_shared_thread():
+    """Return a function that calls another in a thread shared by all examples.
 
-    They share one: torch 2.11 crashes where a thread compiles after one that did has ended.
+    torch 2.11 crashes if a thread compiles after another one that compiled has ended.
     """
     with ThreadPoolExecutor(1) as thread:
 
@@ -100,24 +100,24 @@ def in_their_thread():
 
 
 @pytest.mark.parametrize("block", [block for block in blocks("python") if not on_both(block)], ids=str)
-def test_an_example_prints_what_it_says(block, in_their_thread, tmp_path, monkeypatch):
+def test_example_prints_what_its_comments_say(block, in_shared_thread, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # for the files that it writes
-    assert in_their_thread(lambda: block.output({})) == block.comments()
+    assert in_shared_thread(lambda: block.output({})) == block.comments()
 
 
 @pytest.mark.parametrize("library", ["torch", "polycast"])
 @pytest.mark.parametrize("block", [block for block in blocks("python") if on_both(block)], ids=str)
-def test_a_comparison_prints_what_it_says_of_each_library(block, library, in_thread):
-    said = [dict(re.findall(r"(\w+): (.+?)(?:, (?=polycast: )|$)", comment)) for comment in block.comments()]
+def test_comparison_prints_what_its_comments_say_for_each_library(block, library, in_thread):
+    expected = [dict(re.findall(r"(\w+): (.+?)(?:, (?=polycast: )|$)", comment)) for comment in block.comments()]
     if "xpu" in block.code and torch.xpu.is_available():
         pytest.skip("there is an XPU here")
     polycast.uninstall()  # torch is to run its own kernels
     names = {"torch": torch, "amp": {"torch": torch.amp, "polycast": polycast}[library]}
-    assert in_thread(lambda: block.output(names)) == [by[library] for by in said if library in by]
+    assert in_thread(lambda: block.output(names)) == [by[library] for by in expected if library in by]
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=str)
-def test_an_example_of_toml_can_be_read(block):
+def test_toml_example_is_valid(block):
     if sys.version_info < (3, 11):
         pytest.skip("tomllib is new in Python 3.11")
     import tomllib
@@ -126,13 +126,13 @@ def test_an_example_of_toml_can_be_read(block):
 
 
 @pytest.mark.parametrize("example", list(examples()), ids=lambda example: example.name)
-def test_the_example_in_a_docstring_prints_what_it_says(example):
+def test_docstring_example_prints_what_it_says(example):
     report = io.StringIO()
     doctest.DocTestRunner().run(example, out=report.write)
     assert report.getvalue() == ""
 
 
-def test_each_environment_variable_has_its_row():
+def test_each_environment_variable_has_a_row():
     variables = set(re.findall(r"POLYCAST_[A-Z]+", Path(env.__file__).read_text(encoding="utf-8")))
     assert {name for name in variables if f"| `{name}` |" not in ENVIRONMENT} == set()
 
@@ -143,7 +143,7 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_links_of_a_page_lead_somewhere(page):
+def test_links_of_page_have_targets(page):
     broken = []
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
         name, _, anchor = target.partition("#")

@@ -1,7 +1,4 @@
-"""Make the figures that say what polycast does on this machine: ``python -m docs.figures`` in the repository's root.
-
-They are what the program says, and docs.pictures draws them. Those of the benchmarks are the JSON of ``make bench``.
-"""
+"""Record polycast's output on this machine for docs.pictures: ``python -m docs.figures`` in the repository root."""
 
 import json
 import os
@@ -17,7 +14,7 @@ _ABSOLUTE_PATH = re.compile(r"(?<![\w./<])(?:/[\w.+-]+){2,}|\b[A-Za-z]:\\")
 
 
 def devices() -> str:
-    """Return what ``polycast devices --json`` prints here, whatever is set for this shell."""
+    """Return the output of ``polycast devices --json``, without polycast's environment variables."""
     others = {name: value for name, value in os.environ.items() if not name.startswith("POLYCAST_")}
     return subprocess.run(
         [sys.executable, "-m", "polycast", "devices", "--json"],
@@ -29,7 +26,7 @@ def devices() -> str:
 
 
 def observation() -> str:
-    """Return what is seen of a run here, on one line."""
+    """Return the observation of a run, as one line of JSON."""
     return json.dumps(observed.run().to_dict(), separators=(",", ":")) + "\n"
 
 
@@ -37,19 +34,19 @@ FIGURES = {"devices.json": devices, "observation.json": observation}
 
 
 def checked(name: str, text: str) -> str:
-    """Return a figure's text, which all who read the documentation see.
+    """Return the text of a figure.
 
     Raises:
-        ValueError: a path of this machine is in it.
+        ValueError: it contains a path of this machine.
     """
     found = _ABSOLUTE_PATH.search(text)
     if found is not None:
-        raise ValueError(f"{name} would name a path of this machine: {found[0]!r}. Run it in the repository's root.")
+        raise ValueError(f"{name} contains a path of this machine: {found[0]!r}. Run it in the repository's root.")
     return text
 
 
 def main() -> None:
-    """Write each figure, once all are made."""
+    """Write all figures, or none if one fails."""
     made = {name: checked(name, make()) for name, make in FIGURES.items()}
     for name, text in made.items():
         (FOLDER / name).write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The run whose report is drawn."""
+"""The training run that docs/report.svg shows."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ import polycast
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each behind a norm."""
+    """A transformer block: attention and an MLP, with pre-norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -16,7 +16,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return as many tokens."""
+        """Return the hidden states."""
         q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(-2))
@@ -33,12 +33,12 @@ class TinyGPT(nn.Module):
         self.head = nn.Linear(width, words)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a score for each word, at each place."""
+        """Return logits for each position."""
         return self.head(self.blocks(self.tokens(x) + self.places.weight[: x.shape[1]]))
 
 
 def run() -> polycast.Observation:
-    """Return what is seen of a step of training over two micro-batches."""
+    """Observe a training step of two micro-batches."""
     torch.manual_seed(0)
     model, words = TinyGPT(), torch.randint(256, (2, 4, 32))
     with polycast.observe(model) as seen:

@@ -1,4 +1,4 @@
-"""Make the pictures of the documentation from docs/figures: ``python -m docs.pictures`` in the repository's root."""
+"""Draw the pictures of the documentation from docs/figures: ``python -m docs.pictures`` in the repository root."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ PICTURES = {
 
 
 def main() -> None:
-    """Write each picture, and what the README says of one."""
+    """Write each picture, and the description of one in the README."""
     for name, draw in PICTURES.items():
         (DOCS / name).write_text(str(draw()), encoding="utf-8")
     readme = speed.README.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What `polycast devices` prints, from what ``polycast devices --json`` said."""
+"""The output of `polycast devices`, from docs/figures/devices.json."""
 
 import json
 from pathlib import Path
@@ -11,13 +11,13 @@ _COLUMNS = {"device": 24, "state": 160, "default": 280, "supported": 376, "distr
 
 
 def draw() -> Picture:
-    """Return the table, and below it why a device cannot be used."""
+    """Draw the table, and below it why devices cannot be used."""
     devices = json.loads((FIGURES / "devices.json").read_text(encoding="utf-8"))
     reasons = [each for each in devices if each["state"] != "missing" and each["reason"]]
     missing = [each["device_type"] for each in devices if each["state"] == "missing"]
     height = 92 + 22 * (len(devices) + len(reasons) + 1) + 24
-    said = (f"{each['device_type']} {each['state']}" for each in devices)
-    picture = Picture(760, height, "polycast devices", f"The state of each device's backend: {', '.join(said)}.")
+    states = (f"{each['device_type']} {each['state']}" for each in devices)
+    picture = Picture(760, height, "polycast devices", f"The state of each device's backend: {', '.join(states)}.")
     picture.text(24, 32, "$ polycast devices", "mono bold", size=13)
     for name, x in _COLUMNS.items():
         picture.text(x, 62, name, "mono quiet", size=12.5)

@@ -1,4 +1,4 @@
-"""The report of a run, in short: the page that `Observation.to_html` writes has all of it."""
+"""A summary of the report that `Observation.to_html` writes."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,7 +31,7 @@ def _lines(words: str, length: int) -> Iterator[str]:
 
 
 def draw() -> Picture:
-    """Return the run in numbers, its findings, and the tree of its modules."""
+    """Draw the run's numbers, its findings, and the tree of its modules."""
     seen = polycast.Observation.load(FILE)
     assert seen.fast_share is not None
     shown = [module for module in seen.modules if module.module.count(".") < 3][:_ROWS]

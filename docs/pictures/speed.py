@@ -1,4 +1,4 @@
-"""How long a model takes: on polycast, under torch.autocast, as a copy of it in bfloat16, and in float32."""
+"""Time of a model on polycast, under torch.autocast, as a bfloat16 copy, and in float32."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ _IN_README = re.compile(r"!\[[^\]]*\]\(docs/speed\.svg\)")
 
 
 class Shown(NamedTuple):
-    """What is shown of a comparison: its title, its benchmark, and how the sides are called in the results."""
+    """A comparison: its title, its benchmark, and the names of the sides in the results."""
 
     title: str
     benchmark: str
@@ -34,7 +34,7 @@ SHOWN = (
 
 
 def _times(shown: Shown) -> tuple[float, float, float]:
-    """Return the time of polycast, a bfloat16 copy and float32, in times of torch.autocast's, on the most threads."""
+    """Return the times of polycast, a bfloat16 copy and float32 relative to torch.autocast, on the most threads."""
     results: list[dict[str, Any]] = tables.run_of(shown.benchmark)["results"]
     most = max(result["threads"] for result in results)
     measured = {(each["what"], each["against"]): each["measured"] for each in results if each["threads"] == most}
@@ -43,7 +43,7 @@ def _times(shown: Shown) -> tuple[float, float, float]:
 
 
 def _machine() -> str:
-    """Return where it was measured, in a line."""
+    """Return the machine and the settings of the measurement."""
     run = tables.run_of(SHOWN[0].benchmark)
     about, quick = run["environment"], ", fewer repeats (--quick)" if run["quick"] else ""
     threads = max(result["threads"] for result in run["results"])
@@ -51,9 +51,9 @@ def _machine() -> str:
 
 
 def draw() -> Picture:
-    """Return bars of the time that each takes, torch.autocast's being 1, of what was measured."""
-    groups = [(shown.title, *_times(shown)) for shown in SHOWN if tables.is_kept(shown.benchmark)]
-    said = (
+    """Draw bars of the measured times, relative to torch.autocast."""
+    groups = [(shown.title, *_times(shown)) for shown in SHOWN if tables.has_results(shown.benchmark)]
+    comparisons = (
         f"{title}: polycast {ours:.2f}, a bfloat16 copy {copy:.2f}, float32 {float32:.2f}"
         for title, ours, copy, float32 in groups
     )
@@ -62,7 +62,7 @@ def draw() -> Picture:
         760,
         64 + height * len(groups) + 22,
         "Time on polycast, under torch.autocast, of a bfloat16 copy and in float32",
-        f"Time, where torch.autocast takes 1. {'; '.join(said)}.",
+        f"Time, where torch.autocast takes 1. {'; '.join(comparisons)}.",
     )
     picture.text(24, 34, "Time, torch.autocast = 1", "bold", size=16)
     picture.text(736, 34, "less is better", "quiet", size=12, anchor="end")
@@ -87,7 +87,7 @@ def draw() -> Picture:
 
 
 def described(readme: str) -> str:
-    """Return the README, with what the picture shows in words."""
+    """Return the README with the current description of the picture."""
     description = re.search(r"<desc[^>]*>(.*)</desc>", str(draw()))
     assert description is not None
     return _IN_README.sub(lambda _: f"![{description[1]}](docs/speed.svg)", readme)

@@ -1,4 +1,4 @@
-"""Pictures as SVG, readable in light and in dark, that say what they show and need no font and no other file."""
+"""SVG pictures with a description, for light and dark colour schemes, without external fonts or files."""
 
 from html import escape
 
@@ -43,7 +43,7 @@ text { fill: #1f2328; font-family: system-ui, -apple-system, "Segoe UI", "DejaVu
 
 
 class Picture:
-    """A picture of so many pixels; `title` and `description` are what a screen reader says of it."""
+    """An SVG picture; `title` and `description` are for screen readers."""
 
     def __init__(self, width: int, height: int, title: str, description: str) -> None:
         self._parts = [
@@ -73,8 +73,8 @@ class Picture:
         self._parts.append(f'<path class="line" d="M{x:g} {y:g}L{to_x:g} {to_y:g}"/>')
 
     def arrow(self, *points: tuple[float, float]) -> None:
-        """Draw an arrow along points, of which the last two are on a horizontal or a vertical line."""
-        way = "L".join(f"{x:g} {y:g}" for x, y in points)
+        """Draw an arrow along points; its last segment must be horizontal or vertical."""
+        path = "L".join(f"{x:g} {y:g}" for x, y in points)
         (from_x, from_y), (x, y) = points[-2:]
         if x == from_x:
             back = -8 if y > from_y else 8
@@ -82,7 +82,7 @@ class Picture:
         else:
             back = -8 if x > from_x else 8
             head = f"M{x:g} {y:g}l{back} -4v8z"
-        self._parts += [f'<path class="arrow" d="M{way}"/>', f'<path class="head" d="{head}"/>']
+        self._parts += [f'<path class="arrow" d="M{path}"/>', f'<path class="head" d="{head}"/>']
 
     def __str__(self) -> str:
         """Return the SVG."""

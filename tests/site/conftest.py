@@ -1,4 +1,4 @@
-"""The site that `make docs` makes, built once, and a browser that looks at it."""
+"""The site that `make docs` builds, built once for all tests, and a browser."""
 
 import functools
 import http.server
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture(scope="session")
 def build():
-    """Return a function that builds the site of a folder of pages, and returns how the generator ended."""
+    """Return a function that builds a site from a folder of pages and returns the finished process."""
     for module in ("sphinx", "furo", "myst_parser"):
         pytest.importorskip(module, reason=f"{module} is in the extra 'docs'")
 
@@ -28,7 +28,7 @@ def build():
 
 @pytest.fixture(scope="session")
 def site(build, tmp_path_factory):
-    """Return the folder of the site, built as `make docs` does it."""
+    """Return the folder of the site, built as by `make docs`."""
     folder = tmp_path_factory.mktemp("site")
     done = build(ROOT / "docs", folder)
     assert done.returncode == 0, done.stdout
@@ -36,7 +36,7 @@ def site(build, tmp_path_factory):
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Serves files, and says nothing."""
+    """Serves files without logging."""
 
     def log_message(self, *arguments):
         pass
@@ -44,7 +44,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="session")
 def address(site):
-    """Return the address that the site is served at, on this machine alone."""
+    """Serve the site locally; return its address."""
     handler = functools.partial(Handler, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -55,7 +55,7 @@ def address(site):
 
 
 class Browser:
-    """A real browser, what its console said, and what it asked for."""
+    """Chromium, with its console messages and its requests."""
 
     def __init__(self, driver):
         self.driver = driver
@@ -63,16 +63,16 @@ class Browser:
     def open(self, address, *, dark=False):
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "", "features": [scheme]})
-        self.said(), self.asked()
+        self.console(), self.requests()
         self.driver.get(address)
         return self
 
-    def said(self):
-        """Return what the console has said since it was asked last."""
+    def console(self):
+        """Return the console messages since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
-    def asked(self):
-        """Return the addresses that were asked for since then."""
+    def requests(self):
+        """Return the addresses requested since the last call."""
         messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         sent = [each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"]
         return [url for url in sent if not url.startswith("data:")]

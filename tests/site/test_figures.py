@@ -1,4 +1,4 @@
-"""What the pictures are drawn from: that the program makes it, and still says it in that form."""
+"""The data of the pictures has the structure that the program writes now."""
 
 import importlib
 import json
@@ -9,12 +9,12 @@ import torch
 
 ROOT = Path(__file__).parent.parent.parent
 FIGURES = ROOT / "docs" / "figures"
-STALE = "the form of {} is another than the program's: run `python -m docs.figures` and `python -m docs.pictures`"
+STALE = "the structure of {} is out of date: run `python -m docs.figures` and `python -m docs.pictures`"
 
 
 @pytest.fixture(scope="module")
 def figures():
-    """Return the module that makes them."""
+    """Return docs.figures."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT)
         patch.chdir(ROOT)
@@ -23,18 +23,18 @@ def figures():
 
 @pytest.fixture(scope="module", params=["devices.json", "observation.json"])
 def figure(request, figures):
-    """Return a figure's name, what the program says here now, and what is kept."""
+    """Return a figure's name, its data from a new run, and its saved data."""
     with torch.random.fork_rng():
         made = figures.FIGURES[request.param]()
     return request.param, json.loads(made), json.loads((FIGURES / request.param).read_text(encoding="utf-8"))
 
 
 CPU_DEPENDENT = ("run", "emulated")
-"""What the processor lacks, by dtype."""
+"""Keys whose values depend on the processor."""
 
 
 def form(value, place=()):
-    """Return what kinds of value there are at each place; the elements of a list have one place."""
+    """Return the kinds of values at each place; all elements of a list share one place."""
     if isinstance(value, dict):
         found, inner = {place: {"object"}}, value.items()
     elif isinstance(value, list):
@@ -49,7 +49,7 @@ def form(value, place=()):
 
 
 def differences(one, other):
-    """Say where two values have another form; a list without elements has that of all, and so has null."""
+    """Return the places where two values differ in structure; an empty list and null match anything."""
     one, other = form(one), form(other)
     keys = {
         place
@@ -61,13 +61,13 @@ def differences(one, other):
 
 
 @pytest.mark.slow
-def test_what_is_kept_has_the_form_of_what_the_program_says(figure):
-    name, made, kept = figure
-    assert differences(made, kept) == [], STALE.format(name)
+def test_saved_figure_has_the_current_structure(figure):
+    name, made, saved = figure
+    assert differences(made, saved) == [], STALE.format(name)
 
 
 @pytest.mark.parametrize(
-    ("kept", "where"),
+    ("saved", "where"),
     [
         ({"run": {"engine": "native", "runs": 1}, "ops": [{"op": "mm", "calls": 2}]}, []),
         ({"run": {"engine": None, "runs": 1.5}, "ops": []}, []),
@@ -80,12 +80,12 @@ def test_what_is_kept_has_the_form_of_what_the_program_says(figure):
         ({"run": {"engine": "native", "runs": 1}}, [("ops",)]),
     ],
 )
-def test_another_form_is_told(kept, where):
-    said = {"run": {"engine": "reference", "runs": 2}, "ops": [{"op": "mm", "calls": 2}, {"op": "addmm", "calls": 1}]}
-    assert differences(said, kept) == where
+def test_differences_finds_changed_structure(saved, where):
+    actual = {"run": {"engine": "reference", "runs": 2}, "ops": [{"op": "mm", "calls": 2}, {"op": "addmm", "calls": 1}]}
+    assert differences(actual, saved) == where
 
 
-def test_what_is_made_is_what_is_written(figures, monkeypatch, tmp_path):
+def test_main_writes_all_figures(figures, monkeypatch, tmp_path):
     monkeypatch.setattr(figures, "FOLDER", tmp_path)
     monkeypatch.setattr(figures, "FIGURES", {"one.json": lambda: "[1]\n", "other.json": lambda: "[2]\n"})
     figures.main()
@@ -93,17 +93,17 @@ def test_what_is_made_is_what_is_written(figures, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("path", ["/home/somebody/model.py:3", "C:\\\\Users\\\\model.py"])
-def test_no_path_of_a_machine_is_written(figures, path, monkeypatch, tmp_path):
+def test_figure_with_machine_path_is_refused(figures, path, monkeypatch, tmp_path):
     monkeypatch.setattr(figures, "FOLDER", tmp_path)
     monkeypatch.setattr(figures, "FIGURES", {"one.json": lambda: "[1]\n", "other.json": lambda: f'["at {path}"]\n'})
     with pytest.raises(
-        ValueError, match=r"^other\.json would name a path of this machine: .* Run it in the repository's"
+        ValueError, match=r"^other\.json contains a path of this machine: .* Run it in the repository's"
     ):
         figures.main()
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("path", sorted(FIGURES.glob("*.json")), ids=lambda path: path.name)
-def test_what_is_kept_names_no_path_of_a_machine(figures, path):
+def test_saved_figure_has_no_machine_path(figures, path):
     text = path.read_text(encoding="utf-8")
     assert figures.checked(path.name, text) == text

@@ -1,4 +1,4 @@
-"""The pictures of the documentation: that they are of the figures that are kept, and readable by all."""
+"""The pictures of the documentation are up to date and accessible."""
 
 import importlib
 import re
@@ -14,23 +14,23 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
-def made(monkeypatch):
-    """Return a function that imports a module of docs."""
+def module(monkeypatch):
+    """Return a function that imports a module of docs/."""
     monkeypatch.syspath_prepend(ROOT)
     return lambda name: importlib.import_module(f"docs.{name}")
 
 
-def test_the_pictures_are_all(made):
-    assert sorted(made("pictures.__main__").PICTURES) == sorted(path.name for path in DOCS.glob("*.svg")) == PICTURES
+def test_all_pictures_are_generated(module):
+    assert sorted(module("pictures.__main__").PICTURES) == sorted(path.name for path in DOCS.glob("*.svg")) == PICTURES
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_is_the_one_that_is_made_of_the_figures(made, name):
-    assert (DOCS / name).read_text(encoding="utf-8") == str(made("pictures.__main__").PICTURES[name]())
+def test_picture_is_up_to_date(module, name):
+    assert (DOCS / name).read_text(encoding="utf-8") == str(module("pictures.__main__").PICTURES[name]())
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_says_what_it_shows_in_words_and_has_colours_for_the_dark(name):
+def test_picture_has_description_and_dark_colours(name):
     text = (DOCS / name).read_text(encoding="utf-8")
     root = ElementTree.fromstring(text)
     (title, description) = (root.find(f"{{http://www.w3.org/2000/svg}}{each}").text for each in ("title", "desc"))
@@ -40,20 +40,20 @@ def test_a_picture_says_what_it_shows_in_words_and_has_colours_for_the_dark(name
     assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)|url\(|@import|href", text) == []
 
 
-def test_the_readme_says_in_words_what_the_figures_are(made):
-    assert made("pictures.speed").described(README) == README
+def test_readme_describes_the_current_figures(module):
+    assert module("pictures.speed").described(README) == README
     assert re.search(r"!\[Time, where .*float32 \d\.\d\d.*\]\(docs/speed\.svg\)", README)
 
 
-def test_the_readmes_pictures_have_words():
+def test_pictures_of_readme_have_alternative_text():
     assert [target for words, target in re.findall(r"!\[(.*?)\]\((.*?)\)", README) if len(words) < 40] == []
     assert len(re.findall(r"!\[", README)) == 3
 
 
-def test_the_readmes_table_is_that_of_the_matrix(made):
-    assert made("versions").updated(README) == README
+def test_readme_has_the_current_test_matrix(module):
+    assert module("versions").updated(README) == README
     assert "| 2.11 | 3.10 |" in README
 
 
-def test_the_readme_is_one_page():
+def test_readme_is_short():
     assert len(README.splitlines()) < 110

@@ -1,4 +1,4 @@
-"""The site: that it is whole, and that what is wrong with a page stops its build."""
+"""The site is complete, and a faulty page stops its build."""
 
 import shutil
 import zlib
@@ -18,7 +18,7 @@ REFERENCE = DOCS / "reference"
 
 @pytest.fixture(scope="module")
 def broken(build, tmp_path_factory):
-    """Return what the build says of a site with one fault of each kind."""
+    """Return the output of a build of a site with one fault of each kind."""
     folder = tmp_path_factory.mktemp("broken")
     shutil.copytree(DOCS, folder / "docs")
     shutil.copy(DOCS.parent / "CHANGELOG.md", folder)
@@ -43,47 +43,47 @@ def broken(build, tmp_path_factory):
         "forgotten.md",
     ],
 )
-def test_a_fault_stops_the_build(broken, fault):
+def test_fault_stops_the_build(broken, fault):
     assert [line for line in broken.splitlines() if "WARNING" in line and fault in line] != []
 
 
-def test_the_faults_that_were_made_are_all(broken):
+def test_build_reports_no_other_fault(broken):
     assert len([line for line in broken.splitlines() if "WARNING" in line]) == 6, broken
 
 
 def documented(site):
-    """Return the names that the site's reference has, as other sites would find them."""
+    """Return the names in the site's inventory."""
     lines = (site / "objects.inv").read_bytes().split(b"\n", 4)
     return {line.split()[0] for line in zlib.decompress(lines[4]).decode().splitlines()}
 
 
-def test_each_public_name_has_its_docstring_in_the_reference(site):
+def test_public_names_are_in_the_reference(site):
     assert {f"polycast.{name}" for name in polycast.__all__} - documented(site) == set()
 
 
 @pytest.mark.parametrize("name", ["distributed.fully_shard", "distributed.MixedPrecision"])
-def test_what_is_imported_by_name_is_in_the_reference(site, name):
+def test_names_of_polycast_distributed_are_in_the_reference(site, name):
     assert f"polycast.{name}" in documented(site)
 
 
-def test_the_first_page_of_the_reference_names_everything_that_is_public():
+def test_reference_index_lists_all_public_names():
     text = (REFERENCE / "index.md").read_text(encoding="utf-8")
     assert [name for name in polycast.__all__ if f"`{name}`" not in text] == []
 
 
-def test_each_command_is_in_the_reference():
+def test_commands_are_in_the_reference():
     text = (REFERENCE / "command-line.md").read_text(encoding="utf-8").replace("\n", " \n")
     assert [command.name for command in app.registered_commands if f"    polycast {command.name} " not in text] == []
 
 
 @pytest.mark.parametrize("command", sorted(get_command(app).commands))
-def test_each_option_of_a_command_is_in_the_reference(command):
+def test_options_of_command_are_in_the_reference(command):
     text = (REFERENCE / "command-line.md").read_text(encoding="utf-8")
-    said = "".join(line for line in text.splitlines() if line.startswith(f"    polycast {command} "))
+    synopsis = "".join(line for line in text.splitlines() if line.startswith(f"    polycast {command} "))
     options = [max(each.opts, key=len) for each in get_command(app).commands[command].params if each.opts[0][0] == "-"]
-    assert [option for option in options if option not in said] == []
+    assert [option for option in options if option not in synopsis] == []
 
 
-def test_each_page_is_made(site):
+def test_each_page_is_built(site):
     pages = {path.relative_to(DOCS).with_suffix(".html") for path in DOCS.rglob("*.md")}
     assert {page.as_posix() for page in pages if not (site / page).is_file()} == set()
