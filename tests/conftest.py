@@ -3,6 +3,7 @@
 import copy
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,8 @@ from torch._subclasses import FakeTensorMode
 
 import polycast
 from polycast.engine import installation
+from polycast.engine.low_bit.listeners import listeners as low_bit_listeners
+from polycast.observer.low_bit_counts import LowBitCounts
 from polycast.plugins.registry import registry
 
 DEVICES = torch._C._autocast_supported_devices()
@@ -204,3 +207,19 @@ def int8_kernels():
     polycast.register_backend(backend)
     yield kernels
     polycast.clear_autocast_cache()
+
+
+@pytest.fixture
+def low_bit_counts():
+    """Return a context manager that counts the ops that recipes compute and decline, on either engine."""
+
+    @contextmanager
+    def count():
+        counts = LowBitCounts()
+        low_bit_listeners.add(counts.note)
+        try:
+            yield counts
+        finally:
+            low_bit_listeners.remove(counts.note)
+
+    return count

@@ -199,13 +199,13 @@ def test_any_sizes_give_the_result_or_the_error_that_they_give_without_a_recipe(
 
 @pytest.mark.parametrize("padding", ["same", "valid"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_padding_by_name_is_served(engine, padding, compiled):
+def test_a_padding_by_name_is_served(engine, low_bit_counts, padding, compiled):
     layer = torch.nn.Conv2d(8, 16, 3, padding=padding).eval()
     run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
     recipe = polycast.Int8(ops=("conv2d",), min_size=0)
-    with torch.no_grad(), polycast.observe() as seen, polycast.autocast("cpu", recipe=recipe):
+    with torch.no_grad(), low_bit_counts() as counts, polycast.autocast("cpu", recipe=recipe):
         run(X)
-    assert [(each.op, each.declined) for each in seen.low_bit] == [("aten::conv2d.padding", "")]
+    assert [(each.op, each.declined) for each in counts.records()] == [("aten::conv2d.padding", "")]
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])

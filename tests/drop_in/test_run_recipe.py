@@ -57,7 +57,7 @@ def test_the_summary_says_how_many_ops_ran_by_the_recipe_and_which_declined_and_
     assert done.stderr.splitlines() == [
         f"polycast: {engine} engine, 1 region (cpu bfloat16 1), int8: 1 op",
         f"  {SMALL}",
-        "  int8: 97% of the 1.08 MFLOPs in matrix products",
+        "  int8: 97% of the 1.08 MFLOPs in matmuls",
         "  3% not: linear in Linear#2: the weight is smaller than the recipe's min_size",
     ]
 
@@ -95,7 +95,7 @@ def test_a_program_that_trains_is_told_that_it_gains_nothing(run):
     """
     assert run(program, "--recipe", "int8").stderr.splitlines()[1:3] == [
         "  1 linear in the fast dtype: autograd records it, and low bit is for inference",
-        "  int8: 0% of the 2.1 MFLOPs in matrix products",
+        "  int8: 0% of the 2.1 MFLOPs in matmuls",
     ]
 
 
@@ -115,7 +115,7 @@ def test_what_the_program_says_itself_goes_before_it(run):
 def test_it_goes_with_wrap_for_programs_without_a_region(run):
     done = run("with torch.no_grad():\n    print(large(x).dtype)", "--wrap", "cpu", "--recipe", "int8")
     assert done.stdout == "torch.bfloat16\n"
-    assert done.stderr.endswith(", int8: 1 op\n  int8: 100% of the 1.05 MFLOPs in matrix products\n")
+    assert done.stderr.endswith(", int8: 1 op\n  int8: 100% of the 1.05 MFLOPs in matmuls\n")
 
 
 @pytest.mark.usefixtures("int8")
@@ -147,7 +147,7 @@ def test_a_long_program_is_observed_in_its_first_seconds(monkeypatch):
             share.note_region()
             with polycast.autocast("cpu", recipe=polycast.Int8(min_size=0)):
                 torch.mm(torch.ones(1, 4), torch.nn.Parameter(torch.ones(4, 4)))
-    assert list(share.lines()) == ["int8: 100% of the 64 FLOPs in matrix products of the first 10 s"]
+    assert list(share.lines()) == ["int8: 100% of the 64 FLOPs in matmuls of the first 10 s"]
 
 
 def test_quiet_leaves_the_summary_out(run):

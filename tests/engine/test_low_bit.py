@@ -110,15 +110,20 @@ def test_a_cache_tells_the_memory_of_casts_and_of_packings_apart(layer):
 PACKED = 64 + 32  # bytes of what an 8x8 weight is packed into here
 
 
-def declined(layer, **settings):
-    """Run a layer and return why it was not computed by the recipe; empty: it was."""
-    with polycast.observe() as seen:
-        run(layer, **settings)
-    (record,) = seen.low_bit
-    return record.declined
+@pytest.fixture
+def declined(low_bit_counts):
+    """Return a function that runs a layer and returns why the recipe declined it; empty if it did not."""
+
+    def declined(layer, **settings):
+        with low_bit_counts() as counts:
+            run(layer, **settings)
+        (record,) = counts.records()
+        return record.declined
+
+    return declined
 
 
-def test_a_cache_bounds_both_together(layer, linear):
+def test_a_cache_bounds_both_together(layer, linear, declined):
     cache = WeightCache(max_bytes=PACKED + 2 * 8 * 8 + 2 * 8)
     with autocast("cpu", cache=cache):
         layer(X)
@@ -138,7 +143,7 @@ def test_a_weight_without_room_runs_in_the_fast_dtype_and_is_not_packed(layer, l
     assert (linear.prepared, linear.ran) == (0, 0)
 
 
-def test_a_weight_whose_packing_had_no_room_is_packed_once(layer, linear):
+def test_a_weight_whose_packing_had_no_room_is_packed_once(layer, linear, declined):
     cache = WeightCache(max_bytes=PACKED - 1)
     assert torch.equal(run(layer, cache=cache), expected(layer))
     for _ in range(3):
@@ -163,7 +168,7 @@ def test_models_that_take_turns_are_seldom_packed_again(linear):
     assert (linear.prepared, cache.stats().evictions) == (1, 0)
 
 
-def test_a_model_that_is_used_no_more_gives_way(layer, linear):
+def test_a_model_that_is_used_no_more_gives_way(layer, linear, declined):
     cache = WeightCache(max_bytes=2 * PACKED)
     run(layer, cache=cache)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -196,7 +201,7 @@ def _flatten(layer):
 
 @pytest.mark.parametrize("put", [_share, _flatten], ids=["in shared memory", "in a flat buffer"])
 @pytest.mark.parametrize("cache", [None, WeightCache])
-def test_a_weight_whose_packing_may_not_be_kept_is_not_packed(layer, linear, put, cache):
+def test_a_weight_whose_packing_may_not_be_kept_is_not_packed(layer, linear, put, cache, declined):
     put(layer)
     settings = {} if cache is None else {"cache": cache()}
     with autocast("cpu"):
@@ -297,15 +302,15 @@ class Subclass(nn.Parameter):
         (nn.Parameter(torch.randn(4, 7)), "its features are odd in number"),
     ],
 )
-def test_what_is_declined_runs_as_without_a_recipe_and_is_counted(linear, weight, reason):
+def test_what_is_declined_runs_as_without_a_recipe_and_is_counted(linear, low_bit_counts, weight, reason):
     x = torch.randn(3, weight.shape[1])
     if weight.dtype is torch.float64:
         x = x.double()
     with autocast("cpu"):
         fast = nn.functional.linear(x, weight)
-    with polycast.observe() as seen, autocast("cpu", recipe=Int8(min_size=1)):
+    with low_bit_counts() as counts, autocast("cpu", recipe=Int8(min_size=1)):
         assert torch.equal(nn.functional.linear(x, weight), fast)
-    (record,) = seen.low_bit
+    (record,) = counts.records()
     assert (record.op, record.recipe, record.device, record.calls) == ("aten::linear", "int8", "cpu", 1)
     assert record.declined.startswith(reason)
     assert linear.prepared == 0

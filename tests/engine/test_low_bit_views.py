@@ -129,9 +129,9 @@ def test_packings_of_views_die_with_the_weight(kernels):
     assert (cache.stats().packings, cache.stats().packed_bytes) == (0, 0)
 
 
-def test_where_each_call_takes_another_slice_they_run_in_the_fast_dtype_in_the_end(kernels):
+def test_where_each_call_takes_another_slice_they_run_in_the_fast_dtype_in_the_end(kernels, low_bit_counts):
     w, cache = new_weight(32, 8), WeightCache()
-    with polycast.observe() as seen:
+    with low_bit_counts() as counts:
         for length in range(2, 31):
             run(linear, X, w[:length], cache=cache)
     assert cache.stats().packed_bytes <= w.nbytes
@@ -139,7 +139,7 @@ def test_where_each_call_takes_another_slice_they_run_in_the_fast_dtype_in_the_e
     for length in (29, 30):  # nothing is packed that cannot be kept
         run(linear, X, w[:length], cache=cache)
     assert kernels["aten::linear"].prepared == prepared
-    reasons = {record.declined for record in seen.low_bit}
+    reasons = {record.declined for record in counts.records()}
     assert reasons == {"", "what is kept of other views of its weight takes as much memory as the weight"}
 
 
@@ -173,11 +173,11 @@ def test_min_size_is_that_of_the_view(kernels):
     ],
     ids=["detached", "another dtype", "negative", "computed", "view of computed", "more elements than the weight"],
 )
-def test_what_is_no_plain_view_runs_in_the_fast_dtype(kernels, take):
-    with polycast.observe() as seen:
+def test_what_is_no_plain_view_runs_in_the_fast_dtype(kernels, low_bit_counts, take):
+    with low_bit_counts() as counts:
         run(linear, X, take(new_weight()))
     assert kernels["aten::linear"].ran == 0
-    assert [record.declined for record in seen.low_bit] == [
+    assert [record.declined for record in counts.records()] == [
         "its weight is no parameter that can be kept, or a plain view of one (a subclass, or the result of another op)"
     ]
 

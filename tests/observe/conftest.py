@@ -3,8 +3,19 @@
 import pytest
 
 import polycast
+from polycast.engine import installation
 from polycast.observer.facts import Facts, Run, total_of
 from polycast.observer.records import Chain, Counts, Decision, Module, Op
+
+
+@pytest.fixture(name="engine")
+def _engine(monkeypatch):
+    """Run a test on the native engine: the reference engine cannot be observed."""
+    installation.forget_choice()
+    monkeypatch.setenv("POLYCAST_ENGINE", "native")
+    yield "native"
+    installation.forget_choice()
+
 
 LAYERS = 400
 PARTS = {

@@ -32,7 +32,7 @@ def test_weights_that_are_cast_again_and_again(engine):
     again = 2 * 2 * (64 * 64 + 64 + 64 * 8 + 8)
     assert (found.where, found.module, found.count, found.bytes) == ("0 and 1 other module", "0", 8, again)
     assert found.bytes_per_second > 0
-    assert found.what.startswith("weights were cast again 8 times that nothing had written since: 18.7 KB, ")
+    assert found.what.startswith("weights were cast again 8 times although they had not changed: 18.7 KB, ")
     assert "cache=polycast.WeightCache()" in found.remedy
     assert findings("weights_cast_again", in_region(lambda: net(x), 3, cache=polycast.WeightCache()), net) == []
 
@@ -65,10 +65,10 @@ def test_an_activation_that_goes_to_the_fast_dtype_and_back(engine):
     assert found.ops == ("aten::linear", "aten::log_softmax.int")
     assert (found.where, found.count) == ("2", 2)
     assert found.what == (
-        "an activation goes to bfloat16 for aten::linear and back to float32 for aten::log_softmax.int, 2 times: "
+        "an activation is cast to bfloat16 for aten::linear and back to float32 for aten::log_softmax.int, 2 times: "
         "128 bytes cast."
     )
-    assert found.remedy == 'Have both compute in one dtype: policy={"linear": "fp32"}.'
+    assert found.remedy == 'Compute both in one dtype: policy={"linear": "fp32"}.'
     stays = {**policy, "linear": "fp32"}
     assert findings("round_trip", in_region(lambda: net(x), 2, policy=stays), net) == []
 
@@ -87,7 +87,7 @@ def test_an_op_in_float32_because_of_one_input(engine):
     net = nn.Sequential(nn.Linear(8, 8), Scaled(torch.float32))
     (found,) = findings("float32_by_one_input", in_region(lambda: net(x)), net)
     assert (found.where, found.ops, found.count, found.bytes) == ("1", ("aten::mul.Tensor",), 1, 64)
-    assert "because one of its inputs is float32 and the others are bfloat16" in found.what
+    assert "because one input is float32 and the others are bfloat16" in found.what
     net = nn.Sequential(nn.Linear(8, 8), Scaled(torch.bfloat16))
     assert findings("float32_by_one_input", in_region(lambda: net(x)), net) == []
 
@@ -121,11 +121,11 @@ def test_an_unlisted_op_in_float32_between_two_that_are_not(engine, cast):
     assert [each.ops for each in found] == [("aten::linear", "aten::gelu", "aten::linear")] * cast
     for each in found:
         assert each.what == (
-            "aten::gelu is in no table and runs in float32, once, between aten::linear and aten::linear, which run in "
+            "aten::gelu has no policy and runs in float32, once, between aten::linear and aten::linear, which run in "
             "bfloat16: 64 bytes of outputs, cast once, in 2."
         )
         assert each.remedy == (
-            "The program converts what it is given to float32: leave that out, if bfloat16 is good enough for it."
+            "The program converts its input to float32. If aten::gelu may run in bfloat16, remove the conversion."
         )
 
 
@@ -284,10 +284,10 @@ def test_no_policy_is_offered_for_an_op_that_can_have_none(engine):
 
 def test_inf_or_nan(engine):
     (found,) = findings("nonfinite", lambda: torch.zeros(4).log(), nonfinite="record")
-    assert found.remedy.startswith("It was computed in float32: a wider dtype does not help. Look at the values")
+    assert found.remedy.startswith("It was computed in float32: a wider dtype does not help. Check its inputs")
     assert "policy" not in found.remedy
     assert found.ops == ("aten::log",)
-    assert "the first op to turn finite inputs into inf (float32, forward); once in all" in found.what
+    assert "the first op to turn finite inputs into inf (float32, forward); ops did so once" in found.what
     assert findings("nonfinite", lambda: torch.ones(4).log(), nonfinite="record") == []
 
 
@@ -366,7 +366,7 @@ def test_a_region_that_a_rule_for_a_module_disables_says_so(engine):
     net = nn.Sequential(nn.Linear(2, 2))
     with polycast.apply_policy(net, polycast.Policy(modules={"0": "fp32"})):
         (found,) = findings("disabled_region", in_region(lambda: net(torch.ones(1, 2)), 2), net)
-    assert found.what == "the region for cpu is disabled, 2 times: a rule for the module asks for that."
+    assert found.what == "the region for cpu is disabled, 2 times: a module rule asks for that."
 
 
 def test_a_region_that_never_ran_an_op(engine):
@@ -374,7 +374,7 @@ def test_a_region_that_never_ran_an_op(engine):
     assert "test_findings.py:" in found.where
     assert (found.count, found.what) == (
         2,
-        "the region for cpu was left without an op that autocast for cpu looked at, every time.",
+        "no op in the region for cpu reached autocast, every time.",
     )
     assert findings("unused_region", in_region(lambda: torch.ones(2).relu())) == []
 

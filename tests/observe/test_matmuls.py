@@ -235,9 +235,9 @@ def test_what_runs_outside_of_the_recipe_counts(model):
         model.first(r(6, 8))
     assert seen.recipe_share == 0.25
     assert list(matmul_lines(seen.matmuls)) == [
-        "int8: 25% of the 1.54 kFLOPs in matrix products",
+        "int8: 25% of the 1.54 kFLOPs in matmuls",
         "50% not: linear in first: it runs outside of autocast",
-        "25% not: linear in first: no recipe is in force",
+        "25% not: linear in first: no recipe is active",
     ]
 
 
@@ -247,9 +247,6 @@ def test_a_policy_that_names_an_op_is_the_reason(model):
     assert (each.recipe, each.declined) == ("int8", "the region's policy names it")
 
 
-@pytest.mark.parametrize(
-    "engine", ["native"], indirect=True
-)  # the other tells the region of ops that it has kernels for
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped products")
 def test_ops_that_autocast_does_not_know_are_named(model):
     class Experts(nn.Module):
@@ -262,14 +259,14 @@ def test_ops_that_autocast_does_not_know_are_named(model):
 
 def test_printing_shows_the_share_and_the_large_products_that_no_recipe_covers(model):
     shown = str(seen_of(model))
-    assert "int8: 67% of the 864 FLOPs in matrix products" in shown
+    assert "int8: 67% of the 864 FLOPs in matmuls" in shown
     assert "17% not: bmm in the model: the recipe is not for it" in shown
 
 
 def test_a_report_has_them(model, tmp_path):
     seen_of(model).to_html(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "int8: 67% of the 864 FLOPs in matrix products<br>" in page
+    assert "int8: 67% of the 864 FLOPs in matmuls<br>" in page
     seen_of(model, recipe="none").to_html(tmp_path / "page.html")
     assert "In a recipe" not in (tmp_path / "page.html").read_text(encoding="utf-8")
 

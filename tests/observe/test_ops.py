@@ -1,11 +1,14 @@
 """What an observation says of ops: calls, dtypes, casts, caches, and which rule decided."""
 
+import types
+import typing
+
 import pytest
 import torch
 
 import polycast
 from polycast.engine import choice, installation
-from polycast.engine.native import loading
+from polycast.observer import loading, recorder
 from polycast.toolchain import load
 from polycast.toolchain.cpp_library import BuildError, CppLibrary
 
@@ -281,46 +284,86 @@ def test_leaving_what_was_not_entered_is_refused():
         polycast.observe().__exit__(None, None, None)
 
 
-def test_without_the_native_engines_code_there_is_a_reason(monkeypatch):
-    def fails():
-        raise BuildError("no C++ compiler is found. Install one (c++), or name it in the variable CXX.")
+@pytest.fixture
+def choose_engine(monkeypatch):
+    """Return a function that sets POLYCAST_ENGINE and chooses the engine again."""
 
+    def choose(name):
+        monkeypatch.setenv("POLYCAST_ENGINE", name)
+        installation.forget_choice()
+        return choice.choose()
+
+    yield choose
     installation.forget_choice()
-    monkeypatch.setenv("POLYCAST_ENGINE", "reference")
-    monkeypatch.setattr(loading, "load", fails)
+
+
+def test_the_reference_engine_cannot_be_observed(choose_engine):
+    choose_engine("reference")
     with pytest.raises(RuntimeError) as raised:
         polycast.observe().__enter__()
     assert str(raised.value) == (
-        "polycast.observe needs C++ that cannot be built: no C++ compiler is found. Install one (c++), or name it in "
-        "the variable CXX."
+        "polycast.observe needs the native engine, and this process runs on the reference engine, which cannot be "
+        "observed: POLYCAST_ENGINE=reference. Unset it."
     )
-    installation.forget_choice()
 
 
-def test_where_the_observer_cannot_be_built_regions_run_and_there_is_a_reason(monkeypatch):
+def test_without_a_compiler_the_error_says_why_there_is_no_native_engine(choose_engine, monkeypatch):
+    monkeypatch.setattr(load, "try_build", lambda _: BuildError("no C++ compiler is found. Install one (c++)."))
+    with pytest.warns(UserWarning, match="no C\\+\\+ compiler is found"):
+        choose_engine("auto")
+    with pytest.raises(RuntimeError) as raised:
+        polycast.observe().__enter__()
+    assert str(raised.value) == (
+        "polycast.observe needs the native engine, and this process runs on the reference engine, which cannot be "
+        "observed: the native engine cannot be built: no C++ compiler is found. Install one (c++)."
+    )
+
+
+def test_where_the_observer_cannot_be_built_regions_run_and_there_is_a_reason(choose_engine, monkeypatch):
     def fails(*_, **options):
         raise BuildError("no room is left.")
 
-    monkeypatch.setenv("POLYCAST_ENGINE", "native")
-    installation.forget_choice()
-    engine = choice.choose()
-    monkeypatch.setattr(engine, "_observer", None)
+    choose_engine("native")
+    monkeypatch.setattr(loading, "_observers", {})
     monkeypatch.setattr(load, "get_or_build", fails)
     with polycast.autocast("cpu"):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
     with pytest.raises(RuntimeError, match=r"^polycast.observe needs C\+\+ that cannot be built: no room is left\.$"):
         polycast.observe().__enter__()
-    installation.forget_choice()
 
 
-def test_an_observer_of_other_sources_than_the_engines_is_not_loaded(monkeypatch):
-    monkeypatch.setenv("POLYCAST_ENGINE", "native")
-    installation.forget_choice()
-    monkeypatch.setattr(choice.choose(), "_observer", None)
+def test_an_observer_of_other_sources_than_the_engines_is_not_loaded(choose_engine, monkeypatch):
+    choose_engine("native")
+    monkeypatch.setattr(loading, "_observers", {})
     monkeypatch.setattr(CppLibrary, "read_sources", lambda _: {"binding.cpp": b"// of the next version"})
-    with pytest.raises(RuntimeError, match=r"changed after its engine was loaded\. Start the program anew\.$"):
+    with pytest.raises(RuntimeError, match=r"has changed since its engine was loaded\. Restart the program\.$"):
         polycast.observe().__enter__()
-    installation.forget_choice()
+
+
+def test_the_names_of_enumerations_are_checked_when_the_observer_is_loaded(choose_engine, monkeypatch):
+    choose_engine("native")
+    monkeypatch.setattr(loading, "_observers", {})
+    monkeypatch.setattr(loading, "CHAIN_KINDS", ("round_trip", "loss"))
+    with pytest.raises(RuntimeError, match="the names of an enumeration differ"):
+        polycast.observe().__enter__()
+
+
+def test_the_rows_of_counts_have_the_types_that_python_expects(engine):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.LayerNorm(4), torch.nn.Linear(4, 4))
+    observer = polycast.observe(model, nonfinite="record", stacks=True, timing=True)
+    with observer, polycast.autocast("cpu"):
+        model(torch.ones(2, 4)).log().sum().backward()
+        torch.ones(2).log().div(0)
+        reading = recorder.read(observer._running[-1]._recorder)
+    casts, sources = ([each for row in reading.counts for each in getattr(row, name)] for name in ("casts", "sources"))
+    for rows in (reading.counts, casts, sources, reading.chains, reading.matmuls, reading.regions, [reading.nonfinite]):
+        assert rows
+        for row in rows:
+            for name, hint in typing.get_type_hints(type(row)).items():
+                kinds = [typing.get_origin(each) or each for each in typing.get_args(hint) or [hint]]
+                if typing.get_origin(hint) is not None and typing.get_origin(hint) is not types.UnionType:
+                    kinds = [typing.get_origin(hint)]
+                assert isinstance(getattr(row, name), tuple(kinds)), (type(row).__name__, name)
 
 
 def test_the_stack_of_an_op_that_raises_is_kept_and_its_error_is_raised(engine):

@@ -1,21 +1,19 @@
 """Who sees which threads, observers in observers, and observers that end at the wrong time."""
 
-import itertools
 import os
 import subprocess
 import sys
 import threading
-from unittest.mock import Mock
 
 import pytest
 import torch
 from torch._dynamo.callback import CompilationCallbackHandler
 
 import polycast
-from polycast.engine import choice
-from polycast.engine.low_bit.compute import listeners as low_bit_listeners
-from polycast.engine.reference import kernels, state_machine
-from polycast.engine.reference import listeners as telling
+from polycast.engine.low_bit.listeners import listeners as low_bit_listeners
+from polycast.observer import call_sites
+from polycast.observer.loading import load_observer
+from polycast.observer.recorder import read
 
 
 def calls(seen, op="aten::relu"):
@@ -198,7 +196,7 @@ def test_a_million_ops_take_no_more_memory_than_a_thousand(engine):
 
     few = size(1_000)
     before = _resident()
-    assert size(1_000_000 if engine == "native" else 100_000) < 1.1 * few
+    assert size(1_000_000) < 1.1 * few
     assert _resident() - before < 20e6
 
 
@@ -230,7 +228,7 @@ def test_threads_that_end_leave_their_counts_and_no_more(engine):
             thread = threading.Thread(target=compute)
             thread.start()
             thread.join()
-        rows = [row for row in observer._running[-1]._recorder.read()["counts"] if row[0] == "aten::relu"]
+        rows = [row for row in read(observer._running[-1]._recorder).counts if row.op == "aten::relu"]
     assert calls(seen) == 200
     assert len(rows) < 10  # the last of them may be about to end
 
@@ -256,8 +254,6 @@ def test_the_name_of_a_file_need_not_be_text(engine):
 
 
 def test_observers_may_come_and_go_while_a_stack_is_taken(engine, monkeypatch):
-    from polycast.engine import call_sites as places
-
     def observe_others():
         monkeypatch.undo()
         for _ in range(3):
@@ -266,49 +262,29 @@ def test_observers_may_come_and_go_while_a_stack_is_taken(engine, monkeypatch):
         return "/"
 
     with polycast.observe(stacks=True) as outer, polycast.observe(stacks=True) as inner:
-        monkeypatch.setattr(places.os, "getcwd", observe_others)
+        monkeypatch.setattr(call_sites.os, "getcwd", observe_others)
         X.relu()
     assert calls(outer) == calls(inner) == 1
     assert calls(outer, "aten::tanh") == calls(inner, "aten::tanh") == 3
 
 
 def test_what_a_signal_raises_while_a_stack_is_taken_is_raised(engine, monkeypatch):
-    from polycast.engine import call_sites as places
-
     def interrupted():
         monkeypatch.undo()
         raise KeyboardInterrupt
 
     with polycast.observe(stacks=True) as seen:
-        monkeypatch.setattr(places.os, "getcwd", interrupted)
+        monkeypatch.setattr(call_sites.os, "getcwd", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(map(torch.relu, [X]))
     assert calls(seen) == 1
-
-
-def test_on_the_reference_engine_an_observation_may_end_while_another_thread_tells_of_it(engine, monkeypatch):
-    if engine != "reference":
-        pytest.skip("the native engine asks once, in C++")
-
-    asked = itertools.count()
-
-    class EndsOnceItWasSeen:
-        listener = property(lambda self: None if next(asked) % 2 else Mock())
-        told_cast = staticmethod(telling.told_cast)
-
-    for module in (kernels, state_machine):
-        monkeypatch.setattr(module, "telling", EndsOnceItWasSeen())
-    for policy in (None, polycast.Policy({"mm": "fp32"})):
-        with polycast.autocast("cpu", policy=policy):
-            torch.mm(torch.ones(2, 2), torch.ones(2, 2, dtype=torch.float16))
-            torch.mm(torch.ones(2, 2), torch.ones(2, 2, dtype=torch.float16))
 
 
 def test_an_observation_whose_beginning_is_interrupted_leaves_nothing_in_torch(engine, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(low_bit_listeners, "listen", interrupted)
+    monkeypatch.setattr(low_bit_listeners, "add", interrupted)
     handler = CompilationCallbackHandler
     before = torch.nn.Module.__call__, handler.install_callbacks
     with pytest.raises(KeyboardInterrupt):
@@ -317,11 +293,11 @@ def test_an_observation_whose_beginning_is_interrupted_leaves_nothing_in_torch(e
 
 
 def test_each_op_is_counted_while_other_threads_begin_to_observe_all_and_end(engine):
-    counted, observer = threading.Event(), choice.choose().observer()
+    counted, observer = threading.Event(), load_observer()
 
     def observe_all():
         while not counted.is_set():
-            recorder = observer.recorder(True, False, 0, False)
+            recorder = observer.Recorder(True, False, 0, False)
             recorder.start()
             recorder.stop()
 

@@ -1,5 +1,6 @@
 """The table of changes to torch: each row fits this torch, warns where it does not, and is undone by uninstall()."""
 
+import contextlib
 import fnmatch
 import gc
 import importlib
@@ -14,6 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import polycast
+from polycast.engine import choice
 from polycast.torch_internals import changes
 from polycast.torch_internals.changes import FEATURES
 from polycast.torch_internals.patcher import _function
@@ -138,7 +140,8 @@ def use_everything():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated
         torch.jit.script(Scripted())
-    with polycast.patch_torch(), torch.autocast("cpu"), polycast.observe():
+    observing = polycast.observe() if choice.choose().name == "native" else contextlib.nullcontext()
+    with polycast.patch_torch(), torch.autocast("cpu"), observing:
         model(X)
 
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from ..engine.native.loading import ENGINE, OBSERVER
+from ..engine.native.loading import ENGINE
+from ..observer.loading import OBSERVER
 from ..plugins.registry import backends, get_backend
 from ..toolchain.cpp_library import CppLibrary
 from ..toolchain.load_ops import origin

@@ -16,7 +16,7 @@ import torch
 from ..engine import state
 from ..engine.casts.weight_cache import WeightCache
 from ..engine.choice import choose
-from ..engine.low_bit import listeners as low_bit_listeners
+from ..engine.low_bit.listeners import listeners as low_bit_listeners
 from ..engine.state import Settings
 from ..plugins.registry import registry
 from ..policy.dtypes import dtype_name
@@ -68,7 +68,7 @@ class Session:
         patch_torch().start()
         stand_in.on_entry = self._on_entry()
         if self._options.recipe is not None:
-            low_bit_listeners.listen(self._note_low_bit, None)
+            low_bit_listeners.add(self._note_low_bit)
         if self._options.wrap is not None:
             _wrap_modules(*self._options.wrap)
         _extend_to_spawned(self._options)

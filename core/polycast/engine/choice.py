@@ -16,7 +16,6 @@ from ..torch_internals.dispatcher import excluded_keys
 from ..torch_internals.lookup import warn_of_missing
 from . import state
 from .kernels import Kernels
-from .recorder import Observer
 
 
 class Engine(state.StateMachine, Protocol):
@@ -34,13 +33,6 @@ class Engine(state.StateMachine, Protocol):
 
     def unwatch_writes(self) -> None:
         """Take out of torch what watch_writes put there."""
-
-    def observer(self) -> Observer:
-        """Return what sees this engine at work.
-
-        Raises:
-            RuntimeError: it is C++, and cannot be built.
-        """
 
 
 class _Unchosen:
@@ -81,6 +73,8 @@ class _Unchosen:
 
 
 _engine: Engine | None = None
+_build_failure = ""
+"""Why the native engine could not be built, if that is why the reference engine was chosen."""
 _lock = threading.RLock()
 hold_during_fork(lambda: [_lock])
 
@@ -116,6 +110,11 @@ def chosen() -> Engine | None:
     return _engine
 
 
+def build_failure() -> str:
+    """Return why the native engine could not be built; empty unless the reference engine runs because of that."""
+    return _build_failure
+
+
 def forget() -> None:
     """Have the next region choose anew; no region may be open and no kernels in place."""
     global _engine
@@ -133,6 +132,8 @@ def _reference() -> Engine:
 
 
 def _choose(wanted: str, failure: Exception | None) -> Engine:
+    global _build_failure
+    _build_failure = ""
     if wanted == "reference":
         return _reference()
     from ..toolchain.cpp_library import BuildError
@@ -149,6 +150,7 @@ def _choose(wanted: str, failure: Exception | None) -> Engine:
         reason = str(error) if isinstance(error, BuildError) else f"{type(error).__name__}: {error}."
         if wanted == "native":
             raise RuntimeError(f"POLYCAST_ENGINE=native, but the native engine cannot be built: {reason}") from error
+    _build_failure = reason
     warn_user(
         f"polycast runs on its reference engine, which is slower: the native engine cannot be built: {reason} "
         "Set POLYCAST_ENGINE=reference to silence this warning."

@@ -1,32 +1,32 @@
-"""When a compiler is at work on a thread, told to the observer: its ops are not the program's."""
+"""Notify the observer when a compiler runs on a thread, so that the compiler's own ops are not counted."""
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from ..common.atfork import hold_during_fork
-from ..engine.choice import choose
+from ..common.listeners import Listeners
 from ..torch_internals import changes
 from ..torch_internals.patcher import Patch
+from .loading import load_observer
 
-_lock = threading.RLock()
-hold_during_fork(lambda: [_lock])
-_observers = 0
+listeners: Listeners[object] = Listeners(
+    lambda: changes.make(changes.COMPILATIONS), lambda: changes.undo(changes.COMPILATIONS)
+)
+"""The observations; Dynamo notifies the observer while there are any."""
 
 
-def tell_when_compiling(patch: Patch) -> None:
-    """Have Dynamo tell the observer when it begins and ends."""
+def notify_of_compilations(patch: Patch) -> None:
+    """Wrap the callbacks that Dynamo calls before and after it compiles."""
     from torch._dynamo.callback import CompilationCallbackHandler
 
     handler = CompilationCallbackHandler
-    patch.replace(handler, "install_callbacks", _telling(handler.install_callbacks))
+    patch.replace(handler, "install_callbacks", _notifying(handler.install_callbacks))
 
 
-def _telling(install_callbacks: Callable[..., AbstractContextManager[Any]]) -> Callable[..., Any]:
+def _notifying(install_callbacks: Callable[..., AbstractContextManager[Any]]) -> Callable[..., Any]:
     @contextmanager
-    def telling(*args: Any, **kwargs: Any) -> Iterator[None]:
-        observer = choose().observer()
+    def notifying(*args: Any, **kwargs: Any) -> Iterator[None]:
+        observer = load_observer()
         observer.note_compiling(True)
         try:
             with install_callbacks(*args, **kwargs):
@@ -34,21 +34,4 @@ def _telling(install_callbacks: Callable[..., AbstractContextManager[Any]]) -> C
         finally:
             observer.note_compiling(False)
 
-    return telling
-
-
-def tell_compilations() -> None:
-    """Have compilations told to the observer, until :func:`tell_compilations_no_more`."""
-    global _observers
-    with _lock:
-        _observers += 1
-        changes.make(changes.COMPILATIONS)
-
-
-def tell_compilations_no_more() -> None:
-    """Take that back, when all who asked have."""
-    global _observers
-    with _lock:
-        _observers -= 1
-        if _observers == 0:
-            changes.undo(changes.COMPILATIONS)
+    return notifying

@@ -1,4 +1,4 @@
-"""What a recorder counted, as facts: the modules by their names, and what decided for the ops."""
+"""Turn what a recorder counted into facts: name the modules, and find the rule that decided for each op."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from ..engine.call_sites import BY_MODULE_RULE
 from ..engine.installation import installed
 from ..engine.kernels import autocast_key
-from ..engine.recorder import CHAIN_KINDS, NO_MODULE, Reading
 from ..engine.state import Override, Settings
 from ..plugins.backend import Backend
 from ..plugins.discovery import check_availability
@@ -24,89 +22,47 @@ from ..torch_internals.dispatcher import has_kernel_for_dispatch_key
 from .facts import Facts, Run, total_of
 from .known_modules import Known
 from .matmuls import FUSED
-from .records import (
-    Cast,
-    Chain,
-    Compiled,
-    Counts,
-    Decision,
-    Flow,
-    Matmul,
-    Module,
-    NonFinite,
-    Op,
-    Region,
-)
+from .recorder import CHAIN_KINDS, NO_MODULE, CountRow, Reading
+from .records import Cast, Chain, Compiled, Counts, Decision, Flow, Matmul, Module, NonFinite, Op, Region
 from .sums import combine, with_main_decision
 
 AUTOCAST_IS_OFF = "autocast is off"
 
 
 def facts_of(reading: Reading, modules: Sequence[Known], run: Run) -> Facts:
-    """Return the facts that a recorder counted in a run."""
-    return _Counted(reading, modules).facts(run)
+    """Return the facts of a run from a recorder's counts."""
+    return _Counting(reading, modules).facts(run)
 
 
-class _Counted:
+class _Counting:
     def __init__(self, reading: Reading, modules: Sequence[Known]) -> None:
         self._reading = reading
         self._modules = modules
-        self._overrides: dict[int, Override] = {number: held[0] for number, held in reading["overrides"].items()}
+        self._overrides: Mapping[int, Override] = reading.overrides
         self._decisions: dict[tuple[object, ...], tuple[str | None, str, str]] = {}
 
     def facts(self, run: Run) -> Facts:
-        in_modules: dict[int, list[Op]] = {}
+        by_module: dict[int, list[Op]] = {}
         casts: list[Cast] = []
         flows: list[Flow] = []
-        fast: Counter[tuple[str, str]] = Counter()
-        for row in self._reading["counts"]:
-            op, phase, module, device, dtype = row[0], _phase(row[1]), row[2], row[3], row[4]
-            of_this = [
-                Cast(op, phase, self._name(module), dtype_name(source), dtype_name(target), _kind(weight), *numbers)
-                for source, target, weight, *numbers in _in_order(row[12])
-            ]
-            casts += of_this
-            decision = Decision(device or "", *self._decide(op, device, dtype, row[5]), calls=row[6])
-            if decision.policy is not None or row[6] != row[7]:  # what other ops are made of follows them
-                flows += self._flows(decision, op, module, row[14])
-            if device is not None and dtype is not None:
-                fast[device, dtype_name(dtype)] += row[6]
-            counted = Op(
-                calls=row[6],
-                inner_calls=row[7],
-                input_dtypes=_by_name(row[8]),
-                compute_dtypes=_by_name(row[9]),
-                output_dtypes=_by_name(row[10]),
-                seconds={"" if dtype is None else dtype_name(dtype): seconds for dtype, seconds in row[11]},
-                casts=sum(cast.count for cast in of_this),
-                cast_bytes=sum(cast.bytes for cast in of_this),
-                cast_seconds=sum(cast.seconds for cast in of_this),
-                hits=sum(cast.hits for cast in of_this),
-                misses=sum(cast.misses for cast in of_this),
-                recasts=sum(cast.recasts for cast in of_this),
-                recast_bytes=sum(cast.recast_bytes for cast in of_this),
-                op=op,
-                phase=phase,
-                decisions=(decision,),
-                stack=tuple(row[13] or ()),
-            )
-            in_modules.setdefault(module, []).append(with_main_decision(counted))
-        ops = combine((), (op for ops in in_modules.values() for op in ops))
+        for row in self._reading.counts:
+            decision = Decision(row.device or "", *self._decide(row.op, row.device, row.fast, row.override), row.calls)
+            casts_of_row = self._casts(row)
+            casts += casts_of_row
+            if decision.policy is not None or row.calls != row.inner_calls:  # inner ops follow the op that called them
+                flows += self._flows(row, decision)
+            by_module.setdefault(row.module, []).append(_op(row, decision, casts_of_row))
+        ops = combine((), (op for ops in by_module.values() for op in ops))
         regions = self._regions()
-        for region in regions:
-            if region.enabled:
-                fast[region.device, region.dtype] += 0
-        devices: dict[str, list[str]] = {}
-        for (device, name), _ in fast.most_common():
-            devices.setdefault(device, []).append(name)
+        devices = self._fast_dtypes(regions)
         return Facts(
             run=replace(run, devices=devices, emulated=_emulated(devices)),
-            ops=tuple(sorted(ops, key=lambda op: (-op.calls, op.op, op.phase))),
-            modules=tuple(self._in_modules(in_modules)),
+            ops=_sorted(ops),
+            modules=tuple(self._module_records(by_module)),
             casts=tuple(sorted(combine((), casts), key=lambda cast: (-cast.bytes, cast.op, cast.module or ""))),
             regions=regions,
             compiled=combine(
-                (), (Compiled(name, self._name(module), calls) for name, module, calls in self._reading["compiled"])
+                (), (Compiled(name, self._name(module), calls) for name, module, calls in self._reading.compiled)
             ),
             chains=self._chains(),
             flows=combine((), flows),
@@ -114,51 +70,123 @@ class _Counted:
             nonfinite=self._nonfinite(),
         )
 
-    def _in_modules(self, ops: Mapping[int, list[Op]]) -> Iterable[Module]:
-        entries: Counter[int] = Counter()
-        for module, count in self._reading["entries"]:
-            entries[module] += count
-        own = {number: total_of(tuple(of_module)) for number, of_module in ops.items()}
-        inside: dict[str, list[Counts]] = {}
+    def _casts(self, row: CountRow) -> list[Cast]:
+        return [
+            Cast(
+                op=row.op,
+                phase=_phase(row.backward),
+                module=self._name(row.module),
+                source=dtype_name(cast.source),
+                target=dtype_name(cast.target),
+                of="weight" if cast.of_weight else "activation",
+                count=cast.count,
+                bytes=cast.bytes,
+                seconds=cast.seconds,
+                hits=cast.hits,
+                misses=cast.misses,
+                recasts=cast.recasts,
+                recast_bytes=cast.recast_bytes,
+            )
+            for cast in row.casts
+        ]
+
+    def _flows(self, row: CountRow, decision: Decision) -> Iterable[Flow]:
+        for source in row.sources:
+            yield Flow(
+                op=row.op,
+                module=self._name(row.module),
+                device=decision.device,
+                policy=decision.policy,
+                source=source.op or "",
+                source_module=self._name(source.module),
+                dtype=dtype_name(source.dtype),
+                cast=_name_or_empty(source.cast),
+                is_first=source.is_first,
+                asked_from=_name_or_empty(source.asked_from),
+                count=source.count,
+                bytes=source.bytes,
+                casts=source.casts,
+                cast_bytes=source.cast_bytes,
+            )
+
+    def _fast_dtypes(self, regions: Iterable[Region]) -> dict[str, list[str]]:
+        """Return by device the fast dtypes of its regions, the most used first."""
+        calls: Counter[tuple[str, str]] = Counter()
+        for row in self._reading.counts:
+            if row.device is not None and row.fast is not None:
+                calls[row.device, dtype_name(row.fast)] += row.calls
+        for region in regions:
+            if region.enabled:
+                calls[region.device, region.dtype] += 0
+        devices: dict[str, list[str]] = {}
+        for (device, name), _ in calls.most_common():
+            devices.setdefault(device, []).append(name)
+        return devices
+
+    def _module_records(self, ops: Mapping[int, list[Op]]) -> Iterable[Module]:
+        calls: Counter[int] = Counter()
+        for module, count in self._reading.entries:
+            calls[module] += count
+        own = {number: total_of(of_module) for number, of_module in ops.items()}
+        totals: dict[str, list[Counts]] = {}
         for number, counts in own.items():
-            for around in _with_those_around(self._modules[number].name) if number != NO_MODULE else ():
-                inside.setdefault(around, []).append(counts)
+            for name in _with_ancestors(self._modules[number].name) if number != NO_MODULE else ():
+                totals.setdefault(name, []).append(counts)
         for number, (name, kind) in enumerate(self._modules):
             yield Module(
-                **_fields(own.get(number, Counts())),
+                **vars(own.get(number, Counts())),
                 module=name,
                 kind=kind,
-                entries=entries[number],
-                total=total_of(inside.get(name, ())),
-                ops=tuple(sorted(combine((), ops.get(number, ())), key=lambda op: (-op.calls, op.op, op.phase))),
+                entries=calls[number],
+                total=total_of(totals.get(name, ())),
+                ops=_sorted(combine((), ops.get(number, ()))),
             )
 
     def _regions(self) -> tuple[Region, ...]:
         found = []
-        for where, device, enabled, dtype, *counts in self._reading["regions"]:
+        for row in self._reading.regions:
             reason = ""
-            if not enabled:
-                by_rule = where.endswith(BY_MODULE_RULE)
-                reason = "a rule for the module asks for that" if by_rule else _refusal(device, dtype)
-            found.append(Region(where, device, enabled, dtype_name(dtype), reason, *counts))
+            if not row.enabled:
+                reason = "a module rule asks for that" if row.by_module_rule else _refusal(row.device, row.dtype)
+            found.append(
+                Region(
+                    where=f"{row.call_site} (module rule)" if row.by_module_rule else row.call_site,
+                    device=row.device,
+                    enabled=row.enabled,
+                    dtype=dtype_name(row.dtype),
+                    reason=reason,
+                    entries=row.entries,
+                    unused=row.unused,
+                    ops=row.ops,
+                    compiled=row.compiled,
+                )
+            )
         return combine((), found)
 
     def _chains(self) -> tuple[Chain, ...]:
         found, roots = [], []
-        for number, ops, override, module, device, dtype, consumer, count, size, cast_count in self._reading["chains"]:
-            kind, fast = CHAIN_KINDS[number], "" if dtype is None else dtype_name(dtype)
-            consumers = {} if consumer == NO_MODULE else {self._modules[consumer].name: cast_count}
+        for row in self._reading.chains:
+            kind = CHAIN_KINDS[row.kind]
+            consumers = {} if row.consumer == NO_MODULE else {self._modules[row.consumer].name: row.casts}
+            chain = Chain(
+                "loss_in_fast_dtype" if kind in ("loss", "loss_root") else kind,
+                tuple(row.ops),
+                self._name(row.module),
+                _name_or_empty(row.fast),
+                row.count,
+                row.bytes,
+                consumers,
+            )
             if kind == "loss_root":
-                roots.append(Chain("loss_in_fast_dtype", tuple(ops), self._name(module), fast, count, size))
+                roots.append(chain)
                 continue
-            about = ops[1] if kind == "unlisted_float32_op" else ops[0]
-            policy = self._decide(about, device, dtype, override)[0]
+            about = row.ops[1] if kind == "unlisted_float32_op" else row.ops[0]
+            policy = self._decide(about, row.device, row.fast, row.override)[0]
             if kind == "unlisted_float32_op" and policy is not None:
                 continue
             if kind == "float32_by_one_input" and policy not in (None, "promote", "passthrough"):
                 continue
-            kind = "loss_in_fast_dtype" if kind == "loss" else kind
-            found.append(Chain(kind, tuple(ops), self._name(module), fast, count, size, consumers))
+            found.append(chain)
         losses = {_letters(chain.ops[0]) for chain in found if chain.kind == "loss_in_fast_dtype"}
         # A node is named for the op that made it: MseLossBackward0 for aten::mse_loss.
         found += [chain for chain in roots if _letters(chain.ops[0]) not in losses]
@@ -166,56 +194,56 @@ class _Counted:
 
     def _matmuls(self) -> tuple[Matmul, ...]:
         found = []
-        for op, backward, module, device, dtype, override, recipe, declined, calls, flops in self._reading["matmuls"]:
+        for row in self._reading.matmuls:
+            recipe, declined = row.recipe, row.declined
             if recipe is None:
-                recipe, declined = self._not_asked(op, device, dtype, override)
+                recipe, declined = self._why_not_asked(row.op, row.device, row.fast, row.override)
             found.append(
-                Matmul(op, _phase(backward), self._name(module), device or "", recipe, declined or "", calls, flops)
+                Matmul(
+                    op=row.op,
+                    phase=_phase(row.backward),
+                    module=self._name(row.module),
+                    device=row.device or "",
+                    recipe=recipe,
+                    declined=declined or "",
+                    calls=row.calls,
+                    flops=row.flops,
+                )
             )
         return tuple(sorted(combine((), found), key=lambda each: (-each.flops, each.op, each.module or "")))
 
-    def _not_asked(self, op: str, device: str | None, dtype: torch.dtype | None, override: int) -> tuple[str, str]:
-        """Return the recipe that an op ran under, which was not asked for it, and the reason; two empty texts: none."""
-        laid_over = self._overrides.get(override)
-        if device is None or laid_over is None or laid_over.recipe is None or not laid_over.recipe.overloads:
+    def _why_not_asked(self, op: str, device: str | None, dtype: torch.dtype | None, override: int) -> tuple[str, str]:
+        """Return the active recipe, which was not asked for an op, and the reason; empty texts without a recipe."""
+        active = self._overrides.get(override)
+        if device is None or active is None or active.recipe is None or not active.recipe.overloads:
             return "", ""
         policy, rule, _ = self._decide(op, device, dtype, override)
         if op in FUSED:
             reason = FUSED[op]
         elif policy is None:
             reason = "autocast has no policy for it"
-        elif op in laid_over:
+        elif op in active:
             reason = f"the {rule} names it"
         elif policy != CastPolicy.LOWER_PRECISION_FP.value:
             reason = f"its policy is {policy}"
         else:
             reason = "the recipe is not for it"
-        return laid_over.recipe.short, reason
-
-    def _flows(self, decision: Decision, op: str, module: int, sources: Iterable[tuple[Any, ...]]) -> Iterable[Flow]:
-        """Yield what an op was given, where autocast looked at it."""
-        for source, source_module, dtype, cast, is_first, asked_from, *numbers in sources:
-            yield Flow(
-                op,
-                self._name(module),
-                decision.device,
-                decision.policy,
-                source or "",
-                self._name(source_module),
-                dtype_name(dtype),
-                "" if cast is None else dtype_name(cast),
-                is_first,
-                "" if asked_from is None else dtype_name(asked_from),
-                *numbers,
-            )
+        return active.recipe.short, reason
 
     def _nonfinite(self) -> NonFinite | None:
-        found = self._reading["nonfinite"]
-        if found is None:
+        row = self._reading.nonfinite
+        if row is None:
             return None
-        op, backward, module, inf, nan, dtype, stack, count = found
-        what = " and ".join(name for name, is_there in (("inf", inf), ("nan", nan)) if is_there)
-        return NonFinite(op, _phase(backward), self._name(module), what, dtype_name(dtype), tuple(stack or ()), count)
+        what = " and ".join(name for name in ("inf", "nan") if getattr(row, name))
+        return NonFinite(
+            op=row.op,
+            phase=_phase(row.backward),
+            module=self._name(row.module),
+            what=what,
+            dtype=dtype_name(row.dtype),
+            stack=tuple(row.stack or ()),
+            count=row.count,
+        )
 
     def _name(self, module: int) -> str | None:
         return None if module == NO_MODULE else self._modules[module].name
@@ -223,15 +251,15 @@ class _Counted:
     def _decide(
         self, op: str, device: str | None, dtype: torch.dtype | None, override: int
     ) -> tuple[str | None, str, str]:
-        """Return the policy of an op, what decided it, and the name of that."""
+        """Return the policy of an op, the kind of rule that decided it, and the rule's name."""
         if device is None or dtype is None:
             return None, AUTOCAST_IS_OFF, ""
         key = op, device, override
         if key not in self._decisions:
             backend = _backend(device)
             if backend is None or device not in installed:
-                theirs = has_kernel_for_dispatch_key(op, autocast_key(device))
-                self._decisions[key] = None, OTHERS_KERNEL if theirs else NO_RULE, ""
+                others = has_kernel_for_dispatch_key(op, autocast_key(device))
+                self._decisions[key] = None, OTHERS_KERNEL if others else NO_RULE, ""
             else:
                 settings = Settings(device, True, dtype, override=self._overrides.get(override))
                 policy, rule, rule_name = deciding_rule(op, settings, backend)
@@ -239,30 +267,48 @@ class _Counted:
         return self._decisions[key]
 
 
-def _with_those_around(name: str) -> Iterable[str]:
-    """Yield the name of a module, and the names that the modules around it can have, up to the model's, ``""``."""
+def _op(row: CountRow, decision: Decision, casts: Sequence[Cast]) -> Op:
+    return with_main_decision(
+        Op(
+            calls=row.calls,
+            inner_calls=row.inner_calls,
+            input_dtypes=_by_name(row.inputs),
+            compute_dtypes=_by_name(row.computes),
+            output_dtypes=_by_name(row.outputs),
+            seconds={_name_or_empty(dtype): seconds for dtype, seconds in row.seconds},
+            casts=sum(cast.count for cast in casts),
+            cast_bytes=sum(cast.bytes for cast in casts),
+            cast_seconds=sum(cast.seconds for cast in casts),
+            hits=sum(cast.hits for cast in casts),
+            misses=sum(cast.misses for cast in casts),
+            recasts=sum(cast.recasts for cast in casts),
+            recast_bytes=sum(cast.recast_bytes for cast in casts),
+            op=row.op,
+            phase=_phase(row.backward),
+            decisions=(decision,),
+            stack=tuple(row.stack or ()),
+        )
+    )
+
+
+def _sorted(ops: Iterable[Op]) -> tuple[Op, ...]:
+    return tuple(sorted(ops, key=lambda op: (-op.calls, op.op, op.phase)))
+
+
+def _with_ancestors(name: str) -> Iterable[str]:
+    """Yield the name of a module and those of the modules around it, up to the model's, ``""``."""
     while name:
         yield name
         name = name.rpartition(".")[0]
     yield ""
 
 
-def _fields(counts: Counts) -> dict[str, Any]:
-    return {name: getattr(counts, name) for name in Counts.__dataclass_fields__}
-
-
 def _phase(backward: bool) -> str:
     return "backward" if backward else "forward"
 
 
-def _kind(weight: bool) -> str:
-    return "weight" if weight else "activation"
-
-
-def _in_order(casts: Iterable[tuple[Any, ...]]) -> Iterable[tuple[Any, ...]]:
-    """Return casts with their numbers in the order of the fields of a Cast."""
-    for source, target, weight, count, size, hits, misses, recasts, recast_bytes, seconds in casts:
-        yield source, target, weight, count, size, seconds, hits, misses, recasts, recast_bytes
+def _name_or_empty(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else dtype_name(dtype)
 
 
 def _by_name(dtypes: Iterable[tuple[torch.dtype, int]]) -> dict[str, int]:
@@ -277,12 +323,12 @@ def _letters(name: str) -> str:
 def _backend(device: str) -> Backend | None:
     try:
         return registry.find(device)
-    except RuntimeError:  # nobody serves it, or who does is broken: torch's own autocast may have run on it
+    except RuntimeError:  # it has no backend, or a broken one: torch's own autocast may have run
         return None
 
 
 def _refusal(device: str, dtype: torch.dtype) -> str:
-    """Say why a region cannot be enabled; nothing if it can, so that being disabled was asked for."""
+    """Return why a region cannot be enabled; empty if it can, so that the program disabled it."""
     backend = _backend(device)
     if backend is None:
         return ""
@@ -291,14 +337,15 @@ def _refusal(device: str, dtype: torch.dtype) -> str:
 
 
 def _emulated(devices: Mapping[str, Iterable[str]]) -> dict[str, str]:
+    """Return by device and dtype, as ``"cpu bfloat16"``, why a fast dtype is slow there."""
     found = {}
     for device, names in devices.items():
         backend = _backend(device)
         for name in names if backend is not None else ():
             assert backend is not None
             try:
-                reason = backend.emulates(getattr(torch, name))
-            except Exception:  # a plugin's: what it cannot say is not said
+                reason: Any = backend.emulates(getattr(torch, name))
+            except Exception:  # a plugin's
                 reason = None
             if isinstance(reason, str) and reason:
                 found[f"{device} {name}"] = reason

@@ -1,4 +1,4 @@
-"""All that was counted of a run, and how two of them are combined."""
+"""All counts of a run, and how two runs are combined."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,20 +10,20 @@ from .sums import add, combine
 
 @dataclass(frozen=True)
 class Run:
-    """Where and how something was observed.
+    """The conditions of an observation.
 
     Attributes:
-        seconds: how long, from entering the block to leaving it; of a sum, all together.
-        runs: of how many blocks this is the sum.
-        engine: polycast's engine, ``"native"`` or ``"reference"``.
-        versions: of ``polycast``, ``torch`` and ``python``.
-        model: the class of the model; None: without one.
-        devices: by device that had an enabled region, the fast dtypes of its regions, the most used first.
-        emulated: by device and dtype, ``"cpu bfloat16"``, what its backend says of a fast dtype that is slow there.
+        seconds: the time from entering the block to leaving it; for a sum of observations, their sum.
+        runs: the number of blocks, if this is a sum.
+        engine: polycast's engine, ``"native"``.
+        versions: the versions of ``polycast``, ``torch`` and ``python``.
+        model: the class of the model; None: no model.
+        devices: the fast dtypes of regions, by device, the most used first.
+        emulated: why a fast dtype is slow on a device, by device and dtype, as in ``"cpu bfloat16"``.
         threads: ``"this"`` or ``"all"``.
-        timing: whether casts were timed.
-        nonfinite: what was to become of inf and nan: ``"ignore"``, ``"record"`` or ``"raise"``.
-        stacks: whether the stack of each op's first call was kept.
+        timing: whether times were measured.
+        nonfinite: the option of this name: ``"ignore"``, ``"record"`` or ``"raise"``.
+        stacks: whether stacks were kept.
     """
 
     seconds: float = 0.0
@@ -41,7 +41,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that was counted; an ``Observation`` is made of it."""
+    """The data of an ``Observation``."""
 
     run: Run = field(default_factory=Run)
     ops: tuple[Op, ...] = ()
@@ -67,11 +67,11 @@ LISTS: dict[str, type[Any]] = {
     "low_bit": LowBit,
     "matmuls": Matmul,
 }
-"""The records that facts are lists of, by name."""
+"""The lists of facts, by name, and the class of their records."""
 
 
 def total_of(counts: Iterable[Counts]) -> Counts:
-    """Return counts together."""
+    """Return the sum of counts."""
     total = Counts()
     for each in counts:
         total = add(total, Counts(**{name: getattr(each, name) for name in Counts.__dataclass_fields__}))
@@ -79,14 +79,14 @@ def total_of(counts: Iterable[Counts]) -> Counts:
 
 
 def share(numbers: Mapping[str, float], devices: Mapping[str, Iterable[str]]) -> float | None:
-    """Return the share that the fast dtypes have of numbers by dtype; None: there are none."""
+    """Return the share of numbers by dtype that the fast dtypes have; None if there are no numbers."""
     everything = sum(numbers.values())
     fast = {dtype for dtypes in devices.values() for dtype in dtypes if dtype != "float32"}
     return sum(numbers.get(dtype, 0) for dtype in fast) / everything if everything else None
 
 
 def combined(left: Facts, right: Facts, sign: int) -> Facts:
-    """Return what was counted in both, or (sign -1) what was counted in one more than in the other."""
+    """Return the sum of two runs, or their difference (sign -1)."""
     devices = {
         device: list(dict.fromkeys([*left.run.devices.get(device, []), *right.run.devices.get(device, [])]))
         for device in dict.fromkeys([*left.run.devices, *right.run.devices])
@@ -96,12 +96,12 @@ def combined(left: Facts, right: Facts, sign: int) -> Facts:
         seconds=left.run.seconds + sign * right.run.seconds,
         runs=left.run.runs + sign * right.run.runs,
         devices=devices,
-        emulated=_together(left.run.emulated, right.run.emulated, sign),
+        emulated=_combined_reasons(left.run.emulated, right.run.emulated, sign),
     )
     lists: dict[str, Any] = {name: combine(getattr(left, name), getattr(right, name), sign) for name in LISTS}
     nonfinite = (left.nonfinite or right.nonfinite) if sign > 0 or right.nonfinite is None else None
     return Facts(run=run, nonfinite=nonfinite, **lists)
 
 
-def _together(left: dict[str, str], right: dict[str, str], sign: int) -> dict[str, str]:
+def _combined_reasons(left: dict[str, str], right: dict[str, str], sign: int) -> dict[str, str]:
     return {**right, **left} if sign > 0 else {key: text for key, text in left.items() if key not in right}

@@ -1,4 +1,4 @@
-"""Findings: what in a run costs time or accuracy, where, how much, and what to do about it."""
+"""Findings: what costs time or accuracy in a run, where, how much, and what to do about it."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -15,12 +15,12 @@ _Finder = Callable[[Facts], Iterator[Finding]]
 
 
 def findings_of(facts: Facts) -> tuple[Finding, ...]:
-    """Return what is found in a run, in the order of the finders below."""
+    """Return the findings of a run, in the order of the finders below."""
     return tuple(finding for finder in _FINDERS for finding in finder(facts))
 
 
 def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, ...]]:
-    """Return findings of one kind and one remedy together, those that cost the most bytes first."""
+    """Return findings grouped by kind and remedy, the costliest of each group first."""
     groups: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         groups.setdefault((finding.kind, finding.remedy), []).append(finding)
@@ -36,7 +36,7 @@ def _nonfinite(facts: Facts) -> Iterator[Finding]:
             "nonfinite",
             where,
             f"{seen.op} was the first op to turn finite inputs into {seen.what} ({seen.dtype}, {seen.phase}); "
-            f"{_times(seen.count)} in all.{called}",
+            f"ops did so {_times(seen.count)}.{called}",
             _nonfinite_remedy(seen),
             module=seen.module,
             ops=(seen.op,),
@@ -48,8 +48,8 @@ def _nonfinite_remedy(seen: NonFinite) -> str:
     if seen.dtype in _AS_FAR_AS_FLOAT32:
         also = "" if seen.dtype in ("float32", "float64") else ", which has the range of float32"
         return (
-            f"It was computed in {seen.dtype}{also}: a wider dtype does not help. Look at the values that it got, "
-            "such as a zero in a divisor or a logarithm: keep them out with clamp() or an epsilon."
+            f"It was computed in {seen.dtype}{also}: a wider dtype does not help. Check its inputs, such as a zero in "
+            "a divisor or a logarithm, and avoid them with clamp() or an epsilon."
         )
     name = name_of(seen.op)
     keep = f"Keep the op in float32, with {_policy(name, 'fp32')}, use" if _may_have(name, "fp32") else "Use"
@@ -75,9 +75,9 @@ def _weights_cast_again(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "weights_cast_again",
             _module(most) + (f" and {others} other module{'s' * (others > 1)}" if others else ""),
-            f"weights were cast again {_times(count)} that nothing had written since: {_bytes(size)}, "
-            f"{_bytes(rate)} a second.",
-            "Give the region a cache that outlives it: polycast.autocast(..., cache=polycast.WeightCache()).",
+            f"weights were cast again {_times(count)} although they had not changed: {_bytes(size)}, "
+            f"{_bytes(rate)} per second.",
+            "Pass a cache that outlives the region: polycast.autocast(..., cache=polycast.WeightCache()).",
             module=most,
             count=count,
             bytes=size,
@@ -93,7 +93,7 @@ def _recipe_in_training(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "recipe_in_training",
                 refused[0].device,
-                f"ops that the recipe {recipe} is for ran in the fast dtype {_times(count)}, because {RECORDS}.",
+                f"ops of the recipe {recipe} ran in the fast dtype {_times(count)}, because {RECORDS}.",
                 "Run inference under torch.no_grad() or torch.inference_mode().",
                 ops=tuple(dict.fromkeys(each.op for each in refused)),
                 count=count,
@@ -109,7 +109,7 @@ def _chains(facts: Facts) -> Iterator[Finding]:
                 alike.setdefault((_about(chain), chain.module, chain.dtype), []).append(chain)
         for group in alike.values():
             together = functools.reduce(add, group)
-            if together.count <= 0:  # of a difference
+            if together.count <= 0:  # in a difference of observations
                 continue
             what, remedy = explain(together, group, trial)
             yield Finding(
@@ -126,7 +126,7 @@ def _chains(facts: Facts) -> Iterator[Finding]:
 
 
 def _about(chain: Chain) -> tuple[str, ...]:
-    """Return the ops that tell a finding from others: an unlisted op is found once, whatever is before and after it."""
+    """Return the ops that identify a finding: an unlisted op is one finding, whatever runs before and after it."""
     if chain.kind != "unlisted_float32_op":
         return chain.ops
     _, op, _ = chain.ops
@@ -139,9 +139,9 @@ def _round_trip(chain: Chain, _: list[Chain], trial: Trial) -> tuple[str, str]:
     asked.append((name_of(down), "fp32"))
     saving = next((_policy(name, policy) for name, policy in asked if _saved(trial, name, policy) > 0), None)
     return (
-        f"an activation goes to {chain.dtype} for {down} and back to float32 for {up}, {_times(chain.count)}: "
+        f"an activation is cast to {chain.dtype} for {down} and back to float32 for {up}, {_times(chain.count)}: "
         f"{_bytes(chain.bytes)} cast.",
-        _no_policy(trial) if saving is None else f"Have both compute in one dtype: {saving}.",
+        _no_policy(trial) if saving is None else f"Compute both in one dtype: {saving}.",
     )
 
 
@@ -151,7 +151,7 @@ def _float32_by_one_input(chain: Chain, _: list[Chain], trial: Trial) -> tuple[s
     if _saved(trial, name_of(op), FAST) > 0:
         remedy += f", or give the op a policy: {_policy(name_of(op), FAST)}"
     return (
-        f"{op} computes in float32, {_times(chain.count)}, because one of its inputs is float32 and the others are "
+        f"{op} computes in float32, {_times(chain.count)}, because one input is float32 and the others are "
         f"{chain.dtype}: {_bytes(chain.bytes)} of outputs.",
         f"{remedy}.",
     )
@@ -163,17 +163,15 @@ def _unlisted_float32_op(chain: Chain, chains: list[Chain], trial: Trial) -> tup
     where = f", in {_few([_module(name) for name in chain.consumers])}" if chain.consumers else ""
     casts = sum(chain.consumers.values()) or chain.count
     what = (
-        f"{op} is in no table and runs in float32, {_times(chain.count)}, between {before} and {after}, which run in "
+        f"{op} has no policy and runs in float32, {_times(chain.count)}, between {before} and {after}, which run in "
         f"{dtype}: {_bytes(chain.bytes)} of outputs, cast {_times(casts)}{where}."
     )
     saved = {name: _saved(trial, name, FAST) for name in trial.upstream(op, chain.module)[:_MOST_TRIED]}
     best = max(saved, key=lambda name: saved[name])
     if saved[best] > 0:
-        remedy = f"{_policy(best, FAST)} saves about {_bytes(saved[best])} of casts."
-        return what, f"If {dtype} is good enough for {best}, say so: {remedy}"
+        return what, f"If {best} may run in {dtype}, {_policy(best, FAST)} saves about {_bytes(saved[best])} of casts."
     if (trial.change_unconverted(op, chain.module) or 0) < 0:
-        remedy = f"leave that out, if {dtype} is good enough for it."
-        return what, f"The program converts what it is given to float32: {remedy}"
+        return what, f"The program converts its input to float32. If {op} may run in {dtype}, remove the conversion."
     return what, _no_policy(trial)
 
 
@@ -196,12 +194,12 @@ _MOST_TRIED = 8
 
 def _no_policy(trial: Trial) -> str:
     if trial.is_empty:
-        return "It was not counted where its inputs came from, and so not which policy would have fewer bytes cast."
-    return "Leave it: by what was counted, no policy for one op would have fewer bytes cast."
+        return "This observation lacks the flows between ops from which a policy could be suggested."
+    return "Leave it: no policy for a single op would save casts."
 
 
 def _saved(trial: Trial, name: str, policy: str) -> int:
-    """Return how many bytes fewer would be cast with a policy for an op; 0 where that is not known."""
+    """Return how many bytes of casts a policy for an op would save; 0 if unknown."""
     return -(trial.change(name, policy) or 0) if _may_have(name, policy) else 0
 
 
@@ -209,7 +207,7 @@ def _saved(trial: Trial, name: str, policy: str) -> int:
 def _may_have(name: str, policy: str) -> bool:
     try:
         Policy({name: policy})
-    except ValueError:  # it writes to its inputs, or this torch has no such op
+    except ValueError:  # it writes to its inputs, or this torch lacks the op
         return False
     return True
 
@@ -219,7 +217,7 @@ def _policy(name: str, policy: str) -> str:
 
 
 def _few(names: list[str]) -> str:
-    """Return the first few names, and how many more there are."""
+    """Return the first few names, and the number of others."""
     shown, more = names[:_MOST_NAMES], len(names) - _MOST_NAMES
     return " and ".join([", ".join(shown), f"{more:,} more"]) if more > 0 else ", ".join(shown)
 
@@ -234,7 +232,7 @@ def _slow_dtype(facts: Facts) -> Iterator[Finding]:
             "slow_dtype",
             device,
             f"{dtype} is emulated: {reason}.",
-            "Expect less memory and no more speed; for speed use another dtype, or another device.",
+            "It saves memory but no time; for speed use another dtype or device.",
         )
 
 
@@ -246,7 +244,7 @@ def _disabled_regions(facts: Facts) -> Iterator[Finding]:
                 "disabled_region",
                 region.where,
                 f"the region for {region.device} is disabled, {_times(region.entries)}: {region.reason or asked}.",
-                "Nothing is cast in it.",
+                "It casts nothing.",
                 count=region.entries,
             )
 
@@ -262,8 +260,8 @@ def _unused(region: Region) -> Finding:
     return Finding(
         "unused_region",
         region.where,
-        f"the region for {region.device} was left without an op that autocast for {region.device} looked at, {times}.",
-        f"See whether the tensors are on {region.device}, and whether the block is the one that computes.",
+        f"no op in the region for {region.device} reached autocast, {times}.",
+        f"Check that the tensors are on {region.device}, and that the region is around the code that computes.",
         count=region.unused,
     )
 

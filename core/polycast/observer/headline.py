@@ -1,4 +1,4 @@
-"""What was seen of a run, in a line."""
+"""Summarize an observation in a line."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from .units import size
 
 
 def headline(seen: Observation) -> str:
-    """Return the share of the fast dtypes, the casts, and what was found."""
+    """Return the share of ops in a fast dtype, the casts, and the kinds of findings."""
     return "; ".join(_parts(seen))
 
 

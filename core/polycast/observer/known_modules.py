@@ -1,4 +1,4 @@
-"""The modules that an observation tells apart, by name: those of a model, or of all models that a program calls."""
+"""The modules of an observation, by name: those of a model, or of all models that a program calls."""
 
 import threading
 import weakref
@@ -7,22 +7,18 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..engine.recorder import Recorder
+from .recorder import Recorder
 
 
 class Known(NamedTuple):
-    """A module, as it was when it became known."""
+    """The name and the class name of a module."""
 
     name: str
     kind: str
 
 
-def _nothing() -> None:
-    """As a reference to what has died."""
-
-
 class KnownModules:
-    """What a recorder knows modules by. None is held: they may come and go."""
+    """Gives modules the numbers by which a recorder counts. Modules are held weakly."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -31,11 +27,11 @@ class KnownModules:
         self._numbers: dict[str, int] = {}
         self._alive: dict[int, weakref.ref[nn.Module]] = {}
         self._roots: dict[str, weakref.ref[nn.Module]] = {}
-        self._in_none: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._unnamed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._lock = threading.RLock()
 
     def add(self, model: nn.Module, name: str = "") -> None:
-        """Know a model and the modules in it, whose names begin with its own."""
+        """Add a model, by a name, and the modules in it."""
         for path, module in model.named_modules():
             full = f"{name}.{path}" if name and path else name or path
             if full not in self._numbers:
@@ -47,30 +43,30 @@ class KnownModules:
             for parameter in module.parameters(recurse=False):
                 self._recorder.add_parameter(parameter, number)
 
-    def meet(self, module: nn.Module, root: nn.Module) -> None:
-        """Know a module that is called, by its place in what the program called: the `root`, named for its class."""
-        if id(module) in self._alive or module in self._in_none:
+    def add_called(self, module: nn.Module, root: nn.Module) -> None:
+        """Add a called module by its path in `root`, the module that the program called, named after its class."""
+        if id(module) in self._alive or module in self._unnamed:
             return
         with self._lock:
             try:
                 if module is root or any(module is each for each in root.modules()):
                     self.add(root, self._name_of(root))
-            except Exception:  # a module's own: what cannot be told of it is not told
+            except Exception:  # raised by the module's own code
                 pass
             if id(module) not in self._alive:
-                self._in_none.add(module)
+                self._unnamed.add(module)
 
     def _name_of(self, root: nn.Module) -> str:
         kind = type(root).__name__
         name, count = kind, 1
-        while (known := self._roots.get(name, _nothing)()) is not None and known is not root:
+        while (known := self._roots[name]() if name in self._roots else None) is not None and known is not root:
             count += 1
             name = f"{kind}#{count}"
         self._roots[name] = weakref.ref(root)
         return name
 
     def clear(self) -> None:
-        """Be told of no death any more."""
+        """Drop the weak references, and their callbacks."""
         self._alive.clear()
 
     def _forget(self, address: int) -> Callable[[object], None]:

@@ -1,4 +1,4 @@
-"""What recipes computed and what they declined, counted."""
+"""Count the ops that recipes compute and decline."""
 
 import threading
 from collections import Counter
@@ -8,7 +8,7 @@ from .records import LowBit
 
 
 class LowBitCounts:
-    """Counts of one observation, each thread's its own: what another thread adds to is in no count of this one's."""
+    """Counts of calls, kept by thread, so that threads need no lock."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, str, str, str, str], int] = {}
@@ -19,16 +19,16 @@ class LowBitCounts:
         self._counts[key] = self._counts.get(key, 0) + 1
 
     def records(self) -> tuple[LowBit, ...]:
-        """Return the counts so far, those of most calls first."""
-        together: Counter[tuple[str, str, str, str]] = Counter()
+        """Return the counts, the largest first."""
+        total: Counter[tuple[str, str, str, str]] = Counter()
         for (_, *key), calls in self._counts.copy().items():
             device, recipe, op, reason = key
-            together[device, recipe, op, reason] += calls
-        return tuple(LowBit(*key, calls=calls) for key, calls in together.most_common())
+            total[device, recipe, op, reason] += calls
+        return tuple(LowBit(*key, calls=calls) for key, calls in total.most_common())
 
 
 def low_bit_lines(records: Iterable[LowBit]) -> Iterable[str]:
-    """Yield what recipes computed and declined, for people."""
+    """Yield a line of text for each record."""
     for record in records:
         op = record.op.removeprefix("aten::")
         if record.declined:

@@ -1,4 +1,4 @@
-"""The share of the operations in matrix products that recipes computed, and what took the rest."""
+"""The share of the operations in matmuls that recipes computed, and the reasons for the rest."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -6,16 +6,16 @@ from .records import Matmul
 
 FUSED = dict.fromkeys(
     ("aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"),
-    "torch's fused path, which no recipe is asked for (torch.backends.mha.set_fastpath_enabled(False) avoids it)",
+    "torch's fused path does not ask recipes (torch.backends.mha.set_fastpath_enabled(False) avoids it)",
 )
-"""The ops of torch's attention modules in eval mode, and why they are not in a recipe."""
+"""The fused ops of torch's attention modules in eval mode, and why no recipe computes them."""
 
-_LARGE = 0.01
-_MOST = 10
+_MIN_SHARE = 0.01
+_MAX_LINES = 10
 
 
 def recipe_share(matmuls: Sequence[Matmul]) -> float | None:
-    """Return the share of the operations that recipes computed; None: no recipe was in force."""
+    """Return the share of the operations that recipes computed; None without a recipe."""
     total = sum(each.flops for each in matmuls)
     if total <= 0 or not any(each.recipe for each in matmuls):
         return None
@@ -23,15 +23,15 @@ def recipe_share(matmuls: Sequence[Matmul]) -> float | None:
 
 
 def matmul_lines(matmuls: Sequence[Matmul]) -> Iterator[str]:
-    """Yield how much of the operations recipes computed, and what large matmuls they did not, for people."""
+    """Yield lines of text: the share that recipes computed, and the large matmuls that they did not."""
     share = recipe_share(matmuls)
     if share is None:
         return
     recipes = " and ".join(dict.fromkeys(each.recipe for each in matmuls if each.recipe))
     total = sum(each.flops for each in matmuls)
-    yield f"{recipes}: {share:.0%} of the {_flops(total)} in matrix products"
+    yield f"{recipes}: {share:.0%} of the {_flops(total)} in matmuls"
     others = list(_others(matmuls))
-    large = [(flops, text) for flops, text in others if flops >= _LARGE * total][:_MOST]
+    large = [(flops, text) for flops, text in others if flops >= _MIN_SHARE * total][:_MAX_LINES]
     for flops, text in large:
         yield f"{flops / total:.0%} not: {text}"
     rest = sum(flops for flops, _ in others) - sum(flops for flops, _ in large)
@@ -41,11 +41,11 @@ def matmul_lines(matmuls: Sequence[Matmul]) -> Iterator[str]:
 
 
 def _others(matmuls: Iterable[Matmul]) -> Iterator[tuple[float, str]]:
-    """Yield what recipes did not compute, by op and reason, those of most operations first: how many, and a text."""
+    """Yield (operations, text) of what recipes did not compute, by op and reason, the largest first."""
     groups: dict[tuple[str, str, str], list[Matmul]] = {}
     for each in matmuls:
         if not each.recipe or each.declined:
-            reason = each.declined or ("no recipe is in force" if each.device else "it runs outside of autocast")
+            reason = each.declined or ("no recipe is active" if each.device else "it runs outside of autocast")
             groups.setdefault((each.op, each.phase, reason), []).append(each)
     for (op, phase, reason), group in sorted(groups.items(), key=lambda item: -sum(each.flops for each in item[1])):
         yield sum(each.flops for each in group), f"{_where(op, phase, group)}: {reason}"

@@ -1,4 +1,4 @@
-"""``Observation``: what was seen of a run, as a value: to read, to print, to keep in a file, to compare."""
+"""`Observation`: the counts of a run, as a value to read, print, save and compare."""
 
 import json
 import os
@@ -13,19 +13,20 @@ from . import table
 from .facts import LISTS, Facts, Run, combined, share, total_of
 from .findings import findings_of
 from .matmuls import recipe_share
-from .records import Cast, Compiled, Counts, Finding, LowBit, Matmul, Module, NonFinite, Op, Region, plain, read
+from .records import Cast, Compiled, Counts, Finding, LowBit, Matmul, Module, NonFinite, Op, Region
+from .serialization import from_json, to_json
 
 SCHEMA = 1
-"""The schema that is written, and the newest that is read."""
+"""The schema that is written, and the newest that can be read."""
 
 _Path: TypeAlias = str | os.PathLike[str]
 
 
 class Observation:
-    """What :func:`polycast.observe` saw, while it goes on and afterwards.
+    """The counts of :func:`polycast.observe`, during the block and afterwards.
 
-    ``print()`` shows a table, and so does a notebook. Observations add up (``a + b``: of two runs together) and
-    subtract (``a - b``: what `a` has more than `b`; counts may be negative).
+    ``print()`` and notebooks show a table. ``a + b`` adds the counts of two runs; ``a - b`` subtracts them, and may
+    have negative counts.
 
     Example:
         >>> import torch, polycast
@@ -39,36 +40,36 @@ class Observation:
 
     def __init__(self, facts: "Facts | Callable[[], Facts]") -> None:
         self._facts = facts
-        """The facts, or while observing goes on what tells them."""
+        """The facts or, inside the block, a function that returns them."""
 
     @property
     def facts(self) -> Facts:
-        """All that was counted."""
+        """All data."""
         return self._facts() if callable(self._facts) else self._facts
 
     @property
     def run(self) -> Run:
-        """Where, how and how long."""
+        """The conditions and the duration."""
         return self.facts.run
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """What was counted by op and pass, the most called first."""
+        """The counts by op and pass, the most called op first."""
         return self.facts.ops
 
     @property
     def modules(self) -> tuple[Module, ...]:
-        """What was counted by module of the model, in the order of ``model.named_modules()``; none without a model."""
+        """The counts by module of the model, in the order of ``model.named_modules()``; empty without a model."""
         return self.facts.modules
 
     @property
     def casts(self) -> tuple[Cast, ...]:
-        """The casts, by op and module, those that wrote the most first."""
+        """The casts, by op and module, the largest first."""
         return self.facts.casts
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        """The regions that were entered, by place."""
+        """The regions that were entered, by line of the program."""
         return self.facts.regions
 
     @property
@@ -78,30 +79,30 @@ class Observation:
 
     @property
     def low_bit(self) -> tuple[LowBit, ...]:
-        """The calls that recipes were to compute, those that they did and those that they declined, with the reason."""
+        """The calls that recipes computed, and those that they declined, with the reasons."""
         return self.facts.low_bit
 
     @property
     def matmuls(self) -> tuple[Matmul, ...]:
-        """The ops that multiply matrices, by module and by what recipes made of them, the largest first."""
+        """The matmuls, by op, module and outcome for the recipe, the largest first."""
         return self.facts.matmuls
 
     @property
     def recipe_share(self) -> float | None:
-        """The share of the floating-point operations in matrix products that recipes computed; None without a recipe.
+        """The share of the floating-point operations in matmuls that recipes computed; None without a recipe.
 
-        All of :attr:`matmuls` count: in regions and outside, forward and backward, attention too.
+        All :attr:`matmuls` count: in regions and outside, forward and backward, attention too.
         """
         return recipe_share(self.facts.matmuls)
 
     @property
     def nonfinite(self) -> NonFinite | None:
-        """The first op that turned finite inputs into inf or nan, if there was one and it was looked for."""
+        """The first op that turned finite inputs into inf or nan; None without one, or if ``nonfinite="ignore"``."""
         return self.facts.nonfinite
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What costs time or accuracy, in words."""
+        """The findings: what costs time or accuracy, and what to do."""
         return findings_of(self.facts)
 
     @property
@@ -111,44 +112,44 @@ class Observation:
 
     @property
     def fast_share(self) -> float | None:
-        """The share of the calls with floating-point tensors that computed in a fast dtype; None without such calls."""
+        """The share of calls with floating-point tensors that computed in a fast dtype; None without such calls."""
         return share(self.total.compute_dtypes, self.facts.run.devices)
 
     @property
     def fast_time_share(self) -> float | None:
-        """The share of the time in ops that those which computed in a fast dtype took; None without ``timing=True``."""
+        """The share of the time in ops that calls in a fast dtype took; None without ``timing=True``."""
         return share(self.total.seconds, self.facts.run.devices)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON-safe values.
+        """Return JSON-safe values.
 
-        The keys: ``schema`` (an int), ``run`` (a ``Run``), ``total`` (the ``Counts`` of all ops), ``fast_share``,
-        ``fast_time_share``, ``ops``, ``modules``, ``casts``, ``regions``, ``compiled``, ``chains``, ``flows``,
-        ``low_bit``, ``findings``: lists of what the attributes of these names have, and ``nonfinite``: one of these, or
-        None. A record is a mapping of its fields.
+        The keys are ``schema`` (an int), ``run`` (a ``Run``), ``total`` (the ``Counts`` of all ops), ``fast_share``,
+        ``fast_time_share``, ``recipe_share``; the lists ``ops``, ``modules``, ``casts``, ``regions``, ``compiled``,
+        ``chains``, ``flows``, ``low_bit``, ``matmuls`` and ``findings``; and ``nonfinite``, a record or None. A record
+        is a mapping of its fields.
         """
         facts = self.facts
         total = total_of(facts.ops)
         return {
             "schema": SCHEMA,
             "run": asdict(facts.run),
-            "total": plain(total),
+            "total": to_json(total),
             "fast_share": share(total.compute_dtypes, facts.run.devices),
             "fast_time_share": share(total.seconds, facts.run.devices),
             "recipe_share": recipe_share(facts.matmuls),
-            **{name: [plain(record) for record in getattr(facts, name)] for name in LISTS},
-            "findings": [plain(finding) for finding in findings_of(facts)],
-            "nonfinite": None if facts.nonfinite is None else plain(facts.nonfinite),
+            **{name: [to_json(record) for record in getattr(facts, name)] for name in LISTS},
+            "findings": [to_json(finding) for finding in findings_of(facts)],
+            "nonfinite": None if facts.nonfinite is None else to_json(facts.nonfinite),
         }
 
     @classmethod
-    def from_dict(cls, said: dict[str, Any]) -> "Observation":
-        """Return the observation that :meth:`to_dict` gave the values of.
+    def from_dict(cls, values: dict[str, Any]) -> "Observation":
+        """Return the observation with the values of :meth:`to_dict`.
 
         Raises:
-            ValueError: they are of no observation, or of a newer schema.
+            ValueError: these are not the values of an observation, or have a newer schema.
         """
-        schema = said.get("schema") if isinstance(said, dict) else None
+        schema = values.get("schema") if isinstance(values, dict) else None
         if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
             raise ValueError(f'an observation has "schema": {SCHEMA}, got {schema!r}')
         if schema > SCHEMA:
@@ -156,16 +157,16 @@ class Observation:
                 f"it has schema {schema}, and this polycast reads up to {SCHEMA}: read it with a newer polycast"
             )
         try:
-            lists = {name: tuple(read(kind, each) for each in _list(said, name)) for name, kind in LISTS.items()}
-            nonfinite = None if said["nonfinite"] is None else read(NonFinite, said["nonfinite"])
-            facts = Facts(run=read(Run, said["run"]), nonfinite=nonfinite, **lists)
-            findings_of(facts)  # for which chains have to be whole
+            lists = {name: tuple(from_json(kind, each) for each in _list(values, name)) for name, kind in LISTS.items()}
+            nonfinite = None if values["nonfinite"] is None else from_json(NonFinite, values["nonfinite"])
+            facts = Facts(run=from_json(Run, values["run"]), nonfinite=nonfinite, **lists)
+            findings_of(facts)  # raises if chains have too few ops
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"it is not an observation: {type(error).__name__}: {error}") from error
         return cls(facts)
 
     def save(self, path: _Path) -> None:
-        """Write it to a file, as JSON.
+        """Write the observation to a file, as JSON.
 
         Raises:
             OSError: the file cannot be written.
@@ -173,11 +174,11 @@ class Observation:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
     def to_html(self, path: _Path, *, before: "Observation | None" = None) -> None:
-        """Write a report to a file: one page of HTML, for a browser, which loads nothing from anywhere.
+        """Write a report to a file: one HTML page that loads nothing else.
 
         Args:
             path: the file.
-            before: what was seen of the run to compare this one with, to show both side by side.
+            before: an observation to compare with, shown side by side.
 
         Raises:
             OSError: the file cannot be written.
@@ -185,10 +186,10 @@ class Observation:
         """
         if before is not None and not isinstance(before, Observation):
             raise TypeError(f"before must be a polycast.Observation or None, got {type(before).__name__}")
-        from .report import html, page  # Jinja2 is for reports alone
+        from .report import html, page  # imported here for Jinja2, which only reports need
 
         shown = page.page_of(self.facts, None if before is None else before.facts)
-        # Names of files and modules need not be text: what cannot be encoded is shown by its number.
+        # Names of files and modules may contain surrogates, which UTF-8 cannot encode.
         Path(path).write_text(html.render(shown), encoding="utf-8", errors="backslashreplace")
 
     @classmethod
@@ -197,19 +198,19 @@ class Observation:
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it has no observation, or one of a newer schema.
+            ValueError: it does not contain an observation, or one of a newer schema.
         """
         try:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (ValueError, RecursionError) as error:  # of json, of the text's encoding, and of from_dict
+        except (ValueError, RecursionError) as error:  # from json, from decoding, and from from_dict
             raise ValueError(f"{os.fspath(path)}: {error}") from error
 
     def __add__(self, other: object) -> "Observation":
-        """Return what was seen in both."""
+        """Return the sum of two observations."""
         return self._combined(other, 1)
 
     def __sub__(self, other: object) -> "Observation":
-        """Return what was seen here more than in another."""
+        """Return the difference of two observations."""
         return self._combined(other, -1)
 
     def _combined(self, other: object, sign: int) -> "Observation":
@@ -223,7 +224,7 @@ class Observation:
     __hash__ = object.__hash__
 
     def __reduce__(self) -> "tuple[type[Observation], tuple[Facts]]":
-        """Copy and pickle what was counted so far: what goes on counting is of this process."""
+        """Copy and pickle the counts so far: the recorder stays in this process."""
         return Observation, (self.facts,)
 
     def __rich__(self) -> Group:
@@ -240,9 +241,9 @@ class Observation:
         return f"<Observation of {total_of(facts.ops).calls} calls of {len(facts.ops)} ops>"
 
 
-def _list(said: dict[str, Any], name: str) -> Any:
-    return said.get(name, ()) if name in _LATER else said[name]
+def _list(values: dict[str, Any], name: str) -> Any:
+    return values.get(name, ()) if name in _OPTIONAL_LISTS else values[name]
 
 
-_LATER = ("low_bit", "matmuls", "flows")
-"""The lists that older versions did not write."""
+_OPTIONAL_LISTS = ("low_bit", "matmuls", "flows")
+"""The lists that older versions of polycast did not write."""

@@ -1,4 +1,4 @@
-"""``observe``: seeing what runs, in which dtype, why, and at what cost, without changing it."""
+"""`observe`: record which ops run, in which dtype, why, and at what cost."""
 
 import threading
 import time
@@ -11,39 +11,39 @@ from typing import Literal
 from torch import nn
 
 from ..common.versions import versions
-from ..engine.choice import choose
-from ..engine.low_bit import listeners as low_bit_listeners
-from ..engine.recorder import NONFINITE, Recorder
-from .compilations import tell_compilations, tell_compilations_no_more
+from ..engine.low_bit.listeners import listeners as low_bit_listeners
+from . import compilations, module_calls
 from .counting import facts_of
 from .facts import Facts, Run
 from .known_modules import KnownModules
+from .loading import load_observer
 from .low_bit_counts import LowBitCounts
-from .module_calls import after_modules, before_modules, tell_modules, tell_modules_no_more
 from .observation import Observation
+from .recorder import NONFINITE, read
 
 _THREADS = ("this", "all")
 
 
 class observe:
-    """See what runs in a block: a context manager, whose value is an :class:`Observation`.
+    """Observe a block: a context manager, whose value is an :class:`Observation`.
 
-    Casts, kept casts, results and graphs are those of a run that is not observed. What was seen is kept when the block
-    raises. Observers may be nested, and each sees all.
+    Observing changes no result, cast, cached cast or graph. It needs the native engine. The observation is kept if the
+    block raises. Observers can be nested; each sees everything.
 
     Args:
-        model: what ran is told by its modules too, of which it holds none: they may come and go.
-        timing: take the time of each cast. On a device that computes asynchronously that is the time to ask for it.
-        nonfinite: ``"record"``: look for the first op that turns finite inputs into inf or nan. ``"raise"``: the same,
-            and raise FloatingPointError as soon as the module that it ran in is done, of whichever model, or at the end
-            of the block. It looks at every value that an op returns: a device waits for that.
-        stacks: keep the Python stack of the first call of each op, by module.
-        threads: ``"this"``: what this thread runs, with the backward passes that it starts; or ``"all"``.
+        model: count by module of this model too. Modules are held weakly.
+        timing: measure the time of casts and ops. On an asynchronous device that is the time to launch them.
+        nonfinite: ``"record"``: find the first op that turns finite inputs into inf or nan. ``"raise"``: also raise
+            FloatingPointError when the module in which it ran returns, or at the end of the block. Both read every
+            output of every op, and so synchronize with the device.
+        stacks: keep the Python stack of the first call of each op in each module.
+        threads: ``"this"``: this thread, and the backward passes that it starts; ``"all"``: all threads.
 
     Raises:
-        TypeError: `model` is not a module, or an option not a bool.
-        ValueError: `nonfinite` or `threads` is none of those.
-        FloatingPointError: as `nonfinite` says; it names the op and the module.
+        TypeError: `model` is not a module, or an option is not a bool.
+        ValueError: `nonfinite` or `threads` has another value than these.
+        RuntimeError: on entering, the process runs on the reference engine, or the C++ cannot be built.
+        FloatingPointError: see `nonfinite`; it names the op and the module.
 
     Example:
         >>> import torch, polycast
@@ -55,7 +55,6 @@ class observe:
     """
 
     _finds_modules = False
-    """Whether modules are told apart that are met as they are called."""
 
     def __init__(
         self,
@@ -71,7 +70,7 @@ class observe:
         _check_options(timing=timing, stacks=stacks)
         _check_option("nonfinite", nonfinite, NONFINITE)
         _check_option("threads", threads, _THREADS)
-        self._model = model  # until the block begins: it may die in there
+        self._model = model  # held until the block is entered
         self._weak_model = None if model is None else weakref.ref(model)
         self._options = Run(
             model=None if model is None else type(model).__name__,
@@ -103,60 +102,61 @@ class observe:
 
 
 class observe_program(observe):
-    """See what runs in a program whose models are not known: a model has the name of its class once it is called."""
+    """Observe a program whose models are unknown: each is named after its class when it is first called."""
 
     _finds_modules = True
 
 
 class _Observing:
-    """One block that is observed."""
+    """The observation of one block."""
 
     def __init__(self, options: Run, model: nn.Module | None, finds_modules: bool) -> None:
-        engine = choose()
         self._run = options
-        self._engine_name = engine.name
-        self._observer = engine.observer()
-        self._recorder: Recorder = self._observer.recorder(
+        self._observer = load_observer()
+        self._recorder = self._observer.Recorder(
             options.threads == "all", options.timing, NONFINITE.index(options.nonfinite), options.stacks
         )
+        self._thread = None if options.threads == "all" else threading.get_ident()
         self._finds_modules = finds_modules
         self._raises = options.nonfinite == "raise"
-        self._tells_modules = model is not None or finds_modules or self._raises
+        self._listens_to_modules = model is not None or finds_modules or self._raises
         self._modules = KnownModules(self._recorder)
         if model is not None:
             self._modules.add(model)
         self._low_bit = LowBitCounts()
         self._raised = False
-        self._thread = threading.get_ident()
         self._began = time.perf_counter()
         self.observation = Observation(self._facts)
 
     def start(self) -> None:
-        with ExitStack() as begun:  # and ended, if a signal's handler raises in the middle
-            tell_compilations()
-            begun.callback(tell_compilations_no_more)
-            if self._tells_modules:
-                tell_modules(self._observer)
-                begun.callback(tell_modules_no_more)
-            if self._finds_modules:
-                before_modules.append(self._modules.meet)
-                begun.callback(before_modules.remove, self._modules.meet)
-            if self._raises:
-                after_modules.append(self._after_module)
-                begun.callback(after_modules.remove, self._after_module)
-            begun.callback(low_bit_listeners.listen_no_more, self._note_low_bit)
-            low_bit_listeners.listen(self._note_low_bit, None if self._run.threads == "all" else threading.get_ident())
+        with ExitStack() as started:  # undone if a signal handler raises in the middle
+            started.callback(compilations.listeners.remove, self)
+            compilations.listeners.add(self)
+            if self._listens_to_modules:
+                started.callback(module_calls.listeners.remove, self)
+                module_calls.listeners.add(self, self._thread)
+            started.callback(low_bit_listeners.remove, self._note_low_bit)
+            low_bit_listeners.add(self._note_low_bit, self._thread)
             self._began = time.perf_counter()
-            begun.callback(self._recorder.stop)
+            started.callback(self._recorder.stop)
             self._recorder.start()
-            self._begun = begun.pop_all()
+            self._started = started.pop_all()
+
+    def before_module(self, module: nn.Module, outermost: nn.Module) -> None:
+        """Name a module at its first call."""
+        if self._finds_modules:
+            self._modules.add_called(module, outermost)
+
+    def after_module(self) -> None:
+        """Raise for inf and nan that the module made, if asked for."""
+        self.raise_nonfinite()
 
     def _note_low_bit(self, device_type: str, recipe: str, op: str, reason: str | None) -> None:
         self._low_bit.note(device_type, recipe, op, reason)
         self._observer.note_low_bit(recipe, reason or "")
 
     def stop(self) -> None:
-        self._begun.close()
+        self._started.close()
         self.observation._facts = self._facts()
         self._modules.clear()
 
@@ -165,18 +165,14 @@ class _Observing:
             **{
                 **vars(self._run),
                 "seconds": time.perf_counter() - self._began,
-                "engine": self._engine_name,
+                "engine": "native",
                 "versions": dict(versions()),
             }
         )
-        return replace(facts_of(self._recorder.read(), self._modules.named, run), low_bit=self._low_bit.records())
-
-    def _after_module(self) -> None:
-        if self._run.threads == "all" or threading.get_ident() == self._thread:
-            self.raise_nonfinite()
+        return replace(facts_of(read(self._recorder), self._modules.named, run), low_bit=self._low_bit.records())
 
     def raise_nonfinite(self) -> None:
-        """Raise what ``nonfinite="raise"`` asks for, once."""
+        """Raise FloatingPointError once, if asked for, if there is inf or nan."""
         if not self._raises or self._raised or not self._recorder.nonfinite_count():
             return
         self._raised = True

@@ -1,42 +1,40 @@
-"""What an observation is made of: counts, by op, by module, by cast and by region.
+"""The records of an observation: counts by op, module, cast, region and more.
 
-All are values with JSON-safe fields. Times are seconds, sizes are bytes, dtypes are names such as ``"bfloat16"``, and a
-mapping from dtypes has counts.
+All are values with JSON-safe fields. Times are in seconds, sizes in bytes; dtypes are names such as ``"bfloat16"``.
 """
 
-import functools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any
 
 from ..common.plain_text import in_ascii
 
 Dtypes = Mapping[str, int]
-"""How many, by dtype."""
+"""Counts by dtype."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What was counted for an op, or for the ops of a module.
+    """Counts of an op, or of the ops of a module.
 
     Attributes:
-        calls: how often it was called; of a module, how often its ops were.
-        inner_calls: those of `calls` that another op made which is counted too, such as the bmm in an einsum. An op
-            that autocast does not look at inside another one (the addmm in a linear that has a policy) is not counted.
-        input_dtypes: the floating-point tensors that it was given, by their dtype before any cast.
-        compute_dtypes: its calls by the dtype of what they computed: of the first floating-point tensor that they
-            returned; without one, the widest of those that they were given. Other calls are in none.
-        output_dtypes: the floating-point tensors that it returned.
-        seconds: how long the calls that no other op made took, by the dtype that they computed in (``""``: none), casts
-            included; empty without ``timing=True``.
-        casts: the casts that autocast made for it: of float32 weights, of activations; kept ones that were found are
-            `hits` and no casts.
-        cast_bytes: the bytes of what these casts wrote.
-        cast_seconds: how long they took; 0.0 without ``timing=True``.
-        hits: how often the cast of a weight was found where casts are kept: by the region or a WeightCache.
-        misses: how often it was looked for there and not found, so that it was made.
-        recasts: those of `casts` whose weight had been cast to the same dtype before and not been written since.
-        recast_bytes: the bytes of what these wrote.
+        calls: how often the op was called; for a module, how often its ops were.
+        inner_calls: the part of `calls` made by another counted op, such as the bmm in an einsum. An op in another one
+            that autocast does not look at (the addmm in a linear with a policy) is not counted.
+        input_dtypes: the floating-point inputs, by dtype before any cast.
+        compute_dtypes: calls by the dtype that they computed in: that of the first floating-point output or, without
+            one, the widest of the inputs. Calls without floating-point tensors are left out.
+        output_dtypes: the floating-point outputs.
+        seconds: the time of the calls that are not inner ones, casts included, by the dtype that they computed in
+            (``""``: none); empty without ``timing=True``.
+        casts: the casts that autocast made for the op, of float32 weights and of activations. Cached casts that were
+            found are `hits` and not casts.
+        cast_bytes: the bytes that these casts wrote.
+        cast_seconds: the time that they took; 0.0 without ``timing=True``.
+        hits: how often the cast of a weight was found in the cache of the region or in a WeightCache.
+        misses: how often it was not found there, and made.
+        recasts: the part of `casts` whose weight had been cast to the same dtype before, and not been written since.
+        recast_bytes: the bytes that these wrote.
     """
 
     calls: int = 0
@@ -56,15 +54,15 @@ class Counts:
 
 @dataclass(frozen=True)
 class Decision:
-    """Calls of an op that one rule decided for.
+    """Calls of an op that one rule decided.
 
     Attributes:
-        device: the device whose autocast looked at the calls; empty: none did, for autocast was off there.
-        policy: the policy, as ``polycast.CastPolicy`` spells it; None: the op has none there, and ran as it is.
-        rule: what decided, as in :func:`polycast.explain`: ``"region's policy"``, ``"module rule"``, ``"backend's
-            table"``, ``"register_op"``, ``"none"``, ...; ``"autocast is off"`` where none looked.
-        rule_name: the name that the rule has, if any.
-        calls: how many calls.
+        device: the device whose autocast looked at the calls; empty: autocast was off.
+        policy: the policy, as ``polycast.CastPolicy`` spells it; None: the op has none, and nothing was cast.
+        rule: the kind of rule, as in :func:`polycast.explain`: ``"region's policy"``, ``"module rule"``, ``"backend's
+            table"``, ``"register_op"``, ``"none"``, ...; or ``"autocast is off"``.
+        rule_name: the name of the rule, if it has one.
+        calls: the number of calls.
     """
 
     device: str
@@ -79,11 +77,11 @@ class Op(Counts):
     """An op, in the forward or the backward pass.
 
     Attributes:
-        op: its name in the dispatcher: ``"aten::linear"``, ``"aten::add.Tensor"``.
-        phase: ``"forward"`` or ``"backward"``: whether autograd called it.
-        policy, rule, rule_name: what decided for most of its calls; see :class:`Decision`.
-        decisions: all that decided, that of most calls first.
-        stack: with ``stacks=True`` the Python stack of its first call, innermost last, as ``"file:line function"``.
+        op: the name in the dispatcher: ``"aten::linear"``, ``"aten::add.Tensor"``.
+        phase: ``"forward"``, or ``"backward"`` if autograd called it.
+        policy, rule, rule_name: the decision for most of the calls; see :class:`Decision`.
+        decisions: all decisions, the one for most calls first.
+        stack: with ``stacks=True`` the Python stack of the first call, innermost last, as ``"file:line function"``.
     """
 
     op: str = ""
@@ -97,15 +95,15 @@ class Op(Counts):
 
 @dataclass(frozen=True)
 class Module(Counts):
-    """A module of the model: what its ops did that are in no module inside it, and what all in it did together.
+    """A module of the model.
 
-    The counts that it has itself are of its own ops, in both passes; see :class:`Counts`.
+    Its own counts are those of the ops that it calls outside of inner modules, in both passes.
 
     Attributes:
-        module: the name in ``model.named_modules()``; the model itself is ``""``.
-        kind: the name of its class.
-        entries: how often its forward was called.
-        total: as the counts, for it and the modules that it called.
+        module: the name in ``model.named_modules()``; ``""`` is the model itself.
+        kind: the name of the class.
+        entries: how often it was called.
+        total: the counts of the module and all modules inside it.
         ops: its own ops.
     """
 
@@ -118,14 +116,14 @@ class Module(Counts):
 
 @dataclass(frozen=True)
 class Cast:
-    """Casts that autocast made, or found, of one kind, for one op, in one module.
+    """Casts of one kind for one op in one module.
 
     Attributes:
-        op, phase: the op that they were made for.
-        module: the module that the op ran in; None: in none of the model's.
+        op, phase: the op that needed the casts.
+        module: the module that called the op; None: none of the model's.
         source, target: the dtypes.
-        of: ``"weight"`` (a float32 leaf or parameter) or ``"activation"``, which is every other tensor.
-        count, bytes, seconds: as casts, cast_bytes and cast_seconds of :class:`Counts`; as do the others there.
+        of: ``"weight"`` (a float32 leaf or parameter) or ``"activation"`` (any other tensor).
+        count, bytes, seconds: as `casts`, `cast_bytes` and `cast_seconds` of :class:`Counts`; likewise the others.
     """
 
     op: str
@@ -145,16 +143,16 @@ class Cast:
 
 @dataclass(frozen=True)
 class Region:
-    """Regions that were entered at one place in the program, with one outcome.
+    """Regions that one line of the program entered.
 
     Attributes:
-        where: ``"file.py:12"``, the line that entered them.
-        device, enabled, dtype: what they set.
-        reason: where they are disabled, why.
-        entries: how often they were entered.
-        unused: how many of those were left without an op that autocast looked at, and without a call of compiled code.
-        ops: how many ops autocast looked at in them.
-        compiled: how often compiled code was called in them, whose ops are in no count.
+        where: the line, ``"file.py:12"``.
+        device, enabled, dtype: what the region sets.
+        reason: why it is disabled.
+        entries: how often it was entered.
+        unused: how often it was left without an op that autocast looked at and without a call of compiled code.
+        ops: the ops in it that autocast looked at.
+        compiled: calls of compiled code in it. The ops of compiled code are not counted.
     """
 
     where: str
@@ -170,10 +168,10 @@ class Region:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Compiled code that ran: what torch tells of it, and no more; ops that the compiler fused are in no count.
+    """Compiled code that ran. Ops that the compiler fused are not counted.
 
     Attributes:
-        region: as torch names it, ``"Torch-Compiled Region: 0/0"``: the number of the frame and of its compilation.
+        region: torch's name, ``"Torch-Compiled Region: 0/0"``: the numbers of the frame and of its compilation.
         module: the module that called it; None: none of the model's.
         calls: how often it ran.
     """
@@ -185,13 +183,13 @@ class Compiled:
 
 @dataclass(frozen=True)
 class LowBit:
-    """Calls of an op that a recipe was to compute, with one outcome.
+    """Calls of an op that a recipe is for.
 
     Attributes:
-        device, recipe: the device whose autocast looked, and the recipe of the region: ``"int8"``.
-        op: its name in the dispatcher.
-        declined: why it ran in the fast dtype; empty: it was computed by the recipe.
-        calls: how many.
+        device, recipe: the device, and the recipe of the region: ``"int8"``.
+        op: the name in the dispatcher.
+        declined: why the op ran in the fast dtype; empty: the recipe computed it.
+        calls: the number of calls.
     """
 
     device: str
@@ -203,19 +201,19 @@ class LowBit:
 
 @dataclass(frozen=True)
 class Matmul:
-    """Calls of an op that multiplies matrices, in one module, with one outcome for the recipe that was in force.
+    """Calls of an op that multiplies matrices.
 
     Attributes:
-        op, phase: the op: mm, addmm, bmm, linear, a convolution, attention, a recurrent layer. Where one calls another,
-            the outermost counts; an op that is none of these has the operations of those that it is made of, such as an
-            einsum outside of autocast.
-        module: the module that it ran in; None: in none of the model's.
-        device: the device whose autocast looked; empty: none did.
-        recipe: the recipe that was in force, ``"int8"``; empty: none was.
-        declined: why it was not computed by the recipe; empty: it was, or there was none.
-        calls: how many.
-        flops: the floating-point operations that they take by the sizes of their tensors: two for each product of two
-            elements, as in ``torch.utils.flop_counter``. Masks save none, and other dtypes do not change it.
+        op, phase: the op: mm, addmm, bmm, linear, a convolution, attention, a recurrent layer. If one calls another,
+            the outermost is counted. An op that is none of these, such as an einsum outside of autocast, has the
+            operations of the ops that it calls.
+        module: the module that called it; None: none of the model's.
+        device: the device whose autocast looked at it; empty: none.
+        recipe: the active recipe, ``"int8"``; empty: none.
+        declined: why the recipe did not compute it; empty: it did, or there was none.
+        calls: the number of calls.
+        flops: the floating-point operations by the sizes of the tensors, as in ``torch.utils.flop_counter``: two for
+            each product of two elements. Masks save none, and the dtype does not matter.
     """
 
     op: str
@@ -230,16 +228,16 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Chain:
-    """Ops, each of which took what the one before it returned, that one kind of finding is about.
+    """Ops that pass results to each other in a way that a finding is about.
 
     Attributes:
-        kind: the finding's.
+        kind: the kind of finding.
         ops: the ops, in order.
-        module: the module that the op it is about ran in; None: none of the model's.
-        dtype: the fast dtype that it is about.
+        module: the module that called the op in question; None: none of the model's.
+        dtype: the fast dtype.
         count: how often.
-        bytes: the bytes of what was computed or cast there in a wider dtype, or to and fro.
-        consumers: of ``"unlisted_float32_op"``, by module the casts of what the op returned, for the last op.
+        bytes: the bytes that were computed or cast in a wider dtype, or back and forth.
+        consumers: for ``"unlisted_float32_op"``, the casts of the op's result, by the module that needed them.
     """
 
     kind: str
@@ -253,21 +251,21 @@ class Chain:
 
 @dataclass(frozen=True)
 class Flow:
-    """Tensors that ops in one module made and an op in another was given, in the forward pass of regions.
+    """Tensors that ops in one module passed to an op in another, in the forward pass and in regions.
 
-    Remedies are tried on these: see ``remedies.py``.
+    ``remedies.py`` tries remedies on these.
 
     Attributes:
-        op, module: the op that was given them, and its module; None: none of the model's.
-        device, policy: as in :class:`Decision`, of the op.
-        source, source_module: the op that made them; empty: an input, a weight, or what no op was seen to make.
-        dtype: theirs.
-        cast: what they were cast to; empty: nothing.
+        op, module: the op that received the tensors, and its module; None: none of the model's.
+        device, policy: the :class:`Decision` for the op.
+        source, source_module: the op that made the tensors; empty: unknown, such as an input or a weight.
+        dtype: the dtype of the tensors.
+        cast: the dtype that they were cast to; empty: none.
         is_first: whether they were the op's first tensors.
-        asked_from: what the source computed in, where the program itself asked for this dtype, as ``x.float()`` does;
-            empty: it did not.
-        count, bytes: how many, and how large.
-        casts, cast_bytes: the casts that were made of them, and the bytes that these wrote.
+        asked_from: the dtype that the source computed in, if the program itself asked for `dtype`, as ``x.float()``
+            does; else empty.
+        count, bytes: the tensors, and their size.
+        casts, cast_bytes: the casts of the tensors, and the bytes that these wrote.
     """
 
     op: str
@@ -293,10 +291,10 @@ class NonFinite:
     Attributes:
         op, phase, module: the op, and where it ran.
         what: ``"inf"``, ``"nan"`` or ``"inf and nan"``.
-        dtype: that of its output.
-        stack: the Python stack that called it, innermost last, as ``"file:line function"``; of a call in the backward
-            pass, that of the call of backward.
-        count: how many outputs of all ops so far were not finite while the inputs were.
+        dtype: the dtype of the output.
+        stack: the Python stack of the call, innermost last, as ``"file:line function"``; in the backward pass, the
+            stack of the call of backward.
+        count: how many ops so far turned finite inputs into inf or nan.
     """
 
     op: str
@@ -310,20 +308,20 @@ class NonFinite:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that costs time or accuracy, in words.
+    """A finding: something that costs time or accuracy.
 
     Attributes:
         kind: ``"weights_cast_again"``, ``"round_trip"``, ``"float32_by_one_input"``, ``"unlisted_float32_op"``,
             ``"nonfinite"``, ``"slow_dtype"``, ``"disabled_region"``, ``"unused_region"``, ``"loss_in_fast_dtype"`` or
             ``"recipe_in_training"``.
-        where: the module, the place in the program or the device, for people.
-        what: what was seen, and how much of it.
+        where: the module, line of the program or device, as text.
+        what: what was found, with numbers.
         remedy: what to do.
-        module: the module, if it is about one.
+        module: the module, if the finding is about one.
         ops: the ops, if it is about some.
         count: how often.
-        bytes: the bytes that it cost, written by casts.
-        bytes_per_second: the same by the seconds that were observed.
+        bytes: the bytes that casts wrote because of it.
+        bytes_per_second: the same by the observed seconds.
     """
 
     kind: str
@@ -345,68 +343,4 @@ NESTED: dict[tuple[type[Any], str], type[Any]] = {
     (Module, "ops"): Op,
     (Module, "total"): Counts,
 }
-"""The fields of records that have records, and of which kind."""
-
-_R = TypeVar("_R")
-
-
-def plain(record: Any) -> dict[str, Any]:
-    """Return a record as a mapping of JSON-safe values."""
-    return {name: _jsonable(value) for name, value in asdict(record).items()}
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _jsonable(item) for key, item in value.items()}
-    return [_jsonable(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def read(cls: type[_R], said: Mapping[str, Any]) -> _R:
-    """Return the record that a mapping says; what it does not know of it, a later version wrote.
-
-    Raises:
-        TypeError: a value is none that its field can have.
-    """
-    if not isinstance(said, Mapping):
-        raise TypeError(f"a {cls.__name__} is a mapping, got {type(said).__name__}")
-    known: dict[str, Any] = {}
-    hints = _hints(cls)  # type: ignore[arg-type]
-    for each in fields(cls):  # type: ignore[arg-type]
-        if each.name not in said:
-            continue
-        value = said[each.name]
-        if not _fits(value, hints[each.name]):
-            raise TypeError(f"{each.name} of a {cls.__name__} cannot be {value!r:.100}")
-        nested = NESTED.get((cls, each.name))
-        if nested is Counts:
-            value = read(Counts, value)
-        elif nested is not None:
-            value = tuple(read(nested, item) for item in value)
-        elif isinstance(value, list):
-            value = tuple(value)
-        known[each.name] = value
-    return cls(**known)
-
-
-@functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
-    return get_type_hints(cls)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value that was read from JSON can be one of a type, as far as the fields of records need it."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (dict, Mapping):
-        return isinstance(value, Mapping) and all(_fits(item, arguments[1]) for item in value.values())
-    if origin in (tuple, list):
-        return isinstance(value, (tuple, list)) and all(_fits(item, arguments[0]) for item in value)
-    if origin is not None:
-        return any(_fits(value, each) for each in arguments)
-    if is_dataclass(hint):
-        return True  # it is read by itself
-    if hint in (int, float):
-        return isinstance(value, (int, hint)) and not isinstance(value, bool) and not abs(value) >= _MOST
-    return isinstance(value, hint)
-
-
-_MOST = 2**63
+"""The fields of records that contain records, and the class of these."""

@@ -1,10 +1,11 @@
-"""Trying a remedy on what was observed: which casts there would be with it, told from the flows between ops.
+"""Estimate the casts of a run with a remedy applied, from the flows between ops.
 
-A policy often moves casts rather than saving them: ``layer_norm`` in bfloat16 has its input cast instead of its output.
-So a finding offers a policy only where fewer bytes would be cast than were counted.
+A policy often moves casts instead of saving them: with ``layer_norm`` in bfloat16 its input is cast instead of its
+output. So a finding suggests a policy only if fewer bytes would be cast.
 
-The dtypes are followed from op to op: one with a casting policy returns its dtype, any other that of its inputs. What
-is not known to change stays as it was. So a remedy that would help may be missed; one that would not is not offered.
+Dtypes are followed from op to op: an op with a casting policy returns the policy's dtype, any other op the dtype of its
+inputs. Whatever is not known to change is assumed not to. So a useful remedy may be missed, but no useless one is
+suggested.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +16,7 @@ from .records import Flow
 FAST = "lower_precision_fp"
 _RETURN_FLOAT32 = ("fp32", "fp32_set_opt_dtype", "fp32_append_dtype")
 _BY_FIRST_INPUT = ("layer_norm", "native_layer_norm", "group_norm", "native_group_norm", "batch_norm", "instance_norm")
-"""Ops that return the dtype of their first input, whatever that of their weights."""
+"""Ops that return the dtype of their first input, whatever the dtype of their weights."""
 _MOST_UPSTREAM = 1000
 
 _Node = tuple[str, str | None]
@@ -23,18 +24,18 @@ _Node = tuple[str, str | None]
 
 
 def name_of(op: str) -> str:
-    """Return the name by which a policy means an op, in all its overloads."""
+    """Return the name of an op in a policy, for all its overloads."""
     return op.removeprefix("aten::").partition(".")[0]
 
 
 @dataclass
 class _Remedy:
-    """A remedy, and what has been found to change with it.
+    """A remedy, and the dtypes that change with it.
 
     Attributes:
-        policy: by name of op.
-        unconverted: the op that is given its inputs as they were computed, and not as the program converts them.
-        changed: ``"fast"`` or ``"float32"``, by the op that would return that and did not.
+        policy: policies by name of op.
+        unconverted: an op that gets its inputs without the program's own conversion.
+        changed: the new dtype, ``"fast"`` or ``"float32"``, of the ops that would return another.
     """
 
     policy: Mapping[str, str] = field(default_factory=dict)
@@ -52,7 +53,7 @@ class _Remedy:
 
 
 class Trial:
-    """The flows of a run, on which remedies are tried."""
+    """Tries remedies on the flows of a run."""
 
     def __init__(self, flows: Iterable[Flow]) -> None:
         self._given: dict[_Node, list[Flow]] = {}
@@ -63,32 +64,32 @@ class Trial:
                 if flow.source:
                     self._taken.setdefault((flow.source, flow.source_module), []).append(flow)
         self.is_empty = not self._given
-        """Whether no flows are known, as of what an older version has saved."""
+        """Whether there are no flows, as in files of older versions."""
         self._by_name: dict[str, list[_Node]] = {}
         for node in self._given:
             self._by_name.setdefault(name_of(node[0]), []).append(node)
         self._changes: dict[tuple[str, str], int | None] = {}
 
     def is_kept_in_float32(self, name: str) -> bool:
-        """Return whether a policy has ops of a name compute in float32."""
+        """Return whether the policy of an op is to compute in float32."""
         return any(flow.policy in _RETURN_FLOAT32 for node in self._by_name.get(name, ()) for flow in self._given[node])
 
     def change(self, name: str, policy: str) -> int | None:
-        """Return how many bytes more (negative: fewer) would be cast if ops had a policy; None: it is not known."""
+        """Return how many more bytes (negative: fewer) would be cast with a policy for an op; None if unknown."""
         if (name, policy) not in self._changes:
             nodes = self._by_name.get(name, [])
             self._changes[name, policy] = self._change(_Remedy({name: policy}), nodes) if nodes else None
         return self._changes[name, policy]
 
     def change_unconverted(self, op: str, module: str | None) -> int | None:
-        """Return the same if an op were given what the program converts to float32 for it as that was computed."""
+        """Return the same for an op without the program's own conversion of its inputs to float32."""
         node = (op, module)
         if not any(_is_converted(flow) for flow in self._given.get(node, ())):
             return None
         return self._change(_Remedy(unconverted=node), [node])
 
     def upstream(self, op: str, module: str | None) -> list[str]:
-        """Return the names of an op and of those that its float32 inputs come from, up to those that cast."""
+        """Return the names of an op and of the ops that its float32 inputs come from, up to ops that cast."""
         found, seen, waiting = {name_of(op): None}, {(op, module)}, [(op, module)]
         while waiting and len(seen) < _MOST_UPSTREAM:
             for flow in self._given.get(waiting.pop(), ()):
@@ -118,7 +119,7 @@ class Trial:
         )
 
     def _returns(self, node: _Node, remedy: _Remedy) -> str | None:
-        """Return the dtype that an op would return, where that is another than it did return."""
+        """Return the dtype that an op would return, if it differs from the one that it returned."""
         flows = self._given[node]
         policies = {remedy.policy_of(flow) for flow in flows}
         if policies == {FAST}:
@@ -135,7 +136,7 @@ class Trial:
 
 
 def _bytes_cast(flows: Iterable[Flow], remedy: _Remedy) -> int:
-    """Return the bytes that casts of what an op is given would write."""
+    """Return the bytes that casts of the inputs of an op would write."""
     promotes = any(remedy.dtype(flow) == "float32" for flow in flows)
     total = 0
     for flow in flows:
@@ -143,7 +144,7 @@ def _bytes_cast(flows: Iterable[Flow], remedy: _Remedy) -> int:
         is_as_it_was = policy == flow.policy and dtype == _kind(flow.dtype)
         elements = flow.bytes // (4 if flow.dtype == "float32" else 2)
         if is_as_it_was and (policy != "promote" or promotes):
-            total += flow.cast_bytes  # which may be none, of a weight whose cast is kept
+            total += flow.cast_bytes  # 0 for a weight whose cast is cached
         elif policy == FAST and dtype == "float32":
             total += 2 * elements
         elif dtype == "fast" and (policy == "fp32" or (policy == "promote" and promotes and not is_as_it_was)):

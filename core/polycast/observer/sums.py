@@ -1,4 +1,4 @@
-"""Sums and differences of records: two of one thing are one, with the counts of both."""
+"""Add and subtract records: those with equal identities are merged, and their counts added."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
@@ -34,7 +34,7 @@ _IDENTITY: dict[type[Any], tuple[str, ...]] = {
 
 
 def combine(left: Iterable[_R], right: Iterable[_R], sign: int = 1) -> tuple[_R, ...]:
-    """Return records with the counts of both added, or (sign -1) subtracted; those in which nothing is left are not."""
+    """Merge records, with the counts of `right` added, or subtracted (sign -1). Records without counts are left out."""
     found: dict[tuple[Any, ...], _R] = {}
     for record, factor in (*((each, 1) for each in left), *((each, sign) for each in right)):
         key = tuple(getattr(record, name) for name in _IDENTITY[type(record)])
@@ -43,7 +43,7 @@ def combine(left: Iterable[_R], right: Iterable[_R], sign: int = 1) -> tuple[_R,
 
 
 def add(record: _R | None, other: _R, factor: int = 1) -> _R:
-    """Return a record with the counts of another added to its own, `factor` times."""
+    """Return a record with the counts of another, times `factor`, added to its own."""
     changed: dict[str, Any] = {}
     for each in fields(other):  # type: ignore[arg-type]
         mine, value = getattr(record, each.name, None), getattr(other, each.name)
@@ -65,7 +65,7 @@ def add(record: _R | None, other: _R, factor: int = 1) -> _R:
 
 
 def with_main_decision(op: Op) -> Op:
-    """Return an op with the decision of most calls as its own."""
+    """Return an op with the decision for most of its calls as its own."""
     if not op.decisions:
         return op
     decisions = tuple(sorted(op.decisions, key=lambda each: -abs(each.calls)))

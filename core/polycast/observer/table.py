@@ -1,4 +1,4 @@
-"""An observation as tables, for a terminal and for a notebook: of bounded length, whatever was observed."""
+"""Print an observation as a table of bounded length, for terminals and notebooks."""
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,12 +27,12 @@ _SHORT = {"backend's table": "table", "autocast is off": "off"}
 
 
 def shown(facts: Facts, findings: Iterable[Finding]) -> Group:
-    """Return what people see of an observation: the run, the ops, what was found."""
+    """Return the run, the ops and the findings, to print."""
     parts: list[RenderableType] = [Text(_cut(line, _LONGEST_LINE)) for line in _run_lines(facts)]
     parts.append(_ops(facts))
     others = len(facts.ops) - len(_called(facts)[:_MOST_OPS])
     if others:
-        parts.append(Text(f"... and {others:,} more, with those that other ops are made of: see seen.ops"))
+        parts.append(Text(f"... and {others:,} more, inner ops included: see seen.ops"))
     parts += [Text(_cut(line, _LONGEST_LINE)) for line in matmul_lines(facts.matmuls)]
     parts += _bounded(
         [_cut(line, _LONGEST_LINE) for line in low_bit_lines(facts.low_bit)], _MOST_LOW_BIT, "seen.low_bit"
@@ -52,7 +52,9 @@ def _run_lines(facts: Facts) -> Iterable[str]:
     if fast is not None:
         in_time = "" if of_time is None else f", {of_time:.0%} of the time in ops"
         yield f"{fast:.0%} of the floating-point ops computed in a fast dtype{in_time}"
-    cast = f"{total.casts:,} casts, {total.cast_bytes:,} bytes; kept casts: {total.hits:,} found, {total.misses:,} not"
+    cast = (
+        f"{total.casts:,} casts, {total.cast_bytes:,} bytes; cast cache: {total.hits:,} hits, {total.misses:,} misses"
+    )
     yield cast + (f"; {total.cast_seconds:.3f} s of casting" if run.timing else "")
 
 
@@ -71,7 +73,7 @@ def _ops(facts: Facts) -> Table:
 
 
 def _called(facts: Facts) -> list[Op]:
-    """Return the ops that the program called itself, and those that autocast has a policy for."""
+    """Return the ops that the program called itself, and those that have a policy."""
     return [op for op in facts.ops if op.calls != op.inner_calls or op.policy is not None]
 
 
@@ -80,7 +82,7 @@ def _dtypes(counts: Mapping[str, int]) -> str:
 
 
 def _finding_line(group: Sequence[Finding]) -> str:
-    """Return findings that differ only in where they are, as the first of them and the places of the others."""
+    """Return a line for findings with one remedy: the first one, and where the others are."""
     first, others = group[0], group[1:]
     places = [_cut(finding.where, _LONGEST_NAME) for finding in others[:_MOST_PLACES]]
     more = len(others) - len(places)
@@ -98,7 +100,7 @@ def _cut(text: str, longest: int) -> str:
 
 
 def as_text(shown: Group) -> str:
-    """Return it as text; what is longer than all that is to be shown is cut off."""
+    """Return the text, cut off at a maximum length."""
     text = plain_text.as_text(shown, _WIDTH)
     if len(text) <= _LONGEST_TEXT:
         return text
@@ -106,7 +108,7 @@ def as_text(shown: Group) -> str:
 
 
 def as_html(shown: Group) -> str:
-    """Return it as HTML."""
+    """Return the HTML."""
     console = Console(
         file=io.StringIO(), width=_WIDTH, record=True, force_jupyter=False, markup=False, highlight=False, emoji=False
     )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..engine.low_bit import listeners as low_bit_listeners
+from ..engine.low_bit.listeners import listeners as low_bit_listeners
 from ..observer.low_bit_counts import LowBitCounts
 from ..region.autocast import autocast
 from ..region.cast_arguments import CastArguments
@@ -109,7 +109,7 @@ class Lockstep:
             stack.enter_context(self.state.set_aside())
             random, state = self.generators.get(), self.state.cloned()
             note = self.record.low_bit.note
-            stack.callback(lambda: low_bit_listeners.listen_no_more(note))
+            stack.callback(lambda: low_bit_listeners.remove(note))
 
             def theirs() -> Any:
                 with ExitStack() as stack:
@@ -119,7 +119,7 @@ class Lockstep:
                     self.state.put(state)
                     self.generators.set(random)
                     stack.enter_context(self.region)
-                    low_bit_listeners.listen(note, threading.get_ident())
+                    low_bit_listeners.add(note, threading.get_ident())
                     return self._call.of_model(self._model)
 
             stack.enter_context(watched(self._model, watcher))

@@ -168,8 +168,7 @@ class RuledForward:
         known = 0 if rule.ops is None else len(rule.ops.resolved)  # a library may bring an op that was optional
         region = self._regions.get((device, dtype, known))
         if region is None:
-            region = _ModuleRegion(device, dtype, rule) if rule.policies else autocast(device, dtype, rule.enabled)
-            self._regions[device, dtype, known] = region
+            region = self._regions[device, dtype, known] = _ModuleRegion(device, dtype, rule)
         return region
 
     # What others ask of a forward.
@@ -206,10 +205,15 @@ class RuledForward:
 
 
 class _ModuleRegion(autocast):
-    """The region that a rule with policies for ops or a recipe opens."""
+    """The region that a rule opens.
+
+    Attributes:
+        module_rule: the rule, as text; observers read it.
+    """
 
     def __init__(self, device: str, dtype: torch.dtype, rule: Rule) -> None:
         super().__init__(device, dtype, rule.enabled)
+        self.module_rule = rule.text
         recipe = None if rule.recipe is None else usable_recipe(rule.recipe, registry.find(device), rule.enabled)
         override = override_of_rule(rule.ops or OpPolicies(), rule.text, recipe)
         if override is not None:

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from ..engine.casts.weight_cache import WeightCache
-from ..engine.low_bit.listeners import listen, listen_no_more
+from ..engine.low_bit.listeners import listeners
 from ..engine.low_bit.operators import operator_of
 from ..plugins.backend import LowBitKernel
 from ..policy.cast_policy import CastPolicy
@@ -318,11 +318,11 @@ def _outcomes() -> Iterator[list[str | None]]:
     def note(device_type: str, recipe: str, op: str, reason: str | None) -> None:
         found.append(reason)
 
-    listen(note, threading.get_ident())
+    listeners.add(note, threading.get_ident())
     try:
         yield found
     finally:
-        listen_no_more(note)
+        listeners.remove(note)
 
 
 def _form(tensor: torch.Tensor) -> str:

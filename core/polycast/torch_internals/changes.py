@@ -162,7 +162,7 @@ FEATURES = {
             Change(
                 "torch._dynamo.callback",
                 ("torch._dynamo.callback.CompilationCallbackHandler.install_callbacks",),
-                "observer.compilations:tell_when_compiling",
+                "observer.compilations:notify_of_compilations",
             ),
         ),
         by_user=True,

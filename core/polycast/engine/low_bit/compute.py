@@ -14,7 +14,7 @@ from ..casts.weights import parameter_of
 from ..disable_dynamo import disable_dynamo
 from ..inference import in_function
 from ..state import NO_WEIGHT, WATCHED, Override
-from .listeners import tell
+from .listeners import notify
 from .operators import traced
 from .plan import NO_KERNEL, plan_of
 
@@ -52,9 +52,9 @@ def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False)
             if isinstance(result, torch.Tensor):
                 return result  # the operator tells of itself, where it runs
     if isinstance(result, torch.Tensor):
-        tell(device_type, plan.recipe, op, None)
+        notify(device_type, plan.recipe, op, None)
         return result
-    tell(device_type, plan.recipe, op, result)
+    notify(device_type, plan.recipe, op, result)
     return None
 
 

@@ -22,7 +22,7 @@ from ..casts.weight_cache import WeightCache, cache_by_identity
 from ..casts.weights import parameter_of
 from ..disable_dynamo import disable_dynamo
 from ..state import NO_WEIGHT, WATCHED
-from .listeners import tell
+from .listeners import notify
 from .plan import FLOATS, Plan, plan_for
 
 
@@ -103,9 +103,9 @@ def _run_in_compiled(op: str, args: Sequence[Any], recipe: str, cache: int, dtyp
             else:
                 result = plan.compute(op, args, found)
             if isinstance(result, torch.Tensor):
-                tell(device_type, plan.recipe, op, None)
+                notify(device_type, plan.recipe, op, None)
                 return result
-            tell(device_type, plan.recipe, op, result)
+            notify(device_type, plan.recipe, op, result)
             return _in_fast_dtype(op, args, dtype)
     finally:
         if before is not dtype:

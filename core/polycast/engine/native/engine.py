@@ -1,22 +1,18 @@
 """The native engine: what Python sees of the C++."""
 
 import itertools
-import threading
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from typing_extensions import override
 
-from ...common.atfork import hold_during_fork
 from ...errors import StaleWeightError
 from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import overload_with_dtype
-from ...toolchain.cpp_library import BuildError
 from ...torch_internals.dispatcher import OpOverload
-from ..call_sites import place_now, stack_now
 from ..casts import cached_cast
 from ..casts.unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedWrites
 from ..casts.weight_cache import WeightCache, cache_by_identity
@@ -24,11 +20,7 @@ from ..casts.weights import STALE, storages_are_rewritten
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, autocast_key, refusal
 from ..low_bit import compute as low_bit
-from ..recorder import Observer, Recorder
 from ..state import NOT_PACKED, Override, Settings
-
-_lock = threading.RLock()
-hold_during_fork(lambda: [_lock])
 
 # The numbers that regions.h's enumeration Policy gives them.
 _POLICIES: dict[CastPolicy | None, int] = {None: -1, **{policy: number for number, policy in enumerate(CastPolicy)}}
@@ -40,25 +32,14 @@ _unused_numbers = itertools.count()
 _LOW_BIT = len(CastPolicy)
 
 
-class ObserverLibrary(Protocol):
-    """The library of the engine's observer."""
-
-    def compile(self) -> None:
-        """Compile it, if that is still to be done; as :meth:`load`, raise a BuildError where it cannot be."""
-
-    def load(self) -> ModuleType:
-        """Return it as a module."""
-
-
 class NativeEngine:
     """The engine in C++, once it is built and loaded."""
 
     name = "native"
 
-    def __init__(self, extension: ModuleType, origin: str, observer_library: ObserverLibrary) -> None:
+    def __init__(self, extension: ModuleType, origin: str, sources: Mapping[str, bytes]) -> None:
         self.origin = origin
-        self._observer_library = observer_library
-        self._observer: NativeObserver | None = None
+        self.sources = sources
         policies = [policy.name for policy in CastPolicy]
         extension.bind(
             policies,
@@ -85,6 +66,8 @@ class NativeEngine:
         self.excluded_keys: Callable[[], int] = extension.excluded_keys
         self.clear_own_casts = extension.clear_own_casts
         self.region_methods = extension.region_methods
+        self.observing: Callable[[], object] = extension.observing
+        """Return the capsule that an observer binds to."""
 
     def number(self, name: str) -> int:
         """Return the number by which kernels and overrides know an op."""
@@ -134,44 +117,9 @@ class NativeEngine:
             self._watched.remove()
             self._watched = None
 
-    def observer(self) -> Observer:
-        """Return the one in C++, building it where it was not yet.
-
-        Raises:
-            RuntimeError: it cannot be built.
-        """
-        try:
-            if self._observer is None:
-                self._observer_library.compile()  # not with the lock held: a fork would wait for the compiler
-            with _lock:
-                if self._observer is None:
-                    extension = self._observer_library.load()
-                    extension.bind(self._extension.observing(), stack_now, place_now)
-                    self._observer = NativeObserver(extension)
-                return self._observer
-        except BuildError as error:
-            raise RuntimeError(f"polycast.observe needs C++ that cannot be built: {error}") from error
-
     def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy]) -> Kernels:
         """Put a backend's kernels in place."""
         return _NativeKernels(backend, policies, self, self._extension)
-
-
-class NativeObserver:
-    """What sees the native engine at work, and is told of the reference engine's casts and regions."""
-
-    def __init__(self, extension: ModuleType) -> None:
-        # See Observer.
-        self.recorder: Callable[[bool, bool, int, bool], Recorder] = extension.Recorder
-        self.enter_module: Callable[[object], None] = extension.enter_module
-        self.leave_module: Callable[[object], None] = extension.leave_module
-        self.note_compiling: Callable[[bool], None] = extension.note_compiling
-        self.note_low_bit: Callable[[str, str], None] = extension.note_low_bit
-        # See Listener in the reference engine.
-        self.note_override = extension.note_override
-        self.note_cast = extension.note_cast
-        self.note_entry = extension.note_entry
-        self.note_exit = extension.note_exit
 
 
 class _NativeKernels(Kernels):

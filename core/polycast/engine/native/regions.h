@@ -154,7 +154,7 @@ bool enter_region(PyObject* owner, PyObject* all_settings) {
     frame->store = Holder<Store>::of(call(native_store, "(O)", frame->cache.get()).get());
   }
   if (const Observer* const told = observer.load(std::memory_order_relaxed)) {
-    told->enter_region(frame.get(), device, settings[1] == Py_True, dtype);
+    told->enter_region(frame.get(), owner, device, settings[1] == Py_True, dtype);
   }
   // Python may have run until here, and have entered and left regions; from here on it does not.
   if (const Frame* const below = region_of(device).innermost; below != nullptr && inherits) {

@@ -19,8 +19,6 @@ from ...torch_internals.dispatcher import (
 from ..casting import tensors_in
 from ..casts.unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedWrites
 from ..kernels import Kernels
-from ..recorder import Observer, Recorder
-from . import listeners as telling
 from .kernels import PythonKernels
 from .state_machine import PythonStateMachine
 from .store import forget, note_writes
@@ -42,20 +40,6 @@ class ReferenceEngine(PythonStateMachine):
     def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy]) -> Kernels:
         """Put a backend's kernels in place."""
         return PythonKernels(backend, policies, self)
-
-    def observer(self) -> Observer:
-        """Return the native engine's, which sees the ops of any engine, told of what this one does.
-
-        Raises:
-            RuntimeError: it cannot be built.
-        """
-        from ...toolchain.cpp_library import BuildError
-        from ..native import loading
-
-        try:
-            return _ToldObserver(loading.load().observer())
-        except BuildError as error:
-            raise RuntimeError(f"polycast.observe needs C++ that cannot be built: {error}") from error
 
     def watch_writes(self) -> None:
         """Have writes of weights that count no version seen, from now on."""
@@ -83,46 +67,6 @@ class ReferenceEngine(PythonStateMachine):
             for library in self._libraries.values():
                 library._destroy()  # type: ignore[no-untyped-call]
             self._libraries = {}
-
-
-class _ToldObserver:
-    """The native engine's observer, and its recorders told of what this engine does."""
-
-    def __init__(self, native: Any) -> None:
-        self._native = native
-        self.enter_module = native.enter_module
-        self.leave_module = native.leave_module
-        self.note_compiling = native.note_compiling
-        self.note_low_bit = native.note_low_bit
-
-    def recorder(self, all_threads: bool, timing: bool, nonfinite: int, stacks: bool) -> Recorder:
-        """See :class:`Observer`."""
-        return _ToldRecorder(self._native, self._native.recorder(all_threads, timing, nonfinite, stacks))
-
-
-class _ToldRecorder:
-    def __init__(self, listener: telling.Listener, recorder: Recorder) -> None:
-        self._listener = listener
-        self._recorder = recorder
-        self._runs = False
-        self.read = recorder.read
-        self.nonfinite_count = recorder.nonfinite_count
-        self.add_module = recorder.add_module
-        self.forget_module = recorder.forget_module
-        self.add_parameter = recorder.add_parameter
-
-    def start(self) -> None:
-        """See :class:`Recorder`."""
-        telling.tell(self._listener)
-        self._runs = True
-        self._recorder.start()
-
-    def stop(self) -> None:
-        """See :class:`Recorder`."""
-        self._recorder.stop()
-        if self._runs:
-            self._runs = False
-            telling.tell_no_more()
 
 
 def _announcing(op: OpOverload, below: DispatchKeySet, is_collective: bool) -> Any:

@@ -23,13 +23,12 @@ from ..casts.weights import Source, caching_is_safe, is_weight, weight_of
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, refusal
 from ..low_bit import compute as low_bit
-from . import listeners as telling
 from .state_machine import PythonStateMachine
 from .store import PythonStore
 
 _Args: TypeAlias = tuple[Any, ...]
 _Kwargs: TypeAlias = dict[str, Any]
-_CastWeight: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.dtype, list[bool] | None], torch.Tensor | None]
+_CastWeight: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor | None]
 
 
 class PythonKernels(Kernels):
@@ -101,11 +100,6 @@ class _Kernel:
         if policy is None and self.below is not None:
             return redispatch(self.op, keys & self.below, args, kwargs)
         with self.without_autocast():
-            told = telling.listener
-            if told is not None:
-                region = self.machine.innermost(self.device_type)
-                if region is not None and region[0] is not None:
-                    told.note_override(region[0])
             if policy is CastPolicy.LOWER_PRECISION_FP and self.machine.computes_low_bit(self.name, self.device_type):
                 result = low_bit.perform(self.name, self.device_type, flatten_arguments(self.op, args, kwargs))
                 if result is not None:
@@ -210,13 +204,9 @@ def _caster(device_type: str, dtype: torch.dtype, cast_weight: _CastWeight | Non
         if isinstance(value, torch.Tensor):
             if value.dtype is dtype or not is_eligible(value, device_type):
                 return value
-            told = telling.listener
-            if told is not None:
-                weight = weight_of(value) if cast_weight is not None or caching_is_safe() else None
-                return telling.told_cast(value, dtype, weight, cast_weight, told)
             if cast_weight is not None:
                 weight = weight_of(value)
-                kept = None if weight is None else cast_weight(value, weight, dtype, None)
+                kept = None if weight is None else cast_weight(value, weight, dtype)
                 return value.to(dtype) if kept is None else kept
             traced = None if dtype is torch.float32 else cached_cast.of_traced(value, dtype, device_type)
             return value.to(dtype) if traced is None else traced

@@ -14,10 +14,9 @@ from ...torch_internals.names import is_function_mode_enabled
 from ..casts.weight_cache import WeightCache
 from ..casts.weights import Source, caching_is_safe, is_all_of, weight_of
 from ..state import NO_WEIGHT, NOTHING_KEPT, WATCHED, Override, Settings
-from . import listeners as telling
 from .store import PythonStore, with_history
 
-_CastWeight: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.dtype, list[bool] | None], torch.Tensor | None]
+_CastWeight: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor | None]
 
 
 class Frame:
@@ -136,9 +135,6 @@ class PythonStateMachine:
         regions = self._regions
         device_type = settings.device_type
         frame = Frame(owner, settings, regions.innermost.get(device_type))
-        told = telling.listener
-        if told is not None:
-            told.note_entry(id(frame), device_type, settings.enabled, settings.dtype)
         regions.push(frame)
         torch.set_autocast_enabled(device_type, settings.enabled)
         torch.set_autocast_dtype(device_type, settings.dtype)
@@ -167,9 +163,6 @@ class PythonStateMachine:
             torch.clear_autocast_cache()
         if regions.newest is None:
             regions.store.clear()
-        told = telling.listener
-        if told is not None:
-            told.note_exit(id(frame))
         return is_function_mode_enabled()
 
     def last(self) -> tuple[object, Settings] | None:
@@ -237,9 +230,8 @@ class PythonStateMachine:
     def weight_caster(self, device_type: str) -> _CastWeight | None:
         """Return what casts a weight or a view in this thread's region, and keeps the cast; None where it is in none.
 
-        It is given the weight that the tensor is or is a view of. A list that it is given gets an item where the cast
-        was made now. The history of a view is that of one use, as torch's is: to share one would add up the gradients
-        of several uses in the fast dtype.
+        It is given the weight that the tensor is or is a view of. The history of a view is that of one use, as torch's
+        is: to share one would add up the gradients of several uses in the fast dtype.
         """
         region = self.innermost(device_type)
         if region is None:
@@ -247,22 +239,20 @@ class PythonStateMachine:
         own = self._regions.store
         store = own if region[1] is None else region[1].store("reference", PythonStore)
 
-        def cast(
-            tensor: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, made: list[bool] | None
-        ) -> torch.Tensor | None:
+        def cast(tensor: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
             link = tensor.requires_grad and torch.is_grad_enabled()
             if tensor is weight:
                 if link:
-                    return own.with_link(weight, dtype, store, made)
-                return store.cast(Source(weight, weight), dtype, made)
+                    return own.with_link(weight, dtype, store)
+                return store.cast(Source(weight, weight), dtype)
             if is_all_of(tensor, weight):
-                of_weight = store.cast(Source(weight, weight, holders=2), dtype, made)
+                of_weight = store.cast(Source(weight, weight, holders=2), dtype)
                 with torch.no_grad():
                     kept = of_weight.as_strided(tensor.shape, tensor.stride())
             elif store is own:  # a region's casts are those that torch would keep
                 return None
             else:
-                kept = store.cast(Source(tensor, weight, holders=2), dtype, made)
+                kept = store.cast(Source(tensor, weight, holders=2), dtype)
             return with_history(tensor, kept) if link else kept
 
         return cast

@@ -97,23 +97,16 @@ class PythonStore:
         with _stores_lock:
             _stores.add(self)
 
-    def cast(self, source: Source, dtype: torch.dtype, made: list[bool] | None = None) -> torch.Tensor:
-        """Return a weight or a view in `dtype`, without history: the kept cast if it still holds, else a new one.
-
-        The list `made` gets an item where it is a new one.
-        """
+    def cast(self, source: Source, dtype: torch.dtype) -> torch.Tensor:
+        """Return a weight or a view in `dtype`, without history: the kept cast if it still holds, else a new one."""
         weight = source.tensor
         key = (id(source.weight), dtype, source.place)
         alone = _is_alone(source)
         with self._lock:
             entry = self._find(key, source)
             if self._own and entry is not None and not (alone and entry.alone) and not self._as_torch(source):
-                if made is not None:
-                    made.append(True)
                 return _made(weight, dtype)
             if entry is None:
-                if made is not None:
-                    made.append(True)
                 content, storage = _content(weight), _storage(weight)
                 may_keep = self._may_keep(source)
                 entry = _Entry(content, storage, (_made(weight, dtype),), alone=alone)
@@ -171,9 +164,7 @@ class PythonStore:
         self._entries.move_to_end(key)
         return entry
 
-    def with_link(
-        self, weight: torch.Tensor, dtype: torch.dtype, store: "PythonStore", made: list[bool] | None
-    ) -> torch.Tensor:
+    def with_link(self, weight: torch.Tensor, dtype: torch.dtype, store: "PythonStore") -> torch.Tensor:
         """Return the cast that `store` keeps, with the history that all its uses in this thread's regions have."""
         key = (id(weight), dtype, ())
         with self._lock:
@@ -184,7 +175,7 @@ class PythonStore:
         content, storage = _content(weight), _storage(weight)  # what is written from here on need not be in the cast
         source = Source(weight, weight)
         may_keep, alone = store._may_keep(source), not has_other_holders(weight)
-        cast = store.cast(source, dtype, made)
+        cast = store.cast(source, dtype)
         if linked is not None:
             return linked
         entry = _Entry(content, storage, (with_history(weight, cast),), alone=alone)

@@ -31,8 +31,8 @@ struct SeenCast {
 
 // What the observer has the engine call.
 struct Observer {
-  // A region is entered, told by its address. Called with the GIL held; Python may run, and raise.
-  void (*enter_region)(const void* region, DeviceType device, bool enabled, ScalarType fast);
+  // A region, known by its address, is entered by an object in Python. Called with the GIL held; Python may run, and raise.
+  void (*enter_region)(const void* region, PyObject* owner, DeviceType device, bool enabled, ScalarType fast);
   void (*leave_region)(const void* region);
   void (*note_cast)(ObservedCall& op, const Tensor& tensor, const Tensor& cast, const SeenCast& seen);
 };

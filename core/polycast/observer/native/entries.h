@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <iterator>
 #include <mutex>
-#include <tuple>
 #include <utility>
 
 #include "watch.h"
@@ -15,15 +14,19 @@
 namespace {
 
 // Set by bind(); it lives as long as the process.
-PyObject* place_now = nullptr;
+PyObject* call_site = nullptr;
 
 // A region is entered. Called with the GIL held.
-void note_entry(const void* id, DeviceType device, bool enabled, ScalarType fast) {
+void note_entry(const void* id, PyObject* owner, DeviceType device, bool enabled, ScalarType fast) {
   Watch* const watch = refreshed_watch(recorders_of_all.load(std::memory_order_relaxed) != 0);
   if (watch == nullptr || watch->tables.empty()) {
     return;
   }
-  const RegionKey key{string_of(call(place_now).get()), static_cast<int8_t>(device), enabled, fast};
+  const Object site = call(call_site, "(O)", owner);
+  PyObject* where;
+  int by_module_rule;
+  parse(site.get(), "Up", &where, &by_module_rule);
+  const RegionKey key{string_of(where), by_module_rule != 0, static_cast<int8_t>(device), enabled, fast};
   for (const auto& table : watch->tables) {
     std::lock_guard<std::mutex> lock(table->mutex);
     ++table->regions[key].entries;
@@ -45,7 +48,7 @@ void note_exit(const void* id) {
   const EnteredRegion left = std::move(*found);
   const auto place = watch->regions.erase(std::next(found).base());
   for (auto outer = std::make_reverse_iterator(place); outer != watch->regions.rend(); ++outer) {
-    if (std::get<1>(outer->key) == std::get<1>(left.key)) {
+    if (outer->key.device == left.key.device) {
       outer->ops += left.ops;
       outer->compiled += left.compiled;
       break;
@@ -66,7 +69,7 @@ void note_exit(const void* id) {
 void note_compiled_in_regions(Watch& watch) {
   for (auto region = watch.regions.begin(); region != watch.regions.end(); ++region) {
     const bool is_innermost = std::none_of(std::next(region), watch.regions.end(), [&](const auto& inner) {
-      return std::get<1>(inner.key) == std::get<1>(region->key);
+      return inner.key.device == region->key.device;
     });
     region->compiled += is_innermost;
   }
@@ -75,7 +78,7 @@ void note_compiled_in_regions(Watch& watch) {
 // An op was seen that autocast for a device looks at.
 void note_op_in_region(Watch& watch, int8_t device) {
   for (auto region = watch.regions.rbegin(); region != watch.regions.rend(); ++region) {
-    if (std::get<1>(region->key) == device) {
+    if (region->key.device == device) {
       ++region->ops;
       return;
     }

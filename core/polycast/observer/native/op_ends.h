@@ -21,13 +21,13 @@
 namespace {
 
 // Set by bind(); it lives as long as the process.
-PyObject* stack_now = nullptr;
+PyObject* call_stack = nullptr;
 
 // Called with the GIL held. What a signal's handler raises meanwhile is the program's, and is raised once torch is done:
 // it lets no callback raise.
 Object python_stack() {
   const ErrorAside of_the_op;  // which may have raised
-  if (PyObject* const stack = PyObject_CallNoArgs(stack_now)) {
+  if (PyObject* const stack = PyObject_CallNoArgs(call_stack)) {
     return Object::made(stack);
   }
   const auto raise_it = [](void* value) {

@@ -208,8 +208,9 @@ struct Counts {
   }
 };
 
-// Ops one after the other that a finding may be about; see Chain in precision/observe/records.py.
+// Ops one after the other that a finding may be about; see Chain in observer/records.py.
 enum class ChainKind : int8_t { kRoundTrip, kFloat32ByOneInput, kUnlistedFloat32, kLoss, kLossRoot };
+constexpr const char* kChainKinds[] = {"round_trip", "float32_by_one_input", "unlisted_float32_op", "loss", "loss_root"};
 
 struct Chain {
   ChainKind kind;
@@ -261,8 +262,17 @@ struct MatmulCounts {
   }
 };
 
-// A region by the place that entered it.
-using RegionKey = std::tuple<std::string, int8_t, bool, ScalarType>;
+// A region, by the line that entered it.
+struct RegionKey {
+  std::string call_site;
+  bool by_module_rule;
+  int8_t device;
+  bool enabled;
+  ScalarType dtype;
+
+  auto key() const { return std::tie(call_site, by_module_rule, device, enabled, dtype); }
+  bool operator<(const RegionKey& other) const { return key() < other.key(); }
+};
 
 struct RegionCounts {
   uint64_t entries = 0, unused = 0, ops = 0, compiled = 0;

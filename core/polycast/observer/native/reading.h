@@ -1,4 +1,4 @@
-// What a recorder has counted, as Python objects; see Reading in engine/recorder.py.
+// What a recorder has counted, as Python objects; see Reading in observer/recorder.py.
 //
 // Owns nothing. Locks: those of the recorder and its tables, one at a time, and never while Python may run: what it allocates may
 // begin a collection, which may run anything.
@@ -63,10 +63,9 @@ class Reading {
             count.flops));
       }
       for (const auto& [key, count] : table.regions) {
-        const auto& [where, on, enabled, fast] = key;
         regions.add(Py_BuildValue(
-            "(sNNOKKKK)", where.c_str(), device(on), PyBool_FromLong(enabled), python_dtype(fast), count.entries, count.unused,
-            count.ops, count.compiled));
+            "(sNNNOKKKK)", key.call_site.c_str(), PyBool_FromLong(key.by_module_rule), device(key.device), PyBool_FromLong(key.enabled),
+            python_dtype(key.dtype), count.entries, count.unused, count.ops, count.compiled));
       }
       for (const auto& [key, count] : table.compiled) {
         compiled.add(Py_BuildValue("(siK)", key.first.c_str(), key.second, count));

@@ -105,19 +105,6 @@ PyObject* note_compiling(PyObject*, PyObject* begins) {
   return Py_NewRef(Py_None);
 }
 
-// note_override(override), for kernels in Python: the override that an op runs under.
-PyObject* note_override(PyObject*, PyObject* override) {
-  if (ObservedOp* const op = observed_op_here()) {
-    op->override = override;
-    const Object held = Object::made(Py_BuildValue("(O)", override));  // before a lock: Python may run
-    for (const auto& table : op->watch->tables) {
-      std::lock_guard<std::mutex> lock(table->recorder->mutex);
-      table->recorder->overrides.try_emplace(override, held);
-    }
-  }
-  return Py_NewRef(Py_None);
-}
-
 // note_low_bit(recipe, declined): what became of the op that the thread is in, which a recipe was to compute; declined is empty where it
 // did.
 PyObject* note_low_bit(PyObject*, PyObject* arguments) {
@@ -130,47 +117,29 @@ PyObject* note_low_bit(PyObject*, PyObject* arguments) {
   return Py_NewRef(Py_None);
 }
 
-// note_cast(tensor, cast, of_weight, found, seconds): a cast of a kernel in Python; `found` is None where nothing was looked for.
-PyObject* note_python_cast(PyObject*, PyObject* arguments) {
-  PyObject *tensor, *cast, *found;
-  int of_weight;
-  double seconds;
-  parse(arguments, "OOpOd", &tensor, &cast, &of_weight, &found, &seconds);
-  if (ObservedOp* const op = observed_op_here()) {
-    note_cast(
-        *op, tensor_of(tensor), tensor_of(cast),
-        {of_weight != 0, /*looked_for=*/found != Py_None, /*made=*/found != Py_True, /*in_torchs_region=*/false, seconds});
-  }
-  return Py_NewRef(Py_None);
+// Check that an enumeration has the names, in order, that Python has for it.
+template <size_t count>
+void check_names(PyObject* names, const char* const (&expected)[count]) {
+  const auto found = each_of(names, &string_of);
+  TORCH_CHECK(
+      std::equal(found.begin(), found.end(), std::begin(expected), std::end(expected)), "the names of an enumeration differ from ",
+      "those in observer/recorder.py");
 }
 
-// note_entry(region, device_type, enabled, dtype), note_exit(region): of regions in Python, which have numbers.
-PyObject* note_python_entry(PyObject*, PyObject* arguments) {
-  unsigned long long region;
-  PyObject *device_type, *dtype;
-  int enabled;
-  parse(arguments, "KOpO", &region, &device_type, &enabled, &dtype);
-  note_entry(reinterpret_cast<const void*>(region), device_of(device_type), enabled != 0, dtype_of(dtype));
-  return Py_NewRef(Py_None);
-}
-
-PyObject* note_python_exit(PyObject*, PyObject* region) {
-  note_exit(reinterpret_cast<const void*>(PyLong_AsUnsignedLongLong(region)));
-  return Py_NewRef(Py_None);
-}
-
-// bind(engine, stack, place): the engine that is observed, and what is called in Python
+// bind(engine, call_stack, call_site, chain_kinds, nonfinite): the engine to observe, functions in Python, names of enumerations
 PyObject* bind(PyObject*, PyObject* arguments) {
   static const Observer observer{&note_entry, &note_exit, &note_cast};
-  PyObject *capsule, *stack, *place;
-  parse(arguments, "OOO", &capsule, &stack, &place);
+  PyObject *capsule, *stack, *site, *chain_kinds, *nonfinite;
+  parse(arguments, "OOOOO", &capsule, &stack, &site, &chain_kinds, &nonfinite);
+  check_names(chain_kinds, kChainKinds);
+  check_names(nonfinite, kNonFinitePolicies);
   const auto* const observed = static_cast<const Engine*>(PyCapsule_GetPointer(capsule, kObserving));
   if (observed == nullptr) {
     raise();
   }
   engine = *observed;
-  keep(stack_now, stack);
-  keep(place_now, place);
+  keep(call_stack, stack);
+  keep(call_site, site);
   AtForkLock::have(&take_locks);
   engine.tell(observer);
   return Py_NewRef(Py_None);
@@ -180,11 +149,7 @@ PyMethodDef functions[] = {
     {"enter_module", &raising<&pass_module<true>>, METH_O, "A module begins to compute."},
     {"leave_module", &raising<&pass_module<false>>, METH_O, "A module has computed."},
     {"note_compiling", &raising<&note_compiling>, METH_O, "A compiler begins, or is done."},
-    {"note_override", &raising<&note_override>, METH_O, "An op runs under an override."},
     {"note_low_bit", &raising<&note_low_bit>, METH_VARARGS, "A recipe was to compute an op."},
-    {"note_cast", &raising<&note_python_cast>, METH_VARARGS, "A tensor was cast."},
-    {"note_entry", &raising<&note_python_entry>, METH_VARARGS, "A region was entered."},
-    {"note_exit", &raising<&note_python_exit>, METH_O, "A region was left."},
     {"bind", &raising<&bind>, METH_VARARGS, "Observe an engine."},
     {nullptr, nullptr, 0, nullptr}};
 

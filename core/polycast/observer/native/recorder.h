@@ -31,6 +31,7 @@ namespace {
 Engine engine;
 
 enum class NonFinitePolicy : int8_t { kIgnore, kRecord, kRaise };
+constexpr const char* kNonFinitePolicies[] = {"ignore", "record", "raise"};
 
 // The first op that turned finite inputs into others.
 struct FirstNonFinite {

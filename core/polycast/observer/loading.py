@@ -1,0 +1,74 @@
+"""Load the observer: a C++ library that counts what the native engine and torch run.
+
+It is separate from the engine, so that programs which observe nothing need not build it.
+"""
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+from ..common.atfork import hold_during_fork
+from ..engine.choice import build_failure, choose
+from ..toolchain.build_cache import cache_directory
+from ..toolchain.cpp_library import BuildError, CppLibrary
+from .call_sites import call_site, call_stack
+from .recorder import CHAIN_KINDS, NONFINITE, Observer
+
+if TYPE_CHECKING:
+    from ..engine.native.engine import NativeEngine
+
+OBSERVER = CppLibrary(
+    "polycast",
+    "polycast_observer",
+    "the native engine's observer",
+    "`polycast build` tries again",
+    ("observer/native", "engine/native/common"),
+)
+_lock = threading.RLock()
+hold_during_fork(lambda: [_lock])
+_observers: "dict[NativeEngine, Observer]" = {}
+
+
+def load_observer() -> Observer:
+    """Return the observer of the native engine, building it if necessary.
+
+    Raises:
+        RuntimeError: the process runs on the reference engine, or the observer cannot be built.
+    """
+    engine: Any = choose()
+    if engine.name != "native":
+        reason = build_failure()
+        why = f"the native engine cannot be built: {reason}" if reason else "POLYCAST_ENGINE=reference. Unset it."
+        raise RuntimeError(
+            f"polycast.observe needs the native engine, and this process runs on the {engine.name} engine, which "
+            f"cannot be observed: {why}"
+        )
+    try:
+        if engine not in _observers:
+            _compile()  # before taking the lock: a fork waits for the lock, and must not wait for the compiler
+        with _lock:
+            if engine not in _observers:
+                _observers[engine] = _bind(engine)
+            return _observers[engine]
+    except BuildError as error:
+        raise RuntimeError(f"polycast.observe needs C++ that cannot be built: {error}") from error
+
+
+def _compile() -> None:
+    from ..toolchain.load import try_build  # imported here because it is slow to import
+
+    failure = try_build(OBSERVER)
+    if failure is not None:
+        raise failure
+
+
+def _bind(engine: "NativeEngine") -> Observer:
+    from ..engine.native.loading import ENGINE
+    from ..toolchain.load import import_extension, load_built, load_prebuilt
+
+    if ENGINE.read_sources() != engine.sources:  # the library would be built from other headers than the engine
+        raise BuildError("the C++ of polycast has changed since its engine was loaded. Restart the program.")
+    loaded = load_prebuilt(OBSERVER, import_extension) or load_built(cache_directory(), OBSERVER, import_extension)
+    extension: Any = loaded[0]
+    extension.bind(engine.observing(), call_stack, call_site, CHAIN_KINDS, NONFINITE)
+    observer: Observer = extension
+    return observer

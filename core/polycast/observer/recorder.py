@@ -1,0 +1,217 @@
+"""The interface of the observer's C++, and the rows of counts that it returns."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+NO_MODULE = -1
+
+CHAIN_KINDS = ("round_trip", "float32_by_one_input", "unlisted_float32_op", "loss", "loss_root")
+"""The kinds of chains, by number. The C++ checks the names when it is loaded."""
+
+NONFINITE = ("ignore", "record", "raise")
+"""What to do about inf and nan, by number. The C++ checks the names when it is loaded."""
+
+
+@dataclass(frozen=True)
+class CastRow:
+    """Casts of one kind for one op."""
+
+    source: torch.dtype
+    target: torch.dtype
+    of_weight: bool
+    count: int
+    bytes: int
+    hits: int
+    misses: int
+    recasts: int
+    recast_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SourceRow:
+    """Inputs of an op, by the op that made them."""
+
+    op: str | None
+    module: int
+    dtype: torch.dtype
+    cast: torch.dtype | None
+    is_first: bool
+    asked_from: torch.dtype | None
+    count: int
+    bytes: int
+    casts: int
+    cast_bytes: int
+
+
+@dataclass(frozen=True)
+class CountRow:
+    """Calls of an op in one module, phase and autocast state."""
+
+    op: str
+    backward: bool
+    module: int
+    device: str | None
+    fast: torch.dtype | None
+    override: int
+    calls: int
+    inner_calls: int
+    inputs: Sequence[tuple[torch.dtype, int]]
+    computes: Sequence[tuple[torch.dtype, int]]
+    outputs: Sequence[tuple[torch.dtype, int]]
+    seconds: Sequence[tuple[torch.dtype | None, float]]
+    casts: Sequence[CastRow]
+    stack: Sequence[str] | None
+    sources: Sequence[SourceRow]
+
+
+@dataclass(frozen=True)
+class ChainRow:
+    """Ops in a row that a finding may be about."""
+
+    kind: int
+    ops: Sequence[str]
+    override: int
+    module: int
+    device: str | None
+    fast: torch.dtype | None
+    consumer: int
+    count: int
+    bytes: int
+    casts: int
+
+
+@dataclass(frozen=True)
+class MatmulRow:
+    """Matmuls of one op, by what a recipe made of them; `recipe` is None where none was asked."""
+
+    op: str
+    backward: bool
+    module: int
+    device: str | None
+    fast: torch.dtype | None
+    override: int
+    recipe: str | None
+    declined: str | None
+    calls: int
+    flops: float
+
+
+@dataclass(frozen=True)
+class RegionRow:
+    """Regions that one line of the program entered."""
+
+    call_site: str
+    by_module_rule: bool
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+    entries: int
+    unused: int
+    ops: int
+    compiled: int
+
+
+@dataclass(frozen=True)
+class NonFiniteRow:
+    """The first op that turned finite inputs into inf or nan."""
+
+    op: str
+    backward: bool
+    module: int
+    inf: bool
+    nan: bool
+    dtype: torch.dtype
+    stack: Sequence[str] | None
+    count: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """All counts of a recorder.
+
+    Attributes:
+        entries: (module, calls of it).
+        compiled: (compiled region, module, calls).
+        overrides: by number; 0 is no override.
+    """
+
+    counts: Sequence[CountRow]
+    entries: Sequence[tuple[int, int]]
+    chains: Sequence[ChainRow]
+    matmuls: Sequence[MatmulRow]
+    regions: Sequence[RegionRow]
+    compiled: Sequence[tuple[str, int, int]]
+    overrides: Mapping[int, Any]
+    nonfinite: NonFiniteRow | None
+
+
+def read(recorder: "Recorder") -> Reading:
+    """Return the counts of a recorder so far."""
+    raw = recorder.read()
+    return Reading(
+        counts=[_count_row(*row) for row in raw["counts"]],
+        entries=raw["entries"],
+        chains=[ChainRow(*row) for row in raw["chains"]],
+        matmuls=[MatmulRow(*row) for row in raw["matmuls"]],
+        regions=[RegionRow(*row) for row in raw["regions"]],
+        compiled=raw["compiled"],
+        overrides={number: override for number, (override, _) in raw["overrides"].items()},
+        nonfinite=None if raw["nonfinite"] is None else NonFiniteRow(*raw["nonfinite"]),
+    )
+
+
+def _count_row(*row: Any) -> CountRow:
+    *counts, casts, stack, sources = row
+    lists: list[Any] = [[CastRow(*cast) for cast in casts], stack, [SourceRow(*source) for source in sources]]
+    return CountRow(*counts + lists)
+
+
+class Recorder(Protocol):
+    """One observation in C++."""
+
+    def start(self) -> None:
+        """Start to count, on this thread or on all."""
+
+    def stop(self) -> None:
+        """Stop counting; on any thread."""
+
+    def read(self) -> dict[str, Any]:
+        """Return the counts so far; see :func:`read`."""
+
+    def nonfinite_count(self) -> int:
+        """Return how many ops have turned finite inputs into inf or nan so far."""
+
+    def add_module(self, address: int, number: int, /) -> None:
+        """Count ops of a module, known by its ``id``, under a number."""
+
+    def forget_module(self, address: int, /) -> None:
+        """Forget a module that was garbage-collected."""
+
+    def add_parameter(self, parameter: torch.Tensor, module: int, /) -> None:
+        """Count the accumulation of a parameter's gradient for a module."""
+
+
+_MakeRecorder: TypeAlias = Callable[[bool, bool, int, bool], Recorder]
+
+
+class Observer(Protocol):
+    """The C++ module, bound to the native engine."""
+
+    Recorder: _MakeRecorder
+    """Takes `all_threads`, `timing`, `nonfinite` (an index into NONFINITE) and `stacks`."""
+
+    def enter_module(self, module: object, /) -> None:
+        """Count the ops of this thread for a module, if a recorder knows it."""
+
+    def leave_module(self, module: object, /) -> None:
+        """Leave a module, and the modules inside it that were not left."""
+
+    def note_low_bit(self, recipe: str, declined: str, /) -> None:
+        """Note that a recipe computed the op that this thread is in, or why it declined."""
+
+    def note_compiling(self, begins: bool, /) -> None:
+        """Note that a compiler begins on this thread, or ends: its ops are not counted."""
