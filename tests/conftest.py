@@ -160,14 +160,14 @@ class Int8Linear(polycast.LowBitKernel):
     """An int8 linear in Python, for the tests: a scale for each output feature, activations as they are."""
 
     weight = 1
-    packing = "rows"
+    prepack_key = "rows"
     transposed = False
 
     def __init__(self):
         self.prepared = 0
         self.ran = 0
 
-    def prepare(self, weight):
+    def prepack(self, weight):
         self.prepared += 1
         rows = weight.float().t() if self.transposed else weight.float()
         if not bool(rows.isfinite().all()):
@@ -175,7 +175,7 @@ class Int8Linear(polycast.LowBitKernel):
         scale = rows.abs().amax(1).clamp(min=1e-30) / 127
         return (rows / scale[:, None]).round().to(torch.int8), scale
 
-    def declines(self, *args):
+    def unsupported_reason(self, *args):
         return "its features are odd in number" if args[self.weight].shape[1] % 2 else None
 
     def run(self, prepared, x, weight, bias=None):
@@ -189,7 +189,7 @@ class Int8Linear(polycast.LowBitKernel):
 class Int8Mm(Int8Linear):
     """The same for a second matrix of (K, N)."""
 
-    packing = "columns"
+    prepack_key = "columns"
     transposed = True
 
 

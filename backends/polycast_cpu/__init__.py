@@ -37,7 +37,7 @@ class CpuBackend(Backend):
         return _ALWAYS
 
     @override
-    def emulates(self, dtype: torch.dtype) -> str | None:
+    def slow_reason(self, dtype: torch.dtype) -> str | None:
         return missing_instructions(dtype)
 
     @override

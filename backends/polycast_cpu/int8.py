@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from typing_extensions import override
 
-from polycast import Availability, LowBitKernel, LowBitProduct, load_ops
+from polycast import Availability, LowBitKernel, LowBitMatmul, load_ops
 
 _MOST_TERMS = 65536
 """Longer sums of products of unsigned and signed bytes may not fit 32 bits."""
@@ -36,7 +36,7 @@ def int8_availability() -> Availability:
     return load_ops("polycast_cpu.native")
 
 
-class Product(LowBitProduct):
+class Product(LowBitMatmul):
     """Activations by a weight, with a scale for each row of the activations or one for all."""
 
     takes_batches = True
@@ -49,11 +49,11 @@ class Product(LowBitProduct):
         self._linear = ops.int8_linear.default
 
     @override
-    def declines(self, x: torch.Tensor, size: Sequence[int], bias: torch.Tensor | None) -> str | None:
+    def unsupported_reason(self, x: torch.Tensor, size: Sequence[int], bias: torch.Tensor | None) -> str | None:
         return _LONG_SUMS if size[1] > _MOST_TERMS else None
 
     @override
-    def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         return tuple(self._pack(weight, self._isa)) or None
 
     @override
@@ -71,7 +71,7 @@ class Conv2d(LowBitKernel):
     The padding is given in numbers or, as ``aten::conv2d.padding`` takes it, as ``"same"`` or ``"valid"``.
     """
 
-    packing: Hashable = "rows are output channels"
+    prepack_key: Hashable = "rows are output channels"
 
     def __init__(self, by_image: bool, isa: int | None = None) -> None:
         ops = torch.ops.polycast_cpu
@@ -81,7 +81,7 @@ class Conv2d(LowBitKernel):
         self._convolve = ops.int8_conv2d.default
 
     @override
-    def declines(self, *args: Any) -> str | None:
+    def unsupported_reason(self, *args: Any) -> str | None:
         x, weight, bias, *steps, groups = args
         if groups != 1:
             return "the convolution has groups"
@@ -104,7 +104,7 @@ class Conv2d(LowBitKernel):
         return None
 
     @override
-    def prepare(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         return tuple(self._pack(weight.permute(0, 2, 3, 1).flatten(1), self._isa)) or None
 
     @override

@@ -11,7 +11,7 @@ from typing_extensions import override
 from polycast import STANDARD_REMEDIES, Availability, Backend, LowBitKernel, Recipe, hookimpl
 
 from .kernels import KERNELS
-from .policies import LEFT_TO_TORCH, POLICIES
+from .policies import EXCLUDED_OPS, POLICIES
 
 
 class CudaBackend(Backend):
@@ -22,7 +22,7 @@ class CudaBackend(Backend):
     policies = POLICIES
     kernels = KERNELS
     remedies = STANDARD_REMEDIES
-    left_to_torch = LEFT_TO_TORCH
+    excluded_ops = EXCLUDED_OPS
 
     @override
     def supported_dtypes(self) -> Sequence[torch.dtype]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from typing_extensions import override
 
-from polycast import Availability, LowBitKernel, LowBitProduct
+from polycast import Availability, LowBitKernel, LowBitMatmul
 
 from .float8_cast import cast_rows
 
@@ -55,14 +55,14 @@ def _capabilities() -> list[tuple[int, int]]:
     return [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
 
 
-class Product(LowBitProduct):
+class Product(LowBitMatmul):
     """Activations by a weight, with scales for rows of both or one for each."""
 
     def __init__(self, by_row: bool) -> None:
         self._by_row = by_row
 
     @override
-    def declines(self, x: torch.Tensor, size: Sequence[int], bias: torch.Tensor | None) -> str | None:
+    def unsupported_reason(self, x: torch.Tensor, size: Sequence[int], bias: torch.Tensor | None) -> str | None:
         features, terms = size
         if x.numel() == 0:
             return "a tensor is empty"
@@ -73,7 +73,7 @@ class Product(LowBitProduct):
         return None
 
     @override
-    def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         if not weight.isfinite().all():
             return None
         values, scale = cast_rows(weight, self._by_row)

@@ -17,4 +17,4 @@ POLICIES = {
     ),
 }
 
-LEFT_TO_TORCH = {"aten::_cudnn_rnn": "its kernel lays the cast weights out anew, in the one buffer that cuDNN reads"}
+EXCLUDED_OPS = {"aten::_cudnn_rnn": "its kernel lays the cast weights out anew, in the one buffer that cuDNN reads"}

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .plugins.backend import Availability, Backend, LowBitKernel
     from .plugins.discovery import BackendStatus
     from .plugins.hookspecs import hookimpl
-    from .plugins.low_bit_product import LowBitProduct
+    from .plugins.low_bit_matmul import LowBitMatmul
     from .plugins.registry import backends, get_backend, is_autocast_available, register_backend, unregister_backend
     from .policy.cast_policy import CastPolicy, policy_table
     from .policy.recipes import Float8, Int8, NoRecipe, Recipe
@@ -89,7 +89,7 @@ _LAZY_NAMES = {
     "Int8": "policy.recipes",
     "InvalidBackendError": "errors",
     "LowBitKernel": "plugins.backend",
-    "LowBitProduct": "plugins.low_bit_product",
+    "LowBitMatmul": "plugins.low_bit_matmul",
     "ModuleRules": "region.module_rules",
     "NoRecipe": "policy.recipes",
     "Observation": "observer.observation",
@@ -158,7 +158,7 @@ __all__ = [
     "Int8",
     "InvalidBackendError",
     "LowBitKernel",
-    "LowBitProduct",
+    "LowBitMatmul",
     "ModuleRules",
     "NoRecipe",
     "Observation",

@@ -23,13 +23,13 @@ import polycast
 def test_a_dtype_is_emulated_where_the_processor_has_no_instructions_for_it(monkeypatch, machine, there, dtype, reason):
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: there, raising=False)
-    assert polycast.get_backend("cpu").emulates(dtype) == reason
+    assert polycast.get_backend("cpu").slow_reason(dtype) == reason
 
 
 def test_a_torch_that_does_not_know_its_processor_says_nothing(monkeypatch):
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
-    assert polycast.get_backend("cpu").emulates(torch.bfloat16) is None
+    assert polycast.get_backend("cpu").slow_reason(torch.bfloat16) is None
 
 
 def test_a_backend_that_says_nothing_emulates_nothing(hand_made):
-    assert hand_made("xpu").emulates(torch.float16) is None
+    assert hand_made("xpu").slow_reason(torch.float16) is None

@@ -73,7 +73,7 @@ def test_matmul_takes_any_number_of_dimensions(by_row, shape):
 
 def test_the_weight_is_column_major_whatever_the_op():
     for kernel, shape in ((linear(True), (48, 64)), (mm(True), (64, 48))):
-        values, scale = kernel.prepare(torch.randn(shape))
+        values, scale = kernel.prepack(torch.randn(shape))
         assert (values.dtype, values.shape, values.stride()) == (FLOAT8, (48, 64), (64, 1))
         assert (scale.dtype, scale.shape) == (torch.float32, (1, 48))
 
@@ -102,7 +102,7 @@ def test_a_row_with_inf_or_nan_is_nan_and_those_beside_it_are_what_they_are_with
 def test_a_weight_with_inf_or_nan_is_not_cast(by_row, value):
     weight = torch.randn(48, 64)
     weight[3, 4] = value
-    assert linear(by_row).prepare(weight) is None
+    assert linear(by_row).prepack(weight) is None
 
 
 CALLS = {
@@ -123,7 +123,7 @@ def test_on_fake_tensors_of_cuda_dtypes_and_shapes_are_right(monkeypatch, by_row
         x, weight, bias = (torch.empty(s, dtype=given, device="cuda") for s in ((2, 5, 64), (48, 64), (48,)))
         scale = torch.ones((1, 48) if by_row else (), device="cuda")
         args = call(x, weight, bias)
-        assert kernel(by_row).declines(*args) is None
+        assert kernel(by_row).unsupported_reason(*args) is None
         result = kernel(by_row).run((torch.empty((48, 64), dtype=FLOAT8, device="cuda"), scale), *args)
     assert (result.dtype, result.device.type) == (wanted, "cuda")
     assert result.shape == ((10, 48) if op in ("mm", "addmm") else (2, 5, 48))
@@ -146,10 +146,10 @@ DECLINED = {
 @pytest.mark.parametrize("reason", DECLINED)
 def test_what_is_declined_has_a_reason_on_real_and_on_fake_tensors(reason):
     kernel, *args = DECLINED[reason]
-    assert kernel(True).declines(*args) == reason
+    assert kernel(True).unsupported_reason(*args) == reason
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
-        assert kernel(True).declines(*fake) == reason
+        assert kernel(True).unsupported_reason(*fake) == reason
 
 
 @pytest.mark.parametrize(

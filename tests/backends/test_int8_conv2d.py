@@ -232,7 +232,7 @@ def test_images_of_zeros_give_the_bias():
 def test_a_weight_with_nan_is_not_packed():
     weight = torch.randn(5, 8, 3, 3)
     weight[4, 7, 2, 2] = torch.nan
-    assert Conv2d(True).prepare(weight) is None
+    assert Conv2d(True).prepack(weight) is None
 
 
 X, WEIGHT = torch.randn(2, 8, 9, 9), torch.randn(5, 8, 3, 3)
@@ -257,4 +257,4 @@ DECLINED = {
 
 @pytest.mark.parametrize("reason", DECLINED)
 def test_what_is_declined_has_a_reason(reason):
-    assert Conv2d(True).declines(*DECLINED[reason]) == reason.strip()
+    assert Conv2d(True).unsupported_reason(*DECLINED[reason]) == reason.strip()

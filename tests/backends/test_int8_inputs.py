@@ -138,23 +138,25 @@ def test_with_one_scale_for_the_tensor_small_rows_are_lost(isa):
 def test_a_weight_with_inf_or_nan_or_what_is_too_large_is_not_packed(isa, value):
     weight = torch.randn(70, 130)
     weight[69, 129] = value
-    assert linear(True, isa).prepare(weight) is None
-    assert mm(True, isa).prepare(weight.t()) is None
+    assert linear(True, isa).prepack(weight) is None
+    assert mm(True, isa).prepack(weight.t()) is None
 
 
 def test_sums_that_may_not_fit_are_declined():
     terms = torch.ones(1, 65537)
     reason = "its sums have more than 65536 terms, which may not fit 32 bits"
-    assert linear(True).declines(terms, terms, None) == mm(True).declines(terms, terms.t()) == reason
+    assert (
+        linear(True).unsupported_reason(terms, terms, None) == mm(True).unsupported_reason(terms, terms.t()) == reason
+    )
 
 
 def test_a_packing_can_be_made_and_used_in_every_mode_of_autograd():
     x, weight = matrices(5)
     kernel = linear(True)
     with torch.inference_mode():
-        prepared = kernel.prepare(weight)
+        prepared = kernel.prepack(weight)
     expected = kernel.run(prepared, x, weight, None)
     with torch.no_grad():
-        assert torch.equal(kernel.run(kernel.prepare(weight), x, weight, None), expected)
+        assert torch.equal(kernel.run(kernel.prepack(weight), x, weight, None), expected)
     with torch.inference_mode():
         assert torch.equal(kernel.run(prepared, x, weight, None), expected)

@@ -139,18 +139,18 @@ def test_addmm_with_a_beta_of_zero_does_not_look_at_what_it_adds():
 
 
 def test_mm_addmm_and_matmul_share_what_a_weight_is_packed_into():
-    assert mm(True).packing == addmm(True).packing == matmul(True).packing != linear(True).packing
+    assert mm(True).prepack_key == addmm(True).prepack_key == matmul(True).prepack_key != linear(True).prepack_key
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_packing_serves_every_set_of_instructions(isa):
     weight = torch.randn(70, 130)
-    for packed, own in zip(linear(True, 0).prepare(weight), linear(True, isa).prepare(weight), strict=True):
+    for packed, own in zip(linear(True, 0).prepack(weight), linear(True, isa).prepack(weight), strict=True):
         assert torch.equal(packed, own)
 
 
 def test_a_packing_takes_a_byte_for_each_element():
-    values, *others = linear(True).prepare(torch.randn(128, 192))
+    values, *others = linear(True).prepack(torch.randn(128, 192))
     assert values.nbytes == 128 * 192
     assert sum(other.nbytes for other in others) == 8 * 128
 
@@ -174,7 +174,7 @@ kernel = polycast.get_backend("cpu").low_bit_kernels(polycast.Int8())["aten::lin
 x, weight = torch.randn(512, 1024), torch.randn(1024, 1024)
 torch.mm(x, weight), torch.relu(torch.randn(10**6))
 before = len(os.listdir("/proc/self/task"))
-kernel.run(kernel.prepare(weight), x, weight, None)
+kernel.run(kernel.prepack(weight), x, weight, None)
 print(before > 1, len(os.listdir("/proc/self/task")) - before)
 """
 

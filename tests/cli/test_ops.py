@@ -67,7 +67,7 @@ def test_no_drift(polycast_command, hand_made):
 
 def test_no_drift_where_an_op_is_left_to_torch_on_purpose(polycast_command, hand_made):
     table = dict.fromkeys(torch_ops("cpu") - {"aten::mm"}, polycast.CastPolicy.PASSTHROUGH)
-    hand_made("cpu", policies=table, left_to_torch={"aten::mm": "the driver does it", "aten::of_another": "so it is"})
+    hand_made("cpu", policies=table, excluded_ops={"aten::mm": "the driver does it", "aten::of_another": "so it is"})
     first, *left = polycast_command("ops", "cpu", "--drift").stdout.splitlines()
     assert first == f"cpu: no drift. The table and torch {torch.__version__} have the same {len(table)} ops."
     assert left == ["cpu: aten::mm is left to torch's own kernel on purpose: the driver does it"]
@@ -79,7 +79,7 @@ def drifted(hand_made):
     table = dict.fromkeys(torch_ops("cpu") - {"aten::mm"}, polycast.CastPolicy.PASSTHROUGH)
     table |= {"aten::relu": polycast.CastPolicy.FP32, "acme::gone": polycast.CastPolicy.PROMOTE}
     del table["aten::bmm"]
-    return hand_made("cpu", policies=table, left_to_torch={"aten::bmm": "the driver does it"})
+    return hand_made("cpu", policies=table, excluded_ops={"aten::bmm": "the driver does it"})
 
 
 def test_drift_says_what_becomes_of_each_op(polycast_command, drifted):
@@ -104,7 +104,7 @@ def test_drift_json(polycast_command, drifted):
         "only_in_torch": ["aten::mm"],
         "only_in_table": ["aten::relu"],
         "skipped": ["acme::gone"],
-        "left_to_torch": {"aten::bmm": "the driver does it"},
+        "excluded_ops": {"aten::bmm": "the driver does it"},
     }
 
 

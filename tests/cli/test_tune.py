@@ -23,7 +23,7 @@ class PythonCpu(CpuBackend):
 
 
 class Linear(polycast.LowBitKernel):
-    def prepare(self, weight):
+    def prepack(self, weight):
         return (quantized(weight),)
 
     def run(self, prepared, x, weight, bias):

@@ -366,8 +366,8 @@ def test_aliases_of_one_weight_leave_the_casts_of_others():
 
 def test_a_kernel_that_reads_the_weight_as_an_array_has_it_packed_once(int8_kernels):
     class ReadsAnArray(type(int8_kernels["aten::linear"])):
-        def prepare(self, weight):
-            return super().prepare(torch.from_numpy(weight.numpy().copy()))
+        def prepack(self, weight):
+            return super().prepack(torch.from_numpy(weight.numpy().copy()))
 
     int8_kernels["aten::linear"] = ReadsAnArray()
     weight = frozen()

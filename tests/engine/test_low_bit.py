@@ -327,7 +327,7 @@ def test_what_it_is_computed_from_is_not_written_by_those_who_write_the_result(l
     assert torch.equal(run(layer), expected(layer))
 
 
-@pytest.mark.parametrize("part", ["prepare", "run", "declines"])
+@pytest.mark.parametrize("part", ["prepack", "run", "unsupported_reason"])
 def test_what_a_kernel_raises_passes_and_leaves_nothing(layer, linear, monkeypatch, part):
     def fails(*args):
         raise ZeroDivisionError(part)
@@ -338,7 +338,7 @@ def test_what_a_kernel_raises_passes_and_leaves_nothing(layer, linear, monkeypat
         with pytest.raises(ZeroDivisionError, match=part):
             run(layer)
     assert polycast.autocast_nesting("cpu") == 0
-    if part == "prepare":
+    if part == "prepack":
         polycast.uninstall()  # what is made of kernels is made once
     assert torch.equal(run(layer), expected(layer))
 

@@ -171,7 +171,7 @@ def test_a_checkpoint_computes_what_autograd_does_not_record_twice_in_the_same_w
 
 @pytest.mark.parametrize("packing", [None, "rows"])
 def test_equal_recipes_share_what_is_packed(layer, linear, packing, monkeypatch):
-    monkeypatch.setattr(type(linear), "packing", packing)
+    monkeypatch.setattr(type(linear), "prepack_key", packing)
     for _ in range(3):
         run(lambda: layer(X))
     assert (linear.prepared, linear.ran) == (1, 3)
@@ -183,7 +183,7 @@ def test_another_instance_of_a_backends_class_packs_for_itself(layer, linear):
         run(lambda: layer(X))
     other = copy.copy(polycast.get_backend("cpu"))
     doubled = copy.copy(linear)
-    doubled.prepare = lambda weight: tuple(part * 2 for part in linear.prepare(weight / 2))
+    doubled.prepack = lambda weight: tuple(part * 2 for part in linear.prepack(weight / 2))
     vars(other)["low_bit_kernels"] = lambda recipe: {"aten::linear": doubled}
     polycast.unregister_backend("cpu")
     polycast.register_backend(other)
@@ -194,14 +194,14 @@ def test_another_instance_of_a_backends_class_packs_for_itself(layer, linear):
 
 @pytest.mark.parametrize("nothing", [(), []])
 def test_nothing_to_keep_is_a_weight_that_cannot_be_packed(layer, linear, monkeypatch, nothing):
-    monkeypatch.setattr(type(linear), "prepare", lambda *args: nothing)
+    monkeypatch.setattr(type(linear), "prepack", lambda *args: nothing)
     for _ in range(2):
         assert run(lambda: layer(X)).dtype is torch.bfloat16
     assert linear.ran == 0
 
 
 def test_a_bare_tensor_is_no_packing(layer, linear, monkeypatch):
-    monkeypatch.setattr(type(linear), "prepare", lambda kernel, weight: weight.clone())
+    monkeypatch.setattr(type(linear), "prepack", lambda kernel, weight: weight.clone())
     with pytest.raises(TypeError, match="must return a tuple"):
         run(lambda: layer(X))
 

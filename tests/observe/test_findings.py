@@ -321,7 +321,7 @@ def test_a_dtype_that_the_device_emulates(engine, hand_made):
             torch.mm(torch.ones(2, 2), torch.ones(2, 2))
 
     table = polycast.get_backend("cpu").policies
-    hand_made("cpu", default_dtype=torch.bfloat16, policies=table, emulates=lambda dtype: f"no {dtype} here")
+    hand_made("cpu", default_dtype=torch.bfloat16, policies=table, slow_reason=lambda dtype: f"no {dtype} here")
     (found,) = findings("slow_dtype", run)
     assert (found.where, found.what) == ("cpu", "bfloat16 is emulated: no torch.bfloat16 here.")
     polycast.unregister_backend("cpu")
@@ -330,10 +330,10 @@ def test_a_dtype_that_the_device_emulates(engine, hand_made):
 
 
 def test_a_backend_that_cannot_say_whether_it_emulates_is_let_be(engine, hand_made):
-    def emulates(dtype):
+    def slow_reason(dtype):
         raise OSError("no such file")
 
-    hand_made("cpu", default_dtype=torch.bfloat16, emulates=emulates)
+    hand_made("cpu", default_dtype=torch.bfloat16, slow_reason=slow_reason)
     assert findings("slow_dtype", in_region(lambda: torch.ones(2).relu())) == []
 
 

@@ -166,7 +166,7 @@ def test_the_ops_in_cpp_are_names_of_packages(packages):
 
 
 @pytest.mark.parametrize("texts", [None, [], {"aten::mm": 1}, {1: "do not"}], ids=repr)
-@pytest.mark.parametrize("attribute", ["remedies", "left_to_torch"])
+@pytest.mark.parametrize("attribute", ["remedies", "excluded_ops"])
 def test_remedies_and_what_is_left_to_torch_map_names_to_sentences(attribute, texts):
     assert problems(with_(**{attribute: texts})) == [f"{attribute} must map op names to sentences"]
 

@@ -21,7 +21,7 @@ class Linear(polycast.LowBitKernel):
     def __init__(self, scales):
         self.dim = -1 if scales == "row" else None
 
-    def prepare(self, weight):
+    def prepack(self, weight):
         return (quantized(weight.float(), 1),)
 
     def run(self, prepared, x, weight, bias):

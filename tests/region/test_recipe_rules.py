@@ -12,7 +12,7 @@ from polycast_cpu import CpuBackend
 class Doubles(polycast.LowBitKernel):
     """A linear of nobody's, which can be told from the others."""
 
-    def prepare(self, weight):
+    def prepack(self, weight):
         return (weight.detach().clone(),)
 
     def run(self, prepared, x, weight, bias):

@@ -24,10 +24,10 @@ class Linear(polycast.LowBitKernel):
 
     dim = -1
 
-    def prepare(self, weight):
+    def prepack(self, weight):
         return (quantized(weight, 1),)
 
-    def declines(self, x, weight, bias):
+    def unsupported_reason(self, x, weight, bias):
         return None if x.shape[-1] == weight.shape[-1] else "the sizes do not fit"
 
     def run(self, prepared, x, weight, bias):
@@ -65,19 +65,19 @@ class SpreadsNan(Linear):
 
 
 class LooksAtValues(Linear):
-    def declines(self, x, weight, bias):
+    def unsupported_reason(self, x, weight, bias):
         from torch._subclasses import FakeTensor
 
-        return "it is fake" if isinstance(x, FakeTensor) else super().declines(x, weight, bias)
+        return "it is fake" if isinstance(x, FakeTensor) else super().unsupported_reason(x, weight, bias)
 
 
 class NeverDeclines(Linear):
-    def declines(self, *args):
+    def unsupported_reason(self, *args):
         return None
 
 
 class SaysNothing(Linear):
-    def declines(self, x, weight, bias):
+    def unsupported_reason(self, x, weight, bias):
         return "" if x.shape[-1] != weight.shape[-1] else None
 
 
@@ -94,7 +94,7 @@ class NoRows(Linear):
 
 
 class KeepsTheWeight(Linear):
-    def prepare(self, weight):
+    def prepack(self, weight):
         return (weight,)
 
 
@@ -109,17 +109,17 @@ class WritesToTheInput(Linear):
 
 
 class PacksNothing(Linear):
-    def prepare(self, weight):
+    def prepack(self, weight):
         return None
 
 
 class PacksNoTensor(Linear):
-    def prepare(self, weight):
+    def prepack(self, weight):
         return (weight, None)
 
 
 class ForgetsTheSign(Linear):
-    def prepare(self, weight):
+    def prepack(self, weight):
         return (quantized(weight, 1) * self.__dict__.setdefault("sign", weight[0, 0].sign()) * weight[0, 0].sign(),)
 
 
@@ -184,9 +184,17 @@ def test_a_kernel_that_is_right_passes(name, engine):
             PacksNoTensor(),
             "a tuple of tensors for a weight of finite numbers, got (",
         ),
-        ("test_recipe_declines", LooksAtValues(), "says None, and of fake tensors alike 'it is fake'. It may look at"),
-        ("test_recipe_declines", NeverDeclines(), "must decline activations that do not fit the weight, so that torch"),
-        ("test_recipe_declines", SaysNothing(), "declines() must return None or a reason, got ''"),
+        (
+            "test_recipe_unsupported_reason",
+            LooksAtValues(),
+            "says None, and of fake tensors alike 'it is fake'. It may look at",
+        ),
+        (
+            "test_recipe_unsupported_reason",
+            NeverDeclines(),
+            "must decline activations that do not fit the weight, so that torch",
+        ),
+        ("test_recipe_unsupported_reason", SaysNothing(), "unsupported_reason() must return None or a reason, got ''"),
         (
             "test_recipe_in_compiled_code",
             OtherStrides(),
@@ -199,7 +207,7 @@ def test_a_kernel_that_is_right_passes(name, engine):
         (
             "test_recipe_packing",
             KeepsTheWeight(),
-            "prepare() returned memory of the weight",
+            "prepack() returned memory of the weight",
         ),
         ("test_recipe_packing", ReadsTheWeight(), "run() read the weight, or gave another result the second time"),
         ("test_recipe_packing", WritesToTheInput(), "run() wrote to its arguments"),

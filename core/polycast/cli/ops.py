@@ -104,7 +104,7 @@ def _show_drift(backend: Backend, as_json: bool) -> None:
                 "only_in_torch": found.only_in_torch,
                 "only_in_table": found.only_in_table,
                 "skipped": found.skipped,
-                "left_to_torch": found.left_to_torch,
+                "excluded_ops": found.excluded_ops,
             }
         )
         return
@@ -117,7 +117,7 @@ def _show_drift(backend: Backend, as_json: bool) -> None:
             f"{backend.device_type}: no drift. The table and torch {torch.__version__} have the same {count} ops.",
             soft_wrap=True,
         )
-    for name, reason in found.left_to_torch.items():
+    for name, reason in found.excluded_ops.items():
         out.print(f"{backend.device_type}: {name} is left to torch's own kernel on purpose: {reason}", soft_wrap=True)
 
 

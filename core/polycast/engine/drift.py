@@ -19,13 +19,13 @@ class Drift:
         only_in_torch: torch has a kernel at the device's Autocast key, the table has no policy.
         only_in_table: the table has a policy, torch has none for the op.
         skipped: the table has a policy, this torch has no such op.
-        left_to_torch: what only torch has a kernel for on purpose, and why. It is no drift.
+        excluded_ops: what only torch has a kernel for on purpose, and why. It is no drift.
     """
 
     only_in_torch: tuple[str, ...]
     only_in_table: tuple[str, ...]
     skipped: tuple[str, ...]
-    left_to_torch: Mapping[str, str]
+    excluded_ops: Mapping[str, str]
 
     def __bool__(self) -> bool:
         return bool(self.only_in_torch or self.only_in_table or self.skipped)
@@ -37,7 +37,7 @@ def drift_of(backend: Backend) -> Drift:
     only_in_torch = sorted(in_torch - backend.policies.keys())
     only_in_table = sorted(backend.policies.keys() - in_torch)
     of_names = (name for name in only_in_torch if (op := find_op(name)) is not None and has_named_dimensions(op))
-    left = {**dict.fromkeys(of_names, _NAMED_TENSORS), **backend.left_to_torch}
+    left = {**dict.fromkeys(of_names, _NAMED_TENSORS), **backend.excluded_ops}
     return Drift(
         tuple(name for name in only_in_torch if name not in left),
         tuple(name for name in only_in_table if find_op(name) is not None),

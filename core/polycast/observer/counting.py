@@ -344,7 +344,7 @@ def _emulated(devices: Mapping[str, Iterable[str]]) -> dict[str, str]:
         for name in names if backend is not None else ():
             assert backend is not None
             try:
-                reason: Any = backend.emulates(getattr(torch, name))
+                reason: Any = backend.slow_reason(getattr(torch, name))
             except Exception:  # a plugin's
                 reason = None
             if isinstance(reason, str) and reason:

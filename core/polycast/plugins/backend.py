@@ -44,7 +44,7 @@ class Availability:
 
 
 class LowBitKernel:
-    """What computes one op by a recipe, on the weights of a model as they are. Of products, see `LowBitProduct`.
+    """What computes one op by a recipe, on the weights of a model as they are. Of products, see `LowBitMatmul`.
 
     The op's arguments come in the order of its schema, all of them. Tensors are on the device, strided, and of float32,
     bfloat16 or float16, as the caller gave them. polycast keeps what the weight is packed into as long as the weight is
@@ -57,9 +57,9 @@ class LowBitKernel:
     """
 
     weight: int = 1
-    packing: Hashable = None
+    prepack_key: Hashable = None
 
-    def prepare(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         """Return what the weight is packed into, of tensors that nothing else uses; None where this weight cannot be.
 
         Called without autograd and outside of autocast. What is asked of the weight here takes its time once for each
@@ -70,7 +70,7 @@ class LowBitKernel:
         """
         raise NotImplementedError
 
-    def declines(self, *args: Any) -> str | None:
+    def unsupported_reason(self, *args: Any) -> str | None:
         """Say why this call is not for the kernel, in words for people; None: it is.
 
         Asked of every call, also while compilers trace, of fake tensors: it may look at dtypes, sizes and strides, and
@@ -100,7 +100,7 @@ class Backend:
             has the input or the output dtype, outside of autocast and without autograd. It returns a tensor in the
             output dtype, or NotImplemented for arguments that it leaves to torch.
         remedies: for a BANNED op a sentence that says what to use in its place; may be empty.
-        left_to_torch: the ops that torch itself treats for the device and that are not in `policies` on purpose, so
+        excluded_ops: the ops that torch itself treats for the device and that are not in `policies` on purpose, so
             that torch's own kernels serve them, each with the reason; may be empty.
         ops_in_cpp: the packages whose C++ the backend has compiled by :func:`polycast.load_ops`, so that
             ``polycast build`` can do it ahead of their first use; may be empty.
@@ -111,7 +111,7 @@ class Backend:
     policies: Mapping[str, CastPolicy]
     kernels: Mapping[KernelKey, Callable[..., Any]] = MappingProxyType({})
     remedies: Mapping[str, str] = MappingProxyType({})
-    left_to_torch: Mapping[str, str] = MappingProxyType({})
+    excluded_ops: Mapping[str, str] = MappingProxyType({})
     ops_in_cpp: Sequence[str] = ()
 
     _required: ClassVar[tuple[str, ...]] = ("device_type", "default_dtype", "policies")
@@ -134,7 +134,7 @@ class Backend:
             return Availability(True)
         return Availability(False, f"{self.device_type} supports {', '.join(map(str, supported))}")
 
-    def emulates(self, dtype: torch.dtype) -> str | None:
+    def slow_reason(self, dtype: torch.dtype) -> str | None:
         """Say why a fast dtype is slow: what the device lacks to compute in it. None: it is not, as far as is known.
 
         :func:`polycast.observe` tells who computes in it.
@@ -206,7 +206,7 @@ def validate(backend: object, device_type: str | None = None) -> Backend:
         problems += [f"policies: {problem}" for problem in table_problems(backend.policies)]
     problems += _kernel_problems(backend.kernels)
     problems += _text_problems("remedies", backend.remedies)
-    problems += _text_problems("left_to_torch", backend.left_to_torch)
+    problems += _text_problems("excluded_ops", backend.excluded_ops)
     problems += _package_problems(backend.ops_in_cpp)
     problems += [
         f"{name}() is not implemented"

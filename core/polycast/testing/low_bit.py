@@ -146,10 +146,10 @@ def run_kernel(kernel: LowBitKernel, *args: Any, dtype: torch.dtype = torch.floa
     Raises:
         AssertionError: it declines, cannot pack the weight, or returns another dtype.
     """
-    reason = kernel.declines(*args)
+    reason = kernel.unsupported_reason(*args)
     assert reason is None, f"it declines: {reason}"
     with torch.no_grad():
-        prepared = kernel.prepare(args[kernel.weight])
+        prepared = kernel.prepack(args[kernel.weight])
     assert prepared is not None, "the weight cannot be packed"
     return run_prepared(kernel, prepared, *args, dtype=dtype)
 

@@ -51,7 +51,7 @@ class OpChecks(Subject):
             not missing,
             f"torch {torch.__version__} treats ops at the Autocast key of {self.backend} that the policy table does "
             f"not name, and runs them with kernels of its own: {', '.join(missing)}. Give each a policy, a reason in "
-            "left_to_torch or, until then, a line in the file of expected failures.",
+            "excluded_ops or, until then, a line in the file of expected failures.",
         )
 
 

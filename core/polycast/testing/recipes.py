@@ -95,7 +95,7 @@ class RecipeChecks(Subject):
                     with call.said(f"with inputs of {dtype}"):
                         assert_within(device.values(result), expected, error)
 
-    def test_recipe_declines(self, device: Device, recipe: str) -> None:
+    def test_recipe_unsupported_reason(self, device: Device, recipe: str) -> None:
         """A kernel declines sizes that do not fit, and says of fake tensors what it says of real ones."""
         for call in _calls(device, recipe, declined_too=True):
             args = tree_map(lambda leaf: device.put(leaf) if isinstance(leaf, torch.Tensor) else leaf, call.args)
@@ -103,20 +103,20 @@ class RecipeChecks(Subject):
             x = args[call.product.activations]
             misfit[call.product.activations] = torch.cat([x, x], 1 if call.product.op == "aten::conv2d" else -1)
             require(
-                call.declines(misfit),
+                call.unsupported_reason(misfit),
                 f"{call} must decline activations that do not fit the weight, so that torch says what is wrong",
             )
             if device.fake:
-                call.declines(args)
+                call.unsupported_reason(args)
                 continue
             for each in (args, misfit):
                 with FakeTensorMode() as mode:
                     fakes = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in each]
-                    of_fakes = call.declines(fakes)
+                    of_fakes = call.unsupported_reason(fakes)
                 require(
-                    of_fakes == call.declines(each),
-                    f"{call} says {call.declines(each)!r}, and of fake tensors alike {of_fakes!r}. It may look at "
-                    "dtypes, sizes and strides, and at no values.",
+                    of_fakes == call.unsupported_reason(each),
+                    f"{call} says {call.unsupported_reason(each)!r}, and of fake tensors alike {of_fakes!r}. "
+                    "It may look at dtypes, sizes and strides, and at no values.",
                 )
 
     def test_recipe_in_compiled_code(self, device: Device, recipe: str) -> None:
@@ -168,7 +168,7 @@ class RecipeChecks(Subject):
             args[call.product.activations] = args[call.product.activations][:0]
             if call.product.op == "aten::addmm":
                 args[0] = args[0][:0] if args[0].dim() == 2 else args[0]
-            if call.declines(call.on(device, args)):
+            if call.unsupported_reason(call.on(device, args)):
                 continue
             shape = call.product(args).shape
             found = call.run(device, args, device.backend.default_dtype).shape
@@ -182,9 +182,9 @@ class RecipeChecks(Subject):
             args = call.on(device)
             weight = args[call.product.weight].detach()
             with torch.no_grad():
-                prepared = call.prepare(weight)
+                prepared = call.prepack(weight)
                 shared = [each for each in prepared if _shares_memory(each, weight)]
-                require(not shared, f"{call}: prepare() returned memory of the weight, which changes as that does")
+                require(not shared, f"{call}: prepack() returned memory of the weight, which changes as that does")
                 before = [device.values(arg).clone() for arg in args if isinstance(arg, torch.Tensor)]
                 first = device.values(run_prepared(call.kernel, prepared, *args, dtype=dtype))
                 after = [device.values(arg) for arg in args if isinstance(arg, torch.Tensor)]
@@ -244,21 +244,21 @@ class _KernelCall:
         given[self.product.weight] = torch.nn.Parameter(given[self.product.weight], requires_grad=False)
         return given
 
-    def declines(self, args: Sequence[Any]) -> str | None:
+    def unsupported_reason(self, args: Sequence[Any]) -> str | None:
         """Return what the kernel says of a call."""
-        reason = self.kernel.declines(*args)
+        reason = self.kernel.unsupported_reason(*args)
         require(
             reason is None or (isinstance(reason, str) and reason.strip()),
-            f"{self}: declines() must return None or a reason, got {reason!r}",
+            f"{self}: unsupported_reason() must return None or a reason, got {reason!r}",
         )
         return reason
 
-    def prepare(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return what the weight is packed into."""
-        prepared = self.kernel.prepare(weight)
+        prepared = self.kernel.prepack(weight)
         require(
             isinstance(prepared, (tuple, list)) and all(isinstance(each, torch.Tensor) for each in prepared),
-            f"{self}: prepare() must return a tuple of tensors for a weight of finite numbers, got {prepared!r}",
+            f"{self}: prepack() must return a tuple of tensors for a weight of finite numbers, got {prepared!r}",
         )
         assert prepared is not None
         return tuple(prepared)
@@ -267,7 +267,7 @@ class _KernelCall:
         """Return what the kernel makes of arguments, in a fast dtype."""
         given = self.on(device, args)
         with torch.no_grad():
-            prepared = self.prepare(given[self.product.weight].detach())
+            prepared = self.prepack(given[self.product.weight].detach())
         with self.said(f"where the fast dtype is {dtype}"):
             return run_prepared(self.kernel, prepared, *given, dtype=dtype)
 
@@ -297,7 +297,7 @@ def _calls(device: Device, name: str, declined_too: bool = False) -> Iterator[_K
         for sizes in _SIZES:
             for args in _arguments(op, *sizes):
                 call = _KernelCall(device.type, kernel, product, with_op, args)
-                if declined_too or device.fake or call.declines(call.on(device)) is None:
+                if declined_too or device.fake or call.unsupported_reason(call.on(device)) is None:
                     taken.append(op)
                     yield call
     if not taken:

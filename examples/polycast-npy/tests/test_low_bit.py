@@ -15,8 +15,8 @@ def product(scales, op, *args):
     """Call a kernel as polycast does, on tensors of the CPU."""
     kernel = Product(scales).kernels()[f"aten::{op}"]
     args = [arg.to("npy") if isinstance(arg, torch.Tensor) else arg for arg in args]
-    assert kernel.declines(*args) is None
-    return kernel.run(kernel.prepare(args[kernel.weight]), *args).cpu()
+    assert kernel.unsupported_reason(*args) is None
+    return kernel.run(kernel.prepack(args[kernel.weight]), *args).cpu()
 
 
 @pytest.fixture(params=["row", "tensor"])
@@ -122,4 +122,4 @@ def test_rows_of_zeros_give_the_bias(scales):
 def test_a_weight_with_inf_or_nan_is_not_packed(value):
     weight = torch.randn(8, 16)
     weight[3, 3] = value
-    assert Product("row").pack(weight.to("npy")) is None
+    assert Product("row").prepack(weight.to("npy")) is None

@@ -30,8 +30,8 @@ def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False)
     Args:
         op: by its name in the dispatcher.
         args: all that the op takes, in the order of its schema.
-        plain: whether it is known already that the tensors are such as :meth:`Plan.declines` looks for, that nothing
-            watches the ops, and that autograd has nothing to record.
+        plain: whether it is known already that the tensors are such as :meth:`Plan.unsupported_reason` looks for, that
+            nothing watches the ops, and that autograd has nothing to record.
     """
     region = state.machine.innermost(device_type)
     if region is None or region[0] is None:
@@ -72,4 +72,4 @@ def why_not(override: Override, op: str, device_type: str, args: Sequence[Any]) 
     weight = args[plan.kernels[op].weight]
     if isinstance(weight, torch.Tensor) and not weight.is_meta and parameter_of(weight) is None:
         return NO_WEIGHT
-    return plan.declines(op, args)
+    return plan.unsupported_reason(op, args)

@@ -88,7 +88,7 @@ class Plan:
         self._kinds = {op: _kind_of(backend, recipe, op, kernel) for op, kernel in self.kernels.items()}
         self._prepare = {op: _preparing(kernel) for op, kernel in self.kernels.items()}
 
-    def declines(self, op: str, args: Sequence[Any], plain: bool = False) -> str | None:
+    def unsupported_reason(self, op: str, args: Sequence[Any], plain: bool = False) -> str | None:
         """Say why an op is not computed by the recipe; None: it is, if its weight can be packed.
 
         Tensors that are known to be `plain` are not looked at one by one.
@@ -104,7 +104,7 @@ class Plan:
             return "its weight is no tensor"
         if weight.numel() < self._min_size:
             return SMALL
-        return kernel.declines(*args)
+        return kernel.unsupported_reason(*args)
 
     def _unfit(self, args: Sequence[Any]) -> str | None:
         records = torch.is_grad_enabled()
@@ -124,7 +124,7 @@ class Plan:
         self, op: str, args: Sequence[Any], cache: WeightCache | None, plain: bool = False
     ) -> torch.Tensor | str:
         """Return what a kernel makes of an op, or why none does."""
-        reason = self.declines(op, args, plain)
+        reason = self.unsupported_reason(op, args, plain)
         if reason is not None:
             return reason
         kernel = self.kernels[op]
@@ -148,19 +148,19 @@ class Plan:
 def _preparing(kernel: LowBitKernel) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...] | None]:
     """Return what packs a weight, so that it may serve anywhere."""
 
-    def prepare(weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    def prepack(weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         with torch.inference_mode(False), torch.no_grad():
-            packed = kernel.prepare(weight.detach())
+            packed = kernel.prepack(weight.detach())
             if isinstance(packed, torch.Tensor):  # which is a sequence too
-                raise TypeError(f"{type(kernel).__name__}.prepare must return a tuple of tensors or None, got a tensor")
+                raise TypeError(f"{type(kernel).__name__}.prepack must return a tuple of tensors or None, got a tensor")
             return tuple(packed or ()) or None
 
-    return prepare
+    return prepack
 
 
 def _kind_of(backend: Backend, recipe: Recipe, op: str, kernel: LowBitKernel) -> int:
     # Each region may have a recipe of its own that equals the last one's, with kernels of its own.
-    packing = (recipe.text, op) if kernel.packing is None else (recipe.kind, recipe.scales, kernel.packing)
+    packing = (recipe.text, op) if kernel.prepack_key is None else (recipe.kind, recipe.scales, kernel.prepack_key)
     with _lock:
         _kinds[:] = [known for known in _kinds if known[0]() is not None]
         kinds = next((kinds for of, kinds in _kinds if of() is backend), None)

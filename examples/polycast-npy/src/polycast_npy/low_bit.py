@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from polycast import LowBitProduct
+from polycast import LowBitMatmul
 
 from .tensors import array, from_array, numpy_dtype
 
@@ -18,7 +18,7 @@ _SMALLEST = 2.0**-110
 """What scales are made as if it were there, so that those of rows of zeros can be divided by."""
 
 
-class Product(LowBitProduct):
+class Product(LowBitMatmul):
     """Activations by a weight, with a scale for each row of the activations or one for all."""
 
     takes_batches = True
@@ -27,7 +27,7 @@ class Product(LowBitProduct):
         self._axis = -1 if scales == "row" else None
 
     @override
-    def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+    def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         import numpy as np
 
         values = array(weight)

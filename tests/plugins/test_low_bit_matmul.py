@@ -1,4 +1,4 @@
-"""`LowBitProduct`: what one product is for each of the four ops, and which calls it is not asked for."""
+"""`LowBitMatmul`: what one product is for each of the four ops, and which calls it is not asked for."""
 
 import pytest
 import torch
@@ -8,13 +8,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import polycast
 
 
-class Product(polycast.LowBitProduct):
+class Product(polycast.LowBitMatmul):
     """Multiplies in float64, and notes what it is given."""
 
     def __init__(self):
         self.given = []
 
-    def pack(self, weight):
+    def prepack(self, weight):
         return (weight.double().contiguous(),)
 
     def multiply(self, x, packed, bias, alpha):
@@ -28,15 +28,15 @@ class OfBatches(Product):
 
 
 class NoRows(Product):
-    def declines(self, x, size, bias):
+    def unsupported_reason(self, x, size, bias):
         return f"{list(x.shape)} by {list(size)} and {bias is not None}"
 
 
 def run(product, op, *args):
     """Call a kernel as polycast does."""
     kernel = product.kernels()[f"aten::{op}"]
-    assert kernel.declines(*args) is None
-    return kernel.run(kernel.prepare(args[kernel.weight]), *args)
+    assert kernel.unsupported_reason(*args) is None
+    return kernel.run(kernel.prepack(args[kernel.weight]), *args)
 
 
 @pytest.mark.parametrize("of", [Product, OfBatches])
@@ -73,14 +73,16 @@ def test_a_weight_is_packed_with_a_row_for_each_output_feature_whatever_the_op()
     weight = torch.randn(4, 6)
     kernels = Product().kernels()
     for op, given in {"linear": weight, "matmul": weight.t(), "mm": weight.t(), "addmm": weight.t()}.items():
-        assert torch.equal(kernels[f"aten::{op}"].prepare(given)[0], weight.double())
+        assert torch.equal(kernels[f"aten::{op}"].prepack(given)[0], weight.double())
 
 
 def test_ops_share_packings_that_are_alike_and_products_of_another_class_do_not():
-    linear, *others = (Product().kernels()[f"aten::{op}"].packing for op in ("linear", "matmul", "mm", "addmm"))
+    linear, *others = (Product().kernels()[f"aten::{op}"].prepack_key for op in ("linear", "matmul", "mm", "addmm"))
     assert len(set(others)) == 1
     assert linear not in others
-    assert linear == Product().kernels()["aten::linear"].packing != OfBatches().kernels()["aten::linear"].packing
+    assert (
+        linear == Product().kernels()["aten::linear"].prepack_key != OfBatches().kernels()["aten::linear"].prepack_key
+    )
 
 
 X, WEIGHT = torch.ones(5, 6), torch.ones(4, 6)
@@ -125,13 +127,16 @@ DECLINED = {
 )
 def test_what_is_declined_has_a_reason_on_real_and_on_fake_tensors(reason, op, args):
     kernel = NoRows().kernels()[f"aten::{op}"]
-    assert kernel.declines(*args) == reason
+    assert kernel.unsupported_reason(*args) == reason
     with FakeTensorMode() as mode:
-        assert kernel.declines(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args)) == reason
+        assert (
+            kernel.unsupported_reason(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args))
+            == reason
+        )
 
 
 def test_a_product_that_fits_may_be_declined_by_the_size_of_the_weight_and_by_what_is_added():
     kernels = NoRows().kernels()
-    assert kernels["aten::linear"].declines(X, WEIGHT, None) == "[5, 6] by [4, 6] and False"
-    assert kernels["aten::mm"].declines(X, WEIGHT.t()) == "[5, 6] by [4, 6] and False"
-    assert kernels["aten::addmm"].declines(torch.ones(4), X, WEIGHT.t(), 1, 1) == "[5, 6] by [4, 6] and True"
+    assert kernels["aten::linear"].unsupported_reason(X, WEIGHT, None) == "[5, 6] by [4, 6] and False"
+    assert kernels["aten::mm"].unsupported_reason(X, WEIGHT.t()) == "[5, 6] by [4, 6] and False"
+    assert kernels["aten::addmm"].unsupported_reason(torch.ones(4), X, WEIGHT.t(), 1, 1) == "[5, 6] by [4, 6] and True"

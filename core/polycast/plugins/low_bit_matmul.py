@@ -1,0 +1,202 @@
+"""`LowBitMatmul`: the kernels of linear, matmul, mm and addmm, from one matrix multiplication in low bit."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from typing_extensions import override
+
+from .backend import LowBitKernel
+
+_Prepacked: TypeAlias = "tuple[torch.Tensor, ...]"
+_Multiply: TypeAlias = "Callable[[torch.Tensor, _Prepacked, torch.Tensor | None, float], torch.Tensor]"
+
+_SIZE_MISMATCH = "the sizes do not fit"
+
+
+class LowBitMatmul:
+    """Multiplies activations by a weight in low bit. A backend subclasses it.
+
+    polycast makes the kernels of four ops from it: they read the ops' arguments, reject sizes that do not match,
+    transpose weights and reshape results.
+
+    Attributes:
+        takes_batches: whether `multiply` takes activations of any number of dimensions. If not, it gets matrices.
+
+    Example:
+        >>> import polycast
+        >>> class Matmul(polycast.LowBitMatmul):
+        ...     def prepack(self, weight):
+        ...         return (weight.clone(),)
+        ...     def multiply(self, x, prepacked, bias, alpha):
+        ...         ...
+        >>> sorted(Matmul().kernels())
+        ['aten::addmm', 'aten::linear', 'aten::matmul', 'aten::mm']
+    """
+
+    takes_batches: bool = False
+
+    def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+        """Return the prepacked weight, tensors with memory of their own; None if this weight cannot be prepacked.
+
+        Called once for each state of the weight, without autograd and outside of autocast. It may read its values.
+
+        Args:
+            weight: [N, K], a row for each output feature, with any strides; float32, bfloat16 or float16.
+        """
+        raise NotImplementedError
+
+    def multiply(
+        self, x: torch.Tensor, prepacked: tuple[torch.Tensor, ...], bias: torch.Tensor | None, alpha: float
+    ) -> torch.Tensor:
+        """Return ``alpha * (x @ weight.T) + bias`` in the fast dtype: ``torch.get_autocast_dtype`` of the device.
+
+        Args:
+            x: activations, in the caller's dtype: [M, K], or [..., K] with `takes_batches`.
+            prepacked: what `prepack` returned.
+            bias: broadcast to the result [M, N]; for linear, and almost always, a vector [N].
+            alpha: 1.0, except in addmm.
+
+        Returns:
+            [M, N], or [..., N], contiguous.
+        """
+        raise NotImplementedError
+
+    def unsupported_reason(self, x: torch.Tensor, size: Sequence[int], bias: torch.Tensor | None) -> str | None:
+        """Return why `multiply` does not support a call with matching, nonzero sizes; None if it does.
+
+        Called for every call, with fake tensors too: it may read dtypes, sizes and strides, but no values.
+
+        Args:
+            x: activations, [..., K].
+            size: the weight's, N and K.
+            bias: the caller's.
+        """
+        return None
+
+    def kernels(self) -> Mapping[str, LowBitKernel]:
+        """Return the kernels by op, for ``Backend.low_bit_kernels`` to return alone or with others."""
+        return {
+            "aten::linear": _Linear(self),
+            "aten::matmul": _Matmul(self),
+            "aten::mm": _Mm(self),
+            "aten::addmm": _Addmm(self),
+        }
+
+
+class _Kernel(LowBitKernel):
+    weight_layout: str
+
+    def __init__(self, matmul: LowBitMatmul) -> None:
+        self._prepack = matmul.prepack
+        self._unsupported_reason = matmul.unsupported_reason
+        self._multiply = matmul.multiply if matmul.takes_batches else _flatten_batches(matmul.multiply)
+        self.prepack_key: Hashable = type(matmul), self.weight_layout
+
+
+class _Linear(_Kernel):
+    """``aten::linear``: a weight [N, K]."""
+
+    weight_layout = "rows are output features"
+
+    @override
+    def unsupported_reason(self, *args: Any) -> str | None:
+        x, weight, bias = args
+        size = weight.shape
+        if bias is not None and bias.shape != size[:1]:
+            return "the bias is not a vector of the output features"
+        return _size_mismatch(x, size) or self._unsupported_reason(x, size, bias)
+
+    @override
+    def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+        return self._prepack(weight)
+
+    @override
+    def run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
+        x, _, bias = args
+        return self._multiply(x, prepacked, bias, 1.0)
+
+
+class _Matmul(_Kernel):
+    """``aten::matmul`` with a matrix on the right, [K, N]."""
+
+    weight_layout = "columns are output features"
+
+    @override
+    def unsupported_reason(self, *args: Any) -> str | None:
+        x, weight = args
+        size = weight.shape[::-1]
+        return _size_mismatch(x, size) or self._unsupported_reason(x, size, None)
+
+    @override
+    def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+        return self._prepack(weight.t())
+
+    @override
+    def run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
+        return self._multiply(args[0], prepacked, None, 1.0)
+
+
+class _Mm(_Matmul):
+    """``aten::mm``: a matrix by a weight [K, N]."""
+
+    @override
+    def unsupported_reason(self, *args: Any) -> str | None:
+        return _SIZE_MISMATCH if args[0].dim() != 2 else super().unsupported_reason(*args)
+
+
+class _Addmm(_Matmul):
+    """``aten::addmm``: ``beta * bias + alpha * (x @ weight)``, with a bias that is broadcast."""
+
+    weight = 2
+
+    @override
+    def unsupported_reason(self, *args: Any) -> str | None:
+        bias, x, weight, beta, alpha = args
+        size = weight.shape[::-1]
+        reason = _size_mismatch(x, size)
+        if reason is not None:
+            return reason
+        if x.dim() != 2 or not _can_broadcast(bias.shape, (x.shape[0], size[0])):
+            return _SIZE_MISMATCH
+        if isinstance(beta, complex) or isinstance(alpha, complex):
+            return "beta or alpha is complex"
+        return self._unsupported_reason(x, size, bias)
+
+    @override
+    def run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
+        bias, x, _, beta, alpha = args
+        if beta == 0:  # torch then ignores the bias, nan included
+            bias = None
+        elif beta != 1:
+            bias = bias.float() * beta
+        return self._multiply(x, prepacked, bias, float(alpha))
+
+
+def _size_mismatch(x: torch.Tensor, size: Sequence[int]) -> str | None:
+    """Return why activations cannot be multiplied by a weight of size (N, K)."""
+    if len(size) != 2:
+        return "the weight is not a matrix"
+    if x.dim() == 0 or x.shape[-1] != size[1]:
+        return _SIZE_MISMATCH
+    return "the weight has no elements" if 0 in size else None
+
+
+def _can_broadcast(shape: Sequence[int], to: Sequence[int]) -> bool:
+    if len(shape) > len(to):
+        return False
+    return all(own in (1, size) for own, size in zip(reversed(shape), reversed(to), strict=False))
+
+
+def _flatten_batches(multiply: _Multiply) -> _Multiply:
+    """Return a multiplication of activations with any number of dimensions, given one of matrices."""
+
+    def multiply_flat(
+        x: torch.Tensor, prepacked: tuple[torch.Tensor, ...], bias: torch.Tensor | None, alpha: float
+    ) -> torch.Tensor:
+        if x.dim() == 2:
+            return multiply(x, prepacked, bias, alpha)
+        result = multiply(x.reshape(-1, x.shape[-1]), prepacked, bias, alpha)
+        return result.view(*x.shape[:-1], result.shape[-1])
+
+    return multiply_flat
