@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .plugins.low_bit_matmul import LowBitMatmul
     from .plugins.registry import backends, get_backend, is_autocast_available, register_backend, unregister_backend
     from .policy.cast_policy import CastPolicy, policy_table
-    from .policy.recipes import Float8, Int8, NoRecipe, Recipe
+    from .policy.recipe import Float8, Int8, NoRecipe, Recipe
     from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
     from .policy.value import Policy
     from .precision.compare import compare
@@ -85,17 +85,17 @@ _LAZY_NAMES = {
     "Comparison": "precision.comparison",
     "Evidence": "precision.evidence",
     "Explanation": "region.explanation",
-    "Float8": "policy.recipes",
-    "Int8": "policy.recipes",
+    "Float8": "policy.recipe",
+    "Int8": "policy.recipe",
     "InvalidBackendError": "errors",
     "LowBitKernel": "plugins.backend",
     "LowBitMatmul": "plugins.low_bit_matmul",
     "ModuleRules": "region.module_rules",
-    "NoRecipe": "policy.recipes",
+    "NoRecipe": "policy.recipe",
     "Observation": "observer.observation",
     "OpRegistration": "engine.register_op",
     "Policy": "policy.value",
-    "Recipe": "policy.recipes",
+    "Recipe": "policy.recipe",
     "RecipeDisabledWarning": "errors",
     "STANDARD_POLICIES": "policy.standard",
     "STANDARD_REMEDIES": "policy.standard",

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from polycast import Float8, Int8, NoRecipe, Recipe
-from polycast.policy.recipes import read_recipe
+from polycast.policy.recipe import read_recipe
 
 RECIPES = [
     Int8(),

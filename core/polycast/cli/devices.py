@@ -12,7 +12,7 @@ from ..errors import BackendBrokenError
 from ..plugins.discovery import BackendStatus, check_recipe
 from ..plugins.registry import backends, get_backend
 from ..policy.dtypes import dtype_name
-from ..policy.recipes import Float8, Int8
+from ..policy.recipe import Float8, Int8
 from .compiled import origins
 from .terminal import console, engine_and_origin, library_errors, print_json, table
 

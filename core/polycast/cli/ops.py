@@ -14,7 +14,7 @@ from ..plugins.backend import Backend
 from ..plugins.registry import get_backend
 from ..policy.cast_policy import CastPolicy
 from ..policy.names import read_policy
-from ..policy.recipes import read_recipe
+from ..policy.recipe import read_recipe
 from ..region.explain import explain_in
 from ..region.explanation import Explanation
 from ..region.policies import override_of, with_recipe

@@ -19,7 +19,7 @@ from ..plugins.discovery import check_availability, check_dtype
 from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
 from ..policy.names import read_dtype
-from ..policy.recipes import read_recipe
+from ..policy.recipe import read_recipe
 from ..policy.value import Policy
 from .terminal import library_errors
 

@@ -12,7 +12,7 @@ import typer
 
 from ..observer.report.target import check_target
 from ..policy.names import read_dtype
-from ..policy.recipes import read_recipe
+from ..policy.recipe import read_recipe
 from ..precision.evidence import Tuned
 from ..precision.tune import tune
 from .terminal import console, library_errors

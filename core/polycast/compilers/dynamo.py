@@ -25,7 +25,7 @@ from ..engine.casts.weight_cache import WeightCache, cache_by_identity
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.installation import also_put_in_place, kernels_of
 from ..engine.state import MODULE_RULE, Origin, Override, Settings
-from ..policy.recipes import Recipe, read_recipe
+from ..policy.recipe import Recipe, read_recipe
 from ..torch_internals import changes
 from ..torch_internals.lookup import find
 from ..torch_internals.patcher import Patch, method_of

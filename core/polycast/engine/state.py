@@ -18,7 +18,7 @@ import torch
 
 from ..common.cached_property import cached_property
 from ..policy.cast_policy import CastPolicy
-from ..policy.recipes import Recipe
+from ..policy.recipe import Recipe
 from .casts.weight_cache import WeightCache
 from .disable_dynamo import disable_dynamo
 

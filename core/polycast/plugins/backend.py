@@ -9,7 +9,7 @@ import torch
 
 from ..errors import InvalidBackendError
 from ..policy.cast_policy import CastPolicy
-from ..policy.recipes import Recipe
+from ..policy.recipe import Recipe
 from ..policy.validation import table_problems
 from ..torch_internals.dispatcher import OpOverload, is_autocast_available
 

@@ -18,7 +18,7 @@ import torch
 from ..common import env
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError, InvalidBackendError, warn_user
 from ..policy.names import nearest
-from ..policy.recipes import Recipe
+from ..policy.recipe import Recipe
 from . import hookspecs
 from .backend import Availability, Backend, validate
 

@@ -13,7 +13,7 @@ from .dtypes import dtype_name
 from .globs import Glob, Names
 from .names import MAX_PROBLEMS, nearest, policy_error, read_dtype
 from .op_policies import OpPolicies
-from .recipes import Recipe, is_recipe_name, read_recipe
+from .recipe import Recipe, is_recipe_name, read_recipe
 
 FP32 = "fp32"
 """The rule for computing in float32."""
@@ -61,7 +61,6 @@ def _check_key(key: object) -> None:
 
 def _read_rule(rule: object) -> ModuleRule:
     if isinstance(rule, Recipe):
-        rule.written  # noqa: B018  it raises if the recipe cannot be saved
         return rule
     if isinstance(rule, Mapping):
         return recipe_of_table(rule) if RECIPE in rule else OpPolicies(rule)

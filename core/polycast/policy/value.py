@@ -15,7 +15,7 @@ from .cast_policy import CastPolicy
 from .modules import ModuleRule, read_rules
 from .names import nearest
 from .op_policies import OpPolicies
-from .recipes import Recipe
+from .recipe import Recipe
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 

@@ -11,7 +11,7 @@ from ..policy.cast_policy import CastPolicy
 from ..policy.dtypes import dtype_name
 from ..policy.globs import escape
 from ..policy.names import OpName, known_overloads, ops_with, read_op
-from ..policy.recipes import NoRecipe, Recipe
+from ..policy.recipe import NoRecipe, Recipe
 from ..policy.schemas import find_op
 from ..policy.value import Policy
 from ..region.autocast import autocast

@@ -15,7 +15,7 @@ from ..errors import warn_user
 from ..observer.low_bit_counts import LowBitCounts
 from ..plugins.discovery import check_availability, check_recipe
 from ..plugins.registry import get_backend
-from ..policy.recipes import NoRecipe, Recipe, RecipeLike, read_recipe
+from ..policy.recipe import NoRecipe, Recipe, RecipeLike, read_recipe
 from ..policy.value import Policy, PolicyLike
 from ..region.autocast import autocast, why_disabled
 from ..region.module_rules import apply_policy

@@ -10,7 +10,7 @@ from ..common.plain_text import as_text, under_the_head
 from ..observer.low_bit_counts import low_bit_lines
 from ..observer.records import LowBit
 from ..policy.dtypes import dtype_name
-from ..policy.recipes import Recipe
+from ..policy.recipe import Recipe
 from .errors import Error, json_number
 
 if TYPE_CHECKING:

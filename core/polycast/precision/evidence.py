@@ -13,7 +13,7 @@ from ..engine.choice import choose
 from ..policy import files
 from ..policy.dtypes import dtype_name
 from ..policy.files import PolicyPath
-from ..policy.recipes import Recipe
+from ..policy.recipe import Recipe
 from ..policy.value import Policy
 from .errors import json_number
 from .search import Members

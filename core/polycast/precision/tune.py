@@ -13,7 +13,7 @@ from ..common.versions import versions
 from ..errors import warn_user
 from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
-from ..policy.recipes import Recipe, RecipeLike
+from ..policy.recipe import Recipe, RecipeLike
 from ..policy.registered import policies_for
 from ..region.autocast import autocast
 from ..region.module_rules import apply_policy

@@ -22,7 +22,7 @@ from ..errors import AutocastDisabledWarning, warn_user
 from ..plugins.backend import Availability, Backend
 from ..plugins.discovery import check_availability, check_dtype
 from ..plugins.registry import registry
-from ..policy.recipes import RecipeLike
+from ..policy.recipe import RecipeLike
 from ..policy.value import PolicyLike
 from .checkpoint import carry_regions
 from .decorate import decorate

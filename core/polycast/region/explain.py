@@ -16,7 +16,7 @@ from ..plugins.backend import Backend
 from ..plugins.registry import registry
 from ..policy.cast_policy import CastPolicy
 from ..policy.names import OpName, known_overloads, read_op
-from ..policy.recipes import RecipeLike, read_recipe
+from ..policy.recipe import RecipeLike, read_recipe
 from ..policy.registered import registrations
 from ..policy.schemas import find_op, flatten_arguments, optional_dtype, overload_with_dtype
 from ..policy.value import PolicyLike

@@ -16,7 +16,7 @@ from ..engine.state import Override
 from ..policy.modules import FP32, OFF, ModuleFinder, ModuleRule
 from ..policy.names import read_dtype
 from ..policy.op_policies import OpPolicies
-from ..policy.recipes import Recipe
+from ..policy.recipe import Recipe
 from ..policy.value import Policy, PolicyLike
 from . import compiled_models
 from .ruled_forward import ANY_DEVICE, FORWARD, Mark, Rule, RuledForward, rules_of

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..engine.state import MODULE_RULE, REGIONS_POLICY, Origin, Override
 from ..policy.op_policies import OpPolicies
-from ..policy.recipes import Recipe
+from ..policy.recipe import Recipe
 from ..policy.value import Policy, PolicyLike
 
 _KEPT = 256

@@ -5,7 +5,7 @@ from ..engine.low_bit.plan import packings
 from ..errors import RecipeDisabledWarning, warn_user
 from ..plugins.backend import Backend
 from ..plugins.discovery import check_recipe
-from ..policy.recipes import NoRecipe, Recipe, RecipeLike, read_recipe
+from ..policy.recipe import NoRecipe, Recipe, RecipeLike, read_recipe
 from . import fused_attention  # noqa: F401  # is in place wherever a recipe is
 
 _told: set[tuple[str, str]] = set()

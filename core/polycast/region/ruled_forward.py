@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from ..engine import state
 from ..plugins.registry import registry
 from ..policy.op_policies import OpPolicies
-from ..policy.recipes import Recipe
+from ..policy.recipe import Recipe
 from ..torch_internals.dispatcher import autocast_supported_devices
 from . import switched_off
 from .autocast import autocast

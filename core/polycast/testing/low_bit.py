@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..plugins.backend import LowBitKernel
-from ..policy.recipes import Float8, Int8, Recipe
+from ..policy.recipe import Float8, Int8, Recipe
 from ..policy.schemas import find_op, unflatten_arguments
 
 _SMALLEST = 2.0**-110

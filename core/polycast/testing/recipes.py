@@ -16,7 +16,7 @@ from ..engine.low_bit.listeners import listeners
 from ..engine.low_bit.operators import operator_of
 from ..plugins.backend import LowBitKernel
 from ..policy.cast_policy import CastPolicy
-from ..policy.recipes import Float8, Int8, Recipe
+from ..policy.recipe import Float8, Int8, Recipe
 from ..policy.schemas import find_op
 from ..region.autocast import autocast
 from .contract import answer_of

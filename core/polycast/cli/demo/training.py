@@ -15,7 +15,7 @@ from ...observer.observe import observe
 from ...plugins.discovery import check_recipe
 from ...plugins.registry import get_backend
 from ...policy.dtypes import dtype_name
-from ...policy.recipes import Int8
+from ...policy.recipe import Int8
 from ...region.autocast import autocast
 from .digits import SEED, Digits, network
 

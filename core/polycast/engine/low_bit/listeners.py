@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from ...common.listeners import Listeners
-from ...policy.recipes import Recipe
+from ...policy.recipe import Recipe
 from ...torch_internals.names import tracing_context
 
 listeners: Listeners[Callable[[str, str, str, str | None], object]] = Listeners()

@@ -13,7 +13,7 @@ import torch
 from torch.library import Library
 
 from ...plugins.registry import registry
-from ...policy.recipes import Recipe
+from ...policy.recipe import Recipe
 from ...policy.schemas import find_op, unflatten_arguments
 from ...torch_internals.dispatcher import OpOverload, disable_autocast, noting_views
 from .. import state

@@ -16,7 +16,7 @@ from ...common.atfork import hold_during_fork
 from ...plugins.backend import Backend, LowBitKernel
 from ...plugins.discovery import check_recipe
 from ...plugins.registry import registry
-from ...policy.recipes import Recipe
+from ...policy.recipe import Recipe
 from ...torch_internals.names import disable_current_modes, has_python_key
 from .. import state
 from ..casts.weight_cache import WeightCache

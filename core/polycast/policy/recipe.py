@@ -1,4 +1,4 @@
-"""Recipes: in which numbers below the fast dtype a region's products are computed, as values that hold no state."""
+"""`Recipe`: how a region computes matmuls in a lower precision than the fast dtype."""
 
 import functools
 from collections.abc import Iterable
@@ -9,33 +9,30 @@ from typing_extensions import Self
 
 from .names import known_overloads, nearest, read_op
 
-_PRODUCTS = ("addmm", "linear", "matmul", "mm")
+_MATMULS = ("addmm", "linear", "matmul", "mm")
 _SCALES = ("row", "tensor")
 _kinds: dict[str, type["Recipe"]] = {}
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Recipe:
-    """How a region computes the products that have LOWER_PRECISION_FP, in numbers below the fast dtype.
+    """How a region computes ops with the policy LOWER_PRECISION_FP in a lower precision than the fast dtype.
 
-    A frozen value without state, given as ``polycast.autocast(..., recipe=...)``. The fast dtype stays what it is: it
-    is the dtype of what comes out, and of every op that the recipe does not run. Recipes with the same settings are
-    equal.
+    An immutable value for ``polycast.autocast(..., recipe=...)``. Outputs have the fast dtype, and ops without a kernel
+    for the recipe compute in it. To compute a module in the fast dtype, give it the rule ``"none"``
+    (:func:`apply_policy`). Recipes with equal settings are equal, and can be made in compiled code.
 
-    A subclass has a `kind` of its own, by which backends tell it.
-
-    Compiled code may make recipes and be given them: Dynamo traces the construction of a frozen dataclass. To leave a
-    module in the fast dtype, give it the rule ``"none"`` (:func:`apply_policy`).
+    A subclass defines its own `kind`, which backends query.
 
     Args:
-        scales: ``"row"``: a scale for each row of the activations and each output feature; ``"tensor"``: one for the
-            activations together.
-        ops: the ops that run so where the backend has a kernel for it, by names as in a :class:`Policy`.
-        min_size: the least number of elements that a weight has for it to pay.
+        scales: ``"row"``: a scale for each row of the activations and each output feature; ``"tensor"``: one scale for
+            all activations.
+        ops: the ops to compute by the recipe if the backend has a kernel, by names as in a :class:`Policy`.
+        min_size: the smallest number of elements of a weight for which the recipe is used.
 
     Raises:
         TypeError: `ops` are not names, or `min_size` is not an int.
-        ValueError: `scales` is neither; torch has no such op; `min_size` is negative.
+        ValueError: `scales` is neither; torch has no such op; or `min_size` is negative.
     """
 
     kind: ClassVar[str]
@@ -53,13 +50,8 @@ class Recipe:
         if isinstance(kind, str):
             _kinds[kind] = cls
 
-    def __init__(
-        self,
-        scales: str = "row",
-        ops: Iterable[str] = _PRODUCTS,
-        min_size: int | None = None,
-    ) -> None:
-        # Dynamo traces this, and everything that it calls.
+    def __init__(self, scales: str = "row", ops: Iterable[str] = _MATMULS, min_size: int | None = None) -> None:
+        # Dynamo traces this and the functions that it calls.
         if not hasattr(self, "kind"):
             raise TypeError(f"{type(self).__name__} is no kind of recipe: use one such as polycast.Int8")
         if scales not in _SCALES:
@@ -79,16 +71,16 @@ class Recipe:
 
     @classmethod
     def of_text(cls, text: str) -> "Recipe":
-        """Return the recipe that has a `text`."""
-        kind, *said = text.split(" ")
-        if not said:
+        """Return the recipe with a `text`."""
+        kind, *settings = text.split(" ")
+        if not settings:
             return _kinds[kind]()
-        scales, ops, min_size = said
+        scales, ops, min_size = settings
         return _restored(_kinds[kind], scales, tuple(ops.split(",")) if ops else (), int(min_size))
 
     @property
     def derived(self) -> dict[Any, Any]:
-        """What others have made of it, and of those that equal it, each under a key that has its type."""
+        """Objects that other modules derived from equal recipes, each under a key that has its type."""
         found: dict[Any, Any] | None = vars(self).get("_derived")
         if found is None:
             found = vars(self)["_derived"] = _derived(self.text)  # this recipe's, also once the table has dropped it
@@ -96,17 +88,17 @@ class Recipe:
 
     @property
     def overloads(self) -> frozenset[str]:
-        """The ops that run so, by their names in the dispatcher."""
+        """The ops to compute by the recipe, by dispatcher name."""
         return frozenset(name for op in self.ops for name in known_overloads(read_op(op)))
 
     @property
     def short(self) -> str:
-        """The kind and the scales, as the command takes them, such as ``"int8"`` or ``"int8:tensor"``."""
+        """The name, which has the kind and the scales, such as ``"int8"`` or ``"int8:tensor"``."""
         return self.kind if self.scales == "row" else f"{self.kind}:{self.scales}"
 
     @property
     def written(self) -> str | dict[str, Any]:
-        """The recipe in a policy file: its name, or a table where it has other settings."""
+        """The recipe as in a policy file: its name, or a table if it has other settings."""
         if self == type(self)(self.scales):
             return self.short
         return {"recipe": self.short, "ops": list(self.ops), "min_size": self.min_size}
@@ -118,10 +110,10 @@ class Recipe:
         return hash(self.text)
 
     def __repr__(self) -> str:
-        said = [] if self.scales == "row" else [f"scales={self.scales!r}"]
-        said += [] if self.ops == _PRODUCTS else [f"ops={self.ops!r}"]
-        said += [] if self.min_size == self.default_min_size else [f"min_size={self.min_size}"]
-        return f"{type(self).__name__}({', '.join(said)})"
+        arguments = [] if self.scales == "row" else [f"scales={self.scales!r}"]
+        arguments += [] if self.ops == _MATMULS else [f"ops={self.ops!r}"]
+        arguments += [] if self.min_size == self.default_min_size else [f"min_size={self.min_size}"]
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
     def __copy__(self) -> Self:
         return self
@@ -132,10 +124,10 @@ class Recipe:
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Int8(Recipe):
-    """Products of 8-bit integers, for inference; see :class:`Recipe` for the arguments.
+    """Matmuls of 8-bit integers, for inference; see :class:`Recipe` for the arguments.
 
-    Weights are packed once, with a scale for each output feature, and activations quantized at each call. Where
-    autograd records, the op runs in the fast dtype.
+    Weights are prepacked once, with a scale for each output feature; activations are quantized at each call. Ops that
+    autograd records run in the fast dtype.
 
     Example:
         >>> import torch, polycast
@@ -151,7 +143,7 @@ class Int8(Recipe):
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Float8(Recipe):
-    """Products of 8-bit floats (e4m3), for inference; see :class:`Recipe` for the arguments. Experimental."""
+    """Matmuls of 8-bit floats (e4m3), for inference; see :class:`Recipe` for the arguments. Experimental."""
 
     kind = "float8"
     default_min_size = 2**22
@@ -159,7 +151,7 @@ class Float8(Recipe):
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class NoRecipe(Recipe):
-    """No recipe: the fast dtype for every op, in a region inside one with a recipe."""
+    """The fast dtype for every op, in a region inside one with a recipe."""
 
     kind = "none"
 
@@ -169,7 +161,7 @@ class NoRecipe(Recipe):
 
     @property
     def written(self) -> str:
-        """Its name."""
+        """The name."""
         return self.kind
 
     def __repr__(self) -> str:
@@ -180,22 +172,22 @@ class NoRecipe(Recipe):
 
 
 def _restored(kind: type[Recipe], *fields: Any) -> Recipe:
-    """Return a recipe with these fields, also of a subclass whose constructor takes others."""
+    """Return a recipe with these fields, without calling a subclass's constructor."""
     recipe = object.__new__(kind)
     Recipe.__init__(recipe, *fields)
     return recipe
 
 
 RecipeLike: TypeAlias = Recipe | str
-"""What every ``recipe=`` takes: a recipe, or ``"int8"``, ``"int8:tensor"``, ``"float8"``, ``"none"``."""
+"""The type of every ``recipe=`` argument: a recipe, or ``"int8"``, ``"int8:tensor"``, ``"float8"``, ``"none"``."""
 
 
 def read_recipe(recipe: object) -> Recipe:
-    """Return the recipe that is given as one or as text.
+    """Return a recipe, given as one or by name.
 
     Raises:
         TypeError: it is neither.
-        ValueError: the text names none, with the nearest name.
+        ValueError: no recipe has the name. The message has the nearest name.
     """
     if isinstance(recipe, Recipe):
         return recipe
@@ -214,7 +206,7 @@ def read_recipe(recipe: object) -> Recipe:
 
 
 def is_recipe_name(text: str) -> bool:
-    """Say whether a text names a recipe."""
+    """Return whether a text names a recipe."""
     return text.partition(":")[0] in _kinds
 
 
@@ -222,15 +214,15 @@ def _read_ops(ops: Iterable[str]) -> tuple[str, ...]:
     if isinstance(ops, str) or not isinstance(ops, Iterable):
         raise TypeError(f"ops must be names of ops, such as ('linear', 'mm'), got {ops!r}")
     given = tuple(ops)
-    return given if given == _PRODUCTS else _known_ops(given)
+    return given if given == _MATMULS else _known_ops(given)
 
 
 def _known_ops(ops: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of ops, sorted; Dynamo, which cannot trace the look-up, calls it and keeps the answer."""
+    """Return the sorted names of ops. Dynamo cannot trace the look-up, so it calls this and treats it as a constant."""
     return _sorted_ops(ops)
 
 
-# What torch.compiler.assume_constant_result sets, without its import of Dynamo.
+# As torch.compiler.assume_constant_result does, which imports Dynamo.
 setattr(_known_ops, "_dynamo_marked_constant", True)
 
 
