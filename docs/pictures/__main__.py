@@ -6,10 +6,9 @@ from . import architecture, devices, report, speed
 
 DOCS = Path(__file__).parent.parent
 PICTURES = {
-    "architecture.svg": architecture.way,
+    "architecture.svg": architecture.draw,
     "devices.svg": devices.draw,
     "report.svg": report.draw,
-    "rooms.svg": architecture.rooms,
     "speed.svg": speed.draw,
 }
 

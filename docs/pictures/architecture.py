@@ -1,49 +1,17 @@
-"""The way of an op through polycast, and the rooms of the core."""
+"""Draw the path of an op through polycast."""
 
 from .svg import Picture
 
-ROOMS = (
-    (("cli", "the polycast command"), ("testing", "the suite for makers of backends")),
-    (("drop_in", "standing in for torch's autocast"),),
-    (("distributed", "FSDP2"), ("precision", "where errors come from, and what must stay in float32")),
-    (("region", "autocast, and what enters and leaves it"),),
-    (("compilers", "TorchScript, Dynamo, export, guards"), ("out_dtype", "an op in another dtype")),
-    (("engine", "kernels, state, casts"),),
-    (("plugins", "the contract, discovery, registry"),),
-    (("policy", "what is cast, and to what"),),
-    (("torch_internals", "what is private in torch: the names that are read, the changes that are made"),),
-    (("errors", "what is raised and warned"),),
-)
 
-
-def rooms() -> Picture:
-    """Return the floors of the core, from the top."""
-    height = 44
-    picture = Picture(
-        760,
-        len(ROOMS) * (height + 8) + 24,
-        "The rooms of the core",
-        "From the top: " + "; ".join(" and ".join(name for name, _ in floor) for floor in ROOMS),
-    )
-    for number, floor in enumerate(ROOMS):
-        y, width = 16 + number * (height + 8), (728 - 8 * (len(floor) - 1)) / len(floor)
-        for place, (name, what) in enumerate(floor):
-            x = 16 + place * (width + 8)
-            picture.box(x, y, width, height, "panel", radius=6)
-            picture.text(x + 12, y + 19, name, "mono bold accent", size=13)
-            picture.text(x + 12, y + 36, what, "quiet", size=12)
-    return picture
-
-
-def way() -> Picture:
-    """Return what calls what as a region is entered and an op runs."""
+def draw() -> Picture:
+    """Draw the calls when a region is entered and an op runs."""
     picture = Picture(
         860,
         560,
-        "The way of an op through polycast",
-        "A region asks the registry for the backend, which is a plugin, puts kernels in place at torch's Autocast key "
-        "and pushes a frame that sets torch's thread-local state; an op reaches the kernels at that key, which cast "
-        "its inputs and call it again.",
+        "The path of an op through polycast",
+        "A region asks the registry for the backend, which is a plugin, installs kernels at torch's Autocast key and "
+        "pushes a frame that sets torch's thread-local state; an op reaches the kernels at that key, which cast its "
+        "inputs and call it again.",
     )
 
     def group(y: float, height: float, name: str) -> None:
@@ -62,14 +30,14 @@ def way() -> Picture:
     box(40, 158, "plugins", "discovery, loading, status")
     box(340, 158, "engine/state", "frames of this thread")
     box(630, 158, "engine/kernels", "at the Autocast keys")
-    box(340, 234, "engine/weights", "casts that are kept")
-    box(630, 234, "policy, engine/casting", "what is cast, and to what")
+    box(340, 234, "engine/casts", "cached casts")
+    box(630, 234, "policy", "what is cast, and to what")
     picture.arrow((340, 106), (130, 106), (130, 158))
     picture.text(140, 98, "1: which backend?", "quiet", size=12)
     picture.arrow((430, 130), (430, 158))
     picture.text(440, 148, "3: push a frame", "quiet", size=12)
     picture.arrow((520, 106), (720, 106), (720, 158))
-    picture.text(530, 98, "2: kernels in place (first time)", "quiet", size=12)
+    picture.text(530, 98, "2: install kernels (first time)", "quiet", size=12)
     picture.arrow((720, 206), (720, 234))
     picture.arrow((630, 258), (520, 258))
     group(316, 84, "backends")

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
-PICTURES = ["architecture.svg", "devices.svg", "report.svg", "rooms.svg", "speed.svg"]
+PICTURES = ["architecture.svg", "devices.svg", "report.svg", "speed.svg"]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
