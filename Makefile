@@ -63,6 +63,7 @@ docs: $(VENV)/docs.stamp
 	$(VENV)/bin/python -m docs.pictures
 	$(VENV)/bin/python -m docs.tables
 	$(VENV)/bin/python -m docs.versions
+	$(VENV)/bin/python -m docs.modules
 	$(VENV)/bin/python -m sphinx -W --keep-going --quiet docs site
 
 # Threads, caches, casts and packings of weights that change and die, generators that are collected, and forks, for longer

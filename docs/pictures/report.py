@@ -43,7 +43,7 @@ def draw() -> Picture:
         height,
         f"The report of a run of {seen.run.model}",
         f"{seen.fast_share:.0%} of the ops computed in bfloat16, with {seen.total.casts} casts. Findings: "
-        + " ".join(f"{finding.where}: {finding.what}." for finding in findings),
+        + " ".join(f"{finding.where}: {finding.what}" for finding in findings),
     )
     picture.text(24, 32, "polycast report", "accent bold", size=12)
     picture.text(24, 60, seen.run.model or "", "bold", size=22)

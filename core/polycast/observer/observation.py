@@ -102,7 +102,7 @@ class Observation:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The findings: what costs time or accuracy, and what to do."""
+        """What costs time or accuracy, and what to do."""
         return findings_of(self.facts)
 
     @property

@@ -22,7 +22,7 @@ class CastPolicy(enum.Enum):
     PROMOTE = "promote"
     """Cast the eligible inputs to float32 if their dtypes differ."""
     BANNED = "banned"
-    """Raise RuntimeError: the op is not safe in reduced precision."""
+    """Raise RuntimeError, because the op is not safe in reduced precision."""
     PASSTHROUGH = "passthrough"
     """Run the op on its inputs without casting them."""
 
