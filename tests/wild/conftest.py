@@ -6,20 +6,20 @@ import pytest
 import torch
 
 import polycast
+from polycast.drop_in.shim import Region
 
 
 @pytest.fixture
 def regions(monkeypatch):
     """The dtypes of polycast's regions that were entered through torch's names, by device, None for disabled ones."""
-    from polycast.drop_in import stand_in
-
     seen = []
 
-    def on_entry(settings):
-        seen.append((settings.device_type, settings.dtype if settings.enabled else None))
-        return settings
+    class Recorder:
+        def apply(self, settings):
+            seen.append((settings.device_type, settings.dtype if settings.enabled else None))
+            return settings
 
-    monkeypatch.setattr(stand_in, "on_entry", on_entry)
+    monkeypatch.setattr(Region, "overrides", Recorder())
     return seen
 
 

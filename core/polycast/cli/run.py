@@ -11,7 +11,7 @@ import typer
 
 from ..drop_in.observing import Wanted
 from ..drop_in.program import Program
-from ..drop_in.session import Options, Session
+from ..drop_in.session import Options, start
 from ..engine.choice import choose
 from ..observer.observe import observe
 from ..observer.report.target import check_target
@@ -33,7 +33,7 @@ class Engine(enum.Enum):
 
 
 class Ready(BaseException):
-    """Carries what runs the program out of typer, which has its own ways with exceptions, exit codes and hooks."""
+    """Carries the program out of typer, which handles exceptions, exit codes and hooks in its own way."""
 
     def __init__(self, start: Callable[[], None]) -> None:
         super().__init__()
@@ -44,36 +44,35 @@ def run(
     program: Annotated[str, typer.Argument(help="A script ('-': from the standard input), or with -m a module.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="The program's own arguments.", metavar="ARGS")] = None,
     is_module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
-    engine: Annotated[Engine | None, typer.Option(help="Which engine supplies the kernels.")] = None,
+    engine: Annotated[Engine | None, typer.Option(help="The engine.")] = None,
     weight_cache: Annotated[
-        bool, typer.Option("--weight-cache", help="Keep the casts of weights between regions under no_grad.")
+        bool, typer.Option("--weight-cache", help="Cache weight casts across regions under no_grad.")
     ] = False,
     wrap: Annotated[
         str | None,
-        typer.Option(metavar="DEVICE[:DTYPE]", help="Run the outermost call of each module in a region, as in cpu."),
+        typer.Option(metavar="DEVICE[:DTYPE]", help="Run each outermost call of a module in a region."),
     ] = None,
-    policy: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Lay the policy of a file over the backends' tables.")
-    ] = None,
+    policy: Annotated[Path | None, typer.Option(metavar="FILE", help="Run regions with the policy of a file.")] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
-            metavar="RECIPE", help="Compute products below the fast dtype under no_grad: int8, int8:tensor, ..."
+            metavar="RECIPE", help="Compute matmuls below the fast dtype under no_grad: int8, int8:tensor, ..."
         ),
     ] = None,
     show_observed: Annotated[
-        bool, typer.Option("--observe", help="Show at the end what ran in which dtype, on stderr.")
+        bool, typer.Option("--observe", help="Print at the end what ran in which dtype, on stderr.")
     ] = False,
     report: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page at the end: what ran in which dtype, and why.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write an HTML report at the end: what ran in which dtype, and why."),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Write no summary at the end.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no summary at the end.")] = False,
 ) -> None:
     """Run a program with polycast in place of torch.autocast. Options come before the program."""
     if engine is not None:
         os.environ["POLYCAST_ENGINE"] = engine.value  # for the processes that the program starts, too
     with library_errors():
-        session = Session(_options(weight_cache, wrap, policy, _wanted(show_observed, report, quiet), recipe))
+        options = _options(weight_cache, wrap, policy, _wanted(show_observed, report, quiet), recipe)
         if engine is not None:
             choose()
     asked = Program(program, tuple(arguments or ()), is_module)
@@ -83,13 +82,11 @@ def run(
         typer.echo(f"polycast: can't open file {asked.path!r}: [Errno {error.errno}] {error.strerror}", err=True)
         raise typer.Exit(2) from error
 
-    def start() -> None:
-        if not quiet:
-            session.report_at_exit()
-        session.start()
+    def run_program() -> None:
+        start(options, reports=not quiet)
         start_program()
 
-    raise Ready(start)
+    raise Ready(run_program)
 
 
 def _options(
@@ -98,8 +95,8 @@ def _options(
     loaded = None if policy is None else Policy.load(policy)
     if loaded is not None and loaded.has_module_rules:
         raise ValueError(
-            f"--policy {policy}: it has rules for modules, and a program's modules are its own: call "
-            "polycast.apply_policy(model, policy) in it, or leave [modules] out of the file."
+            f"--policy {policy}: the file has rules for modules, which --policy cannot apply. Call "
+            "polycast.apply_policy(model, policy) in the program, or leave [modules] out of the file."
         )
     if recipe is not None:
         try:
@@ -117,7 +114,7 @@ def _wanted(table: bool, report: Path | None, quiet: bool) -> Wanted | None:
             raise ValueError(f"--report: {error}") from error
     if not table and report is None:
         return None
-    with observe():  # what it needs may not be there, which is to be said before the program runs
+    with observe():  # raises if this machine cannot observe, before the program runs
         pass
     return Wanted(table, None if report is None else str(report.absolute()), quiet)
 

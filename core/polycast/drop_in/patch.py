@@ -1,10 +1,8 @@
-"""patch_torch: make torch's autocast polycast's, in the whole process, until it is undone."""
+"""patch_torch: make torch's autocast polycast's, in the whole process, until undone."""
 
 import sys
 import threading
-from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
 
 from typing_extensions import Self
 
@@ -12,7 +10,7 @@ from ..common.atfork import hold_during_fork
 from ..compilers.torch_autocast import TorchAutocast
 from ..torch_internals import changes
 from ..torch_internals.patcher import Patch
-from . import stand_in, torch_classes
+from . import shim
 
 _lock = threading.RLock()
 hold_during_fork(lambda: [_lock])
@@ -20,14 +18,12 @@ _patches = 0
 
 
 class patch_torch:
-    """Run code that uses ``torch.autocast`` on polycast, without a change to it: a context manager, or start and stop.
+    """Run code that uses ``torch.autocast`` on polycast, unchanged: a context manager, or start and stop.
 
-    While it is in force, in the whole process, regions that are made with ``torch.autocast``, by whatever name, are
-    polycast's, and so are those of its subclasses that are made meanwhile. Every public name of ``custom_fwd``,
-    ``custom_bwd``, ``autocast_decorator`` and ``is_autocast_available`` means polycast's. Then all are torch's own
-    again. For a device that no backend serves they do what torch does.
-
-    Regions and subclasses of either library keep working in force and out of it.
+    While torch is patched, in the whole process, regions that are made with ``torch.autocast``, by whatever name, are
+    polycast's, and so are those of its subclasses. Every public name of ``custom_fwd``, ``custom_bwd``,
+    ``autocast_decorator`` and ``is_autocast_available`` means polycast's. Devices without a backend keep torch's
+    behavior. Regions and subclasses of either library keep working when the patch begins or ends.
 
     It can be entered any number of times, on any thread: torch has its own back when the last is left.
 
@@ -82,40 +78,15 @@ class patch_torch:
         self.stop()
 
 
-def stand_in_for_torch(patch: Patch) -> None:
-    """Put in place what stands in for torch's classes and functions."""
-    for owner, name, ours in _replacements():
-        patch.replace(owner, name, ours)
-
-
-def _replacements() -> list[tuple[Any, str, Any]]:
-    """Return the attributes to be replaced: whose they are, their names, and what stands in."""
-    modules = [
-        (name, module)
-        for name, module in list(sys.modules.items())
-        if isinstance(module, ModuleType)
-        and name.partition(".")[0] == "torch"
-        and not any(part.startswith("_") for part in name.split("."))
-    ]
-    classes = [TorchAutocast, *_classes_of_one_device(modules)]
-    by_identity = {id(theirs): ours for theirs, ours in stand_in.FUNCTIONS.items()}
-    attributes: list[tuple[Any, str, Any]] = [
-        (theirs, name, ours) for theirs in classes for name, ours in torch_classes.attributes(theirs).items()
-    ]
-    attributes += [
-        (module, attribute, by_identity[id(value)])
-        for _, module in modules
-        for attribute, value in list(vars(module).items())
-        if id(value) in by_identity and not attribute.startswith("_")
-    ]
-    return attributes
-
-
-def _classes_of_one_device(modules: list[tuple[str, ModuleType]]) -> Iterator[type]:
-    """Return the deprecated classes that are torch.autocast for one device, such as torch.cpu.amp.autocast."""
-    for name, module in modules:
-        parts = name.split(".")
-        if len(parts) == 4 and parts[2:] == ["amp", "autocast_mode"]:
-            theirs = vars(module).get("autocast")
-            if isinstance(theirs, type) and issubclass(theirs, TorchAutocast):
-                yield theirs
+def install_shim(patch: Patch) -> None:
+    """Replace methods of torch's class, and each public name of torch's functions."""
+    for name, method in shim.METHODS.items():
+        patch.replace(TorchAutocast, name, method)
+    replacements = {id(theirs): ours for theirs, ours in shim.FUNCTIONS.items()}
+    for module_name, module in list(sys.modules.items()):
+        parts = module_name.split(".")
+        if parts[0] != "torch" or any(part.startswith("_") for part in parts) or not isinstance(module, ModuleType):
+            continue
+        for name, value in list(vars(module).items()):
+            if id(value) in replacements and not name.startswith("_"):
+                patch.replace(module, name, replacements[id(value)])

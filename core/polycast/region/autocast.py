@@ -183,7 +183,10 @@ class autocast(TorchAutocast):
                 f"autocast()(func) requires a callable, but got {type(func).__name__}. To run a block in the region, "
                 f"write: with polycast.autocast({self.device!r}): ..."
             )
-        return decorate(func, lambda: self, lambda: Suspendable(self._settings))
+        return decorate(func, lambda: self, self._suspendable)
+
+    def _suspendable(self) -> Suspendable:
+        return Suspendable(self._settings)
 
     @property
     def _enabled(self) -> bool:  # type: ignore[override]

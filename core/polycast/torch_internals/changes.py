@@ -23,6 +23,7 @@ COMPILATIONS = "compilations"
 FUSED_ATTENTION = "fused attention"
 COMPILED_MODELS = "compiled models"
 PATCH_TORCH = "patch_torch"
+RUN_WRAP = "polycast run --wrap"
 WRITES = "writes"
 ALIASES = "aliases"
 
@@ -208,16 +209,22 @@ FEATURES = {
             Change(
                 "torch.amp.autocast_mode",
                 (
-                    "torch.amp.autocast_mode.autocast.*",
-                    "torch.*.amp.autocast_mode.autocast.__init_subclass__",
+                    "torch.amp.autocast_mode.autocast.__init__",
+                    "torch.amp.autocast_mode.autocast.__enter__",
+                    "torch.amp.autocast_mode.autocast.__exit__",
                     "torch.*.autocast_decorator",
                     "torch.*.custom_bwd",
                     "torch.*.custom_fwd",
                     "torch.*.is_autocast_available",
                 ),
-                "drop_in.patch:stand_in_for_torch",
+                "drop_in.patch:install_shim",
             ),
         ),
+        by_user=True,
+    ),
+    RUN_WRAP: Feature(
+        "",
+        (Change("torch.nn", ("torch.nn.Module.__call__",), "drop_in.wrap:wrap_modules"),),
         by_user=True,
     ),
 }

@@ -55,6 +55,9 @@ enter_autocast: Callable[..., Any] | None = read(
 exit_autocast: Callable[..., Any] | None = read(
     "torch.amp.autocast_mode._exit_autocast", None, "torch.export(strict=False) refuses models with regions"
 )
+UnmanagedAutocast: type[Any] = read(
+    "torch.amp.autocast_mode._UnmanagedAutocast", type(None), "while torch is patched, the regions in graphs become polycast's"
+)
 DispatchMode: Any = read(
     "torch.utils._python_dispatch.TorchDispatchMode",
     contextlib.nullcontext,

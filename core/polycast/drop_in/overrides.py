@@ -1,0 +1,76 @@
+"""The settings that ``polycast run`` adds to the regions of a program."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..engine import state
+from ..engine.casts.weight_cache import WeightCache
+from ..engine.state import Settings
+from ..plugins.registry import registry
+from ..policy.dtypes import dtype_name
+from ..policy.value import Policy
+from ..region.policies import override_of, with_recipe
+from ..region.recipes import usable_recipe
+
+if TYPE_CHECKING:
+    from .recipe_summary import RecipeShare
+
+
+class RunOverrides:
+    """What a program's regions get besides their own arguments, and how many it has entered.
+
+    Args:
+        policy: a policy for each outermost region.
+        recipe: a recipe for each outermost region.
+        cache: a cache for each region that is entered under ``no_grad``.
+        wrap: device type and dtype of a region around each outermost call of a module.
+        share: stops observing when a region is entered after its time.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        recipe: str | None = None,
+        cache: WeightCache | None = None,
+        wrap: tuple[str, torch.dtype | None] | None = None,
+        share: "RecipeShare | None" = None,
+    ) -> None:
+        self.cache = cache
+        self.wrap = wrap
+        self._share = share
+        self._policy = policy
+        self._recipe = recipe
+        self._regions: dict[tuple[str, torch.dtype | None], Iterator[int]] = {}
+        self._override = functools.lru_cache(self._override_uncached)  # a program has few, and enters them often
+
+    def apply(self, settings: Settings) -> Settings:
+        """Count a region that is about to be entered, and return its settings."""
+        key = settings.device_type, settings.dtype if settings.enabled else None
+        next(self._regions.setdefault(key, itertools.count()))  # threads and forks need no lock for this
+        if self.cache is None and self._policy is None and self._recipe is None:
+            return settings
+        if self._share is not None:
+            self._share.end_if_late()
+        is_outermost = state.machine.innermost(settings.device_type) is None
+        caches = self.cache is not None and settings.cache_enabled is not False and not torch.is_grad_enabled()
+        return self._override(settings, is_outermost, caches)
+
+    def _override_uncached(self, settings: Settings, is_outermost: bool, caches: bool) -> Settings:
+        override = None
+        if is_outermost and self._policy is not None:
+            override = override_of(self._policy, settings.device_type)
+        if is_outermost and self._recipe is not None:
+            usable = usable_recipe(self._recipe, registry.find(settings.device_type), settings.enabled)
+            override = with_recipe(override, usable)
+        return settings._replace(cache=self.cache if caches else None, override=override)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many regions were entered by device and dtype; ask once, for the counters count the question."""
+        return {
+            f"{device} {dtype_name(dtype) if dtype else 'disabled'}": next(counter)
+            for (device, dtype), counter in sorted(self._regions.items(), key=str)
+        }
