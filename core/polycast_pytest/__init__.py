@@ -1,7 +1,7 @@
-"""The options of pytest that choose what ``pytest --pyargs polycast.testing`` tests.
+"""The pytest options of ``pytest --pyargs polycast.testing``.
 
-pytest imports this at each start where polycast is installed. So it is a package of its own and imports nothing: a
-module of polycast's would bring torch with it.
+pytest imports this package in every run where polycast is installed. It is outside of polycast, because importing
+polycast imports torch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options."""
     group = parser.getgroup("polycast", "conformance of a polycast backend (pytest --pyargs polycast.testing)")
-    group.addoption("--polycast-backend", metavar="DEVICE", default="", help="the device whose backend is tested")
-    group.addoption("--polycast-fake", action="store_true", help="test on fake tensors, where the device is absent")
+    group.addoption("--polycast-backend", metavar="DEVICE", default="", help="the device to test")
+    group.addoption(
+        "--polycast-fake", action="store_true", help="test on fake tensors, for machines without the device"
+    )
     group.addoption(
         "--polycast-expected-failures",
         metavar="FILE",
-        help="what the device cannot do: a name and a reason on each line",
+        help="a file of what the device cannot do: a name and a reason on each line",
     )

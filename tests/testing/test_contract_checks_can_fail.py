@@ -96,7 +96,7 @@ CONTRACT = [
     (
         "test_availability",
         partial(saying, availability=Availability(False, " ")),
-        "says that the device cannot be used and not",
+        "says that the device cannot be used and gives no",
     ),
     (
         "test_supported_dtypes",
@@ -118,7 +118,7 @@ CONTRACT = [
     (
         "test_default_dtype",
         partial(saying, supported_dtypes=[torch.half]),
-        "default_dtype torch.bfloat16 is none of supported",
+        "default_dtype torch.bfloat16 is not in supported",
     ),
     (
         "test_dtype_availability",
@@ -135,7 +135,7 @@ CONTRACT = [
         partial(saying, dtype_availability=None),
         "returned None, expected a polycast.Availability",
     ),
-    ("test_is_capturing", Capturing, "is_capturing() must return False while nothing is recorded, got True."),
+    ("test_is_capturing", Capturing, "is_capturing() must return False while no graph is captured, got True."),
     (
         "test_is_capturing",
         partial(saying, is_capturing=OSError("no driver")),
@@ -201,7 +201,7 @@ def test_every_check_fails_in_one_of_these_files():
 @pytest.mark.parametrize("name", ["test_region_inside_a_compiled_function", "test_region_around_a_compiled_function"])
 def test_a_compiler_that_loses_the_region(monkeypatch, name, engine):
     monkeypatch.setattr(torch, "compile", lambda function, backend: lambda *inputs: function(*inputs).float())
-    with pytest.raises(AssertionError, match="mm on cpu gave torch.float32; as it is it gives torch.bfloat16"):
+    with pytest.raises(AssertionError, match="mm on cpu gave torch.float32; in eager mode it gives torch.bfloat16"):
         check(name, CpuBackend(), "eager")
 
 
@@ -223,7 +223,7 @@ def test_a_file_of_expected_failures_that_is_wrong(text, message, tmp_path):
 
 
 def test_a_device_that_is_absent_is_skipped_with_its_reason():
-    message = re.escape("cpu is not available: gone. With fake = True (--polycast-fake) its rules are checked on fake")
+    message = re.escape("cpu is not available: gone. Set fake = True (--polycast-fake) to check it on fake")
     with pytest.raises(pytest.skip.Exception, match=message):
         check("test_exception_restores", saying(availability=Availability(False, "gone")))
 

@@ -165,29 +165,33 @@ def test_a_kernel_that_is_right_passes(name, engine):
 @pytest.mark.parametrize(
     ("name", "kernel", "message"),
     [
-        ("test_recipe", Second(), "says that its weight is argument 2, which is no tensor. Set the attribute `weight`"),
+        (
+            "test_recipe",
+            Second(),
+            "says that its weight is argument 2, which is not a tensor. Set the attribute `weight`",
+        ),
         ("test_recipe", max, "must map names of ops to instances of polycast.LowBitKernel, at least one"),
         (
             "test_recipe_product",
             NotTransposed(),
             "aten::linear by int8 on cpu, of shapes [5, 32], [16, 32], [16], with",
         ),
-        ("test_recipe_product", NoBias(), "times what the recipe may bring"),
+        ("test_recipe_product", NoBias(), "times the bound of the recipe"),
         ("test_recipe_product", InFloat32(), "the result is torch.float32, not torch.bfloat16"),
         (
             "test_recipe_product",
             PacksNothing(),
-            "a tuple of tensors for a weight of finite numbers, got None",
+            "a tuple of tensors for a finite weight, got None",
         ),
         (
             "test_recipe_product",
             PacksNoTensor(),
-            "a tuple of tensors for a weight of finite numbers, got (",
+            "a tuple of tensors for a finite weight, got (",
         ),
         (
             "test_recipe_unsupported_reason",
             LooksAtValues(),
-            "says None, and of fake tensors alike 'it is fake'. It may look at",
+            "answers None, and 'it is fake' for the same as fake tensors. It may use",
         ),
         (
             "test_recipe_unsupported_reason",
@@ -198,18 +202,18 @@ def test_a_kernel_that_is_right_passes(name, engine):
         (
             "test_recipe_in_compiled_code",
             OtherStrides(),
-            "strides [1, 5], on cpu, and compiled code is promised",
+            "strides [1, 5], on cpu, and compiled code expects",
         ),
-        ("test_recipe_in_compiled_code", PacksNothing(), "not asked in compiled code: the weight cannot be packed"),
-        ("test_recipe_inf_and_nan", LosesNan(), "a finite number where the op gives inf or nan"),
-        ("test_recipe_inf_and_nan", SpreadsNan(), "times what the recipe may bring"),
-        ("test_recipe_empty_batch", NoRows(), "with no rows, gave the shape (0,), expected (0, 16)"),
+        ("test_recipe_in_compiled_code", PacksNothing(), "did not run in compiled code: the weight cannot be packed"),
+        ("test_recipe_inf_and_nan", LosesNan(), "a finite number where the op returns inf or nan"),
+        ("test_recipe_inf_and_nan", SpreadsNan(), "times the bound of the recipe"),
+        ("test_recipe_empty_batch", NoRows(), "with no rows, returned the shape (0,), expected (0, 16)"),
         (
             "test_recipe_packing",
             KeepsTheWeight(),
             "prepack() returned memory of the weight",
         ),
-        ("test_recipe_packing", ReadsTheWeight(), "run() read the weight, or gave another result the second time"),
+        ("test_recipe_packing", ReadsTheWeight(), "run() read the weight, or returned another result the second time"),
         ("test_recipe_packing", WritesToTheInput(), "run() wrote to its arguments"),
         ("test_recipe_in_a_region", PacksNothing(), "did not run in a region with Int8("),
         ("test_recipe_in_a_region", ForgetsTheSign(), "after the weight was negated: the error is "),
@@ -228,12 +232,12 @@ def test_one_scale_for_all_rows_is_not_what_a_scale_for_each_row_gives(monkeypat
 
     monkeypatch.setattr(recipes, "_arguments", rows_of_very_different_size)
     check("test_recipe_product", Linear())
-    with pytest.raises(AssertionError, match="times what the recipe may bring"):
+    with pytest.raises(AssertionError, match="times the bound of the recipe"):
         check("test_recipe_product", OneScale())
 
 
 def test_a_recipe_that_is_refused_without_a_reason():
-    with pytest.raises(AssertionError, match="says no and not why. Give the reason"):
+    with pytest.raises(AssertionError, match="says no and gives no reason. Give one"):
         check("test_recipe", Linear(), availability=polycast.Availability(False))
 
 
@@ -243,7 +247,7 @@ def test_a_recipe_that_is_available_and_has_no_kernels():
 
 
 def test_a_kernel_for_an_op_that_is_not_cast_down():
-    with pytest.raises(AssertionError, match="has a kernel for aten::exp, which has no LOWER_PRECISION_FP in the"):
+    with pytest.raises(AssertionError, match="has a kernel for aten::exp, which is not LOWER_PRECISION_FP in the"):
         check("test_recipe", Linear(), op="aten::exp")
 
 

@@ -1,7 +1,4 @@
-"""The ``polycast`` command: what is installed, which op runs in which precision, and a demonstration.
-
-Nothing else in polycast imports this package, so that ``import polycast`` does not load rich and typer.
-"""
+"""The ``polycast`` command. Nothing else imports this package, so that ``import polycast`` does not load typer."""
 
 import importlib.metadata
 import sys

@@ -1,4 +1,4 @@
-"""``polycast build``: have what is compiled ahead of its first use, for instance in a container image."""
+"""``polycast build``: compile the C++ ahead of its first use, for instance in a container image."""
 
 import os
 import time
@@ -16,18 +16,17 @@ from .terminal import library_errors
 
 
 def run() -> None:
-    """Compile the native engine, its observer and backends' ops in C++; print where each is and how long that took.
+    """Compile the native engine, its observer and the C++ ops of available devices; print where each is.
 
-    What came with polycast, or was compiled before, is not compiled again. Ops are those of devices that can be used.
-
-    Exits with status 1 where something cannot be compiled; the rest is compiled all the same.
+    Libraries that came with polycast or were compiled before are not compiled again. If one cannot be compiled, the
+    others still are, and the exit status is 1.
     """
     with library_errors():
         wanted = libraries()
-        absent = packages_of_ops("unavailable")
+        unavailable = packages_of_ops("unavailable")
     failed = False
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # a compiler for each
-        answers = [pool.submit(_have, each) for each in wanted]
+        answers = [pool.submit(_build, each) for each in wanted]
         try:
             for library, answer in zip(wanted, answers, strict=True):
                 try:
@@ -36,16 +35,16 @@ def run() -> None:
                     typer.echo(f"polycast: {library.description} cannot be built: {error}", err=True)
                     failed = True
         except KeyboardInterrupt:
-            pool.shutdown(cancel_futures=True)  # or what waits for a core would be compiled yet
+            pool.shutdown(cancel_futures=True)  # otherwise the queued ones would still be compiled
             raise
-    for package, device_type in absent.items():
-        typer.echo(f"{CppLibrary.of_ops(package).description}: not compiled, for {device_type} cannot be used now")
+    for package, device_type in unavailable.items():
+        typer.echo(f"{CppLibrary.of_ops(package).description}: not compiled: {device_type} cannot be used now")
     if failed:
         raise typer.Exit(1)
 
 
-def _have(library: CppLibrary) -> str:
-    """Have a library, compiling it where that is to be done, and say where it is."""
+def _build(library: CppLibrary) -> str:
+    """Compile a library if needed, and return where it is as text."""
     prebuilt = find_prebuilt(library)
     if prebuilt is not None:
         return describe_prebuilt(prebuilt)

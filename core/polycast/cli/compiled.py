@@ -1,4 +1,4 @@
-"""What is compiled on this machine: the native engine, and the ops that the backends of its devices have in C++."""
+"""The C++ libraries of this machine: the native engine, its observer, and the ops of backends."""
 
 from collections.abc import Mapping
 
@@ -9,16 +9,16 @@ from ..toolchain.cpp_library import CppLibrary
 from ..toolchain.load_ops import origin
 
 OWN = (ENGINE, OBSERVER)
-"""What polycast itself has in C++."""
+"""The libraries of polycast itself."""
 
 
 def libraries() -> list[CppLibrary]:
-    """Return what would be compiled here, in time; raises as :func:`packages_of_ops` does."""
+    """Return all libraries for this machine; raises as :func:`packages_of_ops` does."""
     return [*OWN, *map(CppLibrary.of_ops, packages_of_ops())]
 
 
 def packages_of_ops(state: str = "ready") -> Mapping[str, str]:
-    """Return the packages whose C++ the backends in a state have compiled, each with the device type that it is for.
+    """Return the packages with C++ ops of the backends in a state, and the device type of each.
 
     Raises:
         ValueError: a ``POLYCAST_`` variable has a value that is not legal.
@@ -28,5 +28,5 @@ def packages_of_ops(state: str = "ready") -> Mapping[str, str]:
 
 
 def origins() -> Mapping[str, str]:
-    """Return where the ops of each package came from, or would; raises as :func:`packages_of_ops` does."""
+    """Return where the ops of each package come from; raises as :func:`packages_of_ops` does."""
     return {package: origin(package) for package in packages_of_ops()}

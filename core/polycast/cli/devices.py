@@ -1,4 +1,4 @@
-"""``polycast devices``: what is known of the backend of each device."""
+"""``polycast devices``: list the backends."""
 
 import traceback
 from collections.abc import Mapping
@@ -28,14 +28,14 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class Device:
-    """A backend's status, and what its plugin says of its dtypes; `failure` is what the plugin raised instead."""
+    """A backend's status, and its dtypes; `failure` is the error that asking for them raised."""
 
     status: BackendStatus
     supported_dtypes: tuple[str, ...] | None = None
     failure: BaseException | None = None
 
     def notes(self) -> list[str]:
-        """Return what there is to say in words: why it is not ready, what it stands in for."""
+        """Return remarks: why the backend is not ready, what it replaces."""
         notes = [self.status.reason] if self.status.reason else []
         if self.failure is not None and self.status.state != "broken":
             notes.append(f"supported_dtypes() raised {type(self.failure).__name__}: {self.failure}")
@@ -44,7 +44,7 @@ class Device:
         return notes
 
     def recipes(self) -> list[str]:
-        """Return what the device says of each kind of recipe. It may compile what it takes to know."""
+        """Return whether the device has each kind of recipe. This may compile C++."""
         if self.status.state != "ready":
             return []
         backend = get_backend(self.status.device_type)
@@ -54,7 +54,7 @@ class Device:
         ]
 
     def as_json(self) -> dict[str, object]:
-        """Return the device for programs; what is not known is None."""
+        """Return the device for JSON; what is unknown is None."""
         status = self.status
         return {
             "device_type": status.device_type,
@@ -69,7 +69,7 @@ class Device:
 
 
 def known_devices() -> list[Device]:
-    """Return every device that has a backend, or could have one.
+    """Return every device that has a backend or could have one.
 
     Raises:
         ValueError: a ``POLYCAST_`` variable has a value that is not legal.
@@ -84,7 +84,7 @@ def _ask(status: BackendStatus) -> Device:
         return Device(status, tuple(map(dtype_name, get_backend(status.device_type).supported_dtypes())))
     except BackendBrokenError as error:
         return Device(status, failure=error.__cause__ or error)
-    except Exception as error:  # a plugin may raise anything; the others are listed all the same
+    except Exception as error:  # a plugin may raise anything; the others are still listed
         return Device(status, failure=error)
 
 
@@ -109,7 +109,7 @@ def show(
             typer.echo(f"The plugin of {device.status.device_type!r} raised:", err=as_json)
             typer.echo("".join(traceback.format_exception(device.failure)), err=as_json)
     elif broken and not as_json:
-        typer.echo("polycast devices --verbose shows the traceback of what is broken.")
+        typer.echo("polycast devices --verbose shows the tracebacks.")
 
 
 def _print(devices: list[Device], engine: str, ops: Mapping[str, str], verbose: bool) -> None:

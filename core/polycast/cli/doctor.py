@@ -1,6 +1,6 @@
-"""``polycast doctor``: what this machine has, and whether a region works on it; to be read, and put in a bug report.
+"""``polycast doctor``: describe this machine for a bug report, and check that regions work on it.
 
-Nothing that is wrong with the machine stops it: what a question raises is its answer.
+An error in one section is reported as the answer of that section.
 """
 
 import importlib.metadata
@@ -35,7 +35,7 @@ _CPU_FEATURES = {
     "AMX": ("amx_tile",),
     "i8mm": ("i8mm",),
 }
-"""What makes a dtype fast, and the names that it has in torch or in /proc/cpuinfo."""
+"""CPU features for fast low precision, and their flags in torch or in /proc/cpuinfo."""
 _VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "CXX",
@@ -47,21 +47,21 @@ _VARIABLES = (
     "TORCH_DEVICE_BACKEND_AUTOLOAD",
     "XDG_CACHE_HOME",
 )
-"""The variables that change what it does, besides those that begin with POLYCAST_."""
+"""The environment variables that matter, besides those that begin with POLYCAST_."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """Something that has to work, and what was wrong; None: nothing."""
+    """A check and its problem; None: it passed."""
 
     name: str
     problem: str | None
 
 
-def _answer(question: Callable[[], object]) -> Any:
-    """Return what a question returns, or what it raises in words."""
+def _try(function: Callable[[], object]) -> Any:
+    """Return the result of a function, or its error as text."""
     try:
-        return question()
+        return function()
     except Exception as error:  # a driver or a plugin may raise anything
         return f"{type(error).__name__}: {error}"
 
@@ -79,24 +79,24 @@ def _compiler() -> dict[str, object]:
     command = os.environ.get("CXX", "c++")
     words = shlex.split(command)
     found = shutil.which(words[0]) if words else None
-    said = ""
+    version = ""
     if found is not None:
         outcome = subprocess.run(
             [*words, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
         )
-        said = next(iter(outcome.stdout.splitlines()), "")
+        version = next(iter(outcome.stdout.splitlines()), "")
     headers = Path(sysconfig.get_path("include"), "Python.h").is_file()
-    return {"command": command, "path": found, "version": said, "python_headers": headers}
+    return {"command": command, "path": found, "version": version, "python_headers": headers}
 
 
 def _engine() -> dict[str, object]:
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine = choose()
     return {
         "name": engine.name,
         "from": engine.origin or "the package, in Python",
-        "warning": str(told[0].message) if told else None,
+        "warning": str(caught[0].message) if caught else None,
     }
 
 
@@ -139,7 +139,7 @@ def _environment() -> dict[str, str]:
 
 
 def _region_works(device_type: str) -> str | None:
-    """Say what is wrong with a region for a device, in forward, in backward and after it."""
+    """Return what is wrong in a region for a device, in its backward and after it; None: nothing."""
     dtype = backends()[device_type].default_dtype
     layer, cache = torch.nn.Linear(64, 64).to(device_type), WeightCache()
     x = torch.ones(4, 64, device=device_type)
@@ -150,7 +150,7 @@ def _region_works(device_type: str) -> str | None:
     found = {
         "an output": (y.dtype, dtype),
         "a gradient": (layer.weight.grad.dtype if layer.weight.grad is not None else None, torch.float32),
-        "the weight's cast, found again": (cache.stats().hits > 0, True),
+        "a hit of the weight cache": (cache.stats().hits > 0, True),
         "autocast after the region": (torch.is_autocast_enabled(device_type), False),
     }
     wrong = [f"{name} is {seen}, expected {wanted}" for name, (seen, wanted) in found.items() if seen != wanted]
@@ -158,25 +158,25 @@ def _region_works(device_type: str) -> str | None:
 
 
 def _checks() -> list[Check]:
-    ready = _answer(lambda: [name for name, status in backends().items() if status.state == "ready"])
+    ready = _try(lambda: [name for name, status in backends().items() if status.state == "ready"])
     if isinstance(ready, str):
         return [Check("the backends are found", ready)]
-    checks = [Check(f"a region on {name} works", _answer(partial(_region_works, name))) for name in ready]
+    checks = [Check(f"a region on {name} works", _try(partial(_region_works, name))) for name in ready]
     broken = [status for status in backends().values() if status.state in ("broken", "conflict")]
     return checks + [Check(f"the backend of {status.device_type} is sound", status.reason) for status in broken]
 
 
-def examination() -> dict[str, Any]:
-    """Return all that is asked, as JSON-safe values; what could not be answered is a str that says why."""
+def diagnose() -> dict[str, Any]:
+    """Return all sections, as JSON values; one that failed is a str that says why."""
     return {
-        "versions": _answer(_versions),
-        "compiler": _answer(_compiler),
-        "engine": _answer(_engine),
-        "ops": _answer(_ops),
-        "cpu": _answer(_cpu),
-        "accelerator": _answer(_accelerator),
-        "backends": _answer(lambda: [device.as_json() for device in known_devices()]),
-        "environment": _answer(_environment),
+        "versions": _try(_versions),
+        "compiler": _try(_compiler),
+        "engine": _try(_engine),
+        "ops": _try(_ops),
+        "cpu": _try(_cpu),
+        "accelerator": _try(_accelerator),
+        "backends": _try(lambda: [device.as_json() for device in known_devices()]),
+        "environment": _try(_environment),
         "checks": [{"name": check.name, "problem": check.problem} for check in _checks()],
     }
 
@@ -184,8 +184,11 @@ def examination() -> dict[str, Any]:
 def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: an object with the same sections.")] = False,
 ) -> None:
-    """Say what this machine has, and whether regions work on it, for a bug report. The status is 1 if one does not."""
-    found = examination()
+    """Describe this machine for a bug report, and check that regions work on it.
+
+    The exit status is 1 if one does not.
+    """
+    found = diagnose()
     wrong = [check for check in found["checks"] if check["problem"] is not None]
     if as_json:
         print_json(found)
@@ -196,24 +199,24 @@ def run(
 
 
 def _print(found: Mapping[str, Any]) -> None:
-    for section, said in found.items():
+    for section, content in found.items():
         typer.echo(f"{section}:")
-        if section == "backends" and not isinstance(said, str):
-            for device in said:
+        if section == "backends" and not isinstance(content, str):
+            for device in content:
                 typer.echo(f"  {device['device_type']}: {_of_device(device)}")
-        elif section == "ops" and isinstance(said, list) and said:
-            for ops in said:
+        elif section == "ops" and isinstance(content, list) and content:
+            for ops in content:
                 typer.echo(f"  {ops['package']}: {ops['from']}")
         elif section == "checks":
-            for check in said:
+            for check in content:
                 typer.echo(f"  {check['name']}: {check['problem'] or 'ok'}")
-        elif isinstance(said, Mapping):
-            for name, value in said.items():
+        elif isinstance(content, Mapping):
+            for name, value in content.items():
                 _print_value(name.replace("_", " "), value)
-            if not said:
-                typer.echo("  none of those that matter is set")
+            if not content:
+                typer.echo("  no relevant variable is set")
         else:
-            typer.echo(f"  {said or 'none'}")
+            typer.echo(f"  {content or 'none'}")
 
 
 def _print_value(name: str, value: object) -> None:

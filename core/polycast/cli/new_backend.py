@@ -1,4 +1,4 @@
-"""``polycast new-backend``: write a package that supplies a device's backend, to be edited and published."""
+"""``polycast new-backend``: write a package with a backend, to edit and publish."""
 
 import importlib.metadata
 import keyword
@@ -26,33 +26,33 @@ def run(
     name: Annotated[str, typer.Argument(help="The device type as torch spells it, such as mtia or npu.")],
     directory: Annotated[
         Path | None,
-        typer.Option(help="Where to write it; new or empty. By default a directory here, named as the package."),
+        typer.Option(help="Where to write it; new or empty. Default: a directory here, named like the package."),
     ] = None,
 ) -> None:
-    """Write a package with the backend of a device: its entry point, op table, tests and README."""
+    """Write a package with a backend for a device: its entry point, op table, tests and README."""
     problem = _problem(name)
     if problem is not None:
-        raise _refused(problem)
+        raise _exit(problem)
     target = Path(_distribution(name)) if directory is None else directory
     try:
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise _refused(f"{target} exists and is not an empty directory. Choose another one with --directory.")
+            raise _exit(f"{target} exists and is not an empty directory. Choose another one with --directory.")
         _write(target.resolve(), _render(name))
     except OSError as error:
-        raise _refused(f"{target} cannot be written: {error}") from error
+        raise _exit(f"{target} cannot be written: {error}") from error
     folder = str(target) if target.is_absolute() or str(target).startswith(".") else os.path.join(".", target)
-    # pip looks for a name in the package index, whoever owns it there; for what begins as a path in the folder.
+    # pip takes a bare name for one in the package index, which anybody may own there.
     install, test = ["pip", "install", f"{folder}[test]"], ["pytest", folder]
     typer.echo(f"{target}: the backend of {name}. Edit it, then: {shlex.join(install)} && {shlex.join(test)}")
 
 
-def _refused(problem: str) -> typer.Exit:
+def _exit(problem: str) -> typer.Exit:
     typer.echo(f"polycast: {problem}", err=True)
     return typer.Exit(2)
 
 
 def _problem(name: str) -> str | None:
-    """Say why there can be no backend for a device of this name, or nothing if there can."""
+    """Return why there can be no backend of this name; None: there can."""
     if not (name.isascii() and name.isidentifier() and not keyword.iskeyword(name) and not name.startswith("_")):
         return (
             f"{name!r} cannot be part of a Python module's name. Name the device as torch does: letters, such as npu."
@@ -60,18 +60,16 @@ def _problem(name: str) -> str | None:
     try:
         known = torch.device(name)
     except RuntimeError as error:
-        if "Expected one of" in str(
-            error
-        ):  # well formed, and no device yet: an out-of-tree one is named by its package
+        if "Expected one of" in str(error):  # well formed: an out-of-tree device, which its package will name
             return None
-        return f"{name!r} is no name that torch takes for a device: {error}. Use letters and underscores, such as npu."
+        return f"torch does not accept {name!r} as a device: {error}. Use letters and underscores, such as npu."
     if not is_autocast_available(known.type):
         return f"torch has no Autocast dispatch key for {name!r}, so it can have no backend."
     return None
 
 
 def _package(name: str) -> str:
-    """Return a name for the package: not that of a module of polycast's own, whose files pip would let it overwrite."""
+    """Return the name of the package: not that of a built-in backend, whose files pip would overwrite."""
     taken = {
         entry.value for entry in importlib.metadata.distribution(BUILT_IN).entry_points.select(group=ENTRY_POINT_GROUP)
     }
@@ -92,7 +90,7 @@ def _in_tree(name: str) -> bool:
 
 
 def _render(name: str) -> dict[Path, str]:
-    """Return the files of the package by their paths in it."""
+    """Return the contents of the package by path."""
     stem = "".join(part.capitalize() for part in name.split("_"))
     in_tree = _in_tree(name)
     failures = sorted(torch_ops(name) - STANDARD_POLICIES.keys()) if in_tree else []
@@ -108,21 +106,21 @@ def _render(name: str) -> dict[Path, str]:
         ),
     }
     naming = _TEMPLATES / f"naming{_SUFFIX}"
-    names["naming"] = "" if in_tree else _filled(naming, names)
+    names["naming"] = "" if in_tree else _fill(naming, names)
     contents = {}
     for template in sorted(_TEMPLATES.rglob(f"*{_SUFFIX}")):
         if template != naming:
             first, *rest = template.relative_to(_TEMPLATES).with_suffix("").parts
-            contents[Path(names["package"] if first == "package" else first, *rest)] = _filled(template, names)
+            contents[Path(names["package"] if first == "package" else first, *rest)] = _fill(template, names)
     return contents
 
 
-def _filled(template: Path, names: dict[str, str]) -> str:
+def _fill(template: Path, names: dict[str, str]) -> str:
     return Template(template.read_text(encoding="utf-8")).substitute(names).rstrip("\n") + "\n"
 
 
 def _write(target: Path, contents: dict[Path, str]) -> None:
-    """Write all of the files or, where that fails, none of them."""
+    """Write all files or, on an error, none."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
         whole = Path(folder, "whole")
@@ -132,7 +130,7 @@ def _write(target: Path, contents: dict[Path, str]) -> None:
         if not target.exists():
             whole.rename(target)
             return
-        moved: list[Path] = []  # into the empty directory that is there, which may be the shell's own
+        moved: list[Path] = []  # into the existing directory, which may be the shell's working directory
         try:
             for item in whole.iterdir():
                 moved.append(item.rename(target / item.name))

@@ -1,4 +1,4 @@
-"""``polycast ops``: the policy table of a device, and where it differs from what the running torch does."""
+"""``polycast ops``: the policy table of a device, and its drift from the running torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,12 +22,12 @@ from .terminal import console, library_errors, print_json, table
 
 
 def show(
-    device: Annotated[str, typer.Argument(help="A device such as cpu or cuda; it need not be present.")],
+    device: Annotated[str, typer.Argument(help="A device such as cpu or cuda. It need not be present.")],
     policy: Annotated[
-        str | None, typer.Option(metavar="POLICY", help="Show the ops of this policy only, such as fp32.")
+        str | None, typer.Option(metavar="POLICY", help="Show only the ops with this policy, such as fp32.")
     ] = None,
     explain: Annotated[
-        str | None, typer.Option(metavar="OP", help="Say what becomes of an op in a region, and which rule says so.")
+        str | None, typer.Option(metavar="OP", help="Explain how an op runs in a region, and by which rule.")
     ] = None,
     policy_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --explain: in a region with the policy of this file.")
@@ -40,13 +40,13 @@ def show(
 ) -> None:
     """Show which policy each op has on a device."""
     if drift and policy is not None:
-        raise typer.BadParameter("--policy and --drift do not go together: drift is about every op of the table.")
+        raise typer.BadParameter("--policy and --drift exclude each other: --drift is about all ops of the table.")
     if explain is not None and (drift or policy is not None):
         raise typer.BadParameter("--explain is about one op: leave out --policy and --drift.")
     if policy_file is not None and explain is None:
-        raise typer.BadParameter("--policy-file is for --explain: name an op.")
+        raise typer.BadParameter("--policy-file needs --explain OP.")
     if recipe is not None and explain is None:
-        raise typer.BadParameter("--recipe is for --explain: name an op.")
+        raise typer.BadParameter("--recipe needs --explain OP.")
     with library_errors():
         backend = get_backend(device)
         wanted = None if policy is None else read_policy(policy, "--policy")
@@ -72,7 +72,7 @@ def show(
 
 
 def _explained(op: str, backend: Backend, policy_file: Path | None, recipe: str | None) -> Explanation:
-    """Say what becomes of an op in a region of the backend's default dtype, be the device there or not."""
+    """Explain an op in a region of the backend's default dtype; the device need not be present."""
     override = None if policy_file is None else override_of(policy_file, backend.device_type)
     if recipe is not None:
         override = with_recipe(override, read_recipe(recipe))
@@ -118,17 +118,17 @@ def _show_drift(backend: Backend, as_json: bool) -> None:
             soft_wrap=True,
         )
     for name, reason in found.excluded_ops.items():
-        out.print(f"{backend.device_type}: {name} is left to torch's own kernel on purpose: {reason}", soft_wrap=True)
+        out.print(f"{backend.device_type}: {name} runs torch's own kernel on purpose: {reason}", soft_wrap=True)
 
 
 def _print_differences(backend: Backend, found: Drift, out: Console) -> None:
     rows = table("op", "policy", "difference")
     for name in found.only_in_torch:
-        rows.add_row(name, "-", "only torch treats it: torch's own kernel serves it")
+        rows.add_row(name, "-", "only in torch: torch's own kernel runs")
     for name in found.only_in_table:
-        rows.add_row(name, backend.policies[name].value, "only the table has it: torch leaves the op alone")
+        rows.add_row(name, backend.policies[name].value, "only in the table: torch does not autocast it")
     for name in found.skipped:
-        rows.add_row(name, backend.policies[name].value, "this torch has no such op: skipped")
+        rows.add_row(name, backend.policies[name].value, "this torch lacks the op: skipped")
     out.print(rows)
     out.print()
     out.print(

@@ -1,7 +1,7 @@
-"""``python -m polycast.cli.prebuild FOLDER [PACKAGE ...]``: build the libraries that a wheel contains.
+"""``python -m polycast.cli.prebuild FOLDER [PACKAGE ...]``: build the libraries of a wheel for the running torch.
 
-Builds the native engine, its observer and the ops of the named backend packages for the running torch.
-``tools/platform_wheel.py`` puts them into a wheel.
+They are the native engine, its observer and the ops of the named backend packages. ``tools/platform_wheel.py`` adds
+them to a wheel.
 """
 
 import sys

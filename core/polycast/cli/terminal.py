@@ -1,4 +1,4 @@
-"""What the commands share: how they write, and what becomes of an error that the library raises at its user."""
+"""Output and error handling of the commands."""
 
 import io
 import json
@@ -16,10 +16,10 @@ from ..engine.choice import choose
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console that prints text as it is: what plugins and devices say is no markup."""
+    """Return a console that prints text without interpreting markup in it."""
     stream = sys.stderr if stderr else sys.stdout
     if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="backslashreplace")  # its encoding may lack what they say
+        stream.reconfigure(errors="backslashreplace")  # its encoding may lack characters of the text
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
 
 
@@ -32,12 +32,12 @@ def table(*columns: str, numbers: tuple[str, ...] = (), title: str | None = None
 
 
 def print_json(value: object) -> None:
-    """Print a value for programs."""
+    """Print a value as JSON."""
     typer.echo(json.dumps(value, indent=2))
 
 
 def engine_name() -> str:
-    """Return the name of the engine that runs at the Autocast keys; a native one that is not built yet is built now.
+    """Return the name of the engine, building the native one if needed.
 
     Raises:
         ValueError: POLYCAST_ENGINE has a value that is not legal.
@@ -47,16 +47,16 @@ def engine_name() -> str:
 
 
 def engine_and_origin() -> str:
-    """Return the engine's name, and where it came from; raises as :func:`engine_name` does."""
+    """Return the engine's name and where it comes from; raises as :func:`engine_name` does."""
     engine = choose()
     return f"{engine.name}, {engine.origin}" if engine.origin else engine.name
 
 
 @contextmanager
 def library_errors() -> Iterator[None]:
-    """Say on stderr what the library raises at what the user asked for or has set, and exit with status 2.
+    """Print errors of the library on stderr, and exit with status 2.
 
-    A wrong variable is told by every command, also by one that it would not matter to.
+    Every command checks the environment variables, even those that it does not use.
     """
     try:
         env.engine()

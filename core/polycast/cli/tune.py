@@ -1,4 +1,4 @@
-"""``polycast tune``: find what must stay in float32, or out of a recipe, and write the policy file that says so."""
+"""``polycast tune``: search for a policy, and write its file."""
 
 import enum
 import importlib.util
@@ -21,14 +21,14 @@ _BUILD = "It must return (model, inputs) or (model, inputs, metric), as polycast
 
 
 class Over(enum.Enum):
-    """What is chosen from."""
+    """The candidates of the search."""
 
     MODULES = "modules"
     OPS = "ops"
 
 
 class Objective(enum.Enum):
-    """What is looked for."""
+    """The objective of the search."""
 
     ACCURACY = "accuracy"
     TIME = "time"
@@ -36,34 +36,35 @@ class Objective(enum.Enum):
 
 def run(
     target: Annotated[
-        str, typer.Argument(metavar="SCRIPT:BUILD", help="A file, and a function in it that returns model and inputs.")
+        str,
+        typer.Argument(metavar="SCRIPT:BUILD", help="A file and a function in it that returns a model and its inputs."),
     ],
     device: Annotated[str, typer.Option(help="The device of the region.")] = "cpu",
-    dtype: Annotated[str | None, typer.Option(help="Its fast dtype, such as float16.  [default: the device's]")] = None,
-    tolerance: Annotated[float, typer.Option(help="How far the output may be from float32's.")] = 1e-2,
-    over: Annotated[Over, typer.Option(help="What to choose from.")] = Over.MODULES,
+    dtype: Annotated[str | None, typer.Option(help="The fast dtype, such as float16.  [default: the device's]")] = None,
+    tolerance: Annotated[float, typer.Option(help="The largest error of the output relative to float32.")] = 1e-2,
+    over: Annotated[Over, typer.Option(help="The candidates.")] = Over.MODULES,
     objective: Annotated[
         Objective, typer.Option(help="The smallest set in float32, or the fastest precision for each.")
     ] = Objective.ACCURACY,
     recipe: Annotated[
         str | None,
-        typer.Option(metavar="RECIPE", help="Find what must leave this recipe of the region: int8, int8:tensor, ..."),
+        typer.Option(metavar="RECIPE", help="Find what this recipe must leave out: int8, int8:tensor, ..."),
     ] = None,
-    budget: Annotated[int | None, typer.Option(help="How many evaluations there may be at most.")] = None,
+    budget: Annotated[int | None, typer.Option(help="The largest number of evaluations.")] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the policy there.  [default: to the standard output]")
+        Path | None, typer.Option(metavar="FILE", help="Write the policy to a file.  [default: standard output]")
     ] = None,
     state: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Keep evaluations there, and go on from what is there.")
+        Path | None, typer.Option(metavar="FILE", help="Save evaluations to a file, and resume from it.")
     ] = None,
 ) -> None:
-    """Find what must stay in float32, or leave a recipe, and write the policy that says so.
+    """Find what must run in float32, or without a recipe, and write a policy for it.
 
-    The status is 1 where no policy keeps the tolerance.
+    The exit status is 1 if no policy keeps the tolerance.
     """
     with library_errors():
         if output is not None:
-            check_target(output, "policy.toml")  # now, for the search may take hours
+            check_target(output, "policy.toml")  # before the search, which may take hours
     build = _function(target)
     with library_errors():
         fast = None if dtype is None else read_dtype(dtype)
@@ -71,7 +72,7 @@ def run(
     model, inputs, metric = _built(target, build())
     try:
         with library_errors(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "no policy keeps the tolerance", UserWarning)  # it is said below
+            warnings.filterwarnings("ignore", "no policy keeps the tolerance", UserWarning)  # reported below
             tuned = tune(
                 model,
                 inputs,
@@ -87,11 +88,11 @@ def run(
             )
             _write(tuned, output)
     except KeyboardInterrupt:
-        kept = "" if state is None else f": the same command goes on from {state}"
+        kept = "" if state is None else f": the same command resumes from {state}"
         typer.echo(f"polycast: interrupted{kept}", err=True)
         raise typer.Exit(130) from None
     if not tuned.met:
-        typer.echo(f"polycast: {tuned.evidence.reason}. The closest that was found is written.", err=True)
+        typer.echo(f"polycast: {tuned.evidence.reason}. The closest policy is written.", err=True)
         raise typer.Exit(1)
 
 
@@ -104,7 +105,7 @@ def _write(tuned: Tuned, output: Path | None) -> None:
 
 
 def _function(target: str) -> Any:
-    """Return the function that a target names; its file is run as an imported module is."""
+    """Return the function that a target names; its file is imported as a module."""
     name, colon, function = target.rpartition(":")
     path = Path(name)
     if not (colon and function.isidentifier()):
@@ -113,7 +114,7 @@ def _function(target: str) -> Any:
         raise typer.BadParameter(f"{target!r}: there is no file {name!r}.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise typer.BadParameter(f"{target!r}: {name!r} is no Python file.")
+        raise typer.BadParameter(f"{target!r}: {name!r} is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
     sys.path.insert(0, str(path.resolve().parent))

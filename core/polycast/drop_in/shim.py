@@ -7,7 +7,7 @@ device without a backend keeps torch's behavior, and so do the regions that comp
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch.amp import autocast_mode
@@ -109,7 +109,7 @@ def _init(
         # Delegating to a region would not make this one an instance of polycast.autocast, as documented. Nor could it
         # be left by hand after the patch has ended, when torch's class has its own methods again.
         self.__class__ = Region
-        Region.__init__(self, device_type, dtype, enabled, cache_enabled)
+        Region.__init__(cast("Region", self), device_type, dtype, enabled, cache_enabled)
     else:
         region = Region(device_type, dtype, enabled, cache_enabled)
         self.device, self.fast_dtype = region.device, region.fast_dtype

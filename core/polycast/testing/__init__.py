@@ -1,4 +1,4 @@
-"""The conformance suite that the author of a backend runs. It needs pytest.
+"""The conformance suite of backends. It needs pytest.
 
 Subclass :class:`BackendConformance` in a test file, or run
 ``pytest --pyargs polycast.testing --polycast-backend DEVICE``.

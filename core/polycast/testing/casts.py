@@ -1,4 +1,4 @@
-"""Checks of the casts of weights that regions and caches keep on the device."""
+"""Checks of cached weight casts."""
 
 import pytest
 import torch
@@ -10,10 +10,10 @@ _ADDRESS = "two uses of one weight in {} must share one cast; each made its own.
 
 
 class CastChecks(Subject):
-    """Casts of weights."""
+    """Cached weight casts."""
 
     def test_weight_is_cast_once_in_a_region(self, device: Device) -> None:
-        """A trained weight that is used again in a region is not cast again, nor is a frozen one."""
+        """A weight is cast once in a region, whether it requires grad or not."""
         for frozen in (False, True):
             weight = _weight(device)
             weight.requires_grad_(not frozen)
@@ -23,7 +23,7 @@ class CastChecks(Subject):
             require(first.data_ptr() == second.data_ptr(), _ADDRESS.format(f"a region on {device.type} ({kind})"))
 
     def test_weight_updated_in_a_region(self, device: Device) -> None:
-        """An in-place update of a weight inside a region is seen by its next use."""
+        """The next use of a weight in a region sees an in-place update."""
         weight = _weight(device)
         ones = device.put(torch.ones(2, 2))
         with torch.no_grad(), device.region():
@@ -34,11 +34,11 @@ class CastChecks(Subject):
         require(
             seen == [[6.0, 6.0], [6.0, 6.0]],
             f"after weight.fill_(3.0) in a region on {device.type}, ones @ weight must be 6.0; it is {seen}. Do the "
-            "device's in-place kernels count up the version of the tensor?",
+            "device's in-place kernels bump the version of the tensor?",
         )
 
     def test_weight_cache_across_regions(self, device: Device) -> None:
-        """A WeightCache serves the next region with the cast that the last one made."""
+        """A WeightCache serves a region with the cast of the region before."""
         weight = _weight(device)
         cache = WeightCache()
         ones = device.put(torch.ones(2, 2))
@@ -50,20 +50,20 @@ class CastChecks(Subject):
         require(
             (stats.misses, stats.hits, stats.entries) == (1, 1, 1) and torch.equal(*results),
             f"two regions on {device.type} that share a WeightCache must make one cast of a weight and use it twice; "
-            f"the cache says: {stats}",
+            f"its stats are {stats}",
         )
 
 
 def _weight(device: Device) -> torch.nn.Parameter:
-    device.skip_if_fake("no cast of a fake tensor is kept")
+    device.skip_if_fake("casts of fake tensors are not cached")
     weight = torch.nn.Parameter(device.put(torch.ones(2, 2)))
     if type(weight) is not torch.nn.Parameter:
-        pytest.skip(f"tensors of {device.type} are of the subclass {type(weight).__name__}, whose casts are never kept")
+        pytest.skip(f"tensors of {device.type} are of the subclass {type(weight).__name__}, whose casts are not cached")
     return weight
 
 
 def _cast_used(device: Device, weight: torch.Tensor) -> torch.Tensor:
-    """Return the cast of a weight that an op took: the one that its backward would use."""
+    """Return the cast of a weight that an op saved for its backward."""
     x = device.put(torch.ones(2, 2)).to(device.backend.default_dtype).requires_grad_()
     node = torch.mm(x, weight).grad_fn
     cast: torch.Tensor = node._saved_mat2  # type: ignore[union-attr]

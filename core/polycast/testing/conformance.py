@@ -1,4 +1,4 @@
-"""The suite: all checks in one class to subclass."""
+"""The conformance suite: a class with all checks."""
 
 import pytest
 
@@ -30,15 +30,15 @@ class BackendConformance(
 ):
     """The conformance suite of a backend: subclass it in a test file, under a name that begins with ``Test``.
 
-    A check that fails says what the backend does, what is expected of it and what to do. What a device cannot do is
-    named in a file of expected failures, with the reason; a line of that file that is no longer needed is a failure.
+    A failed check says what the backend does, what is expected and what to do. A file of expected failures names what
+    the device cannot do, with the reason; a line of it that is no longer needed fails.
 
     Attributes:
-        backend: the device type whose backend is tested.
-        fake: check the rules on fake tensors, and take the device as available; for where the device is absent.
-        expected_failures: the path of the file: an op or a test on each line, white space, and the reason.
-        samples: arguments for ops of the table that the suite does not know, by op name: functions that take a
-            :class:`Maker` and return the arguments.
+        backend: the device type.
+        fake: check on fake tensors, as if the device were available; for machines without it.
+        expected_failures: the path of the file: on each line the name of an op or a test, and the reason.
+        samples: arguments for ops that the suite does not know, by op name: functions from a :class:`Maker` to the
+            arguments.
 
     Example:
         >>> from polycast.testing import BackendConformance
@@ -48,14 +48,12 @@ class BackendConformance(
     """
 
     def test_expected_failures(self) -> None:
-        """Each line of the file of expected failures names something that is tested."""
+        """Each line of the file of expected failures names a test, an op, a kernel or a recipe."""
         backend = self.loaded()
         tested = {name for name in dir(self) if name.startswith("test_")}
         tested |= {*kernel_names(backend), *RECIPES, *backend.policies, *torch_ops(self.backend)}
         stale = [
-            name
-            for name in expected.read(self.expected_failures)
-            if name not in tested and not _is_op_of_another_torch(name)
+            name for name in expected.read(self.expected_failures) if name not in tested and not _is_missing_op(name)
         ]
         require(
             not stale,
@@ -64,7 +62,7 @@ class BackendConformance(
         )
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Make a test of each op of the table, of each kernel and of each recipe."""
+        """Parametrize the checks by the ops of the table, the kernels and the recipes."""
         if "op" in metafunc.fixturenames:
             metafunc.parametrize("op", sorted(self.loaded().policies))
         if "kernel" in metafunc.fixturenames:
@@ -73,6 +71,5 @@ class BackendConformance(
             metafunc.parametrize("recipe", RECIPES)
 
 
-def _is_op_of_another_torch(name: str) -> bool:
-    """Say whether a name is that of an op, not of a kernel, that the running torch lacks."""
+def _is_missing_op(name: str) -> bool:
     return name.count(":") == 2 and find_op(name) is None

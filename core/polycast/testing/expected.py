@@ -1,17 +1,17 @@
-"""The file of expected failures: what a device cannot do, each with the reason."""
+"""Reading files of expected failures."""
 
 from pathlib import Path
 
 
 def read(path: Path | str | None) -> dict[str, str]:
-    """Return the reason for each name in a file of expected failures.
+    """Return the reasons of a file of expected failures, by name.
 
     Args:
-        path: the file; None: nothing is expected to fail. A line is the name of an op or of a test, white space, and
-            the reason. Empty lines and lines that begin with ``#`` are passed over.
+        path: the file; None: no file. Each line is the name of an op or a test, white space and the reason. Empty
+            lines and lines that begin with ``#`` are skipped.
 
     Raises:
-        ValueError: a line has no reason, or names what an earlier line names.
+        ValueError: a line has no reason, or repeats a name.
     """
     reasons: dict[str, str] = {}
     if path is None:

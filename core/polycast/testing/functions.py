@@ -1,4 +1,4 @@
-"""Checks of autograd functions that heed the autocast state of the device."""
+"""Checks of custom_fwd and custom_bwd."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from .subject import Device, Subject
 
 
 class FunctionChecks(Subject):
-    """custom_fwd and custom_bwd."""
+    """Autograd functions decorated with custom_fwd and custom_bwd."""
 
     def test_custom_function_has_the_state_of_its_region(self, device: Device) -> None:
-        """Forward and backward of a decorated function run in the autocast state that forward was called in."""
-        device.skip_if_fake("autograd cannot run a backward of a device that is absent")
+        """Forward and backward of a decorated function run in the autocast state of the call."""
+        device.skip_if_fake("autograd cannot run a backward on an absent device")
         seen: list[dict[str, object]] = []
 
         class Double(torch.autograd.Function):
@@ -37,10 +37,7 @@ class FunctionChecks(Subject):
         device.must_be(before, "after the backward of a decorated function")
         wanted = {"enabled": True, "dtype": device.backend.default_dtype}
         for part, state in zip(("forward", "backward"), seen, strict=True):
-            if {name: state[name] for name in wanted} != wanted:
-                raise AssertionError(
-                    f"in the {part} of a decorated function on {device.type}: {state}, expected {wanted}"
-                )
+            device.must_be(wanted, f"in the {part} of a decorated function", state)
 
     def test_custom_function_with_cast_inputs(self, device: Device) -> None:
         """With cast_inputs the inputs are cast, and forward runs with autocast disabled."""

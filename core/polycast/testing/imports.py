@@ -1,4 +1,4 @@
-"""The check that importing a plugin leaves torch as it was, made in a fresh process."""
+"""Check in a fresh process that importing a plugin changes no global state of torch."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import json, sys, torch, polycast
 
 def state():
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    said = {
+    values = {
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
         "grad mode": torch.is_grad_enabled(),
@@ -40,9 +40,9 @@ def state():
         "autocast cache": torch.is_autocast_cache_enabled(),
     }
     for device in torch._C._autocast_supported_devices():
-        said["autocast enabled for " + device] = torch.is_autocast_enabled(device)
-        said["autocast dtype for " + device] = torch.get_autocast_dtype(device)
-    return {name: str(value) for name, value in said.items()}
+        values["autocast enabled for " + device] = torch.is_autocast_enabled(device)
+        values["autocast dtype for " + device] = torch.get_autocast_dtype(device)
+    return {name: str(value) for name, value in values.items()}
 
 before = state()
 polycast.get_backend(sys.argv[1])
@@ -53,10 +53,10 @@ print("\\n" + json.dumps([[name, before[name], after[name]] for name in names]))
 
 
 class ImportChecks(Subject):
-    """The import of the plugin."""
+    """Importing the plugin."""
 
     def test_import_leaves_torch_as_it_was(self) -> None:
-        """Importing the plugin changes no global state of torch: no default, no mode, no number of threads."""
+        """Importing the plugin changes no default, mode or thread count of torch."""
         self.loaded()
         if not backends()[self.backend].distribution:
             pytest.skip(f"the backend of {self.backend} was registered by hand: there is no plugin to import")

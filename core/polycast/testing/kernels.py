@@ -1,4 +1,4 @@
-"""Checks of the kernels that compute an op with another output dtype than its inputs'."""
+"""Checks of kernels whose output dtype differs from that of their inputs."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map
 
 from ..plugins.backend import Backend, KernelKey
 from .samples import Sample, split
-from .subject import Device, Subject, require
+from .subject import Device, Subject, describe, require
 
 
 def _products(i: int, j: int, k: int) -> Mapping[str, Sample]:
@@ -25,7 +25,7 @@ def _products(i: int, j: int, k: int) -> Mapping[str, Sample]:
     }
 
 
-# Sizes that the matrix units of devices take, and some that they do not.
+# Some are odd.
 _SIZES = tuple(_products(*sizes) for sizes in [(32, 32, 32), (32, 64, 16), (3, 5, 7)])
 
 
@@ -35,7 +35,7 @@ def _name(op: torch._ops.OpOverload) -> str:
 
 
 def kernel_names(backend: Backend) -> dict[str, KernelKey]:
-    """Return a backend's kernels by the names that tests and files of expected failures give them."""
+    """Return a backend's kernels by the names that test ids and files of expected failures have."""
     return {
         f"{_name(op)}:{str(taken).removeprefix('torch.')}:{str(given).removeprefix('torch.')}": (op, taken, given)
         for op, taken, given in backend.kernels
@@ -43,10 +43,10 @@ def kernel_names(backend: Backend) -> dict[str, KernelKey]:
 
 
 class KernelChecks(Subject):
-    """Kernels with an output dtype of their own."""
+    """Kernels with an output dtype."""
 
     def test_kernel(self, device: Device, kernel: str | None) -> None:
-        """A kernel gives what the op gives in float64, or for integers in int64, rounded to the output dtype."""
+        """A kernel returns the op's float64 result, for integers int64, rounded to the output dtype."""
         if kernel is None:
             pytest.skip(f"the backend of {device.type} has no kernels")
         op, taken, _ = kernel_names(device.backend)[kernel]
@@ -65,11 +65,11 @@ class KernelChecks(Subject):
 
 
 def _must_be_exact(device: Device, kernel: str, arguments: tuple[Any, Any], layout: str) -> bool:
-    """Fail unless a kernel computes its op, for arguments in a layout; say whether it takes them."""
+    """Fail unless a kernel computes its op, for arguments in a layout; return whether it takes them."""
     op, taken, given = kernel_names(device.backend)[kernel]
     args, kwargs = arguments
     exact = taken.is_floating_point or taken.is_complex
-    said = op(*_to(torch.float64 if exact else torch.int64, args), **kwargs).to(given)
+    expected = op(*_to(torch.float64 if exact else torch.int64, args), **kwargs).to(given)
     on_device = tree_map(
         lambda leaf: _LAYOUTS[layout](device.put(leaf)) if isinstance(leaf, torch.Tensor) else leaf, _to(taken, args)
     )
@@ -79,19 +79,19 @@ def _must_be_exact(device: Device, kernel: str, arguments: tuple[Any, Any], layo
     sizes = ", ".join(str(list(leaf.shape)) for leaf in args if isinstance(leaf, torch.Tensor))
     how = f"{kernel} on {device.type}, with {layout} inputs of shapes {sizes},"
     require(
-        isinstance(found, torch.Tensor) and (found.dtype, found.shape) == (given, said.shape),
-        f"{how} must return {given} of shape {list(said.shape)}, got {_described(found)}",
+        isinstance(found, torch.Tensor) and (found.dtype, found.shape) == (given, expected.shape),
+        f"{how} must return {describe(expected)}, got {describe(found)}",
     )
     if not device.fake:
         try:
-            torch.testing.assert_close(device.values(found), said)
+            torch.testing.assert_close(device.values(found), expected)
         except AssertionError as error:
             raise AssertionError(f"{how} is not {_name(op)}: {error}") from None
     return True
 
 
 def _transposed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with its last two dimensions the other way round in memory."""
+    """Return a tensor with its last two dimensions swapped in memory."""
     return tensor if tensor.dim() < 2 else tensor.mT.contiguous().mT
 
 
@@ -105,14 +105,8 @@ def _to(dtype: torch.dtype, tree: Any) -> Any:
     return tree_map(lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
-def _described(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} of shape {list(value.shape)}"
-    return repr(value)
-
-
 class _Integers:
-    """Makes integers that a dtype holds: sums of their products overflow it, or are exact if it is floating point."""
+    """Makes integers; sums of their products overflow an integer dtype, and are exact in a floating-point one."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._high = 4 if dtype.is_floating_point or dtype.is_complex else 100

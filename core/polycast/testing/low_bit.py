@@ -1,4 +1,4 @@
-"""What kernels of recipes are held to: the product in float64, and how far from it numbers of so few bits may be."""
+"""The reference for low-bit kernels: the float64 product, and a bound of the quantization error."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,34 +11,36 @@ from ..policy.recipe import Float8, Int8, Recipe
 from ..policy.schemas import find_op, unflatten_arguments
 
 _SMALLEST = 2.0**-110
-"""Values may be quantized as if one of this size were among them, so that scales and their inverses stay normal."""
+"""Scales are at least those of a value of this size, so that they and their inverses are normal."""
 
 
 def int8_product(x: torch.Tensor, weight: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x @ weight.T`` in float64, and how far from it a product of int8 may be.
+    """Return ``x @ weight.T`` in float64, and the error bound of an int8 product.
 
     Args:
         x: activations [..., K].
-        weight: [N, K], with a scale for each row.
-        by_row: whether each row of `x` has a scale, or all have one.
+        weight: [N, K], one scale for each row.
+        by_row: whether each row of `x` has a scale, or `x` has one.
     """
     return PRODUCTS["aten::linear"].within(Int8("row" if by_row else "tensor"), (x, weight, None))
 
 
 def float8_product(x: torch.Tensor, weight: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same for a product of float8 (e4m3), with scales for rows of both or one for each."""
+    """Return the same for float8 (e4m3), with scales by row of both arguments, or one of each."""
     return PRODUCTS["aten::linear"].within(Float8("row" if by_row else "tensor"), (x, weight, None))
 
 
 @dataclass(frozen=True)
 class Product:
-    """An op that is linear in activations and in a weight: where they are among its arguments, and what is added.
+    """An op that is linear in its activations and in its weight.
 
     Attributes:
         op: its name in the dispatcher.
-        weight, activations, added: positions.
-        features: the dimension of the weight that the output features are in.
-        rows: whether a row of the activations, their last dimension, comes to a row of the output.
+        features: the dimension of the weight that holds the output features.
+        added: the position of the bias; None: it has none.
+        activations: their position.
+        weight: its position.
+        rows: whether a row of the activations (their last dimension) makes a row of the output.
     """
 
     op: str
@@ -49,32 +51,31 @@ class Product:
     rows: bool = True
 
     def __call__(self, args: Sequence[Any]) -> torch.Tensor:
-        """Return what the op returns, outside of autocast."""
+        """Call the op."""
         op = find_op(self.op)
-        assert op is not None  # torch has those that are listed here
+        assert op is not None  # every torch has these
         positional, named = unflatten_arguments(op, args)
         with torch.no_grad():
             result: torch.Tensor = op(*positional, **named)
         return result
 
     def within(self, recipe: Recipe, args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the op's result in float64, and how far from it a product by a recipe may be.
+        """Return the op's result in float64, and the error bound of a recipe.
 
-        Values x' = x + dx and w' = w + dw give x'w' - xw = dx w + x dw + dx dw, which is at most what the op makes of
-        the magnitudes.
+        Values x' = x + dx and w' = w + dw give x'w' - xw = dx w + x dw + dx dw. The op of the magnitudes bounds it.
         """
         exact = [arg.double() if isinstance(arg, torch.Tensor) else arg for arg in args]
         x, weight = exact[self.activations], exact[self.weight]
-        off = _OFF[recipe.kind]
+        error = _ERRORS[recipe.kind]
         other_than_features = [dim for dim in range(weight.dim()) if dim != self.features]
         by_feature = recipe.scales == "row" or recipe.kind == Int8.kind
-        dx = off(x, [-1] if recipe.scales == "row" and self.rows else None)
-        dw = off(weight, other_than_features if by_feature else None)
+        dx = error(x, [-1] if recipe.scales == "row" and self.rows else None)
+        dw = error(weight, other_than_features if by_feature else None)
         magnitudes = [(dx, weight.abs()), (x.abs(), dw), (dx, dw)]
         return self(exact), sum((self(self._of(exact, *pair)) for pair in magnitudes), torch.zeros((), dtype=x.dtype))
 
     def _of(self, args: Sequence[Any], x: torch.Tensor, weight: torch.Tensor) -> list[Any]:
-        """Return arguments with other activations and another weight, and nothing added."""
+        """Return arguments with other activations and another weight, without the bias."""
         given = list(args)
         given[self.activations], given[self.weight] = x, weight
         if self.op == "aten::addmm":
@@ -94,7 +95,7 @@ PRODUCTS = {
         Product("aten::conv2d", features=0, added=2, rows=False),
     )
 }
-"""The ops that a reference is known for, by name."""
+"""The ops with a reference, by name."""
 
 
 def _largest(values: torch.Tensor, dims: list[int] | None) -> torch.Tensor:
@@ -104,47 +105,44 @@ def _largest(values: torch.Tensor, dims: list[int] | None) -> torch.Tensor:
     return (magnitudes.amax() if dims is None else magnitudes.amax(dims, keepdim=True)).clamp(min=_SMALLEST)
 
 
-def _off_in_int8(values: torch.Tensor, dims: list[int] | None) -> torch.Tensor:
-    """Return how far values are at most when they are rounded to 255 levels: half of one.
-
-    A thousandth more is for scales that are rounded themselves.
-    """
+def _int8_error(values: torch.Tensor, dims: list[int] | None) -> torch.Tensor:
+    """Return half of one of 255 levels, and a thousandth more for the rounding of scales."""
     return (_largest(values, dims) / 127 / 2 * 1.001).expand(values.shape).contiguous()
 
 
-def _off_in_float8(values: torch.Tensor, dims: list[int] | None) -> torch.Tensor:
-    """Return how far values are at most when they are rounded to e4m3, the largest to 448: half of the last bit of 4.
+def _float8_error(values: torch.Tensor, dims: list[int] | None) -> torch.Tensor:
+    """Return half of the last of 4 bits, where the largest value is 448 and the smallest are multiples of 2**-9.
 
-    The smallest are multiples of 2**-9. A hundredth more is for scales and sums that are rounded themselves.
+    A hundredth more is for the rounding of scales and sums.
     """
     scale = _largest(values, dims) / 448
     return torch.maximum(values.abs() / 16, (scale / 2**10).expand(values.shape)) * 1.01
 
 
-_OFF: dict[str, Callable[[torch.Tensor, list[int] | None], torch.Tensor]] = {
-    Int8.kind: _off_in_int8,
-    Float8.kind: _off_in_float8,
+_ERRORS: dict[str, Callable[[torch.Tensor, list[int] | None], torch.Tensor]] = {
+    Int8.kind: _int8_error,
+    Float8.kind: _float8_error,
 }
 
 
 def assert_within(actual: torch.Tensor, expected: torch.Tensor, error: torch.Tensor) -> None:
-    """Check a result that is off by some error and then rounded to its dtype.
+    """Check that a result is within an error of the expected one, before the rounding to its dtype.
 
     Raises:
-        AssertionError: it is off by more, or has another shape.
+        AssertionError: it is not, or its shape differs.
     """
     assert actual.shape == expected.shape, f"the shape is {tuple(actual.shape)}, not {tuple(expected.shape)}"
     limits = torch.finfo(actual.dtype)
     allowed = error + (expected.abs() + error) * limits.eps + limits.smallest_normal
     off = ((actual.double() - expected).abs() / allowed).nan_to_num(nan=torch.inf)
-    assert (off <= 1).all(), f"the error is {off.max().item():.3g} times what the recipe may bring"
+    assert (off <= 1).all(), f"the error is {off.max().item():.3g} times the bound of the recipe"
 
 
 def run_kernel(kernel: LowBitKernel, *args: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Call a kernel as polycast does, in a region with a fast dtype.
 
     Raises:
-        AssertionError: it declines, cannot pack the weight, or returns another dtype.
+        AssertionError: it declines, cannot pack the weight, or returns another dtype than `dtype`.
     """
     reason = kernel.unsupported_reason(*args)
     assert reason is None, f"it declines: {reason}"
@@ -157,10 +155,10 @@ def run_kernel(kernel: LowBitKernel, *args: Any, dtype: torch.dtype = torch.floa
 def run_prepared(
     kernel: LowBitKernel, prepared: tuple[torch.Tensor, ...], *args: Any, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Call a kernel on a weight that is packed.
+    """Call a kernel with a packed weight.
 
     Raises:
-        AssertionError: it returns another dtype.
+        AssertionError: it returns another dtype than `dtype`.
     """
     device_type = args[kernel.weight].device.type
     before = torch.get_autocast_dtype(device_type)

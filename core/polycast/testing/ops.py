@@ -1,4 +1,4 @@
-"""Checks of the op table: each op, called in a region, does what its policy says."""
+"""Checks of the op table."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,17 +11,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..engine.drift import drift_of
 from ..policy.cast_policy import CastPolicy
 from ..policy.schemas import find_op
-from . import expected
+from .expected import read
 from .oracle import call_as, eligible
 from .samples import SAMPLES, split
-from .subject import Device, Subject, require
+from .subject import Device, Subject, describe, require
 
 
 class OpChecks(Subject):
     """The op table."""
 
     def test_op(self, device: Device, op: str) -> None:
-        """In a region the op does what it does outside of one with its inputs cast as its policy says."""
+        """In a region an op does what it does outside of one with its inputs cast by its policy."""
         overload = find_op(op)
         if overload is None:
             pytest.skip(f"this torch ({torch.__version__}) has no op {op}")
@@ -39,24 +39,24 @@ class OpChecks(Subject):
                     if policy is CastPolicy.BANNED:
                         call.must_be_refused(fast_dtype)
                     else:
-                        # What the device lacks in another dtype than the default, or between dtypes, is its own affair.
+                        # The device may lack the op for other dtypes than the default, and for mixed ones.
                         required = name == "float32" and fast_dtype is device.backend.default_dtype
                         call.must_be_as(policy, fast_dtype, required=required)
 
     def test_no_op_of_torchs_table_is_missing(self) -> None:
-        """What torch itself treats at the device's Autocast key, the backend's table treats too."""
-        reasons = expected.read(self.expected_failures)
+        """The table has every op for which torch has a kernel at the device's Autocast key."""
+        reasons = read(self.expected_failures)
         missing = [name for name in drift_of(self.loaded()).only_in_torch if name not in reasons]
         require(
             not missing,
-            f"torch {torch.__version__} treats ops at the Autocast key of {self.backend} that the policy table does "
-            f"not name, and runs them with kernels of its own: {', '.join(missing)}. Give each a policy, a reason in "
-            "excluded_ops or, until then, a line in the file of expected failures.",
+            f"torch {torch.__version__} has kernels at the Autocast key of {self.backend} for ops that the table "
+            f"does not name, and runs them: {', '.join(missing)}. Give each a policy, a reason in excluded_ops or, "
+            "until then, a line in the file of expected failures.",
         )
 
 
 class _Call:
-    """One call of an op, in a region and as its policy says."""
+    """A call of an op, with the arguments and the text of its failures."""
 
     def __init__(self, device: Device, name: str, op: torch._ops.OpOverload, arguments: Any, how: str) -> None:
         self.device = device
@@ -79,63 +79,55 @@ class _Call:
         )
 
     def must_be_as(self, policy: CastPolicy, fast_dtype: torch.dtype, *, required: bool) -> None:
-        said = _outcome(lambda: call_as(policy, self.op, self.arguments, self.device.type, fast_dtype))
-        if required and isinstance(said, Exception):
+        expected = _outcome(lambda: call_as(policy, self.op, self.arguments, self.device.type, fast_dtype))
+        if required and isinstance(expected, Exception):
             if self.device.fake:
-                pytest.skip(f"{self.name} was not called: fake tensors of {self.device.type} cannot run it: {said}")
+                pytest.skip(f"{self.name} was not called: fake tensors of {self.device.type} cannot run it: {expected}")
             raise AssertionError(
                 f"{self.how}: the device cannot do what {policy.name} says, outside of any region: "
-                f"{type(said).__name__}: {said}. If it lacks the op, name the op in the file of expected failures."
-            ) from said
+                f"{type(expected).__name__}: {expected}. If it lacks the op, add it to the file of expected failures."
+            ) from expected
         found = _outcome(lambda: self.in_region(fast_dtype))
-        if isinstance(said, Exception) or isinstance(found, Exception):
-            require(
-                type(said) is type(found),
-                f"{self.how}: {policy.name} says {_described(said)}, the region gave {_described(found)}",
-            )
-            return
+        raised = isinstance(expected, Exception) or isinstance(found, Exception)
         require(
-            _described(said) == _described(found),
-            f"{self.how}: {policy.name} says {_described(said)}, the region gave {_described(found)}",
+            type(expected) is type(found) if raised else _described(expected) == _described(found),
+            f"{self.how}: {policy.name} gives {_described(expected)}, the region gave {_described(found)}",
         )
-        if not self.device.fake:
-            for expected_leaf, leaf in zip(tree_leaves(said), tree_leaves(found), strict=True):
-                _must_have_the_values_of(expected_leaf, leaf, self)
+        if not raised and not self.device.fake:
+            for expected_leaf, leaf in zip(tree_leaves(expected), tree_leaves(found), strict=True):
+                self.must_equal(expected_leaf, leaf)
 
-
-def _must_have_the_values_of(said: object, found: object, call: _Call) -> None:
-    if isinstance(said, torch.Tensor) and isinstance(found, torch.Tensor):
-        if said.dtype is torch.uint8:
-            return  # the workspace of a backward, of which an op leaves parts as they were
-        said, found = call.device.values(said), call.device.values(found)
-    try:
-        torch.testing.assert_close(found, said, equal_nan=True)
-    except AssertionError as error:
-        raise AssertionError(f"{call.how}: the values are not those of the policy: {error}") from None
+    def must_equal(self, expected: object, found: object) -> None:
+        if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
+            if expected.dtype is torch.uint8:
+                return  # the workspace of a backward, which ops leave partly uninitialized
+            expected, found = self.device.values(expected), self.device.values(found)
+        try:
+            torch.testing.assert_close(found, expected, equal_nan=True)
+        except AssertionError as error:
+            raise AssertionError(f"{self.how}: the values differ from those of the policy: {error}") from None
 
 
 def _outcome(function: Callable[[], Any]) -> Any:
     torch.manual_seed(0)
     try:
         return function()
-    except Exception as error:  # what an op raises is a result too
+    except Exception as error:  # is compared too
         return error
 
 
 def _described(value: object) -> str:
-    """Return dtypes, shapes and devices of a result, for people and to compare."""
+    """Return the dtypes, shapes and devices of a result as text."""
     if isinstance(value, Exception):
         return f"{type(value).__name__}: {value}"
     return ", ".join(
-        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} on {leaf.device.type}"
-        if isinstance(leaf, torch.Tensor)
-        else type(leaf).__name__
+        f"{describe(leaf)} on {leaf.device.type}" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
         for leaf in tree_leaves(value)
     )
 
 
 def _variants(sample: Any, device_type: str, fast_dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
-    """Yield a sample's arguments in the dtypes that policies tell apart."""
+    """Yield a sample's arguments in all dtypes that policies distinguish."""
     positions = iter(range(1000))
 
     def first_in_fast(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a policy says that becomes of a call, written without the engines: the call itself, with its inputs cast."""
+"""The test oracle of policies: an op called with its inputs cast, written without the engines."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..policy.schemas import optional_dtype, overload_with_dtype
 
 
 def eligible(value: object, device_type: str) -> bool:
-    """Say whether autocast for a device may cast a value."""
+    """Return whether autocast for a device may cast a value."""
     return (
         isinstance(value, torch.Tensor)
         and value.dtype.is_floating_point
@@ -20,7 +20,7 @@ def eligible(value: object, device_type: str) -> bool:
 
 
 def cast(tree: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """Return arguments with each eligible tensor among them cast."""
+    """Return arguments with each eligible tensor cast."""
     return tree_map(lambda value: value.to(dtype) if eligible(value, device_type) else value, tree)
 
 
@@ -31,7 +31,7 @@ def call_as(
     device_type: str,
     fast_dtype: torch.dtype,
 ) -> Any:
-    """Call an op outside of any region as a region is to call it; not for what is banned."""
+    """Call an op, outside of regions, as a region has to call it. The policy is not BANNED."""
     args, kwargs = arguments
     schema = op._schema.arguments
     first = args[0] if args else kwargs.get(schema[0].name)

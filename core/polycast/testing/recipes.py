@@ -1,8 +1,8 @@
-"""Checks of the kernels of recipes: against float64, with the error that their recipe may bring."""
+"""Checks of low-bit kernels, against float64 within the error of their recipe."""
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,14 +27,14 @@ RECIPES: Mapping[str, Recipe] = {
     recipe.short: recipe
     for recipe in (Int8(min_size=0), Int8("tensor", min_size=0), Float8(min_size=0), Float8("tensor", min_size=0))
 }
-"""The recipes that there are, by the names that tests and files of expected failures give them."""
+"""The recipes, by the names that test ids and files of expected failures have."""
 
 _SIZES = [(5, 64, 48), (1, 128, 32), (16, 32, 16), (3, 33, 17)]
-"""Rows, terms and columns: such as the units of devices take, and such as they do not."""
+"""(m, k, n), some of them odd."""
 
 
 def _arguments(op: str, m: int, k: int, n: int) -> list[list[Any]]:
-    """Return arguments for a product of `m` rows, `k` terms and `n` columns, on the CPU, and of the weight no zeros."""
+    """Return CPU arguments of an op, several sets, for an m x k by k x n product; the weight has no zeros."""
     x, weight, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
     weight = weight.sign() * (weight.abs() + 0.1)
     if op == "aten::linear":
@@ -51,14 +51,14 @@ def _arguments(op: str, m: int, k: int, n: int) -> list[list[Any]]:
 
 
 class RecipeChecks(Subject):
-    """Kernels of recipes. Where the device cannot compute by one, its checks are skipped, with the reason."""
+    """Low-bit kernels. Recipes that the device lacks are skipped, with the reason."""
 
     def test_recipe(self, recipe: str) -> None:
-        """The backend says whether the device can compute by a recipe and, if not, why; and which ops then."""
+        """The backend says whether the device has a recipe, and for which ops it has kernels."""
         backend, wanted = self.loaded(), RECIPES[recipe]
         call = f"{self.backend}: recipe_availability({wanted!r})"
         answer = answer_of(call, lambda: backend.recipe_availability(wanted))
-        require(answer or answer.reason.strip(), f"{call} says no and not why. Give the reason.")
+        require(answer or answer.reason.strip(), f"{call} says no and gives no reason. Give one.")
         if not answer:
             pytest.skip(f"{self.backend} has no {recipe}: {answer.reason}")
         call = f"{self.backend}: low_bit_kernels({wanted!r})"
@@ -72,19 +72,19 @@ class RecipeChecks(Subject):
         for name, kernel in kernels.items():
             require(
                 backend.policies.get(name) is CastPolicy.LOWER_PRECISION_FP,
-                f"{call} has a kernel for {name}, which has no LOWER_PRECISION_FP in the backend's table: no recipe is "
-                "asked of it. Give it that policy, or leave the kernel out.",
+                f"{call} has a kernel for {name}, which is not LOWER_PRECISION_FP in the backend's table, so it never "
+                "runs. Give the op that policy, or remove the kernel.",
             )
             op = find_op(name)
             weight = None if op is None else op._schema.arguments[kernel.weight : kernel.weight + 1]
             require(
                 weight is None or (weight and str(weight[0].type) == "Tensor"),
-                f"{call}: the kernel for {name} says that its weight is argument {kernel.weight}, which is no tensor. "
-                "Set the attribute `weight` to its position.",
+                f"{call}: the kernel for {name} says that its weight is argument {kernel.weight}, which is not a "
+                "tensor. Set the attribute `weight` to its position.",
             )
 
     def test_recipe_product(self, device: Device, recipe: str) -> None:
-        """A kernel gives what the op gives in float64, within the error of the recipe, in the fast dtype."""
+        """A kernel returns the op's float64 result in the fast dtype, within the error of the recipe."""
         device.skip_if_fake("there are no values")
         for call in _calls(device, recipe):
             for fast_dtype in device.fast_dtypes():
@@ -92,11 +92,11 @@ class RecipeChecks(Subject):
                     given = call.of_dtype(dtype)
                     expected, error = call.product.within(call.recipe, given)
                     result = call.run(device, given, fast_dtype)
-                    with call.said(f"with inputs of {dtype}"):
+                    with call.context(f"with inputs of {dtype}"):
                         assert_within(device.values(result), expected, error)
 
     def test_recipe_unsupported_reason(self, device: Device, recipe: str) -> None:
-        """A kernel declines sizes that do not fit, and says of fake tensors what it says of real ones."""
+        """A kernel declines sizes that do not fit, and answers for fake tensors as for real ones."""
         for call in _calls(device, recipe, declined_too=True):
             args = tree_map(lambda leaf: device.put(leaf) if isinstance(leaf, torch.Tensor) else leaf, call.args)
             misfit = list(args)
@@ -104,7 +104,7 @@ class RecipeChecks(Subject):
             misfit[call.product.activations] = torch.cat([x, x], 1 if call.product.op == "aten::conv2d" else -1)
             require(
                 call.unsupported_reason(misfit),
-                f"{call} must decline activations that do not fit the weight, so that torch says what is wrong",
+                f"{call} must decline activations that do not fit the weight, so that torch raises its own error",
             )
             if device.fake:
                 call.unsupported_reason(args)
@@ -115,13 +115,13 @@ class RecipeChecks(Subject):
                     of_fakes = call.unsupported_reason(fakes)
                 require(
                     of_fakes == call.unsupported_reason(each),
-                    f"{call} says {call.unsupported_reason(each)!r}, and of fake tensors alike {of_fakes!r}. "
-                    "It may look at dtypes, sizes and strides, and at no values.",
+                    f"{call} answers {call.unsupported_reason(each)!r}, and {of_fakes!r} for the same as fake tensors. "
+                    "It may use dtypes, sizes and strides, but no values.",
                 )
 
     def test_recipe_in_compiled_code(self, device: Device, recipe: str) -> None:
-        """What stands for the op in compiled code promises the shape, strides and dtype that the kernel gives."""
-        device.skip_if_fake("what is compared is what the kernel gives")
+        """The operator in compiled code has the shape, strides and dtype of the kernel's result."""
+        device.skip_if_fake("the kernel has to run")
         dtype = device.backend.default_dtype
         for call in _calls(device, recipe):
             args = call.on(device)
@@ -129,17 +129,15 @@ class RecipeChecks(Subject):
             more = (call.recipe.text, 0, dtype)
             with torch.no_grad(), _outcomes() as outcomes:
                 result = operator(*args, *more)
-            require(outcomes == [None], f"{call} was not asked in compiled code: {outcomes[0] if outcomes else ''}")
+            require(outcomes == [None], f"{call} did not run in compiled code: {outcomes[0] if outcomes else ''}")
             with torch.no_grad(), FakeTensorMode() as mode:
                 fakes = [mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
                 promised = operator(*fakes, *more)
-            said, found = _form(promised), _form(result)
-            require(
-                said == found, f"{call} gave {found}, and compiled code is promised {said}. Give it what the op gives."
-            )
+            expected, found = _layout(promised), _layout(result)
+            require(expected == found, f"{call} returned {found}, and compiled code expects {expected}, as of the op.")
 
     def test_recipe_inf_and_nan(self, device: Device, recipe: str) -> None:
-        """Activations with inf or nan come to what they come to in the fast dtype; what they do not touch is right."""
+        """inf and nan in activations propagate as in the op, and the other outputs are right."""
         device.skip_if_fake("there are no values")
         dtype = device.backend.default_dtype
         for call in _calls(device, recipe):
@@ -153,14 +151,14 @@ class RecipeChecks(Subject):
                 expected = call.product.within(call.recipe, args)[0]
                 result = device.values(call.run(device, args, dtype))
                 finite = expected.isfinite()
-                with call.said(f"with a {value} among its activations"):
-                    assert not (result.isfinite() & ~finite).any(), "a finite number where the op gives inf or nan"
+                with call.context(f"with a {value} among its activations"):
+                    assert not (result.isfinite() & ~finite).any(), "a finite number where the op returns inf or nan"
                     assert result[expected.isnan()].isnan().all(), "a nan was lost"
                     assert_within(result[finite], expected[finite], error.expand_as(expected)[finite])
 
     def test_recipe_empty_batch(self, device: Device, recipe: str) -> None:
-        """A batch without rows gives a result without rows."""
-        device.skip_if_fake("what is compared is what the kernel gives")
+        """An empty batch gives an empty result."""
+        device.skip_if_fake("the kernel has to run")
         for call in _calls(device, recipe):
             args = list(call.args)
             if args[call.product.activations].dim() < 2:
@@ -172,11 +170,11 @@ class RecipeChecks(Subject):
                 continue
             shape = call.product(args).shape
             found = call.run(device, args, device.backend.default_dtype).shape
-            require(found == shape, f"{call}, with no rows, gave the shape {tuple(found)}, expected {tuple(shape)}")
+            require(found == shape, f"{call}, with no rows, returned the shape {tuple(found)}, expected {tuple(shape)}")
 
     def test_recipe_packing(self, device: Device, recipe: str) -> None:
-        """What a weight is packed into is all that a kernel needs of it, and is memory of its own."""
-        device.skip_if_fake("what is compared is values")
+        """A kernel reads the packed weight only, which has memory of its own."""
+        device.skip_if_fake("there are no values")
         dtype = device.backend.default_dtype
         for call in _calls(device, recipe):
             args = call.on(device)
@@ -184,7 +182,7 @@ class RecipeChecks(Subject):
             with torch.no_grad():
                 prepared = call.prepack(weight)
                 shared = [each for each in prepared if _shares_memory(each, weight)]
-                require(not shared, f"{call}: prepack() returned memory of the weight, which changes as that does")
+                require(not shared, f"{call}: prepack() returned memory of the weight, which changes with it")
                 before = [device.values(arg).clone() for arg in args if isinstance(arg, torch.Tensor)]
                 first = device.values(run_prepared(call.kernel, prepared, *args, dtype=dtype))
                 after = [device.values(arg) for arg in args if isinstance(arg, torch.Tensor)]
@@ -192,17 +190,19 @@ class RecipeChecks(Subject):
                 weight.fill_(torch.nan)
                 second = device.values(run_prepared(call.kernel, prepared, *args, dtype=dtype))
             require(
-                torch.equal(first, second), f"{call}: run() read the weight, or gave another result the second time"
+                torch.equal(first, second), f"{call}: run() read the weight, or returned another result the second time"
             )
 
     def test_recipe_in_a_region(self, device: Device, recipe: str) -> None:
-        """A region packs a weight once, and again when it has changed, and the result follows."""
-        device.skip_if_fake("nothing of a fake tensor is kept")
+        """A region packs a weight once, and again after it has changed."""
+        device.skip_if_fake("fake tensors are not packed")
         for call in _calls(device, recipe):
             args, cache = call.on(device), WeightCache()
             weight = args[call.product.weight]
             if type(weight) is not torch.nn.Parameter:
-                pytest.skip(f"parameters of {device.type} are of the subclass {type(weight).__name__}, kept by nothing")
+                pytest.skip(
+                    f"parameters of {device.type} are of the subclass {type(weight).__name__}, which is not cached"
+                )
             for change in (None, None, -1.0):
                 with torch.no_grad(), _outcomes() as outcomes:
                     if change is not None:
@@ -214,16 +214,16 @@ class RecipeChecks(Subject):
             require(
                 (stats.misses, stats.hits, stats.packings) == (2, 1, 1),
                 f"{call}, in three regions with one WeightCache, the weight changed before the third, must pack it "
-                f"twice and find it once; the cache says: {stats}",
+                f"twice and find it once; the stats are {stats}",
             )
             changed = list(call.args)
             changed[call.product.weight] = -changed[call.product.weight]
-            with call.said("after the weight was negated"):
+            with call.context("after the weight was negated"):
                 assert_within(device.values(result), *call.product.within(call.recipe, changed))
 
 
 class _KernelCall:
-    """A kernel, and arguments for its op, on the CPU in float32."""
+    """A kernel, and CPU arguments of its op in float32."""
 
     def __init__(self, device_type: str, kernel: LowBitKernel, product: Product, recipe: Recipe, args: Any) -> None:
         self.kernel, self.product, self.recipe, self.args = kernel, product, recipe, args
@@ -234,7 +234,7 @@ class _KernelCall:
         return self._text
 
     def of_dtype(self, dtype: torch.dtype) -> list[Any]:
-        """Return the arguments in a dtype."""
+        """Return the arguments cast to a dtype."""
         return [arg.to(dtype) if isinstance(arg, torch.Tensor) else arg for arg in self.args]
 
     def on(self, device: Device, args: Sequence[Any] | None = None) -> list[Any]:
@@ -245,7 +245,7 @@ class _KernelCall:
         return given
 
     def unsupported_reason(self, args: Sequence[Any]) -> str | None:
-        """Return what the kernel says of a call."""
+        """Return why the kernel declines a call; None if it takes it."""
         reason = self.kernel.unsupported_reason(*args)
         require(
             reason is None or (isinstance(reason, str) and reason.strip()),
@@ -254,26 +254,26 @@ class _KernelCall:
         return reason
 
     def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return what the weight is packed into."""
+        """Return the packed weight."""
         prepared = self.kernel.prepack(weight)
         require(
             isinstance(prepared, (tuple, list)) and all(isinstance(each, torch.Tensor) for each in prepared),
-            f"{self}: prepack() must return a tuple of tensors for a weight of finite numbers, got {prepared!r}",
+            f"{self}: prepack() must return a tuple of tensors for a finite weight, got {prepared!r}",
         )
         assert prepared is not None
         return tuple(prepared)
 
     def run(self, device: Device, args: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
-        """Return what the kernel makes of arguments, in a fast dtype."""
+        """Run the kernel in a region of a fast dtype."""
         given = self.on(device, args)
         with torch.no_grad():
             prepared = self.prepack(given[self.product.weight].detach())
-        with self.said(f"where the fast dtype is {dtype}"):
+        with self.context(f"where the fast dtype is {dtype}"):
             return run_prepared(self.kernel, prepared, *given, dtype=dtype)
 
     @contextmanager
-    def said(self, how: str) -> Iterator[None]:
-        """Say of what a failure is."""
+    def context(self, how: str) -> Iterator[None]:
+        """Prefix a failure with the call and `how`."""
         try:
             yield
         except AssertionError as error:
@@ -281,7 +281,7 @@ class _KernelCall:
 
 
 def _calls(device: Device, name: str, declined_too: bool = False) -> Iterator[_KernelCall]:
-    """Yield calls of each kernel that there is for a recipe; skip the check where there is none."""
+    """Yield calls of each kernel of a recipe; skip the check if there are none."""
     recipe, backend = RECIPES[name], device.backend
     answer = backend.recipe_availability(recipe)
     if not answer:
@@ -306,13 +306,13 @@ def _calls(device: Device, name: str, declined_too: bool = False) -> Iterator[_K
 
 def _region(device: Device, recipe: Recipe, cache: WeightCache) -> autocast:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a recipe may be experimental, which is said once
+        warnings.simplefilter("ignore")  # that a recipe is experimental
         return device.region(recipe=recipe, cache=cache)
 
 
 @contextmanager
 def _outcomes() -> Iterator[list[str | None]]:
-    """Yield a list of why each op that a recipe is for was declined in this thread, None where it was computed."""
+    """Yield a list that gets, for each op under a recipe in this thread, why it was declined; None: it ran."""
     found: list[str | None] = []
 
     def note(device_type: str, recipe: str, op: str, reason: str | None) -> None:
@@ -325,10 +325,9 @@ def _outcomes() -> Iterator[list[str | None]]:
         listeners.remove(note)
 
 
-def _form(tensor: torch.Tensor) -> str:
+def _layout(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} of shape {list(tensor.shape)}, strides {list(tensor.stride())}, on {tensor.device.type}"
 
 
 def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    storages: list[Callable[[], int]] = [each.untyped_storage().data_ptr for each in (one, other)]
-    return storages[0]() == storages[1]()
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

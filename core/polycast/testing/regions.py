@@ -1,4 +1,4 @@
-"""Checks of the state machine on the device: whatever happens in a region, what was there before it is restored."""
+"""Checks of the autocast state in regions of the device, and after them."""
 
 import asyncio
 import threading
@@ -15,7 +15,7 @@ class RegionChecks(Subject):
     """Entering and leaving regions."""
 
     def test_region_sets_and_restores(self, device: Device) -> None:
-        """In a region autocast is enabled in the dtype that was asked for; after it all is as before."""
+        """A region enables autocast in its dtype, and restores the state before it."""
         before = device.state()
         for dtype in (None, *device.fast_dtypes()):
             with device.region(dtype):
@@ -23,7 +23,7 @@ class RegionChecks(Subject):
             device.must_be(before, f"after a region of {dtype}")
 
     def test_region_of_an_unsupported_dtype_is_disabled(self, device: Device) -> None:
-        """A dtype that the device does not have is refused with a warning, and the region runs disabled."""
+        """A region of an unsupported dtype warns and is disabled."""
         before = device.state()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -38,7 +38,7 @@ class RegionChecks(Subject):
         device.must_be(before, "after a region of torch.int8")
 
     def test_exception_restores(self, device: Device) -> None:
-        """An exception that leaves a region restores what was there before."""
+        """A region restores the state if an exception leaves it."""
         before = device.state()
         try:
             with device.region(), device.region(enabled=False):
@@ -47,7 +47,7 @@ class RegionChecks(Subject):
             device.must_be(before, "after an exception in a region")
 
     def test_nested_regions(self, device: Device) -> None:
-        """Each exit of nested regions restores the state of the region around it."""
+        """Each of several nested regions restores the state of the region around it."""
         before = device.state()
         last = device.fast_dtypes()[-1]
         with device.region():
@@ -61,7 +61,7 @@ class RegionChecks(Subject):
         device.must_be(before, "after nested regions")
 
     def test_region_nested_in_itself(self, device: Device) -> None:
-        """One region can be entered again while it is in force."""
+        """A region can be entered again while it is active."""
         before = device.state()
         region = device.region()
         with region:
@@ -72,19 +72,19 @@ class RegionChecks(Subject):
         device.must_be(before, "after a region nested in itself")
 
     def test_threads_have_their_own_state(self, device: Device) -> None:
-        """A region is in force on the thread that entered it; another thread can enter the same one."""
+        """A region is active on the thread that entered it; another thread can enter the same one."""
         before = device.state()
         region = device.region()
         failures: list[BaseException] = []
 
         def elsewhere() -> None:
             try:
-                device.must_be({"enabled": False, "nesting": 0}, "on a thread that has entered nothing")
+                device.must_be({"enabled": False, "nesting": 0}, "on a thread outside of regions")
                 fresh = device.state()
                 with region, device.region():
                     device.must_be({"enabled": True, "nesting": 2}, "on another thread, in its own regions")
                 device.must_be(fresh, "on another thread, after its regions")
-            except BaseException as error:  # whatever it is, it is raised again on the test's thread
+            except BaseException as error:  # raised again on the test's thread
                 failures.append(error)
 
         with region:
@@ -97,7 +97,7 @@ class RegionChecks(Subject):
         device.must_be(before, "after regions on two threads")
 
     def test_decorated_generator(self, device: Device) -> None:
-        """A decorated generator runs in the region, and the caller between its steps does not."""
+        """A decorated generator runs in the region, its caller does not."""
         before = device.state()
 
         @device.region()
@@ -106,12 +106,12 @@ class RegionChecks(Subject):
             yield device.state()
 
         for inside in steps():
-            _compare(_inside(device, None), inside, "in a decorated generator")
+            device.must_be(_inside(device, None), "in a decorated generator", inside)
             device.must_be(before, "between the steps of a decorated generator")
         device.must_be(before, "after a decorated generator")
 
     def test_generator_closed_late(self, device: Device) -> None:
-        """A generator that is suspended in a region may be closed after the region around it was left."""
+        """A generator suspended in a region can be closed after the region around it has ended."""
         before = device.state()
 
         def suspended() -> Iterator[None]:
@@ -125,7 +125,7 @@ class RegionChecks(Subject):
         device.must_be(before, "after a generator that was suspended in a region was closed late")
 
     def test_decorated_coroutine(self, device: Device) -> None:
-        """A decorated coroutine runs in the region, and the event loop does not."""
+        """A decorated coroutine runs in the region, the event loop does not."""
         before = device.state()
 
         @device.region()
@@ -139,14 +139,9 @@ class RegionChecks(Subject):
             return found
 
         for inside in asyncio.run(together()):
-            _compare(_inside(device, None), inside, "in a decorated coroutine")
+            device.must_be(_inside(device, None), "in a decorated coroutine", inside)
         device.must_be(before, "after decorated coroutines")
 
 
 def _inside(device: Device, dtype: torch.dtype | None) -> dict[str, object]:
     return {"enabled": True, "dtype": dtype or device.backend.default_dtype, "nesting": 1}
-
-
-def _compare(expected: dict[str, object], found: dict[str, object], where: str) -> None:
-    wrong = [f"{name} is {found[name]}, expected {value}" for name, value in expected.items() if found[name] != value]
-    require(not wrong, f"the autocast state {where}: {'; '.join(wrong)}")

@@ -1,4 +1,4 @@
-"""Arguments to call the ops of torch's tables with, by op name: small, and such that the op accepts them."""
+"""Sample arguments of the ops of torch's tables, by op name."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
@@ -7,7 +7,7 @@ import torch
 
 
 class Maker(Protocol):
-    """Makes the tensors of a sample on the device that is tested."""
+    """Makes the tensors of a sample, on the device under test."""
 
     def __call__(self, *shape: int) -> torch.Tensor:
         """Return a float32 tensor with values between 0.1 and 0.9."""
@@ -19,20 +19,20 @@ class Maker(Protocol):
         """Return a float32 tensor of ones, some of them negative."""
 
     def integers(self, values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """Return a tensor of these integers, which may be in lists of lists."""
+        """Return a tensor of (nested lists of) integers."""
 
 
 Sample: TypeAlias = Callable[[Maker], tuple[Any, ...]]
-"""Makes the arguments of an op; a dict at the end are its keyword arguments."""
+"""Makes the arguments of an op; a dict at the end holds keyword arguments."""
 
 
 def _each(names: str, sample: Sample) -> dict[str, Sample]:
-    """Give all of the aten ops `names` one sample."""
+    """Return one sample for several aten ops."""
     return {f"aten::{name}": sample for name in names.split()}
 
 
 def _same(shapes: tuple[tuple[int, ...], ...], names: str) -> dict[str, Sample]:
-    """Give all of the aten ops `names` tensors of these shapes, and nothing else."""
+    """Return a sample of tensors of these shapes for several aten ops."""
     return _each(names, lambda m: tuple(m(*shape) for shape in shapes))
 
 
@@ -241,7 +241,7 @@ _LINEAR_ALGEBRA: dict[str, Sample] = {
 }
 
 SAMPLES: Mapping[str, Sample] = {**_MATRIX, **_REDUCTIONS, **_LAYERS, **_LOSSES, **_LINEAR_ALGEBRA}
-"""Arguments for every op of the tables that come with polycast."""
+"""Samples for every op of the built-in tables."""
 
 
 def split(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:

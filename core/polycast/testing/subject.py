@@ -1,4 +1,4 @@
-"""What the checks work on: a backend, and its device, real or fake."""
+"""The backend and the device under test."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,6 +16,7 @@ from ..engine.kernels import autocast_key
 from ..plugins.backend import Availability, Backend
 from ..plugins.discovery import check_availability
 from ..plugins.registry import get_backend
+from ..policy.dtypes import dtype_name
 from ..region.autocast import autocast
 from ..region.thread_state import autocast_nesting
 from ..torch_internals.dispatcher import dispatch_key
@@ -24,13 +25,13 @@ from .samples import Sample
 
 
 class Subject:
-    """What a class of tests says of the backend that it tests.
+    """The base class of the checks: the backend under test.
 
     Attributes:
         backend: the device type.
-        fake: check the rules on fake tensors, and take the device as available; for where the device is absent.
-        expected_failures: the file of what the device cannot do, a name and a reason on each line.
-        samples: arguments for ops of the backend's own, by op name; see :data:`polycast.testing.Sample`.
+        fake: check on fake tensors, as if the device were available; for machines without it.
+        expected_failures: the path of the file of what the device cannot do.
+        samples: arguments for ops that the suite does not know, by op name.
     """
 
     backend: str = ""
@@ -39,11 +40,11 @@ class Subject:
     samples: Mapping[str, Sample] = {}
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a CPU tensor on the device. Override it where ``tensor.to(device)`` is not how that is done."""
+        """Return a CPU tensor on the device. Override it if ``tensor.to(device)`` does not do that."""
         return tensor.to(self.backend)
 
     def to_cpu(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the device on the CPU. Override it where ``tensor.cpu()`` is not how that is done."""
+        """Return a tensor of the device on the CPU. Override it if ``tensor.cpu()`` does not do that."""
         return tensor.cpu()
 
     def loaded(self) -> Backend:
@@ -57,13 +58,13 @@ class Subject:
 
     @contextmanager
     def opened(self) -> Iterator["Device"]:
-        """Have the device ready for a check, with polycast's kernels in place; skip the check where it is absent."""
+        """Open the device for a check, with polycast's kernels installed; skip the check if it is absent."""
         backend = self.loaded()
         available = check_availability(backend)
         if not (available or self.fake):
             pytest.skip(
-                f"{backend.device_type} is not available: {available.reason}. With fake = True (--polycast-fake) its "
-                "rules are checked on fake tensors."
+                f"{backend.device_type} is not available: {available.reason}. Set fake = True (--polycast-fake) to "
+                "check it on fake tensors."
             )
         with ExitStack() as stack:
             if self.fake:
@@ -73,24 +74,24 @@ class Subject:
                 if not _autocast_sees_fakes(backend.device_type):
                     pytest.skip(
                         f"torch {torch.__version__} cannot make fake tensors of {backend.device_type} that autocast "
-                        "sees: its rules can be checked on the device only."
+                        "sees: check it on the device."
                     )
             install(backend.device_type)
             yield Device(self, backend)
 
     @pytest.fixture
     def device(self) -> Iterator["Device"]:
-        """The device that is tested."""
+        """The device under test."""
         with self.opened() as device:
             yield device
 
     @pytest.fixture(autouse=True)
     def _expected_failure(self, request: pytest.FixtureRequest) -> None:
-        """Mark a test that the file of expected failures names, itself or the op that it is about."""
+        """Mark a test as xfail if the file of expected failures names it, its op, kernel or recipe."""
         reasons = expected.read(self.expected_failures)
         callspec = getattr(request.node, "callspec", None)
-        about = [] if callspec is None else [callspec.params.get(name) for name in ("op", "kernel", "recipe")]
-        for name in (request.node.originalname, *about):
+        params = [] if callspec is None else [callspec.params.get(name) for name in ("op", "kernel", "recipe")]
+        for name in (request.node.originalname, *params):
             if name in reasons:
                 request.applymarker(pytest.mark.xfail(reason=reasons[name], strict=True))
 
@@ -106,7 +107,7 @@ def _autocast_sees_fakes(device_type: str) -> bool:
 
 @contextmanager
 def _module_of(device_type: str) -> Iterator[None]:
-    """Have ``torch.<device>``, which fake tensors of a device ask whether it is initialized."""
+    """Add ``torch.<device>`` if it is missing: FakeTensorMode asks it whether the device is initialized."""
     if hasattr(torch, device_type):
         yield
         return
@@ -118,7 +119,7 @@ def _module_of(device_type: str) -> Iterator[None]:
 
 
 class Device:
-    """A device that is ready for a check: makes tensors on it and regions for it."""
+    """An open device: makes tensors and regions."""
 
     def __init__(self, subject: Subject, backend: Backend) -> None:
         self.backend = backend
@@ -137,7 +138,7 @@ class Device:
         return self._subject.to_device(tensor)
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the device on the CPU, to look at its values."""
+        """Return a tensor of the device on the CPU."""
         return self._subject.to_cpu(tensor.detach())
 
     def __call__(self, *shape: int) -> torch.Tensor:
@@ -165,12 +166,12 @@ class Device:
             pytest.skip(f"not on fake tensors: {what}")
 
     def fast_dtypes(self) -> list[torch.dtype]:
-        """Return the fast dtypes that a region can have, the default one first."""
+        """Return the fast dtypes of the device, the default one first."""
         others = [dtype for dtype in self.backend.supported_dtypes() if dtype is not self.backend.default_dtype]
         return [self.backend.default_dtype, *others]
 
     def state(self) -> dict[str, object]:
-        """Return the autocast state of this thread for the device."""
+        """Return this thread's autocast state of the device."""
         depth = torch.autocast_increment_nesting() - 1
         torch.autocast_decrement_nesting()
         return {
@@ -181,9 +182,9 @@ class Device:
             "cache enabled": torch.is_autocast_cache_enabled(),
         }
 
-    def must_be(self, expected: Mapping[str, object], when: str) -> None:
-        """Fail unless this thread's state is what is expected."""
-        found = self.state()
+    def must_be(self, expected: Mapping[str, object], when: str, found: Mapping[str, object] | None = None) -> None:
+        """Fail unless a state, by default this thread's, has the expected values."""
+        found = self.state() if found is None else found
         wrong = [
             f"{name} is {found[name]}, expected {value}" for name, value in expected.items() if found[name] != value
         ]
@@ -192,6 +193,11 @@ class Device:
 
 
 def require(condition: object, message: str) -> None:
-    """Fail with a message that says what is wrong and what to do, unless the condition holds."""
+    """Fail with a message unless the condition holds."""
     if not condition:
         raise AssertionError(message)
+
+
+def describe(value: object) -> str:
+    """Return the dtype and the shape of a tensor as text; the repr of anything else."""
+    return f"{dtype_name(value.dtype)}{list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

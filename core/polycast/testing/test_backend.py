@@ -1,4 +1,4 @@
-"""The suite for the backend that the command line names; see the options of polycast_pytest."""
+"""The conformance suite of the backend that ``--polycast-backend`` names."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ class TestBackend(BackendConformance):
     """The backend of ``--polycast-backend``."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Take what the options say, and make the tests."""
+        """Set the attributes from the options, and parametrize the checks."""
         cls, option = type(self), metafunc.config.getoption
         cls.backend = option("polycast_backend")
         cls.fake = option("polycast_fake")

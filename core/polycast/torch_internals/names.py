@@ -56,7 +56,9 @@ exit_autocast: Callable[..., Any] | None = read(
     "torch.amp.autocast_mode._exit_autocast", None, "torch.export(strict=False) refuses models with regions"
 )
 UnmanagedAutocast: type[Any] = read(
-    "torch.amp.autocast_mode._UnmanagedAutocast", type(None), "while torch is patched, the regions in graphs become polycast's"
+    "torch.amp.autocast_mode._UnmanagedAutocast",
+    type(None),
+    "while torch is patched, the regions in graphs become polycast's",
 )
 DispatchMode: Any = read(
     "torch.utils._python_dispatch.TorchDispatchMode",

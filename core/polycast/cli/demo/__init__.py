@@ -1,4 +1,4 @@
-"""``polycast demo``: the main job on real data, on every device that can be used now, with a check of the result."""
+"""``polycast demo``: train and infer on every available device, and check the results."""
 
 import functools
 import operator
@@ -39,12 +39,12 @@ def measure(
     """Train the network in each mode on one device, and time inference of a few large layers.
 
     Args:
-        device_type: a device that can be used now.
+        device_type: an available device.
         dtype: the fast dtype.
         digits: the data, on the host.
-        epochs: how often to go through the training images.
-        advance: called after each step with what is being done; :func:`steps` says how often.
-        observes: whether what runs is seen, which needs C++.
+        epochs: the number of epochs.
+        advance: called after each of :func:`steps` steps with a description.
+        observes: whether to observe, which needs C++.
     """
     here = digits.to(device_type)
     try:
@@ -65,31 +65,31 @@ def measure(
 
 
 def steps(digits: Digits, epochs: int) -> int:
-    """Return how many steps :func:`measure` takes."""
+    """Return the number of steps of :func:`measure`."""
     return len(MODES) * epochs * batches(digits) + ROUNDS
 
 
 def run(
-    epochs: Annotated[int, typer.Option(min=1, help="How often to go through the training images.")] = 4,
+    epochs: Annotated[int, typer.Option(min=1, help="The number of epochs.")] = 4,
     report: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where to write the report; by default in a new temporary folder."),
+        typer.Option(metavar="FILE", help="Where to write the report. Default: a new temporary folder."),
     ] = None,
 ) -> None:
-    """Train a small network on handwritten digits, and time a few large layers, on each device that can be used.
+    """Train a small network on handwritten digits, and time a few large layers, on each available device.
 
-    Both run with and without autocast. At the end it writes a report of a few steps: what ran in which dtype, and why.
-    That needs a C++ compiler, or a wheel with the engine in it; the rest does not.
+    Both run with and without autocast. A report of a few steps shows what ran in which dtype, and why; it needs a C++
+    compiler, or a wheel that contains the engine.
 
-    Exits with status 1 where a run is not accurate, or where torch's autocast and polycast's do not agree.
+    The exit status is 1 if a run is not accurate, or if torch's autocast and polycast's disagree.
     """
     with library_errors():
         if report is not None:
             check_target(report)
         statuses, engine = backends(), engine_name()
-        unseen = _why_unseen()
-        if report is not None and unseen is not None:
-            raise RuntimeError(unseen)
+        unobserved = _why_unobserved()
+        if report is not None and unobserved is not None:
+            raise RuntimeError(unobserved)
     try:
         digits = load_digits()
     except ImportError as error:
@@ -98,19 +98,19 @@ def run(
     ready = {name: status.default_dtype for name, status in statuses.items() if status.state == "ready"}
     out = console()
     out.print(
-        f"{len(digits.images):,} handwritten digits to learn from, {len(digits.test_images):,} to test on; "
+        f"{len(digits.images):,} handwritten digits for training, {len(digits.test_images):,} for testing; "
         f"epochs: {epochs}.\ntorch {torch.__version__}, engine: {engine}."
     )
     for name, status in statuses.items():
         if name not in ready:
             out.print(f"Not on {name}: {status.reason}", soft_wrap=True)
     if not ready:
-        typer.echo("polycast: no device can be used now; see polycast devices", err=True)
+        typer.echo("polycast: no device is available; see polycast devices", err=True)
         raise typer.Exit(1)
     started = time.perf_counter()
     with _progress(len(ready) * steps(digits, epochs)) as advance:
         results = [
-            measure(name, dtype, digits, epochs, advance, unseen is None)
+            measure(name, dtype, digits, epochs, advance, unobserved is None)
             for name, dtype in ready.items()
             if dtype is not None
         ]
@@ -118,16 +118,16 @@ def run(
         out.print()
         print_result(result, out)
     problems_found = _conclude(results, time.perf_counter() - started)
-    if unseen is None:
+    if unobserved is None:
         _write_report([result.seen for result in results if result.seen is not None], report)
     else:
-        typer.echo(f"No report: {unseen}")
+        typer.echo(f"No report: {unobserved}")
     if problems_found:
         raise typer.Exit(1)
 
 
-def _why_unseen() -> str | None:
-    """Say why nothing can be observed here, if that is so."""
+def _why_unobserved() -> str | None:
+    """Return why nothing can be observed here; None: it can."""
     try:
         with observe():
             return None
@@ -137,7 +137,7 @@ def _why_unseen() -> str | None:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], object]]:
-    """Show a progress bar on stderr, if that is a terminal; give what advances it by a step."""
+    """Show a progress bar on stderr if that is a terminal; yield a function that advances it by a step."""
     screen = console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
@@ -146,7 +146,7 @@ def _progress(total: int) -> Iterator[Callable[[str], object]]:
 
 
 def _conclude(results: list[Result], seconds: float) -> bool:
-    """Say whether the results are what they should be; return whether they are not."""
+    """Print whether the results are right; return whether there are problems."""
     found = [problem for result in results for problem in problems(result)]
     for problem in found:
         typer.echo(f"polycast: {problem}", err=True)
@@ -154,10 +154,10 @@ def _conclude(results: list[Result], seconds: float) -> bool:
         return True
     for result in results:
         difference = result.loss_difference()
-        apart = f"{difference:.1e} of their size apart" if difference else "equal to the last bit"
+        apart = f"differ by {difference:.1e}" if difference else "are equal to the last bit"
         typer.echo(
-            f"OK on {result.device_type}: every run is at least {MIN_ACCURACY:.0%} right, and the final losses of the "
-            f"two autocasts are {apart}."
+            f"OK on {result.device_type}: every run is at least {MIN_ACCURACY:.0%} accurate, and the final losses of "
+            f"the two autocasts {apart}."
         )
     typer.echo(f"Done in {seconds:.0f} s.")
     return False

@@ -1,4 +1,4 @@
-"""What the demo learns from and with: scikit-learn's handwritten digits, and a small convolutional network."""
+"""The demo's data and network: scikit-learn's handwritten digits, and a small convolutional network."""
 
 import importlib
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""What the demo prints of its results."""
+"""Printing the demo's results."""
 
 import torch
 from rich.console import Console
@@ -11,7 +11,7 @@ from .training import FLOAT32, INT8, MODES, POLYCAST, TORCH, Mode
 
 
 def print_result(result: Result, out: Console) -> None:
-    """Print what was found on one device: the runs, the dtypes of the layers' outputs, the timings."""
+    """Print the results on one device: the runs, the output dtypes of the layers, the timings."""
     _print_runs(result, out)
     out.print()
     _print_dtypes(result, out)
@@ -33,7 +33,7 @@ def _print_runs(result: Result, out: Console) -> None:
 
 
 def _print_dtypes(result: Result, out: Console) -> None:
-    rows = table("layer", *result.runs, title="What the layers put out")
+    rows = table("layer", *result.runs, title="Output dtypes")
     for layer in result.runs[FLOAT32.name].dtypes:
         rows.add_row(layer, *(run.dtypes[layer] for run in result.runs.values()))
     out.print(rows)
@@ -41,7 +41,7 @@ def _print_dtypes(result: Result, out: Console) -> None:
 
 def _print_timings(result: Result, out: Console) -> None:
     timing = result.timing
-    columns = ("ms a call", "times float32", *(["images right"] if result.accuracies else []))
+    columns = ("ms a call", "times float32", *(["accuracy"] if result.accuracies else []))
     rows = table(
         "mode",
         *columns,
@@ -49,15 +49,15 @@ def _print_timings(result: Result, out: Console) -> None:
         title=f"Inference: {BATCH} rows by {LAYERS} layers of {FEATURES} x {FEATURES}",
     )
     for mode in _modes(result):
-        right = [f"{result.accuracies[mode.name]:.2%}"] if result.accuracies else []
-        rows.add_row(mode.name, f"{timing.median(mode) * 1e3:.1f}", f"{timing.ratio(mode, FLOAT32):.2f}", *right)
+        accuracy = [f"{result.accuracies[mode.name]:.2%}"] if result.accuracies else []
+        rows.add_row(mode.name, f"{timing.median(mode) * 1e3:.1f}", f"{timing.ratio(mode, FLOAT32):.2f}", *accuracy)
     out.print(rows)
-    said = (
+    note = (
         f"Medians of {len(timing.rounds)} rounds in which the modes take turns, on {torch.get_num_threads()} threads."
     )
     if result.accuracies:
-        said += " Images right: of the test images, with the small network that was trained in float32."
-    out.print(said, soft_wrap=True)
+        note += " Accuracy: of the small network that was trained in float32."
+    out.print(note, soft_wrap=True)
     for each in result.low_bit:
         where = f"{dtype_name(result.dtype)}: {each.declined}" if each.declined else each.recipe
         out.print(f"{each.op.removeprefix('aten::')}: {each.calls} in {where}.", soft_wrap=True)
@@ -66,24 +66,24 @@ def _print_timings(result: Result, out: Console) -> None:
 
 
 def _modes(result: Result) -> list[Mode]:
-    """Return the modes that were timed."""
+    """Return the timed modes."""
     return [mode for mode in (*MODES, INT8) if mode.name in result.timing.rounds[0]]
 
 
 def conclusion(result: Result) -> str:
-    """Return a sentence that says what the times show, whatever that is."""
+    """Return a sentence that compares the times."""
     timing, dtype = result.timing, dtype_name(result.dtype)
-    said = (
+    text = (
         f"On {result.device_type} these layers {_compared(timing.ratio(POLYCAST, FLOAT32))} float32 in {dtype} with "
         f"polycast.autocast, which {_compared(timing.ratio(POLYCAST, TORCH), 'is', 'takes')} torch.autocast"
     )
     if INT8 in _modes(result):
-        said += f"; in int8 they {_compared(timing.ratio(INT8, FLOAT32))} float32"
-    return f"{said}."
+        text += f"; in int8 they {_compared(timing.ratio(INT8, FLOAT32))} float32"
+    return f"{text}."
 
 
 def _compared(ratio: float, are: str = "are", take: str = "take") -> str:
-    """Return how a time compares with another, for the middle of a sentence."""
+    """Return a comparison of two times, for the middle of a sentence."""
     if ratio > 1 + _EQUAL:
         return f"{take} {ratio:.2f} times as long as"
     if ratio < 1 - _EQUAL:
@@ -92,4 +92,4 @@ def _compared(ratio: float, are: str = "are", take: str = "take") -> str:
 
 
 _EQUAL = 0.03
-"""Times that are no farther apart than this part are equal: the rest is the machine's noise."""
+"""Times with a smaller relative difference are equal: it is noise."""

@@ -1,4 +1,4 @@
-"""Time a few large layers at inference, which is what autocast is meant for, in all modes side by side."""
+"""Timing a few large layers at inference, in all modes."""
 
 import statistics
 import time
@@ -13,12 +13,12 @@ from .training import Mode, inference_modes
 LAYERS, FEATURES, BATCH = 4, 2048, 512
 ROUNDS = 6
 _SECONDS = 0.05
-"""The least that a mode's turn takes: far longer than calls are slow after the kernels were changed for it."""
+"""The shortest turn of a mode: far longer than the slow calls after a change of kernels."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of a call by the name of its mode, for each of several rounds."""
+    """Seconds of a call by mode, for each round."""
 
     rounds: tuple[Mapping[str, float], ...]
 
@@ -27,20 +27,20 @@ class Timing:
         return statistics.median(times[mode.name] for times in self.rounds)
 
     def ratio(self, mode: Mode, to: Mode) -> float:
-        """Return the median over the rounds of how long a call takes, as a multiple of a call in another mode."""
+        """Return the median over the rounds of the time of a call divided by that in another mode."""
         return statistics.median(times[mode.name] / times[to.name] for times in self.rounds)
 
 
 def large_layers(device_type: str) -> nn.Sequential:
-    """Return the layers that are timed."""
+    """Return the layers to time."""
     each = (layer for _ in range(LAYERS) for layer in (nn.Linear(FEATURES, FEATURES, device=device_type), nn.GELU()))
     return nn.Sequential(*each).eval()
 
 
 def time_inference(device_type: str, dtype: torch.dtype, advance: Callable[[], object]) -> Timing:
-    """Time a call of the large layers; the modes take turns, and who is first changes.
+    """Time a call of the large layers: entering the region, forward, and copying the answer to the host.
 
-    A call is what a user waits for: region entry, forward, and the answer on the host.
+    The modes take turns, each round in another order.
 
     Args:
         device_type: where to run.

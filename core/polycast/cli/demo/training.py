@@ -1,4 +1,4 @@
-"""Train the demo's network in one of three modes, and measure what came of it, at inference in a fourth too."""
+"""Training the demo's network in three modes, and inference in a fourth."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -29,8 +29,8 @@ class Mode:
     """A way to run the network.
 
     Attributes:
-        name: what the user reads.
-        use_kernels: puts the kernels in place, for a device type: polycast's would serve torch.autocast too.
+        name: for the user.
+        use_kernels: installs or removes polycast's kernels, which torch.autocast would use too.
         region: makes the region, from a device type and a fast dtype.
     """
 
@@ -43,28 +43,28 @@ FLOAT32 = Mode("float32", uninstall, lambda device_type, dtype: nullcontext())
 TORCH = Mode("torch.autocast", uninstall, torch.autocast)
 POLYCAST = Mode("polycast.autocast", install, autocast)
 MODES = (FLOAT32, TORCH, POLYCAST)
-"""Those that the network is trained in."""
+"""The modes of training."""
 
 _RECIPE = Int8()
 INT8 = Mode("polycast int8", install, lambda device_type, dtype: autocast(device_type, dtype, recipe=_RECIPE))
-"""For inference alone, and on devices that can."""
+"""For inference only, on devices that support it."""
 
 
 def inference_modes(device_type: str) -> tuple[Mode, ...]:
-    """Return the modes of inference that a device can be in now."""
+    """Return the modes of inference of a device."""
     return (*MODES, INT8) if check_recipe(get_backend(device_type), _RECIPE) else MODES
 
 
 @dataclass(frozen=True)
 class Run:
-    """What came of training in one mode on one device.
+    """The result of training in one mode on one device.
 
     Attributes:
         mode: the name of the mode.
-        accuracy: the part of the test images that the network gets right.
+        accuracy: on the test images.
         loss: the mean loss over the batches of the last epoch.
-        dtypes: the dtype of what each layer puts out, by the layer's name.
-        network: what was trained.
+        dtypes: the output dtype of each layer, by name.
+        network: the trained network.
     """
 
     mode: str
@@ -77,14 +77,14 @@ class Run:
 def train(
     mode: Mode, device_type: str, dtype: torch.dtype, digits: Digits, epochs: int, advance: Callable[[], object]
 ) -> Run:
-    """Train a new network, with the same start and the same batches at each call.
+    """Train a new network, with the same weights and batches at each call.
 
     Args:
-        mode: how to run it.
-        device_type: where to run it.
+        mode: the mode.
+        device_type: the device.
         dtype: the fast dtype of the modes that have one.
         digits: the data, on the device.
-        epochs: how often to go through the training images.
+        epochs: the number of epochs.
         advance: called after each batch.
     """
     mode.use_kernels(device_type)
@@ -103,7 +103,7 @@ def train(
 
 
 def accuracy(mode: Mode, trained: nn.Module, device_type: str, dtype: torch.dtype, digits: Digits) -> float:
-    """Return the part of the test images that a network gets right in a mode."""
+    """Return the accuracy of a network on the test images in a mode."""
     mode.use_kernels(device_type)
     with torch.inference_mode(), mode.region(device_type, dtype):
         labels = trained(digits.test_images).argmax(1)
@@ -111,7 +111,7 @@ def accuracy(mode: Mode, trained: nn.Module, device_type: str, dtype: torch.dtyp
 
 
 def observe_training(device_type: str, dtype: torch.dtype, digits: Digits) -> Observation:
-    """Return what is seen of a few steps under polycast's autocast; they are no part of what is timed."""
+    """Observe a few steps under polycast's autocast."""
     POLYCAST.use_kernels(device_type)
     trainer = _Trainer(POLYCAST, device_type, dtype)
     with observe(trainer.network, timing=True, stacks=True, nonfinite="record") as seen:
@@ -121,7 +121,7 @@ def observe_training(device_type: str, dtype: torch.dtype, digits: Digits) -> Ob
 
 
 def batches(digits: Digits) -> int:
-    """Return how many batches an epoch has."""
+    """Return the number of batches of an epoch."""
     return -(-len(digits.images) // BATCH)
 
 
@@ -141,7 +141,7 @@ class _Trainer:
         return self._mode.region(self._device_type, self._dtype)
 
     def step(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Learn from one batch and return its loss, as a tensor on the device."""
+        """Train on one batch and return its loss, on the device."""
         with self._region():
             loss: torch.Tensor = self._criterion(self.network(images), labels)
         self._optimizer.zero_grad()
@@ -151,7 +151,7 @@ class _Trainer:
         return loss.detach()
 
     def output_dtypes(self, digits: Digits) -> dict[str, str]:
-        """Return the dtype of what each layer puts out, the loss among them, as forward hooks see it."""
+        """Return the output dtype of each layer and of the loss."""
         found: dict[str, str] = {}
 
         def hook(name: str) -> Callable[..., None]:
@@ -168,10 +168,9 @@ class _Trainer:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Have torch use deterministic algorithms, where the device has them.
+    """Use deterministic algorithms where the device has them.
 
-    Two runs can be compared then: without, sums that are added up in another order each time set them as far apart as
-    an op in the wrong precision does.
+    Otherwise sums in another order make runs differ as much as an op in the wrong precision does.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
