@@ -131,7 +131,7 @@ def test_the_ops_of_a_device_that_cannot_be_used_are_not_built_and_that_is_said(
     compiler(WRITES)
     result = run()
     assert result.stdout.splitlines()[len(OWN) :] == [
-        "the ops of polycast_cpu.native: not compiled, for ipu cannot be used now"
+        "the ops of polycast_cpu.native: not compiled: ipu cannot be used now"
     ]
     assert result.exit_code == 0
 

@@ -257,7 +257,7 @@ def test_good_result_has_no_problem():
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_inaccurate_run_is_a_problem(mode):
     assert problems(with_run(mode.name, accuracy=0.9444)) == [
-        f"cpu: {mode.name} gets 94.44% of the test images right, at least 95% was expected"
+        f"cpu: the accuracy of {mode.name} is 94.44%, expected at least 95%"
     ]
 
 
@@ -268,7 +268,7 @@ def test_accuracy_that_is_just_enough_is_no_problem():
 def test_losses_apart_are_a_problem():
     assert problems(with_run("polycast.autocast", loss=0.0201)) == [
         "cpu: the final losses of torch.autocast (0.02000000) and polycast.autocast (0.02010000) differ by 5.0e-03 of "
-        "the larger, at most 1e-04 was expected"
+        "the larger, expected at most 1e-04"
     ]
 
 
@@ -283,8 +283,8 @@ def test_int8_that_is_just_near_enough_is_no_problem():
 @pytest.mark.parametrize("low", [0.9749, 0.986, float("nan")])
 def test_int8_that_is_far_from_float32_is_a_problem(low):
     assert problems(replace(GOOD, accuracies={"float32": 0.98, "polycast int8": low})) == [
-        f"cpu: polycast int8 gets {low:.2%} of the test images right, and float32 98.00% with the same network: "
-        "at most 0.5 points apart was expected"
+        f"cpu: the accuracy of polycast int8 is {low:.2%}, and that of float32 98.00% with the same network: "
+        "expected at most 0.5 points apart"
     ]
 
 
@@ -296,8 +296,8 @@ def test_loss_that_is_not_a_number_is_a_problem():
 def test_autocast_that_was_not_in_force_is_a_problem():
     dtypes = {"conv1": "float32", "loss": "float32"}
     assert problems(with_run("polycast.autocast", dtypes=dtypes)) == [
-        "cpu: no layer puts out bfloat16 under polycast.autocast: it was not in force",
-        "cpu: conv1 puts out bfloat16 under torch.autocast, but float32 under polycast.autocast",
+        "cpu: no layer outputs bfloat16 under polycast.autocast: it had no effect",
+        "cpu: conv1 outputs bfloat16 under torch.autocast, but float32 under polycast.autocast",
     ]
 
 
@@ -310,8 +310,8 @@ def test_command_prints_what_it_measured(monkeypatch):
     assert ["polycast.autocast", "150.0", "1.50"] in rows
     assert f"{conclusion(GOOD)}\n" in result.stdout
     assert (
-        "OK on cpu: every run is at least 95% right, and the final losses of the two autocasts are equal to the last "
-        "bit.\n"
+        "OK on cpu: every run is at least 95% accurate, and the final losses of the two autocasts are equal to the "
+        "last bit.\n"
     ) in result.stdout
     assert result.stderr == ""
     assert result.exit_code == 0
@@ -386,5 +386,5 @@ def test_command_without_a_device(monkeypatch):
     monkeypatch.setattr(registry, "ready", {})
     monkeypatch.setenv("POLYCAST_BLOCK", "cpu,cuda,xpu")
     result = run_demo()
-    assert result.stderr == "polycast: no device can be used now; see polycast devices\n"
+    assert result.stderr == "polycast: no device is available; see polycast devices\n"
     assert result.exit_code == 1

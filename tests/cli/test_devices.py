@@ -156,7 +156,7 @@ def test_devices_says_how_to_see_the_traceback(polycast_command, plugin):
     plugin("acme_hinted", "raise OSError('libacme.so: cannot open')")
     shown = polycast_command("devices").stdout
     assert "Traceback" not in shown
-    assert shown.endswith("polycast devices --verbose shows the traceback of what is broken.\n")
+    assert shown.endswith("polycast devices --verbose shows the tracebacks.\n")
 
 
 def test_devices_verbose_leaves_json_alone(polycast_command, plugin):

@@ -46,13 +46,13 @@ def test_an_op_is_explained_in_a_region_with_a_recipe():
     ("arguments", "said"),
     [
         (["--explain", "mm", "--recipe", "int9"], "'int9' is not a recipe: did you mean 'int8'?"),
-        (["--recipe", "int8"], "--recipe is for --explain: name an op."),
+        (["--recipe", "int8"], "--recipe needs --explain OP."),
         (["--explain", "sofmax"], "has no op 'sofmax'; the nearest are 'softmax', '_softmax', 'fmax'\n"),
         (["--policy", "fp23"], "--policy must be a CastPolicy or the name of one, got 'fp23'; the nearest is 'fp32'\n"),
         (["--explain", "mm", "--policy-file", "absent.toml"], "No such file or directory: 'absent.toml'\n"),
         (["--explain", "mm", "--drift"], "--explain is about one op: leave out --policy and --drift."),
         (["--explain", "mm", "--policy", "fp32"], "--explain is about one op: leave out --policy and --drift."),
-        (["--policy-file", "absent.toml"], "--policy-file is for --explain: name an op."),
+        (["--policy-file", "absent.toml"], "--policy-file needs --explain OP."),
     ],
 )
 def test_what_cannot_be_shown_is_told(arguments, said):

@@ -133,8 +133,8 @@ def test_where_the_tolerance_is_not_met_the_status_says_so(run):
     result = run("script.py:with_metric", "--tolerance", "0.5")
     assert result.exit_code == 1
     assert result.stderr == (
-        "polycast: no policy keeps the tolerance: with all modules in float32 the output is 1 off. The closest that "
-        "was found is written.\n"
+        "polycast: no policy keeps the tolerance: with all modules in float32 the output is 1 off. The closest "
+        "policy is written.\n"
     )
     assert "NOT within the tolerance of 0.5" in result.stdout
 
@@ -144,7 +144,7 @@ def test_an_interrupted_search_goes_on(run, tmp_path):
     result = run("script.py:interrupted", *arguments)
     assert (result.exit_code, result.stderr) == (
         130,
-        "polycast: interrupted: the same command goes on from state.json\n",
+        "polycast: interrupted: the same command resumes from state.json\n",
     )
     assert len(json.loads((tmp_path / "state.json").read_text())["trials"]) == 2
     codes = [run("script.py:interrupted", *arguments).exit_code for _ in range(3)]

@@ -23,6 +23,7 @@ MAY_READ = {
     "compilers/casts_in_graphs.py": "Dynamo's interface for the code that it traces, used while it traces",
     "compilers/guards.py": "names that guard_dynamo has checked",
     "compilers/torchscript.py": "names that torch.jit.script looks for, used while it compiles",
+    "drop_in/shim.py": "Dynamo's graph_break, used while it traces",
     "policy/recipes.py": "Dynamo's graph_break, used while it traces",
     "testing/kernels.py": "the conformance suite runs in tests",
     "testing/oracle.py": "the conformance suite runs in tests",
@@ -31,7 +32,7 @@ MAY_READ = {
     "testing/subject.py": "the conformance suite runs in tests",
 }
 """The modules that use private names themselves, outside functions that take a Patch, and why."""
-MAY_ASSIGN = {"drop_in/session.py", "observer/module_calls.py", "testing/subject.py"}
+MAY_ASSIGN = {"observer/module_calls.py", "testing/subject.py"}
 """The modules that assign attributes of torch outside the table; torch_internals/changes.py says why."""
 
 
