@@ -88,7 +88,7 @@ def test_drift_says_what_becomes_of_each_op(polycast_command, drifted):
     assert [" ".join(line.split()) for line in lines if "::" in line] == [
         "aten::mm - only in torch: torch's own kernel runs",
         "aten::relu fp32 only in the table: torch does not autocast it",
-        "acme::gone promote this torch has no such op: skipped",
+        "acme::gone promote this torch lacks the op: skipped",
         "cpu: aten::bmm runs torch's own kernel on purpose: the driver does it",
     ]
     assert lines[-2] == (

@@ -4,9 +4,8 @@ A feature is made when it is first needed, and undone by ``uninstall()`` or at t
 dispatch keys and the hooks that torch offers (of optimizers, of modules) change no code. Not in the table:
 
 - ``nn.Module.__call__``: wrapped by ``observer/module_calls.py`` while something observes, in a way that survives
-  others who wrap it, and by ``drop_in/session.py`` for the life of a process that ``polycast run`` has started;
-- user classes: ``setup_context`` of autograd functions (``region/custom_function.py``, undone by ``uninstall()``), and
-  bases of subclasses of torch's autocast (``drop_in/torch_classes.py``);
+  others who wrap it;
+- user classes: ``setup_context`` of autograd functions (``region/custom_function.py``, undone by ``uninstall()``);
 - ALIASES on the native engine, which makes these changes itself: ``engine/native/alias_hooks.h``.
 """
 
