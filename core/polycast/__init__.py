@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .drop_in.patch import patch_torch
     from .engine.casts.weight_cache import WeightCache, WeightCacheStats
     from .engine.installation import install, uninstall
+    from .engine.register_backend import register_backend, unregister_backend
     from .engine.register_op import OpRegistration, register_op
     from .errors import (
         AutocastDisabledWarning,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from .plugins.discovery import BackendStatus
     from .plugins.hookspecs import hookimpl
     from .plugins.low_bit_matmul import LowBitMatmul
-    from .plugins.registry import backends, get_backend, is_autocast_available, register_backend, unregister_backend
+    from .plugins.registry import backends, get_backend, is_autocast_available
     from .policy.cast_policy import CastPolicy, policy_table
     from .policy.recipe import Float8, Int8, NoRecipe, Recipe
     from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
@@ -129,14 +130,14 @@ _LAZY_NAMES = {
     "out_dtype": "out_dtype.operator",
     "patch_torch": "drop_in.patch",
     "policy_table": "policy.cast_policy",
-    "register_backend": "plugins.registry",
+    "register_backend": "engine.register_backend",
     "register_op": "engine.register_op",
     "set_autocast_cache_enabled": "region.thread_state",
     "set_autocast_dtype": "region.thread_state",
     "set_autocast_enabled": "region.thread_state",
     "tune": "precision.tune",
     "uninstall": "engine.installation",
-    "unregister_backend": "plugins.registry",
+    "unregister_backend": "engine.register_backend",
 }
 """The module of each public name. Names are imported when they are first used."""
 

@@ -99,8 +99,8 @@ def with_region_from_outside():
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (with_value, "of policy= a graph can hold a dict of names"),
-        (with_region_from_outside(), "it has a policy= or a recipe= and was made outside of what is compiled"),
+        (with_value, "a graph can hold a policy= only as a dict of names"),
+        (with_region_from_outside(), "it has a policy= or a recipe= and was made outside of the compiled code"),
     ],
 )
 def test_what_no_graph_can_hold_of_a_policy_breaks_it(data, function, reason):

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import polycast
 from polycast import CastPolicy
-from polycast.engine.in_force import policies_in_force
+from polycast.engine.snapshot import overrides_text
 from polycast.policy.names import OpName
 
 pytestmark = [
@@ -101,7 +101,7 @@ def test_a_thousand_policies_are_told_apart():
     texts = set()
     for op in ops:
         with policy({OpName.of_overload(op).key: CastPolicy.PASSTHROUGH}):
-            texts.add(policies_in_force())
+            texts.add(overrides_text())
     assert len(texts) == 1000
     compiled = Compiled(fullgraph=False)
     for op in ops[:3]:
@@ -199,7 +199,7 @@ def test_a_suspended_generator_that_is_collected_takes_its_policies_with_it():
     assert compiled() == (SINGLE, SINGLE)
     del generator, cycle
     gc.collect()
-    assert policies_in_force() == ""
+    assert overrides_text() == ""
     with policy():
         assert compiled() == (HALF, SINGLE)
 

@@ -13,7 +13,7 @@ from polycast import Int8, WeightCache, autocast
 from polycast.engine import state
 from polycast.engine.low_bit.plan import packings, plan_of
 from polycast.plugins.registry import registry
-from polycast.region.policies import with_recipe
+from polycast.region.policies import override_of
 
 X = torch.randn(3, 8)
 
@@ -411,4 +411,4 @@ def test_what_is_made_for_a_device_of_any_name_is_its_own(monkeypatch, name):
         override, _ = state.machine.innermost("cpu")
         monkeypatch.setattr(registry, "find", lambda _: backend)
         assert plan_of(override, name).device_type == name
-    assert with_recipe(None, override.recipe) is override
+    assert override_of(None, "cpu", override.recipe) is override

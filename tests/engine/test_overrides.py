@@ -10,6 +10,7 @@ import torch
 import polycast
 from polycast import CastPolicy
 from polycast.engine import state
+from polycast.engine.override import Override
 from polycast.region import autocast as autocast_module
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -31,7 +32,7 @@ def test_many_overrides_in_turns_are_laid_over_those_around_them():
         outer, inner = choose.randrange(12), choose.randrange(12)
         with regions[outer], regions[inner]:
             expected = {**policies[outer], **policies[inner]}
-            assert state.machine.innermost("cpu")[0] == expected
+            assert state.machine.innermost("cpu")[0].policies == expected
             assert {op: OPS[op](x).dtype for op in expected} == {op: DTYPES[p] for op, p in expected.items()}
         assert state.machine.innermost("cpu") is None
 
@@ -45,7 +46,7 @@ def test_overrides_of_regions_that_are_gone_are_let_go_of():
             with polycast.autocast("cpu", policy=dict.fromkeys(pair, CastPolicy.PASSTHROUGH)):
                 pass
         gc.collect()
-        return sum(type(thing) is state.Override for thing in gc.get_objects())
+        return sum(type(thing) is Override for thing in gc.get_objects())
 
     assert enter(900) <= enter(600) + 50  # the last some hundred policies are kept
 
@@ -62,7 +63,7 @@ def test_a_region_that_is_entered_again_looks_for_nothing(monkeypatch, uninstall
         with region:
             pass
     looked = []
-    monkeypatch.setattr(autocast_module, "put_in_place", lambda *arguments: looked.append(arguments))
+    monkeypatch.setattr(autocast_module, "prepare", lambda *arguments: looked.append(arguments))
     with region, region:
         assert torch.relu(torch.ones(1)).dtype is torch.bfloat16
     assert looked == []

@@ -37,7 +37,7 @@ def test_a_short_name_in_a_region_means_that_ops_of_the_table(device_type, fake,
     for name in table:
         if find_op(name) is not None:
             region = polycast.autocast(device_type, policy={short(name): "passthrough"})
-            assert region._settings.override[name] is CastPolicy.PASSTHROUGH
+            assert region._settings.override.policies[name] is CastPolicy.PASSTHROUGH
 
 
 @settings(deadline=None)

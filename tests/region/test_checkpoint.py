@@ -209,7 +209,7 @@ def test_a_compiled_function_runs_the_code_of_its_policies_again(block, reentran
     compilations = []
 
     def compiler(graph, inputs):
-        compilations.append(polycast.engine.in_force.policies_in_force())
+        compilations.append(polycast.engine.snapshot.overrides_text())
         return graph.forward
 
     layer = torch.compile(block.layers[0], backend=compiler)

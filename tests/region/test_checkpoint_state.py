@@ -24,12 +24,18 @@ def in_policy():
     return polycast.autocast("cpu", policy=FP32)
 
 
-def what_is_in_force(device_type="cpu"):
+def innermost(device_type="cpu"):
+    """Return the policies and the cache of this thread's innermost region."""
+    region = state.machine.innermost(device_type)
+    return None if region is None else (region[0] and region[0].policies, region[1])
+
+
+def autocast_state(device_type="cpu"):
     return (
         torch.is_autocast_enabled(device_type),
         torch.get_autocast_dtype(device_type),
         torch.is_autocast_cache_enabled(),
-        state.machine.innermost(device_type),
+        innermost(device_type),
     )
 
 
@@ -40,7 +46,7 @@ def test_all_that_a_region_sets_is_in_force_again(reentrant, enabled, cache_enab
     seen = []
 
     def body(x):
-        seen.append(what_is_in_force())
+        seen.append(autocast_state())
         return x.exp()
 
     x = torch.ones(1, requires_grad=True)
@@ -49,7 +55,7 @@ def test_all_that_a_region_sets_is_in_force_again(reentrant, enabled, cache_enab
     y.sum().backward()
     assert len(seen) == 2
     assert seen[0] == seen[1] == (enabled, torch.float16, cache_enabled is None, (FP32, None))
-    assert what_is_in_force() == (False, torch.bfloat16, True, None)
+    assert autocast_state() == (False, torch.bfloat16, True, None)
 
 
 @modes
@@ -59,7 +65,7 @@ def test_a_device_that_no_input_is_on_has_its_region_again(hand_made, reentrant)
     seen = []
 
     def body(x):
-        seen.append(what_is_in_force("xpu"))
+        seen.append(autocast_state("xpu"))
         return x.exp()
 
     x = torch.ones(1, requires_grad=True)
@@ -86,7 +92,7 @@ def test_a_backward_in_another_region_recomputes_in_that_of_the_forward(block, r
             loss = run(x).float().pow(2).sum()
         with polycast.autocast("cpu", torch.float16, policy=backward, cache=cache):
             loss.backward()
-            assert what_is_in_force()[3] == (backward, cache)
+            assert autocast_state()[3] == (backward, cache)
         return [x.grad, *(parameter.grad for parameter in block.parameters())]
 
     cache = polycast.WeightCache()
@@ -101,7 +107,7 @@ def test_a_region_in_the_recomputation_is_laid_over_that_of_the_forward(reentran
 
     def body(x):
         with polycast.autocast("cpu", policy={"aten::relu": CastPolicy.FP32}):
-            seen.append(dict(state.machine.innermost("cpu")[0]))
+            seen.append(innermost()[0])
         return x.exp()
 
     x = torch.ones(1, requires_grad=True)
@@ -205,7 +211,7 @@ def test_threads_with_policies_of_their_own_recompute_each_with_its_own(reentran
         seen = []
 
         def body(x):
-            seen.append(state.machine.innermost("cpu")[0])
+            seen.append(innermost()[0])
             return x.exp()
 
         for _ in range(20):
@@ -253,7 +259,7 @@ def test_a_recomputation_that_raises_leaves_its_regions(reentrant):
         y = checkpoint(body, x, use_reentrant=reentrant)
     with pytest.raises(KeyError, match="in the recomputation"):
         y.sum().backward()
-    assert what_is_in_force()[3] is None
+    assert autocast_state()[3] is None
 
 
 def test_a_kept_graph_is_recomputed_as_often_as_it_is_gone_through(block):
@@ -293,7 +299,7 @@ def test_a_backward_that_is_no_recomputation_has_the_policies_of_where_it_runs()
         @staticmethod
         def backward(ctx, gradient):
             with torch.autocast("cpu", torch.bfloat16):
-                seen.append(state.machine.innermost("cpu"))
+                seen.append(innermost())
             return gradient * 2
 
     x = torch.ones(1, requires_grad=True)

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import polycast
 from polycast import CastPolicy, Policy, explain
-from polycast.engine.state import Origin, Override, Settings
+from polycast.engine.override import Origin, make_override
+from polycast.engine.state import Settings
 from polycast.plugins.registry import registry
 from polycast.policy.schemas import find_op, optional_dtype
 from polycast.policy.validation import entry_problem
@@ -215,20 +216,24 @@ def test_the_inner_region_decides_and_its_name_is_told():
         assert explain("mm", "cpu").rule_name == "inner"
 
 
+def override(policies, *origin):
+    return make_override("cpu", frozenset(policies.items()), *origin)
+
+
 def test_an_override_says_which_rule_it_is_of():
-    rule = Override({"aten::mm": CastPolicy.FP32}, Origin("module rule", "encoder.*"))
-    region = Settings("cpu", True, torch.bfloat16, override=rule.over(Override({"aten::bmm": CastPolicy.FP32})))
+    rule = override({"aten::mm": CastPolicy.FP32}, Origin("module rule", "encoder.*"))
+    region = Settings("cpu", True, torch.bfloat16, override=rule.over(override({"aten::bmm": CastPolicy.FP32})))
     told = explain_in(region, registry.find("cpu"), "mm")
     assert (told.policy, told.rule, told.rule_name) == (CastPolicy.FP32, "module rule", "encoder.*")
     assert explain_in(region, registry.find("cpu"), "bmm").rule == "region's policy"
 
 
 def test_layers_of_an_override_stay_few_however_deep_regions_are_nested():
-    one, another = Override({"aten::mm": CastPolicy.FP32}), Override({"aten::mm": CastPolicy.PROMOTE})
-    override = one
+    one, another = override({"aten::mm": CastPolicy.FP32}), override({"aten::mm": CastPolicy.PROMOTE})
+    merged = one
     for _ in range(20):
-        override = one.over(another.over(override))
-    assert override.layers == (one, another)
+        merged = one.over(another.over(merged))
+    assert merged.layers == (one, another)
 
 
 def test_a_kernel_of_another_library_is_told():

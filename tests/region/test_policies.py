@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 import polycast
 from polycast import CastPolicy, Policy
+from polycast.engine import installation
 from polycast.engine.installation import kernels_of
 from polycast.policy import names
 from polycast.policy.schemas import find_op
-from polycast.region import entry
 from polycast.testing.oracle import call_as
 from polycast.testing.samples import SAMPLES, split
 
@@ -62,7 +62,7 @@ def test_what_was_read_once_is_not_looked_up_again(softmax_in_float32, form, mon
 
 def test_the_ops_of_a_policy_are_looked_at_once_while_its_kernels_are_in_place(engine, monkeypatch):
     region, calls = polycast.autocast("cpu", policy={"softmax": "fp32"}), []
-    monkeypatch.setattr(entry, "kernels_of", lambda *given: calls.append(given) or kernels_of(*given))
+    monkeypatch.setattr(installation, "kernels_of", lambda *given: calls.append(given) or kernels_of(*given))
     for _ in range(3):
         with region:
             assert softmax() is torch.float32
@@ -79,8 +79,8 @@ def test_a_file_that_was_changed_is_read_again(tmp_path):
     before = polycast.autocast("cpu", policy=path)._settings.override
     Policy({"mm": "promote"}).save(path)
     os.utime(path, ns=(1, 1))
-    assert set(before.values()) == {CastPolicy.FP32}
-    assert set(polycast.autocast("cpu", policy=path)._settings.override.values()) == {CastPolicy.PROMOTE}
+    assert set(before.policies.values()) == {CastPolicy.FP32}
+    assert set(polycast.autocast("cpu", policy=path)._settings.override.policies.values()) == {CastPolicy.PROMOTE}
 
 
 def test_equal_policies_share_what_was_made_of_them():
@@ -105,7 +105,7 @@ def test_a_mapping_that_is_changed_is_read_again(engine):
 
 def test_an_optional_op_is_in_force_once_its_library_is_loaded(engine):
     policy = Policy({"polycast_test::late": {"policy": "fp32", "optional": True}, "mm": "fp32"})
-    assert "polycast_test::late" not in polycast.autocast("cpu", policy=policy)._settings.override
+    assert "polycast_test::late" not in polycast.autocast("cpu", policy=policy)._settings.override.policies
     library = torch.library.Library("polycast_test", "FRAGMENT")
     library.define("late(Tensor x) -> Tensor")
     library.impl("late", lambda x: x.clone(), "CompositeExplicitAutograd")

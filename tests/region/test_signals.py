@@ -66,7 +66,7 @@ def test_entering_that_is_struck_while_kernels_are_put_in_place_leaves_the_regio
     class Struck:
         __hash__ = None  # Python asks for it once the region is entered
 
-    region._fast_path = Struck()
+    region._ready_key = Struck()
     with pytest.raises(TypeError, match="unhashable"), region:
         pass
     assert state.machine.nesting("cpu") == 0

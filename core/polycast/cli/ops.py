@@ -17,7 +17,7 @@ from ..policy.names import read_policy
 from ..policy.recipe import read_recipe
 from ..region.explain import explain_in
 from ..region.explanation import Explanation
-from ..region.policies import override_of, with_recipe
+from ..region.policies import override_of
 from .terminal import console, library_errors, print_json, table
 
 
@@ -73,9 +73,7 @@ def show(
 
 def _explained(op: str, backend: Backend, policy_file: Path | None, recipe: str | None) -> Explanation:
     """Explain an op in a region of the backend's default dtype; the device need not be present."""
-    override = None if policy_file is None else override_of(policy_file, backend.device_type)
-    if recipe is not None:
-        override = with_recipe(override, read_recipe(recipe))
+    override = override_of(policy_file, backend.device_type, None if recipe is None else read_recipe(recipe))
     region = Settings(backend.device_type, True, backend.default_dtype, override=override)
     return explain_in(region, backend, op)
 

@@ -12,18 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..engine.in_force import policies_in_force
-from ..torch_internals import changes
+from ..engine.snapshot import overrides_text
 from ..torch_internals.names import tracing_context
 from ..torch_internals.patcher import Patch
 
 _MARK = "polycast_policies"
 """The attribute of the context of what is being compiled that says that there are policies or rules in it."""
-
-
-def trace_outside_of_regions() -> None:
-    """Trace the backward of what has policies with autocast off, from now on."""
-    changes.make(changes.BACKWARD)
 
 
 def mark() -> None:
@@ -43,7 +37,7 @@ def outside_of_regions() -> Iterator[None]:
     """Return a context manager in which backwards are traced with autocast off, if there are policies or rules."""
     from torch._functorch import config
 
-    if config.backward_pass_autocast != "same_as_forward" or not (policies_in_force() or is_marked()):
+    if config.backward_pass_autocast != "same_as_forward" or not (overrides_text() or is_marked()):
         yield
     else:
         with config.patch(backward_pass_autocast="off"):

@@ -11,28 +11,14 @@ from typing import Any
 
 import torch
 
-from ..engine import state
-from ..engine.in_force import policies_in_force
-from ..torch_internals import changes
-from ..torch_internals.dispatcher import autocast_supported_devices
+from ..engine.snapshot import guard_text, overrides_text, snapshot
 from ..torch_internals.patcher import Patch, expect, method_of
 from . import backward
-from .nested_regions import autocast_state
 
 _MARK = "polycast"
 """The attribute of what the key is made of."""
 _CODE = 1
 """What kind of code the operators and regions of polycast's compile to: another number for each that was published."""
-
-
-def tell_apart() -> None:
-    """Extend the keys of the caches on disk, from now on."""
-    changes.make(changes.CACHE_KEYS)
-
-
-def _in_a_cache() -> bool:
-    regions = map(state.machine.innermost, autocast_supported_devices())
-    return any(region is not None and region[1] is not None for region in regions)
 
 
 def extend_autograds(patch: Patch) -> None:
@@ -48,9 +34,11 @@ def extend_autograds(patch: Patch) -> None:
 
     @functools.wraps(init)
     def init_with_ours(self: Any, *args: Any, **kwargs: Any) -> None:
-        policies, inside, kept = policies_in_force(), backward.is_marked(), _in_a_cache()
-        if policies or inside or kept:
-            setattr(self, _MARK, (inside, kept, autocast_state(), _CODE))
+        regions, inside = snapshot(), backward.is_marked()
+        has_cache = any(region.cache is not None for region in regions)
+        if overrides_text() or inside or has_cache:
+            states = [(region.device_type, region.enabled, str(region.dtype)) for region in regions]
+            setattr(self, _MARK, (inside, has_cache, guard_text(), states, _CODE))
         init(self, *args, **kwargs)
 
     patch.replace(AOTAutogradCacheDetails, "__init__", init_with_ours)

@@ -1,13 +1,8 @@
-"""Kept casts in compiled code: casts of weights that are looked up where the code runs, and that nothing there writes.
+"""Cached casts in compiled code, which nothing there may write: they are the memory that the cache holds.
 
-Where AOTAutograd traces a region with a cache, a parameter's cast to the fast dtype becomes ``polycast::cached_cast``.
-What is exported keeps torch's ops. So does code in other regions: a compiler fuses casts that are of no use later, and
-has one memory for all of them.
-
-Who calls compiled code may write what it returns, and autograd gives that out with a version of its own: so a graph
-gives out copies of kept casts. Inductor writes the memory of what it has made and nobody else uses: it is told of each
-kept cast that somebody does, those among them that a subgraph leaves to the graph around it for its backward.
-The keys of the caches on disk say whether there may be kept casts: a process without polycast has no such op.
+A caller may write what compiled code returns, and autograd gives that a version of its own: so a graph returns copies
+of cached casts. Inductor writes the memory of what it has made and nothing else uses: it is told of each cached cast,
+also of those that a subgraph leaves to the graph around it for its backward.
 """
 
 import functools
@@ -15,52 +10,11 @@ from typing import Any
 
 import torch
 
-from ..engine import state
-from ..engine.casts import cached_cast
-from ..engine.casts.weights import is_all_of, is_dense, parameter_of
-from ..torch_internals import changes
 from ..torch_internals.dispatcher import disable_autocast
-from ..torch_internals.names import behind_functional_tensor, tracing_context
 from ..torch_internals.patcher import Patch, method_of
-from . import cache_key, uncompiled
-
-LEAST_ELEMENTS = 1024
-"""Of a weight that is worth an operator: a compiler fuses the cast of a smaller one into what uses it."""
-
 
 _KEPT = "polycast_cached_casts"
 """The attribute of what inductor makes of a graph that has the names of its kept casts."""
-
-
-_replays_views = hasattr(torch.Tensor, "_view_func_unsafe")
-
-
-def can_be() -> bool:
-    """Return whether there may be kept casts in what is being compiled."""
-    refused = changes.is_refused(changes.CACHED_CASTS) or uncompiled.in_effect()
-    return not refused and not torch.compiler.is_exporting()
-
-
-def _cast_of_traced(tensor: torch.Tensor, dtype: torch.dtype, device_type: str) -> torch.Tensor | None:
-    region = state.machine.innermost(device_type)
-    if region is None or region[1] is None or tracing_context() is None:
-        return None
-    cache_key.tell_apart()  # Dynamo has the kernels called before AOTAutograd does, and before the key is made
-    changes.make(changes.CACHED_CASTS)
-    if not can_be():
-        return None
-    weight = parameter_of(tensor) if behind_functional_tensor(tensor) is not None else None
-    if weight is None or weight.numel() < LEAST_ELEMENTS or not is_dense(weight):
-        return None
-    # A cast of a part would be one of all of the weight, which may be far more than the code uses.
-    if tensor is not weight and not (_replays_views and is_all_of(tensor, weight)):
-        return None
-    cast: torch.Tensor = torch.ops.polycast.cached_cast(weight, dtype, cached_cast.number_in_graph(region[1]))
-    if tensor is weight:
-        return cast
-    view: torch.Tensor = tensor._view_func_unsafe(cast)
-    # What changed the view in place, such as t_(), is not replayed.
-    return view if view.shape == tensor.shape and view.stride() == tensor.stride() else None
 
 
 def keep_from_callers(patch: Patch) -> None:
@@ -148,6 +102,3 @@ def keep_from_inductor(patch: Patch) -> None:
 
     patch.replace(GraphLowering, "output", output_without_kept)
     patch.replace_item(lowering.lowerings, op, kept)
-
-
-cached_cast.decided_by(_cast_of_traced)

@@ -20,7 +20,7 @@ def record_entry(settings: Settings) -> None:
     """
     for mode in _recording_modes():
         if settings.override is not None:
-            more = "policy=" if len(settings.override) else "recipe="
+            more = "policy=" if settings.override.policies else "recipe="
             raise RuntimeError(
                 f"torch.export: a region with {more} cannot be exported, for a program can hold torch's autocast only. "
                 f"Leave out {more}, or cast in the model what has to run in another dtype."

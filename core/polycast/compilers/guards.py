@@ -19,24 +19,13 @@ from typing import Any
 
 import torch
 
-from ..engine.in_force import heed, in_force
-from ..torch_internals import changes
+from ..engine.snapshot import guard_text
 from ..torch_internals.patcher import Patch, expect, method_of
-from . import backward, cache_key, nested_regions
 
 _MARK = "polycast_policies"
 """The attribute of a guard manager that has the guard."""
 _SHOWN = 200
 """How many characters of the policies those see who have Dynamo log its guards."""
-
-
-def tell_policies_apart(device_type: str) -> None:
-    """Have compiled code heed the policies for a device; to be called in each region that has some."""
-    heed(device_type)
-    changes.make(changes.GUARDS)
-    cache_key.tell_apart()
-    backward.trace_outside_of_regions()
-    nested_regions.tell_apart()
 
 
 def guard_policies(builder: Any, guard: Any, seen: str) -> None:
@@ -52,7 +41,7 @@ def _add_guard(manager: Any, seen: str, guard: Any = None) -> None:
     # One that is checked after all others: another thread may be in the middle of them, in Python, and the list that it
     # walks is not to grow.
     manager.root.add_epilogue_lambda_guard(
-        lambda _: in_force() == seen, parts, None if guard is None else guard.user_stack
+        lambda _: guard_text() == seen, parts, None if guard is None else guard.user_stack
     )
     setattr(manager, _MARK, seen)
 
@@ -78,7 +67,7 @@ def guard_dynamo(patch: Patch) -> None:
     compiled_codes = [code for reference in list(input_codes.seen) if (code := reference()) is not None]
 
     def new_guard() -> Any:
-        return GlobalStateSource().make_guard(functools.partial(guard_policies, seen=in_force()))
+        return GlobalStateSource().make_guard(functools.partial(guard_policies, seen=guard_text()))
 
     def is_ours(guard: Any) -> bool:
         return guard.inner_create_fn() is guard_policies

@@ -21,30 +21,15 @@ from typing import Any
 import torch
 
 from ..engine import state
-from ..engine.in_force import in_force
+from ..engine.snapshot import snapshot
 from ..engine.state import Settings
-from ..torch_internals import changes
-from ..torch_internals.dispatcher import autocast_supported_devices, disable_autocast
+from ..torch_internals.dispatcher import disable_autocast
 from ..torch_internals.patcher import Patch
 from . import backward
 
 _SUBGRAPHS = "torch._higher_order_ops.invoke_subgraph"
 _PARAMETERS = ("fn_code", "fn_id")
 """How the methods that are told which code it is name it, in one version of torch or another."""
-
-
-def tell_apart() -> None:
-    """Use nested regions again only in the autocast state that they were traced in, from now on."""
-    changes.make(changes.NESTED_REGIONS)
-
-
-def autocast_state() -> tuple[object, ...]:
-    """Return what code that is traced now depends on: for each device what torch has, and what polycast has."""
-    devices = autocast_supported_devices()
-    return (
-        in_force(),
-        *((name, torch.is_autocast_enabled(name), str(torch.get_autocast_dtype(name))) for name in devices),
-    )
 
 
 def key_cache_by_state(patch: Patch) -> None:
@@ -67,9 +52,7 @@ def _is_told_code(method: Callable[..., Any]) -> bool:
 def _by_state(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def method_by_state(self: Any, code: object, *args: Any, **kwargs: Any) -> Any:
-        regions = map(state.machine.innermost, autocast_supported_devices())
-        caches = tuple(None if region is None else region[1] for region in regions)
-        return method(self, (code, autocast_state(), caches), *args, **kwargs)
+        return method(self, (code, snapshot()), *args, **kwargs)
 
     return method_by_state
 
@@ -93,7 +76,7 @@ def trace_again_in_regions(patch: Patch) -> None:
 
     @functools.wraps(forward)
     def forward_that_remembers(ctx: Any, *args: Any) -> Any:
-        ctx.polycast_regions = _regions()
+        ctx.polycast_regions = snapshot()
         return forward(ctx, *args)
 
     @functools.wraps(its_backward)
@@ -137,17 +120,6 @@ def _is_traced(subgraph: Any) -> bool:
     return isinstance(subgraph, torch.fx.GraphModule) and any(
         "val" in node.meta for node in subgraph.graph.find_nodes(op="placeholder")
     )
-
-
-def _regions() -> tuple[Settings, ...]:
-    """Return what would give another thread the state of this one, as far as dispatch keys do not say it."""
-    found = []
-    for device_type in autocast_supported_devices():
-        region = state.machine.innermost(device_type)
-        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-        if region is not None or enabled:
-            found.append(Settings(device_type, enabled, dtype, None, *(region or (None, None)), exact=True))
-    return tuple(found)
 
 
 @contextmanager

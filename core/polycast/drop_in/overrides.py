@@ -13,7 +13,7 @@ from ..engine.state import Settings
 from ..plugins.registry import registry
 from ..policy.dtypes import dtype_name
 from ..policy.value import Policy
-from ..region.policies import override_of, with_recipe
+from ..region.policies import override_of
 from ..region.recipes import usable_recipe
 
 if TYPE_CHECKING:
@@ -61,11 +61,10 @@ class RunOverrides:
 
     def _override_uncached(self, settings: Settings, is_outermost: bool, caches: bool) -> Settings:
         override = None
-        if is_outermost and self._policy is not None:
-            override = override_of(self._policy, settings.device_type)
-        if is_outermost and self._recipe is not None:
-            usable = usable_recipe(self._recipe, registry.find(settings.device_type), settings.enabled)
-            override = with_recipe(override, usable)
+        if is_outermost:
+            backend = registry.find(settings.device_type)
+            usable = None if self._recipe is None else usable_recipe(self._recipe, backend, settings.enabled)
+            override = override_of(self._policy, settings.device_type, usable)
         return settings._replace(cache=self.cache if caches else None, override=override)
 
     def counts(self) -> dict[str, int]:

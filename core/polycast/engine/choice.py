@@ -36,7 +36,7 @@ class Engine(state.StateMachine, Protocol):
 
 
 class _Unchosen:
-    """Stands where the engine's state machine will, until the first region makes a choice necessary."""
+    """The state machine until the first region makes a choice necessary."""
 
     def enter(self, owner: object, settings: state.Settings) -> bool:
         return choose().enter(owner, settings)

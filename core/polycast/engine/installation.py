@@ -1,9 +1,10 @@
-"""The kernels that are in place at the dispatcher's Autocast keys: installing, uninstalling and changing them."""
+"""The kernels that are installed at the dispatcher's Autocast keys, and all else that regions change in torch."""
 
 import threading
 from collections.abc import Callable, Iterable
 
 from ..common.atfork import hold_during_fork
+from ..errors import BackendNotFoundError
 from ..plugins.registry import registry
 from ..policy.registered import Registration, policies_for, refuse_conflict, registrations
 from ..torch_internals import changes
@@ -12,34 +13,22 @@ from . import state
 from .casts.weight_cache import caches_alive
 from .choice import choose, chosen, forget
 from .kernels import Kernels, autocast_key
+from .low_bit.plan import packings
+from .snapshot import guard_on
+from .state import Settings, ready
 
 installed: dict[str, Kernels] = {}
-"""By device type, the kernels that are in place."""
-fully_installed: set[object] = set()
-"""The device types whose kernels are in place and await no more ops, and those kernels: their regions need not look."""
-also_put_in_place: list[Callable[[], None]] = []
-"""What puts something of other rooms into torch, where a region with policies or a cache has been entered."""
-taken_back: list[Callable[[], None]] = []
-"""Callbacks that :func:`uninstall` runs before it undoes the changes to torch."""
+"""By device type, the kernels that are installed."""
 _lock = threading.RLock()
 hold_during_fork(lambda: [_lock])
 
 
-def forget_choice() -> None:
-    """Uninstall all kernels and have the next region choose an engine anew; no region may be open."""
-    uninstall()
-    engine = chosen()
-    if engine is not None:
-        engine.unwatch_writes()
-    forget()
-
-
 def install(device_type: str) -> None:
-    """Put polycast's kernels in place for a device, also where the device cannot be used now.
+    """Install polycast's kernels for a device, also where the device cannot be used now.
 
-    The first region for a device does this by itself. By hand it is of use for what enables autocast otherwise
-    (torch.autocast, ``torch.set_autocast_enabled``) and for fake tensors of a device that is absent. It changes the
-    kernels of the whole process; :func:`uninstall` gives torch its own back.
+    The first region for a device does so by itself. Call it for code that enables autocast in other ways
+    (torch.autocast, ``torch.set_autocast_enabled``), and for fake tensors of an absent device. It changes the kernels
+    of the whole process; :func:`uninstall` restores torch's own.
 
     Args:
         device_type: a device string that torch knows, such as ``"cuda"``.
@@ -56,14 +45,14 @@ def install(device_type: str) -> None:
 
 
 def uninstall(device_type: str | None = None) -> None:
-    """Take polycast's kernels away: torch has its own again, as if polycast had never been used.
+    """Remove polycast's kernels, so that torch runs its own.
 
-    Without a device, all that regions have changed in torch is undone too, in its compiler and its checkpoints. What
-    you have begun yourself you end yourself: :class:`patch_torch`, :func:`observe`, rules for modules.
+    Without a device, undo everything else that regions have changed in torch, such as in its compiler and checkpoints.
+    What you start yourself you stop yourself: :class:`patch_torch`, :func:`observe`, rules for modules.
 
-    The next region for the device puts them back. What sees writes that count no version stays in place while a
-    :class:`WeightCache` is alive. Where torch's own regions run on the kernels, in other threads, that is the caller's
-    to know: torch's dispatcher lets no kernel be taken away from under a call.
+    The next region for the device installs them again. The hooks that see unversioned writes stay while a
+    :class:`WeightCache` is alive. Do not call it while other threads run torch's own regions on the kernels: torch's
+    dispatcher does not wait for calls of a kernel that is removed.
 
     Args:
         device_type: the device; None for all.
@@ -73,9 +62,9 @@ def uninstall(device_type: str | None = None) -> None:
         RuntimeError: a thread is in a region of polycast's for the device; nothing changes.
     """
     if device_type is None:
-        _run_uninstalled(None, _undo_changes)
+        run_uninstalled(None, _undo_changes)
     else:
-        _run_uninstalled([registry.parse_device_type(device_type)], lambda: None)
+        run_uninstalled([registry.parse_device_type(device_type)], lambda: None)
     with _lock:
         engine = chosen()
         if engine is not None and not installed and not caches_alive:
@@ -83,28 +72,39 @@ def uninstall(device_type: str | None = None) -> None:
 
 
 def _undo_changes() -> None:
-    for take_back in taken_back:
-        take_back()
+    packings.drop()
     changes.undo_all()
 
 
-def _run_uninstalled(device_types: Iterable[str] | None, change: Callable[[], object]) -> None:
-    """Make a change while the kernels of devices (None: of all) are uninstalled, if no region for them is open.
+def forget_choice() -> None:
+    """Uninstall all kernels, and let the next region choose an engine; no region may be open."""
+    uninstall()
+    engine = chosen()
+    if engine is not None:
+        engine.unwatch_writes()
+    forget()
 
-    A region is entered before it asks for its kernels: it is counted here, or finds its kernels gone and waits for us.
+
+def run_uninstalled(device_types: Iterable[str] | None, change: Callable[[], object]) -> None:
+    """Make a change while the kernels of devices (None: of all) are uninstalled.
+
+    A thread enters a region before it asks for kernels. So its region is counted here, or it waits for the lock.
+
+    Raises:
+        RuntimeError: a region for one of the devices is open; nothing changes.
     """
     with _lock:
         names = list(installed) if device_types is None else [name for name in device_types if name in installed]
-        taken = {name: installed.pop(name) for name in names}
-        fully_installed.difference_update(names, taken.values())
+        removed = {name: installed.pop(name) for name in names}
+        ready.difference_update(names, removed.values())
         try:
             for name in names:
                 _refuse_if_in_use(name)
             change()
         except BaseException:
-            installed.update(taken)
+            installed.update(removed)
             raise
-        for kernels in taken.values():
+        for kernels in removed.values():
             kernels.remove()
 
 
@@ -117,16 +117,46 @@ def _refuse_if_in_use(device_type: str) -> None:
         )
 
 
+def install_for(settings: Settings) -> object:
+    """Install what a region needs: kernels, and, for an override or a cache, the changes to torch's own code.
+
+    Returns:
+        The key of the region: while it is in :data:`ready`, entering needs nothing installed. None if there is none.
+    """
+    kernels, override = None, settings.override
+    try:
+        if settings.enabled or override is not None:
+            kernels = kernels_of(settings.device_type, () if override is None else override.policies)
+    except BackendNotFoundError:
+        if not settings.absolute:  # a snapshot may have a region of torch's, for a device without a backend
+            raise
+    if not settings.has_more_than_torch:
+        return settings.device_type
+    support_overrides(settings.device_type)
+    if not changes.overrides_are_guarded():  # each entry has to look at the compiler's stance
+        return None
+    if override is not None:
+        override.ready_key = kernels
+    return kernels
+
+
+def support_overrides(device_type: str) -> None:
+    """Make the changes to torch that regions with an override or a cache take."""
+    guard_on(device_type)
+    for feature in changes.FOR_OVERRIDES:
+        changes.make(feature)
+
+
 def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
-    """Return a device's kernels, putting in place what is not there yet: those of its table and of the ops `also`."""
+    """Return a device's kernels; install those of its table, and of the ops `also`, that are not installed yet."""
     while True:
         kernels = installed.get(device_type)
         if kernels is None:
-            # Not with the lock held: a plugin may be imported, and do anything; and an engine may be compiled.
+            # Without the lock: a plugin may be imported, which can run anything, and an engine compiled.
             backend, engine = registry.find(device_type), choose()
             with _lock:
-                is_as_found = registry.find(device_type) is backend and chosen() is engine
-                if device_type not in installed and is_as_found:
+                is_unchanged = registry.find(device_type) is backend and chosen() is engine
+                if device_type not in installed and is_unchanged:
                     engine.watch_writes()
                     policies = {**backend.policies, **policies_for(device_type)}
                     installed[device_type] = engine.kernels(backend, policies)
@@ -134,16 +164,16 @@ def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:
             for name in also:
                 if name not in kernels.ops:
                     kernels.add(name, None)
-            if device_type not in fully_installed:
-                kernels.look_again()
+            if device_type not in ready:
+                kernels.add_pending()
                 with _lock:
-                    if not kernels.awaited and installed.get(device_type) is kernels:
-                        fully_installed.update((device_type, kernels))
+                    if not kernels.pending and installed.get(device_type) is kernels:
+                        ready.update((device_type, kernels))
             return kernels
 
 
 def register(new: Registration) -> None:
-    """Have a registered policy in force, also in the regions that are open.
+    """Register a policy for ops, effective at once, also in open regions.
 
     Raises:
         ValueError: an op has another policy registered.
@@ -154,14 +184,14 @@ def register(new: Registration) -> None:
         try:
             for device_type, kernels in installed.items():
                 for name, policy in policies_for(device_type).items():
-                    kernels.add(name, policy, over=True)
+                    kernels.add(name, policy, replace=True)
         except BaseException:
             registrations.remove(new)
             raise
 
 
 def unregister(old: Registration) -> None:
-    """Take a registered policy back, if it is in force: what was there before it is there again.
+    """Remove a registered policy, if it is registered, and restore those before it.
 
     Raises:
         RuntimeError: a thread is in a region of a device whose kernels have to change; nothing changes.
@@ -171,13 +201,13 @@ def unregister(old: Registration) -> None:
             return
         others = [registration for registration in registrations if registration is not old]
         changed = [name for name in installed if policies_for(name) != policies_for(name, others)]
-        _run_uninstalled(changed, lambda: registrations.remove(old))
+        run_uninstalled(changed, lambda: registrations.remove(old))
         for device_type in changed:
             kernels_of(device_type)
 
 
 def torch_ops(device_type: str) -> frozenset[str]:
-    """Return the ops that the running torch itself treats at a device's Autocast key, by their dispatcher names."""
+    """Return the ops that torch itself has a kernel for at a device's Autocast key, by their dispatcher names."""
     key = autocast_key(device_type)
     kernels = installed.get(device_type)
     return frozenset(
@@ -185,6 +215,3 @@ def torch_ops(device_type: str) -> frozenset[str]:
         for name in all_op_names()
         if has_kernel_for_dispatch_key(name, key) and not (kernels is not None and name in kernels.added)
     )
-
-
-registry.run_uninstalled = _run_uninstalled

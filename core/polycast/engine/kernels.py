@@ -48,15 +48,15 @@ class Kernels(ABC):
         """The ops that have a kernel here, by their names in the dispatcher."""
         self.added: frozenset[str] = frozenset()
         """Those of them that torch itself has none for."""
-        self.awaited: frozenset[str] = frozenset()
+        self.pending: frozenset[str] = frozenset()
         """The ops that are to have a kernel and are not there, in namespaces that another library may add to."""
         self._policies = policies
         self._uppermost: dict[str, tuple[OpOverload, CastPolicy | None]] = {}
-        self._set_aside: list[tuple[OpOverload, Any]] = []
+        self._displaced: list[tuple[OpOverload, Any]] = []
         try:
             # Ops that are not in the table pass by the key. torch sees to it for the devices that it has tables for.
             if not has_backend_fallback(self.key):
-                self._let_other_ops_through()
+                self._let_other_ops_pass()
             self._serve_cached_casts()
             cached_cast.look_up_anew()
             for name, policy in policies.items():
@@ -64,9 +64,9 @@ class Kernels(ABC):
         except BaseException:
             self.remove()
             raise
-        self.awaited = frozenset(name for name in policies if name not in self.ops and not name.startswith("aten::"))
+        self.pending = frozenset(name for name in policies if name not in self.ops and not name.startswith("aten::"))
 
-    def add(self, name: str, policy: CastPolicy | None, *, over: bool = False) -> None:
+    def add(self, name: str, policy: CastPolicy | None, *, replace: bool = False) -> None:
         """Put a kernel for one op in place, unless the running torch lacks the op, or there is one and not `over`.
 
         With a policy of None the op runs as if it had no kernel, save in regions whose override names it.
@@ -75,7 +75,7 @@ class Kernels(ABC):
             InvalidBackendError: the op cannot have the policy, which could not be told before it was there.
         """
         with _lock:
-            op = find_op(name) if over or name not in self.ops else None
+            op = find_op(name) if replace or name not in self.ops else None
             if op is None or self._uppermost.get(name) == (op, policy):
                 return
             problem = None if policy is None else entry_problem(name, policy)
@@ -83,34 +83,34 @@ class Kernels(ABC):
                 raise InvalidBackendError(f"policies of the backend for {self.backend.device_type!r}: {problem}")
             had_one = has_kernel_for_dispatch_key(name, self.key)
             self._register(name, op, policy)
-            self._set_python_kernel_aside(op)
+            self._displace_python_kernel(op)
             self._uppermost[name] = op, policy
             if not had_one:
                 self.added |= {name}
             self.ops |= {name}
 
-    def look_again(self) -> None:
-        """Put in place kernels for the ops that have appeared since; costs less than a microsecond for each awaited."""
-        for name in self.awaited:
+    def add_pending(self) -> None:
+        """Put in place kernels for the ops that have appeared since; costs less than a microsecond for each pending."""
+        for name in self.pending:
             if has_kernel(name):
                 self.add(name, self._policies[name])
-        self.awaited -= self.ops
+        self.pending -= self.ops
 
-    def _set_python_kernel_aside(self, op: OpOverload) -> None:
+    def _displace_python_kernel(self, op: OpOverload) -> None:
         """Set aside what torch.library.register_autocast gave the op for tracing, where it would be called first."""
         kernel = python_kernels(op).pop(dispatch_key(self.key), None)
         if kernel is not None:
-            self._set_aside.append((op, kernel))
+            self._displaced.append((op, kernel))
             clear_dispatch_cache(op)
 
     def remove(self) -> None:
         """Give the dispatcher back the kernels that were there before."""
         self._unregister()
         cached_cast.look_up_anew()
-        for op, kernel in self._set_aside:
+        for op, kernel in self._displaced:
             python_kernels(op)[dispatch_key(self.key)] = kernel
             clear_dispatch_cache(op)
-        self.ops = self.added = self.awaited = frozenset()
+        self.ops = self.added = self.pending = frozenset()
 
     @abstractmethod
     def _register(self, name: str, op: OpOverload, policy: CastPolicy | None) -> None: ...
@@ -119,7 +119,7 @@ class Kernels(ABC):
     def _serve_cached_casts(self) -> None: ...
 
     @abstractmethod
-    def _let_other_ops_through(self) -> None: ...
+    def _let_other_ops_pass(self) -> None: ...
 
     @abstractmethod
     def _unregister(self) -> None: ...

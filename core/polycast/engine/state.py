@@ -1,121 +1,25 @@
-"""The state machine: for this thread and each device type, is autocast enabled, in which dtype, how deeply nested.
+"""The regions of each thread: what they set, how they nest, and the machine that enters and leaves them.
 
-The truth for ``enabled`` and ``dtype`` is the dispatcher's thread-local state, because that is what the kernels obey;
-so torch.autocast and polycast see one state. What is added here are frames: for each region that the thread is in, what
-was there before it. Frames are a list for the thread, and a chain for each device in it, so that entering, leaving and
-looking up the innermost region of a device cost the same at any depth.
+The truth for ``enabled`` and ``dtype`` is the dispatcher's thread-local state, which is what the kernels obey, so that
+torch.autocast and polycast see one state. polycast adds frames: for each open region, the state before it. Frames form
+a list for the thread, and a chain for each device in it, so entering, leaving and finding a device's innermost region
+cost the same at any depth.
 
-Entering and leaving is on the path of every region, so each engine has the machine in its own language:
-reference/state_machine.py is the one to read, native/regions.h the other.
+Each engine implements the machine in its own language, because every region runs it: reference/state_machine.py is the
+one to read, native/regions.h the other.
 """
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from typing_extensions import Self
 
-from ..common.cached_property import cached_property
-from ..policy.cast_policy import CastPolicy
-from ..policy.recipe import Recipe
 from .casts.weight_cache import WeightCache
 from .disable_dynamo import disable_dynamo
-
-
-class Origin(NamedTuple):
-    """Who asks for the policies of an override: the kind of rule, and the name that it has, if any."""
-
-    rule: str
-    name: str = ""
-
-
-REGIONS_POLICY = Origin("region's policy")
-MODULE_RULE = Origin("module rule")
-
-
-class Override(dict[str, CastPolicy]):
-    """The policies and the recipe that a region lays over the backend's table, and who asks for them.
-
-    An op that has a policy here is not computed by the recipe, whoever asks for either.
-    """
-
-    def __init__(
-        self,
-        policies: Mapping[str, CastPolicy],
-        origin: Origin = REGIONS_POLICY,
-        layers: "tuple[Override, ...]" = (),
-        recipe: Recipe | None = None,
-    ) -> None:
-        super().__init__(policies)
-        self.origin = origin
-        self.recipe = recipe
-        self._layers = layers
-        self.derived: dict[Any, Any] = {}
-        """What others have made of it, each under a key that has its type: names of devices may be any."""
-        self.served_by: dict[str, object] = {}
-        """By device type, the kernels with which a region with this override has all that it needs put in place."""
-        self._merged: tuple[Override, Override] | None = None
-
-    @property
-    def layers(self) -> "tuple[Override, ...]":
-        """The overrides that this one is laid together of, each of one origin, the innermost first."""
-        return self._layers or (self,)
-
-    def decided_by(self, op: str) -> Origin | None:
-        """Return who asks for the policy that an op has here, if it has one."""
-        return next((layer.origin for layer in self.layers if op in layer), None)
-
-    def __bool__(self) -> bool:
-        return len(self) > 0 or self.recipe is not None
-
-    @cached_property
-    def low_bit(self) -> frozenset[str]:
-        """The ops that the recipe is for, by their names in the dispatcher."""
-        return frozenset() if self.recipe is None else self.recipe.overloads - self.keys()
-
-    @disable_dynamo
-    def over(self, below: "Override | None") -> "Override":
-        """Return this override laid over that of an enclosing region; the last answer is kept."""
-        if below is None:
-            return self
-        merged = self._merged
-        if merged is None or merged[0] is not below:
-            merged = self._merged = (below, self._laid_over(below))
-        return merged[1]
-
-    def _laid_over(self, below: "Override") -> "Override":
-        others = [layer for layer in below.layers if all(layer is not mine for mine in self.layers)]
-        # A function that is decorated with policies and recurs lays the same over themselves, at every depth.
-        same_recipe = self.recipe in (None, below.recipe)
-        if len(others) < len(below.layers) and below.items() >= self.items() and same_recipe:
-            return below
-        # Rules for modules are laid over what regions inside the modules ask for.
-        layers = sorted((*self.layers, *others), key=lambda layer: layer.origin.rule != MODULE_RULE.rule)
-        policies = {op: policy for layer in reversed(layers) for op, policy in layer.items()}
-        recipe = next((layer.recipe for layer in layers if layer.recipe is not None), None)
-        return Override(policies, self.origin, tuple(layers), recipe)
-
-    @cached_property
-    def text(self) -> str:
-        """The policies and the recipe as text: the same for equal ones, in every process."""
-        policies = ", ".join(f"{op}={policy.name}" for op, policy in sorted(self.items()))
-        return f"({policies})" + ("" if self.recipe is None else self.recipe.text)
-
-    @classmethod
-    def of_text(cls, text: str, origin: Origin = REGIONS_POLICY) -> "Override":
-        """Return the override that has a text."""
-        policies, _, recipe = text[1:].partition(")")
-        entries = (entry.rpartition("=") for entry in policies.split(", ") if entry)
-        return cls(
-            {op: CastPolicy[policy] for op, _, policy in entries},
-            origin,
-            recipe=Recipe.of_text(recipe) if recipe else None,
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Override, (dict(self), self.origin, self._layers, self.recipe)
-
+from .override import Override
 
 WATCHED = "something records, transforms or watches the ops"
 NO_WEIGHT = (
@@ -133,9 +37,9 @@ NOT_PACKED = (WATCHED, NO_WEIGHT, NOTHING_KEPT, WRITTEN_UNSEEN, NO_ROOM, VIEWS_A
 
 
 class Settings(NamedTuple):
-    """What a region sets. None leaves what is there; in an `exact` one, no override and no cache mean none.
+    """What a region sets. None leaves what the enclosing region has.
 
-    An override is laid over that of the enclosing region, unless the region is exact.
+    The override is merged over that of the enclosing region. An absolute region inherits neither override nor cache.
     """
 
     device_type: str
@@ -144,7 +48,19 @@ class Settings(NamedTuple):
     cache_enabled: bool | None = None
     override: Override | None = None
     cache: WeightCache | None = None
-    exact: bool = False
+    absolute: bool = False
+
+    @property
+    def has_more_than_torch(self) -> bool:
+        """Whether the region has an override or a cache, which torch's autocast state does not hold."""
+        return self.override is not None or self.cache is not None
+
+    @property
+    def ready_key(self) -> object:
+        """What is in :data:`ready` if nothing is left to install for the region; None: it has not been entered yet."""
+        if self.override is not None:
+            return self.override.ready_key
+        return self.device_type if self.cache is None else None
 
 
 class StateMachine(Protocol):
@@ -153,23 +69,28 @@ class StateMachine(Protocol):
     def enter(self, owner: object, settings: Settings, /) -> bool:
         """Enter a region on this thread; `owner` is what :meth:`leave` will be called with.
 
-        Say whether a mode for torch's functions is active, which may record what is entered and left.
+        Returns:
+            Whether a torch function mode is active, which may record regions.
         """
 
     def leave(self, owner: object, /) -> bool | None:
-        """Leave the innermost region that `owner` entered on this thread: None if there is none, else as `enter`."""
+        """Leave the innermost region that `owner` entered on this thread.
+
+        Returns:
+            As :meth:`enter`; None if `owner` has entered none.
+        """
 
     def last(self) -> tuple[object, Settings] | None:
         """Return owner and settings of the region that this thread entered last, if it is in one."""
 
     def open_regions(self, device_type: str, /) -> int:
-        """Return how many regions for a device all threads together are in."""
+        """Return the number of open regions for a device, over all threads."""
 
     def innermost(self, device_type: str, /) -> tuple[Override | None, WeightCache | None] | None:
-        """Return override and cache of the innermost region for a device, if this thread is in one."""
+        """Return override and cache of this thread's innermost region for a device, if it is in one."""
 
     def nesting(self, device_type: str, /) -> int:
-        """Return how many regions for a device this thread is in."""
+        """Return the number of this thread's regions for a device."""
 
     def dtype(self, device_type: str, /) -> torch.dtype:
         """Return what ``torch.get_autocast_dtype`` does; every region without a dtype asks."""
@@ -187,40 +108,81 @@ class StateMachine(Protocol):
         """
 
     def clear_own_casts(self, all_threads: bool, /) -> None:
-        """Drop the casts that this thread's own regions keep, or those of all threads' regions."""
+        """Drop the casts that the regions of this thread, or of all threads, keep outside of a :class:`WeightCache`."""
 
     def region_methods(
         self,
         cls: type,
-        fully_installed: set[object],
+        ready: set[object],
         complete_entry: Callable[[Any, bool], None],
         complete_exit: Callable[[Any, bool | None], None],
         /,
     ) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-        """Return ``__enter__`` and ``__exit__`` for the class of regions, where the engine has its own.
+        """Return the engine's own ``__enter__`` and ``__exit__`` for :class:`Region`; None: it uses those in Python."""
 
-        A region has its settings as ``_settings``, and as ``_fast_path`` what leaves nothing to entering but state as
-        long as it is in `fully_installed`. Where it is not, or :meth:`enter` has said yes, `complete_entry` does the
-        rest; what it raises leaves the region. `complete_exit` is called where :meth:`leave` has not said no.
-        """
 
+ready: set[object] = set()
+"""The device types for which every kernel is installed, and these kernels. A region whose key is in here sets state
+and does nothing else on entry. The native engine holds this very set."""
 
 machine: StateMachine
-"""The machine of the engine that is in use; set by the package engine."""
-when_used: list[Callable[[StateMachine], object]] = []
-"""What is told of each machine that comes into use."""
+"""The state machine of the engine in use."""
+
+
+class Region:
+    """Base of the class of regions: a context manager, with methods of the engine in use.
+
+    A region's ``_settings`` are entered and left; ``_ready_key`` is looked for in :data:`ready`.
+    """
+
+    _settings: Settings
+    _ready_key: object
+
+    @disable_dynamo
+    def __enter__(self) -> Self:
+        recorded = machine.enter(self, self._settings)
+        try:
+            if recorded or self._ready_key not in ready:
+                self._complete_entry(recorded)
+        except BaseException:
+            machine.leave(self)
+            raise
+        return self
+
+    @disable_dynamo
+    def __exit__(self, *exc_info: object) -> None:
+        recorded = machine.leave(self)
+        if recorded is not False:
+            self._complete_exit(recorded)
+
+    def _complete_entry(self, recorded: bool) -> None:
+        """Do what entering takes besides the state. What it raises leaves the region."""
+        raise NotImplementedError
+
+    def _complete_exit(self, recorded: bool | None) -> None:
+        """Do what leaving takes besides the state; `recorded` is None if there was nothing to leave."""
+        raise NotImplementedError
+
+
+_methods_in_python = Region.__enter__, Region.__exit__
 
 
 def use(chosen: StateMachine) -> None:
-    """Have regions entered and left through a machine, from now on."""
+    """Enter and leave regions with a state machine from now on."""
     global machine
     machine = chosen
-    for tell in when_used:
-        tell(chosen)
+    methods = chosen.region_methods(
+        Region,
+        ready,
+        lambda region, recorded: region._complete_entry(recorded),
+        lambda region, recorded: region._complete_exit(recorded),
+    )
+    for name, method in zip(("__enter__", "__exit__"), methods or _methods_in_python, strict=True):
+        setattr(Region, name, method)
 
 
 def not_entered(owner: object) -> RuntimeError:
-    """Return what leaving raises on a thread where `owner` has entered nothing."""
+    """Return the error for leaving a region on a thread where `owner` has entered none."""
     return RuntimeError(
         f"{owner!r} cannot be left on thread {threading.current_thread().name!r}, which has not entered it. "
         "A region is left on the thread that entered it; polycast.capture() takes regions to another thread."
@@ -228,10 +190,10 @@ def not_entered(owner: object) -> RuntimeError:
 
 
 def current_dtype(device_type: str, default: torch.dtype) -> torch.dtype:
-    """Return this thread's fast dtype for a device: what was set, in a region or by hand, and `default` until then.
+    """Return this thread's fast dtype for a device: the one set in a region or by hand; `default` if none was.
 
-    A thread begins with torch's dtype for the device, which need not be the backend's default. It counts as set where
-    autocast is on, for then it is what the kernels obey.
+    A thread begins with torch's dtype for the device, which need not be the backend's default. That dtype counts as set
+    where autocast is on, because the kernels obey it there.
     """
     dtype = machine.dtype(device_type)
     if (
@@ -262,7 +224,7 @@ _chosen = _Chosen()
 
 @functools.cache
 def _initial_dtype(device_type: str) -> torch.dtype:
-    """Return torch's dtype for a device in a thread that has set nothing, which only a fresh thread can tell."""
+    """Return torch's dtype for a device in a thread that has set none, which only a fresh thread can tell."""
     found: list[torch.dtype] = []
     fresh = threading.Thread(target=lambda: found.append(torch.get_autocast_dtype(device_type)))
     fresh.start()

@@ -9,7 +9,8 @@ import torch
 
 from ..engine.installation import installed
 from ..engine.kernels import autocast_key
-from ..engine.state import Override, Settings
+from ..engine.override import Override
+from ..engine.state import Settings
 from ..plugins.backend import Backend
 from ..plugins.discovery import check_availability
 from ..plugins.registry import registry
@@ -222,7 +223,7 @@ class _Counting:
             reason = FUSED[op]
         elif policy is None:
             reason = "autocast has no policy for it"
-        elif op in active:
+        elif op in active.policies:
             reason = f"the {rule} names it"
         elif policy != CastPolicy.LOWER_PRECISION_FP.value:
             reason = f"its policy is {policy}"

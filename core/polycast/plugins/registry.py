@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
@@ -12,7 +12,7 @@ from ..common.atfork import hold_during_fork
 from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError
 from ..torch_internals.dispatcher import autocast_supported_devices
 from . import hookspecs
-from .backend import Backend, validate
+from .backend import Backend
 from .discovery import BackendStatus, Loads, Slot, check_availability, discover
 
 
@@ -24,8 +24,6 @@ class Registry:
         self._discovered: dict[str, Slot] | None = None
         self.ready: dict[str, Backend] = {}
         """By device type, backends that are loaded and in force: a shorter way to what `find` returns."""
-        self.run_uninstalled: Callable[[Iterable[str], Callable[[], object]], None] = _just_change
-        """Makes a change of the backends of some device types; the engine first takes their kernels away."""
 
     def _slots(self) -> dict[str, Slot]:
         slots = self._discovered
@@ -102,50 +100,36 @@ class Registry:
         return MappingProxyType(dict(sorted(known.items())))
 
     def register(self, backend: Backend) -> None:
-        """See :func:`register_backend`."""
-        validate(backend)
+        """Register a valid backend by hand; the kernels of the one before it are uninstalled."""
         slots = self._slots()
+        with self._lock:
+            slot = slots.setdefault(backend.device_type, Slot(backend.device_type))
+            if slot.by_hand is not None:
+                raise ValueError(
+                    f"A backend for {backend.device_type!r} is already registered by hand: {slot.by_hand!r}. "
+                    f"Call polycast.unregister_backend({backend.device_type!r}) first."
+                )
+            slot.by_hand = backend
+            self.ready.pop(backend.device_type, None)
 
-        def change() -> None:
-            with self._lock:
-                slot = slots.setdefault(backend.device_type, Slot(backend.device_type))
-                if slot.by_hand is not None:
-                    raise ValueError(
-                        f"A backend for {backend.device_type!r} is already registered by hand: {slot.by_hand!r}. "
-                        f"Call polycast.unregister_backend({backend.device_type!r}) first."
-                    )
-                slot.by_hand = backend
-                self.ready.pop(backend.device_type, None)
-
-        self.run_uninstalled([backend.device_type], change)
-
-    def unregister(self, device_type: object) -> None:
-        """See :func:`unregister_backend`."""
-        name = self.parse_device_type(device_type)
+    def unregister(self, name: str) -> None:
+        """Undo :meth:`register` for a device type, whose kernels are uninstalled."""
         slots = self._slots()
-
-        def change() -> None:
-            with self._lock:
-                slot = slots.get(name)
-                if slot is None or slot.by_hand is None:
-                    raise BackendNotFoundError(
-                        f"No backend for {name!r} is registered by hand. One found through an entry point is switched "
-                        f"off with POLYCAST_BLOCK={name}."
-                    )
-                slot.by_hand = None
-                self.ready.pop(name, None)
-                if not slot.candidates:
-                    del slots[name]
-
-        self.run_uninstalled([name], change)
+        with self._lock:
+            slot = slots.get(name)
+            if slot is None or slot.by_hand is None:
+                raise BackendNotFoundError(
+                    f"No backend for {name!r} is registered by hand. One found through an entry point is switched "
+                    f"off with POLYCAST_BLOCK={name}."
+                )
+            slot.by_hand = None
+            self.ready.pop(name, None)
+            if not slot.candidates:
+                del slots[name]
 
 
 def _where_not_looked() -> str:
     return "" if env.discovery() else " Third parties' are not looked for, because POLYCAST_DISCOVERY is off."
-
-
-def _just_change(device_types: Iterable[str], change: Callable[[], object]) -> None:
-    change()
 
 
 def _torch_device_type(device: str) -> str | None:
@@ -191,30 +175,6 @@ def get_backend(device_type: str) -> Backend:
         BackendConflictError: several distributions supply it.
     """
     return registry.find(device_type)
-
-
-def register_backend(backend: Backend) -> None:
-    """Register a backend by hand; it wins over whatever entry points supply for its device type.
-
-    Args:
-        backend: an instance of a subclass of :class:`polycast.Backend`.
-
-    Raises:
-        InvalidBackendError: it does not keep the contract (a ValueError); nothing is registered.
-        ValueError: a backend for its device type is already registered by hand.
-        RuntimeError: a thread is in a region for the device; nothing is registered.
-    """
-    registry.register(backend)
-
-
-def unregister_backend(device_type: str) -> None:
-    """Take back what ``register_backend`` did; what entry points supply for the device type is in force again.
-
-    Raises:
-        BackendNotFoundError: no backend for `device_type` is registered by hand.
-        RuntimeError: a thread is in a region for the device; nothing changes.
-    """
-    registry.unregister(device_type)
 
 
 def is_autocast_available(device_type: str) -> bool:

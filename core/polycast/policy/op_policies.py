@@ -36,6 +36,7 @@ class OpPolicies(Mapping[str, CastPolicy]):
         self._entries: dict[str, _Entry] = {}
         self._resolved: dict[str, CastPolicy] = {}
         self._missing: list[_Entry] = []
+        self._items: frozenset[tuple[str, CastPolicy]] = frozenset()
         if isinstance(ops, OpPolicies):
             self._set(ops._entries)
             return
@@ -74,6 +75,13 @@ class OpPolicies(Mapping[str, CastPolicy]):
         if self._missing and any(entry.name.overloads for entry in self._missing):  # a library was loaded since
             self._set(self._entries)
         return MappingProxyType(self._resolved)
+
+    @property
+    def resolved_items(self) -> frozenset[tuple[str, CastPolicy]]:
+        """The items of `resolved`; one object until a library is loaded that has a missing op."""
+        if len(self._items) != len(self.resolved):
+            self._items = frozenset(self._resolved.items())
+        return self._items
 
     def __or__(self, other: object) -> "OpPolicies":
         """Merge two mappings; `other` takes precedence, as the policy of an inner region does."""

@@ -5,11 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-
-from ..engine import state
+from ..engine.snapshot import snapshot
 from ..engine.state import Settings
-from ..torch_internals.dispatcher import autocast_supported_devices
 from . import switched_off
 from .decorate import decorate
 from .suspend import Suspendable
@@ -59,24 +56,12 @@ class Snapshot:
 
     def _here(self) -> Suspendable:
         captured = {settings.device_type for settings in self.regions}
-        others = (other for other in _active() if other.device_type not in captured)
+        others = (
+            Settings(other.device_type, False, other.dtype, absolute=True)
+            for other in snapshot()
+            if other.device_type not in captured
+        )
         return Suspendable(*self.regions, *others, off_by_rule=self.switched_off)
-
-
-def _active(enabled: bool = False) -> Iterator[Settings]:
-    for device_type in autocast_supported_devices():
-        region = state.machine.innermost(device_type)
-        override, cache = region if enabled and region is not None else (None, None)
-        if region is not None or torch.is_autocast_enabled(device_type):
-            yield Settings(
-                device_type,
-                enabled and torch.is_autocast_enabled(device_type),
-                torch.get_autocast_dtype(device_type),
-                torch.is_autocast_cache_enabled() if enabled else None,
-                override,
-                cache,
-                exact=True,
-            )
 
 
 def capture() -> Snapshot:
@@ -85,4 +70,4 @@ def capture() -> Snapshot:
     Autocast state belongs to a thread. Give a snapshot to code that starts threads (a data-parallel loop, an
     executor), and enter it there with ``snapshot.apply()`` or ``snapshot.wrap(function)``.
     """
-    return Snapshot(tuple(_active(enabled=True)), switched_off.devices())
+    return Snapshot(snapshot(), switched_off.devices())

@@ -13,16 +13,9 @@ from typing import Any
 
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.inference import as_in_forward, in_function
-from ..torch_internals import changes
 from ..torch_internals.names import dynamo_disabled
 from ..torch_internals.patcher import Patch
 from .capture import Snapshot, capture
-from .entry import has_more_than_torch
-
-
-def carry_regions() -> None:
-    """Have checkpoints carry regions, from now on; called in each region that has more than torch's state."""
-    changes.make(changes.CHECKPOINT)
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,7 @@ class _Recomputed:
 
 
 def _has_more_than_torch(snapshot: Snapshot) -> bool:
-    return bool(snapshot.switched_off) or any(map(has_more_than_torch, snapshot.regions))
+    return bool(snapshot.switched_off) or any(region.has_more_than_torch for region in snapshot.regions)
 
 
 def carry_in_checkpoints(patch: Patch) -> None:

@@ -17,9 +17,9 @@ from torch.autograd import Function, function
 from torch.autograd.function import FunctionCtx
 
 from ..engine import state
-from ..engine.installation import taken_back
 from ..engine.state import Settings
 from ..plugins.registry import registry
+from ..torch_internals import changes
 from .cast_arguments import CastArguments
 from .suspend import Suspendable
 from .thread_state import get_autocast_dtype, is_autocast_enabled
@@ -119,7 +119,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
     def decorated(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             override, cache = getattr(ctx, "_polycast_region", None) or (None, None)
-            settings = Settings(device_type, ctx._fwd_used_autocast, ctx._dtype, None, override, cache, exact=True)
+            settings = Settings(device_type, ctx._fwd_used_autocast, ctx._dtype, None, override, cache, absolute=True)
         except AttributeError:
             raise RuntimeError(
                 f"{bwd.__qualname__} is decorated with custom_bwd, but its forward did not record its autocast state. "
@@ -185,10 +185,11 @@ def _record_in_setup_context(cls: type[Function]) -> None:
         return given(ctx, inputs, output)
 
     _recording[recording] = given, records, before
+    changes.on_undo(changes.SETUP_CONTEXT, _restore)
     setattr(cls, "setup_context", staticmethod(recording))
 
 
-def _give_back() -> None:
+def _restore() -> None:
     """Give classes back the setup_context that they had."""
     for cls in _all_functions():
         own = vars(cls).get("setup_context")
@@ -199,9 +200,6 @@ def _give_back() -> None:
             delattr(cls, "setup_context")
         else:
             setattr(cls, "setup_context", before)
-
-
-taken_back.append(_give_back)
 
 
 def _function(attribute: Any) -> Any:

@@ -28,7 +28,7 @@ from ..torch_internals.dispatcher import (
     resolve_packet,
 )
 from .explanation import NO_RULE, OTHERS_KERNEL, Argument, Explanation
-from .policies import override_of, with_recipe
+from .policies import override_of
 
 _Op: TypeAlias = str | OpOverload | OpOverloadPacket | CustomOpDef
 _Rule: TypeAlias = tuple[CastPolicy | None, str, str]
@@ -73,9 +73,7 @@ def explain(
     device_type = backend.device_type
     region = state.machine.innermost(device_type)
     override = None if region is None else region[0]
-    own = None if policy is None else override_of(policy, device_type)
-    if recipe is not None:
-        own = with_recipe(own, read_recipe(recipe))
+    own = override_of(policy, device_type, None if recipe is None else read_recipe(recipe))
     here = Settings(
         device_type,
         torch.is_autocast_enabled(device_type),
@@ -124,10 +122,9 @@ def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanati
 
 def deciding_rule(op: str, region: Settings, backend: Backend) -> _Rule:
     """Return the policy of an op, what decides it, and its name: the first that says something, from the inside out."""
-    if region.override is not None and op in region.override:
-        origin = region.override.decided_by(op)
-        assert origin is not None
-        return region.override[op], *origin
+    origin = None if region.override is None else region.override.origin_of(op)
+    if region.override is not None and origin is not None:
+        return region.override.policies[op], *origin
     for scope, rule in ((region.device_type, f"register_op for {region.device_type}"), (None, "register_op")):
         for registration in registrations:
             if registration.device_type == scope and op in registration.ops:

@@ -7,8 +7,7 @@ of a recipe is asked. On cuda they do not under autocast; on other devices torch
 import torch
 
 from ..engine import state
-from ..engine.installation import also_put_in_place, installed
-from ..torch_internals import changes
+from ..engine.installation import installed
 from ..torch_internals.patcher import Patch, expect
 
 _LINEAR = "aten::linear"
@@ -42,11 +41,3 @@ def ask_for_recipe(patch: Patch) -> None:
         return True
 
     patch.replace(mha, "get_fastpath_enabled", get_fastpath_enabled)
-
-
-def _take_unfused_path() -> None:
-    """Take it in regions with a recipe, from now on."""
-    changes.make(changes.FUSED_ATTENTION)
-
-
-also_put_in_place.append(_take_unfused_path)

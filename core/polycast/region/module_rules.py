@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from ..engine.state import Override
+from ..engine.override import MODULE_RULE, make_override
 from ..policy.modules import FP32, OFF, ModuleFinder, ModuleRule
 from ..policy.names import read_dtype
 from ..policy.op_policies import OpPolicies
@@ -154,7 +154,8 @@ def _rules_by_module(model: nn.Module, policy: Policy, finder: ModuleFinder) -> 
 
 
 def _text(rule: Rule) -> str:
-    return Override(rule.ops.resolved if rule.ops is not None else {}, recipe=rule.recipe).text
+    items = frozenset() if rule.ops is None else rule.ops.resolved_items
+    return make_override(ANY_DEVICE, items, MODULE_RULE, rule.recipe).text
 
 
 def _read(key: str, rule: ModuleRule) -> Rule:

@@ -1,22 +1,18 @@
-"""What becomes of the recipe that a region is given, on a device that may not have it."""
+"""Check a recipe against the device of a region."""
 
-from ..engine.installation import taken_back
-from ..engine.low_bit.plan import packings
 from ..errors import RecipeDisabledWarning, warn_user
 from ..plugins.backend import Backend
 from ..plugins.discovery import check_recipe
 from ..policy.recipe import NoRecipe, Recipe, RecipeLike, read_recipe
-from . import fused_attention  # noqa: F401  # is in place wherever a recipe is
 
-_told: set[tuple[str, str]] = set()
-taken_back.append(packings.drop)
+_warned: set[tuple[str, str]] = set()
 
 
 def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:
-    """Return the recipe of a region on a device: none where the device cannot compute by it, with a warning.
+    """Return the recipe of a region; if its device does not support that, warn and return none.
 
     Raises:
-        TypeError, ValueError: it is no recipe.
+        TypeError, ValueError: `given` is not a recipe.
     """
     recipe = read_recipe(given)
     if not enabled or isinstance(recipe, NoRecipe):
@@ -28,7 +24,7 @@ def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:
             RecipeDisabledWarning,
         )
         return NoRecipe()
-    if answer.reason and (backend.device_type, answer.reason) not in _told:
-        _told.add((backend.device_type, answer.reason))
+    if answer.reason and (backend.device_type, answer.reason) not in _warned:
+        _warned.add((backend.device_type, answer.reason))
         warn_user(f"{recipe!r} on {backend.device_type}: {answer.reason}")
     return recipe

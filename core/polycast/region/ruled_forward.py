@@ -11,12 +11,11 @@ from ..engine import state
 from ..plugins.registry import registry
 from ..policy.op_policies import OpPolicies
 from ..policy.recipe import Recipe
+from ..torch_internals import changes
 from ..torch_internals.dispatcher import autocast_supported_devices
 from . import switched_off
 from .autocast import autocast
 from .cast_arguments import CastArguments
-from .checkpoint import carry_regions
-from .entry import fast_path
 from .policies import override_of_rule
 from .recipes import usable_recipe
 
@@ -146,7 +145,7 @@ class RuledForward:
             if rule.enabled:
                 return self._run(rules[1:], args, kwargs)
             if not is_dynamo_compiling():
-                carry_regions()  # into checkpoints: that it is a rule that has switched autocast off is not torch's
+                changes.make(changes.CHECKPOINT)  # torch does not know that a rule has switched autocast off
             before = switched_off.enter(device)
             try:
                 if len(rules) == 1 and self.inner is None:  # as most are
@@ -157,10 +156,10 @@ class RuledForward:
 
     def _region(self, device: str, rule: Rule) -> autocast:
         if is_dynamo_compiling():
-            from ..compilers.dynamo import region_of_rule, rule_decides
+            from ..compilers.dynamo import note_rule, region_of_rule
 
             if not rule.policies:
-                rule_decides(device)
+                note_rule(device)
                 return autocast(device, rule.dtype, rule.enabled)
             in_graph: autocast = region_of_rule(autocast, device, rule.dtype, rule.enabled, rule.policies, rule.text)
             return in_graph
@@ -215,10 +214,10 @@ class _ModuleRegion(autocast):
         super().__init__(device, dtype, rule.enabled)
         self.module_rule = rule.text
         recipe = None if rule.recipe is None else usable_recipe(rule.recipe, registry.find(device), rule.enabled)
-        override = override_of_rule(rule.ops or OpPolicies(), rule.text, recipe)
+        override = override_of_rule(device, rule.ops or OpPolicies(), rule.text, recipe)
         if override is not None:
             self._settings = self._settings._replace(override=override)
-            self._fast_path = fast_path(self._settings)
+            self._ready_key = self._settings.ready_key
 
 
 def _known_devices() -> tuple[str, ...]:

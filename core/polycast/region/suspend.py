@@ -1,11 +1,10 @@
-"""Regions that are left when the code in them is suspended, and entered again when it goes on."""
+"""Regions that are left when the code in them is suspended, and entered again when it resumes."""
 
 from collections.abc import Collection
 from contextlib import nullcontext
 
 import torch
 
-from ..compilers.uncompiled import enters_regions
 from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.state import Settings
@@ -13,32 +12,28 @@ from . import switched_off
 from .entry import enter
 
 
-@enters_regions
 class Suspendable:
-    """Regions that are entered and left again and again, as the steps of a generator are run.
+    """Regions that are entered for each step of a generator, and left after it.
 
-    Leaving takes out what was entered since, too: a ``with`` block that the generator's body is suspended in is put
-    aside, with the state it had reached, and is in force again when the next step begins, on whatever thread.
+    Leaving also suspends the regions entered since, such as a ``with`` block that the generator's body is in. The next
+    step enters them again, with the state that they had reached, on whatever thread it runs.
 
     Args:
         regions: what to enter.
-        off_by_rule: the devices that autocast is off for in them because of a rule for a module; None: those of where
-            they are entered.
+        off_by_rule: the devices that a module rule has switched autocast off for; None: those on the entering thread.
     """
 
     def __init__(self, *regions: Settings, off_by_rule: Collection[str] | None = None) -> None:
         self._off_by_rule = off_by_rule
         self._own = len(regions)
-        self._owner = (
-            object()
-        )  # not this object, which would be among what it puts aside, and live until it is collected
-        self._aside: list[tuple[object, Settings]] = [(self._owner, settings) for settings in regions]
+        self._owner = object()  # not self, which would be in a cycle with what it suspends
+        self._suspended: list[tuple[object, Settings]] = [(self._owner, settings) for settings in regions]
 
     @disable_dynamo
     def __enter__(self) -> None:
         entered = []
         try:
-            for owner, settings in self._aside:
+            for owner, settings in self._suspended:
                 enter(owner, settings)
                 entered.append(owner)
         except BaseException:
@@ -52,17 +47,17 @@ class Suspendable:
     @disable_dynamo
     def __exit__(self, *_: object) -> None:
         self._rules.__exit__(None, None, None)
-        self._aside = []
+        self._suspended = []
         left = 0
         while left < self._own:
             last = state.machine.last()
-            assert last is not None  # a region of ours is still to come
+            assert last is not None  # a region of ours is left
             owner, settings = last
             reached = settings._replace(
                 enabled=torch.is_autocast_enabled(settings.device_type),
                 dtype=torch.get_autocast_dtype(settings.device_type),
                 cache_enabled=torch.is_autocast_cache_enabled(),
             )
-            self._aside.insert(0, (owner, reached))
+            self._suspended.insert(0, (owner, reached))
             state.machine.leave(owner)
             left += owner is self._owner

@@ -25,17 +25,21 @@ PATCH_TORCH = "patch_torch"
 RUN_WRAP = "polycast run --wrap"
 WRITES = "writes"
 ALIASES = "aliases"
+SETUP_CONTEXT = "setup_context"
 
-_UNCOMPILED = (
-    "Functions that are called in a region with policy= run uncompiled, which is slower: use a torch that polycast "
-    "supports."
+FOR_OVERRIDES = (GUARDS, CACHE_KEYS, BACKWARD, NESTED_REGIONS, CHECKPOINT, FUSED_ATTENTION)
+"""The features that regions need which have an override or a cache: torch's autocast state holds neither."""
+
+_EAGER = (
+    "From the first region with policy= or cache= on, compiled functions run eagerly, which is slower: use a torch "
+    "that polycast supports."
 )
 _GRAPH_CAPTURE = "torch._functorch._aot_autograd.graph_capture"
 _SUBGRAPHS = "torch._higher_order_ops.invoke_subgraph"
 
 FEATURES = {
     GUARDS: Feature(
-        _UNCOMPILED,
+        _EAGER,
         (
             Change(
                 "torch._dynamo",
@@ -47,10 +51,10 @@ FEATURES = {
                 "compilers.guards:guard_dynamo",
             ),
         ),
-        otherwise="compilers.uncompiled:start",
+        otherwise="compilers.eager_fallback:start",
     ),
     CACHE_KEYS: Feature(
-        _UNCOMPILED,
+        _EAGER,
         (
             Change(
                 "torch._functorch._aot_autograd.autograd_cache",
@@ -63,7 +67,7 @@ FEATURES = {
                 "compilers.cache_key:extend_inductors",
             ),
         ),
-        otherwise="compilers.uncompiled:start",
+        otherwise="compilers.eager_fallback:start",
     ),
     BACKWARD: Feature(
         "In compiled code, gradients of ops that policies keep in float32 are computed in the fast dtype.",
@@ -112,12 +116,12 @@ FEATURES = {
                     "torch._dynamo.variables.ctx_manager.AutocastModeVariable.__init__",
                     "torch._dynamo.variables.ctx_manager.AutocastModeVariable.python_type",
                 ),
-                "compilers.dynamo:let_graphs_hold_more",
+                "compilers.graph_regions:let_graphs_hold_overrides",
             ),
             Change(
                 "torch._dynamo.output_graph",
                 ("torch._dynamo.output_graph.OutputGraph.call_user_compiler",),
-                "compilers.dynamo:leave_regions_of_graphs",
+                "compilers.graph_regions:leave_regions_of_failed_graphs",
             ),
         ),
     ),
@@ -202,6 +206,7 @@ FEATURES = {
         ),
         by_user=True,
     ),
+    SETUP_CONTEXT: Feature("", ()),  # of the classes of users: region/custom_function.py changes them
     PATCH_TORCH: Feature(
         "",
         (
@@ -234,3 +239,9 @@ is_made = _patcher.is_made
 is_refused = _patcher.is_refused
 undo = _patcher.undo
 undo_all = _patcher.undo_all
+on_undo = _patcher.on_undo
+
+
+def overrides_are_guarded() -> bool:
+    """Return whether compiled code is guarded on overrides: whether no change was refused that this takes."""
+    return not (is_refused(GUARDS) or is_refused(CACHE_KEYS))

@@ -72,12 +72,14 @@ class Patch:
     Attributes:
         waiting: the changes of modules that are not imported yet, by module.
         refused: why a change could not be made, or empty.
+        callbacks: called when the feature is undone.
     """
 
     def __init__(self) -> None:
         self.waiting: dict[str, Change] = {}
         self.refused = ""
         self.is_made = False
+        self.callbacks: list[Callable[[], object]] = []
         self._replaced: list[_Replaced] = []
 
     @property
@@ -204,6 +206,17 @@ class Patcher(MetaPathFinder):
             if patch is not None:
                 patch.waiting = {}
                 patch.undo()
+                for callback in patch.callbacks:
+                    callback()
+
+    def on_undo(self, feature: str, callback: Callable[[], object]) -> None:
+        """Call a function when a feature is undone; make the feature, if it is not made."""
+        with self._lock:
+            if feature not in self._patches:
+                self.make(feature)
+            callbacks = self._patches[feature].callbacks
+            if callback not in callbacks:
+                callbacks.append(callback)
 
     def undo_all(self) -> None:
         """Undo the changes of all features except those `by_user`."""

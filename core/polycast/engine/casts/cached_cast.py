@@ -10,7 +10,6 @@ it lies in the weight's own storage. The compilers that have to be told more are
 """
 
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,20 +64,6 @@ def _with_history(weight: torch.Tensor, dtype: torch.dtype, cache: int = 0) -> t
 _library.impl("cached_cast", _cast, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 _library.impl("cached_cast", _fake, "Meta")  # type: ignore[no-untyped-call]
 _library.impl("cached_cast", _with_history, "Autograd")  # type: ignore[no-untyped-call]
-
-_CastOfTraced = Callable[[torch.Tensor, torch.dtype, str], torch.Tensor | None]
-_cast_of_traced: _CastOfTraced = lambda tensor, dtype, device_type: None  # noqa: E731
-
-
-def of_traced(tensor: torch.Tensor, dtype: torch.dtype, device_type: str) -> torch.Tensor | None:
-    """Return the cast of what stands for a weight in what is compiled, as the operator; None: it is not for that."""
-    return _cast_of_traced(tensor, dtype, device_type)
-
-
-def decided_by(decide: _CastOfTraced) -> None:
-    """Have it decided by what knows the compilers."""
-    global _cast_of_traced
-    _cast_of_traced = decide
 
 
 class _Thread(threading.local):

@@ -13,7 +13,8 @@ from .. import state
 from ..casts.weights import parameter_of
 from ..disable_dynamo import disable_dynamo
 from ..inference import in_function
-from ..state import NO_WEIGHT, WATCHED, Override
+from ..override import Override
+from ..state import NO_WEIGHT, WATCHED
 from .listeners import notify
 from .operators import traced
 from .plan import NO_KERNEL, plan_of

@@ -21,7 +21,8 @@ from ...torch_internals.names import disable_current_modes, has_python_key
 from .. import state
 from ..casts.weight_cache import WeightCache
 from ..casts.weights import caching_is_safe
-from ..state import NOTHING_KEPT, Override
+from ..override import Override
+from ..state import NOTHING_KEPT
 
 NO_KERNEL = "the backend has no kernel for it"
 RECORDS = "autograd records it, and low bit is for inference"
@@ -179,11 +180,11 @@ def _is_special(tensor: torch.Tensor) -> bool:
 def plan_of(override: Override, device_type: str) -> Plan | None:
     """Return the kernels by which a region with an override computes on a device; None where it has no recipe."""
     backend = registry.find(device_type)
-    plan: Plan | None = override.derived.get((Plan, device_type))
+    plan: Plan | None = override.plan
     if plan is None or plan.backend is not backend:
         if override.recipe is None:
             return None
-        plan = override.derived[Plan, device_type] = plan_for(backend, override.recipe)
+        plan = override.plan = plan_for(backend, override.recipe)
     return plan
 
 

@@ -13,14 +13,15 @@ from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import overload_with_dtype
 from ...torch_internals.dispatcher import OpOverload
-from ..casts import cached_cast
+from ..casts.traced import cast_of_traced
 from ..casts.unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedWrites
 from ..casts.weight_cache import WeightCache, cache_by_identity
 from ..casts.weights import STALE, storages_are_rewritten
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, autocast_key, refusal
 from ..low_bit import compute as low_bit
-from ..state import NOT_PACKED, Override, Settings
+from ..override import Override
+from ..state import NOT_PACKED, Settings
 
 # The numbers that regions.h's enumeration Policy gives them.
 _POLICIES: dict[CastPolicy | None, int] = {None: -1, **{policy: number for number, policy in enumerate(CastPolicy)}}
@@ -48,7 +49,7 @@ class NativeEngine:
             storages_are_rewritten,
             StaleWeightError,
             STALE,
-            cached_cast.of_traced,
+            cast_of_traced,
             self._store_by_identity,
             self._perform_low_bit,
             torch.UntypedStorage(2)[:1],  # type: ignore[no-untyped-call]
@@ -97,12 +98,11 @@ class NativeEngine:
 
     @disable_dynamo
     def _native_override(self, override: Override) -> Any:
-        native = override.derived.get(NativeEngine)
-        if native is None:
-            policies = {self.number(name): _POLICIES[policy] for name, policy in override.items()}
+        if override.native is None:
+            policies = {self.number(name): _POLICIES[policy] for name, policy in override.policies.items()}
             policies |= {self.number(name): _LOW_BIT for name in override.low_bit}
-            native = override.derived[NativeEngine] = self._extension.Override(policies)
-        return native
+            override.native = self._extension.Override(policies)
+        return override.native
 
     def watch_writes(self) -> None:
         """Have writes of weights that count no version seen, from now on."""
@@ -151,7 +151,7 @@ class _NativeKernels(Kernels):
         self._library.cached_cast(self._is_capturing)
 
     @override
-    def _let_other_ops_through(self) -> None:
+    def _let_other_ops_pass(self) -> None:
         self._library.fallthrough()
 
     @override

@@ -16,21 +16,21 @@
 namespace {  // all is one unit, binding.cpp
 
 // Set by region_methods().
-PyObject* fully_installed = nullptr;  // see engine/installation.py
+PyObject* ready = nullptr;  // see engine/state.py
 PyObject* complete_entry = nullptr;
 PyObject* complete_exit = nullptr;
 
 // __enter__(self)
 PyObject* enter_block(PyObject* self, PyObject*) {
   static PyObject* const settings_name = PyUnicode_InternFromString("_settings");
-  static PyObject* const fast_path_name = PyUnicode_InternFromString("_fast_path");
+  static PyObject* const key_name = PyUnicode_InternFromString("_ready_key");
   const Object settings = Object::made(PyObject_GetAttr(self, settings_name));
-  const Object fast_path = Object::made(PyObject_GetAttr(self, fast_path_name));
+  const Object key = Object::made(PyObject_GetAttr(self, key_name));
   PyObject* const recorded = enter_region(self, settings.get()) ? Py_True : Py_False;
-  const int installed = PySet_Contains(fully_installed, fast_path.get());
-  if (recorded == Py_True || installed != 1) {
+  const int is_ready = PySet_Contains(ready, key.get());
+  if (recorded == Py_True || is_ready != 1) {
     PyObject* const completed =
-        installed < 0 ? nullptr : PyObject_CallFunctionObjArgs(complete_entry, self, recorded, nullptr);
+        is_ready < 0 ? nullptr : PyObject_CallFunctionObjArgs(complete_entry, self, recorded, nullptr);
     if (completed == nullptr) {
       const ErrorAside raised;
       leave_region(self);
@@ -50,15 +50,15 @@ PyObject* exit_block(PyObject* self, PyObject* const*, Py_ssize_t) {
   return Py_NewRef(Py_None);
 }
 
-// region_methods(cls, fully_installed, complete_entry, complete_exit) -> (__enter__, __exit__) for a class of regions
+// region_methods(cls, ready, complete_entry, complete_exit) -> (__enter__, __exit__) for a class of regions
 PyObject* region_methods(PyObject*, PyObject* arguments) {
   static PyMethodDef enter_method{
       "__enter__", &raising<&enter_block>, METH_NOARGS, "Enter the region on this thread, and return it."};
   static PyMethodDef exit_method{
       "__exit__", fast(&raising_fast<&exit_block>), METH_FASTCALL, "Leave the region, which this thread has entered."};
-  PyObject *type, *installed, *entry, *exit;
-  parse(arguments, "OOOO", &type, &installed, &entry, &exit);
-  keep(fully_installed, installed);
+  PyObject *type, *ready_set, *entry, *exit;
+  parse(arguments, "OOOO", &type, &ready_set, &entry, &exit);
+  keep(ready, ready_set);
   keep(complete_entry, entry);
   keep(complete_exit, exit);
   return Py_BuildValue(

@@ -17,7 +17,7 @@ from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import flatten_arguments, optional_dtype, overload_with_dtype
 from ...torch_internals.dispatcher import DispatchKeySet, OpOverload, excluding, keys_below, redispatch
 from ..casting import is_eligible, promotion
-from ..casts import cached_cast
+from ..casts.traced import cast_of_traced
 from ..casts.weight_cache import cache_by_identity
 from ..casts.weights import Source, caching_is_safe, is_weight, weight_of
 from ..disable_dynamo import disable_dynamo
@@ -62,7 +62,7 @@ class PythonKernels(Kernels):
         self._library("polycast").impl("cached_cast", kernel, device)  # type: ignore[no-untyped-call]
 
     @override
-    def _let_other_ops_through(self) -> None:
+    def _let_other_ops_pass(self) -> None:
         self._library("_").fallback(fallthrough_kernel, self.key)  # type: ignore[no-untyped-call]
 
     @override
@@ -208,7 +208,7 @@ def _caster(device_type: str, dtype: torch.dtype, cast_weight: _CastWeight | Non
                 weight = weight_of(value)
                 kept = None if weight is None else cast_weight(value, weight, dtype)
                 return value.to(dtype) if kept is None else kept
-            traced = None if dtype is torch.float32 else cached_cast.of_traced(value, dtype, device_type)
+            traced = None if dtype is torch.float32 else cast_of_traced(value, dtype, device_type)
             return value.to(dtype) if traced is None else traced
         if isinstance(value, (list, tuple)):
             return [cast(item) for item in value]

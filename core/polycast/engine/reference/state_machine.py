@@ -13,7 +13,8 @@ from ...torch_internals.dispatcher import excluded_keys
 from ...torch_internals.names import is_function_mode_enabled
 from ..casts.weight_cache import WeightCache
 from ..casts.weights import Source, caching_is_safe, is_all_of, weight_of
-from ..state import NO_WEIGHT, NOTHING_KEPT, WATCHED, Override, Settings
+from ..override import Override
+from ..state import NO_WEIGHT, NOTHING_KEPT, WATCHED, Settings
 from .store import PythonStore, with_history
 
 _CastWeight: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor | None]
@@ -40,7 +41,7 @@ class Frame:
         self.earlier: Frame | None = None
         self.below = below
         self.above: Frame | None = None
-        if below is not None and not settings.exact:
+        if below is not None and not settings.absolute:
             self.override = below.override if self.override is None else self.override.over(below.override)
             self.cache = below.cache if self.cache is None else self.cache
 
@@ -206,7 +207,7 @@ class PythonStateMachine:
         """Return the policy of an op in this thread's region."""
         region = self.innermost(device_type)
         override = None if region is None else region[0]
-        return default if override is None else override.get(name, default)
+        return default if override is None else override.policies.get(name, default)
 
     def packing(
         self, cache: WeightCache, weight: torch.Tensor, kind: int, prepare: Callable[[torch.Tensor], Any]

@@ -7,7 +7,8 @@ import torch
 
 import polycast
 from polycast import CastPolicy
-from polycast.engine.installation import fully_installed, kernels_of
+from polycast.engine.installation import kernels_of
+from polycast.engine.state import ready
 
 LOWER = CastPolicy.LOWER_PRECISION_FP
 NAME = "polycast_test::scale"
@@ -17,21 +18,21 @@ pytestmark = pytest.mark.usefixtures("engine")
 def test_an_op_of_a_table_that_appears_later_is_cast_from_the_next_region_on(hand_made, define):
     hand_made("cpu", policies={NAME: LOWER, "aten::mm": LOWER, "aten::of_another_version": LOWER})
     with polycast.autocast("cpu"):
-        assert kernels_of("cpu").awaited == {NAME}
-        assert "cpu" not in fully_installed
+        assert kernels_of("cpu").pending == {NAME}
+        assert "cpu" not in ready
         define("scale(Tensor x) -> Tensor")
         assert torch.ops.polycast_test.scale(torch.ones(2)).dtype is torch.float32
         with polycast.autocast("cpu", torch.bfloat16):
             assert torch.ops.polycast_test.scale(torch.ones(2)).dtype is torch.bfloat16
-    assert kernels_of("cpu").awaited == frozenset()
-    assert "cpu" in fully_installed
+    assert kernels_of("cpu").pending == frozenset()
+    assert "cpu" in ready
 
 
 def test_a_table_that_awaits_nothing_is_not_looked_at_again():
     with polycast.autocast("cpu"):
-        assert "cpu" in fully_installed
+        assert "cpu" in ready
     polycast.uninstall()
-    assert "cpu" not in fully_installed
+    assert "cpu" not in ready
 
 
 def test_an_op_that_appears_and_cannot_have_its_policy_says_so_at_the_next_region(hand_made, define):

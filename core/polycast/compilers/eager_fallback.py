@@ -1,0 +1,54 @@
+"""Run compiled functions eagerly where Dynamo cannot be given a guard on overrides.
+
+That is a torch which polycast does not know. The compiler's stance becomes ``force_eager``, in the whole process, with
+the first region that has an override or a cache, and until ``uninstall()``. Entering such a region sets it again, so
+that the end of somebody else's stance does not lift it. A compiled function that is running when this starts goes on as
+it was compiled, because torch lets nobody change the stance inside of it.
+"""
+
+import sys
+from typing import Any
+
+import torch
+
+from ..engine.state import ready
+from ..errors import warn_user
+from ..torch_internals import changes
+
+_EAGER = "force_eager"
+_replaced: list[Any] = []
+"""The stances that were set, each of which knows the one before it."""
+
+
+def start(reason: str) -> None:
+    """Run compiled functions eagerly from now on, and warn, with the reason."""
+    if _replaced:
+        return
+    keep()
+    ready.intersection_update([key for key in ready if isinstance(key, str)])  # regions with overrides look from now on
+    changes.on_undo(changes.GUARDS, stop)
+    warn_user(
+        f"polycast cannot have the compiler of this torch ({torch.__version__}) tell policies apart ({reason}). "
+        + changes.FEATURES[changes.GUARDS].lost
+    )
+
+
+def keep() -> None:
+    """Set the stance, if somebody has set another one since."""
+    if _stance() != _EAGER or not _replaced:
+        _replaced.append(torch.compiler.set_stance(_EAGER))
+
+
+def stop() -> None:
+    """Restore the stance that was set before."""
+    first = _replaced[0]
+    _replaced.clear()
+    if _stance() == _EAGER:
+        first.__exit__(None, None, None)
+
+
+def _stance() -> str:
+    """Return the stance of the compiler, which torch has no function for."""
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    stance: str = getattr(getattr(module, "_stance", None), "stance", "default")
+    return stance

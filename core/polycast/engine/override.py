@@ -1,0 +1,142 @@
+"""Policy overrides: the policies and the recipe that regions merge over a backend's table.
+
+Overrides are interned, so that what the engines make of one is made once: regions for a device whose policies, recipe
+and enclosing override are equal share it.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from ..common.cached_property import cached_property
+from ..policy.cast_policy import CastPolicy
+from ..policy.recipe import Recipe
+from .disable_dynamo import disable_dynamo
+
+
+class Origin(NamedTuple):
+    """What asks for an override: the kind of rule, and its name, if it has one."""
+
+    rule: str
+    name: str = ""
+
+
+REGIONS_POLICY = Origin("region's policy")
+MODULE_RULE = Origin("module rule")
+
+
+class Override:
+    """The policies and the recipe of regions for a device, with those of the regions around them merged in.
+
+    An op that has a policy here is not computed by the recipe, whatever asks for either.
+
+    Attributes:
+        policies: by op, its policy.
+        recipe: the recipe; None: the one of no region.
+        origin: what asks for the innermost layer.
+        layers: the overrides that this one is merged of, each of one origin, the innermost first.
+        native: the native engine's copy of it.
+        plan: the recipe's kernels on the device.
+        ready_key: the kernels that were last installed for its ops; see :data:`polycast.engine.state.ready`.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        policies: Iterable[tuple[str, CastPolicy]],
+        origin: Origin,
+        recipe: Recipe | None,
+        layers: "tuple[Override, ...]" = (),
+    ) -> None:
+        self.device_type = device_type
+        self.policies = dict(policies)
+        self.origin = origin
+        self.recipe = recipe
+        self.layers = layers or (self,)
+        self.native: Any = None
+        self.plan: Any = None
+        self.ready_key: object = None
+
+    def origin_of(self, op: str) -> Origin | None:
+        """Return what asks for the policy of an op, if it has one here."""
+        return next((layer.origin for layer in self.layers if op in layer.policies), None)
+
+    @cached_property
+    def low_bit(self) -> frozenset[str]:
+        """The ops that the recipe computes, by their names in the dispatcher."""
+        return frozenset() if self.recipe is None else self.recipe.overloads - self.policies.keys()
+
+    @disable_dynamo
+    def over(self, parent: "Override | None") -> "Override":
+        """Return this override merged over that of an enclosing region."""
+        merged = parent
+        for layer in reversed(self.layers):
+            merged = _interned(layer.device_type, layer._key, layer.origin, layer.recipe, merged)
+        assert merged is not None  # there is a layer
+        return merged
+
+    @cached_property
+    def _key(self) -> frozenset[tuple[str, CastPolicy]]:
+        return frozenset(self.policies.items())
+
+    @cached_property
+    def text(self) -> str:
+        """The policies and the recipe as text: the same for equal ones, in every process."""
+        policies = ", ".join(f"{op}={policy.name}" for op, policy in sorted(self.policies.items()))
+        return f"({policies})" + ("" if self.recipe is None else self.recipe.text)
+
+    @classmethod
+    def of_text(cls, device_type: str, text: str, origin: Origin = REGIONS_POLICY) -> "Override":
+        """Return the override that has a `text`."""
+        policies, _, recipe = text[1:].partition(")")
+        entries = (entry.rpartition("=") for entry in policies.split(", ") if entry)
+        key = frozenset((op, CastPolicy[policy]) for op, _, policy in entries)
+        return make_override(device_type, key, origin, Recipe.of_text(recipe) if recipe else None)
+
+    def __repr__(self) -> str:
+        return f"<override for {self.device_type!r}: {self.text}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, tuple((layer.device_type, layer._key, layer.origin, layer.recipe) for layer in self.layers)
+
+
+def make_override(
+    device_type: str,
+    policies: frozenset[tuple[str, CastPolicy]],
+    origin: Origin = REGIONS_POLICY,
+    recipe: Recipe | None = None,
+    parent: Override | None = None,
+) -> Override:
+    """Return the override of a region, merged over `parent`, that of the region around it."""
+    return _interned(device_type, policies, origin, recipe, parent)
+
+
+@functools.lru_cache(maxsize=512)
+def _interned(
+    device_type: str,
+    policies: frozenset[tuple[str, CastPolicy]],
+    origin: Origin,
+    recipe: Recipe | None,
+    parent: Override | None,
+) -> Override:
+    if parent is None:
+        return Override(device_type, policies, origin, recipe)
+    own = _interned(device_type, policies, origin, recipe, None)
+    others = [layer for layer in parent.layers if layer is not own]
+    # A decorated function that recurs merges its override over itself, at every depth.
+    if len(others) < len(parent.layers) and parent.policies.items() >= policies and recipe in (None, parent.recipe):
+        return parent
+    # Rules for modules go before what regions inside the modules ask for.
+    layers = sorted((own, *others), key=lambda layer: layer.origin.rule != MODULE_RULE.rule)
+    merged = {op: policy for layer in reversed(layers) for op, policy in layer.policies.items()}
+    merged_recipe = next((layer.recipe for layer in layers if layer.recipe is not None), None)
+    return Override(device_type, merged.items(), origin, merged_recipe, tuple(layers))
+
+
+def _restored(*layers: tuple[str, frozenset[tuple[str, CastPolicy]], Origin, Recipe | None]) -> Override:
+    """Return a copied or unpickled override."""
+    merged = None
+    for layer in reversed(layers):
+        merged = make_override(*layer, merged)
+    assert merged is not None  # there is a layer
+    return merged

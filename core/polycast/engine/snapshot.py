@@ -1,0 +1,63 @@
+"""This thread's autocast state: as settings to enter elsewhere, and as the text that compiled code is guarded on.
+
+Both describe what results from the regions, however they were entered and will be left. The text covers the override
+and the cache of the innermost region for each device, also where that is disabled: code in it may enable autocast.
+"""
+
+import threading
+
+import torch
+
+from ..common.atfork import hold_during_fork
+from ..torch_internals.dispatcher import autocast_supported_devices
+from . import state
+from .state import Settings
+
+_guarded: tuple[str, ...] = ()
+"""The devices that had an override or a cache at some time in this process. The text leaves out the others."""
+_lock = threading.RLock()
+hold_during_fork(lambda: [_lock])
+
+
+def snapshot() -> tuple[Settings, ...]:
+    """Return absolute settings for each device that this thread has a region for, or autocast enabled."""
+    found = []
+    for device_type in autocast_supported_devices():
+        region = state.machine.innermost(device_type)
+        enabled = torch.is_autocast_enabled(device_type)
+        if region is not None or enabled:
+            dtype, cache_enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
+            override, cache = region or (None, None)
+            found.append(Settings(device_type, enabled, dtype, cache_enabled, override, cache, absolute=True))
+    return tuple(found)
+
+
+def overrides_text() -> str:
+    """Return the overrides of this thread's regions: the same text for equal ones, empty for none."""
+    return _text(with_caches=False)
+
+
+def guard_text() -> str:
+    """Return the overrides of this thread's regions, and which devices have a cache; empty for neither."""
+    return _text(with_caches=True)
+
+
+def _text(with_caches: bool) -> str:
+    found = ""
+    for device_type in _guarded:
+        region = state.machine.innermost(device_type)
+        if region is not None:
+            override, cache = region
+            if override is not None:
+                found += device_type + override.text
+            if with_caches and cache is not None:
+                found += f"+{device_type} cache"
+    return found
+
+
+def guard_on(device_type: str) -> None:
+    """Include the override and the cache of a device in the text from now on."""
+    global _guarded
+    if device_type not in _guarded:
+        with _lock:
+            _guarded = tuple(sorted({*_guarded, device_type}))
