@@ -295,7 +295,7 @@ def test_a_torch_whose_graphs_hold_no_policies_breaks_them_there_and_compiles_pl
     assert plain.dtype is torch.bfloat16
     assert torch.compile(function, backend="aot_eager")(X, {"linear": "fp32"}).dtype is torch.float32
     torch.compiler.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="graphs of this torch hold no policy="):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graphs of this torch cannot hold policy="):
         torch.compile(function, backend="aot_eager", fullgraph=True)(X, {"linear": "fp32"})
     assert pkgutil.resolve_name(
         "torch._dynamo.variables.builder:AutocastModeVariable"
