@@ -179,7 +179,7 @@ def test_arguments_come_as_tensor_tuple_or_dict():
 def test_other_inputs_are_refused():
     expected = (
         r"^inputs must be a tensor, a tuple of arguments or a dict of keyword arguments for the model's forward; got "
-        r"list\. One argument of another type goes into a tuple: \(argument,\)\.$"
+        r"list\. Put a single argument of another type into a tuple: \(argument,\)\.$"
     )
     with pytest.raises(TypeError, match=expected):
         polycast.compare(nn.Linear(2, 2), [torch.ones(2)], "cpu")
@@ -259,7 +259,7 @@ def test_what_is_printed_can_be_written_to_any_stream():
 
 
 def test_a_region_that_cannot_run_enabled_is_refused():
-    with pytest.raises(RuntimeError, match=r"There is no region to look at\."):
+    with pytest.raises(RuntimeError, match=r"An enabled region is needed\."):
         polycast.compare(nn.Linear(2, 2), torch.ones(1, 2), "cpu", torch.float64)
 
 
@@ -267,7 +267,9 @@ def test_a_scripted_module_is_a_part_of_the_one_that_calls_it():
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     found = by_name(polycast.compare(nn.Sequential(nn.Linear(4, 4), scripted), torch.randn(2, 4), "cpu"))
     assert set(found) == {"", "0"}
-    with pytest.raises(TypeError, match=r"^the model is a ScriptModule: what it calls is not Python's to see\."):
+    with pytest.raises(
+        TypeError, match=r"^the model is a ScriptModule, whose calls of modules are not visible to Python\."
+    ):
         polycast.compare(scripted, torch.randn(2, 4), "cpu")
 
 
@@ -332,8 +334,8 @@ def test_a_reference_without_a_finite_element_is_warned_about():
             return {"a": x * math.nan, "b": x * math.inf, "c": x.long()}
 
     expected = (
-        r"^float32's own output has 4 inf and 4 nan among its 8 elements, and none that is finite: no error of these "
-        r"is known\. polycast\.observe\(\) names the op that makes the first of them\.$"
+        r"^float32's own output has 4 inf and 4 nan among its 8 elements, and no finite one: their error "
+        r"is unknown\. polycast\.observe\(\) names the op that makes the first of them\.$"
     )
     with pytest.warns(UserWarning, match=expected):
         polycast.compare(Broken(), torch.ones(1, 4), "cpu")

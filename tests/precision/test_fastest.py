@@ -10,11 +10,10 @@ from torch import nn
 import polycast
 from polycast.precision import fastest
 from polycast.precision.calls import Call
-from polycast.precision.choice import PLAIN as PLAIN_CHOICE
-from polycast.precision.choice import Choice
-from polycast.precision.fastest import FLOAT32, PLAIN, Stopwatch, choose
-from polycast.precision.hooks import here, watched
-from polycast.precision.survey import survey
+from polycast.precision.fastest import FLOAT32, PLAIN_REGION, Stopwatch, pick_fastest
+from polycast.precision.hooks import in_this_thread, watched
+from polycast.precision.minimal_set import NO_POLICY, Choice
+from polycast.precision.profiling_run import profile_run
 from polycast.precision.timing import ModuleClock, Race
 
 
@@ -38,7 +37,7 @@ class Made(Race):
     ids=str,
 )
 def test_the_fastest_is_chosen_and_the_plainer_one_of_those_that_are_alike(seconds, chosen):
-    timings = choose(Made(float32=1.0, **seconds), list(seconds))
+    timings = pick_fastest(Made(float32=1.0, **seconds), list(seconds))
     assert timings.chosen == chosen
     assert timings.seconds == {"float32": 1.0, **seconds}
 
@@ -48,11 +47,11 @@ def proposed(model, fast, float32, monkeypatch, rule=0.5, forced=()):
     return set(chosen(model, [fast, float32], monkeypatch, rule, Choice(tuple(forced))).members)
 
 
-def chosen(model, seconds, monkeypatch, rule=0.5, needed=PLAIN_CHOICE):
+def chosen(model, seconds, monkeypatch, rule=0.5, needed=NO_POLICY):
     call, region = Call.of(model, torch.randn(2, 4)), polycast.autocast("cpu")
-    watch = Stopwatch(model, call, region, survey(model, call, "cpu")[0])
+    watch = Stopwatch(model, call, region, profile_run(model, call, "cpu")[0])
     monkeypatch.setattr(Stopwatch, "_seconds_by_module", lambda self: seconds)
-    monkeypatch.setattr(fastest, "seconds_of_a_rule", lambda *_: rule)
+    monkeypatch.setattr(fastest, "rule_overhead", lambda *_: rule)
     return watch.fastest_modules(needed)
 
 
@@ -80,7 +79,7 @@ def test_a_module_is_not_worth_a_rule_that_takes_longer_than_it_saves(model, mon
 def test_with_a_recipe_each_module_has_the_fastest_of_three(model, monkeypatch):
     times = [seconds(m0=1.0), seconds(m1_0=1.0), seconds(m2=1.0)]
     assert chosen(model, times, monkeypatch) == Choice(members=("2",), kept=("1.0",))
-    assert chosen(model, [seconds(), *times[1:]], monkeypatch, rule=20.0) == PLAIN_CHOICE
+    assert chosen(model, [seconds(), *times[1:]], monkeypatch, rule=20.0) == NO_POLICY
 
 
 def test_what_must_leave_the_recipe_has_the_faster_of_the_other_two(model, monkeypatch):
@@ -120,7 +119,7 @@ def test_a_module_is_timed_without_those_that_it_calls():
 
     inner = Waits(0.02)
     model, clock = Waits(0.0, inner, inner), ModuleClock("cpu")
-    with watched(model, here(clock)):
+    with watched(model, in_this_thread(clock)):
         model(torch.ones(1))
     assert clock.seconds[inner] >= 0.04
     assert clock.seconds[model] < 0.02
@@ -145,10 +144,10 @@ def tune(model, x, **arguments):
 
 
 def test_where_the_plain_region_is_the_fastest_no_policy_is_needed(quick):
-    quick(PLAIN)
+    quick(PLAIN_REGION)
     tuned = tune(nn.Linear(8, 8), torch.randn(4, 8))
     assert tuned.policy.modules == {}
-    assert tuned.evidence.timings.chosen == PLAIN
+    assert tuned.evidence.timings.chosen == PLAIN_REGION
 
 
 def test_where_float32_is_the_fastest_the_model_is_in_float32(quick):
@@ -156,7 +155,7 @@ def test_where_float32_is_the_fastest_the_model_is_in_float32(quick):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
     tuned = tune(model, x)
     assert tuned.policy.modules == {"": "fp32"}
-    assert set(tuned.evidence.timings.seconds) >= {FLOAT32, PLAIN, "all in float32"}
+    assert set(tuned.evidence.timings.seconds) >= {FLOAT32, PLAIN_REGION, "all in float32"}
     expected = model(x)
     with polycast.apply_policy(model, tuned.policy), polycast.autocast("cpu"):
         assert torch.equal(model(x), expected)
@@ -165,22 +164,22 @@ def test_where_float32_is_the_fastest_the_model_is_in_float32(quick):
 @pytest.mark.parametrize("over", ["modules", "ops"])
 def test_what_is_fastest_keeps_the_tolerance(quick, over):
     torch.manual_seed(0)
-    quick(PLAIN)
+    quick(PLAIN_REGION)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     with torch.no_grad():
         model[0].weight.mul_(1e6)
     tuned = tune(model, torch.randn(4, 8), dtype=torch.float16, over=over)
     assert tuned.evidence.plain == math.inf
     assert tuned.met
-    assert PLAIN not in tuned.evidence.timings.seconds
+    assert PLAIN_REGION not in tuned.evidence.timings.seconds
 
 
 def test_the_policy_says_what_it_was_measured_with_and_on(quick):
-    quick(PLAIN)
+    quick(PLAIN_REGION)
     tuned = tune(nn.Linear(8, 8), torch.randn(4, 8))
     assert "tuned for time with float32 (4, 8) on " in tuned.policy.name
     assert torch.__version__ in tuned.policy.name
-    assert "ms a call: float32 2e+03, the region without a policy 1e+03" in str(tuned.evidence)
+    assert "ms per call: float32 2e+03, the region without a policy 1e+03" in str(tuned.evidence)
 
 
 @pytest.mark.slow
@@ -201,6 +200,7 @@ def test_where_the_model_does_not_run_in_the_region_each_module_is_in_float32():
 
     model = nn.Sequential(nn.Linear(4, 4), Strict())
     call, region = Call.of(model, torch.randn(2, 4)), polycast.autocast("cpu")
-    watch = Stopwatch(model, call, region, survey(model, call, "cpu")[0])
-    assert watch.fastest_modules(PLAIN_CHOICE).members == ("", "0", "1")
-    assert watch.fastest_ops({"linear": [Choice(("linear",))]}, lambda choice: polycast.Policy()) == {}
+    watch = Stopwatch(model, call, region, profile_run(model, call, "cpu")[0])
+    assert watch.fastest_modules(NO_POLICY).members == ("", "0", "1")
+    tried = {"linear": [Choice(("linear",))]}
+    assert watch.fastest_ops(tried, NO_POLICY, lambda choice: polycast.Policy()) == NO_POLICY

@@ -347,7 +347,7 @@ def state(tmp_path):
 
 def refused(state, what, *arguments, differs="", **settings):
     content = state.read_bytes()
-    expected = rf"is of another search: its {what} was .* now\. Name another file, or remove this one .*{differs}"
+    expected = rf"belongs to another search: its {what} was .* now\. Name another file, or remove this one .*{differs}"
     with pytest.raises(ValueError, match=expected):
         tuned(state, *arguments, **settings)
     assert state.read_bytes() == content
@@ -357,10 +357,10 @@ def test_the_file_of_a_search_with_another_model_names_what_differs(state):
     tuned(state)
     model = Layer()
     model.norm.eps = 1e-3
-    refused(state, "model", model, differs=r"What differs: module 'norm'\.$")
+    refused(state, "model", model, differs=r"Differences: module 'norm'\.$")
     model = Layer()
     other_class(model, forward=Other.forward)
-    refused(state, "model", model, differs=r"What differs: class .*Layer")
+    refused(state, "model", model, differs=r"Differences: class .*Layer")
 
 
 @pytest.mark.parametrize("make", METRICS.values(), ids=METRICS)
@@ -373,14 +373,14 @@ def test_the_file_of_a_search_with_another_metric_is_refused(state, make):
 def test_the_file_of_a_search_with_another_argument_is_refused(state):
     model = local_class(1.0)
     tuned(state, model, {"x": X, "addend": 1.0})
-    refused(state, "inputs", model, {"x": X, "addend": 2.0}, differs=r"What differs: argument 'addend'\.$")
+    refused(state, "inputs", model, {"x": X, "addend": 2.0}, differs=r"Differences: argument 'addend'\.$")
 
 
 def test_the_file_of_a_search_with_another_policy_of_an_op_is_refused(state):
     tuned(state)
     registration = polycast.register_op("aten::linear", polycast.CastPolicy.FP32)
     try:
-        refused(state, "register_op", differs=r"What differs: aten::linear\.$")
+        refused(state, "register_op", differs=r"Differences: aten::linear\.$")
     finally:
         registration.remove()
     assert tuned(state).met
@@ -417,9 +417,7 @@ def test_a_search_in_which_the_region_computes_something_else_is_refused(state, 
     first = tuned(state, Reading(), X, absolute)
     assert tuned(state, Reading(), X, absolute) == first
     monkeypatch.setenv("POLYCAST_TESTS_SCALE", "2")
-    expected = (
-        r"is of another search: the distance of the region without a policy was .*, and is .* now\. Something differs"
-    )
+    expected = r"another search: the distance in the region without a policy was .*, and is .* now\. Something outside"
     with pytest.raises(ValueError, match=expected):
         tuned(state, Reading(), X, absolute)
 
@@ -430,7 +428,7 @@ def test_a_search_with_another_state_of_the_random_numbers_is_refused(state):
     tuned(state, model)
     assert tuned(state, model)
     torch.manual_seed(1)
-    with pytest.raises(ValueError, match="the distance of the region without a policy was"):
+    with pytest.raises(ValueError, match="the distance in the region without a policy was"):
         tuned(state, model)
 
 
@@ -469,15 +467,15 @@ def test_what_evaluating_changes_does_not_count(state):
     first = tuned(state, model, X, metric)
     assert tuned(state, model, X, metric) == first
     model.layer.weight.data += 1
-    refused(state, "model", model, X, metric, differs="What differs: module 'layer'")
+    refused(state, "model", model, X, metric, differs="Differences: module 'layer'")
 
 
 def test_what_is_not_known_is_warned_about(state):
     model = nn.Linear(4, 4)
     model.compressor = zlib.compressobj()
     expected = (
-        r"^state='.*json' does not know the contents of model: zlib\.Compress in the model itself, compressor\. "
-        r"A search in which they are others goes on from this file as if they were not: name another file then\.$"
+        r"^state='.*json' cannot detect changes of model: zlib\.Compress in the model itself, compressor\. "
+        r"Name another file if they change\.$"
     )
     with pytest.warns(UserWarning, match=expected) as caught:
         tuned(state, model)

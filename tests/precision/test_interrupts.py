@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import polycast
-from polycast.precision import turns
+from polycast.precision import handoff
 
 CALLS = {
     "compare": lambda model, x: polycast.compare(model, x, "cpu"),
@@ -140,12 +140,12 @@ def test_what_another_signals_handler_raises_ends_both_runs():
 
 def test_an_interrupt_at_any_line_of_the_caller_ends_the_thread(monkeypatch):
     """Raised by a trace function, at the first line of the turns that the caller comes to, the second, and so on."""
-    monkeypatch.setattr(turns, "_START", 0.1)
+    monkeypatch.setattr(handoff, "_START", 0.1)
     lines = ended = 0
 
     def tracer(frame, event, arg):
         nonlocal lines
-        if frame.f_code.co_filename != turns.__file__:
+        if frame.f_code.co_filename != handoff.__file__:
             return None
         if event == "line":
             lines += 1
@@ -155,11 +155,11 @@ def test_an_interrupt_at_any_line_of_the_caller_ends_the_thread(monkeypatch):
         return tracer
 
     while True:
-        both, lines, ended = turns.Turns(), 0, ended + 1
+        both, lines, ended = handoff.Handoff(), 0, ended + 1
 
         def give(both=both):
             for _ in range(3):
-                both.give()
+                both.hand_over()
 
         before = sys.gettrace()
         sys.settrace(tracer)

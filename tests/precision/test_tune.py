@@ -10,8 +10,8 @@ from torch import nn
 import polycast
 from polycast.precision.calls import Call
 from polycast.precision.candidates import Modules
-from polycast.precision.choice import Choice
-from polycast.precision.survey import survey
+from polycast.precision.minimal_set import Choice
+from polycast.precision.profiling_run import profile_run
 
 FLOAT16 = {"tolerance": 1e-2, "device_type": "cpu", "dtype": torch.float16}
 
@@ -194,7 +194,7 @@ def test_where_no_policy_keeps_the_tolerance_the_closest_is_returned():
         error = (output - reference).norm()
         return 1.0 + error
 
-    expected = "no policy keeps the tolerance: with all modules in float32 the output is 1 off. The closest that was "
+    expected = "no policy keeps the tolerance: with all modules in float32 the distance is 1. The closest that was "
     with pytest.warns(UserWarning, match=expected):
         tuned = polycast.tune(model, x, metric, **FLOAT16)
     assert not tuned.met
@@ -279,8 +279,8 @@ def test_a_reference_that_is_not_finite_is_warned_about(metric, value, text):
 
 def test_a_reference_without_a_finite_element_is_refused():
     expected = (
-        r"^float32's own output has 4 nan among its 4 elements, and none that is finite: there is nothing that the "
-        r"output of a region could be compared with\. polycast\.observe\(\) names the op that makes the first of "
+        r"^float32's own output has 4 nan among its 4 elements, and no finite one: the output of a "
+        r"region cannot be compared with it\. polycast\.observe\(\) names the op that makes the first of "
         r"them\.$"
     )
     model = Masked(math.nan, True)
@@ -395,7 +395,7 @@ def test_only_what_has_parameters_has_a_rule_against_that_of_the_module_around_i
             return self.last(self.act(self.first(x)).float() @ torch.eye(4))
 
     model = Inline()
-    seen, _ = survey(model, Call.of(model, torch.randn(2, 4)), "cpu")
+    seen, _ = profile_run(model, Call.of(model, torch.randn(2, 4)), "cpu")
     assert Modules(seen, torch.float16).policy(Choice(("",))).modules == {
         "": "fp32",
         "first": "float16",
@@ -412,7 +412,7 @@ def test_an_output_without_floating_point_needs_a_metric():
 
     model, x = nn.Sequential(nn.Linear(4, 4), Labels()), torch.randn(5, 4)
     with pytest.raises(
-        ValueError, match=r"^the model returned no floating-point tensor, but Tensor: .* Give one: metric"
+        ValueError, match=r"^the model returned no floating-point tensor, but Tensor, .* Pass one: metric"
     ):
         polycast.tune(model, x, **FLOAT16)
     assert tune(model, x, lambda a, b: (a != b).float().mean(), tolerance=1.0).policy.modules == {}

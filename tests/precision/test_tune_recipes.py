@@ -11,9 +11,9 @@ from polycast import Int8, NoRecipe, Policy
 from polycast.precision import fastest
 from polycast.precision.calls import Call
 from polycast.precision.candidates import Modules, Ops
-from polycast.precision.choice import Choice
-from polycast.precision.fastest import PLAIN
-from polycast.precision.survey import survey
+from polycast.precision.fastest import PLAIN_REGION
+from polycast.precision.minimal_set import Choice
+from polycast.precision.profiling_run import profile_run
 from polycast.precision.timing import Race
 
 pytestmark = pytest.mark.usefixtures("int8_in_python")
@@ -141,7 +141,7 @@ def test_a_search_goes_on_from_its_file_and_not_with_another_recipe(tmp_path):
     state = tmp_path / "state.json"
     first = tune(model, x, state=state)
     assert tune(model, x, state=state).evidence.trials == first.evidence.trials
-    with pytest.raises(ValueError, match="is of another search: its recipe was 'int8 row"):
+    with pytest.raises(ValueError, match="belongs to another search: its recipe was 'int8 row"):
         tune(model, x, state=state, recipe="int8:tensor")
 
 
@@ -153,7 +153,9 @@ def test_where_the_budget_is_spent_what_is_found_keeps_the_tolerance():
 
 def test_where_not_even_float32_is_enough_that_is_said():
     model, x = planted()
-    with pytest.warns(UserWarning, match="no policy keeps the tolerance: with all modules in float32 the output is 1"):
+    with pytest.warns(
+        UserWarning, match="no policy keeps the tolerance: with all modules in float32 the distance is 1"
+    ):
         tuned = polycast.tune(model, x, lambda *_: 1.0, tolerance=0.5, device_type="cpu", recipe=RECIPE)
     assert not tuned.met
 
@@ -163,7 +165,7 @@ def test_where_not_even_float32_is_enough_that_is_said():
     [
         ({"recipe": "int9"}, ValueError, "'int9' is not a recipe: did you mean 'int8'?"),
         ({"recipe": 8}, TypeError, "recipe must be a Recipe such as polycast.Int8(), its name, or None, got 8"),
-        ({"recipe": "float8"}, RuntimeError, "cannot be used on cpu: there is int8 only. There is no region to look"),
+        ({"recipe": "float8"}, RuntimeError, "cannot be used on cpu: there is int8 only"),
         ({"budget": 2}, ValueError, "at least 3 (the region without a policy, and everything in float32, and in the"),
     ],
     ids=str,
@@ -199,12 +201,12 @@ def test_for_time_all_three_are_timed(quick, over):
     model, x = planted()
     tuned = tune(model, x, objective="time", tolerance=0.1, over=over)
     seconds = tuned.evidence.timings.seconds
-    assert {PLAIN, "all in float32", "all in the fast dtype"} <= set(seconds)
+    assert {PLAIN_REGION, "all in float32", "all in the fast dtype"} <= set(seconds)
     assert distance(model, x, tuned.policy, recipe=RECIPE) == pytest.approx(tuned.evidence.fast)
 
 
 def test_for_time_the_recipe_alone_is_chosen_where_it_is_the_fastest(quick):
-    quick(PLAIN)
+    quick(PLAIN_REGION)
     tuned = tune(*planted(), objective="time", tolerance=0.1)
     assert dict(tuned.policy.modules) == {"": RECIPE}
 
@@ -214,7 +216,7 @@ def test_for_time_what_the_tolerance_needs_out_of_the_recipe_is_out_of_it(monkey
     monkeypatch.setattr(fastest, "_ROUNDS", 1)
     evidence = tune(*planted(1), objective="time").evidence
     assert "1.up" in (*evidence.kept, *evidence.members)
-    assert PLAIN not in evidence.timings.seconds
+    assert PLAIN_REGION not in evidence.timings.seconds
 
 
 class Nested(nn.Module):
@@ -240,11 +242,15 @@ class Nested(nn.Module):
 )
 def test_a_module_has_a_rule_where_it_computes_in_other_numbers_than_its_caller(choice, rules):
     model = Nested()
-    seen, _ = survey(model, Call.of(model, torch.randn(2, 4)), "cpu")
+    seen, _ = profile_run(model, Call.of(model, torch.randn(2, 4)), "cpu")
     assert Modules(seen, torch.bfloat16, RECIPE).policy(choice) == Policy(modules=rules)
 
 
 def test_only_the_ops_of_a_recipe_can_leave_it():
     ops = Ops(Int8(ops=("linear",)))
-    assert (ops.can_be_kept("linear"), ops.can_be_kept("mm"), ops.can_be_kept("exp")) == (True, False, False)
-    assert not Ops().can_be_kept("linear")
+    assert (ops.can_leave_recipe("linear"), ops.can_leave_recipe("mm"), ops.can_leave_recipe("exp")) == (
+        True,
+        False,
+        False,
+    )
+    assert not Ops().can_leave_recipe("linear")

@@ -101,7 +101,7 @@ def test_the_file_of_another_search_is_refused(model, x, state, change, argument
         change(model)
     arguments = {"inputs": x, **FLOAT16, **arguments}
     with pytest.raises(
-        ValueError, match=rf"^state='.*search\.json' is of another search: its {what} was .* now\. Name"
+        ValueError, match=rf"^state='.*search\.json' belongs to another search: its {what} was .* now\. Name"
     ):
         polycast.tune(model, **arguments, state=state)
     assert state.read_bytes() == content
@@ -165,7 +165,7 @@ def test_what_is_no_state_file_is_refused(x, state, content, problem):
     content = content if isinstance(content, bytes) else content.encode()
     state.write_bytes(content)
     expected = (
-        rf"^state='.*search\.json' is not a state file of polycast\.tune \({problem}.*\): remove it to begin anew$"
+        rf"^state='.*search\.json' is not a state file of polycast\.tune \({problem}.*\): remove it to start over$"
     )
     with pytest.raises(ValueError, match=expected):
         polycast.tune(nn.Linear(8, 8), x, **FLOAT16, state=state)
@@ -194,9 +194,7 @@ def test_a_file_that_names_others_than_the_model_calls_is_refused(x, state, chan
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     polycast.tune(model, x, **FLOAT16, over=over, state=state)
     rewritten(state, change)
-    expected = (
-        rf"is of another search: the {over} that it names are not those that the model calls; .* Name another file"
-    )
+    expected = rf"belongs to another search: its {over} are not the {over} that the model calls; .* Name another file"
     with pytest.raises(ValueError, match=expected):
         polycast.tune(model, x, **FLOAT16, over=over, state=state)
 
@@ -209,7 +207,7 @@ def test_a_file_without_a_trial_is_begun_anew(model, x, state):
 
 def test_a_file_of_a_newer_schema_is_refused(model, x, state):
     state.write_text('{"schema": 2, "of": {}}')
-    with pytest.raises(ValueError, match=r"is of schema 2, and this polycast reads schema 1: remove it to begin anew$"):
+    with pytest.raises(ValueError, match=r"is of schema 2, and this polycast reads schema 1: remove it to start over$"):
         polycast.tune(model, x, **FLOAT16, state=state)
 
 

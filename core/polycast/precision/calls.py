@@ -1,4 +1,4 @@
-"""How a model is called: ``inputs`` as users give them, and what becomes of them from one run to the next."""
+"""The calls of a model under test: ``inputs`` as users pass them, copied for each run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ class Call:
 
     @classmethod
     def of(cls, model: object, inputs: object) -> "Call":
-        """Return the call of a model that is meant by a tensor, a tuple of arguments or a dict of keyword arguments.
+        """Return a call with a tensor, a tuple of arguments or a dict of keyword arguments.
 
         Raises:
-            TypeError: it is none of them; or the model is no module.
+            TypeError: `inputs` is none of these, or `model` is not a module.
         """
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -34,16 +34,16 @@ class Call:
             return cls((), dict(inputs))
         raise TypeError(
             "inputs must be a tensor, a tuple of arguments or a dict of keyword arguments for the model's forward; got "
-            f"{type(inputs).__name__}. One argument of another type goes into a tuple: (argument,)."
+            f"{type(inputs).__name__}. Put a single argument of another type into a tuple: (argument,)."
         )
 
     def of_model(self, model: torch.nn.Module) -> Any:
-        """Call the model with copies of the arguments, which it may write to."""
+        """Call the model with copies of the arguments, because it may write to them."""
         args, kwargs = copied((self.args, dict(self.kwargs)), model)
         return model(*args, **kwargs)
 
     def __str__(self) -> str:
-        """Say which tensors they are: ``float32 (360, 1, 8, 8)``, ``input_ids: int64 (1, 16)``."""
+        """Return the tensors as text: ``float32 (360, 1, 8, 8)``, ``input_ids: int64 (1, 16)``."""
         named = [*tensors_in(list(self.args)), *tensors_in(self.kwargs)]
         parts = []
         for name, tensor in named:

@@ -1,4 +1,4 @@
-"""What can be kept in float32, or out of a recipe: modules or ops; and the policy that says so of some of them."""
+"""The candidates of ``tune``, modules or ops, and the policy of a choice of them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,31 +18,32 @@ from ..region.autocast import autocast
 from ..torch_internals.dispatcher import OpOverload
 from ..torch_internals.names import DispatchMode
 from .calls import Call
-from .choice import Choice
-from .failures import is_of_the_policy
+from .failures import may_come_from_policy
 from .hooks import uncompiled
-from .survey import Survey
+from .minimal_set import Choice
+from .profiling_run import Profile
 
 FP32 = "fp32"
 
 
 class Modules:
-    """The modules that a model calls, each for the ops in it that are in no module inside it."""
+    """The modules that a model calls, each without the modules in it."""
 
-    def __init__(self, seen: Survey, dtype: torch.dtype, recipe: Recipe | None = None) -> None:
-        self._called = seen.by_name()
+    def __init__(self, profile: Profile, dtype: torch.dtype, recipe: Recipe | None = None) -> None:
+        self._called = profile.by_name()
         self._recipe = recipe
         self._fast = dtype_name(dtype) if recipe is None else NoRecipe.kind
 
-    def can_be_kept(self, name: str) -> bool:
-        """Say whether a candidate can leave the recipe for the fast dtype."""
+    def can_leave_recipe(self, name: str) -> bool:
+        """Return whether a candidate can leave the recipe for the fast dtype."""
         return self._recipe is not None
 
     def policy(self, choice: Choice, name: str = "") -> Policy:
-        """Return rules for the modules that compute in other numbers than their callers do, and have parameters.
+        """Return rules for the modules whose precision is not that of their callers.
 
-        What has none (an activation, a dropout) computes as its caller does, unless it is chosen itself. Where there is
-        a recipe, the model has a rule that says so: the policy is right whichever recipe the region has.
+        Modules without parameters (activations, dropout) compute in the precision of their callers, unless they are in
+        the choice themselves. With a recipe, the model has a rule for it, so that the policy also works in regions
+        without the recipe.
         """
         rules: dict[str, str | Recipe] = {}
         states: dict[str | None, set[str | Recipe]] = {None: {self._fast} if self._recipe is None else set()}
@@ -65,27 +66,27 @@ class Modules:
 
 
 class Ops:
-    """The ops that autocast sees, by their short names."""
+    """The ops that autocast handles, by their short names."""
 
     def __init__(self, recipe: Recipe | None = None) -> None:
         self._of_recipe = frozenset() if recipe is None else recipe.overloads
 
-    def can_be_kept(self, name: str) -> bool:
-        """Say whether a candidate can leave the recipe for the fast dtype."""
+    def can_leave_recipe(self, name: str) -> bool:
+        """Return whether a candidate can leave the recipe for the fast dtype."""
         return not self._of_recipe.isdisjoint(known_overloads(read_op(name)))
 
     def policy(self, choice: Choice, name: str = "") -> Policy:
-        """Return the policies by op; one that has a policy is not computed by a recipe."""
+        """Return policies for the chosen ops; recipes do not compute ops that have a policy."""
         kept = dict.fromkeys(choice.kept, CastPolicy.LOWER_PRECISION_FP.value)
         return Policy(ops={**dict.fromkeys(choice.members, FP32), **kept}, name=name)
 
 
 def ops_seen(model: torch.nn.Module, call: Call, region: autocast) -> list[str]:
-    """Run a model in a region, and return the ops that could be kept in float32, those first that the table casts down.
+    """Run a model in a region and return the ops that can be in float32, those that the table casts down first.
 
-    Of those, an op is one if autocast sees it, and not only what it is made of: the model is run with all of them
-    banned, without the one that it stops at again, and so on until it does not. The others are those that reach
-    the dispatcher below autocast.
+    Of those in the table, the ops that reach autocast count, not the ops that they decompose into. So the model is run
+    with all of them banned, then without the op at which it stopped, until it does not stop any more. The other ops are
+    those that reach the dispatcher below autocast.
     """
     backend = get_backend(region.device)
     lower = [name for name, policy in backend.policies.items() if policy is CastPolicy.LOWER_PRECISION_FP]
@@ -97,7 +98,7 @@ def ops_seen(model: torch.nn.Module, call: Call, region: autocast) -> list[str]:
             with uncompiled(), region, autocast(region.device, region.fast_dtype, policy=ban):
                 call.of_model(model)
         except Exception as error:
-            if not is_of_the_policy(error):
+            if not may_come_from_policy(error):
                 raise
             stopped_at = next((banned[text] for text in _texts(error) if text in banned), None)
             if stopped_at is None:
@@ -111,7 +112,7 @@ def ops_seen(model: torch.nn.Module, call: Call, region: autocast) -> list[str]:
         with uncompiled(), region, below:
             call.of_model(model)
     except Exception as error:
-        if not is_of_the_policy(error):
+        if not may_come_from_policy(error):
             raise
     known = {OpName.of_overload(name).qualified for name in backend.policies} | {"aten::_to_copy"}
     found += [name for name in below.names if name not in known and _can_be_float32(name)]
@@ -119,14 +120,14 @@ def ops_seen(model: torch.nn.Module, call: Call, region: autocast) -> list[str]:
 
 
 def _texts(error: BaseException | None) -> Iterator[str]:
-    """Yield the texts of an exception and of those that it was raised in place of."""
+    """Yield the texts of an exception and of its causes and contexts."""
     while error is not None:
         yield str(error)
         error = error.__cause__ or error.__context__
 
 
 class _Below(DispatchMode):  # type: ignore[misc]
-    """Notes what reaches the dispatcher below autocast and autograd."""
+    """Records the ops that reach the dispatcher below autocast and autograd."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +139,7 @@ class _Below(DispatchMode):  # type: ignore[misc]
 
 
 def _can_be_float32(name: str) -> bool:
-    """Say whether an op computes something of floating-point tensors, and can have the policy."""
+    """Return whether an op computes tensors from tensors, and can have the policy "fp32"."""
     try:
         overloads = ops_with(read_op(name), CastPolicy.FP32)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What ``compare`` found: a value, for people as a table, for programs as plain data."""
+"""The result of ``compare``: a value that prints as a table and converts to plain data."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -11,7 +11,7 @@ from ..observer.low_bit_counts import low_bit_lines
 from ..observer.records import LowBit
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import Recipe
-from .errors import Error, json_number
+from .numerics import Error, json_number
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,19 +23,20 @@ _SHOWN = 40
 
 @dataclass(frozen=True)
 class ModuleErrors:
-    """How far a module is off, over all its calls.
+    """The errors of a module, over all its calls.
 
     Attributes:
-        name: its name in the model; that of the model itself is empty.
+        name: its name in the model; empty for the model itself.
         kind: its class.
-        calls: how often it was called in float32.
-        adds: what it adds to the error: its own, or by how much the error of its output is larger than that of its
-            inputs, where that is not what the modules in it add.
-        own: the error that it makes itself: in the region, given float32's inputs, the modules in it in float32.
-        inherited: the relative error that comes in by its inputs, or arises in the modules in it; None if unknown.
-        total: the error of what it returns in the region; None where the two runs did not call it alike.
-        makes_nonfinite: whether it returned inf or nan where float32 does not, given finite inputs, and no module in it
-            did.
+        calls: the number of its calls in float32.
+        adds: the relative error that it adds: its own error, or the growth from its inputs to its output, unless the
+            modules in it account for the growth.
+        own: the error that the module itself makes: in the region, given float32's inputs, with the modules in it in
+            float32.
+        inherited: the relative error that comes from its inputs, or from the modules in it; None if unknown.
+        total: the error of its output in the region; None if the two runs called it differently.
+        makes_nonfinite: whether it, and no module in it, returned inf or nan where float32 does not, given finite
+            inputs.
     """
 
     name: str
@@ -48,7 +49,7 @@ class ModuleErrors:
     makes_nonfinite: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it for programs."""
+        """Return the errors as plain data."""
         return {
             "name": self.name,
             "kind": self.kind,
@@ -63,17 +64,17 @@ class ModuleErrors:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A model in float32 against the same model in a region; ``print`` shows the modules that add most to the error.
+    """A model in float32 against the same model in a region. ``print`` shows the modules that add most to the error.
 
     Attributes:
-        device_type, dtype: the region's.
-        modules: the modules that were called, those first that add most.
-        outputs: the error of each floating-point tensor that the model returns, by how it is reached.
-        first_nonfinite: the first module that returned inf or nan, given finite inputs, where float32 does not.
-        parted: modules in which the two runs did not call the same, such as one that chooses by what it computes. What
-            they call has no total error then.
-        recipe: the region's, if it has one.
-        low_bit: what recipes, of the region or of rules, computed there, and what they declined and why.
+        device_type, dtype: the device and the dtype of the region.
+        modules: the modules that were called, those that add most first.
+        outputs: the error of each floating-point tensor that the model returns, by its path.
+        first_nonfinite: the first module that returned inf or nan where float32 does not, given finite inputs.
+        parted: modules in which the two runs made different calls, for example because of a condition on computed
+            values. The modules that they call have no total error.
+        recipe: the recipe of the region, if it has one.
+        low_bit: the ops that recipes, of the region or of rules, computed or declined there, with the reasons.
     """
 
     device_type: str
@@ -86,7 +87,7 @@ class Comparison:
     low_bit: tuple[LowBit, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it for programs, as JSON can have it: numbers that are not finite are texts."""
+        """Return the comparison as plain data for JSON: inf and nan are texts."""
         return {
             "schema": SCHEMA,
             "torch": torch.__version__,
@@ -135,7 +136,7 @@ class Comparison:
             said.append(f"The first inf or nan: {self.first_nonfinite or '(model)'}.")
         if self.parted:
             names = ", ".join(name or "(model)" for name in self.parted)
-            said.append(f"The two runs did not call the same in {names}.")
+            said.append(f"The two runs made different calls in {names}.")
         said += low_bit_lines(self.low_bit)
         if self.recipe is not None and not any(not each.declined for each in self.low_bit):
             said.append(f"Nothing was computed by {self.recipe!r}: these are the errors of {dtype_name(self.dtype)}.")

@@ -1,4 +1,4 @@
-"""What ``tune`` returns: a policy, and the evidence for it."""
+"""The result of ``tune``: a policy, and the evidence for it."""
 
 import platform
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ from ..policy.dtypes import dtype_name
 from ..policy.files import PolicyPath
 from ..policy.recipe import Recipe
 from ..policy.value import Policy
-from .errors import json_number
-from .search import Members
+from .minimal_set import Members
+from .numerics import json_number
 from .timing import Timings
 from .trials import Trial
 
@@ -26,27 +26,27 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a policy was found by.
+    """How a policy was found.
 
     Attributes:
-        model: the model's class.
-        device_type, dtype: the region's.
-        inputs: the tensors that the model was given.
-        over, objective, metric, tolerance, budget: as :func:`tune` was told.
-        members: what is in float32 under the policy: names of modules, or of ops.
-        candidates: how many of them were to choose from.
-        distance: how far the output under the policy is from float32's.
-        plain: how far that of a region without a policy is; with the recipe, where there is one.
+        model: the class of the model.
+        device_type, dtype: the device and the dtype of the region.
+        inputs: the tensors that the model received.
+        over, objective, metric, tolerance, budget: the arguments of :func:`tune`.
+        members: the names of the modules, or ops, that are in float32 under the policy.
+        candidates: the number of modules, or ops, to choose from.
+        distance: the distance of the output under the policy from float32's.
+        plain: the distance in the region without a policy, with the recipe if there is one.
         met: whether `distance` is within the tolerance.
-        is_minimal: whether it is known that without any one of the members it is not, nor with any one of those that
-            are kept in the recipe. With the objective ``"time"`` it is known of nothing.
-        reason: why it is not met, or not known to be minimal; else empty.
-        trials: all that was tried, in order.
-        timings: what was timed, with the objective ``"time"``.
-        machine: on what: versions, processor, threads.
-        recipe: the region's, if it has one.
-        kept: what has left the recipe for the fast dtype under the policy: names of modules, or of ops.
-        fast: with a recipe: how far the output is with everything in the fast dtype; None where it was not asked.
+        is_minimal: whether it is known that the tolerance is not kept if any single member is taken out of float32, or
+            any single one of `kept` is put back into the recipe. Never known with the objective ``"time"``.
+        reason: why the tolerance is not met, or the policy not known to be minimal; else empty.
+        trials: all evaluations, in order.
+        timings: the timings, with the objective ``"time"``.
+        machine: the versions, the processor, the number of threads.
+        recipe: the recipe of the region, if it has one.
+        kept: the names of the modules, or ops, that leave the recipe for the fast dtype under the policy.
+        fast: with a recipe, the distance with everything in the fast dtype; None if it was not evaluated.
     """
 
     model: str
@@ -73,7 +73,7 @@ class Evidence:
     fast: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it for programs, as JSON can have it: numbers that are not finite are texts."""
+        """Return the evidence as plain data for JSON: inf and nan are texts."""
         said = {
             key: json_number(value) if isinstance(value, float) else value
             for key, value in vars(self).items()
@@ -92,7 +92,7 @@ class Evidence:
         }
 
     def name(self) -> str:
-        """Return what the policy is called: what it was measured with and on."""
+        """Return a name for the policy, with the inputs and the machine of the measurement."""
         on = f"{self.inputs} on {self.machine.get('device', self.machine['processor'])}"
         what = f"{self.model} in {self._numbers(' and ')} on {self.device_type}"
         return f"{what}, tuned for {self.objective} with {on}, torch {self.machine['torch']}"
@@ -104,7 +104,7 @@ class Evidence:
         return in_ascii("\n".join(self.lines()))
 
     def lines(self) -> list[str]:
-        """Return it for people, as lines."""
+        """Return the evidence as lines of text."""
         fast = dtype_name(self.dtype)
         what = f"{len(self.members)} of {self.candidates} {self.over} in float32"
         without = f"without a policy {self.plain:.3g}"
@@ -128,7 +128,7 @@ class Evidence:
 
 
 class Tuned(NamedTuple):
-    """A policy and the evidence for it, which it can be unpacked to: ``policy, evidence = polycast.tune(...)``."""
+    """A policy and the evidence for it; can be unpacked: ``policy, evidence = polycast.tune(...)``."""
 
     policy: Policy
     evidence: Evidence
@@ -139,15 +139,15 @@ class Tuned(NamedTuple):
         return self.evidence.met
 
     def text(self) -> str:
-        """Return the policy as a file, with the evidence as comments at its head."""
+        """Return the text of a policy file, with the evidence as comments at its head."""
         comments = [f"# {line}\n" for line in ("Found by polycast.tune:", *self.evidence.lines())]
         return "".join(comments) + "\n" + self.policy.text()
 
     def save(self, path: PolicyPath) -> None:
-        """Write the policy as a file, with the evidence as comments at its head; :meth:`Policy.load` reads it.
+        """Write a policy file for :meth:`Policy.load`, with the evidence as comments at its head.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         files.write(path, self.text())
 
@@ -156,7 +156,7 @@ class Tuned(NamedTuple):
 
 
 def machine(device_type: str) -> dict[str, Any]:
-    """Return what measurements depend on, besides model and inputs."""
+    """Return what measurements depend on besides the model and its inputs."""
     device = torch.get_device_module(device_type)
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []

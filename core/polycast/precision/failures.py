@@ -1,16 +1,16 @@
-"""What a model raises under a policy, told from what is no answer about the policy."""
+"""Exceptions of a model under a policy."""
 
 import torch
 
 
-def is_of_the_policy(error: Exception) -> bool:
-    """Return whether a model may have raised an exception because of the policy that it ran under.
+def may_come_from_policy(error: Exception) -> bool:
+    """Return whether a policy may have caused an exception.
 
-    Running out of memory is no such exception, nor is a timeout, which the user's signal handler may have raised.
+    False for running out of memory, and for timeouts, which the user's signal handler may have raised.
     """
     return not isinstance(error, (torch.OutOfMemoryError, MemoryError, TimeoutError))
 
 
 def short_text(error: BaseException) -> str:
-    """Return the first line of an exception's text, or its class where it has none."""
+    """Return the first line of an exception's text, or the name of its class if it has no text."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

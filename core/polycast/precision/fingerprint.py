@@ -1,85 +1,161 @@
-"""The digests by which a search is told from another one: of the model, its inputs and the metric."""
+"""Identify a search by digests of the model, its inputs and the metric."""
 
 import functools
+import types
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .calls import Call
-from .digest import Part, Reader, TensorDigests, digest_of
+from .digest import (
+    CALLABLES,
+    Digester,
+    TensorDigests,
+    attributes_of,
+    hash_of,
+    pieces_of_callable,
+    pieces_of_module,
+    short,
+)
+from .references import References, origin
+
+
+class Part(NamedTuple):
+    """A part of a value that has a digest of its own.
+
+    Attributes:
+        owner: the module, argument, class or global, as text.
+        name: the part of the owner, such as an attribute.
+    """
+
+    owner: str
+    name: str
+
 
 Varying = set[tuple[str, Part]]
-"""Parts of a model, of inputs or of a metric that evaluating them changes."""
-Digests = dict[str, dict[str, str]]
+"""Parts of the model, the inputs or the metric that evaluations change."""
+
+_CLASS_WITHOUT = {
+    *("__dict__", "__weakref__", "__module__", "__qualname__", "__doc__", "__slots__", "__firstlineno__"),
+    *("__annotations__", "__annotate__", "__annotate_func__", "__annotations_cache__", "__static_attributes__"),
+    *("__abstractmethods__", "_abc_impl", "__dataclass_fields__", "__dataclass_params__", "__match_args__"),
+    *("__parameters__", "__orig_bases__"),
+}
+_MAX_DEPTH = 4
 
 
 class Fingerprint:
     """The digests of a model, its inputs and a metric.
 
     Attributes:
-        unknown: what there is no digest of, as text.
+        unknown: the values without a digest, as text.
     """
 
     def __init__(self, model: torch.nn.Module, call: Call, metric: Callable[..., Any] | None) -> None:
         self._model, self._call, self._metric = model, call, metric
         self._tensors: TensorDigests = {}
-        readers = self._read()
-        self.unknown = [f"{what}: {text}" for what, reader in readers.items() for text in reader.unknown]
-        self._parts = {what: reader.parts for what, reader in readers.items()}
+        self._parts = self._read()
+        self.unknown = [f"{what}: {text}" for what, parts in self._parts.items() for text in parts.unknown]
 
-    def _read(self) -> dict[str, Reader]:
+    def _read(self) -> dict[str, "_Parts"]:
         modules = dict(self._model.named_modules())
         names = {id(module): name for name, module in modules.items()}
-        readers = {what: Reader(names, self._tensors) for what in ("model", "inputs", "metric")}
+        model, inputs, metric = (_Parts(names, self._tensors) for _ in range(3))
         for name, module in modules.items():
-            readers["model"].read_module(f"module {name!r}" if name else "the model itself", module)
+            model.add_pieces(f"module {name!r}" if name else "the model itself", pieces_of_module(module))
         for position, value in enumerate(self._call.args):
-            readers["inputs"].read(Part(f"argument {position}", ""), value)
+            inputs.add(Part(f"argument {position}", ""), value)
         for name, value in self._call.kwargs.items():
-            readers["inputs"].read(Part(f"argument {name!r}", ""), value)
+            inputs.add(Part(f"argument {name!r}", ""), value)
         if self._metric is not None:
-            readers["metric"].read_object("metric", self._metric)
-        for reader in readers.values():
-            reader.read_named()
-        return readers
+            metric.add_metric(self._metric, is_in_model=id(self._metric) in names)
+        parts = {"model": model, "inputs": inputs, "metric": metric}
+        for each in parts.values():
+            each.add_references()
+        return parts
 
     def varying(self) -> Varying:
-        """Return the parts that have changed since this was made, such as a counter of calls."""
+        """Return the parts that have changed since, such as a counter of calls."""
         now = self._read()
         return {
             (what, part)
             for what, parts in self._parts.items()
-            for part in {**parts, **now[what].parts}
-            if parts.get(part) != now[what].parts.get(part)
+            for part in {**parts.digests, **now[what].digests}
+            if parts.digests.get(part) != now[what].digests.get(part)
         }
 
-    def digests(self, without: Varying) -> Digests:
+    def digests(self, without: Varying) -> dict[str, dict[str, str]]:
         """Return the digests by module, class, argument or global, without some parts."""
-        said: Digests = {}
+        said: dict[str, dict[str, str]] = {}
         for what, parts in self._parts.items():
             owners: dict[str, list[str]] = {}
-            for part, digest in parts.items():
+            for part, digest in parts.digests.items():
                 if (what, part) not in without:
                     owners.setdefault(part.owner, []).append(f"{part.name} {digest}")
-            said[what] = {owner: short(digest_of(*sorted(each))) for owner, each in owners.items()}
+            said[what] = {owner: short(hash_of(*sorted(each))) for owner, each in owners.items()}
         return said
 
 
-def short(digest: bytes) -> str:
-    """Return a digest as it is written."""
-    return digest.hex()[:16]
+class _Parts:
+    """The digests of the model, the inputs or the metric, by part."""
+
+    def __init__(self, modules: dict[int, str], tensors: TensorDigests) -> None:
+        self.digests: dict[Part, str] = {}
+        self.unknown: dict[str, None] = {}
+        self._references = References()
+        self._digester = Digester(modules, tensors, self._references)
+
+    def add(self, part: Part, value: Any, depth: int = 0) -> None:
+        """Add a value. The code and each variable of a function are parts of their own."""
+        if depth == _MAX_DEPTH or not isinstance(value, CALLABLES):
+            self.digests[part] = self._digester.digest(value)
+            for kind in self._digester.failed:
+                self.unknown[f"{kind} in {part.owner}" + (f", {part.name}" if part.name else "")] = None
+            return
+        for name, piece in pieces_of_callable(value):
+            self.add(Part(part.owner, f"{part.name}.{name}" if part.name else name), piece, depth + 1)
+        if isinstance(value, types.FunctionType):
+            self._references.add_globals_of(value)
+
+    def add_pieces(self, owner: str, pieces: Iterable[tuple[str, Any]]) -> None:
+        """Add values as parts of an owner."""
+        for name, piece in pieces:
+            self.add(Part(owner, name), piece)
+
+    def add_metric(self, metric: Callable[..., Any], *, is_in_model: bool) -> None:
+        """Add a metric, attribute by attribute if it is an object."""
+        attributes = attributes_of(metric)
+        if isinstance(metric, torch.nn.Module) and not is_in_model:
+            self.add_pieces("metric", pieces_of_module(metric))
+        elif isinstance(metric, (*CALLABLES, type, torch.nn.Module)) or attributes is None:
+            self.add(Part("metric", ""), metric)
+        else:
+            self.add_pieces("metric", [("class", type(metric)), *((f"self.{name}", each) for name, each in attributes)])
+
+    def add_references(self) -> None:
+        """Add the classes and globals that were referred to, and those that they refer to."""
+        for owner, value in self._references.found:  # grows
+            if not isinstance(value, type):
+                self.add(Part(owner, ""), value)
+                continue
+            is_own = origin(value.__module__) == "own"
+            for name in sorted(set(vars(value)) - _CLASS_WITHOUT):
+                attribute = vars(value)[name]
+                if is_own or isinstance(attribute, CALLABLES):
+                    self.add(Part(owner, name), attribute)
+            self.add(Part(owner, "bases"), value.__bases__)
 
 
-def of_table(table: Iterable[tuple[str, object]]) -> str:
+def hash_of_table(table: Iterable[tuple[str, object]]) -> str:
     """Return the digest of a table of texts."""
-    return short(digest_of(*(f"{key} {value}" for key, value in sorted(table))))
+    return short(hash_of(*(f"{key} {value}" for key, value in sorted(table))))
 
 
-def of_function(function: Callable[..., Any]) -> str:
-    """Return a function's name, and a digest of its code where it has some."""
+def name_of_function(function: Callable[..., Any]) -> str:
+    """Return a function's name, with a digest of its code if it has code."""
     while isinstance(function, functools.partial):
         function = function.func
     name = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
     code = getattr(function, "__code__", None)
-    return name if code is None else f"{name} {short(Reader({}, {}).of_code(code))}"
+    return name if code is None else f"{name} {short(Digester({}, {}, References()).of_code(code))}"

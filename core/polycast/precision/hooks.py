@@ -1,4 +1,4 @@
-"""Seeing each call of a module of a model, in the threads that are asked about and while it lasts."""
+"""Watch the calls of a model's modules, in chosen threads, for the duration of a block."""
 
 import sys
 import threading
@@ -8,23 +8,23 @@ from typing import Any, Protocol
 
 import torch
 
-Key = tuple[tuple[int, int], ...]
-"""A call of a module: for each call around it and itself the module, and which call of it this is in that one."""
+CallKey = tuple[tuple[int, int], ...]
+"""Identifies a call: for each call around it and itself the id of the module, and its number within the caller."""
 
 
 class Watcher(Protocol):
-    """What is told of the calls."""
+    """Is notified of the calls of modules."""
 
     def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Be told that a module is called; the answer is what a forward pre-hook may return."""
+        """Handle a call; return what a forward pre-hook may return."""
 
     def leave(self, module: torch.nn.Module, output: Any) -> None:
-        """Be told that a module returns."""
+        """Handle the return of a call."""
 
 
 def uncompiled() -> AbstractContextManager[object]:
-    """Return a context manager in which what is compiled runs as it was written."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled then, and loading it takes a second
+    """Return a context manager in which compiled code runs eagerly."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and its import takes a second
         return nullcontext()
     stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return stance
@@ -32,9 +32,9 @@ def uncompiled() -> AbstractContextManager[object]:
 
 @contextmanager
 def watched(model: torch.nn.Module, watcher_here: Callable[[], Watcher | None]) -> Iterator[None]:
-    """Tell a watcher, the one that this thread has, of each call of a module: around the hooks that modules have.
+    """Notify the watcher of the current thread, if it has one, of each call of a module, outside of all other hooks.
 
-    Compiled modules run uncompiled meanwhile, where their modules are called one by one.
+    Compiled modules run eagerly in the block, so that their modules are called one by one.
     """
 
     def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
@@ -49,7 +49,7 @@ def watched(model: torch.nn.Module, watcher_here: Callable[[], Watcher | None]) 
     with ExitStack() as stack:
         stack.enter_context(uncompiled())
         for module in model.modules():
-            if isinstance(module, torch.jit.ScriptModule):  # it takes no hooks; what it does is its caller's
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks; counts as a part of its caller
                 continue
             first = module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
             stack.callback(first.remove)
@@ -58,28 +58,28 @@ def watched(model: torch.nn.Module, watcher_here: Callable[[], Watcher | None]) 
         yield
 
 
-def here(watcher: Watcher) -> Callable[[], Watcher | None]:
-    """Return what gives a watcher in this thread, and none in others."""
+def in_this_thread(watcher: Watcher) -> Callable[[], Watcher | None]:
+    """Return a function that returns the watcher in this thread, and None in others."""
     thread = threading.get_ident()
     return lambda: watcher if threading.get_ident() == thread else None
 
 
-class Open:
+class OpenCall:
     """A call of a module that has not returned yet."""
 
-    def __init__(self, key: Key, module: torch.nn.Module) -> None:
+    def __init__(self, key: CallKey, module: torch.nn.Module) -> None:
         self.key, self.module = key, module
         self._counts: dict[int, int] = {}
 
-    def key_inside(self, module: torch.nn.Module) -> Key:
+    def key_inside(self, module: torch.nn.Module) -> CallKey:
         """Return the key of the next call of a module inside this one."""
         count = self._counts.get(id(module), 0)
         self._counts[id(module)] = count + 1
         return (*self.key, (id(module), count))
 
 
-def common(one: Key, two: Key) -> Key:
-    """Return the innermost call around both, which may be one of them."""
+def innermost_common(one: CallKey, two: CallKey) -> CallKey:
+    """Return the key of the innermost call around both, which may be one of them."""
     length = 0
     while length < min(len(one), len(two)) and one[length] == two[length]:
         length += 1

@@ -1,4 +1,4 @@
-"""A progress bar on stderr, where that is a terminal."""
+"""A progress bar on stderr, if stderr is a terminal."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress(what: str, total: int | None) -> Iterator[Callable[[str], None]]:
-    """Show a bar; the function that is yielded advances it by one, and may say what is going on."""
+    """Show a bar and yield a function that advances it by one, and can set its description."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -1,4 +1,4 @@
-"""How long a model takes in one precision and in another: sides that take turns, and medians."""
+"""Time a model in several precisions, in alternating rounds, and compare medians."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,40 +14,38 @@ from ..region.autocast import autocast
 from ..region.module_rules import apply_policy
 
 _SECONDS = 0.02
-"""About what a turn takes."""
+"""The approximate duration of a turn."""
 _ROUNDS = 15
-_ROUNDS_OF_THE_SLOW = 7
+_SLOW_ROUNDS = 7
 _SLOW = 0.2
-"""Seconds of a call from which on fewer rounds have to do."""
-
-Side = Callable[[], object]
+"""Calls that take this many seconds or more are timed in fewer rounds."""
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of a call of the model by what it was run in, medians of `rounds` rounds; and which was chosen."""
+    """The seconds of a call of the model, by the way it was run, as medians of `rounds` rounds; and the chosen way."""
 
     seconds: Mapping[str, float]
     chosen: str
     rounds: int
 
     def lines(self) -> list[str]:
-        """Return it for people."""
+        """Return the timings as lines of text."""
         return [
-            "ms a call: " + ", ".join(f"{name} {each * 1e3:.3g}" for name, each in self.seconds.items()),
-            f"chosen: {self.chosen}; medians of {self.rounds} rounds in which the sides take turns",
+            "ms per call: " + ", ".join(f"{name} {each * 1e3:.3g}" for name, each in self.seconds.items()),
+            f"chosen: {self.chosen}; medians of {self.rounds} alternating rounds",
         ]
 
 
 def median(values: Iterable[float]) -> float:
-    """Return the value in the middle; statistics has it too, and takes as long to import as the rest of this room."""
+    """Return the median, without importing statistics, which takes as long as importing the rest of this package."""
     ordered = sorted(values)
     middle = len(ordered) // 2
     return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 class Race:
-    """Times sides in turns, so that what disturbs the machine disturbs all of them."""
+    """Times sides in alternating rounds, so that disturbances of the machine affect all of them."""
 
     def __init__(self, device_type: str, sides: Mapping[str, "TimedSide"]) -> None:
         device = torch.get_device_module(device_type)
@@ -56,12 +54,12 @@ class Race:
         self.rounds: list[dict[str, float]] = []
 
     def run(self, advance: Callable[[str], None] = lambda _: None) -> "Race":
-        """Time all sides in each of several rounds; who is first changes."""
+        """Time all sides in each round, beginning with another one each time."""
         once = {name: max(self._time(side, 1), 1e-9) for name, side in self.sides.items()}
-        once = {name: min(once[name], self._time(side, 1)) for name, side in self.sides.items()}  # the first is slow
+        once = {name: min(once[name], self._time(side, 1)) for name, side in self.sides.items()}  # first calls are slow
         calls = {name: max(1, round(_SECONDS / seconds)) for name, seconds in once.items()}
         names = list(self.sides)
-        for turn in range(_ROUNDS if max(once.values()) < _SLOW else _ROUNDS_OF_THE_SLOW):
+        for turn in range(_ROUNDS if max(once.values()) < _SLOW else _SLOW_ROUNDS):
             first = turn % len(names)
             order = (*names[first:], *names[:first])
             self.rounds.append({name: self._time(self.sides[name], calls[name]) for name in order})
@@ -82,13 +80,13 @@ class Race:
         return median(each[side] for each in self.rounds)
 
     def ratio(self, side: str, to: str) -> float:
-        """Return the median over the rounds of how long a side takes, as a part of another."""
+        """Return the median over the rounds of the ratio of two sides."""
         return median(each[side] / each[to] for each in self.rounds)
 
 
 @dataclass(frozen=True)
 class TimedSide:
-    """A call of a model, in a region and under rules, or in neither."""
+    """A call of a model, in a region and under rules, or outside both."""
 
     model: nn.Module
     call: Callable[[], Any]
@@ -96,8 +94,8 @@ class TimedSide:
     rules: Policy
 
     @contextmanager
-    def prepared(self) -> Iterator[Side]:
-        """Yield what is timed; what comes before and after a program's calls is done before and after."""
+    def prepared(self) -> Iterator[Callable[[], object]]:
+        """Apply the rules for a block, and yield the function that is timed."""
         region, call = self.region, self.call
 
         def in_region() -> None:
@@ -113,8 +111,8 @@ class _Empty(nn.Module):
         return x
 
 
-def seconds_of_a_rule(device_type: str, dtype: torch.dtype) -> float:
-    """Return what it takes to run a module under a rule, besides what the module does."""
+def rule_overhead(device_type: str, dtype: torch.dtype) -> float:
+    """Return the seconds that a rule adds to a call of a module."""
     model, x, region = _Empty(), torch.zeros(()), autocast(device_type, dtype)
     rules = Policy(modules={"": "fp32"})
     sides = {
@@ -126,7 +124,7 @@ def seconds_of_a_rule(device_type: str, dtype: torch.dtype) -> float:
 
 
 class ModuleClock:
-    """A watcher that times the calls of modules, each without those of the modules that it calls."""
+    """A watcher that times the calls of modules, each without the modules that it calls."""
 
     def __init__(self, device_type: str) -> None:
         device = torch.get_device_module(device_type)
@@ -136,13 +134,13 @@ class ModuleClock:
         self._inside = [0.0]
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin to time a call."""
+        """Start timing a call."""
         self._synchronize()
         self._inside.append(0.0)
         self._open.append((module, time.perf_counter()))
 
     def leave(self, module: nn.Module, output: Any) -> None:
-        """Add what the call took."""
+        """Add the time of the call."""
         self._synchronize()
         end = time.perf_counter()
         started, inside = None, 0.0

@@ -1,4 +1,4 @@
-"""The tensors in what models take and return: in containers, dataclasses, and objects such as a key-value cache."""
+"""The tensors in inputs and outputs of models: in containers, dataclasses, and objects such as a key-value cache."""
 
 import copy
 from collections import deque
@@ -15,14 +15,14 @@ _T = TypeVar("_T")
 
 
 def tensors_in(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in a value, each with how it is reached: ``logits``, ``[0]``, ``cache.layers[1].keys``."""
+    """Yield the tensors in a value with their paths: ``logits``, ``[0]``, ``cache.layers[1].keys``."""
     for path, each in _walk(value, name, set()):
         if isinstance(each, torch.Tensor):
             yield path, each
 
 
 def _walk(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Yield a value and what is in it, each with how it is reached; what is reached in several ways is entered once."""
+    """Yield a value and the values in it with their paths. A value with several paths is entered once."""
     yield name, value
     if isinstance(value, torch.Tensor) or id(value) in seen:
         return
@@ -34,7 +34,7 @@ def _walk(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(value: Any, name: str) -> list[tuple[str, Any]] | None:
-    """Return what is in a container or an object, each with how it is reached; None of anything else."""
+    """Return the items of a container, or the attributes of an object, with their paths; None for other values."""
     if isinstance(value, Mapping):
         return [(_joined(name, key) if isinstance(key, str) else f"{name}[{key!r}]", value[key]) for key in value]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -50,7 +50,7 @@ def _parts(value: Any, name: str) -> list[tuple[str, Any]] | None:
 
 
 def _slots(cls: type) -> list[str]:
-    """Return the names of the attributes that a class and its bases have in ``__slots__``, which people write."""
+    """Return the names in the ``__slots__`` of a user's class and its bases."""
     if cls.__module__ == "builtins":
         return []
     slots = [vars(base).get("__slots__", ()) for base in cls.__mro__]
@@ -63,16 +63,16 @@ def _joined(name: str, key: str) -> str:
 
 
 class _Cloning(TorchFunctionMode):
-    """Has deepcopy take tensors that autograd made, which it refuses, and clone them without the rest of their storage.
+    """Lets deepcopy accept non-leaf tensors, and clones tensors without the rest of their storage.
 
     Args:
-        aliases: the ``id`` of those that overlap others, whose storage is copied instead, once for all of them.
+        aliases: the ids of tensors that overlap others; their storage is copied, once for all of them.
     """
 
     def __init__(self, aliases: Collection[int]) -> None:
         super().__init__()
         self._aliases = aliases
-        self._kept: list[torch.Tensor] = []
+        self._alive: list[torch.Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.Tensor.__deepcopy__:
@@ -81,22 +81,22 @@ class _Cloning(TorchFunctionMode):
         detached = tensor.detach()
         if id(tensor) not in self._aliases:
             return detached.clone().requires_grad_(tensor.requires_grad)
-        self._kept.append(detached)  # the memo knows it by its id
+        self._alive.append(detached)  # the memo has its id
         return func(detached, memo).requires_grad_(tensor.requires_grad)  # type: ignore[no-untyped-call]
 
 
 def copied(value: _T, model: torch.nn.Module) -> _T:
-    """Return a copy of a value, its tensors too; the modules of a model that are in it stay those of the model."""
+    """Return a deep copy of a value, in which modules of the model are not copied."""
     memo: dict[int, Any] = {id(module): module for module in model.modules()}
     with _Cloning(_aliases(value)):
         return copy.deepcopy(value, memo)
 
 
 def _aliases(value: object) -> set[int]:
-    """Return the ``id`` of the tensors in a value that overlap others in it."""
+    """Return the ids of the tensors in a value that overlap others in it."""
     by_storage: dict[int, dict[int, torch.Tensor]] = {}
     for _, tensor in tensors_in(value):
-        with suppress(NotImplementedError):  # of sparse tensors and some subclasses, which have no storage
+        with suppress(NotImplementedError):  # sparse tensors and some subclasses have no storage
             by_storage.setdefault(tensor.untyped_storage()._cdata, {})[id(tensor)] = tensor
     return {
         key
@@ -106,30 +106,27 @@ def _aliases(value: object) -> set[int]:
     }
 
 
-class State:
-    """Tells whether a value holds what it held, and its tensors are unwritten."""
+class Contents:
+    """The values in a value, and the versions of its tensors, for detecting writes."""
 
     def __init__(self, held: list[tuple[str, Any, int]]) -> None:
         self._held = held
 
     @classmethod
-    def of(cls, value: object) -> "State":
-        """Return what a value holds now: its containers, what is in them, and the versions of its tensors."""
-        return cls(
-            [
-                (path, each, _version(each) if isinstance(each, torch.Tensor) else 0)
-                for path, each in _walk(value, "", set())
-            ]
-        )
+    def of(cls, value: object) -> "Contents":
+        """Return the current contents of a value."""
+        held = _walk(value, "", set())
+        return cls([(path, each, version_of(each) if isinstance(each, torch.Tensor) else 0) for path, each in held])
 
-    def is_still_that_of(self, value: object) -> bool:
-        """Return whether nothing has been written to a value since."""
-        now = State.of(value)._held
-        return len(now) == len(self._held) and all(
-            one is two and (path, version) == (path_before, version_before)
+    def differ_from(self, value: object) -> bool:
+        """Return whether a value has been written to since."""
+        now = Contents.of(value)._held
+        return len(now) != len(self._held) or any(
+            one is not two or (path, version) != (path_before, version_before)
             for (path, one, version), (path_before, two, version_before) in zip(now, self._held, strict=True)
         )
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the version of a tensor; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polycast.precision.search import OutOfBudget, smallest_set
+from polycast.precision.minimal_set import OutOfBudget, minimal_set
 
 NAMES = [f"m{number}" for number in range(200)]
 
@@ -36,7 +36,7 @@ def needs(*culprits):
 def test_planted_culprits_are_found_and_nothing_else(size, data):
     names = NAMES[:size]
     culprits = data.draw(st.sets(st.sampled_from(names), max_size=5))
-    assert smallest_set(names, Asked(needs(*culprits))) == (tuple(n for n in names if n in culprits), True)
+    assert minimal_set(names, Asked(needs(*culprits))) == (tuple(n for n in names if n in culprits), True)
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_it_takes_a_bounded_number_of_questions(size, data):
     names = NAMES[:size]
     culprits = data.draw(st.sets(st.sampled_from(names), max_size=5))
     asked = Asked(needs(*culprits))
-    smallest_set(names, asked)
+    minimal_set(names, asked)
     prefix = max((names.index(each) + 1 for each in culprits), default=1)
     levels = math.ceil(math.log2(prefix)) + 2
     assert len(asked.answers) <= 2 * levels + 2 * (len(culprits) + 1) * levels
@@ -58,7 +58,7 @@ def test_of_several_ways_one_is_found_of_which_no_member_can_be_taken_out(ways):
     def is_enough(members):
         return any(members >= way for way in ways)
 
-    found = smallest_set(NAMES[:12], Asked(is_enough))
+    found = minimal_set(NAMES[:12], Asked(is_enough))
     members = frozenset(found.members)
     assert is_enough(members)
     assert not any(is_enough(members - {each}) for each in members)
@@ -70,7 +70,7 @@ def test_it_takes_nothing_for_granted_of_the_answers(seed, size):
     """Where more can be worse, what is found has been asked about, and so has each set with one member less."""
     names = NAMES[:size]
     asked = Asked(lambda members: len(members) == size or zlib.crc32(f"{seed} {sorted(members)}".encode()) % 3 == 0)
-    found = smallest_set(names, asked)
+    found = minimal_set(names, asked)
     assert found.is_minimal
     assert asked.answers[found.members]
     for name in found.members:
@@ -81,24 +81,24 @@ def test_it_takes_nothing_for_granted_of_the_answers(seed, size):
 @settings(max_examples=200, deadline=None)
 def test_a_budget_is_kept_and_what_is_found_within_it_is_enough(budget, culprits):
     asked = Asked(needs(*culprits), budget)
-    found = smallest_set(NAMES[:64], asked)
+    found = minimal_set(NAMES[:64], asked)
     assert len(asked.answers) <= budget
     assert asked.answers[found.members]
     assert found.is_minimal <= (set(found.members) == culprits)
 
 
 def test_where_not_even_all_are_enough_nothing_is_found():
-    assert smallest_set(NAMES, Asked(lambda members: False)) is None
+    assert minimal_set(NAMES, Asked(lambda members: False)) is None
 
 
 @pytest.mark.parametrize("budget", [0, 1])
 def test_without_a_budget_nothing_is_known(budget):
-    assert smallest_set(NAMES, Asked(needs("m1"), budget)) in (None, (tuple(NAMES), False))
+    assert minimal_set(NAMES, Asked(needs("m1"), budget)) in (None, (tuple(NAMES), False))
 
 
 def test_a_good_order_saves_questions():
     last, first = Asked(needs("m199")), Asked(needs("m0"))
-    smallest_set(NAMES, last)
-    smallest_set(NAMES, first)
+    minimal_set(NAMES, last)
+    minimal_set(NAMES, first)
     assert len(first.answers) == 3  # all, none, the first
     assert len(last.answers) < 40

@@ -1,4 +1,4 @@
-"""How far what a region computes is from what float32 computes."""
+"""Measure the numerical error of a region's tensors against float32's."""
 
 import math
 from collections.abc import Iterator
@@ -11,20 +11,20 @@ import torch
 from .values import tensors_in
 
 _CHUNK = 1 << 20
-"""How many elements are compared at once, in float64 and on the host, which is where every device can have float64."""
+"""The number of elements compared at once, in float64 on the host, because not every device supports float64."""
 
 
 @dataclass(frozen=True)
 class Error:
-    """How far something is from what it is in float32.
+    """The error of tensors against float32.
 
     Attributes:
         max: the largest absolute error.
-        relative: the L2 norm of the error, as a part of the L2 norm of the float32 values.
-        cosine: the cosine of the angle between the two; nan where an element is infinitely far off.
-        inf, nan: how many elements are inf or nan.
-        made: how many elements are inf or nan that are finite in float32. They are infinitely far off; what is the same
-            inf or nan in both is no error.
+        relative: the L2 norm of the error, relative to the L2 norm of the float32 values.
+        cosine: the cosine similarity; nan if the error of an element is infinite.
+        inf, nan: the numbers of inf and nan elements.
+        made: the number of inf or nan elements that are finite in float32. Their error is infinite; the same inf or nan
+            in both is no error.
     """
 
     max: float
@@ -35,17 +35,17 @@ class Error:
     made: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it for programs."""
+        """Return the error as plain data."""
         return {key: json_number(value) for key, value in asdict(self).items()}
 
 
 def json_number(value: float | int | None) -> float | int | str | None:
-    """Return a number as JSON can have it: what is not finite as text."""
+    """Return a number for JSON: inf and nan as text."""
     return value if value is None or math.isfinite(value) else str(value)
 
 
 class Sums:
-    """What the error of several tensors is made of."""
+    """The sums from which the error of several tensors is computed."""
 
     def __init__(self) -> None:
         self._max = self._error = self._reference = self._other = self._product = 0.0
@@ -53,9 +53,9 @@ class Sums:
 
     @classmethod
     def of(cls, reference: object, other: object) -> "Sums":
-        """Return what the error of the tensors in a value is made of.
+        """Return the sums of the tensors in a value.
 
-        What has no counterpart, or one of another shape, is infinitely far off.
+        The error of a tensor without a counterpart, or with one of another shape, is infinite.
         """
         sums = cls()
         for expected, got in zip_longest(_compared(reference), _compared(other)):
@@ -67,7 +67,7 @@ class Sums:
         return sums
 
     def add(self, other: "Sums") -> None:
-        """Add what others are made of."""
+        """Add the sums of other tensors."""
         highest = max(self._max, other._max)
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
@@ -75,7 +75,7 @@ class Sums:
 
     @property
     def made(self) -> int:
-        """How many elements are inf or nan that are finite in the reference."""
+        """The number of inf or nan elements that are finite in the reference."""
         return self._made
 
     def _add(self, reference: torch.Tensor, other: torch.Tensor) -> None:
@@ -98,7 +98,7 @@ class Sums:
         return self.relative_to(self)
 
     def relative_to(self, other: "Sums") -> float:
-        """Return the L2 norm of this error as a part of that of another's reference."""
+        """Return the L2 norm of this error relative to the reference of other sums."""
         if self._error == 0:
             return 0.0
         return math.sqrt(self._error / other._reference) if other._reference else math.inf
@@ -116,25 +116,25 @@ class Sums:
 
 
 def relative_error(output: object, reference: object) -> float:
-    """Return the relative L2 error of an output, over all floating-point tensors in it: the metric where none is given.
+    """Return the relative L2 error over all floating-point tensors in an output: the default metric.
 
-    An element that is inf or nan in one of the two only is infinitely far off.
+    The error of an element that is inf or nan in only one of the two is infinite.
     """
     return Sums.of(reference, output).relative
 
 
 def has_floats(value: object) -> bool:
-    """Return whether there is anything to compare in a value."""
+    """Return whether a value contains floating-point or complex tensors."""
     return next(_compared(value), None) is not None
 
 
 def is_finite(value: object) -> bool:
-    """Say whether no element of the tensors in a value is inf or nan."""
+    """Return whether all elements of the tensors in a value are finite."""
     return all(bool(chunk.isfinite().all()) for tensor in _compared(value) for chunk in _chunks(tensor))
 
 
 class NonFinite(NamedTuple):
-    """How many elements of floating-point tensors are inf or nan."""
+    """The numbers of inf and nan elements in floating-point tensors."""
 
     inf: int
     nan: int
@@ -142,7 +142,7 @@ class NonFinite(NamedTuple):
 
     @classmethod
     def of(cls, value: object) -> "NonFinite":
-        """Count those in the tensors in a value."""
+        """Count the elements of the tensors in a value."""
         inf = nan = elements = 0
         for tensor in _compared(value):
             elements += tensor.numel()
@@ -157,9 +157,9 @@ class NonFinite(NamedTuple):
         return self.inf + self.nan == self.elements > 0
 
     def warning(self, consequence: str) -> str:
-        """Return what to say of the output of a reference."""
+        """Return a warning about the output of the reference."""
         counts = " and ".join(f"{count} {what}" for count, what in ((self.inf, "inf"), (self.nan, "nan")) if count)
-        none = ", and none that is finite" if self.are_all else ""
+        none = ", and no finite one" if self.are_all else ""
         return (
             f"float32's own output has {counts} among its {self.elements} elements{none}: {consequence}. "
             "polycast.observe() names the op that makes the first of them."

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import polycast
-from polycast.precision import errors
+from polycast.precision import numerics
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +126,7 @@ def test_an_interrupt_ends_both_runs(monkeypatch):
         seen.append(value)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("polycast.precision.compare.is_finite", interrupted)
+    monkeypatch.setattr("polycast.precision.record.is_finite", interrupted)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with torch.no_grad():
         model[0].weight.fill_(1e6)
@@ -145,7 +145,7 @@ def test_a_forward_that_writes_to_parameters_is_refused():
 def test_no_more_than_one_modules_outputs_are_kept(monkeypatch):
     """Beside what the two runs hold, that is: in a chain, the input and the output of one layer each."""
     alive, most = weakref.WeakSet(), []
-    measured = errors.Sums.of.__func__
+    measured = numerics.Sums.of.__func__
 
     def of(cls, reference, other):
         most.append(len(alive))
@@ -157,7 +157,7 @@ def test_no_more_than_one_modules_outputs_are_kept(monkeypatch):
             alive.add(output)
             return output
 
-    monkeypatch.setattr(errors.Sums, "of", classmethod(of))
+    monkeypatch.setattr(numerics.Sums, "of", classmethod(of))
     polycast.compare(nn.Sequential(*(Noted(4, 4) for _ in range(20))), torch.randn(2, 4), "cpu")
     assert max(most) <= 5
 

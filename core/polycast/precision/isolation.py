@@ -1,0 +1,162 @@
+"""Run a model without side effects: its forward writes to copies.
+
+What a forward can write, and how it is undone:
+
+- buffers and attributes that are tensors: the model runs on clones, and the originals are put back;
+- other attributes, such as counters: restored;
+- arguments: the model receives copies (see ``calls.py``);
+- random number generators: restored;
+- gradients: not recorded;
+- parameters: a forward that writes to them is refused, because clones of all would double the model's memory. Changes
+  inside of lists or objects that a module holds are not detected.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from ..region.capture import Snapshot
+from .values import version_of
+
+_ABSENT: Any = object()
+Values = list[Any]
+
+
+class Slot(NamedTuple):
+    """An attribute or a buffer of a module: one of its dicts, and the key."""
+
+    owner: dict[str, Any]
+    key: str
+
+    def get(self) -> Any:
+        """Return the value, or a marker of its absence."""
+        return self.owner.get(self.key, _ABSENT)
+
+    def put(self, value: Any) -> None:
+        """Set what :meth:`get` has returned."""
+        if value is not _ABSENT:
+            self.owner[self.key] = value
+        else:
+            self.owner.pop(self.key, None)
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Run a block outside of the caller's regions, without gradients.
+
+    It also leaves ``inference_mode``: tensors made in it have no versions, so that writes to them are not detected, and
+    other threads, which are not in it, may not write to them.
+    """
+    with torch.inference_mode(False), torch.no_grad(), Snapshot(()).apply():
+        yield
+
+
+class ModelState:
+    """The attributes and buffers of a model that its forward writes."""
+
+    def __init__(self, slots: list[Slot]) -> None:
+        self._slots = slots
+
+    def current(self) -> Values:
+        """Return the current values."""
+        return [slot.get() for slot in self._slots]
+
+    def cloned(self) -> Values:
+        """Return the current values, tensors as clones."""
+        clones: dict[int, Any] = {}
+        return [_clone(slot.get(), clones) for slot in self._slots]
+
+    def put(self, values: Values) -> None:
+        """Set all values."""
+        for slot, value in zip(self._slots, values, strict=True):
+            slot.put(value)
+
+    @contextmanager
+    def on_clones(self) -> Iterator[None]:
+        """Run a block on clones of the current values."""
+        before = self.current()
+        self.put(self.cloned())
+        try:
+            yield
+        finally:
+            self.put(before)
+
+
+def find_writes(model: torch.nn.Module, run: Callable[[], Any]) -> tuple[Any, ModelState]:
+    """Call a function that calls a model, undo what it writes, and return its result and the written state.
+
+    Raises:
+        RuntimeError: the model writes to its parameters.
+    """
+    dicts = [owner for module in model.modules() for owner in (vars(module), vars(module).get("_buffers"))]
+    before = [(owner, dict(owner)) for owner in dicts if type(owner) is dict]
+    parameters = [(name, parameter, version_of(parameter)) for name, parameter in model.named_parameters()]
+    tensors = [Slot(owner, key) for owner, values in before for key, value in values.items() if _is_tensor(value)]
+    originals, clones = [slot.get() for slot in tensors], dict[int, Any]()
+    for slot in tensors:
+        slot.put(_clone(slot.get(), clones))
+    cloned = [(slot, slot.get(), original) for slot, original in zip(tensors, originals, strict=True)]
+    try:
+        result = run()
+        # Compare values, because not every kernel that writes increments the version: batch norm's does not.
+        slots = [slot for slot, clone, value in cloned if slot.get() is not clone or not torch.equal(clone, value)]
+        tensors_at = {(id(slot.owner), slot.key) for slot in tensors}
+        for owner, values in before:
+            for key in {**values, **owner}:
+                is_other = owner.get(key, _ABSENT) is not values.get(key, _ABSENT)
+                if is_other and (id(owner), key) not in tensors_at:
+                    slots.append(Slot(owner, key))
+    finally:
+        for owner, values in before:
+            for key in [key for key in owner if key not in values]:
+                del owner[key]
+            for key, value in values.items():
+                if owner.get(key, _ABSENT) is not value:
+                    owner[key] = value
+    for name, parameter, version in parameters:
+        if version_of(parameter) != version:
+            raise RuntimeError(
+                f"the model's forward writes to its parameter {name!r} (as nn.Embedding does with max_norm), so runs "
+                "differ from each other. Remove the write, or run the model on a copy."
+            )
+    return result, ModelState(slots)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+
+
+def _clone(value: Any, clones: dict[int, Any]) -> Any:
+    if not _is_tensor(value):
+        return value
+    if id(value) not in clones:
+        clones[id(value)] = value.detach().clone()
+    return clones[id(value)]
+
+
+class RandomState:
+    """The random number generators that a model on a device draws from."""
+
+    def __init__(self, device_type: str) -> None:
+        device = torch.get_device_module(device_type)
+        self._modules = [torch.random, *([device] if hasattr(device, "get_rng_state") else [])]
+
+    def get(self) -> list[torch.Tensor]:
+        """Return the current states."""
+        return [module.get_rng_state() for module in self._modules]
+
+    def set(self, states: list[torch.Tensor]) -> None:
+        """Set the states."""
+        for module, state in zip(self._modules, states, strict=True):
+            module.set_rng_state(state)
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Restore the current states after a block."""
+        before = self.get()
+        try:
+            yield
+        finally:
+            self.set(before)

@@ -1,0 +1,102 @@
+"""Profile a model in one float32 run: the modules it calls, and the state and arguments that it writes."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .calls import Call
+from .hooks import in_this_thread, watched
+from .isolation import ModelState, RandomState, find_writes, isolated
+from .values import Contents
+
+
+@dataclass
+class ModuleProfile:
+    """A module that the model calls.
+
+    Attributes:
+        name: its first name in the model; empty for the model itself.
+        order: the number of calls before its first call.
+        calls: the number of its calls.
+        writes_arguments: whether it writes to its arguments.
+        has_parameters: whether it, or a module in it, has parameters.
+        callers: the names of the modules that call it; None for the caller of the model.
+    """
+
+    name: str
+    order: int
+    has_parameters: bool
+    calls: int = 0
+    writes_arguments: bool = False
+    callers: set[str | None] = field(default_factory=set)
+
+
+@dataclass
+class Profile:
+    """The result of a profiling run.
+
+    Attributes:
+        modules: the modules that are called, in the order of their first calls.
+        calls: the number of all calls.
+        state: the state that the forward writes.
+    """
+
+    modules: dict[torch.nn.Module, ModuleProfile] = field(default_factory=dict)
+    calls: int = 0
+    state: ModelState = field(default_factory=lambda: ModelState([]))
+
+    def by_name(self) -> dict[str, ModuleProfile]:
+        """Return the modules by name, in the order of their first calls."""
+        return {module.name: module for module in self.modules.values()}
+
+
+class _Profiler:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.profile = Profile()
+        self._names = {module: name for name, module in model.named_modules()}
+        self._open: list[tuple[torch.nn.Module, Any, Contents]] = []
+
+    def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        profile = self.profile
+        called = profile.modules.get(module)
+        if called is None:
+            has_parameters = next(module.parameters(), None) is not None
+            called = ModuleProfile(self._names[module], profile.calls, has_parameters)
+            profile.modules[module] = called
+        called.calls += 1
+        profile.calls += 1
+        called.callers.add(profile.modules[self._open[-1][0]].name if self._open else None)
+        arguments = (args, kwargs)
+        self._open.append((module, arguments, Contents.of(arguments)))
+
+    def leave(self, module: torch.nn.Module, output: Any) -> None:
+        while True:
+            last, arguments, contents = self._open.pop()
+            if last is module:
+                break
+        if contents.differ_from(arguments):
+            self.profile.modules[module].writes_arguments = True
+
+
+def profile_run(model: torch.nn.Module, call: Call, device_type: str) -> tuple[Profile, Any]:
+    """Run a model once in float32, outside all regions and without side effects; return its profile and its output.
+
+    Raises:
+        TypeError: the model is a ScriptModule.
+        RuntimeError: its forward writes to its parameters.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            "the model is a ScriptModule, whose calls of modules are not visible to Python. Use the model that it was "
+            "scripted from, or wrap it in a module."
+        )
+    profiler = _Profiler(model)
+
+    def run() -> Any:
+        with watched(model, in_this_thread(profiler)):
+            return call.of_model(model)
+
+    with isolated(), RandomState(device_type).preserved():
+        output, profiler.profile.state = find_writes(model, run)
+    return profiler.profile, output

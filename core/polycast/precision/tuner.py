@@ -1,0 +1,258 @@
+"""The search of ``tune``."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import warn_user
+from ..policy.recipe import Recipe
+from ..region.autocast import autocast
+from ..region.module_rules import apply_policy
+from .calls import Call
+from .candidates import Modules, Ops, ops_seen
+from .compare import compared
+from .evidence import Evidence, Tuned, machine
+from .failures import may_come_from_policy, short_text
+from .fastest import PLAIN_REGION, Stopwatch, pick_fastest
+from .hooks import uncompiled
+from .isolation import RandomState, isolated
+from .minimal_set import NO_POLICY, Candidates, Choice, OutOfBudget, minimal_choice
+from .numerics import NonFinite, has_floats, relative_error
+from .profiling_run import profile_run
+from .progress import progress
+from .state_file import StateFile
+from .timing import Timings
+from .trials import Trial, Trials, distance_of
+
+Metric = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of ``tune``, apart from the model and its inputs.
+
+    Attributes:
+        metric: the metric; None for the relative L2 error.
+        metric_name: its name, with a digest of its code.
+        region: the region, with the recipe if there is one.
+        tolerance, over, objective, recipe: as given.
+    """
+
+    metric: Metric | None
+    metric_name: str
+    region: autocast
+    tolerance: float
+    over: str
+    objective: str
+    recipe: Recipe | None
+
+
+class _Found(NamedTuple):
+    choice: Choice
+    met: bool
+    is_minimal: bool
+    reason: str
+
+
+class Tuner:
+    """Searches a policy for a model."""
+
+    def __init__(self, model: torch.nn.Module, call: Call, settings: Settings) -> None:
+        """Profile the model and find the candidates.
+
+        Raises:
+            ValueError: there is no metric, and nothing to compare in the output.
+        """
+        self._model, self._call, self._settings = model, call, settings
+        region = settings.region
+        self._region, self._metric = region, settings.metric or relative_error
+        self._fast = None if settings.recipe is None else autocast(region.device, region.fast_dtype)
+        self._generators = RandomState(region.device)
+        self._profile, self._reference = profile_run(model, call, region.device)
+        self._check_reference()
+        self._kinds: Modules | Ops
+        if settings.over == "modules":
+            self._kinds = Modules(self._profile, region.fast_dtype, settings.recipe)
+            self.names = list(self._profile.by_name())
+        else:
+            self._kinds = Ops(settings.recipe)
+            with self._without_side_effects():
+                self.names = ops_seen(model, call, self._fast or region)
+
+    def _check_reference(self) -> None:
+        has_metric = self._settings.metric is not None
+        if not has_metric and not has_floats(self._reference):
+            raise ValueError(
+                f"the model returned no floating-point tensor, but {type(self._reference).__name__}, which the default "
+                "metric cannot compare. Pass one: metric(output, reference)."
+            )
+        nonfinite = NonFinite.of(self._reference)
+        if nonfinite.are_all and not has_metric:
+            raise ValueError(nonfinite.warning("the output of a region cannot be compared with it"))
+        if nonfinite.inf or nonfinite.nan:
+            ignores = "the default metric ignores elements that are the same inf or nan in the region"
+            warn_user(nonfinite.warning("metric must handle them" if has_metric else ignores))
+
+    @contextmanager
+    def _without_side_effects(self) -> Iterator[None]:
+        """Run a block that calls the model: outside the caller's regions, without gradients or side effects."""
+        with isolated(), self._generators.preserved(), self._profile.state.on_clones():
+            yield
+
+    def run(self, budget: int, file: StateFile | None) -> Tuned:
+        """Search, and return the policy and its evidence."""
+        with progress("tuning", None) as advance:
+
+            def evaluate(choice: Choice) -> Trial:
+                trial = self._evaluate(choice)
+                if file is not None:
+                    file.note_evaluation()
+                kept = f", {len(choice.kept)} kept" if self._settings.recipe is not None else ""
+                advance(f"{len(choice.members)} in float32{kept}: {trial.distance:.3g}")
+                return trial
+
+            def evaluate_and_save(choice: Choice) -> Trial:
+                trial = evaluate(choice)
+                if file is not None:
+                    file.add(trial)
+                return trial
+
+            if file is not None:
+                file.check_names(self.names, self._settings.over)
+                file.check_again(NO_POLICY, evaluate)
+            candidates = Candidates(self._order(file), self._kinds.can_leave_recipe)
+            trials = Trials(evaluate_and_save, budget, None if file is None else file.trials)
+            found = self._minimal(candidates, trials)
+            timings = None
+            if self._settings.objective == "time" and found.met:
+                found, timings = self._fastest(candidates, trials, found, advance)
+        return self._tuned(candidates, found, trials, timings, budget)
+
+    def _order(self, file: StateFile | None) -> list[str]:
+        if file is not None and file.order is not None:
+            return file.order
+        order = self._propose()
+        if file is not None:
+            file.set_order(order)
+        return order
+
+    def _propose(self) -> list[str]:
+        """Return the candidates, those that add most to the error first."""
+        if self._settings.over == "ops":
+            return self.names
+        try:
+            return [module.name for module in compared(self._model, self._call, self._region, self._profile).modules]
+        except Exception as error:
+            if not may_come_from_policy(error):
+                raise
+            return self.names  # the model cannot run in the region without a policy
+
+    def _evaluate(self, choice: Choice) -> Trial:
+        with self._without_side_effects():
+            with uncompiled(), apply_policy(self._model, self._kinds.policy(choice)):
+                try:
+                    with self._region:
+                        output = self._call.of_model(self._model)
+                except Exception as error:
+                    if not may_come_from_policy(error):
+                        raise
+                    return Trial(choice.members, math.inf, short_text(error), choice.kept)
+            distance = distance_of(self._metric(output, self._reference))
+            return Trial(choice.members, distance, kept=choice.kept)
+
+    def _minimal(self, candidates: Candidates, trials: Trials) -> _Found:
+        everything = Choice(candidates.order)
+        trials.of(NO_POLICY)
+        trials.of(everything)
+        found = minimal_choice(candidates, lambda choice: trials.of(choice).distance <= self._settings.tolerance)
+        if found is None:
+            best = min(trials.made.values(), key=lambda trial: (trial.distance, len(trial.members), len(trial.kept)))
+            return _Found(best.choice, False, False, self._why_not_met(trials.of(everything)))
+        reason = "" if found.is_minimal else f"the budget was spent after {len(trials.made)} evaluations"
+        return _Found(found.choice, True, found.is_minimal, reason)
+
+    def _why_not_met(self, everything: Trial) -> str:
+        with self._without_side_effects():
+            if everything.error:  # raised here too if it does not come from a policy
+                with uncompiled():
+                    self._call.of_model(self._model)
+            itself = distance_of(self._metric(self._reference, self._reference))
+        if math.isinf(itself):
+            return "no policy keeps the tolerance: the metric of float32's own output and itself is not finite"
+        with_all = f"no policy keeps the tolerance: with all {self._settings.over} in float32"
+        if everything.error:
+            return f"{with_all} the model raises: {everything.error}"
+        return f"{with_all} the distance is {everything.distance:.3g}"
+
+    def _fastest(
+        self, candidates: Candidates, trials: Trials, found: _Found, advance: Callable[[str], None]
+    ) -> tuple[_Found, Timings]:
+        """Return the fastest of the proposed choices that keep the tolerance, and the timings."""
+        has_recipe, over = self._settings.recipe is not None, self._settings.over
+        with self._without_side_effects():
+            watch = Stopwatch(self._model, self._call, self._region, self._profile, self._fast)
+            proposed = {PLAIN_REGION: NO_POLICY, "all in float32": Choice(candidates.order)}
+            if has_recipe:
+                proposed["all in the fast dtype"] = candidates.all_fast()
+            proposed["the minimal set out of the recipe" if has_recipe else "the minimal set in float32"] = found.choice
+            if over == "modules":
+                fastest = watch.fastest_modules(found.choice)
+            else:
+                fastest = watch.fastest_ops(self._tried_ops(candidates), found.choice, self._kinds.policy)
+            proposed[f"the fastest precision of each of the {over}"] = candidates.choice(fastest.members, fastest.kept)
+            sides: dict[str, Choice] = {}
+            for side, choice in proposed.items():
+                if choice not in sides.values() and self._keeps_tolerance(trials, choice):
+                    sides[side] = choice
+            policies = {side: self._kinds.policy(choice) for side, choice in sides.items()}
+            timings = pick_fastest(watch.race(policies, advance), list(sides))
+        return _Found(sides[timings.chosen], True, False, found.reason), timings
+
+    def _tried_ops(self, candidates: Candidates) -> dict[str, list[Choice]]:
+        """Return by op the choices with this op alone."""
+        can_leave = self._kinds.can_leave_recipe
+        return {op: [*([Choice(kept=(op,))] if can_leave(op) else []), Choice((op,))] for op in candidates.order}
+
+    def _keeps_tolerance(self, trials: Trials, choice: Choice) -> bool:
+        try:
+            return trials.of(choice).distance <= self._settings.tolerance
+        except OutOfBudget:
+            return False
+
+    def _tuned(
+        self, candidates: Candidates, found: _Found, trials: Trials, timings: Timings | None, budget: int
+    ) -> Tuned:
+        settings = self._settings
+        all_fast = None if settings.recipe is None else trials.made.get(candidates.all_fast())
+        evidence = Evidence(
+            model=type(self._model).__qualname__,
+            device_type=self._region.device,
+            dtype=self._region.fast_dtype,
+            inputs=str(self._call),
+            over=settings.over,
+            objective=settings.objective,
+            metric=settings.metric_name,
+            tolerance=settings.tolerance,
+            budget=budget,
+            members=found.choice.members,
+            candidates=len(self.names),
+            distance=trials.of(found.choice).distance,
+            plain=trials.of(NO_POLICY).distance,
+            met=found.met,
+            is_minimal=found.is_minimal,
+            reason=found.reason,
+            trials=tuple(trials.made.values()),
+            timings=timings,
+            machine=MappingProxyType(machine(self._region.device)),
+            recipe=settings.recipe,
+            kept=found.choice.kept,
+            fast=None if all_fast is None else all_fast.distance,
+        )
+        if not found.met:
+            warn_user(f"{found.reason}. The closest that was found has the distance {evidence.distance:.3g}.")
+        return Tuned(self._kinds.policy(found.choice, evidence.name()), evidence)
