@@ -133,7 +133,7 @@ def test_where_the_tolerance_is_not_met_the_status_says_so(run):
     result = run("script.py:with_metric", "--tolerance", "0.5")
     assert result.exit_code == 1
     assert result.stderr == (
-        "polycast: no policy keeps the tolerance: with all modules in float32 the output is 1 off. The closest "
+        "polycast: no policy keeps the tolerance: with all modules in float32 the distance is 1. The closest "
         "policy is written.\n"
     )
     assert "NOT within the tolerance of 0.5" in result.stdout

@@ -1,4 +1,4 @@
-"""What the tests of this folder run in two processes on gloo; process 0 writes what each case gave, as JSON."""
+"""Cases that the tests of this folder run in two processes on gloo; process 0 writes the results as JSON."""
 
 import contextlib
 import functools
@@ -28,7 +28,7 @@ case(recomputed_with_policies)
 
 
 class Child(nn.Module):
-    """A Linear in a module; remembers the dtype of what it is given."""
+    """A Linear in a module that records the dtype of its input."""
 
     def __init__(self, label, seen):
         super().__init__()
@@ -44,7 +44,7 @@ class Child(nn.Module):
 
 
 class Pair(nn.Module):
-    """Two children, one after the other; remembers the dtypes of what it and they are given."""
+    """Two children in sequence; records the dtypes of all inputs."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ for flags in [(units, root, each) for units in SHARDED for root in (True, False)
 
 @case
 def root_switch_of_nested_units():
-    """A unit that is run alone is its own root; in a larger one with mixed precision it is not."""
+    """A unit that runs alone is its own root, but not inside a larger one with mixed precision."""
     precision = MixedPrecision(torch.float16, cast_forward_inputs=False)
     model = Pair()
     for unit in (model.c1, model.c2):
@@ -95,13 +95,13 @@ def root_switch_of_nested_units():
         fully_shard(unit, mixed_precision=precision)
     fully_shard(outer)
     outer(torch.ones(2, 100)).sum().backward()
-    # Of the units with mixed precision the pair is the outermost; its child is given what its other child makes.
+    # The pair is the outermost unit with mixed precision; its second child receives the output of the first.
     return [model.seen, outer[1].seen, name(outer[0].weight.grad.dtype)]
 
 
 @case
 def registered_methods():
-    """What a method that is registered as a forward is given, by FSDP's own policy and by ours."""
+    """Return the dtypes that a method registered as a forward receives, with FSDP's own policy and with ours."""
     given = []
     for of_units in (True, False):
         theirs = {"mp_policy": fsdp.MixedPrecisionPolicy(torch.float16, cast_forward_inputs=of_units)}
@@ -129,7 +129,7 @@ def registered_method_of_the_root():
 
 @case
 def recomputed():
-    """What a unit that is checkpointed is given in forward, and again in backward, by FSDP's own policy and by ours."""
+    """Return the dtypes that a checkpointed unit receives in forward and in backward, with FSDP's policy and ours."""
     runs = []
     theirs = {"mp_policy": fsdp.MixedPrecisionPolicy(torch.float16)}
     for shard, options in [
@@ -144,7 +144,7 @@ def recomputed():
             fsdp.fully_shard(model)
             x = torch.ones(2, 100, requires_grad=True)
             y = torch.utils.checkpoint.checkpoint(model[0], x, use_reentrant=reentrant)
-            with contextlib.suppress(torch.utils.checkpoint.CheckpointError):  # where it is given another dtype
+            with contextlib.suppress(torch.utils.checkpoint.CheckpointError):  # if it receives another dtype
                 y.sum().backward()
             runs.append(given)
     return runs
@@ -152,7 +152,7 @@ def recomputed():
 
 @case
 def rules_for_modules():
-    """Return what the modules of sharded and of replicated models compute in under rules, and after them."""
+    """Return the dtypes of the modules of sharded and replicated models under rules, and after their removal."""
 
     def seen(wrap):
         model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
@@ -224,7 +224,7 @@ def bad_input():
 
 @case
 def own_parameters():
-    """What a root without the switch for roots is given: with c1 for its own parameters, and with none."""
+    """Return the input dtypes of a root without the switch for roots: with parameters of its own, and without."""
     seen = []
     for units in (["c2"], ["c1", "c2"]):
         model = Pair()
@@ -238,7 +238,7 @@ def own_parameters():
 
 @case
 def freed():
-    """After a reshard no memory of the gathered weights is left, and no cast of them is kept."""
+    """After a reshard the gathered weights have no memory, and no cached casts."""
     cache = polycast.WeightCache()
     model = sharded(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))
     gathered = []
@@ -250,7 +250,7 @@ def freed():
 
 @case
 def gathered_again():
-    """The memory of a large weight is given back to the system, which gives the same addresses again."""
+    """The memory of a large weight is freed, and the system may allocate the same addresses again."""
     return sums_of_gathered("none")
 
 
@@ -274,7 +274,7 @@ def sums_of_gathered(recipe):
 
 @case
 def others_are_kept():
-    """A process group alone does not stop weights that nobody gathers from being kept."""
+    """With a process group, casts of weights that are not gathered are cached."""
     cache, model = polycast.WeightCache(), nn.Linear(4, 4)
     for _ in range(2):
         with torch.no_grad(), polycast.autocast("cpu", cache=cache):
@@ -283,7 +283,7 @@ def others_are_kept():
 
 
 def collected(write):
-    """Whether each rank computes with what a collective wrote into a weight, in a region and through a cache."""
+    """Return the number of stale results after collectives wrote into a weight, in regions with and without a cache."""
     rank = distributed.get_rank()
     weight, cache = nn.Parameter(torch.full((4, 4), 1.0 + rank)), polycast.WeightCache()
     x, right = torch.ones(2, 4), []
@@ -339,4 +339,4 @@ if __name__ == "__main__":
         with open(sys.argv[1], "w", encoding="utf-8") as file:
             json.dump(results, file)
     distributed.destroy_process_group()
-    gc.collect()  # sharded models are in cycles, and torch aborts where they outlive the interpreter
+    gc.collect()  # sharded models are in cycles, and torch aborts if they outlive the interpreter

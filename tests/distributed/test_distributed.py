@@ -1,4 +1,4 @@
-"""FSDP2 and DDP in two processes: the dtypes of units, regions in them, and what is kept of weights."""
+"""FSDP2 and DDP in two processes: the dtypes of units, regions in them, and cached casts of weights."""
 
 import inspect
 import json
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def torchrun(*command, engine="reference"):
-    """Run a script in two processes, which find each other at a free port."""
+    """Run a script in two processes, which meet at a free port."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "POLYCAST_ENGINE": engine}
     done = subprocess.run([*launcher, *command], env=environment, capture_output=True, text=True, timeout=300)
@@ -36,7 +36,7 @@ def torchrun(*command, engine="reference"):
 
 @pytest.fixture(scope="module", params=["native", "reference"])
 def results(request, tmp_path_factory):
-    """What the cases of cases.py gave, each engine's once."""
+    """Return the results of cases.py, run once per engine."""
     path = tmp_path_factory.mktemp("distributed") / "results.json"
     torchrun(str(HERE / "cases.py"), str(path), engine=request.param)
     return json.loads(path.read_text(encoding="utf-8"))
@@ -57,7 +57,7 @@ HALF, FULL = "float16", "float32"
         ("c2 model*", False, True, [FULL, FULL, HALF], None),
         ("c2 c1 model", False, False, [FULL, FULL], MISMATCH),
         ("c2 model*", False, False, [FULL, FULL, FULL], MISMATCH),
-        # and where the model is no unit, or is the only one without mixed precision
+        # the model is not a unit, or the only unit without mixed precision
         ("c2", True, True, [FULL, FULL, HALF], None),
         ("c2", True, False, [FULL, FULL, HALF], None),
         ("c2", False, True, [FULL, FULL, HALF], None),
@@ -66,7 +66,7 @@ HALF, FULL = "float16", "float32"
         ("c1 c2 model*", False, False, [FULL, FULL], MISMATCH),
     ],
 )
-def test_the_switches_say_which_units_cast_their_inputs(results, units, of_root, of_units, seen, error):
+def test_the_switches_decide_which_units_cast_their_inputs(results, units, of_root, of_units, seen, error):
     result = results[f"inputs {units} {of_root} {of_units}"]
     assert result["seen"] == dict(zip(["root", "c1", "c2"], seen, strict=False))
     if error is None:
@@ -75,20 +75,20 @@ def test_the_switches_say_which_units_cast_their_inputs(results, units, of_root,
         assert result["error"].startswith(error)
 
 
-def test_the_root_of_the_switch_is_the_outermost_unit_with_mixed_precision_that_is_run(results):
+def test_the_root_is_the_outermost_unit_with_mixed_precision_that_runs(results):
     alone, inside, outer = results["root_switch_of_nested_units"]
     assert alone == {"c2": HALF}
     assert inside == {"root": HALF, "c1": HALF, "c2": HALF}
     assert outer == FULL
 
 
-def test_methods_that_are_registered_as_forwards_are_given_what_torchs_are(results):
+def test_methods_registered_as_forwards_receive_the_same_as_with_torchs_policy(results):
     cast, theirs_uncast = [[HALF, HALF], HALF], [[HALF, FULL], HALF]
     assert results["registered_methods"] == [cast, cast, theirs_uncast, theirs_uncast]
     assert results["registered_method_of_the_root"] == [[HALF, HALF], HALF, FULL]
 
 
-def test_a_checkpointed_unit_is_given_the_same_when_it_is_recomputed(results):
+def test_a_checkpointed_unit_receives_the_same_when_it_is_recomputed(results):
     *theirs, reentrant, not_reentrant = results["recomputed"]
     assert theirs == [reentrant, not_reentrant]
     assert reentrant == [HALF, HALF]
@@ -99,14 +99,14 @@ def test_a_checkpointed_unit_is_given_the_same_when_it_is_recomputed(results):
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-def test_a_checkpoint_under_it_is_recomputed_with_the_policies_of_the_forward(results, wrap):
+def test_a_checkpoint_is_recomputed_with_the_policies_of_the_forward(results, wrap):
     result = results["recomputed_with_policies"][wrap]
     assert (result["same"], result["dtypes"]) == (True, 3 * [[FULL]])
     plain, *checkpointed = result["runs"]
     assert min(checkpointed) > plain == 3
 
 
-def test_none_is_the_default_dtype_of_the_backend_and_reduces_in_float32(results):
+def test_the_defaults_are_the_dtype_of_the_backend_and_float32_for_reductions(results):
     assert results["defaults"] == ["bfloat16", FULL, FULL, FULL]
 
 
@@ -118,11 +118,11 @@ def test_without_mixed_precision_the_region_decides(results):
     assert results["none_leaves_it_to_the_region"] == ["bfloat16", FULL]
 
 
-def test_a_unit_with_parameters_of_its_own_casts_its_inputs_and_one_without_does_not(results):
+def test_only_a_unit_with_parameters_of_its_own_casts_its_inputs(results):
     assert results["own_parameters"] == [HALF, FULL]
 
 
-def test_bad_input_leaves_the_module_as_it_was(results):
+def test_invalid_arguments_leave_the_module_unchanged(results):
     assert results["bad_input"] == {
         "policy": [
             "TypeError",
@@ -149,26 +149,26 @@ def test_training_is_bit_for_bit_the_same_with_cached_casts(results, wrap):
     assert result["losses"] == sorted(result["losses"], reverse=True)
 
 
-def test_casts_are_kept_under_ddp_and_none_of_a_gathered_weight(results):
+def test_casts_are_cached_under_ddp_but_not_of_gathered_weights(results):
     assert [results["training"][wrap]["kept"] for wrap in ("ddp", "fsdp2")] == [[4, 4, 4], [0, 0, 0]]
 
 
-def test_a_shard_frees_its_gathered_weights_and_no_cast_of_them_is_kept(results):
+def test_a_shard_frees_its_gathered_weights_and_no_cast_of_them_is_cached(results):
     assert results["freed"] == ["Parameter", 0, 0]
 
 
 @pytest.mark.parametrize("case", ["gathered_again", "gathered_again_in_int8"])
 def test_a_weight_gathered_again_into_the_same_memory_is_cast_again(results, case):
-    """Whether it is the same memory is the system's choice; in some of so many rounds it is."""
+    """Whether it is the same memory depends on the system; it is in some of the many rounds."""
     assert results[case] == 2 * [[1024.0 * value for value in range(40)]]
 
 
-def test_weights_that_nobody_gathers_are_kept_beside_a_process_group(results):
+def test_other_weights_are_cached_with_a_process_group(results):
     assert results["others_are_kept"] == [2, 2]
 
 
 @pytest.mark.parametrize("collective", ["broadcast", "all_reduce", "all_reduce async", "recv", "all_gather", "scatter"])
-def test_what_a_collective_writes_into_a_weight_is_seen(results, collective):
+def test_writes_of_collectives_into_weights_are_detected(results, collective):
     assert results[f"collected {collective}"] == 0
 
 
@@ -218,7 +218,7 @@ def test_the_example_learns_the_digits_in_two_processes():
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
-def test_rules_for_modules_hold_in_models_of_several_processes(results, kind):
+def test_rules_for_modules_apply_in_distributed_models(results, kind):
     outputs, names = results["rules_for_modules"][kind]
     fast = "bfloat16"
     assert outputs == [fast, FULL, FULL, fast, fast, fast]

@@ -32,19 +32,19 @@ def reduce_another():
 
 @pytest.mark.parametrize("then", [enter_a_region, reduce_another])
 @pytest.mark.usefixtures("engine")
-def test_the_memory_of_a_collective_is_given_back_after_it(then):
-    enter_a_region()  # from here on collectives are watched
+def test_the_memory_of_a_collective_is_freed_after_it(then):
+    enter_a_region()  # from here on collectives are tracked
     reduced = torch.ones(4, 4)
     distributed.all_reduce(reduced)
     end, left = time.monotonic() + 60, weakref.ref(reduced)
     del reduced
-    while left() is not None and time.monotonic() < end:  # gloo's own thread may hold it yet
+    while left() is not None and time.monotonic() < end:  # gloo's own thread may still hold it
         then()
     assert left() is None
 
 
 @pytest.mark.usefixtures("engine")
-def test_a_weight_that_a_collective_may_still_write_is_not_packed_and_the_reason_says_so(int8_kernels):
+def test_a_weight_with_a_pending_collective_is_not_prepacked(int8_kernels):
     layer, x = torch.nn.Linear(8, 8), torch.ones(3, 8)
     enter_a_region()
     work = distributed.all_reduce(layer.weight.data, async_op=True)
@@ -56,13 +56,13 @@ def test_a_weight_that_a_collective_may_still_write_is_not_packed_and_the_reason
 
 @pytest.mark.parametrize(
     "engine", ["native"], indirect=True
-)  # the reference engine does not see when a collective ends
+)  # the reference engine does not detect the end of a collective
 @pytest.mark.usefixtures("engine", "int8_kernels")
-def test_the_first_call_after_a_collective_is_computed_by_the_recipe():
+def test_the_recipe_computes_the_first_call_after_a_collective():
     layer, x = torch.nn.Linear(8, 8), torch.ones(3, 8)
     low_bit_of(layer, x)
     outcomes = []
-    for _ in range(20):  # gloo's own thread may hold the memory a moment longer
+    for _ in range(20):  # gloo's own thread may still hold the memory for a moment
         distributed.all_reduce(layer.weight.data)
         outcomes += [record.declined for record in low_bit_of(layer, x)]
     assert "" in outcomes

@@ -1,4 +1,4 @@
-"""Cases of cases.py: training steps under DDP and FSDP2."""
+"""Training steps under DDP and FSDP2, for cases.py."""
 
 import torch
 from torch import distributed, nn
@@ -28,7 +28,7 @@ def trained(wrap, cache, enabled=True, kept=None):
     model = WRAP[wrap](nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, losses, dtypes = torch.randn(4, 8) + distributed.get_rank(), [], []
-    # One region around all steps, so that its own cache lives through them as well.
+    # One region around all steps, so that its own cache lasts as long.
     with polycast.autocast("cpu", cache_enabled=enabled, cache=cache):
         for _ in range(3):
             y = model(x)
@@ -61,7 +61,7 @@ def training():
 
 
 def recomputed_with_policies():
-    """A step with and without checkpoints, in a region with a policy, and the dtypes of what the layers gave."""
+    """Return a step with and without checkpoints, in a region with a policy: gradients and the dtypes of outputs."""
     results = {}
     for wrap in WRAP:
         trained = []

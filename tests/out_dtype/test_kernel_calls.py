@@ -27,7 +27,7 @@ def same(actual, expected):
 
 @pytest.fixture(params=["as it is here", "without int8 instructions", "without oneDNN"])
 def cpu(request, monkeypatch):
-    """Run a test on each way that the CPU's kernels take."""
+    """Run a test on each code path of the CPU's kernels."""
     if request.param == "without int8 instructions":
         monkeypatch.setattr(polycast_cpu.kernels, "_multiplies_int8", lambda: False)
     before = torch._C._get_mkldnn_enabled()
@@ -37,7 +37,7 @@ def cpu(request, monkeypatch):
 
 
 def outcome(function, *args):
-    """Return what a call returns, or the type and the text of what it raises."""
+    """Return the result of a call, or the type and the text of its exception."""
     try:
         return function(*args)
     except Exception as error:
@@ -50,7 +50,7 @@ def function(a, b):
 
 @pytest.fixture
 def ran(hand_made):
-    """Register a backend for the CPU whose kernel for mm of two dtypes notes that it ran; return the notes."""
+    """Register a backend for the CPU whose kernel for mm records its calls; return the records."""
     notes = []
 
     def kernel(a, b):
@@ -185,14 +185,14 @@ def test_a_sparse_tensor_goes_to_torchs_operator(ran):
 
 
 @pytest.mark.parametrize("transform", [torch.vmap, torch.func.vmap])
-def test_vmap_does_what_it_does_with_torchs_operator(ran, transform):
+def test_vmap_gives_the_same_as_torchs_operator(ran, transform):
     a = int8(2, 3, 3)
     error, message = outcome(transform(lambda a: OPERATOR(MM, torch.int32, a, a)), a)
     assert outcome(transform(lambda a: out_dtype(MM, torch.int32, a, a)), a) == (error, message)
     assert ran == []
 
 
-def test_a_backend_that_is_unavailable_is_not_asked(hand_made):
+def test_the_kernels_of_an_unavailable_backend_do_not_run(hand_made):
     def never(*args):
         raise AssertionError
 
@@ -213,7 +213,7 @@ def test_a_device_without_a_backend_goes_to_torchs_operator(monkeypatch):
     same(out_dtype(MM, torch.int32, a, a), OPERATOR(MM, torch.int32, a, a))
 
 
-def test_a_backend_that_cannot_be_loaded_says_so(monkeypatch):
+def test_a_broken_backend_raises(monkeypatch):
     def find(device_type):
         raise polycast.BackendBrokenError("broken")
 
@@ -223,7 +223,7 @@ def test_a_backend_that_cannot_be_loaded_says_so(monkeypatch):
 
 
 @pytest.mark.parametrize(("op", "shape"), [(MM, (3, 3)), (BMM, (2, 3, 3))], ids=["mm", "bmm"])
-def test_a_kernel_may_leave_a_call_to_torch(hand_made, op, shape):
+def test_a_kernel_may_return_not_implemented(hand_made, op, shape):
     hand_made("cpu", kernels={(op, torch.int8, torch.int32): lambda a, b: NotImplemented})
     a = int8(*shape)
     same(out_dtype(op, torch.int32, a, a), op(a.int(), a.int()))
@@ -232,7 +232,7 @@ def test_a_kernel_may_leave_a_call_to_torch(hand_made, op, shape):
 @pytest.mark.parametrize(
     ("result", "got"), [(torch.ones(1), "one in torch.float32"), (None, "None"), ([1], "[1]")], ids=str
 )
-def test_a_kernel_that_returns_another_dtype_is_found_out(hand_made, result, got):
+def test_a_kernel_that_returns_another_dtype_raises(hand_made, result, got):
     hand_made("cpu", kernels={(MM, torch.int8, torch.int32): lambda a, b: result})
     with pytest.raises(polycast.InvalidBackendError) as caught:
         out_dtype(MM, torch.int32, int8(2, 2), int8(2, 2))

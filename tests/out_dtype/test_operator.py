@@ -1,4 +1,4 @@
-"""out_dtype: its results, and what it refuses, are those of torch's operator."""
+"""out_dtype has the results and the errors of torch's operator."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def int8(*shape):
 
 
 def outcome(function, *args):
-    """Return what a call returns, or the type and the text of what it raises."""
+    """Return the result of a call, or the type and the text of its exception."""
     try:
         return function(*args)
     except Exception as error:
@@ -71,7 +71,7 @@ def test_reduced_dtypes_into_float32_are_as_accurate_as_torchs(dtype):
     ],
     ids=["function", "packet", "list", "in_place", "several_tensors", "unlisted"],
 )
-def test_what_torchs_operator_refuses_is_refused_in_its_words(op, text):
+def test_arguments_that_torchs_operator_refuses_raise_the_same_error(op, text):
     error, message = outcome(OPERATOR, op, torch.int32, int8(2, 2), int8(2, 2))
     assert error is ValueError
     assert message.startswith(text)

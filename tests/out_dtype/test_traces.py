@@ -1,4 +1,4 @@
-"""out_dtype in what traces: torch's operator stays."""
+"""Tracing out_dtype keeps torch's operator."""
 
 import subprocess
 import sys
@@ -85,7 +85,7 @@ def test_symbolic_trace_keeps_the_operator():
 
 
 @pytest.mark.parametrize("trace", ["make_fx", "export", "strict export", "eager", "aot_eager", "inductor"])
-def test_an_op_that_only_a_kernel_takes_is_traced_as_casts_around_it(trace):
+def test_an_op_that_only_a_kernel_supports_is_traced_as_casts_around_it(trace):
     torch._dynamo.reset()
     args = (int8(2, 3, 4), int8(2, 4, 5))
     if trace == "make_fx":

@@ -1,4 +1,4 @@
-"""A CPU that computes recipes in Python, so that what is found does not depend on the processor."""
+"""A CPU backend that computes recipes in Python, so that results do not depend on the processor."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def quantized(values, dim):
 
 
 class Linear(polycast.LowBitKernel):
-    """A linear in int8, in float32's numbers."""
+    """A linear with int8's rounding, computed in float32."""
 
     def __init__(self, scales):
         self.dim = -1 if scales == "row" else None

@@ -1,4 +1,4 @@
-"""``compare`` and ``tune`` of models whose modules write to their arguments, or change what holds these."""
+"""``compare`` and ``tune`` of models whose modules write to their arguments, or to containers of them."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import nn
 import polycast
 
 IN_FLOAT32 = {"linear": "fp32", "mm": "fp32"}
-"""Policies by which a region computes what float32 computes: what differs has been lost."""
+"""Policies under which the region computes the same as float32, so that an error means a lost write."""
 
 
 @pytest.fixture(autouse=True)
@@ -19,14 +19,16 @@ def _seed():
 
 
 class Calls(nn.Module):
-    """A module that calls an inner one, whose forward is a function, in a function of it and its own input."""
+    """Calls a function with an inner module and the input; the forward of the inner module is a function too."""
 
     def __init__(self, inner, outer):
         super().__init__()
         self.layer, self.inner, self.outer = nn.Linear(4, 4), Does(inner), outer
 
     def forward(self, x):
-        return self.outer(self.inner, torch.mm(self.layer(x), torch.eye(4)))  # reduced, also where modules are not
+        return self.outer(
+            self.inner, torch.mm(self.layer(x), torch.eye(4))
+        )  # in the fast dtype, even if the modules are not
 
 
 class Does(nn.Module):
@@ -111,7 +113,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_no_module_is_blamed_for_what_is_done_to_arguments(model):
+def test_writes_to_arguments_add_no_error_to_any_module(model):
     comparison = polycast.compare(nn.Sequential(Calls(*model)), torch.randn(3, 4), "cpu", policy=IN_FLOAT32)
     assert {
         module.name: (module.own.relative, module.total.relative) for module in comparison.modules
@@ -119,17 +121,17 @@ def test_no_module_is_blamed_for_what_is_done_to_arguments(model):
 
 
 @pytest.mark.parametrize("model", list(MODELS.values())[:-1], ids=list(MODELS)[:-1])
-def test_in_a_region_no_module_makes_a_larger_error_than_the_fast_dtype_does(model):
+def test_the_own_errors_are_those_of_the_fast_dtype(model):
     comparison = polycast.compare(nn.Sequential(Calls(*model)), torch.randn(3, 4), "cpu")
     assert max(module.own.relative for module in comparison.modules) < 0.01
 
 
-def test_what_a_cast_cannot_carry_back_is_said():
+def test_a_write_to_overlapping_casts_raises():
     with pytest.raises(RuntimeError, match=r"Does \(run in float32 by polycast.compare\) wrote to.*shares memory with"):
         polycast.compare(Calls(write_and_read, aliased), torch.randn(3, 4), "cpu")
 
 
-def test_what_the_model_is_given_stays_as_it_was():
+def test_inputs_are_not_modified():
     model = Does(lambda x, items: (items.append(x), items[0].zero_())[1])
     x, items = torch.ones(2, 4), [torch.ones(2)]
     before = list(items)
@@ -139,7 +141,7 @@ def test_what_the_model_is_given_stays_as_it_was():
     assert comparison.modules[0].own.relative == 0
 
 
-def test_a_tensor_and_its_view_are_copied_as_such():
+def test_a_tensor_and_its_views_are_copied_with_their_overlap():
     def forward(x, first, same):
         x.add_(1)
         return first + same
@@ -150,7 +152,7 @@ def test_a_tensor_and_its_view_are_copied_as_such():
     assert x.tolist() == [0, 1, 2, 3]
 
 
-def test_an_exception_in_a_repeated_call_leaves_lists_as_they_were():
+def test_an_exception_in_a_repeated_call_restores_lists():
     given = []
 
     def inner(items):
@@ -188,7 +190,7 @@ def test_tune_tries_modules_that_write_to_their_arguments(over):
     assert tuned.evidence.distance == 0
 
 
-def test_tune_finds_that_the_module_that_writes_a_cache_is_all_that_must_be_in_float32():
+def test_tune_finds_a_module_that_writes_a_cache():
     class Attention(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""What ``compare`` finds in models whose errors are known."""
+"""``compare`` with models whose errors are known."""
 
 import contextvars
 import json
@@ -31,7 +31,7 @@ class Residual(nn.Module):
 
 
 class Attention(nn.Module):
-    """What it computes itself is the product of queries and keys."""
+    """Computes the product of queries and keys itself."""
 
     def __init__(self, width):
         super().__init__()
@@ -48,7 +48,7 @@ def test_a_region_that_casts_nothing_is_bit_equal(engine):
     assert comparison.outputs["output"].cosine == pytest.approx(1.0)
 
 
-def test_the_total_error_of_a_module_is_that_of_its_output_in_a_region(engine):
+def test_the_total_error_is_that_of_the_output_in_a_region(engine):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(3, 8)
     comparison = polycast.compare(model, x, "cpu")
     with torch.no_grad():
@@ -60,7 +60,7 @@ def test_the_total_error_of_a_module_is_that_of_its_output_in_a_region(engine):
     assert total.relative == pytest.approx((error.norm() / expected.norm()).item(), rel=1e-5)
 
 
-def test_the_own_error_of_a_module_is_that_on_the_inputs_of_float32(engine):
+def test_the_own_error_is_that_on_the_inputs_of_float32(engine):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(3, 8)
     own = by_name(polycast.compare(model, x, "cpu"))["2"].own
     with torch.no_grad():
@@ -71,14 +71,14 @@ def test_the_own_error_of_a_module_is_that_on_the_inputs_of_float32(engine):
     assert own.relative == pytest.approx((error.norm() / expected.norm()).item(), rel=1e-5)
 
 
-def test_what_is_not_a_modules_own_error_it_inherits():
+def test_a_module_inherits_the_error_of_its_inputs():
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     found = by_name(polycast.compare(model, torch.randn(3, 8), "cpu"))
     assert (found["0"].inherited, found["1"].own.relative) == (0.0, 0.0)
     assert found["1"].inherited == found["1"].total.relative > 0
 
 
-def test_the_own_error_of_a_container_is_that_of_the_ops_outside_its_modules():
+def test_the_own_error_of_a_container_excludes_the_modules_in_it():
     found = by_name(polycast.compare(nn.Sequential(Residual(8), Attention(8)), torch.randn(3, 8), "cpu"))
     assert found["0"].own.relative == 0.0
     assert found["0"].total.relative > 0
@@ -95,7 +95,7 @@ def test_the_modules_that_add_most_come_first():
     assert adds == sorted(adds, reverse=True)
 
 
-def test_a_module_that_makes_much_of_a_small_error_adds_it():
+def test_a_module_that_amplifies_a_small_error_adds_the_growth():
     class Norm(nn.Module):
         def forward(self, x):
             return x * torch.rsqrt((x * x).sum(-1, keepdim=True))
@@ -123,7 +123,7 @@ def test_the_first_module_that_makes_inf_or_nan_is_named(engine):
     assert math.isnan(found["1.0"].total.cosine)
 
 
-def test_a_sum_of_two_that_overflows_is_the_containers():
+def test_an_overflow_outside_of_the_inner_modules_counts_for_the_container():
     model = Residual(4)
     with torch.no_grad():
         for layer in (model.a, model.b):
@@ -133,7 +133,7 @@ def test_a_sum_of_two_that_overflows_is_the_containers():
     assert [module.name for module in comparison.modules if module.makes_nonfinite] == [""]
 
 
-def test_inf_and_nan_that_float32_has_too_are_no_error():
+def test_the_same_inf_and_nan_as_in_float32_are_no_error():
     class Masked(nn.Module):
         def forward(self, x):
             return x.masked_fill(x > 0, -math.inf)
@@ -185,7 +185,7 @@ def test_other_inputs_are_refused():
         polycast.compare(nn.Linear(2, 2), [torch.ones(2)], "cpu")
 
 
-def test_runs_that_part_meet_again_where_they_agree():
+def test_runs_that_make_different_calls_are_matched_again_afterwards():
     class Chooses(nn.Module):
         def __init__(self):
             super().__init__()
@@ -203,7 +203,7 @@ def test_runs_that_part_meet_again_where_they_agree():
     assert None not in (found["1.gate"].total, found["1"].total, found["2"].total, found[""].total)
 
 
-def test_calls_in_another_order_are_matched_by_which_they_are():
+def test_calls_in_another_order_are_matched():
     class Order(nn.Module):
         def __init__(self):
             super().__init__()
@@ -219,7 +219,7 @@ def test_calls_in_another_order_are_matched_by_which_they_are():
     assert found["one"].total.relative < 0.1
 
 
-def test_rules_for_modules_are_in_force_in_the_region():
+def test_rules_for_modules_apply_in_the_region():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     policy = polycast.Policy(modules={"0": "fp32"})
     found = by_name(polycast.compare(model, torch.randn(2, 4), "cpu", policy=policy))
@@ -228,14 +228,14 @@ def test_rules_for_modules_are_in_force_in_the_region():
     assert "forward" not in vars(model[0])
 
 
-def test_it_is_the_same_inside_a_region():
+def test_compare_gives_the_same_inside_a_region():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
     outside = polycast.compare(model, x, "cpu", torch.float16)
     with polycast.autocast("cpu", policy={"linear": "fp32"}):
         assert polycast.compare(model, x, "cpu", torch.float16) == outside
 
 
-def test_it_can_be_printed_and_written_as_json():
+def test_a_comparison_can_be_printed_and_written_as_json():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     with torch.no_grad():
         model[0].weight.fill_(1e6)
@@ -248,7 +248,7 @@ def test_it_can_be_printed_and_written_as_json():
     assert "(model)   Sequential" in text
 
 
-def test_what_is_printed_can_be_written_to_any_stream():
+def test_texts_are_ascii():
     class Größe(nn.Linear):
         pass
 
@@ -263,7 +263,7 @@ def test_a_region_that_cannot_run_enabled_is_refused():
         polycast.compare(nn.Linear(2, 2), torch.ones(1, 2), "cpu", torch.float64)
 
 
-def test_a_scripted_module_is_a_part_of_the_one_that_calls_it():
+def test_a_scripted_module_counts_for_its_caller():
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     found = by_name(polycast.compare(nn.Sequential(nn.Linear(4, 4), scripted), torch.randn(2, 4), "cpu"))
     assert set(found) == {"", "0"}
@@ -273,7 +273,7 @@ def test_a_scripted_module_is_a_part_of_the_one_that_calls_it():
         polycast.compare(scripted, torch.randn(2, 4), "cpu")
 
 
-def test_threads_that_the_model_starts_are_left_alone(in_thread):
+def test_calls_in_threads_of_the_model_are_ignored(in_thread):
     class Threaded(nn.Module):
         def __init__(self):
             super().__init__()
@@ -313,7 +313,7 @@ FLOAT32 = {"linear": "fp32"}
     "make", [lambda: nn.BatchNorm1d(4), lambda: nn.ReLU(inplace=True)], ids=["writes a buffer", "writes its argument"]
 )
 @pytest.mark.parametrize("made_in_it", [False, True])
-def test_it_is_the_same_in_inference_mode(engine, make, made_in_it):
+def test_inference_mode_changes_nothing(engine, make, made_in_it):
     def found():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), make(), nn.Linear(4, 4))

@@ -1,4 +1,4 @@
-"""What ``compare`` leaves as it was, whatever a model's forward does and however it ends."""
+"""``compare`` has no side effects, whatever a model's forward does and however it ends."""
 
 import random
 import threading
@@ -18,7 +18,7 @@ def _seed():
 
 
 def everything(model):
-    """Return what a model is made of: the objects, their values and versions."""
+    """Return the tensors of a model with their values and versions, its attributes, and the numbers of its hooks."""
     tensors = [*model.state_dict(keep_vars=True).items()]
     dicts = [(name, dict(vars(module)), dict(module._buffers)) for name, module in model.named_modules()]
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
@@ -26,7 +26,7 @@ def everything(model):
 
 
 class Counting(nn.Module):
-    """Its forward depends on what it did before: a buffer that is written, one that is replaced, and attributes."""
+    """Its forward depends on earlier calls: on a buffer that it writes, one that it replaces, and attributes."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_a_model_its_inputs_and_the_generators_are_what_they_were(make):
+def test_the_model_its_inputs_and_the_generators_are_restored(make):
     model, x = make(), torch.randn(3, 4, requires_grad=True)
     model(x.clone()).sum().backward()
     gradients = [(id(p.grad), p.grad.tolist()) for p in model.parameters() if p.grad is not None]
@@ -68,12 +68,12 @@ def test_a_model_its_inputs_and_the_generators_are_what_they_were(make):
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_each_run_sees_the_same_state_and_random_numbers(make):
-    policy = {"linear": "fp32"}  # so what differs is not what is cast
+    policy = {"linear": "fp32"}  # so that casts cause no error
     comparison = polycast.compare(make(), torch.randn(3, 4), "cpu", policy=policy)
     assert {(module.own.relative, module.total.relative) for module in comparison.modules} == {(0.0, 0.0)}
 
 
-def test_a_key_value_cache_is_that_of_each_run():
+def test_each_run_has_its_own_key_value_cache():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=50)).eval()
@@ -84,7 +84,7 @@ def test_a_key_value_cache_is_that_of_each_run():
 
 
 @pytest.mark.parametrize("where", ["float32", "the region", "the repeated call"])
-def test_an_exception_leaves_nothing_behind(where):
+def test_an_exception_restores_the_model(where):
     class Fails(nn.Module):
         def __init__(self):
             super().__init__()
@@ -107,7 +107,7 @@ def test_an_exception_leaves_nothing_behind(where):
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_an_op_that_is_banned_raises_what_it_raises_in_a_region():
+def test_a_banned_op_raises():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), Loss())
     with pytest.raises(RuntimeError, match="binary_cross_entropy"):
         polycast.compare(model, torch.randn(3, 4), "cpu", policy={"binary_cross_entropy": "banned"})
@@ -142,8 +142,8 @@ def test_a_forward_that_writes_to_parameters_is_refused():
         polycast.compare(nn.Sequential(nn.Embedding(4, 4, max_norm=0.1)), torch.tensor([1, 2]), "cpu")
 
 
-def test_no_more_than_one_modules_outputs_are_kept(monkeypatch):
-    """Beside what the two runs hold, that is: in a chain, the input and the output of one layer each."""
+def test_only_one_output_of_a_module_is_kept(monkeypatch):
+    """Besides the values of the two runs, which are the input and the output of one layer each in a chain."""
     alive, most = weakref.WeakSet(), []
     measured = numerics.Sums.of.__func__
 
@@ -162,7 +162,7 @@ def test_no_more_than_one_modules_outputs_are_kept(monkeypatch):
     assert max(most) <= 5
 
 
-def test_a_compiled_model_is_compared_uncompiled():
+def test_a_compiled_model_runs_eagerly():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     compiled, x = torch.compile(model, backend="aot_eager"), torch.randn(2, 4)
     found = {module.name: module.total for module in polycast.compare(compiled, x, "cpu").modules}

@@ -1,4 +1,4 @@
-"""``compare(recipe=...)``: what a recipe adds to the error of each module, and what it did not compute."""
+"""``compare(recipe=...)``: the error that a recipe adds in each module, and the ops that it declined."""
 
 import json
 
@@ -16,7 +16,7 @@ RECIPE = Int8(min_size=0)
 
 @pytest.fixture
 def model():
-    """Two layers, of which the second takes channels that are much larger than the others."""
+    """Two layers; the second receives channels that are much larger than the others."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32)).eval()
     with torch.no_grad():
@@ -59,7 +59,7 @@ def test_a_rule_takes_a_module_out_of_the_recipe(model, x):
     assert errors(compare(model, x, policy=policy))["2"] == errors(compare(model, x, recipe=None))["2"]
 
 
-def test_what_was_computed_and_what_declined_is_counted_once_for_each_call_in_the_region(x, engine):
+def test_computed_and_declined_ops_are_counted_once_per_call_in_the_region(x, engine):
     model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 64))
     comparison = compare(model, x, recipe=Int8(min_size=1024))
     assert {(each.op, each.declined, each.calls) for each in comparison.low_bit} == {
@@ -70,19 +70,19 @@ def test_what_was_computed_and_what_declined_is_counted_once_for_each_call_in_th
     assert "float32 against a region of bfloat16 and int8 on cpu: relative errors." in str(comparison)
 
 
-def test_where_the_recipe_computes_nothing_that_is_said(model, x):
+def test_the_text_says_if_the_recipe_computed_nothing(model, x):
     text = str(compare(model, x, recipe=Int8()))
     assert "linear declined 2 times: the weight is smaller than the recipe's min_size" in text
     assert "Nothing was computed by Int8(): these are the errors of bfloat16." in text
 
 
-def test_without_a_recipe_there_is_nothing_to_say_of_one(model, x):
+def test_the_text_mentions_no_recipe_without_one(model, x):
     comparison = compare(model, x, recipe=None)
     assert (comparison.recipe, comparison.low_bit) == (None, ())
     assert "int8" not in str(comparison)
 
 
-def test_programs_get_the_recipe_and_the_counts(model, x):
+def test_the_plain_data_has_the_recipe_and_the_counts(model, x):
     said = json.loads(json.dumps(compare(model, x).to_dict(), allow_nan=False))
     assert said["recipe"] == "int8"
     assert said["low_bit"] == [
@@ -93,7 +93,7 @@ def test_programs_get_the_recipe_and_the_counts(model, x):
 @pytest.mark.parametrize(
     ("recipe", "error", "message"),
     [
-        ("float8", RuntimeError, "Float8() cannot be used on cpu: there is int8 only. There is no region to look at."),
+        ("float8", RuntimeError, "Float8() cannot be used on cpu: there is int8 only"),
         ("int9", ValueError, "'int9' is not a recipe"),
         (Int8, TypeError, "recipe is the class Int8: call it, Int8()"),
     ],
@@ -105,6 +105,6 @@ def test_a_recipe_that_cannot_be_used_is_refused(model, x, recipe, error, messag
     assert message in str(caught.value)
 
 
-def test_nobody_listens_afterwards(model, x):
+def test_the_listener_is_removed(model, x):
     compare(model, x)
     assert not listeners

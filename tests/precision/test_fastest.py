@@ -1,4 +1,4 @@
-"""``tune(objective="time")``: what is proposed for given times, and what the race makes of it."""
+"""``tune(objective="time")``: the choice for given times, and the race."""
 
 import math
 import time
@@ -18,7 +18,7 @@ from polycast.precision.timing import ModuleClock, Race
 
 
 class Made(Race):
-    """A race that was run before: each side took the same in each round."""
+    """A finished race, with the same times in each round."""
 
     def __init__(self, **seconds):
         self.sides = dict.fromkeys(seconds)
@@ -36,14 +36,14 @@ class Made(Race):
     ],
     ids=str,
 )
-def test_the_fastest_is_chosen_and_the_plainer_one_of_those_that_are_alike(seconds, chosen):
+def test_the_fastest_side_is_chosen_and_in_a_tie_the_simpler_one(seconds, chosen):
     timings = pick_fastest(Made(float32=1.0, **seconds), list(seconds))
     assert timings.chosen == chosen
     assert timings.seconds == {"float32": 1.0, **seconds}
 
 
 def proposed(model, fast, float32, monkeypatch, rule=0.5, forced=()):
-    """Return the modules that are to be in float32."""
+    """Return the modules that are chosen for float32."""
     return set(chosen(model, [fast, float32], monkeypatch, rule, Choice(tuple(forced))).members)
 
 
@@ -72,7 +72,7 @@ def test_each_module_has_its_faster_precision(model, monkeypatch):
     assert proposed(model, seconds(), seconds(m0=100.0), monkeypatch) == set()
 
 
-def test_a_module_is_not_worth_a_rule_that_takes_longer_than_it_saves(model, monkeypatch):
+def test_no_rule_whose_overhead_exceeds_its_gain(model, monkeypatch):
     assert proposed(model, seconds(), seconds(m0=9.8), monkeypatch) == set()
 
 
@@ -82,28 +82,28 @@ def test_with_a_recipe_each_module_has_the_fastest_of_three(model, monkeypatch):
     assert chosen(model, [seconds(), *times[1:]], monkeypatch, rule=20.0) == NO_POLICY
 
 
-def test_what_must_leave_the_recipe_has_the_faster_of_the_other_two(model, monkeypatch):
+def test_a_module_that_must_leave_the_recipe_has_the_faster_of_the_other_two(model, monkeypatch):
     slow = {"m1_0": 50.0, "m1_1": 50.0}
     times = [seconds(m0=1.0, m2=1.0), seconds(m0=5.0, m2=8.0, **slow), seconds(m0=8.0, m2=5.0, **slow)]
     assert chosen(model, times, monkeypatch, needed=Choice(kept=("0", "2"))) == Choice(members=("2",), kept=("0",))
     assert chosen(model, times, monkeypatch, needed=Choice(members=("0",), kept=("2",))) == Choice(members=("0", "2"))
 
 
-def test_one_rule_serves_for_all_that_a_module_calls(model, monkeypatch):
+def test_one_rule_serves_all_modules_inside(model, monkeypatch):
     faster = seconds(m1_0=9.7, m1_1=9.7)
     assert proposed(model, seconds(), faster, monkeypatch) == {"1", "1.0", "1.1"}
 
 
-def test_where_float32_is_faster_everywhere_one_rule_does(model, monkeypatch):
+def test_one_rule_suffices_where_float32_is_faster_everywhere(model, monkeypatch):
     everywhere = dict.fromkeys(NAMES, 0.0)
     assert proposed(model, seconds(), everywhere, monkeypatch) == set(NAMES)
 
 
-def test_what_must_be_in_float32_is_whatever_it_takes(model, monkeypatch):
+def test_a_module_that_needs_float32_gets_it_at_any_cost(model, monkeypatch):
     assert proposed(model, seconds(), seconds(m2=100.0), monkeypatch, forced={"2"}) == {"2"}
 
 
-def test_a_module_is_timed_without_those_that_it_calls():
+def test_a_module_is_timed_without_the_modules_that_it_calls():
     class Waits(nn.Module):
         def __init__(self, seconds, *inner):
             super().__init__()
@@ -127,7 +127,7 @@ def test_a_module_is_timed_without_those_that_it_calls():
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Have races take no time; `faster` says which side wins."""
+    """Replace races by ones that take no time, in which the given side is the fastest."""
 
     def quick(faster):
         def run(self, advance=None):
@@ -143,14 +143,14 @@ def tune(model, x, **arguments):
     return polycast.tune(model, x, tolerance=1e-2, device_type="cpu", objective="time", **arguments)
 
 
-def test_where_the_plain_region_is_the_fastest_no_policy_is_needed(quick):
+def test_the_policy_is_empty_where_the_plain_region_is_the_fastest(quick):
     quick(PLAIN_REGION)
     tuned = tune(nn.Linear(8, 8), torch.randn(4, 8))
     assert tuned.policy.modules == {}
     assert tuned.evidence.timings.chosen == PLAIN_REGION
 
 
-def test_where_float32_is_the_fastest_the_model_is_in_float32(quick):
+def test_the_model_is_in_float32_where_that_is_the_fastest(quick):
     quick("all in float32")
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
     tuned = tune(model, x)
@@ -162,7 +162,7 @@ def test_where_float32_is_the_fastest_the_model_is_in_float32(quick):
 
 
 @pytest.mark.parametrize("over", ["modules", "ops"])
-def test_what_is_fastest_keeps_the_tolerance(quick, over):
+def test_the_fastest_keeps_the_tolerance(quick, over):
     torch.manual_seed(0)
     quick(PLAIN_REGION)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
@@ -174,7 +174,7 @@ def test_what_is_fastest_keeps_the_tolerance(quick, over):
     assert PLAIN_REGION not in tuned.evidence.timings.seconds
 
 
-def test_the_policy_says_what_it_was_measured_with_and_on(quick):
+def test_the_name_of_the_policy_has_the_inputs_and_the_machine(quick):
     quick(PLAIN_REGION)
     tuned = tune(nn.Linear(8, 8), torch.randn(4, 8))
     assert "tuned for time with float32 (4, 8) on " in tuned.policy.name
@@ -191,7 +191,7 @@ def test_a_real_race_is_run(over):
     assert timings.chosen in timings.seconds
 
 
-def test_where_the_model_does_not_run_in_the_region_each_module_is_in_float32():
+def test_all_modules_are_in_float32_where_the_model_does_not_run_in_the_region():
     class Strict(nn.Module):
         def forward(self, x):
             if x.dtype is not torch.float32:

@@ -1,4 +1,4 @@
-"""What a search that goes on from a file is compared with: two searches that could differ are told apart."""
+"""Fingerprints: searches that could differ have different ones."""
 
 import enum
 import functools
@@ -53,7 +53,7 @@ class Slots:
 
 
 class Layer(nn.Module):
-    """Has all that its forward could use."""
+    """Has everything that a forward could use."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ class Other(Layer):
 
 
 def other_class(model, **methods):
-    """Give a model a class of the same name, with other methods."""
+    """Replace the class of a model by one of the same name with other methods."""
     model.__class__ = types.new_class("Layer", (Layer,), exec_body=lambda space: space.update(methods))
     model.__class__.__qualname__, model.__class__.__module__ = Layer.__qualname__, Layer.__module__
 
@@ -126,7 +126,7 @@ def of(model, inputs=X, metric=None):
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_model_is_told_from_one_that_differs_in(change):
+def test_the_digest_of_a_model_changes_with(change):
     model = Layer()
     before = of(model)
     assert of(Layer()) == of(model) == before
@@ -136,7 +136,7 @@ def test_a_model_is_told_from_one_that_differs_in(change):
     assert after["inputs"] == before["inputs"]
 
 
-def test_a_hook_is_told_from_another_one():
+def test_the_digest_depends_on_the_code_of_hooks():
     one, two, three = Layer(), Layer(), Layer()
     one.layer.register_forward_hook(hook).remove()
     for model, function in ((one, hook), (two, hook), (three, other_hook)):
@@ -157,7 +157,7 @@ def local_class(scale, addend=0.0):
     return Local()
 
 
-def test_a_model_of_a_local_class_is_told_from_one_with_other_variables_or_defaults():
+def test_the_digest_depends_on_variables_and_defaults_of_local_classes():
     assert of(local_class(1.0)) == of(local_class(1.0))
     assert of(local_class(1.0)) != of(local_class(2.0))
     assert of(local_class(1.0)) != of(local_class(1.0, 1.0))
@@ -166,7 +166,7 @@ def test_a_model_of_a_local_class_is_told_from_one_with_other_variables_or_defau
     assert of(other) != of(local_class(1.0))
 
 
-def test_a_model_is_told_by_the_globals_that_its_code_names(monkeypatch):
+def test_the_digest_depends_on_globals_that_the_code_names(monkeypatch):
     class Scaled(nn.Module):
         def forward(self, x):
             return scaled(x)
@@ -191,7 +191,7 @@ def scaled_by_an_import(x):
 
 
 @pytest.mark.parametrize("way", ["a variable", "a global", "an import"])
-def test_a_model_is_told_by_what_its_code_names_in_other_modules(monkeypatch, way):
+def test_the_digest_depends_on_names_in_other_modules(monkeypatch, way):
     local = types.ModuleType("helpers_of_a_user")
     local.inner = types.ModuleType("helpers_of_a_user.inner")
     local.inner.scale = local.inner.unused = 1.0
@@ -230,7 +230,7 @@ INPUTS = {
 
 
 @pytest.mark.parametrize(("one", "two"), INPUTS.values(), ids=INPUTS)
-def test_inputs_are_told_from_others_that_differ_in(one, two):
+def test_the_digest_of_inputs_changes_with(one, two):
     model = nn.Linear(4, 4)
     assert of(model, one) == of(model, one) != of(model, two)
 
@@ -295,32 +295,32 @@ METRICS = {
 
 
 @pytest.mark.parametrize("make", METRICS.values(), ids=METRICS)
-def test_a_metric_is_told_from_one_with_other_contents(make):
+def test_the_digest_of_a_metric_depends_on_its_contents(make):
     model = nn.Linear(4, 4)
     assert of(model, X, make(1)) == of(model, X, make(1)) != of(model, X, make(2))
 
 
-def test_sets_in_code_are_the_same_in_any_order():
+def test_the_order_of_sets_in_code_does_not_count():
     one, two = (lambda a, b: a in {"x", "y", "z"}), (lambda a, b: a in {"x", "y", "z"})
     consts = tuple(frozenset(["z", "y", "x"]) if isinstance(c, frozenset) else c for c in two.__code__.co_consts)
     two.__code__ = two.__code__.replace(co_consts=consts)
     assert of(nn.Linear(4, 4), X, one)["metric"] == of(nn.Linear(4, 4), X, two)["metric"]
 
 
-def test_what_has_no_digest_is_told():
+def test_values_without_a_digest_are_listed():
     model = nn.Linear(4, 4)
     model.compressor = zlib.compressobj()
     made = Fingerprint(model, Call.of(model, X), None)
     assert made.unknown == ["model: zlib.Compress in the model itself, compressor"]
 
 
-def test_threads_and_locks_have_no_contents():
+def test_threads_and_locks_do_not_count():
     model = nn.Linear(4, 4)
     model.lock, model.thread = threading.Lock(), threading.Thread(target=print)
     assert of(model)
 
 
-def test_what_raises_when_it_is_read_has_no_digest():
+def test_values_that_raise_or_are_nested_too_deeply_have_no_digest():
     class Raises:
         def __reduce__(self):
             raise ValueError("not now")
@@ -353,7 +353,7 @@ def refused(state, what, *arguments, differs="", **settings):
     assert state.read_bytes() == content
 
 
-def test_the_file_of_a_search_with_another_model_names_what_differs(state):
+def test_the_refusal_of_another_model_names_the_differences(state):
     tuned(state)
     model = Layer()
     model.norm.eps = 1e-3
@@ -397,7 +397,7 @@ def test_the_file_of_another_version_is_refused(state, what, monkeypatch):
 
 
 class Reading(nn.Module):
-    """Reads what no digest is of."""
+    """Reads an environment variable."""
 
     def __init__(self):
         super().__init__()
@@ -412,7 +412,7 @@ def absolute(output, reference):
     return (output - reference).abs().max()
 
 
-def test_a_search_in_which_the_region_computes_something_else_is_refused(state, monkeypatch):
+def test_a_search_whose_region_computes_something_else_is_refused(state, monkeypatch):
     monkeypatch.setenv("POLYCAST_TESTS_SCALE", "1")
     first = tuned(state, Reading(), X, absolute)
     assert tuned(state, Reading(), X, absolute) == first
@@ -432,7 +432,7 @@ def test_a_search_with_another_state_of_the_random_numbers_is_refused(state):
         tuned(state, model)
 
 
-def test_a_search_whose_distances_are_noisy_goes_on(state):
+def test_a_search_with_noisy_distances_continues(state):
     noise = iter([1e-4, 2e-4, 1.5e-4, *[1e-4, 3e-4] * 20])
 
     class Noisy:
@@ -443,7 +443,7 @@ def test_a_search_whose_distances_are_noisy_goes_on(state):
     assert tuned(state, Layer(), X, Noisy(), budget=2).met
 
 
-def test_what_evaluating_changes_does_not_count(state):
+def test_parts_that_evaluations_change_do_not_count(state):
     calls, seen = [], []
 
     class Logging(nn.Module):
@@ -470,7 +470,7 @@ def test_what_evaluating_changes_does_not_count(state):
     refused(state, "model", model, X, metric, differs="Differences: module 'layer'")
 
 
-def test_what_is_not_known_is_warned_about(state):
+def test_values_without_a_digest_are_warned_about(state):
     model = nn.Linear(4, 4)
     model.compressor = zlib.compressobj()
     expected = (

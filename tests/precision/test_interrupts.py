@@ -1,4 +1,4 @@
-"""Ctrl-C in ``compare`` and ``tune``, at any point of either run: it ends both at once, and leaves no thread."""
+"""Ctrl-C in ``compare`` and ``tune``, at any point of either run, ends both at once, with the thread."""
 
 import os
 import signal
@@ -28,14 +28,14 @@ def in_worker():
 
 
 def run_on():
-    """Compute for far longer than an interrupt may take, in Python."""
+    """Compute in Python for much longer than an interrupt may take."""
     end = time.monotonic() + 10
     while time.monotonic() < end:
         pass
 
 
 class Interrupted(nn.Module):
-    """Interrupts the run that `when` says it is in, and computes on."""
+    """Interrupts the run if `when` returns true, and continues to compute."""
 
     def __init__(self, when, then=run_on):
         super().__init__()
@@ -79,7 +79,7 @@ def threads():
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_an_interrupt_while_the_runs_call_different_modules_ends_both(call):
     class Chooses(nn.Module):
-        """What the region calls, float32 never does; so it waits for the call around both."""
+        """In the region it calls another module than in float32, so both wait for the call around these."""
 
         def __init__(self):
             super().__init__()
@@ -92,7 +92,7 @@ def test_an_interrupt_while_the_runs_call_different_modules_ends_both(call):
     ends_at_once(call, nn.Sequential(nn.Linear(4, 4), Chooses(), *(nn.Linear(4, 4) for _ in range(3))))
 
 
-def test_a_run_that_catches_everything_ends_at_the_next_call_of_a_module():
+def test_a_run_that_catches_all_exceptions_ends_at_the_next_call_of_a_module():
     calls = []
 
     class Stubborn(nn.Module):
@@ -118,7 +118,7 @@ def test_a_run_that_catches_everything_ends_at_the_next_call_of_a_module():
     assert calls == [1, 2]
 
 
-def test_what_another_signals_handler_raises_ends_both_runs():
+def test_a_timeout_of_another_signal_handler_ends_both_runs():
     class Timeout(TimeoutError):
         pass
 
@@ -139,7 +139,7 @@ def test_what_another_signals_handler_raises_ends_both_runs():
 
 
 def test_an_interrupt_at_any_line_of_the_caller_ends_the_thread(monkeypatch):
-    """Raised by a trace function, at the first line of the turns that the caller comes to, the second, and so on."""
+    """Raised by a trace function at the first line of handoff.py, then at the second, and so on."""
     monkeypatch.setattr(handoff, "_START", 0.1)
     lines = ended = 0
 

@@ -1,4 +1,4 @@
-"""The search for a smallest set, by itself: over questions whose answers are made up."""
+"""The search for a minimal set, with made-up evaluations."""
 
 import math
 import zlib
@@ -13,7 +13,7 @@ NAMES = [f"m{number}" for number in range(200)]
 
 
 class Asked:
-    """A question that counts how often it is asked, each set once, up to a budget."""
+    """Evaluates each set once, up to a budget, and remembers the results."""
 
     def __init__(self, is_enough, budget=math.inf):
         self.is_enough, self.budget, self.answers = is_enough, budget, {}
@@ -42,7 +42,7 @@ def test_planted_culprits_are_found_and_nothing_else(size, data):
 @pytest.mark.slow
 @given(st.integers(1, 200), st.data())
 @settings(max_examples=200, deadline=None)
-def test_it_takes_a_bounded_number_of_questions(size, data):
+def test_the_number_of_evaluations_is_bounded(size, data):
     names = NAMES[:size]
     culprits = data.draw(st.sets(st.sampled_from(names), max_size=5))
     asked = Asked(needs(*culprits))
@@ -54,7 +54,7 @@ def test_it_takes_a_bounded_number_of_questions(size, data):
 
 @given(st.lists(st.sets(st.sampled_from(NAMES[:12]), max_size=4), min_size=1, max_size=6))
 @settings(max_examples=200, deadline=None)
-def test_of_several_ways_one_is_found_of_which_no_member_can_be_taken_out(ways):
+def test_one_minimal_set_of_several_is_found(ways):
     def is_enough(members):
         return any(members >= way for way in ways)
 
@@ -66,8 +66,8 @@ def test_of_several_ways_one_is_found_of_which_no_member_can_be_taken_out(ways):
 
 @given(st.integers(0, 2**32), st.integers(2, 12))
 @settings(max_examples=200, deadline=None)
-def test_it_takes_nothing_for_granted_of_the_answers(seed, size):
-    """Where more can be worse, what is found has been asked about, and so has each set with one member less."""
+def test_nothing_is_assumed_about_the_evaluations(seed, size):
+    """Where larger sets can be worse, the result and each set with one member less have been evaluated."""
     names = NAMES[:size]
     asked = Asked(lambda members: len(members) == size or zlib.crc32(f"{seed} {sorted(members)}".encode()) % 3 == 0)
     found = minimal_set(names, asked)
@@ -79,7 +79,7 @@ def test_it_takes_nothing_for_granted_of_the_answers(seed, size):
 
 @given(st.integers(2, 60), st.sets(st.sampled_from(NAMES[:64]), max_size=4))
 @settings(max_examples=200, deadline=None)
-def test_a_budget_is_kept_and_what_is_found_within_it_is_enough(budget, culprits):
+def test_the_result_within_a_budget_is_sufficient(budget, culprits):
     asked = Asked(needs(*culprits), budget)
     found = minimal_set(NAMES[:64], asked)
     assert len(asked.answers) <= budget
@@ -87,16 +87,16 @@ def test_a_budget_is_kept_and_what_is_found_within_it_is_enough(budget, culprits
     assert found.is_minimal <= (set(found.members) == culprits)
 
 
-def test_where_not_even_all_are_enough_nothing_is_found():
+def test_nothing_is_found_if_even_the_full_set_is_insufficient():
     assert minimal_set(NAMES, Asked(lambda members: False)) is None
 
 
 @pytest.mark.parametrize("budget", [0, 1])
-def test_without_a_budget_nothing_is_known(budget):
+def test_a_budget_below_two_finds_nothing(budget):
     assert minimal_set(NAMES, Asked(needs("m1"), budget)) in (None, (tuple(NAMES), False))
 
 
-def test_a_good_order_saves_questions():
+def test_a_good_order_saves_evaluations():
     last, first = Asked(needs("m199")), Asked(needs("m0"))
     minimal_set(NAMES, last)
     minimal_set(NAMES, first)

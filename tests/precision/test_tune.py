@@ -1,4 +1,4 @@
-"""What ``tune`` finds: culprits that were planted, every time; and what it says where there is nothing to be found."""
+"""``tune`` finds planted culprits, and explains if there is no policy to be found."""
 
 import json
 import math
@@ -17,7 +17,7 @@ FLOAT16 = {"tolerance": 1e-2, "device_type": "cpu", "dtype": torch.float16}
 
 
 def tune(model, inputs, metric=None, **arguments):
-    """Tune, and check what is promised of every result that is met: with the tolerance kept, and minimal."""
+    """Tune, and check that the result keeps the tolerance and is minimal."""
     tuned = polycast.tune(model, inputs, metric, **{**FLOAT16, **arguments})
     evidence = tuned.evidence
     distances = {frozenset(trial.members): trial.distance for trial in evidence.trials}
@@ -38,7 +38,7 @@ def distance(model, x, policy, dtype=torch.float16):
 
 
 class Overflowing(nn.Module):
-    """Two layers with a value between them that float16 cannot hold, if `much`."""
+    """Two layers, if `much` with a value between them that overflows float16."""
 
     def __init__(self, width, much):
         super().__init__()
@@ -149,7 +149,7 @@ def test_the_layers_of_bert_that_overflow_are_found():
     assert len(tuned.evidence.members) <= 8
 
 
-def test_it_is_deterministic():
+def test_tune_is_deterministic():
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Overflowing(8, n == 3) for n in range(6)), nn.Dropout()), torch.randn(4, 8)
     one, two = polycast.tune(model, x, **FLOAT16), polycast.tune(model, x, **FLOAT16)
@@ -179,14 +179,14 @@ def test_the_metric_decides():
 
 
 @pytest.mark.parametrize("metric", [lambda a, b: math.nan, lambda a, b: torch.tensor(math.inf)], ids=["nan", "inf"])
-def test_a_metric_that_is_not_finite_in_float32_is_told(metric):
+def test_a_metric_that_is_not_finite_in_float32_is_warned_about(metric):
     with pytest.warns(UserWarning, match="the metric of float32's own output and itself is not finite"):
         tuned = polycast.tune(nn.Linear(4, 4), torch.randn(2, 4), metric, **FLOAT16)
     assert (tuned.met, tuned.evidence.distance) == (False, math.inf)
     assert "NOT within the tolerance" in str(tuned)
 
 
-def test_where_no_policy_keeps_the_tolerance_the_closest_is_returned():
+def test_the_closest_is_returned_if_no_policy_keeps_the_tolerance():
     torch.manual_seed(0)
     model, x = nn.Sequential(Overflowing(8, False), Overflowing(8, True)), torch.randn(4, 8)
 
@@ -234,7 +234,7 @@ PLAIN_FAILED = {"members": [], "distance": "inf", "error": "no float16 here"}
 
 @pytest.mark.parametrize("over", ["modules", "ops"])
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, AssertionError, IndexError, OwnError])
-def test_a_set_that_the_model_cannot_run_under_is_infinitely_far_off(error, over):
+def test_the_distance_is_infinite_where_the_model_raises(error, over):
     model = nn.Sequential(Strict(error("no float16 here\nat all")))
     tuned = tune(model, torch.randn(2, 4), over=over)
     assert tuned.evidence.members == (("0.layer",) if over == "modules" else ("linear",))
@@ -243,7 +243,7 @@ def test_a_set_that_the_model_cannot_run_under_is_infinitely_far_off(error, over
 
 @pytest.mark.slow
 @pytest.mark.parametrize("over", ["modules", "ops"])
-def test_where_the_model_cannot_run_in_the_region_the_fastest_is_found_nevertheless(over):
+def test_the_fastest_is_found_where_the_model_cannot_run_in_the_region(over):
     model = nn.Sequential(Strict(ValueError("no float16 here")))
     tuned = polycast.tune(model, torch.randn(2, 4), **FLOAT16, over=over, objective="time")
     assert tuned.met
@@ -290,7 +290,7 @@ def test_a_reference_without_a_finite_element_is_refused():
         assert polycast.tune(model, torch.randn(1, 4), SOUND, **FLOAT16).met
 
 
-def test_a_mixed_set_that_an_attention_refuses_is_infinitely_far_off():
+def test_the_distance_is_infinite_where_an_attention_refuses_mixed_dtypes():
     class Attention(nn.Module):
         def __init__(self):
             super().__init__()
@@ -313,7 +313,7 @@ def test_a_mixed_set_that_an_attention_refuses_is_infinitely_far_off():
 
 
 @pytest.mark.parametrize("when", ["always", "after the first call"])
-def test_what_a_model_raises_without_a_mix_is_raised(when):
+def test_exceptions_that_do_not_depend_on_the_policy_are_raised(when):
     class Fails(nn.Module):
         calls = 0
 
@@ -328,12 +328,12 @@ def test_what_a_model_raises_without_a_mix_is_raised(when):
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), MemoryError("full"), KeyboardInterrupt("full")])
-def test_what_is_no_answer_about_a_policy_ends_the_search(error):
+def test_running_out_of_memory_and_interrupts_end_the_search(error):
     with pytest.raises(type(error), match="full"):
         polycast.tune(nn.Sequential(Strict(error)), torch.randn(2, 4), **FLOAT16)
 
 
-def test_an_op_that_stops_a_model_is_found_behind_another_exception():
+def test_a_banned_op_is_found_behind_another_exception():
     class Wraps(nn.Module):
         def __init__(self):
             super().__init__()
@@ -364,16 +364,16 @@ def test_an_op_that_stops_a_model_is_found_behind_another_exception():
     ],
     ids=["negative", "nan", "over", "objective", "budget", "metric", "distance"],
 )
-def test_what_is_refused(arguments, problem):
+def test_invalid_arguments_are_refused(arguments, problem):
     with pytest.raises((TypeError, ValueError), match=f"^{problem}"):
         polycast.tune(nn.Linear(4, 4), torch.randn(2, 4), **{**FLOAT16, **arguments})
 
 
-def test_a_model_that_everything_in_float32_would_break_may_need_nothing():
+def test_a_model_that_cannot_run_in_float32_may_need_no_policy():
     assert tune(nn.Linear(4, 4).bfloat16(), torch.randn(2, 4).bfloat16()).policy.modules == {}
 
 
-def test_a_model_that_calls_itself_is_put_under_a_rule():
+def test_a_model_that_calls_itself_can_be_tuned():
     class Again(nn.Module):
         def __init__(self):
             super().__init__()
@@ -385,7 +385,7 @@ def test_a_model_that_calls_itself_is_put_under_a_rule():
     assert tune(Again(), torch.randn(2, 4)).evidence.distance <= 1e-2
 
 
-def test_only_what_has_parameters_has_a_rule_against_that_of_the_module_around_it():
+def test_only_modules_with_parameters_have_rules_against_their_callers():
     class Inline(nn.Module):
         def __init__(self):
             super().__init__()
@@ -418,12 +418,12 @@ def test_an_output_without_floating_point_needs_a_metric():
     assert tune(model, x, lambda a, b: (a != b).float().mean(), tolerance=1.0).policy.modules == {}
 
 
-def test_what_is_no_module_is_refused():
+def test_a_model_that_is_not_a_module_is_refused():
     with pytest.raises(TypeError, match=r"^model must be a torch\.nn\.Module, got function$"):
         polycast.tune(lambda x: x, torch.randn(5, 4), **FLOAT16)
 
 
-def test_it_leaves_the_model_as_it_was():
+def test_tune_restores_the_model():
     torch.manual_seed(0)
     model, x = nn.Sequential(Overflowing(4, True), nn.BatchNorm1d(4), nn.Dropout()), torch.randn(4, 4)
     before = [(name, id(t), t._version, t.tolist()) for name, t in model.state_dict(keep_vars=True).items()]
@@ -457,7 +457,7 @@ def test_the_evidence_can_be_written_as_json():
 
 
 @pytest.mark.parametrize("over", ["modules", "ops"])
-def test_it_is_the_same_in_inference_mode(over):
+def test_inference_mode_changes_nothing(over):
     torch.manual_seed(0)
     model, x = nn.Sequential(Overflowing(4, True), nn.BatchNorm1d(4), nn.ReLU(inplace=True)), torch.randn(8, 4)
     expected = tune(model, x, over=over)

@@ -1,4 +1,4 @@
-"""``tune(recipe=...)``: what has to leave a recipe, and what the fast dtype is not enough for either."""
+"""``tune(recipe=...)``: modules that must leave a recipe, and modules that need float32."""
 
 import json
 
@@ -21,7 +21,7 @@ RECIPE = Int8(min_size=0)
 
 
 def outliers(layer, norm, factor=3000.0):
-    """Have a few channels of what a layer takes be much larger than the others: the same function in float32."""
+    """Make a few input channels of a layer much larger than the others, without changing the function."""
     with torch.no_grad():
         norm.weight[:2] *= factor
         layer.weight[:, :2] /= factor
@@ -44,7 +44,7 @@ def planted(*culprits, blocks=5):
 
 
 def tune(model, x, **arguments):
-    """Tune, and check what is promised of every result that is met."""
+    """Tune, and check that the result keeps the tolerance and, if it says so, is minimal."""
     settings = {"tolerance": 2e-2, "device_type": "cpu", "recipe": RECIPE}
     tuned = polycast.tune(model, x, **{**settings, **arguments})
     evidence = tuned.evidence
@@ -67,7 +67,7 @@ def distance(model, x, policy, **settings):
 
 
 @pytest.mark.parametrize("culprits", [(1,), (0, 3)], ids=str)
-def test_the_layers_with_outlier_channels_are_what_leaves_the_recipe(culprits, engine):
+def test_the_layers_with_outlier_channels_leave_the_recipe(culprits, engine):
     tuned = tune(*planted(*culprits))
     assert set(tuned.evidence.kept) == {f"{n}.up" for n in culprits}
     assert tuned.evidence.members == ()
@@ -75,13 +75,13 @@ def test_the_layers_with_outlier_channels_are_what_leaves_the_recipe(culprits, e
     assert dict(tuned.policy.modules) == {"": RECIPE, **{f"{n}.up": NoRecipe() for n in culprits}}
 
 
-def test_where_the_recipe_is_enough_nothing_leaves_it():
+def test_nothing_leaves_a_recipe_that_is_sufficient():
     tuned = tune(*planted(), tolerance=0.05)
     assert dict(tuned.policy.modules) == {"": RECIPE}
     assert (tuned.evidence.kept, tuned.evidence.members, tuned.evidence.is_minimal) == ((), (), True)
 
 
-def test_what_the_fast_dtype_is_not_enough_for_is_in_float32_and_the_others_stay_in_the_recipe(engine):
+def test_layers_that_need_float32_are_in_float32_and_the_others_stay_in_the_recipe(engine):
     model, x = planted(1)
     with torch.no_grad():  # more than float16 can hold
         model[3].up.weight.mul_(1e6)
@@ -98,7 +98,7 @@ def test_what_the_fast_dtype_is_not_enough_for_is_in_float32_and_the_others_stay
     assert tuned.evidence.is_minimal
 
 
-def test_the_policy_does_the_same_in_a_region_with_the_recipe_and_in_one_without(engine):
+def test_the_policy_works_with_and_without_the_recipe_of_the_region(engine):
     model, x = planted(1)
     tuned = tune(model, x)
     expected = pytest.approx(tuned.evidence.distance)
@@ -114,7 +114,7 @@ def test_the_policy_is_saved_and_loaded(tmp_path):
     assert distance(model, x, tmp_path / "int8.toml") == pytest.approx(tuned.evidence.distance)
 
 
-def test_the_evidence_says_what_left_and_how_far_the_recipe_and_the_fast_dtype_are():
+def test_the_evidence_has_the_distances_of_the_recipe_and_the_fast_dtype():
     evidence = tune(*planted(1)).evidence
     assert evidence.plain > evidence.tolerance >= evidence.fast
     first, second, *_ = evidence.lines()
@@ -125,7 +125,7 @@ def test_the_evidence_says_what_left_and_how_far_the_recipe_and_the_fast_dtype_a
     assert "in bfloat16 and int8 on cpu, tuned for accuracy" in evidence.name()
 
 
-def test_over_ops_those_of_the_recipe_can_leave_it(engine):
+def test_ops_can_leave_the_recipe(engine):
     model, x = planted(1)
     tuned = tune(model, x, over="ops")
     assert tuned.policy == Policy({"linear": "lower_precision_fp"}, name=tuned.policy.name)
@@ -136,7 +136,7 @@ def test_over_ops_those_of_the_recipe_can_leave_it(engine):
         assert torch.equal(model(x), in_region)
 
 
-def test_a_search_goes_on_from_its_file_and_not_with_another_recipe(tmp_path):
+def test_a_search_continues_from_its_file_but_not_with_another_recipe(tmp_path):
     model, x = planted(1)
     state = tmp_path / "state.json"
     first = tune(model, x, state=state)
@@ -145,13 +145,13 @@ def test_a_search_goes_on_from_its_file_and_not_with_another_recipe(tmp_path):
         tune(model, x, state=state, recipe="int8:tensor")
 
 
-def test_where_the_budget_is_spent_what_is_found_keeps_the_tolerance():
+def test_the_result_keeps_the_tolerance_when_the_budget_is_spent():
     tuned = tune(*planted(1), budget=3)
     assert (tuned.met, tuned.evidence.is_minimal) == (True, False)
     assert tuned.evidence.reason == "the budget was spent after 3 evaluations"
 
 
-def test_where_not_even_float32_is_enough_that_is_said():
+def test_a_warning_says_that_even_float32_is_insufficient():
     model, x = planted()
     with pytest.warns(
         UserWarning, match="no policy keeps the tolerance: with all modules in float32 the distance is 1"
@@ -170,20 +170,20 @@ def test_where_not_even_float32_is_enough_that_is_said():
     ],
     ids=str,
 )
-def test_what_is_refused(arguments, error, message):
+def test_invalid_arguments_are_refused(arguments, error, message):
     with pytest.raises(error) as caught:
         tune(*planted(), **arguments)
     assert message in str(caught.value)
 
 
-def test_no_recipe_is_the_search_without_one():
+def test_the_recipe_none_is_a_search_without_a_recipe():
     model, x = planted()
     assert tune(model, x, recipe="none").evidence.recipe is None
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Have races take no time; `faster` says which side wins."""
+    """Replace races by ones that take no time, in which the given side is the fastest."""
 
     def quick(faster):
         def run(self, advance=None):
@@ -196,7 +196,7 @@ def quick(monkeypatch):
 
 
 @pytest.mark.parametrize("over", ["modules", "ops"])
-def test_for_time_all_three_are_timed(quick, over):
+def test_all_three_precisions_are_timed(quick, over):
     quick("all in the fast dtype")
     model, x = planted()
     tuned = tune(model, x, objective="time", tolerance=0.1, over=over)
@@ -205,14 +205,14 @@ def test_for_time_all_three_are_timed(quick, over):
     assert distance(model, x, tuned.policy, recipe=RECIPE) == pytest.approx(tuned.evidence.fast)
 
 
-def test_for_time_the_recipe_alone_is_chosen_where_it_is_the_fastest(quick):
+def test_the_recipe_alone_is_chosen_where_it_is_the_fastest(quick):
     quick(PLAIN_REGION)
     tuned = tune(*planted(), objective="time", tolerance=0.1)
     assert dict(tuned.policy.modules) == {"": RECIPE}
 
 
 @pytest.mark.slow
-def test_for_time_what_the_tolerance_needs_out_of_the_recipe_is_out_of_it(monkeypatch):
+def test_the_fastest_leaves_the_recipe_where_the_tolerance_needs_it(monkeypatch):
     monkeypatch.setattr(fastest, "_ROUNDS", 1)
     evidence = tune(*planted(1), objective="time").evidence
     assert "1.up" in (*evidence.kept, *evidence.members)
@@ -240,7 +240,7 @@ class Nested(nn.Module):
     ],
     ids=str,
 )
-def test_a_module_has_a_rule_where_it_computes_in_other_numbers_than_its_caller(choice, rules):
+def test_a_module_has_a_rule_where_its_precision_is_not_that_of_its_caller(choice, rules):
     model = Nested()
     seen, _ = profile_run(model, Call.of(model, torch.randn(2, 4)), "cpu")
     assert Modules(seen, torch.bfloat16, RECIPE).policy(choice) == Policy(modules=rules)

@@ -1,4 +1,4 @@
-"""Searches that are interrupted and go on from a file."""
+"""Searches that are interrupted and continue from a file."""
 
 import json
 
@@ -12,7 +12,7 @@ FLOAT16 = {"tolerance": 1e-2, "device_type": "cpu", "dtype": torch.float16}
 
 
 class Interrupting:
-    """A metric that is the relative error, and is interrupted when it is called for the n-th time."""
+    """The relative error as a metric, interrupted at the n-th call."""
 
     def __init__(self):
         self.calls, self.interrupt_at = 0, None
@@ -46,7 +46,7 @@ def state(tmp_path):
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 6, 10])
-def test_a_search_that_was_interrupted_goes_on(model, x, state, at):
+def test_an_interrupted_search_continues(model, x, state, at):
     whole, part = Interrupting(), Interrupting()
     expected = polycast.tune(model, x, whole, **FLOAT16)
     part.interrupt_at = at
@@ -58,7 +58,7 @@ def test_a_search_that_was_interrupted_goes_on(model, x, state, at):
     assert part.calls == whole.calls + 1 + (at > 1)  # the region without a policy is evaluated again
 
 
-def test_a_search_that_is_over_evaluates_only_the_region_without_a_policy_again(model, x, state):
+def test_a_finished_search_repeats_only_the_region_without_a_policy(model, x, state):
     metric = Interrupting()
     first = polycast.tune(model, x, metric, **FLOAT16, state=state)
     calls = metric.calls
@@ -66,7 +66,7 @@ def test_a_search_that_is_over_evaluates_only_the_region_without_a_policy_again(
     assert metric.calls == calls + 1
 
 
-def test_a_search_that_ran_out_of_budget_goes_on_with_more(model, x, state):
+def test_a_search_that_ran_out_of_budget_continues_with_more(model, x, state):
     metric = Interrupting()
     first = polycast.tune(model, x, metric, **FLOAT16, state=state, budget=5)
     assert not first.evidence.is_minimal
@@ -161,7 +161,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("content", "problem"), BROKEN.values(), ids=BROKEN)
-def test_what_is_no_state_file_is_refused(x, state, content, problem):
+def test_invalid_state_files_are_refused(x, state, content, problem):
     content = content if isinstance(content, bytes) else content.encode()
     state.write_bytes(content)
     expected = (
@@ -190,7 +190,7 @@ def rewritten(state, change):
     ids=["another name", "a name less", "a name twice", "another member", "another one kept"],
 )
 @pytest.mark.parametrize("over", ["modules", "ops"])
-def test_a_file_that_names_others_than_the_model_calls_is_refused(x, state, change, over):
+def test_a_file_with_other_candidates_is_refused(x, state, change, over):
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     polycast.tune(model, x, **FLOAT16, over=over, state=state)
     rewritten(state, change)
@@ -199,7 +199,7 @@ def test_a_file_that_names_others_than_the_model_calls_is_refused(x, state, chan
         polycast.tune(model, x, **FLOAT16, over=over, state=state)
 
 
-def test_a_file_without_a_trial_is_begun_anew(model, x, state):
+def test_a_file_without_trials_is_started_over(model, x, state):
     polycast.tune(model, x, **FLOAT16, state=state, budget=2)
     rewritten(state, lambda said: said.update(trials=[]))
     assert polycast.tune(model, torch.ones(4, 8), **FLOAT16, state=state).met

@@ -20,7 +20,7 @@ from ..region.module_rules import apply_policy
 from .calls import Call
 from .comparison import Comparison
 from .lockstep import Lockstep
-from .numerics import Error, NonFinite, Sums
+from .numerics import Error, Sums
 from .profiling_run import Profile, profile_run
 from .progress import progress
 from .record import Record
@@ -73,9 +73,9 @@ def compare(
     wanted = wanted_recipe(recipe)
     region = enabled_region(device_type, dtype, _without_modules(given), wanted)
     profile, output = profile_run(model, call, region.device)
-    nonfinite = NonFinite.of(output)
-    if nonfinite.inf or nonfinite.nan:
-        warn_user(nonfinite.warning("their error is unknown"))
+    sums = Sums.of(output, output)
+    if sums.inf or sums.nan:
+        warn_user(sums.nonfinite_warning("their error is unknown"))
     del output
     with apply_policy(model, Policy(modules=given.for_device(region.device).modules)):
         return compared(model, call, region, profile, wanted)

@@ -96,7 +96,6 @@ class Handoff:
                 raise Stopped
 
     def _wait_for_worker(self, timeout: float | None = None) -> None:
-        """Wait until the worker hands control over, or ends."""
         while True:
             try:
                 return self._caller.get(timeout=_POLL if timeout is None else timeout)

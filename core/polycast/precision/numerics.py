@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -45,11 +45,16 @@ def json_number(value: float | int | None) -> float | int | str | None:
 
 
 class Sums:
-    """The sums from which the error of several tensors is computed."""
+    """The sums from which the error of several tensors is computed.
+
+    Attributes:
+        elements, inf, nan: the numbers of elements, and of inf and nan elements.
+        made: the number of inf or nan elements that are finite in the reference.
+    """
 
     def __init__(self) -> None:
         self._max = self._error = self._reference = self._other = self._product = 0.0
-        self._inf = self._nan = self._made = 0
+        self.elements = self.inf = self.nan = self.made = 0
 
     @classmethod
     def of(cls, reference: object, other: object) -> "Sums":
@@ -73,11 +78,6 @@ class Sums:
             setattr(self, name, getattr(self, name) + value)
         self._max = highest
 
-    @property
-    def made(self) -> int:
-        """The number of inf or nan elements that are finite in the reference."""
-        return self._made
-
     def _add(self, reference: torch.Tensor, other: torch.Tensor) -> None:
         finite = reference.isfinite()
         same = (reference == other) | (reference.isnan() & other.isnan())
@@ -88,9 +88,10 @@ class Sums:
         self._reference += reference.square().sum().item()
         self._other += sound.square().sum().item()
         self._product += torch.dot(reference, sound).item()
-        self._inf += int(other.isinf().sum())
-        self._nan += int(other.isnan().sum())
-        self._made += int((finite & ~other.isfinite()).sum())
+        self.elements += other.numel()
+        self.inf += int(other.isinf().sum())
+        self.nan += int(other.isnan().sum())
+        self.made += int((finite & ~other.isfinite()).sum())
 
     @property
     def relative(self) -> float:
@@ -112,7 +113,21 @@ class Sums:
             cosine = 1.0 if self._reference == self._other else 0.0
         else:
             cosine = max(-1.0, min(1.0, self._product / norms))
-        return Error(self._max, self.relative, cosine, self._inf, self._nan, self._made)
+        return Error(self._max, self.relative, cosine, self.inf, self.nan, self.made)
+
+    @property
+    def has_no_finite(self) -> bool:
+        """Whether there are elements, and none is finite."""
+        return self.inf + self.nan == self.elements > 0
+
+    def nonfinite_warning(self, consequence: str) -> str:
+        """Return a warning about the inf and nan elements in the output of a reference."""
+        counts = " and ".join(f"{count} {what}" for count, what in ((self.inf, "inf"), (self.nan, "nan")) if count)
+        none = ", and no finite one" if self.has_no_finite else ""
+        return (
+            f"float32's own output has {counts} among its {self.elements} elements{none}: {consequence}. "
+            "polycast.observe() names the op that makes the first of them."
+        )
 
 
 def relative_error(output: object, reference: object) -> float:
@@ -130,40 +145,8 @@ def has_floats(value: object) -> bool:
 
 def is_finite(value: object) -> bool:
     """Return whether all elements of the tensors in a value are finite."""
-    return all(bool(chunk.isfinite().all()) for tensor in _compared(value) for chunk in _chunks(tensor))
-
-
-class NonFinite(NamedTuple):
-    """The numbers of inf and nan elements in floating-point tensors."""
-
-    inf: int
-    nan: int
-    elements: int
-
-    @classmethod
-    def of(cls, value: object) -> "NonFinite":
-        """Count the elements of the tensors in a value."""
-        inf = nan = elements = 0
-        for tensor in _compared(value):
-            elements += tensor.numel()
-            for chunk in _chunks(tensor):
-                inf += int(chunk.isinf().sum())
-                nan += int(chunk.isnan().sum())
-        return cls(inf, nan, elements)
-
-    @property
-    def are_all(self) -> bool:
-        """Whether no element is finite."""
-        return self.inf + self.nan == self.elements > 0
-
-    def warning(self, consequence: str) -> str:
-        """Return a warning about the output of the reference."""
-        counts = " and ".join(f"{count} {what}" for count, what in ((self.inf, "inf"), (self.nan, "nan")) if count)
-        none = ", and no finite one" if self.are_all else ""
-        return (
-            f"float32's own output has {counts} among its {self.elements} elements{none}: {consequence}. "
-            "polycast.observe() names the op that makes the first of them."
-        )
+    sums = Sums.of(value, value)
+    return not (sums.inf or sums.nan)
 
 
 def _compared(value: object) -> Iterator[torch.Tensor]:

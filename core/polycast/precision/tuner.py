@@ -22,7 +22,7 @@ from .fastest import PLAIN_REGION, Stopwatch, pick_fastest
 from .hooks import uncompiled
 from .isolation import RandomState, isolated
 from .minimal_set import NO_POLICY, Candidates, Choice, OutOfBudget, minimal_choice
-from .numerics import NonFinite, has_floats, relative_error
+from .numerics import Sums, has_floats, relative_error
 from .profiling_run import profile_run
 from .progress import progress
 from .state_file import StateFile
@@ -91,12 +91,12 @@ class Tuner:
                 f"the model returned no floating-point tensor, but {type(self._reference).__name__}, which the default "
                 "metric cannot compare. Pass one: metric(output, reference)."
             )
-        nonfinite = NonFinite.of(self._reference)
-        if nonfinite.are_all and not has_metric:
-            raise ValueError(nonfinite.warning("the output of a region cannot be compared with it"))
-        if nonfinite.inf or nonfinite.nan:
+        sums = Sums.of(self._reference, self._reference)
+        if sums.has_no_finite and not has_metric:
+            raise ValueError(sums.nonfinite_warning("the output of a region cannot be compared with it"))
+        if sums.inf or sums.nan:
             ignores = "the default metric ignores elements that are the same inf or nan in the region"
-            warn_user(nonfinite.warning("metric must handle them" if has_metric else ignores))
+            warn_user(sums.nonfinite_warning("metric must handle them" if has_metric else ignores))
 
     @contextmanager
     def _without_side_effects(self) -> Iterator[None]:
