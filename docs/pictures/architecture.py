@@ -9,9 +9,9 @@ def draw() -> Picture:
         860,
         560,
         "The path of an op through polycast",
-        "A region asks the registry for the backend, which is a plugin, installs kernels at torch's Autocast key and "
-        "pushes a frame that sets torch's thread-local state; an op reaches the kernels at that key, which cast its "
-        "inputs and call it again.",
+        "A region finds its backend, which is a plugin, pushes a frame that sets torch's thread-local state, and "
+        "installs kernels at torch's Autocast key; an op reaches the kernels at that key, which cast its inputs and "
+        "call it again.",
     )
 
     def group(y: float, height: float, name: str) -> None:
@@ -31,13 +31,13 @@ def draw() -> Picture:
     box(340, 158, "engine/state", "frames of this thread")
     box(630, 158, "engine/kernels", "at the Autocast keys")
     box(340, 234, "engine/casts", "cached casts")
-    box(630, 234, "policy", "what is cast, and to what")
+    box(630, 234, "cast policy", "what is cast, and to what")
     picture.arrow((340, 106), (130, 106), (130, 158))
-    picture.text(140, 98, "1: which backend?", "quiet", size=12)
+    picture.text(140, 98, "1: find the backend", "quiet", size=12)
     picture.arrow((430, 130), (430, 158))
-    picture.text(440, 148, "3: push a frame", "quiet", size=12)
+    picture.text(440, 148, "2: push a frame", "quiet", size=12)
     picture.arrow((520, 106), (720, 106), (720, 158))
-    picture.text(530, 98, "2: install kernels (first time)", "quiet", size=12)
+    picture.text(530, 98, "3: install kernels (first time)", "quiet", size=12)
     picture.arrow((720, 206), (720, 234))
     picture.arrow((630, 258), (520, 258))
     group(316, 84, "backends")
