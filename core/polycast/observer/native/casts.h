@@ -1,6 +1,6 @@
-// Casts that observed ops needed, made by kernels of either engine, and what they say of the ops before.
+// Counts the casts that observed ops need, and finds the chains of ops that they end.
 //
-// Owns nothing. Locks: none.
+// Locks: none.
 
 #pragma once
 
@@ -13,8 +13,8 @@
 
 namespace {
 
-// Note what the cast of an activation says of the ops before.
-void note_chain(ObservedOp& op, const Tensor& tensor, ScalarType target, uint64_t bytes) {
+// Find the chain that the cast of an activation ends.
+void find_chain(ObservedOp& op, const Tensor& tensor, ScalarType target, uint64_t bytes) {
   Producer* const producer = op.watch->producers.find(tensor);
   if (producer == nullptr) {
     return;
@@ -35,36 +35,34 @@ void note_chain(ObservedOp& op, const Tensor& tensor, ScalarType target, uint64_
   }
 }
 
-// Called where an observed op needs a cast.
+// Called by the engine.
 void note_cast(ObservedCall& call, const Tensor& tensor, const Tensor& cast, const SeenCast& seen) {
-  using Last = Watch::Last;
+  using Repeats = CastWeights::Repeats;
   auto& op = static_cast<ObservedOp&>(call);
   CastCounts counts{tensor.scalar_type(), cast.scalar_type(), seen.of_weight};
   counts.seconds = op.is_timed ? seen.seconds : 0;
-  const bool may_be_kept = seen.of_weight && counts.target != at::kFloat;
-  const Last last = may_be_kept && seen.made ? op.watch->note_cast(tensor, cast) : Last::kNone;
-  if (!seen.made || (seen.in_torchs_region && last == Last::kSameCast)) {
+  const bool may_repeat = seen.of_weight && counts.target != at::kFloat && seen.made;
+  const Repeats repeats = may_repeat ? op.watch->weights.note(tensor, cast) : Repeats::kNothing;
+  if (!seen.made || (seen.in_torchs_region && repeats == Repeats::kCast)) {
     counts.hits = 1;
   } else {
     counts.count = 1;
     counts.bytes = bytes_of(cast);
     counts.misses = seen.looked_for;
-    if (last != Last::kNone) {
-      counts.recasts = 1;
-      counts.recast_bytes = counts.bytes;
-    }
+    counts.recasts = repeats != Repeats::kNothing;
+    counts.recast_bytes = counts.recasts * counts.bytes;
   }
   op.casts.add(counts);
-  for (Given& given : op.given) {
-    if (given.tensor == tensor.unsafeGetTensorImpl() && given.source.cast == ScalarType::Undefined) {
-      given.source.cast = counts.target;
-      given.source.casts = counts.count;
-      given.source.cast_bytes = counts.bytes;
+  for (Input& input : op.sources) {
+    if (input.tensor == tensor.unsafeGetTensorImpl() && input.source.cast == ScalarType::Undefined) {
+      input.source.cast = counts.target;
+      input.source.casts = counts.count;
+      input.source.cast_bytes = counts.bytes;
       break;
     }
   }
   if (!op.backward && !seen.of_weight) {
-    note_chain(op, tensor, counts.target, bytes_of(cast));
+    find_chain(op, tensor, counts.target, bytes_of(cast));
   }
 }
 

@@ -1,16 +1,20 @@
-// What is counted of calls of ops that are alike, of casts, of chains of ops and of regions.
+// Counts of ops, casts, chains of ops, matmuls and regions, and the keys by which they are counted.
 //
-// Owns nothing. Locks: those of the table that the counts are in.
+// Locks: none; a table's mutex guards the counts in it.
 
 #pragma once
 
 #include <ATen/core/ivalue.h>
 #include <c10/util/SmallVector.h>
+#include <c10/util/flat_hash_map.h>
 
 #include <array>
 #include <cstdint>
+#include <map>
+#include <memory>
 #include <string>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -18,71 +22,79 @@
 
 namespace {
 
-// How many floating-point operations a call takes: so many, and so many for each element that it returns.
+// The floating-point operations of a call: a fixed number, and a number for each element of the output.
 struct Flops {
   double fixed = 0, per_output = 0;
 };
 using FlopFormula = Flops (*)(c10::ArrayRef<const c10::IValue> arguments);
 
-// What there is to know of an op besides its calls. These live as long as the process.
+// Traits of an op, by its schema. They live as long as the process.
 struct OpInfo {
   std::string name;
   size_t arguments = 0, returns = 0;
-  std::vector<size_t> written;  // the arguments that it writes to
-  std::vector<size_t> out;      // those that it reads nothing of
-  bool makes_nothing_up = true;  // what it returns is computed, and not memory as it was found
-  bool copies = false;           // what it returns has the value of what it is given
-  bool converts = false;         // and may have another dtype, that the program asks for
+  std::vector<size_t> written;       // the arguments that it writes
+  std::vector<size_t> out;           // the arguments that it writes and does not read
+  bool has_uninitialized_output = false;
+  bool copies = false;    // its output has the values of its input
+  bool converts = false;  // and the dtype that the program asks for
   bool is_loss = false;
-  FlopFormula flops = nullptr;  // of an op that multiplies matrices
+  FlopFormula flops = nullptr;  // null: it is not a matmul
 };
 
-// Sums, each for a dtype.
-template <class Number>
-class ByDtype {
+// Rows that are added up if they are alike. There are few, so they are searched one by one.
+template <class Row>
+class Tally {
  public:
-  void add(ScalarType dtype, Number more = 1) {
-    for (auto& [seen, sum] : sums_) {
-      if (seen == dtype) {
-        sum += more;
-        return;
+  // Add to a row that is there; return whether there is one.
+  bool add_to_known(const Row& more) {
+    for (Row& row : rows_) {
+      if (row.is_like(more)) {
+        row.add(more);
+        return true;
       }
     }
-    sums_.emplace_back(dtype, more);
+    return false;
   }
 
-  void add(const ByDtype& others) {
-    for (const auto& [dtype, sum] : others) {
-      add(dtype, sum);
+  void add(const Row& more) {
+    if (!add_to_known(more)) {
+      rows_.push_back(more);
     }
   }
 
-  Number of(ScalarType dtype) const {
-    for (const auto& [seen, sum] : sums_) {
-      if (seen == dtype) {
-        return sum;
-      }
+  void add(const Tally& others) {
+    for (const Row& row : others) {
+      add(row);
     }
-    return 0;
   }
 
-  bool empty() const { return sums_.empty(); }
-  auto begin() const { return sums_.begin(); }
-  auto end() const { return sums_.end(); }
+  size_t size() const { return rows_.size(); }
+  auto begin() const { return rows_.begin(); }
+  auto end() const { return rows_.end(); }
 
  private:
-  c10::SmallVector<std::pair<ScalarType, Number>, 2> sums_;
+  c10::SmallVector<Row, 2> rows_;
 };
 
-using DtypeCounts = ByDtype<int64_t>;
+template <class Number>
+struct DtypeSum {
+  ScalarType dtype;
+  Number sum = 1;
 
-// The casts of one kind.
+  bool is_like(const DtypeSum& other) const { return dtype == other.dtype; }
+  void add(const DtypeSum& other) { sum += other.sum; }
+};
+using DtypeCounts = Tally<DtypeSum<int64_t>>;
+
 struct CastCounts {
   ScalarType source, target;
   bool of_weight;
   uint64_t count = 0, bytes = 0, hits = 0, misses = 0, recasts = 0, recast_bytes = 0;
   double seconds = 0;
 
+  bool is_like(const CastCounts& other) const {
+    return source == other.source && target == other.target && of_weight == other.of_weight;
+  }
   void add(const CastCounts& other) {
     count += other.count;
     bytes += other.bytes;
@@ -94,132 +106,99 @@ struct CastCounts {
   }
 };
 
-class CastsByKind {
- public:
-  void add(const CastCounts& casts) {
-    for (CastCounts& each : casts_) {
-      if (each.source == casts.source && each.target == casts.target && each.of_weight == casts.of_weight) {
-        each.add(casts);
-        return;
-      }
-    }
-    casts_.push_back(casts);
-  }
-
-  bool empty() const { return casts_.empty(); }
-  auto begin() const { return casts_.begin(); }
-  auto end() const { return casts_.end(); }
-
- private:
-  c10::SmallVector<CastCounts, 2> casts_;
-};
-
 constexpr int kNoModule = -1;
 
-// The floating-point tensors that an op was given, by the op that made them.
+// Floating-point inputs of an op, by the op that made them.
 struct SourceCounts {
-  const OpInfo* op;  // null: none that is known
+  const OpInfo* op;  // null: unknown
   int module;
-  ScalarType dtype, cast;  // Undefined: it was not cast
-  bool is_first;           // of the op's tensors
-  ScalarType asked_from;   // what the op computed in, where the program asked for this dtype; Undefined: it did not
+  ScalarType dtype, cast;  // Undefined: not cast
+  bool is_first;           // among the op's tensors
+  ScalarType asked_from;   // what `op` computed in, if the program asked for `dtype`; else Undefined
   uint64_t count = 0, bytes = 0, casts = 0, cast_bytes = 0;
 
   bool is_like(const SourceCounts& other) const {
     return op == other.op && module == other.module && dtype == other.dtype && cast == other.cast &&
         is_first == other.is_first && asked_from == other.asked_from;
   }
-};
-
-class Sources {
- public:
-  void add(SourceCounts more) {
-    for (SourceCounts& each : sources_) {
-      if (each.is_like(more)) {
-        each.count += more.count;
-        each.bytes += more.bytes;
-        each.casts += more.casts;
-        each.cast_bytes += more.cast_bytes;
-        return;
-      }
-    }
-    if (sources_.size() >= kMost && more.op != nullptr) {  // code outside of all modules may gather what thousands made
-      more.op = nullptr;
-      more.module = kNoModule;
-      add(more);
-      return;
-    }
-    sources_.push_back(more);
+  void add(const SourceCounts& other) {
+    count += other.count;
+    bytes += other.bytes;
+    casts += other.casts;
+    cast_bytes += other.cast_bytes;
   }
-
-  auto begin() const { return sources_.begin(); }
-  auto end() const { return sources_.end(); }
-
- private:
-  static constexpr size_t kMost = 32;
-  c10::SmallVector<SourceCounts, 2> sources_;
 };
 
-// What calls of an op are told apart by. An override is told by its address: the recorder holds it.
-struct Where {
+// The state in which an op is called. An override is identified by its address: the recorder holds it.
+struct CallKey {
   const OpInfo* op;
   const void* override;
   int module;
-  int8_t device;  // the one whose autocast looked; -1: none did
+  int8_t device;  // whose autocast looked at the op; -1: none
   ScalarType fast;
   bool backward;
 
-  bool operator==(const Where& other) const {
+  bool operator==(const CallKey& other) const {
     return op == other.op && override == other.override && module == other.module && device == other.device &&
         fast == other.fast && backward == other.backward;
   }
 };
 
-struct WhereHash {
-  size_t operator()(const Where& where) const {
+struct CallKeyHash {
+  size_t operator()(const CallKey& key) const {
     const auto mix = [](size_t hash, size_t value) { return (hash ^ value) * 0x9E3779B97F4A7C15ull; };
-    size_t hash = mix(reinterpret_cast<uintptr_t>(where.op) >> 4, reinterpret_cast<uintptr_t>(where.override));
-    hash = mix(hash, static_cast<size_t>(where.module) * 512 + static_cast<size_t>(where.device) * 2 + where.backward);
-    return mix(hash, static_cast<size_t>(where.fast)) >> 7;
+    size_t hash = mix(reinterpret_cast<uintptr_t>(key.op) >> 4, reinterpret_cast<uintptr_t>(key.override));
+    hash = mix(hash, static_cast<size_t>(key.module) * 512 + static_cast<size_t>(key.device) * 2 + key.backward);
+    return mix(hash, static_cast<size_t>(key.fast)) >> 7;
   }
 };
 
-struct Counts {
+struct CallCounts {
   uint64_t calls = 0, inner_calls = 0;
   DtypeCounts inputs, computes, outputs;
-  ByDtype<double> seconds;  // of calls that are in no other, by what they compute in
-  CastsByKind casts;
-  Sources sources;  // in the forward pass, where autocast looks
-  size_t stack = 0;  // of the first call, where these are kept: its number with the recorder, from 1 on
+  Tally<DtypeSum<double>> seconds;  // of calls outside of other ops, by what they compute in
+  Tally<CastCounts> casts;
+  Tally<SourceCounts> sources;  // in the forward pass, if autocast looks
+  size_t stack = 0;             // of the first call: its number in the recorder, from 1 on
 
-  void add(const Counts& other) {
+  void add_source(SourceCounts source) {
+    constexpr size_t kMaxSources = 32;  // code outside of all modules may use the outputs of thousands of ops
+    if (sources.add_to_known(source)) {
+      return;
+    }
+    if (sources.size() >= kMaxSources) {
+      source.op = nullptr;
+      source.module = kNoModule;
+    }
+    sources.add(source);
+  }
+
+  void add(const CallCounts& other) {
     calls += other.calls;
     inner_calls += other.inner_calls;
     inputs.add(other.inputs);
     computes.add(other.computes);
     outputs.add(other.outputs);
     seconds.add(other.seconds);
-    for (const CastCounts& each : other.casts) {
-      casts.add(each);
-    }
-    for (const SourceCounts& each : other.sources) {
-      sources.add(each);
+    casts.add(other.casts);
+    for (const SourceCounts& source : other.sources) {
+      add_source(source);
     }
   }
 };
 
-// Ops one after the other that a finding may be about; see Chain in observer/records.py.
+// The kinds of chains; see Chain in observer/records.py.
 enum class ChainKind : int8_t { kRoundTrip, kFloat32ByOneInput, kUnlistedFloat32, kLoss, kLossRoot };
 constexpr const char* kChainKinds[] = {"round_trip", "float32_by_one_input", "unlisted_float32_op", "loss", "loss_root"};
 
 struct Chain {
   ChainKind kind;
-  std::array<const OpInfo*, 3> ops;  // or one that has the name of a node
-  const void* override;             // of the op that it is about
+  std::array<const OpInfo*, 3> ops;  // for kLossRoot, an entry with the name of an autograd node
+  const void* override;              // of the op in question, as are the next three
   int module;
   int8_t device;
   ScalarType fast;
-  int consumer = kNoModule;  // the module that took what an op in another returned, where that is the one that it is about
+  int consumer = kNoModule;  // the module of the last op, if it is not the op in question
 
   auto key() const { return std::tie(kind, ops, override, module, device, fast, consumer); }
   bool operator<(const Chain& other) const { return key() < other.key(); }
@@ -235,10 +214,9 @@ struct ChainCounts {
   }
 };
 
-// What a recipe made of a call: it was computed by it, or declined for a reason. These live as long as the process.
+// A recipe, and why it declined an op; empty: it computed it. These live as long as the process.
 using Outcome = std::pair<std::string, std::string>;
 
-// What calls of ops that multiply matrices are told apart by.
 struct Matmul {
   const OpInfo* op;
   const void* override;
@@ -282,6 +260,42 @@ struct RegionCounts {
     unused += other.unused;
     ops += other.ops;
     compiled += other.compiled;
+  }
+};
+
+// All counts of a thread, or of several.
+struct Totals {
+  ska::flat_hash_map<CallKey, std::unique_ptr<CallCounts>, CallKeyHash> ops;
+  std::unordered_map<int, uint64_t> entries;  // calls by module
+  std::map<Chain, ChainCounts> chains;
+  std::map<Matmul, MatmulCounts> matmuls;
+  std::map<RegionKey, RegionCounts> regions;
+  std::map<std::pair<std::string, int>, uint64_t> compiled;  // calls by region of compiled code and module
+
+  void add(const Totals& other) {
+    for (const auto& [key, more] : other.ops) {
+      auto& counts = ops[key];
+      if (counts == nullptr) {
+        counts = std::make_unique<CallCounts>(*more);
+      } else {
+        counts->add(*more);
+      }
+    }
+    const auto add_all = [](auto& sums, const auto& others) {
+      for (const auto& [key, more] : others) {
+        sums[key].add(more);
+      }
+    };
+    const auto add_numbers = [](auto& sums, const auto& others) {
+      for (const auto& [key, more] : others) {
+        sums[key] += more;
+      }
+    };
+    add_numbers(entries, other.entries);
+    add_all(chains, other.chains);
+    add_all(matmuls, other.matmuls);
+    add_all(regions, other.regions);
+    add_numbers(compiled, other.compiled);
   }
 };
 

@@ -1,6 +1,6 @@
-// How many floating-point operations a matrix product, a convolution or attention takes, by the sizes that it is given.
+// The floating-point operations of matmuls, convolutions and attention, by the sizes of their inputs.
 //
-// A product and a sum are two operations, as in torch.utils.flop_counter. Masks save none. Owns nothing. Locks: none.
+// A product and a sum are two operations, as in torch.utils.flop_counter. Masks save none.
 
 #pragma once
 
@@ -17,7 +17,7 @@ namespace {
 
 using Arguments = c10::ArrayRef<const c10::IValue>;
 
-// Return an argument that is a tensor of floating-point numbers with sizes, or null.
+// Return an argument if it is a floating-point tensor with sizes, else null.
 const Tensor* floats(Arguments arguments, size_t position) {
   if (position >= arguments.size() || !arguments[position].isTensor()) {
     return nullptr;
@@ -28,20 +28,20 @@ const Tensor* floats(Arguments arguments, size_t position) {
   return has_sizes && (tensor.is_floating_point() || tensor.is_complex()) ? &tensor : nullptr;
 }
 
-// Return a size, counted from the last, which is 1; 1 where there are fewer.
+// Return a size, counted from the last one, which is 1; 1 if there are fewer dimensions.
 double size(const Tensor& tensor, int64_t from_end) {
   return tensor.dim() < from_end ? 1.0 : static_cast<double>(tensor.size(-from_end));
 }
 
 double elements(const Tensor& tensor) { return static_cast<double>(tensor.numel()); }
 
-// Return the elements of a tensor for each place along its first dimension.
+// Return the number of elements for each index of the first dimension.
 double elements_of_each(const Tensor& tensor) {
   return tensor.dim() == 0 || tensor.numel() == 0 ? 0 : elements(tensor) / static_cast<double>(tensor.size(0));
 }
 
-// Tensors at the positions `a` and `b`: [..., M, K] by [..., K, N], or by a vector. Where `a` alone has a third dimension, of groups, each
-// of these takes a part of the columns.
+// The arguments `a` and `b`: [..., M, K] by [..., K, N], or by a vector. If only `a` has a dimension of groups, each group takes a part of
+// the columns.
 template <size_t a, size_t b>
 Flops product(Arguments arguments) {
   const Tensor *const left = floats(arguments, a), *const right = floats(arguments, b);
@@ -52,7 +52,7 @@ Flops product(Arguments arguments) {
   return {2 * (groups_take_parts ? elements_of_each(*left) : elements(*left)) * (right->dim() < 2 ? 1 : size(*right, 1))};
 }
 
-// matmul(a, b), whose batches are broadcast
+// matmul(a, b), with broadcast batches
 Flops broadcast_product(Arguments arguments) {
   const Tensor *const left = floats(arguments, 0), *const right = floats(arguments, 1);
   if (left == nullptr || right == nullptr) {
@@ -66,19 +66,19 @@ Flops broadcast_product(Arguments arguments) {
   return {2 * batches * size(*left, 2) * size(*left, 1) * (right->dim() < 2 ? 1 : size(*right, 1))};
 }
 
-// linear(x, weight): a row of the weight for each feature
+// linear(x, weight [features, terms])
 Flops linear(Arguments arguments) {
   const Tensor *const x = floats(arguments, 0), *const weight = floats(arguments, 1);
   return x == nullptr || weight == nullptr ? Flops() : Flops{2 * elements(*x) * size(*weight, 2)};
 }
 
-// conv2d(x, weight, ...): each element of the output is a sum over the weight of its channel
+// conv2d(x, weight, ...): each output element is a sum over the weights of its channel
 Flops convolution(Arguments arguments) {
   const Tensor *const x = floats(arguments, 0), *const weight = floats(arguments, 1);
   return x == nullptr || weight == nullptr ? Flops() : Flops{0, 2 * elements_of_each(*weight)};
 }
 
-// conv_transpose2d(x, weight, ...): each element of the input has a part in as many
+// conv_transpose2d(x, weight, ...): each input element is multiplied by the weights of its channel
 Flops transposed_convolution(Arguments arguments) {
   const Tensor *const x = floats(arguments, 0), *const weight = floats(arguments, 1);
   return x == nullptr || weight == nullptr ? Flops() : Flops{2 * elements(*x) * elements_of_each(*weight)};
@@ -99,8 +99,8 @@ Flops convolution_tbc(Arguments arguments) {
   return x == nullptr || weight == nullptr ? Flops() : Flops{0, 2 * size(*weight, 3) * size(*weight, 2)};
 }
 
-// convolution_backward(gradient, x, weight, biases, stride, padding, dilation, transposed, output_padding, groups, wanted): of x and of
-// the weight each as much as forward
+// convolution_backward(gradient, x, weight, biases, stride, padding, dilation, transposed, output_padding, groups, wanted): the gradients
+// of x and of the weight each take as many as the forward
 Flops convolution_backward(Arguments arguments) {
   const Tensor *const gradient = floats(arguments, 0), *const x = floats(arguments, 1), *const weight = floats(arguments, 2);
   if (gradient == nullptr || x == nullptr || weight == nullptr || arguments.size() < 11 || !arguments[10].isBoolList()) {
@@ -111,8 +111,7 @@ Flops convolution_backward(Arguments arguments) {
   return {2 * times * elements(is_set(arguments, 7) ? *x : *gradient) * elements_of_each(*weight)};
 }
 
-// Queries, keys and values from the position `q` on, [..., length, features]: so many products over the features of the queries and of
-// the values.
+// Queries, keys and values from argument `q` on, [..., length, features]; the numbers of products over the features of queries and values.
 template <size_t q, int of_queries, int of_values>
 Flops attention(Arguments arguments) {
   const Tensor *const queries = floats(arguments, q), *const keys = floats(arguments, q + 1), *const values = floats(arguments, q + 2);
@@ -144,7 +143,7 @@ Flops recurrent(Arguments arguments) {
   const Tensor* const x = floats(arguments, 0);
   const c10::IValue* parameters = nullptr;
   for (const c10::IValue& argument : arguments) {
-    parameters = argument.isTensorList() ? &argument : parameters;  // before it there may be a list of states
+    parameters = argument.isTensorList() ? &argument : parameters;  // a list of states may precede them
   }
   if (x == nullptr || x->numel() == 0 || parameters == nullptr) {
     return {};
@@ -158,7 +157,7 @@ Flops recurrent(Arguments arguments) {
   return {2 * elements(*x) / size(*x, 1) * weights};
 }
 
-// Return the formula of an op, by its name without an overload, or null: it is no product, or is made of others.
+// Return the formula of an op, by its name without the overload; null: it is not a matmul, or calls matmuls.
 FlopFormula formula_of(std::string_view name) {
   static constexpr std::pair<std::string_view, FlopFormula> kFormulas[] = {
       {"mm", &product<0, 1>}, {"bmm", &product<0, 1>}, {"mv", &product<0, 1>}, {"_scaled_mm", &product<0, 1>},
@@ -184,7 +183,7 @@ FlopFormula formula_of(std::string_view name) {
     name.remove_suffix(has_it ? suffix.size() : 0);
     return has_it;
   };
-  if (without_prefix("polycast::low_bit_aten_")) {  // what stands for an op in compiled code, and has the name of its overload
+  if (without_prefix("polycast::low_bit_aten_")) {  // an op in compiled code, named with its overload
     without_suffix("_padding");
   } else if (!without_prefix("aten::")) {
     return nullptr;

@@ -1,6 +1,6 @@
-// Seeing a thread's backward pass, whose ops belong to the modules that made its nodes.
+// Follows the backward pass: its ops are counted for the modules that made its nodes.
 //
-// Owns nothing. Locks: Recorders::mutex and a table's, one at a time.
+// Locks: Recorders::mutex and a table's, one at a time.
 
 #pragma once
 
@@ -19,18 +19,18 @@
 
 namespace {
 
-// A node that is being evaluated.
+// An autograd node that runs.
 struct ObservedNode final : Observed {
   ObservedNode() : Observed(ObservedKind::kNode) {}
 
   Watch* watch = nullptr;
   Watch::Tables tables;
-  c10::SmallVector<Table::Node, 2> before;
-  size_t lent = 0;  // recorders
+  c10::SmallVector<Table::Node, 2> before;  // of each table
+  size_t lent = 0;                          // recorders
 };
 
-// Lend a thread of autograd's own the recorders of the thread that called backward, and made the node; return how many. torch
-// takes the callbacks of that thread along.
+// Lend this thread, one of autograd's own, the recorders of the thread that made the node; return how many. torch copies that
+// thread's callbacks to this one.
 size_t lend_recorders(Watch& watch, uint64_t made_on) {
   if (watch.callback || at::get_record_function_tls_().sorted_tls_callbacks_.empty()) {
     return 0;
@@ -40,7 +40,7 @@ size_t lend_recorders(Watch& watch, uint64_t made_on) {
     std::lock_guard<std::mutex> lock(Recorders::running().mutex);
     for (const auto& recorder : Recorders::running().recorders) {
       const bool has_it = std::find(watch.lent.begin(), watch.lent.end(), recorder) != watch.lent.end();
-      if (!recorder->all_threads && recorder->thread_number == made_on && !has_it) {
+      if (!recorder->all_threads && recorder->thread == made_on && !has_it) {
         watch.lent.push_back(recorder);
         ++count;
       }
@@ -52,8 +52,8 @@ size_t lend_recorders(Watch& watch, uint64_t made_on) {
   return count;
 }
 
-// The first node of a pass takes the gradient of what backward was called on: of a loss.
-void look_at_root(Watch& watch, const torch::autograd::Node& node) {
+// Record whether a pass begins at a scalar in a fast dtype, which is a loss.
+void find_loss_root(Watch& watch, const torch::autograd::Node& node) {
   const int task = torch::autograd::get_current_graph_task_id();
   if (task == watch.last_graph_task) {
     return;
@@ -62,32 +62,41 @@ void look_at_root(Watch& watch, const torch::autograd::Node& node) {
   if (node.num_inputs() != 1) {
     return;
   }
-  const auto& of_gradient = node.input_metadata(0);
-  const ScalarType dtype = c10::typeMetaToScalarType(of_gradient.options().dtype());
-  if (!is_fast(dtype) || of_gradient.is_nested_tensor()) {
+  const auto& gradient = node.input_metadata(0);
+  const ScalarType dtype = c10::typeMetaToScalarType(gradient.options().dtype());
+  if (!is_fast(dtype) || gradient.is_nested_tensor()) {
     return;
   }
-  const auto sizes = of_gradient.shape_as_dim_vector();
+  const auto sizes = gradient.shape_as_dim_vector();
   if (!std::all_of(sizes.begin(), sizes.end(), [](const c10::SymInt& size) { return size.maybe_as_int() == 1; })) {
     return;
   }
   for (const auto& table : watch.tables) {
     const Chain chain{ChainKind::kLossRoot, {OpInfos::all().named(node.name())}, nullptr, table->module(), -1, dtype};
     std::lock_guard<std::mutex> lock(table->mutex);
-    table->chains[chain].add({1, c10::elementSize(dtype)});
+    table->totals.chains[chain].add({1, c10::elementSize(dtype)});
   }
 }
 
-// A range of autograd's engine begins, in which it evaluates a node.
-std::unique_ptr<at::ObserverContext> enter_node(Watch& watch) {
+// Return the module that made a node: for the node that accumulates a gradient, the module of the parameter.
+int module_of_node(const std::shared_ptr<Table>& table, const torch::autograd::Node& node) {
+  if (typeid(node) == typeid(torch::autograd::AccumulateGrad)) {
+    const auto& accumulate = static_cast<const torch::autograd::AccumulateGrad&>(node);
+    return table->recorder->module_of_parameter(accumulate.variable.unsafeGetTensorImpl());
+  }
+  const uint64_t made_on = const_cast<torch::autograd::Node&>(node).thread_id();
+  const auto made_in = made_on == this_thread() ? table : table->recorder->table_of(made_on);
+  return made_in == nullptr ? kNoModule : made_in->module_at(node.sequence_nr());
+}
+
+std::unique_ptr<at::ObserverContext> begin_node(Watch& watch) {
   const auto running = torch::autograd::get_current_node();
   if (!running) {
     return nullptr;
   }
-  const uint64_t made_on = running->thread_id();
   size_t lent = 0;
   if (static_cast<size_t>(Recorders::count.load(std::memory_order_relaxed)) != watch.tables.size()) {
-    lent = lend_recorders(watch, made_on);
+    lent = lend_recorders(watch, running->thread_id());
   }
   if (watch.tables.empty()) {
     return nullptr;
@@ -95,28 +104,15 @@ std::unique_ptr<at::ObserverContext> enter_node(Watch& watch) {
   auto node = std::make_unique<ObservedNode>();
   node->watch = &watch;
   node->lent = lent;
-  const auto& its_class = *running;
-  const auto* const accumulate = typeid(its_class) == typeid(torch::autograd::AccumulateGrad)
-      ? static_cast<const torch::autograd::AccumulateGrad*>(running.get())
-      : nullptr;
   for (const auto& table : watch.tables) {
-    int module = kNoModule;
-    if (accumulate != nullptr) {
-      module = table->recorder->module_of_parameter(accumulate->variable.unsafeGetTensorImpl());
-    } else {
-      const auto made_in = made_on == at::RecordFunction::currentThreadId()
-          ? table
-          : table->recorder->existing_table_of(made_on);
-      module = made_in == nullptr ? kNoModule : made_in->module_at(running->sequence_nr());
-    }
-    node->before.push_back(table->enter_node(module));
+    node->before.push_back(table->enter_node(module_of_node(table, *running)));
     node->tables.push_back(table);
   }
-  look_at_root(watch, *running);
+  find_loss_root(watch, *running);
   return node;
 }
 
-void leave_node(ObservedNode& node) {
+void end_node(ObservedNode& node) {
   for (size_t i = 0; i < node.tables.size(); ++i) {
     node.tables[i]->leave_node(node.before[i]);
   }

@@ -1,6 +1,6 @@
-// Whether tensors are finite, asked of them without anybody seeing it.
+// Checks tensors for inf and nan, unseen by modes and transforms. Synchronizes with the device.
 //
-// Owns nothing. Locks: none. A device is waited for.
+// Locks: none.
 
 #pragma once
 
@@ -22,7 +22,7 @@
 
 namespace {
 
-// Whether a tensor has another in it, on which ops run.
+// Return whether a tensor wraps another one, on which ops run.
 bool is_wrapper(const Tensor& tensor) {
   constexpr c10::DispatchKeySet kWrappers{
       DispatchKey::Python, DispatchKey::Functionalize, DispatchKey::FuncTorchBatched, DispatchKey::FuncTorchGradWrapper,
@@ -41,7 +41,7 @@ Tensor values_of_sparse(const Tensor& tensor) {
                                                    : static_cast<const at::SparseCsrTensorImpl*>(impl)->values();
 }
 
-// The bytes of a tensor's values; 0 where only Python could tell.
+// Return the bytes of a tensor's values; 0 if only Python could tell.
 uint64_t bytes_of(const Tensor& tensor) {
   if (is_sparse(tensor)) {
     const Tensor values = values_of_sparse(tensor);
@@ -50,7 +50,7 @@ uint64_t bytes_of(const Tensor& tensor) {
   return has_known_sizes(tensor) ? tensor.numel() * tensor.itemsize() : 0;
 }
 
-// Whether the values are in memory that is there: not so where it was given up (as FSDP does), or never made.
+// Return whether the memory of the values is there. FSDP frees it, for instance.
 bool is_in_memory(const Tensor& tensor) {
   constexpr c10::DispatchKeySet kElsewhere{DispatchKey::ZeroTensor, DispatchKey::NestedTensor};
   return !is_wrapper(tensor) && tensor.has_storage() && !tensor.is_meta() && !tensor.key_set().has_any(kElsewhere) &&
@@ -58,13 +58,13 @@ bool is_in_memory(const Tensor& tensor) {
       tensor.storage().nbytes();
 }
 
-// How the words of a dtype say that a value is not finite: those bits of the mask are set, and no others of it.
+// A value of a dtype is not finite if, of the bits of the mask, exactly these are set.
 template <class Word>
 struct NotFinite {
   Word mask, bits;
 };
 
-// The loop is over blocks of a known size, so that a compiler makes vectors of it at any level.
+// Blocks of a fixed size let the compiler vectorize the loop.
 template <class Word>
 [[gnu::optimize("O3")]] bool all_finite(const Word* words, size_t count, NotFinite<Word> not_finite) {
   constexpr size_t kBlock = 1024;
@@ -86,7 +86,7 @@ template <class Word>
   return true;
 }
 
-// The same of memory with steps between its values, dimension by dimension. What is expanded is looked at once.
+// The same for strided memory, dimension by dimension. Expanded dimensions are read once.
 template <class Word>
 bool all_finite(const Word* words, c10::IntArrayRef sizes, c10::IntArrayRef strides, size_t each, NotFinite<Word> not_finite) {
   if (sizes.empty()) {
@@ -104,7 +104,7 @@ bool all_finite(const Word* words, c10::IntArrayRef sizes, c10::IntArrayRef stri
   return true;
 }
 
-// `each`: how many words a value has.
+// `each` is the number of words of a value.
 template <class Word>
 bool all_finite(const Tensor& tensor, size_t each, NotFinite<Word> not_finite) {
   const auto* const words = static_cast<const Word*>(tensor.const_data_ptr());
@@ -144,7 +144,7 @@ bool is_finite_in_memory(const Tensor& tensor) {
   }
 }
 
-// Ops that are called here are the observer's own: no mode and no transform sees them.
+// Hides the observer's own ops from modes and transforms.
 struct Unobserved {
   at::RecordFunctionGuard no_events{false};
   c10::impl::ExcludeDispatchKeyGuard of_those{
@@ -155,7 +155,7 @@ struct Unobserved {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
 };
 
-// Of what cannot be asked it is taken to be: what torch.func transforms, say, whose wrappers have no header that stands alone.
+// Tensors that cannot be checked count as finite, such as the wrappers of torch.func.
 bool is_finite(const Tensor& tensor) {
   if (!tensor.is_floating_point() && !tensor.is_complex()) {
     return true;
@@ -171,16 +171,16 @@ bool is_finite(const Tensor& tensor) {
       return is_finite_in_memory(tensor);
     }
     if (captures(tensor, Object())) {
-      return true;  // nothing can be asked of what is only recorded
+      return true;  // a captured graph has no values yet
     }
     const Unobserved unobserved;
     return tensor.isfinite().all().item<bool>();
-  } catch (const c10::Error&) {  // the device has no such op
+  } catch (const c10::Error&) {  // the device lacks the op
     return true;
   }
 }
 
-// Whether inf, and whether nan, is in a tensor that is not finite.
+// Return whether a tensor that is not finite contains inf, and whether it contains nan.
 std::pair<bool, bool> inf_and_nan(const Tensor& tensor) {
   if (is_sparse(tensor)) {
     return inf_and_nan(values_of_sparse(tensor));
@@ -189,7 +189,7 @@ std::pair<bool, bool> inf_and_nan(const Tensor& tensor) {
   try {
     const Tensor known = c10::elementSize(tensor.scalar_type()) == 1 ? tensor.to(at::kFloat) : tensor;
     return {known.isinf().any().item<bool>(), known.isnan().any().item<bool>()};
-  } catch (const c10::Error&) {  // the device has no such op
+  } catch (const c10::Error&) {  // the device lacks the op
     return {true, true};
   }
 }

@@ -1,22 +1,19 @@
-// The observer's Python module: what the native engine and torch show of what runs, counted while something observes.
+// The observer's Python module. It counts what the native engine and torch run.
 //
-// Compiled as one unit with the files it includes. From the bottom: counts.h, flops.h, table.h, recorder.h, watch.h; then what is seen:
-// entries.h, nodes.h, op_begins.h, op_ends.h, casts.h, running.h; and reading.h. Each says what it owns and which lock it takes.
+// Compiled as one unit with the files that it includes. From the bottom: counts.h, op_infos.h, flops.h, table.h, recorder.h and watch.h hold
+// the counts; nonfinite.h, entered_regions.h, nodes.h, casts.h, op_begins.h, op_ends.h and callbacks.h make them; reading.h returns them.
 
 #include <algorithm>
-#include <atomic>
 #include <memory>
 #include <mutex>
 #include <set>
 
+#include "callbacks.h"
 #include "casts.h"
-#include "entries.h"
+#include "entered_regions.h"
 #include "forks.h"
-#include "op_infos.h"
 #include "python.h"
 #include "reading.h"
-#include "running.h"
-#include "watch.h"
 
 namespace {
 
@@ -50,7 +47,7 @@ PyObject* recorder_stop(PyObject* self, PyObject*) {
   return Py_NewRef(Py_None);
 }
 
-PyObject* recorder_read(PyObject* self, PyObject*) { return Reading::of(*Holder<Recorder>::of(self)); }
+PyObject* recorder_read(PyObject* self, PyObject*) { return read(*Holder<Recorder>::of(self)); }
 
 PyObject* recorder_nonfinite_count(PyObject* self, PyObject*) {
   return PyLong_FromUnsignedLongLong(Holder<Recorder>::of(self)->nonfinite_seen());
@@ -80,10 +77,10 @@ PyObject* recorder_add_parameter(PyObject* self, PyObject* arguments) {
   return Py_NewRef(Py_None);
 }
 
-// enter_module(module), leave_module(module): around what the module computes.
+// enter_module(module), leave_module(module): before and after a call of the module
 template <bool enters>
 PyObject* pass_module(PyObject*, PyObject* module) {
-  if (Watch* const watch = refreshed_watch(recorders_of_all.load(std::memory_order_relaxed) != 0)) {
+  if (Watch* const watch = watch_of_observed_thread()) {
     for (const auto& table : watch->tables) {
       const int number = table->recorder->module_of(module);
       if (number != kNoModule) {
@@ -94,10 +91,7 @@ PyObject* pass_module(PyObject*, PyObject* module) {
   return Py_NewRef(Py_None);
 }
 
-// The op that the thread is in.
-ObservedOp* observed_op_here() { return watch_of_thread == nullptr ? nullptr : watch_of_thread->op; }
-
-// note_compiling(begins): what runs on this thread until the compiler is done is not the program's.
+// note_compiling(begins): ops on this thread are not counted until the compiler ends
 PyObject* note_compiling(PyObject*, PyObject* begins) {
   if (Watch* const watch = watch_of_thread) {
     watch->compiling = std::max(0, watch->compiling + (begins == Py_True ? 1 : -1));
@@ -105,14 +99,13 @@ PyObject* note_compiling(PyObject*, PyObject* begins) {
   return Py_NewRef(Py_None);
 }
 
-// note_low_bit(recipe, declined): what became of the op that the thread is in, which a recipe was to compute; declined is empty where it
-// did.
+// note_low_bit(recipe, declined): the outcome for the op that the thread is in
 PyObject* note_low_bit(PyObject*, PyObject* arguments) {
   static auto* const known = new std::set<Outcome>();  // guarded by the GIL
   const char *recipe, *declined;
   parse(arguments, "ss", &recipe, &declined);
-  if (ObservedOp* const op = observed_op_here()) {
-    op->outcome = &*known->emplace(recipe, declined).first;
+  if (watch_of_thread != nullptr && watch_of_thread->op != nullptr) {
+    watch_of_thread->op->outcome = &*known->emplace(recipe, declined).first;
   }
   return Py_NewRef(Py_None);
 }
@@ -146,21 +139,21 @@ PyObject* bind(PyObject*, PyObject* arguments) {
 }
 
 PyMethodDef functions[] = {
-    {"enter_module", &raising<&pass_module<true>>, METH_O, "A module begins to compute."},
-    {"leave_module", &raising<&pass_module<false>>, METH_O, "A module has computed."},
-    {"note_compiling", &raising<&note_compiling>, METH_O, "A compiler begins, or is done."},
-    {"note_low_bit", &raising<&note_low_bit>, METH_VARARGS, "A recipe was to compute an op."},
-    {"bind", &raising<&bind>, METH_VARARGS, "Observe an engine."},
+    {"enter_module", &raising<&pass_module<true>>, METH_O, "Note that a module is called."},
+    {"leave_module", &raising<&pass_module<false>>, METH_O, "Note that the call has ended."},
+    {"note_compiling", &raising<&note_compiling>, METH_O, "Note that a compiler begins, or ends."},
+    {"note_low_bit", &raising<&note_low_bit>, METH_VARARGS, "Note what a recipe did with an op."},
+    {"bind", &raising<&bind>, METH_VARARGS, "Bind to an engine."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef recorder_methods[] = {
-    {"start", &raising<&recorder_start>, METH_NOARGS, "Count from now on."},
-    {"stop", &raising<&recorder_stop>, METH_NOARGS, "Count no more."},
-    {"read", &raising<&recorder_read>, METH_NOARGS, "Return what was counted."},
-    {"nonfinite_count", &raising<&recorder_nonfinite_count>, METH_NOARGS, "Return how many ops made inf or nan."},
-    {"add_module", &raising<&recorder_add_module>, METH_VARARGS, "Know a module."},
-    {"forget_module", &raising<&recorder_forget_module>, METH_O, "Know it no more."},
-    {"add_parameter", &raising<&recorder_add_parameter>, METH_VARARGS, "Know a parameter's module."},
+    {"start", &raising<&recorder_start>, METH_NOARGS, "Start to count."},
+    {"stop", &raising<&recorder_stop>, METH_NOARGS, "Stop counting."},
+    {"read", &raising<&recorder_read>, METH_NOARGS, "Return the counts."},
+    {"nonfinite_count", &raising<&recorder_nonfinite_count>, METH_NOARGS, "Count the ops that made inf or nan."},
+    {"add_module", &raising<&recorder_add_module>, METH_VARARGS, "Add a module."},
+    {"forget_module", &raising<&recorder_forget_module>, METH_O, "Forget a module."},
+    {"add_parameter", &raising<&recorder_add_parameter>, METH_VARARGS, "Add a parameter."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "polycast_observer", "The native engine's observer.", -1, functions};

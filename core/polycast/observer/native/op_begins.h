@@ -1,6 +1,6 @@
-// What is seen of an op before it runs: which it is, what it is given, and whose autocast looks at it.
+// What is recorded when an op begins: which op it is, its inputs, and whose autocast looks at it.
 //
-// Owns nothing. Locks: a table's.
+// Locks: a table's.
 
 #pragma once
 
@@ -18,7 +18,7 @@
 #include <utility>
 
 #include "autocast.h"
-#include "entries.h"
+#include "entered_regions.h"
 #include "nonfinite.h"
 #include "op_infos.h"
 #include "values.h"
@@ -26,7 +26,7 @@
 
 namespace {
 
-// The op of an event, or null where it is another range. It is told by the address of its name, and by the name.
+// Return the op of an event; null: the event is not of an op. Known ops are found by the address of the name, which is then compared.
 const OpInfo* op_of(Watch& watch, const at::RecordFunction& event) {
   const char* const name = event.name();
   const uint64_t generation = OpInfos::generation.load(std::memory_order_relaxed);
@@ -34,12 +34,12 @@ const OpInfo* op_of(Watch& watch, const at::RecordFunction& event) {
     watch.ops.clear();
     watch.ops_generation = generation;
   }
-  const auto found = watch.ops.find(name);
-  if (found != watch.ops.end()) {
+  if (const auto found = watch.ops.find(name); found != watch.ops.end()) {
     const std::string& known = found->second->name;
     const size_t length = std::strlen(name);
+    const char* const overload = event.overload_name();
     if (known.compare(0, length, name) == 0 &&
-        (known.size() == length ? *event.overload_name() == '\0' : known.compare(length + 1, std::string::npos, event.overload_name()) == 0)) {
+        (known.size() == length ? *overload == '\0' : known.compare(length + 1, std::string::npos, overload) == 0)) {
       return found->second;
     }
   }
@@ -62,7 +62,7 @@ const std::array<DispatchKey, c10::COMPILE_TIME_MAX_DEVICE_TYPES>& autocast_keys
   return keys;
 }
 
-// What is traced does not run.
+// Return whether ops are traced and do not run.
 bool is_traced() {
   using Mode = c10::impl::TorchDispatchModeKey;
   using Modes = c10::impl::TorchDispatchModeTLS;
@@ -70,46 +70,63 @@ bool is_traced() {
       (Modes::get_mode(Mode::FAKE) || Modes::get_mode(Mode::PROXY) || Modes::get_mode(Mode::FUNCTIONAL));
 }
 
-// The device whose autocast looks at a tensor, as its dispatch keys have it; -1: none.
+// Return the device whose autocast looks at a tensor, by its dispatch keys; -1: none.
 int8_t device_of_autocast(const Tensor& tensor, const c10::impl::LocalDispatchKeySet& keys) {
   const auto& known = autocast_keys();
+  const auto is_active = [&](size_t device) {
+    return known[device] != DispatchKey::Undefined && !keys.excluded_.has(known[device]);
+  };
   if (!tensor.key_set().has(DispatchKey::Python)) {
     const auto device = static_cast<size_t>(tensor.device().type());
-    return known[device] != DispatchKey::Undefined && !keys.excluded_.has(known[device]) ? static_cast<int8_t>(device) : -1;
+    return is_active(device) ? static_cast<int8_t>(device) : -1;
   }
-  const auto its = tensor.key_set();
   for (size_t device = 0; device < known.size(); ++device) {
-    if (known[device] != DispatchKey::Undefined && its.has(known[device]) && !keys.excluded_.has(known[device])) {
+    if (is_active(device) && tensor.key_set().has(known[device])) {
       return static_cast<int8_t>(device);
     }
   }
   return -1;
 }
 
-// Note where a tensor that an op is given came from.
-void note_given(ObservedOp& op, const Tensor& tensor, const Producer* producer) {
-  const bool is_known = producer != nullptr && producer->op != nullptr;
-  op.given.push_back(
-      {tensor.unsafeGetTensorImpl(), is_known ? producer->modules : Modules(),
-       SourceCounts{is_known ? producer->op : nullptr, kNoModule, tensor.scalar_type(), ScalarType::Undefined,
-                    op.given.empty(), is_known ? producer->asked_from : ScalarType::Undefined, 1, bytes_of(tensor)}});
+// Record where an input of an op in the forward pass comes from.
+void add_source(ObservedOp& op, const Tensor& tensor) {
+  const ScalarType dtype = tensor.scalar_type();
+  const Producer* const producer = op.watch->producers.find(tensor);
+  if (has_known_sizes(tensor) && tensor.dim() > 0 && (dtype == at::kFloat || is_fast(dtype))) {
+    SourceCounts source{nullptr, kNoModule, dtype, ScalarType::Undefined, op.sources.empty(), ScalarType::Undefined, 1, bytes_of(tensor)};
+    if (producer != nullptr) {
+      source.op = producer->op;
+      source.asked_from = producer->asked_from;
+    }
+    op.sources.push_back({tensor.unsafeGetTensorImpl(), producer == nullptr ? Modules() : producer->modules, source});
+  }
+  if (producer != nullptr) {
+    if (is_fast(producer->computes)) {
+      op.fast_before = producer->op;
+    } else if (op.fast_before == nullptr) {
+      op.fast_before = producer->fast_before;
+    }
+    if (op.op->copies && !op.copied) {
+      op.copied = *producer;
+    }
+  }
 }
 
-void look_at_input(ObservedOp& op, const Tensor& tensor, const c10::impl::LocalDispatchKeySet& keys) {
+void add_input(ObservedOp& op, const Tensor& tensor, const c10::impl::LocalDispatchKeySet& keys) {
   if (op.device < 0) {
     op.device = device_of_autocast(tensor, keys);
   }
   if (op.watch->looks_for_nonfinite) {
     op.is_wrapped = op.is_wrapped || is_wrapper(tensor);
     if (tensor.is_floating_point() || tensor.is_complex()) {
-      op.tensors.push_back(tensor);
+      op.unchecked.push_back(tensor);
     }
   }
   if (!tensor.is_floating_point()) {
     return;
   }
   const ScalarType dtype = tensor.scalar_type();
-  op.inputs.add(dtype);
+  op.inputs.add({dtype});
   if (op.widest == ScalarType::Undefined || c10::elementSize(dtype) > c10::elementSize(op.widest)) {
     op.widest = dtype;
   }
@@ -121,25 +138,12 @@ void look_at_input(ObservedOp& op, const Tensor& tensor, const c10::impl::LocalD
     op.storages.push_back(storage_of(tensor));
   }
   if (!op.backward) {
-    const Producer* const producer = op.watch->producers.find(tensor);
-    if (has_known_sizes(tensor) && tensor.dim() > 0 && (dtype == at::kFloat || is_fast(dtype))) {
-      note_given(op, tensor, producer);
-    }
-    if (producer != nullptr) {
-      if (is_fast(producer->computes)) {
-        op.fast_before = producer->op;
-      } else if (op.fast_before == nullptr) {
-        op.fast_before = producer->fast_before;
-      }
-      if (op.op->copies && !op.copied) {
-        op.copied = *producer;
-      }
-    }
+    add_source(op, tensor);
   }
 }
 
-// Of what an op writes it is asked before whether it was finite, and of other inputs when its outputs are not.
-void look_at_written(ObservedOp& op, c10::ArrayRef<const c10::IValue> inputs) {
+// Check the inputs that an op writes before it runs. The others are checked only if an output is not finite.
+void check_written_inputs(ObservedOp& op, c10::ArrayRef<const c10::IValue> inputs) {
   const auto& written = op.op->written;
   const auto& out = op.op->out;
   op.inputs_were_finite = std::all_of(inputs.begin(), inputs.end(), is_finite_number);
@@ -157,28 +161,24 @@ void look_at_written(ObservedOp& op, c10::ArrayRef<const c10::IValue> inputs) {
       });
     }
   }
-  const auto has = [](const auto& storages, const Tensor& tensor) {
-    return tensor.has_storage() && std::find(storages.begin(), storages.end(), storage_of(tensor)) != storages.end();
-  };
-  decltype(op.tensors) others;
-  for (Tensor& tensor : op.tensors) {
-    if (has(changed, tensor)) {
+  decltype(op.unchecked) others;
+  for (Tensor& tensor : op.unchecked) {
+    if (has_storage_among(changed, tensor)) {
       op.inputs_were_finite = op.inputs_were_finite && is_finite(tensor);
-    } else if (!has(replaced, tensor)) {
+    } else if (!has_storage_among(replaced, tensor)) {
       others.push_back(std::move(tensor));
     }
   }
-  op.tensors = std::move(others);
+  op.unchecked = std::move(others);
 }
 
-// Return what an event was given, without what a whole stack has below it.
+// Return the inputs of an event. A boxed call may have other values below them on its stack.
 c10::ArrayRef<const c10::IValue> inputs_of(const OpInfo& op, const at::RecordFunction& event) {
   const auto inputs = event.inputs();
   return inputs.size() > op.arguments ? inputs.slice(inputs.size() - op.arguments) : inputs;
 }
 
-// An op inside one that is counted, which is not counted itself: of one that multiplies matrices the operations are the outer one's.
-std::unique_ptr<at::ObserverContext> start_part(Watch& watch, const OpInfo* info, const at::RecordFunction& event) {
+std::unique_ptr<at::ObserverContext> begin_part(Watch& watch, const OpInfo* info, const at::RecordFunction& event) {
   if (info == nullptr || info->flops == nullptr || watch.in_matmul) {
     return nullptr;
   }
@@ -189,13 +189,24 @@ std::unique_ptr<at::ObserverContext> start_part(Watch& watch, const OpInfo* info
   return part;
 }
 
-std::unique_ptr<at::ObserverContext> start_op(Watch& watch, const at::RecordFunction& event) {
+void count_compiled(Watch& watch, const char* region) {
+  for (const auto& table : watch.tables) {
+    const int module = table->module();
+    std::lock_guard<std::mutex> lock(table->mutex);
+    ++table->totals.compiled[{region, module}];
+  }
+  note_compiled_in_regions(watch);
+}
+
+std::unique_ptr<at::ObserverContext> begin_op(Watch& watch, const at::RecordFunction& event) {
   const auto keys = c10::impl::tls_local_dispatch_key_set();
-  // Inside another op those count that autocast looks at. Those that run on what is in a wrapper are looked at, too.
-  const bool in_wrapper = watch.op != nullptr && watch.looks_for_nonfinite && watch.op->is_wrapped && !watch.looking;
-  if (watch.op != nullptr && keys.excluded_.has_all(c10::autocast_dispatch_keyset) && !in_wrapper) {
-    const bool is_part = !watch.in_matmul && watch.compiling == 0 && !is_traced();
-    return is_part ? start_part(watch, op_of(watch, event), event) : nullptr;
+  ObservedOp* const outer = watch.op;
+  const bool autocast_is_excluded = keys.excluded_.has_all(c10::autocast_dispatch_keyset);
+  // Inner ops are counted if autocast looks at them, and checked for inf and nan if they run on what a wrapper wraps.
+  const bool in_wrapper = outer != nullptr && watch.looks_for_nonfinite && outer->is_wrapped && !watch.checks_inner_op;
+  if (outer != nullptr && autocast_is_excluded && !in_wrapper) {
+    const bool may_be_part = !watch.in_matmul && watch.compiling == 0 && !is_traced();
+    return may_be_part ? begin_part(watch, op_of(watch, event), event) : nullptr;
   }
   if (watch.compiling != 0 || is_traced()) {
     return nullptr;
@@ -203,41 +214,35 @@ std::unique_ptr<at::ObserverContext> start_op(Watch& watch, const at::RecordFunc
   const OpInfo* const info = op_of(watch, event);
   if (info == nullptr) {
     if (std::strncmp(event.name(), "Torch-Compiled Region", 21) == 0) {
-      for (const auto& table : watch.tables) {
-        const int module = table->module();
-        std::lock_guard<std::mutex> lock(table->mutex);
-        ++table->compiled[{event.name(), module}];
-      }
-      note_compiled_in_regions(watch);
+      count_compiled(watch, event.name());
     }
     return nullptr;
   }
   auto op = std::make_unique<ObservedOp>();
   op->watch = &watch;
   op->op = info;
-  op->outer = watch.op;
-  op->inner = watch.op != nullptr;
+  op->outer = outer;
+  op->inner = outer != nullptr;
   op->backward = watch.tables.front()->in_node();
   const auto inputs = inputs_of(*info, event);
   for (const c10::IValue& input : inputs) {
-    each_tensor(input, [&](const Tensor& tensor) { look_at_input(*op, tensor, keys); });
+    each_tensor(input, [&](const Tensor& tensor) { add_input(*op, tensor, keys); });
   }
-  if (watch.op != nullptr && (op->device < 0 || watch.op->op == info || keys.excluded_.has_all(c10::autocast_dispatch_keyset))) {
-    const bool is_called_again = watch.op->op == info;
-    if (is_called_again && watch.op->device < 0) {  // by a mode or a subclass
-      watch.op->device = op->device;
-      watch.op->fast = op->device < 0 ? watch.op->fast : at::autocast::get_autocast_dtype(static_cast<DeviceType>(op->device));
+  if (outer != nullptr && (op->device < 0 || outer->op == info || autocast_is_excluded)) {
+    if (outer->op == info && outer->device < 0 && op->device >= 0) {  // a mode or a subclass calls the op again
+      outer->device = op->device;
+      outer->fast = at::autocast::get_autocast_dtype(static_cast<DeviceType>(op->device));
     }
     if (!in_wrapper) {
-      return start_part(watch, info, event);
+      return begin_part(watch, info, event);
     }
-    op->only_looks = watch.looking = true;
-    watch.op->looks = false;
-    look_at_written(*op, inputs);
+    op->only_checks = watch.checks_inner_op = true;
+    outer->checks = false;
+    check_written_inputs(*op, inputs);
     return op;
   }
   if (watch.looks_for_nonfinite) {
-    look_at_written(*op, inputs);
+    check_written_inputs(*op, inputs);
   }
   if (op->device >= 0) {
     const auto device = static_cast<DeviceType>(op->device);
@@ -249,7 +254,7 @@ std::unique_ptr<at::ObserverContext> start_op(Watch& watch, const at::RecordFunc
     op->formula = info->flops(inputs);
     op->is_matmul = watch.in_matmul = true;
   }
-  watch.be_in(op.get());
+  watch.set_op(op.get());
   op->is_timed = watch.timing;
   if (op->is_timed) {
     op->began = std::chrono::steady_clock::now();

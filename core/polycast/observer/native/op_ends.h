@@ -1,7 +1,6 @@
-// What is made of an op once it has run: what it returned, what of it is not finite, and the counts.
+// What is recorded when an op ends: its outputs, inf and nan among them, and the counts.
 //
-// Owns nothing. Locks: a table's and a recorder's. The GIL is taken where a stack is kept or a region's override is seen for the first time,
-// with no lock held.
+// Locks: a table's and a recorder's. The GIL is taken to keep a stack and to hold an override that was not seen before, with no lock held.
 
 #pragma once
 
@@ -20,11 +19,11 @@
 
 namespace {
 
-// Set by bind(); it lives as long as the process.
+// The Python function. Set by bind(); it lives as long as the process.
 PyObject* call_stack = nullptr;
 
-// Called with the GIL held. What a signal's handler raises meanwhile is the program's, and is raised once torch is done:
-// it lets no callback raise.
+// Return the program's stack. Called with the GIL held. What a signal handler raises in the meantime is raised when torch has
+// returned, because torch's callbacks must not raise.
 Object python_stack() {
   const ErrorAside of_the_op;  // which may have raised
   if (PyObject* const stack = PyObject_CallNoArgs(call_stack)) {
@@ -49,7 +48,7 @@ Object python_stack() {
   return Object::of(Py_None);
 }
 
-// Have the recorder hold an override that counts are told apart by.
+// Hold an override, so that its address stays its own.
 void hold_override(Recorder& recorder, const void* override, DeviceType device) {
   {
     std::lock_guard<std::mutex> lock(recorder.mutex);
@@ -67,77 +66,75 @@ void hold_override(Recorder& recorder, const void* override, DeviceType device) 
   recorder.overrides.emplace(override, std::move(held));
 }
 
-// What a call of an op adds to the counts.
+// A call of an op that has ended.
 struct Call {
   const ObservedOp& op;
   const DtypeCounts& outputs;
   ScalarType computes;
   double seconds;
 
-  Where where(const Table& table) const { return {op.op, op.override, table.module(), op.device, op.fast, op.backward}; }
+  CallKey key(const Table& table) const { return {op.op, op.override, table.module(), op.device, op.fast, op.backward}; }
 
   // Called with the table locked.
-  void add_to(Table& table, Counts& counts, int module) const {
+  void add_to(Totals& totals, CallCounts& counts, const Table& table, int module) const {
     ++counts.calls;
     counts.inner_calls += op.inner;
     counts.inputs.add(op.inputs);
     counts.outputs.add(outputs);
     if (computes != ScalarType::Undefined) {
-      counts.computes.add(computes);
+      counts.computes.add({computes});
     }
     if (op.is_timed && !op.inner) {
-      counts.seconds.add(computes, seconds);
+      counts.seconds.add({computes, seconds});
     }
-    for (const CastCounts& casts : op.casts) {
-      counts.casts.add(casts);
-    }
+    counts.casts.add(op.casts);
     if (op.flops > 0) {
-      table.matmuls[{op.op, op.override, op.outcome, module, op.device, op.fast, op.backward}].add({1, op.flops});
+      totals.matmuls[{op.op, op.override, op.outcome, module, op.device, op.fast, op.backward}].add({1, op.flops});
     }
     for (const EndedChain& ended : op.chains) {
-      Chain here = ended.chain;
-      here.module = ended.modules ? ended.modules->of(table) : module;
-      here.consumer = ended.modules ? module : kNoModule;
-      table.chains[here].add(ended.counts);
+      Chain chain = ended.chain;
+      chain.module = ended.modules ? ended.modules->of(table) : module;
+      chain.consumer = ended.modules ? module : kNoModule;
+      totals.chains[chain].add(ended.counts);
     }
-    if (op.device >= 0 && op.makes) {
-      for (const Given& given : op.given) {
-        SourceCounts source = given.source;
-        source.module = given.modules.of(table);
-        counts.sources.add(source);
+    if (op.device >= 0 && op.has_new_output) {
+      for (const Input& input : op.sources) {
+        SourceCounts source = input.source;
+        source.module = input.modules.of(table);
+        counts.add_source(source);
       }
     }
   }
 };
 
-// Count a call where others like it have been counted; return whether there were any.
+// Count a call if there is an entry with its key; return whether there is.
 bool add_to_known(Table& table, const Call& call) {
-  const Where where = call.where(table);
+  const CallKey key = call.key(table);
   std::lock_guard<std::mutex> lock(table.mutex);
-  const auto found = table.counts.find(where);
-  if (found == table.counts.end()) {
+  const auto found = table.totals.ops.find(key);
+  if (found == table.totals.ops.end()) {
     return false;
   }
-  call.add_to(table, *found->second, where.module);
+  call.add_to(table.totals, *found->second, table, key.module);
   return true;
 }
 
-// Count the first call of its kind. Python may run: called with a table that stays, as does its recorder.
+// Count the first call with a key. Python may run: the caller holds the table and its recorder.
 void add_first(Table& table, const Call& call) {
-  const Where where = call.where(table);
-  auto fresh = std::make_unique<Counts>();
+  const CallKey key = call.key(table);
+  auto counts = std::make_unique<CallCounts>();
   if (table.recorder->stacks) {
     const Gil gil;
     Object stack = python_stack();
     std::lock_guard<std::mutex> of_recorder(table.recorder->mutex);
     table.recorder->python_stacks.push_back(std::move(stack));
-    fresh->stack = table.recorder->python_stacks.size();
+    counts->stack = table.recorder->python_stacks.size();
   }
-  if (where.override != nullptr) {
-    hold_override(*table.recorder, where.override, static_cast<DeviceType>(where.device));
+  if (key.override != nullptr) {
+    hold_override(*table.recorder, key.override, static_cast<DeviceType>(key.device));
   }
   std::lock_guard<std::mutex> lock(table.mutex);
-  call.add_to(table, *table.counts.emplace(where, std::move(fresh)).first->second, where.module);
+  call.add_to(table.totals, *table.totals.ops.emplace(key, std::move(counts)).first->second, table, key.module);
 }
 
 void add_counts(const Watch& watch, const Call& call) {
@@ -157,52 +154,54 @@ void add_counts(const Watch& watch, const Call& call) {
   }
 }
 
-// Note that an op returned inf or nan where its inputs had none. Python may run.
+// Record that an op turned finite inputs into inf or nan. Python may run.
 void note_nonfinite(const ObservedOp& op, const Tensor& output) {
   const auto [inf, nan] = inf_and_nan(output);
   const auto tables = op.watch->tables;
-  const auto recorders = op.watch->recorders, lent = op.watch->lent;
+  const auto recorders = op.watch->recorders, lent = op.watch->lent;  // which the tables refer to
   for (const auto& table : tables) {
     Recorder& recorder = *table->recorder;
     if (recorder.nonfinite == NonFinitePolicy::kIgnore) {
       continue;
     }
-    bool is_first;
     {
       std::lock_guard<std::mutex> lock(recorder.mutex);
-      is_first = recorder.nonfinite_count++ == 0;
+      if (recorder.nonfinite_count++ != 0) {
+        continue;
+      }
     }
-    if (is_first) {
-      const Gil gil;
-      FirstNonFinite first{op.op, table->module(), op.backward, inf, nan, output.scalar_type(), python_stack()};
-      std::lock_guard<std::mutex> lock(recorder.mutex);
-      recorder.first = std::move(first);
-    }
+    const Gil gil;
+    FirstNonFinite first{op.op, table->module(), op.backward, inf, nan, output.scalar_type(), python_stack()};
+    std::lock_guard<std::mutex> lock(recorder.mutex);
+    recorder.first = std::move(first);
   }
 }
 
-// Look at what an op returned: is it finite, if what it was given is?
-void look_at_outputs(const ObservedOp& op, c10::ArrayRef<c10::IValue> outputs) {
-  bool noted = !op.inputs_were_finite || !op.op->makes_nothing_up;
+// Return whether an output is an input or a view of one.
+bool is_input(const ObservedOp& op, const Tensor& output) {
+  return op.op->written.empty() && has_storage_among(op.storages, output);
+}
+
+// Check the outputs and, if one is not finite, the inputs.
+void check_outputs(const ObservedOp& op, c10::ArrayRef<c10::IValue> outputs) {
+  bool done = !op.inputs_were_finite || op.op->has_uninitialized_output;
   for (const c10::IValue& output : outputs) {
     each_tensor(output, [&](const Tensor& tensor) {
-      const bool is_view = op.op->written.empty() && tensor.has_storage() &&
-          std::find(op.storages.begin(), op.storages.end(), storage_of(tensor)) != op.storages.end();
-      if (noted || is_view || is_finite(tensor)) {
+      if (done || is_input(op, tensor) || is_finite(tensor)) {
         return;
       }
-      noted = true;
-      if (std::all_of(op.tensors.begin(), op.tensors.end(), is_finite)) {
+      done = true;
+      if (std::all_of(op.unchecked.begin(), op.unchecked.end(), is_finite)) {
         note_nonfinite(op, tensor);
       }
     });
   }
 }
 
-// Without what a boxed call has below them on its stack.
-c10::ArrayRef<c10::IValue> outputs_of(const ObservedOp& op, const at::RecordFunction& event) {
+// Return the last `count` outputs of an event. A boxed call may have other values below them on its stack.
+c10::ArrayRef<c10::IValue> outputs_of(const at::RecordFunction& event, size_t count) {
   const c10::ArrayRef<c10::IValue> outputs = event.outputs();
-  return outputs.size() > op.op->returns ? outputs.slice(outputs.size() - op.op->returns) : outputs;
+  return outputs.size() > count ? outputs.slice(outputs.size() - count) : outputs;
 }
 
 double flops_of(const Flops& formula, c10::ArrayRef<c10::IValue> outputs) {
@@ -213,96 +212,97 @@ double flops_of(const Flops& formula, c10::ArrayRef<c10::IValue> outputs) {
 
 void end_part(ObservedPart& part, const at::RecordFunction& event) {
   part.outer->watch->in_matmul = false;
-  const auto& outputs = event.outputs();  // of an op with one
-  part.outer->flops += flops_of(part.formula, outputs.empty() ? outputs : c10::ArrayRef<c10::IValue>(outputs).slice(outputs.size() - 1));
+  part.outer->flops += flops_of(part.formula, outputs_of(event, 1));
 }
 
-// What a tensor was computed in, of which the program asks for the dtype that it has.
-ScalarType asked_from(const Producer& producer, const Tensor& tensor) {
-  return producer.computes == ScalarType::Undefined ? tensor.scalar_type() : producer.computes;
+// Find the chains that an op ends with its first floating-point output.
+void find_chains(ObservedOp& op, const Tensor& output) {
+  const ScalarType computes = output.scalar_type();
+  const auto add = [&](ChainKind kind, ScalarType dtype) {
+    op.chains.push_back({Chain{kind, {op.op}, op.override, kNoModule, op.device, dtype}, {1, bytes_of(output)}, std::nullopt});
+  };
+  if (op.op->is_loss && is_fast(computes)) {
+    add(ChainKind::kLoss, computes);
+  }
+  if (computes == at::kFloat && op.float32_inputs == 1 && op.fast_inputs > 0 && op.op->written.empty()) {
+    add(ChainKind::kFloat32ByOneInput, op.fast);
+  }
+}
+
+// Remember which op made an output, for the ops that take it.
+void set_producer(ObservedOp& op, const Tensor& output, ScalarType computes) {
+  Watch& watch = *op.watch;
+  const auto asked_from = [&output](const Producer& producer) {
+    return producer.computes == ScalarType::Undefined ? output.scalar_type() : producer.computes;
+  };
+  if (is_input(op, output)) {
+    if (op.op->converts) {
+      if (Producer* const converted = watch.producers.find(output)) {
+        converted->asked_from = asked_from(*converted);
+      }
+    }
+    return;
+  }
+  Producer producer;
+  if (op.copied) {
+    producer = *op.copied;
+    producer.asked_from = op.op->converts ? asked_from(producer) : producer.asked_from;
+    producer.is_noted = false;
+  } else {
+    op.has_new_output = true;
+    producer.op = op.op;
+    for (const auto& table : watch.tables) {
+      producer.modules.add(*table);
+    }
+    producer.override = op.override;
+    producer.device = op.device;
+    producer.computes = op.storages.empty() ? ScalarType::Undefined : computes;
+    producer.cast_down = op.cast_down;
+    producer.fast_before = computes == at::kFloat && op.casts.size() == 0 ? op.fast_before : nullptr;
+  }
+  watch.producers.set(output, std::move(producer));
 }
 
 void end_op(ObservedOp& op, const at::RecordFunction& event) {
-  using Clock = std::chrono::steady_clock;
   Watch& watch = *op.watch;
-  if (op.only_looks) {
-    watch.looking = false;
-    look_at_outputs(op, outputs_of(op, event));
+  const auto outputs = outputs_of(event, op.op->returns);
+  if (op.only_checks) {
+    watch.checks_inner_op = false;
+    check_outputs(op, outputs);
     return;
   }
+  using Clock = std::chrono::steady_clock;
   const double seconds = op.is_timed ? std::chrono::duration<double>(Clock::now() - op.began).count() : 0;
-  watch.be_in(op.outer);
-  const auto outputs = outputs_of(op, event);
+  watch.set_op(op.outer);
   if (op.is_matmul) {
     watch.in_matmul = false;
     op.flops = flops_of(op.formula, outputs);
   }
   DtypeCounts dtypes;
-  ScalarType computes = ScalarType::Undefined;
   const Tensor* first = nullptr;
   for (const c10::IValue& output : outputs) {
     each_tensor(output, [&](const Tensor& tensor) {
-      if (!tensor.is_floating_point()) {
-        return;
-      }
-      dtypes.add(tensor.scalar_type());
-      if (computes == ScalarType::Undefined) {
-        computes = tensor.scalar_type();
-        first = &tensor;
+      if (tensor.is_floating_point()) {
+        dtypes.add({tensor.scalar_type()});
+        first = first == nullptr ? &tensor : first;
       }
     });
   }
-  const bool returns_floats = computes != ScalarType::Undefined;
-  if (!returns_floats) {
-    computes = op.widest;
-  }
-  if (!op.backward && op.device >= 0 && returns_floats) {
-    if (op.op->is_loss && is_fast(computes)) {
-      op.chains.push_back({Chain{ChainKind::kLoss, {op.op}, op.override, kNoModule, op.device, computes},
-                           {1, bytes_of(*first)}, std::nullopt});
+  const ScalarType computes = first == nullptr ? op.widest : first->scalar_type();
+  if (!op.backward) {
+    if (op.device >= 0 && first != nullptr) {
+      find_chains(op, *first);
     }
-    if (computes == at::kFloat && op.float32_inputs == 1 && op.fast_inputs > 0 && op.op->written.empty()) {
-      op.chains.push_back({Chain{ChainKind::kFloat32ByOneInput, {op.op}, op.override, kNoModule, op.device, op.fast},
-                           {1, bytes_of(*first)}, std::nullopt});
+    for (const c10::IValue& output : outputs) {
+      each_tensor(output, [&](const Tensor& tensor) {
+        if (tensor.is_floating_point() && tensor.has_storage()) {
+          set_producer(op, tensor, computes);
+        }
+      });
     }
   }
-  for (const c10::IValue& output : op.backward ? c10::ArrayRef<c10::IValue>() : outputs) {
-    each_tensor(output, [&](const Tensor& tensor) {
-      if (!tensor.is_floating_point() || !tensor.has_storage()) {
-        return;
-      }
-      const bool is_inputs =
-          std::find(op.storages.begin(), op.storages.end(), storage_of(tensor)) != op.storages.end();
-      if (is_inputs && op.op->written.empty()) {  // a view
-        if (op.op->converts) {
-          if (Producer* const converted = watch.producers.find(tensor)) {
-            converted->asked_from = asked_from(*converted, tensor);
-          }
-        }
-        return;
-      }
-      Producer producer;
-      if (op.copied) {
-        producer = *op.copied;
-        producer.asked_from = op.op->converts ? asked_from(producer, tensor) : producer.asked_from;
-        producer.is_noted = false;
-      } else {
-        op.makes = true;
-        producer.op = op.op;
-        for (const auto& table : watch.tables) {
-          producer.modules.add(*table);
-        }
-        producer.override = op.override;
-        producer.device = op.device;
-        producer.computes = op.storages.empty() ? ScalarType::Undefined : computes;
-        producer.cast_down = op.cast_down;
-        producer.fast_before = computes == at::kFloat && op.casts.empty() ? op.fast_before : nullptr;
-      }
-      watch.producers.set(tensor, std::move(producer));
-    });
-  }
-  if (watch.looks_for_nonfinite && op.looks) {
-    look_at_outputs(op, outputs);
+  if (watch.looks_for_nonfinite && op.checks) {
+    check_outputs(op, outputs);
   }
   add_counts(watch, Call{op, dtypes, computes, seconds});
 }

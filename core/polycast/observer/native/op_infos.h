@@ -1,6 +1,6 @@
-// What there is to know of an op by its schema.
+// The traits of ops, by their schemas.
 //
-// Owns that for each op that was seen, as long as the process lives: counts refer to it. Locks: a mutex of its own.
+// Owns the traits of each op that was seen, for as long as the process lives: counts refer to them. Locks: a mutex of its own.
 
 #pragma once
 
@@ -20,7 +20,6 @@
 
 namespace {
 
-// The ops that were seen so far, in any thread, and other names that chains hold.
 class OpInfos {
  public:
   static OpInfos& all() {
@@ -28,7 +27,7 @@ class OpInfos {
     return *only;
   }
 
-  // The op of an event, or null where it is another range.
+  // Return the op of an event; null: the event is not of an op.
   const OpInfo* of(const at::RecordFunction& event) {
     const auto schema = event.operator_schema();
     if (!schema) {
@@ -52,7 +51,7 @@ class OpInfos {
       }
       const std::string base = schema->name();
       const auto has = [&base](const char* part) { return base.find(part) != std::string::npos; };
-      info->makes_nothing_up = !has("empty") && !has("::resize") && !has("::set_");
+      info->has_uninitialized_output = has("empty") || has("::resize") || has("::set_");
       info->flops = formula_of(base);
       info->converts = base == "aten::to" || base == "aten::type_as" || has("_to_copy");
       info->copies = info->converts || has("::clone") || has("::contiguous");
@@ -62,6 +61,7 @@ class OpInfos {
     return info.get();
   }
 
+  // Return an entry with a name alone, for an autograd node.
   const OpInfo* named(const std::string& name) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto& info = infos_[name];
@@ -74,22 +74,22 @@ class OpInfos {
 
   std::mutex& mutex() { return mutex_; }
 
-  // Changes where an op goes, and another may come by its name.
+  // Changes when an op is deregistered: another one may be registered under its name.
   static inline std::atomic<uint64_t> generation{0};
 
  private:
-  class Gone final : public c10::OpRegistrationListener {
+  class Listener final : public c10::OpRegistrationListener {
     void onOperatorRegistered(const c10::OperatorHandle&) override {}
     void onOperatorDeregistered(const c10::OperatorHandle& op) override { all().forget(c10::toString(op.operator_name())); }
   };
 
-  OpInfos() : told_(c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Gone>())) {}
+  OpInfos() : listening_(c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>())) {}
 
   void forget(const std::string& name) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = infos_.find(name);
     if (found != infos_.end()) {
-      gone_.push_back(std::move(found->second));  // there are counts of it
+      deregistered_.push_back(std::move(found->second));  // counts refer to it
       infos_.erase(found);
       ++generation;
     }
@@ -97,8 +97,8 @@ class OpInfos {
 
   std::mutex mutex_;
   std::unordered_map<std::string, std::unique_ptr<OpInfo>> infos_;
-  std::vector<std::unique_ptr<OpInfo>> gone_;
-  c10::RegistrationHandleRAII told_;
+  std::vector<std::unique_ptr<OpInfo>> deregistered_;
+  c10::RegistrationHandleRAII listening_;
 };
 
 }  // namespace

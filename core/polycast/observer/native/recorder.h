@@ -1,9 +1,9 @@
-// An observation: who observes, on which threads, and what was counted.
+// An observation: which threads it sees, and its counts.
 //
-// Owns the recorders' counts. A recorder has a table for each thread that it sees, which the thread fills.
+// Owns the counts: a recorder has a table for each thread that it sees, which the thread fills.
 //
-// Locks. Recorders::mutex for who observes what; it is taken when that changes. A recorder has a mutex, which is taken before that of a
-// table. None is held while the GIL is taken or a tensor is destroyed.
+// Locks: Recorders::mutex, for the list of recorders. A recorder's mutex, which is taken before those of its tables. None is held while
+// the GIL is taken or a tensor is destroyed.
 
 #pragma once
 
@@ -27,13 +27,13 @@
 
 namespace {
 
-// What the engine does for the observer. Set by bind().
+// The functions of the engine. Set by bind().
 Engine engine;
 
 enum class NonFinitePolicy : int8_t { kIgnore, kRecord, kRaise };
 constexpr const char* kNonFinitePolicies[] = {"ignore", "record", "raise"};
 
-// The first op that turned finite inputs into others.
+// The first op that turned finite inputs into inf or nan.
 struct FirstNonFinite {
   const OpInfo* op;
   int module;
@@ -42,9 +42,8 @@ struct FirstNonFinite {
   Object stack;
 };
 
-// Who observes, and on which threads.
-class Recorders {
- public:
+// The recorders that run.
+struct Recorders {
   static Recorders& running() {
     static auto* const only = new Recorders();
     return *only;
@@ -53,31 +52,30 @@ class Recorders {
   std::mutex mutex;
   std::vector<std::shared_ptr<Recorder>> recorders;
 
-  static inline std::atomic<int> count{0};
-
-  // Changes with the list, so that threads look at it again.
-  static inline std::atomic<uint64_t> generation{1};
+  static inline std::atomic<int> count{0}, of_all_threads{0};
+  static inline std::atomic<uint64_t> generation{1};  // changes with the list
 };
 
-// One observation.
+uint64_t this_thread() { return at::RecordFunction::currentThreadId(); }  // unique, also after the thread has ended
+
 class Recorder {
  public:
   Recorder(bool all_threads, bool timing, int nonfinite, bool stacks)
       : all_threads(all_threads), timing(timing), stacks(stacks), nonfinite(static_cast<NonFinitePolicy>(nonfinite)) {}
 
   ~Recorder() {
-    // It may die on a thread without the GIL, the last that had it in its list.
+    // This thread may be without the GIL: the last one that had the recorder in its list.
     engine.leave_behind(std::make_shared<std::tuple<decltype(overrides), decltype(python_stacks), decltype(first)>>(
         std::move(overrides), std::move(python_stacks), std::move(first)));
   }
 
   const bool all_threads, timing, stacks;
   const NonFinitePolicy nonfinite;
-  const uint64_t thread_number = at::RecordFunction::currentThreadId();  // no other thread has it, later on either
+  const uint64_t thread = this_thread();
 
-  // The rest is guarded by the mutex, which is taken before that of a table.
+  // The mutex guards the rest.
   std::mutex mutex;
-  std::unordered_map<uint64_t, std::shared_ptr<Table>> tables;  // by torch's number of the thread
+  std::unordered_map<uint64_t, std::shared_ptr<Table>> tables;  // by thread
   Table of_ended_threads{this};
   std::unordered_map<const void*, Object> overrides;
   std::vector<Object> python_stacks;
@@ -87,46 +85,46 @@ class Recorder {
   std::optional<FirstNonFinite> first;
   uint64_t nonfinite_count = 0;
 
-  std::shared_ptr<Table> table_of(uint64_t thread_number) {
+  // Return the table of this thread.
+  std::shared_ptr<Table> table() {
     std::lock_guard<std::mutex> lock(mutex);
-    auto& table = tables[thread_number];
+    auto& table = tables[this_thread()];
     if (table == nullptr) {
       table = std::make_shared<Table>(this);
     }
     return table;
   }
 
-  std::shared_ptr<Table> existing_table_of(uint64_t thread_number) {
+  // Return the table of another thread, or null.
+  std::shared_ptr<Table> table_of(uint64_t thread) {
     std::lock_guard<std::mutex> lock(mutex);
-    const auto found = tables.find(thread_number);
-    if (found != tables.end()) {
+    if (const auto found = tables.find(thread); found != tables.end()) {
       return found->second;
     }
-    for (const auto& [number, table] : ended_) {
-      if (number == thread_number) {
-        return table;
-      }
-    }
-    return nullptr;
+    const auto ended = std::find_if(ended_.begin(), ended_.end(), [thread](const auto& each) { return each.first == thread; });
+    return ended == ended_.end() ? nullptr : ended->second;
   }
 
-  // A thread ends. What it has counted is kept with what others have that ended; and for the last of them, which module made
-  // their nodes, for whoever runs these backward.
-  void end_thread(uint64_t thread_number) {
+  // Called as this thread ends. Its counts are added to those of other ended threads. The last tables are kept, because other
+  // threads may run autograd nodes that the thread has made.
+  void end_thread() {
     std::lock_guard<std::mutex> lock(mutex);
-    const auto found = tables.find(thread_number);
+    const auto found = tables.find(this_thread());
     if (found == tables.end()) {
       return;
     }
-    of_ended_threads.take_counts(*found->second);
-    ended_.emplace_back(thread_number, std::move(found->second));
+    {
+      const std::scoped_lock both(of_ended_threads.mutex, found->second->mutex);
+      of_ended_threads.totals.add(found->second->totals);
+      found->second->totals = Totals();
+    }
+    ended_.emplace_back(this_thread(), std::move(found->second));
     tables.erase(found);
-    if (ended_.size() > kMostEndedThreads) {
+    if (ended_.size() > kMaxEndedThreads) {
       ended_.pop_front();
     }
   }
 
-  // Modules are known by address, until they die.
   void add_module(uintptr_t module, int number) {
     std::lock_guard<std::mutex> lock(mutex);
     modules[reinterpret_cast<const PyObject*>(module)] = number;
@@ -139,11 +137,11 @@ class Recorder {
 
   void add_parameter(const Tensor& parameter, int module) {
     std::lock_guard<std::mutex> lock(mutex);
-    if (parameters.size() >= most_parameters_) {  // those that have died still keep a little memory
+    if (parameters.size() >= max_parameters_) {  // freed parameters still take a little memory
       for (auto each = parameters.begin(); each != parameters.end();) {
         each = each->second.first.expired() ? parameters.erase(each) : std::next(each);
       }
-      most_parameters_ = std::max<size_t>(2 * parameters.size(), 1024);
+      max_parameters_ = std::max<size_t>(2 * parameters.size(), 1024);
     }
     parameters.try_emplace(
         parameter.unsafeGetTensorImpl(),
@@ -168,8 +166,8 @@ class Recorder {
   }
 
  private:
-  static constexpr size_t kMostEndedThreads = 64;
-  size_t most_parameters_ = 1024;
+  static constexpr size_t kMaxEndedThreads = 64;
+  size_t max_parameters_ = 1024;
   std::deque<std::pair<uint64_t, std::shared_ptr<Table>>> ended_;
 };
 

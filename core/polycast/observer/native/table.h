@@ -1,22 +1,16 @@
-// What one thread counts for one recorder, in bounded memory.
+// The counts of one thread for one recorder, in bounded memory.
 //
-// Locks. A table has a mutex, for its readers: its thread takes it once an op, and no other unless they read. It is not held while
-// the GIL is taken or a tensor is destroyed.
+// Locks: a mutex, which its thread takes for each op, and others only to read. It is not held while the GIL is taken or a tensor is
+// destroyed.
 
 #pragma once
 
 #include <ATen/SequenceNumber.h>
-#include <c10/util/flat_hash_map.h>
 
 #include <algorithm>
 #include <atomic>
 #include <deque>
-#include <map>
-#include <memory>
 #include <mutex>
-#include <string>
-#include <type_traits>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -26,25 +20,19 @@ namespace {
 
 class Recorder;
 
-// What one thread counts for one recorder, or what threads that have ended have counted.
 class Table {
  public:
   explicit Table(Recorder* recorder) : recorder(recorder) {}
 
-  Recorder* const recorder;  // valid while it runs
-  const uint64_t serial = next_serial++;  // no other table has it, later on either
+  Recorder* const recorder;               // valid while it runs
+  const uint64_t serial = next_serial++;  // unique in the process
   std::mutex mutex;
-  ska::flat_hash_map<Where, std::unique_ptr<Counts>, WhereHash> counts;
-  std::unordered_map<int, uint64_t> entries;  // by module, how often it was called
-  std::map<Chain, ChainCounts> chains;
-  std::map<Matmul, MatmulCounts> matmuls;
-  std::map<RegionKey, RegionCounts> regions;
-  std::map<std::pair<std::string, int>, uint64_t> compiled;
+  Totals totals;  // guarded by the mutex
 
-  // The module that an op belongs to now.
+  // The module to count an op for.
   int module() const {
-    if (in_node_) {
-      return modules_.size() > modules_before_node_ ? modules_.back() : node_module_;
+    if (node_.active) {
+      return modules_.size() > node_.modules_before ? modules_.back() : node_.module;
     }
     return modules_.empty() ? kNoModule : modules_.back();
   }
@@ -53,10 +41,10 @@ class Table {
     modules_.push_back(module);
     note_transition();
     std::lock_guard<std::mutex> lock(mutex);
-    ++entries[module];
+    ++totals.entries[module];
   }
 
-  // Leave a module, and those inside it that were not left.
+  // Leave a module, and the modules inside it that were not left.
   void leave_module(int module) {
     const auto found = std::find(modules_.rbegin(), modules_.rend(), module);
     if (found != modules_.rend()) {
@@ -65,73 +53,32 @@ class Table {
     }
   }
 
-  // The module that made an autograd node, told by the node's number.
+  // Return the module that made an autograd node, by the node's sequence number.
   int module_at(uint64_t sequence_number) {
     std::lock_guard<std::mutex> lock(mutex);
     auto found = std::upper_bound(
-        transitions_.begin(), transitions_.end(), sequence_number, [](uint64_t number, const Transition& transition) {
-          return number < transition.first;
-        });
+        transitions_.begin(), transitions_.end(), sequence_number,
+        [](uint64_t number, const Transition& transition) { return number < transition.first; });
     return found == transitions_.begin() ? kNoModule : (--found)->second;
   }
 
-  bool in_node() const { return in_node_; }
-
-  // Take the counts of another, and leave it none. Called with neither locked.
-  void take_counts(Table& other) {
-    const std::scoped_lock lock(mutex, other.mutex);
-    for (auto& [where, theirs] : other.counts) {
-      auto& ours = counts[where];
-      if (ours == nullptr) {
-        ours = std::move(theirs);
-      } else {
-        ours->add(*theirs);
-      }
-    }
-    const auto add = [](auto& ours, auto& theirs) {
-      for (const auto& [key, number] : theirs) {
-        if constexpr (std::is_same_v<std::decay_t<decltype(number)>, uint64_t>) {
-          ours[key] += number;
-        } else {
-          ours[key].add(number);
-        }
-      }
-      theirs.clear();
-    };
-    other.counts.clear();
-    add(entries, other.entries);
-    add(chains, other.chains);
-    add(matmuls, other.matmuls);
-    add(regions, other.regions);
-    add(compiled, other.compiled);
-  }
-
+  // An autograd node that runs on the thread.
   struct Node {
-    bool in_node;
-    int module;
-    size_t modules_before;
+    bool active = false;
+    int module = kNoModule;
+    size_t modules_before = 0;
   };
 
-  // Ops are of the backward pass, and of this module, until the node is left.
-  Node enter_node(int module) {
-    const Node before{in_node_, node_module_, modules_before_node_};
-    in_node_ = true;
-    node_module_ = module;
-    modules_before_node_ = modules_.size();
-    return before;
-  }
-
-  void leave_node(const Node& before) {
-    in_node_ = before.in_node;
-    node_module_ = before.module;
-    modules_before_node_ = before.modules_before;
-  }
+  // Count ops in the backward pass and for a module, until the node is left. Returns what leave_node() takes.
+  Node enter_node(int module) { return std::exchange(node_, Node{true, module, modules_.size()}); }
+  void leave_node(const Node& before) { node_ = before; }
+  bool in_node() const { return node_.active; }
 
  private:
   static inline std::atomic<uint64_t> next_serial{0};
 
   using Transition = std::pair<uint64_t, int>;  // nodes from this number on are made by this module
-  static constexpr size_t kMostTransitions = 1 << 16;
+  static constexpr size_t kMaxTransitions = 1 << 16;
 
   void note_transition() {
     const uint64_t number = at::sequence_number::peek();
@@ -141,17 +88,15 @@ class Table {
       transitions_.back().second = module;
       return;
     }
-    if (transitions_.size() == kMostTransitions) {  // whoever is still to run backward from there is in no module
+    if (transitions_.size() == kMaxTransitions) {  // nodes before it are counted for no module
       transitions_.pop_front();
     }
     transitions_.emplace_back(number, module);
   }
 
-  std::vector<int> modules_;
+  std::vector<int> modules_;  // those that the thread is in
   std::deque<Transition> transitions_;
-  bool in_node_ = false;
-  int node_module_ = kNoModule;
-  size_t modules_before_node_ = 0;
+  Node node_;
 };
 
 }  // namespace

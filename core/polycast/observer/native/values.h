@@ -1,10 +1,10 @@
-// The tensors among what ops are given and return.
-//
-// Owns nothing. Locks: none.
+// The tensors among the arguments and results of ops.
 
 #pragma once
 
 #include <ATen/core/ivalue.h>
+
+#include <algorithm>
 
 #include "tensors.h"
 
@@ -27,6 +27,11 @@ void each_tensor(const c10::IValue& value, const Each& each) {
       }
     }
   }
+}
+
+template <class Storages>
+bool has_storage_among(const Storages& storages, const Tensor& tensor) {
+  return tensor.has_storage() && std::find(storages.begin(), storages.end(), storage_of(tensor)) != storages.end();
 }
 
 bool is_fast(ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }

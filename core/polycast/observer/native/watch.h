@@ -1,6 +1,6 @@
-// What a thread knows of those who observe it, and the op that it is in.
+// What a thread knows of its observers, of the op that it is in, and of the last outputs of ops.
 //
-// Owns each thread's watch. Locks: Recorders::mutex, where who observes has changed.
+// Owns the watch of each thread. Locks: Recorders::mutex, when the list of recorders has changed.
 
 #pragma once
 
@@ -24,7 +24,7 @@
 
 namespace {
 
-// The module that an op ran in, for each table that counted it.
+// The module in which an op ran, for each table.
 class Modules {
  public:
   void add(const Table& table) { modules_.emplace_back(table.serial, table.module()); }
@@ -42,21 +42,21 @@ class Modules {
   c10::SmallVector<std::pair<uint64_t, int>, 1> modules_;
 };
 
-// What an op returned, for the ops that take it.
+// The op that made a tensor.
 struct Producer {
   c10::weak_intrusive_ptr<StorageImpl> storage{c10::intrusive_ptr<StorageImpl>()};
   const OpInfo* op = nullptr;
-  const OpInfo* fast_before = nullptr;  // of one that computed in float32: the op before that did not
+  const OpInfo* fast_before = nullptr;  // if it computed in float32: the last op before it that computed in a fast dtype
   const void* override = nullptr;
   int8_t device = -1;
   ScalarType computes = ScalarType::Undefined;
-  bool cast_down = false;  // an activation that another op had computed in float32
-  bool is_noted = false;   // in a chain
-  ScalarType asked_from = ScalarType::Undefined;  // what it was computed in, where the program asked for the dtype that it has
+  bool cast_down = false;                          // it cast a float32 activation of another op
+  bool is_noted = false;                           // in a chain
+  ScalarType asked_from = ScalarType::Undefined;  // see SourceCounts
   Modules modules;
 };
 
-// The last producers, by storage. Those whose storage has died make room first.
+// The producers of the last tensors, by storage: a cache of 128 sets of four. Entries of freed storages are replaced first.
 class Producers {
  public:
   Producer* find(const Tensor& tensor) const {
@@ -109,97 +109,91 @@ class Producers {
   size_t next_ = 0;
 };
 
-struct ObservedOp;
+// The weights that a thread has cast last.
+class CastWeights {
+ public:
+  enum class Repeats : int8_t { kNothing, kContent, kCast };
 
-// A region that was entered while it was observed, and is not left yet.
+  // Note the cast of a weight; return what is as it was at its last cast: nothing, the weight's content, or even the cast.
+  Repeats note(const Tensor& weight, const Tensor& cast) {
+    constexpr size_t kMaxWeights = 1 << 16;
+    const uint64_t writes = engine.count_of_writes();
+    if (writes != writes_seen_ || weights_.size() >= kMaxWeights) {
+      weights_.clear();
+      writes_seen_ = writes;
+    }
+    const Key key{weight.unsafeGetTensorImpl(), cast.scalar_type()};
+    const auto found = weights_.find(key);
+    Repeats repeats = Repeats::kNothing;
+    if (found != weights_.end() && found->second.content.is_that_of(weight)) {
+      repeats = found->second.cast._unsafe_get_target() == cast.unsafeGetTensorImpl() ? Repeats::kCast : Repeats::kContent;
+    }
+    weights_.insert_or_assign(key, Weight{Content(weight), decltype(Weight::cast)(cast.getIntrusivePtr())});
+    return repeats;
+  }
+
+  void clear() { weights_.clear(); }
+
+ private:
+  struct Weight {
+    Content content;
+    c10::weak_intrusive_ptr<TensorImpl, c10::UndefinedTensorImpl> cast;
+  };
+  std::unordered_map<Key, Weight, KeyHash> weights_;
+  uint64_t writes_seen_ = 0;
+};
+
+// A region that was entered and not left yet.
 struct EnteredRegion {
   const void* id;
   RegionKey key;
   uint64_t ops = 0, compiled = 0;
 };
 
-// A tensor that an op was given.
-struct Given {
-  const TensorImpl* tensor;
-  Modules modules;  // of the op that made it, in which `source` has none
-  SourceCounts source;
-};
+struct ObservedOp;
 
-// A chain that an op ends, to be counted by each table.
-struct EndedChain {
-  Chain chain;
-  ChainCounts counts;
-  std::optional<Modules> modules;  // of the op that it is about; without, that is the one that ends it
-};
-
-// What a thread knows of those who observe it. Its recorders and tables change wherever Python may run: whoever walks them
-// while it may has a copy.
 struct Watch {
   using Tables = c10::SmallVector<std::shared_ptr<Table>, 2>;
 
+  // These three change wherever Python may run: copy them to iterate while it may.
   std::vector<std::shared_ptr<Recorder>> recorders;
-  std::vector<std::shared_ptr<Recorder>> lent;  // those that see a thread of autograd's for as long as it runs a node
-  Tables tables;                                // of each
-  uint64_t generation = 0;
-  std::optional<at::CallbackHandle> callback;  // this thread's own
-  const at::RecordFunction* event = nullptr;   // the one that began last, until it ends
-  ObservedOp* op = nullptr;                    // the innermost
-  ObservedCall** const engines_op = engine.observed_op();  // the same, where the engine looks
+  std::vector<std::shared_ptr<Recorder>> lent;  // to a thread of autograd, while it runs a node
+  Tables tables;                                // of both
+
+  uint64_t generation = 0;                                 // of the list of recorders
+  std::optional<at::CallbackHandle> callback;              // for this thread alone
+  const at::RecordFunction* event = nullptr;               // the last one that began, until it ends
+  ObservedOp* op = nullptr;                                // the innermost one
+  ObservedCall** const engines_op = engine.observed_op();  // a copy of `op` that the engine reads
   int compiling = 0;
   int last_graph_task = -1;
   Producers producers;
-  struct Weight {
-    Content content;
-    c10::weak_intrusive_ptr<TensorImpl, c10::UndefinedTensorImpl> cast;
-  };
-  std::unordered_map<Key, Weight, KeyHash> weights;  // as they were when they were cast last
+  CastWeights weights;
   std::vector<EnteredRegion> regions;
-  uint64_t writes_seen = 0;
   ska::flat_hash_map<const char*, const OpInfo*> ops;
   uint64_t ops_generation = 0;
-  bool timing = false, looks_for_nonfinite = false;
-  bool looking = false;    // in an op that only looks
-  bool in_matmul = false;  // in one whose operations are counted
+  bool timing = false, looks_for_nonfinite = false;  // whether a recorder asks for that
+  bool checks_inner_op = false;
+  bool in_matmul = false;
 
-  static constexpr size_t kMostWeights = 1 << 16;
+  void set_op(ObservedOp* innermost);
 
-  // The thread is in an op now, or in none.
-  void be_in(ObservedOp* now);
-
-  // Called after the recorders have changed.
+  // Called when the recorders have changed.
   void find_tables() {
     Tables found;
     timing = looks_for_nonfinite = false;
-    for (const auto* const those : {&recorders, &lent}) {
-      for (const auto& recorder : *those) {
-        found.push_back(recorder->table_of(at::RecordFunction::currentThreadId()));
+    for (const auto* const list : {&recorders, &lent}) {
+      for (const auto& recorder : *list) {
+        found.push_back(recorder->table());
         timing |= recorder->timing;
         looks_for_nonfinite |= recorder->nonfinite != NonFinitePolicy::kIgnore;
       }
     }
     tables.swap(found);
   }
-
-  enum class Last : int8_t { kNone, kSameContent, kSameCast };
-
-  // Note the cast of a weight; say what is the same as it was at the last one.
-  Last note_cast(const Tensor& weight, const Tensor& cast) {
-    const uint64_t writes = engine.count_of_writes();
-    if (writes != writes_seen || weights.size() >= kMostWeights) {
-      weights.clear();
-      writes_seen = writes;
-    }
-    const Key key{weight.unsafeGetTensorImpl(), cast.scalar_type()};
-    const auto found = weights.find(key);
-    Last last = Last::kNone;
-    if (found != weights.end() && found->second.content.is_that_of(weight)) {
-      last = found->second.cast._unsafe_get_target() == cast.unsafeGetTensorImpl() ? Last::kSameCast : Last::kSameContent;
-    }
-    weights.insert_or_assign(key, Weight{Content(weight), decltype(Weight::cast)(cast.getIntrusivePtr())});
-    return last;
-  }
 };
 
+// What torch keeps from the beginning of an event to its end.
 enum class ObservedKind : int8_t { kNode, kOp, kPart };
 
 struct Observed : at::ObserverContext {
@@ -208,7 +202,21 @@ struct Observed : at::ObserverContext {
   const ObservedKind kind;
 };
 
-// A call of an op that is being counted.
+// An input of an op.
+struct Input {
+  const TensorImpl* tensor;
+  Modules modules;  // of its producer
+  SourceCounts source;
+};
+
+// A chain that an op ends.
+struct EndedChain {
+  Chain chain;
+  ChainCounts counts;
+  std::optional<Modules> modules;  // of the op in question, if it is not the one that ends the chain
+};
+
+// A call of an op that is counted.
 struct ObservedOp final : Observed, ObservedCall {
   ObservedOp() : Observed(ObservedKind::kOp) {}
 
@@ -218,30 +226,31 @@ struct ObservedOp final : Observed, ObservedCall {
   const void* override = nullptr;
   int8_t device = -1;
   ScalarType fast = ScalarType::Undefined;
-  bool backward = false, inner = false, cast_down = false;
-  bool is_wrapped = false;   // a tensor that it was given has others in it, on which ops run that this op is made of
-  bool only_looks = false;   // for inf and nan, in an op that is counted
-  bool looks = true;         // unless the op that it is made of does
-  bool is_matmul = false;    // with a formula for its operations, in none that has one
+  bool backward = false, inner = false;
+  bool cast_down = false;    // see Producer
+  bool is_wrapped = false;   // an input wraps other tensors, on which inner ops run
+  bool only_checks = false;  // an inner op that is not counted, but checked for inf and nan
+  bool checks = true;        // unless its inner ops are checked
+  bool is_matmul = false;    // with a formula, and not inside an op with one
   Flops formula;
-  double flops = 0;                  // of the ops that it is made of
-  const Outcome* outcome = nullptr;  // of the recipe that it was to be computed by
-  bool makes = false;        // it returns what is neither a view nor a copy
+  double flops = 0;                  // of its inner ops
+  const Outcome* outcome = nullptr;  // null: no recipe was asked
+  bool has_new_output = false;       // one that is neither a view nor a copy
   DtypeCounts inputs;
   ScalarType widest = ScalarType::Undefined;
   std::chrono::steady_clock::time_point began;
   int fast_inputs = 0, float32_inputs = 0;  // with dimensions
-  const OpInfo* fast_before = nullptr;
+  const OpInfo* fast_before = nullptr;      // see Producer
   std::optional<Producer> copied;
-  CastsByKind casts;
-  c10::SmallVector<const StorageImpl*, 6> storages;    // of the inputs
-  c10::SmallVector<Given, 3> given;  // those with dimensions, in the forward pass
+  Tally<CastCounts> casts;
+  c10::SmallVector<const StorageImpl*, 6> storages;  // of the inputs
+  c10::SmallVector<Input, 3> sources;                // inputs with dimensions, in the forward pass
   c10::SmallVector<EndedChain, 1> chains;
-  c10::SmallVector<Tensor, 4> tensors;  // the inputs that nothing writes, where it is asked whether they are finite
-  bool inputs_were_finite = true;       // those that are written, and numbers
+  c10::SmallVector<Tensor, 4> unchecked;  // inputs that it does not write, to be checked if an output is not finite
+  bool inputs_were_finite = true;         // the others, checked before it ran
 };
 
-// A call of an op that multiplies matrices, in one that is counted and does not say how many operations it takes.
+// A matmul inside an op without a formula of its own, to which its operations are added.
 struct ObservedPart final : Observed {
   ObservedPart() : Observed(ObservedKind::kPart) {}
 
@@ -249,19 +258,16 @@ struct ObservedPart final : Observed {
   Flops formula;
 };
 
-void Watch::be_in(ObservedOp* now) {
-  op = now;
-  *engines_op = now;
+void Watch::set_op(ObservedOp* innermost) {
+  op = innermost;
+  *engines_op = innermost;
 }
 
-// How many recorders there are that see all threads.
-std::atomic<int> recorders_of_all{0};
-
-// The thread's, or null.
+// This thread's watch, or null.
 constinit thread_local Watch* watch_of_thread = nullptr;
 constinit thread_local bool watch_has_ended = false;  // with its thread
 
-// Which recorders see this thread has changed: look again. Returns null where none does.
+// Return this thread's watch with its present recorders. Without a watch, create one if asked to, or return null.
 Watch* refreshed_watch(bool create) {
   Watch* watch = watch_of_thread;
   const uint64_t generation = Recorders::generation.load(std::memory_order_acquire);
@@ -276,7 +282,7 @@ Watch* refreshed_watch(bool create) {
       if (watch != nullptr) {
         *watch->engines_op = nullptr;
         for (const auto& recorder : watch->recorders) {
-          recorder->end_thread(at::RecordFunction::currentThreadId());
+          recorder->end_thread();
         }
       }
     }
@@ -293,7 +299,7 @@ Watch* refreshed_watch(bool create) {
     std::lock_guard<std::mutex> lock(Recorders::running().mutex);
     watch->generation = Recorders::generation.load(std::memory_order_acquire);
     for (const auto& recorder : Recorders::running().recorders) {
-      if (recorder->all_threads || recorder->thread_number == at::RecordFunction::currentThreadId()) {
+      if (recorder->all_threads || recorder->thread == this_thread()) {
         found.push_back(recorder);
       }
     }
@@ -307,5 +313,8 @@ Watch* refreshed_watch(bool create) {
   watch->find_tables();
   return watch;
 }
+
+// Return this thread's watch, creating one only if a recorder sees all threads.
+Watch* watch_of_observed_thread() { return refreshed_watch(Recorders::of_all_threads.load(std::memory_order_relaxed) != 0); }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// The callbacks that torch calls around each op and node while something observes.
+// The callbacks that torch calls before and after each op and autograd node while a recorder runs.
 //
-// Owns nothing. Locks: Recorders::mutex.
+// Locks: Recorders::mutex.
 
 #pragma once
 
@@ -19,8 +19,8 @@
 
 namespace {
 
-// torch calls the callback of the thread, that of all or both, as they were when the event began.
-std::unique_ptr<at::ObserverContext> start_event(const at::RecordFunction& event) {
+// torch calls the thread's callback, the global one, or both, as registered when the event began. The second call is ignored.
+std::unique_ptr<at::ObserverContext> begin_event(const at::RecordFunction& event) {
   Watch* const watch = refreshed_watch(true);
   if (watch == nullptr || watch->event == &event) {
     return nullptr;
@@ -28,26 +28,26 @@ std::unique_ptr<at::ObserverContext> start_event(const at::RecordFunction& event
   watch->event = &event;
   constexpr const char* kNode = "autograd::engine::evaluate_function";
   if (event.name()[0] == 'a' && event.name()[2] == 't' && std::strncmp(event.name(), kNode, std::strlen(kNode)) == 0) {
-    return enter_node(*watch);
+    return begin_node(*watch);
   }
-  return watch->tables.empty() ? nullptr : start_op(*watch, event);
+  return watch->tables.empty() ? nullptr : begin_op(*watch, event);
 }
 
-// An observation may have been ended on another thread than its own.
-void remove_callback_if_nobody_observes() {
+// Remove this thread's callback if no recorder of this thread alone is left. Recorders may be stopped on other threads.
+void remove_unused_callback() {
   Watch* const watch = watch_of_thread;
   if (watch != nullptr && watch->callback &&
-      std::all_of(watch->recorders.begin(), watch->recorders.end(), [](const auto& other) { return other->all_threads; })) {
+      std::all_of(watch->recorders.begin(), watch->recorders.end(), [](const auto& each) { return each->all_threads; })) {
     at::removeCallback(*watch->callback);
     watch->callback.reset();
   }
 }
 
-std::unique_ptr<at::ObserverContext> start_event_of_thread(const at::RecordFunction& event) {
+std::unique_ptr<at::ObserverContext> begin_event_of_thread(const at::RecordFunction& event) {
   if (const Watch* const watch = refreshed_watch(true); watch != nullptr && watch->recorders.empty()) {
-    remove_callback_if_nobody_observes();
+    remove_unused_callback();
   }
-  return start_event(event);
+  return begin_event(event);
 }
 
 void end_event(const at::RecordFunction& event, at::ObserverContext* context) {
@@ -59,7 +59,7 @@ void end_event(const at::RecordFunction& event, at::ObserverContext* context) {
   }
   switch (auto* const observed = static_cast<Observed*>(context); observed->kind) {
     case ObservedKind::kNode:
-      return leave_node(*static_cast<ObservedNode*>(observed));
+      return end_node(*static_cast<ObservedNode*>(observed));
     case ObservedKind::kOp:
       return end_op(*static_cast<ObservedOp*>(observed), event);
     case ObservedKind::kPart:
@@ -67,14 +67,14 @@ void end_event(const at::RecordFunction& event, at::ObserverContext* context) {
   }
 }
 
-at::RecordFunctionCallback callback(at::RecordFunctionCallback::StartCallback start) {
-  return at::RecordFunctionCallback(start, &end_event)
+at::RecordFunctionCallback callback(at::RecordFunctionCallback::StartCallback begin) {
+  return at::RecordFunctionCallback(begin, &end_event)
       .needsInputs(true)
       .needsOutputs(true)
       .scopes({at::RecordScope::FUNCTION});
 }
 
-at::CallbackHandle callback_of_all = 0;  // guarded by the mutex of Recorders
+at::CallbackHandle global_callback = 0;  // guarded by Recorders::mutex
 
 // Called with the GIL held.
 void start_recorder(const std::shared_ptr<Recorder>& recorder) {
@@ -83,13 +83,13 @@ void start_recorder(const std::shared_ptr<Recorder>& recorder) {
     Recorders::running().recorders.push_back(recorder);
     ++Recorders::count;
     ++Recorders::generation;
-    if (recorder->all_threads && recorders_of_all++ == 0) {
-      callback_of_all = at::addGlobalCallback(callback(&start_event));
+    if (recorder->all_threads && Recorders::of_all_threads++ == 0) {
+      global_callback = at::addGlobalCallback(callback(&begin_event));
     }
   }
   Watch* const watch = refreshed_watch(true);
   if (!recorder->all_threads && watch != nullptr && !watch->callback) {
-    watch->callback = at::addThreadLocalCallback(callback(&start_event_of_thread));
+    watch->callback = at::addThreadLocalCallback(callback(&begin_event_of_thread));
   }
 }
 
@@ -105,12 +105,12 @@ void stop_recorder(const std::shared_ptr<Recorder>& recorder) {
     running.erase(found);
     --Recorders::count;
     ++Recorders::generation;
-    if (recorder->all_threads && --recorders_of_all == 0) {
-      at::removeCallback(callback_of_all);
+    if (recorder->all_threads && --Recorders::of_all_threads == 0) {
+      at::removeCallback(global_callback);
     }
   }
   refreshed_watch(false);
-  remove_callback_if_nobody_observes();
+  remove_unused_callback();
   engine.free_left_behind();
 }
 
