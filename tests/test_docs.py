@@ -151,3 +151,9 @@ def test_links_of_page_have_targets(page):
         if not other.exists() or (anchor and anchor not in anchors(other)):
             broken.append(target)
     assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_in_page_exist(page):
+    paths = re.findall(r"`((?:core|backends|benchmarks|docs|examples)/[\w./-]+)`", page.read_text(encoding="utf-8"))
+    assert [path for path in paths if not (ROOT / path).exists()] == []
