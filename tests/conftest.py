@@ -40,7 +40,7 @@ def _leaves_nothing_behind():
     """After each test: this thread is in no region, autocast is off everywhere, torch has its own kernels."""
     yield
     left = [name for name in DEVICES if polycast.autocast_nesting(name) or torch.is_autocast_enabled(name)]
-    by_hand = [name for name, slot in registry._slots().items() if slot.by_hand is not None]
+    by_hand = [name for name, loader in registry._loaders().items() if loader.by_hand is not None]
     for name in by_hand:
         polycast.unregister_backend(name)
     polycast.uninstall()

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from .out_dtype.matmul_kernels import float32_products
     from .out_dtype.operator import out_dtype
     from .plugins.backend import Availability, Backend, LowBitKernel
-    from .plugins.discovery import BackendStatus
     from .plugins.hookspecs import hookimpl
+    from .plugins.loading import BackendStatus
     from .plugins.low_bit_matmul import LowBitMatmul
     from .plugins.registry import backends, get_backend, is_autocast_available
     from .policy.cast_policy import CastPolicy, policy_table
@@ -81,7 +81,7 @@ _LAZY_NAMES = {
     "BackendBrokenError": "errors",
     "BackendConflictError": "errors",
     "BackendNotFoundError": "errors",
-    "BackendStatus": "plugins.discovery",
+    "BackendStatus": "plugins.loading",
     "CastPolicy": "policy.cast_policy",
     "Comparison": "precision.comparison",
     "Evidence": "precision.evidence",

@@ -155,7 +155,7 @@ def test_a_broken_backend_is_not_passed_over_in_silence(patched, monkeypatch):
     def broken(self):
         raise polycast.BackendBrokenError("the plugin is broken")
 
-    monkeypatch.setattr("polycast.plugins.discovery.Slot.backend", broken)
+    monkeypatch.setattr("polycast.plugins.loading.BackendLoader.get", broken)
     monkeypatch.setattr(registry, "_discovered", None)
     monkeypatch.setattr(registry, "ready", {})
     with pytest.raises(polycast.BackendBrokenError, match="the plugin is broken"):

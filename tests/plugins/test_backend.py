@@ -36,7 +36,7 @@ def problems(backend, device_type=None):
     with pytest.raises(InvalidBackendError) as error:
         validate(backend, device_type)
     first, *lines = str(error.value).splitlines()
-    assert first == f"{__name__}.{type(backend).__name__} does not keep the contract of polycast.Backend:"
+    assert first == f"{__name__}.{type(backend).__name__} violates the contract of polycast.Backend:"
     return [line.removeprefix("  - ") for line in lines]
 
 
@@ -193,7 +193,7 @@ def test_a_stream_that_cannot_tell_records_no_graph_and_other_errors_pass(monkey
         def is_capturing(self):
             raise RuntimeError(said)
 
-    monkeypatch.setattr("polycast.plugins.backend.STREAMS_TELL", True)
+    monkeypatch.setattr("polycast.plugins.backend.STREAMS_KNOW_CAPTURE", True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("hpu"))
     monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
     monkeypatch.setattr(torch, "hpu", SimpleNamespace(is_initialized=lambda: True), raising=False)

@@ -71,7 +71,7 @@ PROBLEMS = [
 def rejected(device, *problems):
     """Return what is raised from, and its cause, for the backend of acme-DEVICE with these problems."""
     module = f"acme_{device}"
-    text = f"{module}.AcmeBackend does not keep the contract of polycast.Backend:\n" + "\n".join(
+    text = f"{module}.AcmeBackend violates the contract of polycast.Backend:\n" + "\n".join(
         f"  - {problem}" for problem in problems
     )
     return [
@@ -106,7 +106,7 @@ def test_every_problem_is_listed_at_once(run, plugin):
 def test_a_device_that_cannot_have_a_backend_is_rejected(run, plugin, device, problem):
     plugin("acme", device)
     listed = run(f"answer = polycast.backends()[{device!r}].reason")
-    assert f"acme.AcmeBackend does not keep the contract of polycast.Backend:\n  - {problem}. Repair" in listed
+    assert f"acme.AcmeBackend violates the contract of polycast.Backend:\n  - {problem}. Repair" in listed
 
 
 def test_ops_that_this_torch_lacks_are_no_problem(run, plugin):

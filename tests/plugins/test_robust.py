@@ -116,6 +116,21 @@ answer = [
     assert answer == ["['ready', 'ready', 'ready']", "torch.bfloat16", False, "torch.bfloat16"]
 
 
+@pytest.mark.slow
+def test_a_fork_waits_until_another_thread_has_imported_a_plugin(run, plugin):
+    plugin("acme-hpu", "hpu", "import sys, time\nsys.started.set()\ntime.sleep(1)")
+    answer = run(f"""{FORK}
+import threading
+sys.started = threading.Event()
+thread = threading.Thread(target=polycast.get_backend, args=("hpu",))
+thread.start()
+assert sys.started.wait(60)
+answer = [in_child(lambda: polycast.get_backend("hpu").device_type), polycast.get_backend("hpu").device_type]
+thread.join()
+""")
+    assert answer == ["hpu", "hpu"]
+
+
 def test_a_fork_in_a_region_is_in_it_and_leaves_it_for_itself_alone(run, engine):
     answer = run(
         f"""{FORK}

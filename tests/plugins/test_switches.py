@@ -71,7 +71,7 @@ def test_without_discovery_there_are_only_the_built_ins(run, plugin, off):
         """,
         POLYCAST_DISCOVERY=off,
     )
-    off = " Third parties' are not looked for, because POLYCAST_DISCOVERY is off."
+    off = " Plugins of third parties are ignored, because POLYCAST_DISCOVERY is off."
     reason = f"A plugin is needed: no distribution has an entry point 'hpu' in the group 'polycast.backends'.{off}"
     missing = (
         "No polycast backend is installed for 'hpu'. Backends are installed for: cpu, cuda, maia, mps, mtia, xpu. "

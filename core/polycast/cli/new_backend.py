@@ -13,8 +13,7 @@ import torch
 import typer
 
 from ..engine.installation import torch_ops
-from ..plugins.discovery import BUILT_IN
-from ..plugins.hookspecs import ENTRY_POINT_GROUP
+from ..plugins.hookspecs import ENTRY_POINT_GROUP, PROJECT
 from ..policy.standard import STANDARD_POLICIES
 from ..torch_internals.dispatcher import is_autocast_available, privateuse1_name
 
@@ -71,7 +70,7 @@ def _problem(name: str) -> str | None:
 def _package(name: str) -> str:
     """Return the name of the package: not that of a built-in backend, whose files pip would overwrite."""
     taken = {
-        entry.value for entry in importlib.metadata.distribution(BUILT_IN).entry_points.select(group=ENTRY_POINT_GROUP)
+        entry.value for entry in importlib.metadata.distribution(PROJECT).entry_points.select(group=ENTRY_POINT_GROUP)
     }
     package = f"polycast_{name}"
     return f"{package}_own" if package in taken else package

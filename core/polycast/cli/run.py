@@ -15,7 +15,7 @@ from ..drop_in.session import Options, start
 from ..engine.choice import choose
 from ..observer.observe import observe
 from ..observer.report.target import check_target
-from ..plugins.discovery import check_availability, check_dtype
+from ..plugins.checks import check_availability, check_dtype
 from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
 from ..policy.names import read_dtype

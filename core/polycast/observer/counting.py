@@ -12,7 +12,7 @@ from ..engine.kernels import autocast_key
 from ..engine.override import Override
 from ..engine.state import Settings
 from ..plugins.backend import Backend
-from ..plugins.discovery import check_availability
+from ..plugins.checks import check_availability
 from ..plugins.registry import registry
 from ..policy.cast_policy import CastPolicy
 from ..policy.dtypes import dtype_name

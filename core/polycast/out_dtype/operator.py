@@ -14,7 +14,7 @@ from torch.overrides import has_torch_function
 
 from ..engine.casts.weights import caching_is_safe
 from ..errors import BackendNotFoundError, InvalidBackendError
-from ..plugins.discovery import check_availability
+from ..plugins.checks import check_availability
 from ..plugins.registry import registry
 from ..torch_internals.dispatcher import OpOverload, disable_autocast, is_any_autocast_enabled
 from ..torch_internals.names import (

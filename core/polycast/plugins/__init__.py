@@ -1,1 +1,1 @@
-"""Backends: the contract, finding and loading who supplies one, and which of them serves a device."""
+"""Backends: their contract, and discovering, loading and registering them."""

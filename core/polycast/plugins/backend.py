@@ -1,4 +1,4 @@
-"""What a plugin supplies: a backend, and the contract it has to keep."""
+"""`Backend`, which a plugin subclasses, and its contract."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ KernelKey: TypeAlias = tuple[OpOverload, torch.dtype, torch.dtype]
 
 @dataclass(frozen=True)
 class Availability:
-    """The answer of a check: whether something can be used now and, if not, why.
+    """Whether something can be used now and, if not, why.
 
     Raises:
         TypeError: `available` is not a bool, or `reason` not a str.
@@ -44,26 +44,23 @@ class Availability:
 
 
 class LowBitKernel:
-    """What computes one op by a recipe, on the weights of a model as they are. Of products, see `LowBitMatmul`.
+    """Computes one op by a recipe, with the unmodified weights of a model. For matmuls, subclass `LowBitMatmul`.
 
-    The op's arguments come in the order of its schema, all of them. Tensors are on the device, strided, and of float32,
-    bfloat16 or float16, as the caller gave them. polycast keeps what the weight is packed into as long as the weight is
-    what it was.
+    It gets all arguments of the op in the order of its schema. Tensors are on the device, strided, and float32,
+    bfloat16 or float16. polycast caches the prepacked weight until the weight changes.
 
     Attributes:
         weight: the position of the weight among the op's arguments.
-        packing: kernels for which this is equal, among those of one backend, share what a weight is packed into. None:
-            it shares with no other.
+        prepack_key: a backend's kernels with equal keys share prepacked weights. None: the kernel does not share.
     """
 
     weight: int = 1
     prepack_key: Hashable = None
 
     def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-        """Return what the weight is packed into, of tensors that nothing else uses; None where this weight cannot be.
+        """Return the prepacked weight, tensors with memory of their own; None if this weight cannot be prepacked.
 
-        Called without autograd and outside of autocast. What is asked of the weight here takes its time once for each
-        state of the weight, so this may look at its values.
+        Called once for each state of the weight, without autograd and outside of autocast. It may read its values.
 
         Args:
             weight: float32, bfloat16 or float16.
@@ -71,17 +68,16 @@ class LowBitKernel:
         raise NotImplementedError
 
     def unsupported_reason(self, *args: Any) -> str | None:
-        """Say why this call is not for the kernel, in words for people; None: it is.
+        """Return why the kernel does not support a call, for messages; None if it does.
 
-        Asked of every call, also while compilers trace, of fake tensors: it may look at dtypes, sizes and strides, and
-        at no values.
+        Called for every call, with fake tensors too: it may read dtypes, sizes and strides, but no values.
         """
         return None
 
-    def run(self, prepared: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
-        """Return what the op returns, in the fast dtype, which is ``torch.get_autocast_dtype`` of the device.
+    def run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
+        """Return the op's result in the fast dtype: ``torch.get_autocast_dtype`` of the device.
 
-        Called outside of autocast, where autograd has nothing to record. The weight itself is not to be read.
+        Called outside of autocast, when autograd has nothing to record. It must not read the weight itself.
         """
         raise NotImplementedError
 
@@ -91,19 +87,18 @@ class Backend:
 
     Attributes:
         device_type: the device type as torch spells it, such as ``"cuda"``. torch must have an Autocast key for it.
-        default_dtype: the fast dtype of a region that names none; floating point, one of `supported_dtypes`.
-        policies: the policy of each op that autocast treats, by its name in the dispatcher (``"aten::norm.Scalar"``).
-            Ops that the running torch lacks are skipped; those of other libraries are cast from the first region on
-            that is entered when they are there.
-        kernels: kernels of the device that compute an op with another output dtype than its inputs', for
-            :func:`polycast.out_dtype`; may be empty. A kernel is called with the op's arguments, of which each tensor
-            has the input or the output dtype, outside of autocast and without autograd. It returns a tensor in the
-            output dtype, or NotImplemented for arguments that it leaves to torch.
-        remedies: for a BANNED op a sentence that says what to use in its place; may be empty.
-        excluded_ops: the ops that torch itself treats for the device and that are not in `policies` on purpose, so
-            that torch's own kernels serve them, each with the reason; may be empty.
-        ops_in_cpp: the packages whose C++ the backend has compiled by :func:`polycast.load_ops`, so that
-            ``polycast build`` can do it ahead of their first use; may be empty.
+        default_dtype: the default fast dtype; floating point, one of `supported_dtypes`.
+        policies: the policy of each op that autocast casts, by dispatcher name (``"aten::norm.Scalar"``). Ops that the
+            running torch lacks are skipped; ops of another library are cast once the library is loaded.
+        kernels: optional kernels that compute an op with an output dtype that differs from the inputs', for
+            :func:`polycast.out_dtype`. A kernel gets the op's arguments, with tensors in the input or the output dtype,
+            outside of autocast and without autograd. It returns a tensor in the output dtype, or NotImplemented for
+            arguments that it does not support.
+        remedies: optional; for a BANNED op, a sentence that says what to use instead.
+        excluded_ops: optional; ops that torch's own autocast casts on the device and that `policies` omits on purpose,
+            each with the reason.
+        ops_in_cpp: optional; the packages that the backend passes to :func:`polycast.load_ops`, which
+            ``polycast build`` compiles ahead of their first use.
     """
 
     device_type: str
@@ -117,7 +112,7 @@ class Backend:
     _required: ClassVar[tuple[str, ...]] = ("device_type", "default_dtype", "policies")
 
     def supported_dtypes(self) -> Sequence[torch.dtype]:
-        """Return the fast dtypes that the device can compute in, now; where the device is absent, in general."""
+        """Return the fast dtypes that the device supports; if it is absent, those that such devices support."""
         raise NotImplementedError
 
     def availability(self) -> Availability:
@@ -125,9 +120,9 @@ class Backend:
         raise NotImplementedError
 
     def dtype_availability(self, dtype: torch.dtype) -> Availability:
-        """Say whether a region can have `dtype` as its fast dtype and, if not, why.
+        """Return whether the device supports `dtype` as a fast dtype and, if not, why.
 
-        Override it where there is more to say than which dtypes are supported.
+        Override it to give a better reason than the list of supported dtypes.
         """
         supported = self.supported_dtypes()
         if dtype in supported:
@@ -135,37 +130,32 @@ class Backend:
         return Availability(False, f"{self.device_type} supports {', '.join(map(str, supported))}")
 
     def slow_reason(self, dtype: torch.dtype) -> str | None:
-        """Say why a fast dtype is slow: what the device lacks to compute in it. None: it is not, as far as is known.
-
-        :func:`polycast.observe` tells who computes in it.
-        """
+        """Return why a fast dtype is slow on the device, for :func:`polycast.observe` to report; None if it is not."""
         return None
 
     def recipe_availability(self, recipe: Recipe) -> Availability:
-        """Say whether the device can compute by a recipe now and, if not, why: then the fast dtype is used.
+        """Return whether the device supports a recipe now and, if not, why; the fast dtype is used then.
 
-        The reason of one that can is a warning: of a recipe that is experimental, say. It is given once.
+        A reason with a positive answer, for example that the recipe is experimental, is issued as a warning, once.
         """
         return Availability(False, f"the backend for {self.device_type} has no kernels for {recipe.kind}")
 
     def low_bit_kernels(self, recipe: Recipe) -> Mapping[str, LowBitKernel]:
-        """Return the kernels for a recipe that is available, by the name of the op (``"aten::linear"``).
+        """Return the kernels for an available recipe, by dispatcher name of the op (``"aten::linear"``).
 
-        Asked once for each recipe. It may offer kernels for ops that the recipe does not name.
+        Called once for each recipe. It may return kernels for ops that the recipe does not name.
         """
         return {}
 
     def is_capturing(self) -> bool:
-        """Say whether the device is recording a graph (as CUDA graphs do): no cast is kept from one then.
+        """Return whether the device is recording a graph, such as a CUDA graph: no cast is cached then.
 
-        By default what the device's current stream says, where the streams of the running torch can tell (from torch
-        2.12 on; the native engine asks them without Python). Override it for a device whose streams do not know.
+        The default asks the device's current stream (torch 2.12 and newer). Override it if the stream does not know.
         """
-        return STREAMS_TELL and _current_stream_captures(self.device_type)
+        return STREAMS_KNOW_CAPTURE and _current_stream_captures(self.device_type)
 
 
-STREAMS_TELL = hasattr(torch.Stream, "is_capturing")
-"""Whether a stream of the running torch knows that it records a graph."""
+STREAMS_KNOW_CAPTURE = hasattr(torch.Stream, "is_capturing")
 
 
 def _current_stream_captures(device_type: str) -> bool:
@@ -174,10 +164,10 @@ def _current_stream_captures(device_type: str) -> bool:
         return False
     is_initialized = getattr(getattr(torch, device_type, None), "is_initialized", None)
     if is_initialized is None or not is_initialized():
-        return False  # to ask for a stream would start the device
+        return False  # asking for a stream would initialize the device
     try:
         captures: bool = torch.accelerator.current_stream().is_capturing()
-    except RuntimeError as error:  # what torch 2.12 has where newer ones say no: for a device without graphs
+    except RuntimeError as error:  # torch 2.12 raises it for a device without graphs
         if "stream capture query" not in str(error):
             raise
         return False
@@ -185,14 +175,14 @@ def _current_stream_captures(device_type: str) -> bool:
 
 
 def validate(backend: object, device_type: str | None = None) -> Backend:
-    """Return `backend` if it keeps the contract.
+    """Return `backend` if it satisfies the contract.
 
     Args:
-        backend: what a plugin's hook or a caller of ``register_backend`` supplied.
-        device_type: the device type that it has to be for, where that is known (the entry point's name).
+        backend: the object from a plugin's hook or a caller of ``register_backend``.
+        device_type: the device type that it must have, if known (the entry point's name).
 
     Raises:
-        InvalidBackendError: it does not; the message lists every problem.
+        InvalidBackendError: it violates the contract; the message lists every problem.
     """
     if not isinstance(backend, Backend):
         what = (
@@ -215,7 +205,7 @@ def validate(backend: object, device_type: str | None = None) -> Backend:
     ]
     if problems:
         raise InvalidBackendError(
-            f"{type(backend).__module__}.{type(backend).__qualname__} does not keep the contract of polycast.Backend:\n"
+            f"{type(backend).__module__}.{type(backend).__qualname__} violates the contract of polycast.Backend:\n"
             + "\n".join(f"  - {problem}" for problem in problems)
         )
     return backend

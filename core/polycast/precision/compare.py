@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import warn_user
-from ..plugins.discovery import check_availability, check_recipe
+from ..plugins.checks import check_availability, check_recipe
 from ..plugins.registry import get_backend
 from ..policy.recipe import NoRecipe, Recipe, RecipeLike, read_recipe
 from ..policy.value import Policy, PolicyLike

@@ -17,7 +17,7 @@ from ..engine.disable_dynamo import disable_dynamo
 from ..engine.state import Region, Settings
 from ..errors import AutocastDisabledWarning, warn_user
 from ..plugins.backend import Availability, Backend
-from ..plugins.discovery import check_availability, check_dtype
+from ..plugins.checks import check_availability, check_dtype
 from ..plugins.registry import registry
 from ..policy.recipe import RecipeLike
 from ..policy.value import PolicyLike

@@ -6,7 +6,7 @@ import torch
 
 from ..engine import state
 from ..errors import AutocastDisabledWarning, warn_user
-from ..plugins.discovery import check_availability
+from ..plugins.checks import check_availability
 from ..plugins.registry import registry
 from .autocast import why_disabled
 

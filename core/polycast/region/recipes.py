@@ -2,7 +2,7 @@
 
 from ..errors import RecipeDisabledWarning, warn_user
 from ..plugins.backend import Backend
-from ..plugins.discovery import check_recipe
+from ..plugins.checks import check_recipe
 from ..policy.recipe import NoRecipe, Recipe, RecipeLike, read_recipe
 
 _warned: set[tuple[str, str]] = set()

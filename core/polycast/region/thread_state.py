@@ -6,7 +6,7 @@ from ..engine import state
 from ..engine.installation import kernels_of
 from ..engine.low_bit.plan import packings
 from ..errors import BackendNotFoundError
-from ..plugins.discovery import check_dtype
+from ..plugins.checks import check_dtype
 from ..plugins.registry import registry
 from ..torch_internals.dispatcher import is_autocast_available
 

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from ..engine.installation import install
 from ..engine.kernels import autocast_key
 from ..plugins.backend import Availability, Backend
-from ..plugins.discovery import check_availability
+from ..plugins.checks import check_availability
 from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
 from ..region.autocast import autocast

@@ -12,7 +12,7 @@ from torch import nn
 from ...engine.installation import install, uninstall
 from ...observer.observation import Observation
 from ...observer.observe import observe
-from ...plugins.discovery import check_recipe
+from ...plugins.checks import check_recipe
 from ...plugins.registry import get_backend
 from ...policy.dtypes import dtype_name
 from ...policy.recipe import Int8

@@ -14,7 +14,7 @@ import torch
 
 from ...common.atfork import hold_during_fork
 from ...plugins.backend import Backend, LowBitKernel
-from ...plugins.discovery import check_recipe
+from ...plugins.checks import check_recipe
 from ...plugins.registry import registry
 from ...policy.recipe import Recipe
 from ...torch_internals.names import disable_current_modes, has_python_key

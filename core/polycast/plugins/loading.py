@@ -1,0 +1,195 @@
+"""Load the backend of a device type from the plugins that offer one.
+
+A plugin may be missing, incompatible, broken at import, in conflict with another, or blocked. Such a plugin affects its
+own device only, and the user reads what is wrong with it.
+"""
+
+import importlib.metadata
+import threading
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import pluggy
+import torch
+
+from ..common.env import canonical_name
+from ..errors import BackendBrokenError, BackendConflictError, BackendNotFoundError, InvalidBackendError
+from . import hookspecs
+from .backend import Backend, validate
+from .checks import PLUGIN_ERRORS, check_availability
+
+_FORK_TIMEOUT = 10
+"""Seconds that a fork waits for the import of a plugin, which may hang."""
+
+State: TypeAlias = Literal["ready", "unavailable", "broken", "blocked", "conflict", "missing"]
+
+
+@dataclass(frozen=True)
+class BackendStatus:
+    """The status of the backend of one device type.
+
+    Attributes:
+        device_type: the device type.
+        state: ``ready``; ``unavailable``: loaded, but the device cannot be used now; ``broken``: its plugin cannot be
+            loaded; ``blocked``: by POLYCAST_BLOCK; ``conflict``: several distributions supply it; ``missing``: torch
+            has an Autocast key for the device, but no backend is installed.
+        reason: why it is not ready; empty if it is.
+        default_dtype: the backend's default fast dtype; None if no backend is loaded.
+        distribution: the distribution that supplies it; empty for a backend registered by hand, for a
+            conflict, and if there is none.
+        version: the version of that distribution.
+        replaces: the distributions that supply this device type too, and are not used.
+    """
+
+    device_type: str
+    state: State
+    reason: str = ""
+    default_dtype: torch.dtype | None = None
+    distribution: str = ""
+    version: str = ""
+    replaces: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An entry point that offers a backend; it is not imported yet."""
+
+    distribution: str
+    version: str
+    entry_point: importlib.metadata.EntryPoint
+
+    @property
+    def built_in(self) -> bool:
+        """Whether it comes with polycast."""
+        return canonical_name(self.distribution) == hookspecs.PROJECT
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version} ({self.entry_point.value})"
+
+
+@dataclass
+class BackendLoader:
+    """Chooses and loads the backend of one device type."""
+
+    device_type: str
+    blocked: bool = False
+    provider: str | None = None
+    candidates: list[Candidate] = field(default_factory=list)
+    by_hand: Backend | None = None
+    loaded: Backend | None = None
+    failure: BaseException | None = None
+    _loading: bool = field(default=False, init=False)
+    # Reentrant, so that a plugin that uses its own device at import gets an error instead of a deadlock. One for each
+    # device, so that a slow plugin holds up no other.
+    _lock: Any = field(default_factory=threading.RLock, init=False)
+    _held_for_fork: bool = field(default=False, init=False)
+
+    def get(self) -> Backend:
+        """Return the backend, loading it at its first use."""
+        backend = self.by_hand or self.loaded
+        if backend is not None:
+            return backend
+        if self.blocked:
+            raise BackendNotFoundError(
+                f"The backend for {self.device_type!r} is blocked by POLYCAST_BLOCK. Take it out of that variable "
+                "to use it."
+            )
+        with self._lock:
+            if self.loaded is None:
+                self.loaded = self._load(self._choose())
+            return self.loaded
+
+    def status(self) -> BackendStatus:
+        """Load the backend and return its status. Errors of the plugin are part of the status."""
+        try:
+            backend = self.get()
+        except BackendConflictError as error:
+            return BackendStatus(self.device_type, "conflict", str(error))
+        except BackendNotFoundError as error:
+            return BackendStatus(self.device_type, "blocked", str(error))
+        except BackendBrokenError as error:
+            return self._status("broken", str(error), None)
+        answer = check_availability(backend)
+        return self._status("ready" if answer else "unavailable", answer.reason, backend.default_dtype)
+
+    def acquire(self) -> bool:
+        """Wait until no plugin is being imported; called before a fork, as the child could never finish the import."""
+        self._held_for_fork = self._lock.acquire(timeout=_FORK_TIMEOUT)
+        return self._held_for_fork
+
+    def release(self) -> None:
+        """Allow imports again; called after a fork."""
+        if self._held_for_fork:
+            self._lock.release()
+
+    def reset(self) -> None:
+        """Forget the threads of the parent; called in the child of a fork."""
+        self._lock, self._loading = threading.RLock(), False
+
+    def _choose(self) -> Candidate:
+        """Return the candidate to load: the named provider, else a third party's, else the built-in one."""
+        if self.provider is not None:
+            matching = [each for each in self.candidates if canonical_name(each.distribution) == self.provider]
+            if not matching:
+                raise ValueError(
+                    f"POLYCAST_PROVIDER names {self.provider!r} for {self.device_type!r}, but what is installed for it "
+                    f"is: {', '.join(map(str, self.candidates))}. Correct the variable or install that distribution."
+                )
+        else:
+            matching = [each for each in self.candidates if not each.built_in] or self.candidates
+        if len(matching) > 1:
+            raise BackendConflictError(
+                f"{len(matching)} distributions supply the backend for {self.device_type!r}: "
+                f"{', '.join(map(str, matching))}. Uninstall all but one, or choose one, such as "
+                f"POLYCAST_PROVIDER={self.device_type}={matching[0].distribution}."
+            )
+        return matching[0]
+
+    def _load(self, candidate: Candidate) -> Backend:
+        if self._loading:
+            raise BackendBrokenError(
+                f"The backend for {self.device_type!r} was asked for while its plugin {candidate} is being imported. "
+                "A plugin must not use its own device at import."
+            )
+        if self.failure is None:
+            self._loading = True
+            try:
+                return _load_plugin(candidate, self.device_type)
+            except PLUGIN_ERRORS as error:
+                self.failure = error
+            finally:
+                self._loading = False
+        reason = str(self.failure).rstrip(".")
+        raise BackendBrokenError(
+            f"The backend for {self.device_type!r} is broken: {candidate} could not be loaded: "
+            f"{type(self.failure).__name__}: {reason}. Repair or uninstall {candidate.distribution}, or set "
+            f"POLYCAST_BLOCK={self.device_type}."
+        ) from self.failure
+
+    def _status(self, state: State, reason: str, dtype: torch.dtype | None) -> BackendStatus:
+        used = None if self.by_hand is not None else self._choose()
+        return BackendStatus(
+            self.device_type,
+            state,
+            reason,
+            dtype,
+            used.distribution if used else "",
+            used.version if used else "",
+            tuple(str(candidate) for candidate in self.candidates if candidate is not used),
+        )
+
+
+def _load_plugin(candidate: Candidate, device_type: str) -> Backend:
+    # A plugin manager of its own, so that a rejected plugin leaves nothing behind. pluggy's own loader of entry points
+    # imports all plugins and stops at the first broken one.
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    manager.register(candidate.entry_point.load(), name=candidate.distribution)
+    manager.check_pending()
+    answers: list[Any] = manager.hook.polycast_backend()
+    if len(answers) != 1:
+        raise InvalidBackendError(
+            f"{candidate.entry_point.value} must implement the hook polycast_backend (marked with @polycast.hookimpl) "
+            f"and return a Backend from it; got {len(answers)} answers"
+        )
+    return validate(answers[0], device_type)
