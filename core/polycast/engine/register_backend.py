@@ -6,28 +6,28 @@ from .installation import run_uninstalled
 
 
 def register_backend(backend: Backend) -> None:
-    """Register a backend by hand; it wins over whatever entry points supply for its device type.
+    """Register a backend by hand; it takes precedence over those from entry points.
 
     Args:
         backend: an instance of a subclass of :class:`polycast.Backend`.
 
     Raises:
-        InvalidBackendError: it does not keep the contract (a ValueError); nothing is registered.
+        InvalidBackendError: it violates the contract (a ValueError); nothing is registered.
         ValueError: a backend for its device type is already registered by hand.
         RuntimeError: a thread is in a region for the device; nothing is registered.
     """
     validate(backend)
-    registry.offered()  # reads what is installed, before the lock is held
+    registry.discover()  # not with the engine's lock held
     run_uninstalled([backend.device_type], lambda: registry.register(backend))
 
 
 def unregister_backend(device_type: str) -> None:
-    """Undo ``register_backend``; the device type has the backend again that entry points supply.
+    """Undo ``register_backend``; the device type uses the backend from an entry point again, if there is one.
 
     Raises:
         BackendNotFoundError: no backend for `device_type` is registered by hand.
         RuntimeError: a thread is in a region for the device; nothing changes.
     """
     name = registry.parse_device_type(device_type)
-    registry.offered()
+    registry.discover()
     run_uninstalled([name], lambda: registry.unregister(name))

@@ -75,6 +75,10 @@ class Registry:
                 self.ready[name] = backend
         return backend
 
+    def discover(self) -> None:
+        """Read the metadata of installed distributions, if that has not been done."""
+        self._loaders()
+
     def discovered(self) -> list[BackendLoader]:
         """Return the loaders, if discovery has run."""
         return list((self._discovered or {}).values())
