@@ -1,4 +1,4 @@
-"""Measure every ratio that polycast is held to, in one run: ``python -m benchmarks`` in the root of the repository."""
+"""Measure all figures and check their bounds: ``python -m benchmarks`` in the root of the repository."""
 
 import importlib.metadata
 import json
@@ -46,9 +46,9 @@ def measure(names: list[str], threads: list[int], quick: bool) -> Iterator[tuple
     """Run benchmarks with a progress line on stderr; yield the figures and the scores of each.
 
     Args:
-        names: which benchmarks.
-        threads: on which numbers of threads; if empty, on those of the catalog.
-        quick: whether to repeat less.
+        names: the benchmarks.
+        threads: the numbers of threads; if empty, those of the catalog.
+        quick: whether to run fewer rounds.
     """
     turns = {name: [n for n in BENCHMARKS[name].threads() if not threads or n in threads] for name in names}
     columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
@@ -68,7 +68,7 @@ def measure(names: list[str], threads: list[int], quick: bool) -> Iterator[tuple
 
 
 def table(results: list[Result]) -> Table:
-    """Return the results for people."""
+    """Return a table of the results."""
     new = Table(box=box.SIMPLE_HEAD, show_edge=False)
     columns = {
         "what": "left",
@@ -93,7 +93,7 @@ def table(results: list[Result]) -> Table:
 
 
 def table_of_accuracy(scores: list[Scores]) -> Table:
-    """Return the scores for people."""
+    """Return a table of the scores."""
     ways = next((list(each.by) for each in scores if each.by), [])
     new = Table(box=box.SIMPLE_HEAD, show_edge=False)
     for column in ("what", "measure", *ways, "kept"):
@@ -121,28 +121,28 @@ def _written(results: list[Result], scores: list[Scores]) -> dict[str, Any]:
 
 def main(
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the results there too.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the results to this file.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer repeats: for trying, not for figures.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Run fewer rounds: for trying, not for figures.")] = False,
     save: Annotated[
         bool,
-        typer.Option("--save", help="Keep the figures in docs/figures, and make the tables and pictures of docs anew."),
+        typer.Option(
+            "--save", help="Save the figures in docs/figures, and update the tables and pictures of the docs."
+        ),
     ] = False,
     only: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help=f"Run this one; may be repeated. {', '.join(BENCHMARKS)}.")
     ] = None,
-    threads: Annotated[
-        list[int] | None, typer.Option(metavar="N", help="Run what is run on N threads; may be repeated.")
-    ] = None,
+    threads: Annotated[list[int] | None, typer.Option(metavar="N", help="Run on N threads; may be repeated.")] = None,
 ) -> None:
     """Measure polycast against torch on this machine's CPU."""
     unknown = [name for name in only or [] if name not in BENCHMARKS]
     if unknown:
         raise typer.BadParameter(f"--only {unknown[0]!r}: expected one of {', '.join(BENCHMARKS)}.")
     if save and threads:
-        raise typer.BadParameter("--save keeps the figures of all numbers of threads: leave out --threads.")
+        raise typer.BadParameter("--save needs the figures of all numbers of threads: leave out --threads.")
     about = environment()
-    # Wide enough for the table also where the output is a file.
+    # Wide enough for the table, even if the output is a file.
     out = Console(width=max(190, Console().width), highlight=False)
     for key, value in about.items():
         out.print(f"{key}: {value}", markup=False)
@@ -153,7 +153,7 @@ def main(
         results += figures
         scores += of_accuracy
         if save:
-            _keep(name, {"quick": quick, "environment": about, **_written(figures, of_accuracy)})
+            _save(name, {"quick": quick, "environment": about, **_written(figures, of_accuracy)})
     if scores:
         out.print(table_of_accuracy(scores))
     if results:
@@ -167,7 +167,7 @@ def main(
         _draw()
 
 
-def _keep(name: str, run: dict[str, Any]) -> None:
+def _save(name: str, run: dict[str, Any]) -> None:
     from docs.tables import FIGURES
 
     (FIGURES / f"{name}.json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")

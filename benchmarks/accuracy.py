@@ -1,6 +1,6 @@
-"""What int8 costs in accuracy: models that were really trained, in float32, bfloat16 and int8, on what they never saw.
+"""Measure the accuracy of trained models in float32, bfloat16 and int8, on held-out data.
 
-Each is measured in its own terms. Every product of a weight is computed by the recipe, small ones too.
+Each model has its own measure. The recipe computes every matmul with a weight, small ones too.
 """
 
 import copy
@@ -26,7 +26,7 @@ from polycast.cli.demo.training import FLOAT32, train
 from .scores import Scores
 
 CHECKPOINT = "antiberty", "0.1.3"
-"""A distribution of the package index with a checkpoint in its wheel; later versions of it have none."""
+"""A distribution on the package index with a checkpoint in its wheel; later versions have none."""
 
 _SEED = 0
 _WINDOW, _WIDTH, _HEADS, _BLOCKS = 64, 128, 4, 3
@@ -86,7 +86,7 @@ class _Block(nn.Module):
 
 
 class _Characters(nn.Module):
-    """A transformer that says of each character of a text which one comes next."""
+    """A transformer that predicts the next character of a text."""
 
     def __init__(self, letters: int) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class _Characters(nn.Module):
 
 
 def _text() -> tuple[torch.Tensor, int]:
-    """Return the topics of pydoc, which come with Python, as numbers of letters, and how many letters there are."""
+    """Return the topics of pydoc, which come with Python, as numbers, and the number of different characters."""
     text = "\n".join(topics[name] for name in sorted(topics))
     letters = {letter: number for number, letter in enumerate(sorted(set(text)))}
     return torch.tensor([letters[letter] for letter in text]), len(letters)
@@ -130,7 +130,7 @@ def _trained(text: torch.Tensor, letters: int, steps: int) -> _Characters:
 
 
 def _with_outliers(model: _Characters) -> _Characters:
-    """Return the same function with channels that are much larger where products begin, as large models have them."""
+    """Return the same function with outlier channels in the inputs of matmuls, as in large models."""
     planted = copy.deepcopy(model)
     pairs = [(planted.norm, planted.head)]
     for block in planted.blocks:
@@ -183,7 +183,7 @@ def _checkpoint() -> Scores:
         return Scores(what, metric, kept, skipped=missing)
     model = _masked_language_model(folder)
     tokens = {token: number for number, token in enumerate((folder / "vocab.txt").read_text().split())}
-    said = str(distribution.metadata.get_payload())  # its own examples
+    said = str(distribution.metadata.get_payload())  # the examples in its description
     sequences = list(dict.fromkeys(re.findall(r'"([A-Z]{90,})"', said)))
 
     def masked() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -208,7 +208,7 @@ def _checkpoint() -> Scores:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The scores of all models, one after the other."""
+    """The scores of all models."""
 
     def run(self, quick: bool) -> list[Scores]:
         """Return the scores of all models."""

@@ -1,11 +1,11 @@
 """Races between the kernels of polycast and of torch, with a process for each library.
 
-In one process kernels would be put in place and taken out between the turns, and what that leaves of the heap decides
-up to a tenth of an op that allocates much, such as a convolution. The two still take turns: one waits while the other
-runs.
+In one process, kernels would be installed and uninstalled between the turns, and the state of the heap after that
+changes the time of an op that allocates much, such as a convolution, by up to a tenth. The two processes still
+alternate: one waits while the other runs.
 
-`python -m benchmarks.apart benchmarks.once:rates polycast` is such a process: "next" has it make the next race and
-print its plan, or null after the last; "time" has it run a turn of its sides and print their seconds.
+`python -m benchmarks.apart benchmarks.once:rates polycast` is such a process. At "next" it makes the next race and
+prints its plan, or null after the last; at "time" it runs a turn of its sides and prints their seconds.
 """
 
 import json
@@ -27,13 +27,13 @@ from .timing import Plan, Ratio, Result
 class Apart:
     """The races that a function makes.
 
-    Where the memory of a process lies is chance, so that each library has some processes, one after the other.
+    Each library gets several processes in sequence, because times depend on the addresses that a process gets.
     """
 
     name: str
     """The function: ``module:function``."""
     least: bool = False
-    """Whether the least times of all rounds count, as where one thread is enough, or the median of the ratios."""
+    """Whether the minimum times of all rounds count, as suits a single thread, or the median of the ratios."""
     processes: int = 3
 
     def run(self, quick: bool) -> list[Result]:
@@ -89,11 +89,11 @@ class _Player:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._process.communicate()  # there are no more requests
+        self._process.communicate()  # ends its requests
 
 
 def _together(request: str, players: list[_Player]) -> list[Any]:
-    """Ask all at once, which is for what is not timed."""
+    """Send a request to all processes at once, for work that is not timed."""
     for player in players:
         player.send(request)
     return [player.receive() for player in players]

@@ -27,7 +27,7 @@ _MICRO_BATCHES = 4
 
 
 def _compiled(model: torch.nn.Module) -> Callable[..., Any]:
-    """Return a compiled function that calls a model; its code is no other's, for compiled code is found by that."""
+    """Return a compiled function that calls a model, with a code object of its own, by which Dynamo caches."""
 
     def forward(x: torch.Tensor) -> Any:
         return model(x)
@@ -37,7 +37,7 @@ def _compiled(model: torch.nn.Module) -> Callable[..., Any]:
 
 
 def _inference(what: str, model: torch.nn.Module, x: torch.Tensor, to_copy: float | None, to_torch: float) -> Race:
-    """Return a race of a cache and torch's region; with `to_copy` of a bfloat16 copy and of float32 too."""
+    """Return a race of a cache and torch's region; with `to_copy` also of a bfloat16 copy and of float32."""
     names = {"torch": torch, "x": x}
 
     def side(statement: str, model: torch.nn.Module, kernels: str = "torch", **more: Any) -> Side:
@@ -115,7 +115,7 @@ def _steps() -> Iterator[Race]:
 
 @dataclass(frozen=True)
 class Memory:
-    """The peak memory of processes that take compiled training steps, in parts of torch's; the cache's own left out."""
+    """The peak memory of compiled training steps relative to torch's, without the memory of the cache."""
 
     def run(self, quick: bool) -> list[Result]:
         """Return the results of a process of each library."""
@@ -142,5 +142,5 @@ if __name__ == "__main__":
     step = _step(sys.argv[1], 1)
     for _ in range(3):
         step()
-    kept = sum(cache.stats().bytes for cache in caches_alive.values())
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - kept)
+    cached = sum(cache.stats().bytes for cache in caches_alive.values())
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - cached)

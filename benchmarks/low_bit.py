@@ -1,4 +1,4 @@
-"""Models whose products are computed in int8, against a bfloat16 copy of them, float32, and torchao's int8."""
+"""Models with int8 matmuls, against a bfloat16 copy, float32, and torchao's int8."""
 
 import copy
 import functools
@@ -31,7 +31,7 @@ _WITH_CONVOLUTIONS = polycast.Int8("tensor", ops=("addmm", "conv2d", "linear", "
 
 @dataclass(frozen=True)
 class _Case:
-    """A model with its inputs, and the most that its time may be of the bfloat16 copy's; `torchao`: of torchao's."""
+    """A model with its inputs, and the bounds of its time relative to a bfloat16 copy and to `torchao`."""
 
     what: str
     at_most: float
@@ -72,7 +72,7 @@ CASES = (
 
 
 def _missing() -> tuple[str | None, str | None]:
-    """Return why int8 cannot be measured here, and why torchao's cannot; None where it can."""
+    """Return the reasons why int8, and torchao's int8, cannot be measured here, or None."""
     answer = polycast.get_backend("cpu").recipe_availability(_INT8)
     ours = None if answer.available else answer.reason
     theirs = None if importlib.util.find_spec("torchao") else "torchao is not installed"
@@ -84,7 +84,7 @@ def _copy(model: nn.Module) -> nn.Module:
 
 
 def _torchaos(model: nn.Module) -> nn.Module:
-    """Return a bfloat16 copy whose linears torchao has made int8, with activations quantized at each call."""
+    """Return a bfloat16 copy with torchao's int8 linears, which quantize activations at each call."""
     from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 
     quantized = _copy(model)
@@ -93,7 +93,7 @@ def _torchaos(model: nn.Module) -> nn.Module:
 
 
 def _side(model: Any, x: torch.Tensor, recipe: polycast.Recipe | None = None) -> Side:
-    """Return a side on polycast's kernels, which a model outside of regions never meets: so packings stay kept."""
+    """Return a side on polycast's kernels, which stay installed, so that prepacked weights stay cached."""
     names: Mapping[str, Any] = {"torch": torch, "model": model, "x": x}
     if recipe is None:
         return Side(_PLAIN, names)
@@ -138,7 +138,7 @@ def _all() -> Iterator[Race | Skipped]:
 
 
 def _compiled(model: nn.Module, **options: Any) -> Callable[[torch.Tensor], Any]:
-    """Return compiled code for a model that is no other's, for compiled code is found by the function's."""
+    """Return a compiled function that calls a model, with a code object of its own, by which Dynamo caches."""
 
     def forward(x: torch.Tensor) -> Any:
         return model(x)

@@ -1,4 +1,4 @@
-"""Models at inference: a forward pass with float32 weights, against torch's region, a bfloat16 copy, and float32."""
+"""Inference with float32 weights, against torch's region, a bfloat16 copy, and float32."""
 
 import copy
 from typing import Any

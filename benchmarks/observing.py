@@ -1,4 +1,4 @@
-"""What it costs to observe: by op, in a training step, and for those who do not."""
+"""The overhead of observing: per op, in a training step, and afterwards."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ def _region(observed: bool) -> Any:
 
 
 def _once_observed() -> Any:
-    """A region of a thread that something has observed before: nothing of it is left."""
+    """Return a region on a thread that was observed before, which must cost nothing."""
 
     @contextmanager
     def around() -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Regions as most are: each weight is used once. Time by size, forwards a second of many callers, and peak memory.
+"""Regions that use each weight once: time by size, time with concurrent callers, and peak memory.
 
 `python -m benchmarks.once polycast frozen 4` is the process whose memory is measured: library, weights and threads.
 """
@@ -23,13 +23,13 @@ import polycast
 from .timing import Race, Ratio, Result, Several, Side
 
 NOT_SLOWER = 1.02
-"""At most torch's time; the rest is the machine's noise."""
+"""torch's time, with a margin for noise."""
 LIBRARIES = {"polycast": polycast, "torch": torch}
 KINDS = {"frozen": False, "trainable": True}
 
 
 def duel(what: str, forward: Callable[[], object], at_most: float, around: Any = nullcontext, **race: Any) -> Race:
-    """Return a race of one forward pass in a region of each library; the region is entered anew each time."""
+    """Return a race of one forward pass in a region of each library, entered for each pass."""
     statement = "with autocast('cpu'): forward()"
     sides = {
         name: Side(statement, {"autocast": amp.autocast, "forward": forward}, around, kernels=name)
@@ -79,12 +79,12 @@ def _rates() -> Iterator[Race]:
 
 rates = functools.partial(Several, _rates)
 _MOST_THREADS = 32
-"""As many threads, of Python's and of torch's for each, are measured together."""
+"""The maximum number of Python threads times torch threads."""
 
 
 @dataclass(frozen=True)
 class PeakOfThreads:
-    """The peak memory of a process whose threads run one model, over that of the process with torch.autocast."""
+    """The peak memory of a process whose threads run one model, minus that with torch.autocast."""
 
     rounds: int = 1
 
@@ -105,7 +105,7 @@ class PeakOfThreads:
 
 
 def _peak(library: str, kind: str, threads: int) -> float:
-    """Return the MiB that forward passes add to the peak of this process."""
+    """Return the MiB that forward passes add to the peak memory of this process."""
     torch.set_num_threads(1)
     model, x, amp = _linears(16, 2048, trainable=KINDS[kind]), torch.randn(4, 2048), LIBRARIES[library]
     with torch.no_grad(), amp.autocast("cpu"):

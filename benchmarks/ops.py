@@ -1,4 +1,4 @@
-"""Every op of the CPU's table on small inputs: what it costs in a region, against another."""
+"""Every op of the CPU's table on small inputs, in a region against another."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from polycast.testing.samples import SAMPLES, split
 from .timing import Race, Ratio, Side
 
 NOT_SLOWER = 1.03
-"""At most torch's time; the rest is the machine's noise."""
+"""torch's time, with a margin for noise."""
 _STATEMENT = "function(*arguments, **keywords)"
 _BINDINGS = (torch._C._VariableFunctions, torch._C._nn, torch._C._fft, torch._C._linalg)
 
@@ -36,7 +36,7 @@ class _Make:
 
 
 def _function(op: str) -> Callable[..., Any]:
-    """Return what Python calls an op by: its binding, which passes no stack."""
+    """Return the Python binding of an op, which is faster than ``torch.ops``."""
     base = op.removeprefix("aten::").partition(".")[0]
     for bindings in _BINDINGS:
         if hasattr(bindings, base):
@@ -47,7 +47,7 @@ def _function(op: str) -> Callable[..., Any]:
 
 
 def _calls() -> dict[str, dict[str, Any]]:
-    """Return what each op of the table that can be called is called with, as names of _STATEMENT."""
+    """Return the names of _STATEMENT for each op of the table that can be called."""
     calls = {}
     for op in polycast.get_backend("cpu").policies:
         if op not in SAMPLES:
@@ -56,7 +56,7 @@ def _calls() -> dict[str, dict[str, Any]]:
         names = {"function": _function(op), "arguments": arguments, "keywords": keywords}
         try:
             names["function"](*arguments, **keywords)
-        except (RuntimeError, TypeError, AttributeError):  # this build or this version of torch lacks it
+        except (RuntimeError, TypeError, AttributeError):  # missing in this build or version of torch
             continue
         calls[op] = names
     return calls
@@ -73,7 +73,7 @@ def _every_op(
     rounds: int,
     kernels: str = "polycast",
 ) -> Race:
-    """Return the race of our region and theirs, which has the kernels of a library."""
+    """Return the race of our region and theirs, which runs on the kernels of `kernels`."""
 
     def around(region: AbstractContextManager[Any]) -> Callable[[], AbstractContextManager[Any]]:
         @contextmanager
@@ -84,7 +84,7 @@ def _every_op(
         return both
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch has deprecated some of the ops
+        warnings.simplefilter("ignore")  # some ops are deprecated
         calls = _calls()
     sides = {}
     for op, names in calls.items():
@@ -109,6 +109,6 @@ def against_torch() -> Race:
 
 
 def under_policy() -> Race:
-    """Return the race of each op under a policy that says of all ops what the table says, and in a plain region."""
+    """Return the race of each op under a policy that repeats the table, and in a plain region."""
     regions = polycast.autocast("cpu", policy=polycast.get_backend("cpu").policies), polycast.autocast("cpu")
     return _every_op(*regions, "a plain region", 1.05, what=", named in a policy", of_all=1.01, rounds=120)

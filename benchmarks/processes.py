@@ -1,4 +1,4 @@
-"""What needs a process of its own: the time that the import takes, and peak memory."""
+"""Measurements in processes of their own: import time and peak memory."""
 
 import statistics
 import subprocess
@@ -16,7 +16,7 @@ def _output(*arguments: str) -> float:
 
 @dataclass(frozen=True)
 class ImportTime:
-    """Milliseconds that ``import polycast`` takes where torch is imported."""
+    """The milliseconds of ``import polycast`` after ``import torch``."""
 
     rounds: int = 9
 
@@ -28,7 +28,7 @@ class ImportTime:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The peak memory of a process that trains."""
+    """The peak memory of a training process."""
 
     rounds: int = 2
 

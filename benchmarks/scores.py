@@ -1,4 +1,4 @@
-"""How good a model is."""
+"""The accuracy of a model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,9 +6,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Scores:
-    """How good a model is, by the way in which it is computed; `kept` are the modules under a rule ``"none"``.
+    """The accuracy of a model in several precisions.
 
-    `skipped` is why it could not be measured here.
+    Attributes:
+        what, metric: the model, and the measure.
+        kept: the modules under a rule ``"none"``.
+        by: the measured values, by precision.
+        skipped: the reason why nothing was measured.
     """
 
     what: str

@@ -1,4 +1,4 @@
-"""What a region and an op cost by themselves, and that neither grows with depth, threads or weights."""
+"""The cost of a region and of an op, which must not grow with depth, threads or weights."""
 
 import random
 import threading
@@ -14,7 +14,7 @@ from polycast import CastPolicy
 from .timing import Race, Ratio, Several, Side
 
 NOT_GROWING = 1.1
-"""What must not grow may differ by this factor: the rest is the machine's noise."""
+"""A cost that must not grow may differ by this factor, for noise."""
 
 
 def _region(amp: Any, **arguments: Any) -> Any:
@@ -83,7 +83,7 @@ def eager() -> Several:
 
 
 def policy() -> Race:
-    """A region with policies for some ops, against a plain one: in no other, in a plain one, in one with others."""
+    """Return the race of a region with a policy and a plain one: alone, in a plain one, in one with another policy."""
     some, others = ({name: CastPolicy.FP32} for name in ("aten::mm", "aten::softmax.int"))
     regions = {"plain": polycast.autocast("cpu"), "policy": polycast.autocast("cpu", policy=some)}
     around = {
@@ -132,7 +132,7 @@ def depth() -> Race:
 
 @contextmanager
 def _crowd(count: int) -> Iterator[None]:
-    """Have threads wait inside a region of their own."""
+    """Start threads that wait inside of regions."""
     leave, inside = threading.Event(), threading.Barrier(count + 1)
 
     def wait() -> None:
@@ -187,7 +187,7 @@ def lookup() -> Race:
             for weight in weights:
                 torch.mm(x, weight)
         some = random.Random(0).sample(weights, used)
-        # The names keep all the weights alive, and so their casts.
+        # The names keep all weights alive, and with them their casts.
         names = {"mm": torch.mm, "x": x, "some": some, "weights": weights}
         return Side("for weight in some: mm(x, weight)", names, region, per=used)
 

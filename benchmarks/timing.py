@@ -1,6 +1,6 @@
-"""Time statements side by side: A B A B ..., so that what disturbs the machine disturbs all of them.
+"""Time statements in alternation: A B A B ..., so that disturbances of the machine affect all of them.
 
-torch.utils.benchmark does the timing; a ratio is the median of the ratios of the rounds.
+torch.utils.benchmark does the timing. A ratio is the median of the ratios of the rounds.
 """
 
 import itertools
@@ -22,13 +22,13 @@ class Result:
     """A figure.
 
     Attributes:
-        what: what was measured.
-        against: what it is compared with.
+        what: the measured quantity.
+        against: the baseline.
         measured: the figure; None if it could not be measured.
         at_most: its bound; None if it has none.
         unit: the unit of the figure, with a leading space; empty for a ratio.
-        times: the seconds of both sides, of a ratio.
-        skipped: why it could not be measured.
+        times: for a ratio, the seconds of both sides.
+        skipped: the reason why it could not be measured.
         threads: the number of torch's threads.
     """
 
@@ -43,12 +43,12 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether the figure is within its bound, as one without a bound or without a figure is."""
+        """Whether the figure is within its bound; true without a bound or a figure."""
         return self.measured is None or self.at_most is None or self.measured <= self.at_most
 
 
 def kernels_of(library: str) -> None:
-    """Put the kernels of polycast or of torch in place: polycast's serve torch's regions too while they are there."""
+    """Install or uninstall polycast's kernels, which also serve torch's regions while they are installed."""
     if library == "torch":
         polycast.uninstall()
     else:
@@ -57,9 +57,9 @@ def kernels_of(library: str) -> None:
 
 @dataclass(frozen=True)
 class Side:
-    """A statement with the names in it, and what is entered around it, which is not timed.
+    """A statement with its names, and a context manager around it, which is not timed.
 
-    Its ops run on the kernels of the library `kernels`. `per` is how often the statement does what is measured.
+    Its ops run on the kernels of the library `kernels`. The statement does the measured work `per` times.
     """
 
     statement: str
@@ -78,7 +78,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio of two sides of a race, by their names, and its bound, if it has one."""
+    """A ratio of two sides of a race, and its bound, if it has one."""
 
     what: str
     against: str
@@ -89,26 +89,26 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Skipped:
-    """Ratios that cannot be measured here, and why."""
+    """Ratios that cannot be measured here, and the reason."""
 
     ratios: Sequence[Ratio]
     reason: str
 
     def run(self, quick: bool) -> list[Result]:
-        """Return the results, which have no figures."""
+        """Return the results, without figures."""
         return [Result(each.what, each.against, None, each.at_most, skipped=self.reason) for each in self.ratios]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The ratios of a race and how long it takes: what can be known of it without its sides.
+    """A race without its sides.
 
     Attributes:
-        ratios: what is to be known.
-        rounds: how often each side has a turn.
-        most_seconds: how long all turns may take; after that there are `FEWEST` rounds or as many as there were.
-        mean: what the geometric mean of the ratios is called, if it is a result too.
-        mean_at_most: the bound of that mean.
+        ratios: the ratios to measure.
+        rounds: the number of rounds.
+        most_seconds: the time after which no further round begins, except for the first `FEWEST`.
+        mean: the name of the geometric mean of the ratios, if it is a result too.
+        mean_at_most: the bound of the mean.
     """
 
     ratios: Sequence[Ratio]
@@ -118,7 +118,7 @@ class Plan:
     mean_at_most: float | None = None
 
     def turns(self, quick: bool) -> Iterator[int]:
-        """Yield the number of each round, while there is time for another."""
+        """Yield the number of each round, as long as there is time."""
         rounds, most_seconds = (self.rounds // 5, self.most_seconds / 5) if quick else (self.rounds, self.most_seconds)
         start = time.perf_counter()
         for turn in itertools.count():
@@ -127,7 +127,7 @@ class Plan:
             yield turn
 
     def results(self, taken: Sequence[Mapping[str, float]], *, least: bool = False) -> list[Result]:
-        """Return the ratios from the seconds of all rounds: their median, or the ratio of the least."""
+        """Return the ratios from the seconds of all rounds: their median, or the ratio of the minima."""
         results = [self._result(ratio, taken, least) for ratio in self.ratios]
         if self.mean:
             mean = statistics.geometric_mean(each.measured for each in results if each.measured is not None)
@@ -143,19 +143,19 @@ class Plan:
 
 
 FEWEST = 3
-"""The fewest rounds."""
+"""The minimum number of rounds."""
 
 
 @dataclass(frozen=True)
 class Race(Plan):
-    """Sides that are timed in turns; `seconds` is about what one turn takes."""
+    """Sides that are timed in alternation; a turn takes about `seconds`."""
 
     sides: Mapping[str, Side] = field(default_factory=dict)
     seconds: float = 0.01
     least: bool = False
 
     def plan(self) -> Plan:
-        """Return what is known without the sides."""
+        """Return the plan, without the sides."""
         return Plan(self.ratios, self.rounds, self.most_seconds, self.mean, self.mean_at_most)
 
     def run(self, quick: bool) -> list[Result]:
@@ -169,11 +169,11 @@ class Race(Plan):
         return self.results(taken, least=self.least)
 
     def races(self) -> Iterator["Race"]:
-        """Yield the one race that this is, as :class:`Several` has more."""
+        """Yield this race, for the interface of :class:`Several`."""
         yield self
 
     def calls(self, side: Side) -> int:
-        """Return how often a side is called in a turn, after its first casts and what is made at the first call."""
+        """Return the number of calls in a turn of a side, after a warm-up."""
         once = side.time(1) * side.per
         if once < self.seconds:
             once = side.time(10) * side.per
@@ -182,14 +182,14 @@ class Race(Plan):
 
 @dataclass(frozen=True)
 class Several:
-    """Races that are made and run one after the other."""
+    """A sequence of races, each made just before it runs."""
 
     make: Callable[[], Iterator[Race] | Iterator[Race | Skipped]]
 
     def races(self) -> Iterator[Race | Skipped]:
-        """Make one after the other."""
+        """Yield the races."""
         yield from self.make()
 
     def run(self, quick: bool) -> list[Result]:
-        """Return the results of all."""
+        """Return the results of all races."""
         return [result for race in self.races() for result in race.run(quick)]

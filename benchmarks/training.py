@@ -1,4 +1,4 @@
-"""A training step of GPT-2 small: forward, backward and AdamW's step. Its time, and its peak memory.
+"""The time and the peak memory of a training step of GPT-2 small: forward, backward and AdamW's step.
 
 `python -m benchmarks.training polycast` is the process whose memory is measured.
 """

@@ -1,4 +1,4 @@
-"""Models tuned for time, against what they are to be no slower than: float32, and the region without a policy."""
+"""Models tuned for time, against float32 and the region without a policy, which must not be faster."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""The benchmarks: on how many threads they are run, and how their figures come about."""
+"""The benchmarks: their numbers of threads, and the computation of their figures."""
 
 import json
 import os
@@ -23,20 +23,20 @@ def timing(catalog):
     return pytest.importorskip("benchmarks.timing")
 
 
-def test_what_depends_on_threads_is_run_on_1_2_4_and_all(catalog, monkeypatch):
+def test_benchmarks_that_depend_on_threads_run_on_1_2_4_and_all(catalog, monkeypatch):
     assert {name for name, entry in catalog.BENCHMARKS.items() if entry.threads is catalog.each} == EACH
     for processors, threads in ((1, (1, 2, 4)), (2, (1, 2, 4)), (4, (1, 2, 4)), (16, (1, 2, 4, 16))):
         monkeypatch.setattr(catalog, "all_of_them", lambda processors=processors: (processors,))
         assert catalog.each() == threads
 
 
-def test_a_plan_ends_after_its_rounds_or_its_seconds_but_has_three(timing):
+def test_a_plan_ends_after_its_rounds_or_its_seconds_but_not_before_three(timing):
     assert list(timing.Plan([], rounds=5).turns(quick=False)) == [0, 1, 2, 3, 4]
     assert list(timing.Plan([], rounds=20).turns(quick=True)) == [0, 1, 2, 3]
     assert list(timing.Plan([], rounds=5, most_seconds=0).turns(quick=False)) == [0, 1, 2]
 
 
-def test_a_ratio_is_the_median_of_those_in_a_round_or_that_of_the_least_times(timing):
+def test_a_ratio_is_the_median_over_the_rounds_or_the_ratio_of_the_minima(timing):
     plan = timing.Plan([timing.Ratio("a", "b", "ours", "theirs", 1.0)], mean="all", mean_at_most=2.0)
     taken = [{"ours": 1.0, "theirs": 2.0}, {"ours": 3.0, "theirs": 4.0}, {"ours": 9.0, "theirs": 3.0}]
     assert [each.measured for each in plan.results(taken)] == [0.75, 0.75]
@@ -44,7 +44,7 @@ def test_a_ratio_is_the_median_of_those_in_a_round_or_that_of_the_least_times(ti
     assert [each.what for each in plan.results(taken)] == ["a", "all"]
 
 
-def test_a_figure_without_a_bound_is_within_it(timing):
+def test_a_figure_without_a_bound_is_ok(timing):
     assert timing.Result("a", "float32", 7.0, None).ok
     assert not timing.Result("a", "torch", 7.0, 1.0).ok
 

@@ -1,1 +1,1 @@
-"""Ops with their result in another dtype than their inputs': the operator, and matmul kernels for backends' tables."""
+"""Ops whose result has another dtype than their inputs: the operator, and matmul kernels for backends."""

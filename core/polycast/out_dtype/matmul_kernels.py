@@ -1,7 +1,7 @@
-"""Matrix products of reduced dtypes in float32, for devices that have torch's own kernels for it.
+"""Matrix products of reduced dtypes in float32, for devices on which torch has kernels for them.
 
-torch has overloads ``mm.dtype`` and ``bmm.dtype`` that compute in another dtype than their inputs'; not every device,
-nor every build of torch, has kernels for them.
+They use the overloads ``mm.dtype`` and ``bmm.dtype``, which compute in another dtype than that of their inputs, and
+have kernels only on some devices and in some builds of torch.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,19 +41,19 @@ def _baddbmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Any:
     return product if product is NotImplemented else product.add_(bias)
 
 
-_ON: dict[OpOverload, dict[OpOverload, Callable[..., Any]]] = {
+_KERNELS: dict[OpOverload, dict[OpOverload, Callable[..., Any]]] = {
     _OPS.mm.dtype: {_OPS.mm.default: _mm, _OPS.addmm.default: _addmm},
     _OPS.bmm.dtype: {_OPS.bmm.default: _bmm, _OPS.baddbmm.default: _baddbmm},
 }
-"""What stands on each op of torch that multiplies into another dtype."""
+"""The kernels that need each overload, by op."""
 
 
 def float32_products(has_kernel: Callable[[OpOverload], bool]) -> Mapping[KernelKey, Callable[..., Any]]:
     """Return kernels for a backend's table: ``mm``, ``addmm``, ``bmm`` and ``baddbmm`` of reduced dtypes in float32.
 
     Args:
-        has_kernel: whether the device has a kernel of its own for an op; asked of ``aten::mm.dtype`` and
-            ``aten::bmm.dtype``, on which these stand.
+        has_kernel: returns whether the device has a kernel for an op; called with ``aten::mm.dtype`` and
+            ``aten::bmm.dtype``, which these kernels need.
 
     Example:
         >>> import polycast
@@ -62,7 +62,7 @@ def float32_products(has_kernel: Callable[[OpOverload], bool]) -> Mapping[Kernel
     """
     return {
         (op, dtype, torch.float32): kernel
-        for needed, kernels in _ON.items()
+        for needed, kernels in _KERNELS.items()
         if has_kernel(needed)
         for op, kernel in kernels.items()
         for dtype in (torch.bfloat16, torch.float16)

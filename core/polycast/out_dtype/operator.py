@@ -1,8 +1,8 @@
-"""Run an op with its result in another dtype: on the device's own kernel where its backend has one.
+"""Run an op with its result in another dtype, with a kernel of the backend if there is one.
 
 torch has an operator for this, ``torch.ops.higher_order.out_dtype``, which export keeps and Inductor lowers. In eager
-mode it casts the inputs, runs the op on the casts and casts the result. Plain tensors go to a kernel in its place; what
-traces, transforms or watches ops is shown the operator.
+mode it casts the inputs, runs the op on the casts and casts the result. Here plain tensors go to a kernel of the
+backend instead; code that traces, transforms or watches ops sees torch's operator.
 """
 
 import functools
@@ -26,20 +26,20 @@ from ..torch_internals.names import (
     ops_with_out_dtype,
 )
 
-_TORCH_TAKES = frozenset(ops_with_out_dtype)
+_TORCH_SUPPORTS = frozenset(ops_with_out_dtype)
 
 
 def out_dtype(op: OpOverload, dtype: torch.dtype, *args: Any) -> torch.Tensor:
     """Run `op` with the result in `dtype`, computed as if the inputs were in that dtype too.
 
-    The backend's kernel for the op and these dtypes runs, if there is one; else ``torch.ops.higher_order.out_dtype``.
-    That runs too where ops are traced, transformed or watched: in ``torch.compile``, export, ``make_fx``, functorch, in
-    modes and for tensor subclasses. There is no autograd: backward raises, as it does for torch's operator. Autocast
-    casts what torch's operator runs, but nothing of a kernel.
+    The backend's kernel for the op and these dtypes runs, if there is one, otherwise
+    ``torch.ops.higher_order.out_dtype``. The latter also runs where ops are traced, transformed or watched: in
+    ``torch.compile``, export, ``make_fx``, functorch, in modes and for tensor subclasses. There is no autograd:
+    backward raises, as for torch's operator. Autocast applies to the ops of torch's operator, but not to a kernel.
 
     Args:
-        op: a functional overload that returns one tensor, such as ``torch.ops.aten.mm.default``; one that torch's
-            operator takes, or one that the backend has a kernel for.
+        op: a functional overload that returns one tensor, such as ``torch.ops.aten.mm.default``, and that torch's
+            operator supports or the backend has a kernel for.
         dtype: the dtype of the result.
         args: the arguments of the op, by position.
 
@@ -48,10 +48,10 @@ def out_dtype(op: OpOverload, dtype: torch.dtype, *args: Any) -> torch.Tensor:
 
     Raises:
         TypeError: `dtype` is not a torch.dtype, or no argument is a tensor.
-        ValueError: torch's operator does not take the op, and there is no kernel for it.
-        RuntimeError: the tensors are on different devices; or the op refuses its arguments; or the backend of their
+        ValueError: torch's operator does not support the op, and there is no kernel for it.
+        RuntimeError: the tensors are on different devices; the op refuses its arguments; or the backend of their
             device cannot be loaded (see :func:`polycast.get_backend`).
-        InvalidBackendError: the kernel returned something else than a tensor in `dtype`.
+        InvalidBackendError: the kernel did not return a tensor in `dtype`.
 
     Example:
         >>> import torch, polycast
@@ -62,7 +62,7 @@ def out_dtype(op: OpOverload, dtype: torch.dtype, *args: Any) -> torch.Tensor:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, such as torch.int32; got {dtype!r}")
     if not isinstance(op, OpOverload):
-        return _by_torch(op, dtype, args)  # which refuses it
+        return _by_torch(op, dtype, args)  # raises
     if torch.compiler.is_compiling() or not _all_plain(args) or not caching_is_safe():
         return _as_ops(op, dtype, args)
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
@@ -72,7 +72,7 @@ def out_dtype(op: OpOverload, dtype: torch.dtype, *args: Any) -> torch.Tensor:
         return _as_ops(op, dtype, args)
     result = _run(kernel, args, tensors)
     if result is NotImplemented:
-        return _by_torch(op, dtype, args) if op in _TORCH_TAKES else _run(_on_casts(op, dtype), args, tensors)
+        return _by_torch(op, dtype, args) if op in _TORCH_SUPPORTS else _run(_on_casts(op, dtype), args, tensors)
     if not isinstance(result, torch.Tensor) or result.dtype is not dtype:
         raise InvalidBackendError(f"the kernel for {op} must return a tensor in {dtype}, got {_name(result)}")
     return result
@@ -80,7 +80,7 @@ def out_dtype(op: OpOverload, dtype: torch.dtype, *args: Any) -> torch.Tensor:
 
 @functools.cache
 def _positions(op: OpOverload) -> range:
-    """Return how many arguments an op takes by position."""
+    """Return the possible numbers of positional arguments of an op."""
     arguments = [argument for argument in op._schema.arguments if not argument.kwarg_only]
     return range(sum(not argument.has_default_value() for argument in arguments), len(arguments) + 1)
 
@@ -91,9 +91,9 @@ def _by_torch(op: OpOverload, dtype: torch.dtype, args: Sequence[Any]) -> torch.
 
 
 def _as_ops(op: OpOverload, dtype: torch.dtype, args: Sequence[Any]) -> torch.Tensor:
-    """Run torch's operator or, for an op that it does not take but a kernel does, the ops that it would run."""
+    """Run torch's operator, or the same ops for an op that only a kernel supports."""
     if (
-        op not in _TORCH_TAKES
+        op not in _TORCH_SUPPORTS
         and _kernel(op, dtype, [arg for arg in args if isinstance(arg, torch.Tensor)]) is not None
     ):
         return _on_casts(op, dtype)(*args)
@@ -101,7 +101,7 @@ def _as_ops(op: OpOverload, dtype: torch.dtype, args: Sequence[Any]) -> torch.Te
 
 
 def _on_casts(op: OpOverload, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-    """Return what torch's operator does for the ops that it takes: cast, compute and cast."""
+    """Return a function that casts, computes and casts, as torch's operator does."""
 
     def run(*args: Any) -> torch.Tensor:
         wide = dtype
@@ -119,7 +119,7 @@ def _wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 
 def _all_plain(args: Sequence[Any]) -> bool:
-    """Say whether all tensors are strided ones of torch's own, and nothing overrides torch's functions."""
+    """Return whether all tensors are plain strided ones, and nothing overrides torch functions."""
     for arg in args:
         kind = type(arg)
         if kind is torch.Tensor or kind is torch.nn.Parameter:
@@ -131,7 +131,7 @@ def _all_plain(args: Sequence[Any]) -> bool:
 
 
 def _overridden(args: Sequence[Any]) -> bool:
-    """Say which overriding counts: not the mode of ``torch.set_default_device``, which is about other functions."""
+    """Return whether something other than ``torch.set_default_device`` overrides torch functions."""
     modes = function_modes()
     others = [arg for arg in args if not isinstance(arg, torch.Tensor)]
     return any(type(mode) is not DeviceContext for mode in modes) or any(
@@ -140,19 +140,19 @@ def _overridden(args: Sequence[Any]) -> bool:
 
 
 def _check(op: OpOverload, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse what torch's operator would read as it is: no tensor at all, or memory of another device."""
-    if not tensors and op in _TORCH_TAKES:
+    """Refuse calls without tensors, and with tensors on several devices, which torch's operator would accept."""
+    if not tensors and op in _TORCH_SUPPORTS:
         raise TypeError(f"out_dtype needs a tensor to compute on, but {op} was given {args!r}")
-    devices = {tensor.device for tensor in tensors if tensor.dim()}  # one without dimensions may stay on the CPU
+    devices = {tensor.device for tensor in tensors if tensor.dim()}  # one without dimensions may be on the CPU
     if len(devices) > 1:
         names = " and ".join(sorted(map(str, devices)))
         raise RuntimeError(f"out_dtype needs all tensors on one device, but {op} was given some on {names}")
 
 
 def _kernel(op: OpOverload, dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> Callable[..., Any] | None:
-    """Return the kernel of the tensors' device, if there is one and the device can be used.
+    """Return the kernel of the tensors' device, or None if there is none or the device cannot be used.
 
-    The input dtype is the one that the tensors have, those apart that are in `dtype` already.
+    The input dtype is that of the tensors that are not already in `dtype`.
     """
     source, device_type = dtype, None
     for tensor in tensors:
@@ -174,13 +174,13 @@ def _usable(device_type: str) -> bool:
         return False
 
 
-# What torch.compiler.assume_constant_result sets, without its import of Dynamo, which cannot trace these two.
+# As torch.compiler.assume_constant_result, without importing Dynamo, which cannot trace these two functions.
 for _function in (_usable, _wider):
     setattr(_function, "_dynamo_marked_constant", True)
 
 
 def _run(kernel: Callable[..., Any], args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
-    """Call a kernel outside of autocast and autograd; its result has the backward of torch's operator, which raises."""
+    """Call a kernel outside of autocast and autograd. As with torch's operator, backward through its result raises."""
     differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if not differentiable and not is_any_autocast_enabled():
         return kernel(*args)
