@@ -512,5 +512,5 @@ def test_a_write_of_another_weight_while_one_is_packed_is_seen():
 
     cache, written = polycast.WeightCache(), frozen()
     assert use(written)
-    state.machine.packing(cache, frozen(), 1, pack)
+    state.machine.prepacked(cache, frozen(), 1, pack)
     assert use(written)

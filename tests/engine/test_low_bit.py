@@ -130,7 +130,7 @@ def test_a_cache_bounds_both_together(layer, linear, declined):
     run(layer, cache=cache)
     assert (cache.stats().entries, cache.stats().packings) == (2, 1)
     other = nn.Linear(8, 8)
-    assert declined(other, cache=cache) == "the WeightCache has no room for its packed weight within max_bytes"
+    assert declined(other, cache=cache) == "the WeightCache has no room for its prepacked weight within max_bytes"
     assert (cache.stats().packings, linear.prepared) == (1, 1)
 
 
@@ -147,7 +147,7 @@ def test_a_weight_whose_packing_had_no_room_is_packed_once(layer, linear, declin
     cache = WeightCache(max_bytes=PACKED - 1)
     assert torch.equal(run(layer, cache=cache), expected(layer))
     for _ in range(3):
-        assert declined(layer, cache=cache) == "the WeightCache has no room for its packed weight within max_bytes"
+        assert declined(layer, cache=cache) == "the WeightCache has no room for its prepacked weight within max_bytes"
     assert (linear.prepared, linear.ran, cache.stats().packings) == (1, 1, 0)
 
 
@@ -294,10 +294,10 @@ class Subclass(nn.Parameter):
 @pytest.mark.parametrize(
     ("weight", "reason"),
     [
-        (nn.Parameter(torch.randn(4, 8)).t().contiguous().t(), "its weight is no parameter"),
-        ((nn.Parameter(torch.randn(8, 8)) * 1)[:4], "its weight is no parameter"),
-        (torch.randn(4, 8), "its weight is no parameter"),
-        (Subclass(torch.randn(4, 8)), "its weight is no parameter"),
+        (nn.Parameter(torch.randn(4, 8)).t().contiguous().t(), "its weight is not a cacheable parameter"),
+        ((nn.Parameter(torch.randn(8, 8)) * 1)[:4], "its weight is not a cacheable parameter"),
+        (torch.randn(4, 8), "its weight is not a cacheable parameter"),
+        (Subclass(torch.randn(4, 8)), "its weight is not a cacheable parameter"),
         (nn.Parameter(torch.randn(4, 8).double()), "a tensor is float64"),
         (nn.Parameter(torch.randn(4, 7)), "its features are odd in number"),
     ],

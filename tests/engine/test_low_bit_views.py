@@ -140,7 +140,7 @@ def test_where_each_call_takes_another_slice_they_run_in_the_fast_dtype_in_the_e
         run(linear, X, w[:length], cache=cache)
     assert kernels["aten::linear"].prepared == prepared
     reasons = {record.declined for record in counts.records()}
-    assert reasons == {"", "what is kept of other views of its weight takes as much memory as the weight"}
+    assert reasons == {"", "the prepacked views of its weight take as much memory as the weight"}
 
 
 def test_a_cache_that_verifies_finds_a_write_that_was_not_seen(kernels):
@@ -178,7 +178,7 @@ def test_what_is_no_plain_view_runs_in_the_fast_dtype(kernels, low_bit_counts, t
         run(linear, X, take(new_weight()))
     assert kernels["aten::linear"].ran == 0
     assert [record.declined for record in counts.records()] == [
-        "its weight is no parameter that can be kept, or a plain view of one (a subclass, or the result of another op)"
+        "its weight is not a cacheable parameter or a plain view of one (it is a subclass, or the result of an op)"
     ]
 
 
@@ -196,7 +196,7 @@ def test_explain_says_the_same_of_views_and_of_fake_ones(kernels, take):
 
     w = new_weight()
     assert told(X, take(w)) is None
-    assert "no parameter" in told(X, take(w * 1))
+    assert "not a cacheable parameter" in told(X, take(w * 1))
     with FakeTensorMode() as mode:
         assert told(mode.from_tensor(X), take(mode.from_tensor(w))) is None
 

@@ -209,7 +209,7 @@ def test_each_product_says_whether_a_recipe_computed_it_and_why_not(model):
         ("", "aten::matmul"): ("int8", outcomes["", "aten::matmul"][1]),
         ("head", "aten::linear"): ("int8", ""),
     }
-    assert outcomes["", "aten::matmul"][1].startswith("its weight is no parameter")
+    assert outcomes["", "aten::matmul"][1].startswith("its weight is not a cacheable parameter")
 
 
 def test_the_share_is_that_of_the_operations(model):

@@ -62,8 +62,8 @@ class _Unchosen:
     def excluded_keys(self) -> int:
         return excluded_keys()
 
-    def packing(self, *args: Any) -> Any:
-        return choose().packing(*args)
+    def prepacked(self, *args: Any) -> Any:
+        return choose().prepacked(*args)
 
     def clear_own_casts(self, all_threads: bool) -> None:
         pass

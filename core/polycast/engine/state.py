@@ -21,20 +21,6 @@ from .casts.weight_cache import WeightCache
 from .disable_dynamo import disable_dynamo
 from .override import Override
 
-WATCHED = "something records, transforms or watches the ops"
-NO_WEIGHT = (
-    "its weight is no parameter that can be kept, or a plain view of one (a subclass, or the result of another op)"
-)
-VIEWS_ARE_FULL = "what is kept of other views of its weight takes as much memory as the weight"
-NOTHING_KEPT = "nothing is kept of weights here (cache_enabled=False, or a device's graph is being captured)"
-WRITTEN_UNSEEN = (
-    "something else holds the weight's memory and may write it unseen (an alias made through .data, an array, a buffer "
-    "that it is a part of, another process)"
-)
-NO_ROOM = "the WeightCache has no room for its packed weight within max_bytes"
-NOT_PACKED = (WATCHED, NO_WEIGHT, NOTHING_KEPT, WRITTEN_UNSEEN, NO_ROOM, VIEWS_ARE_FULL)
-"""Why nothing is kept of a weight, by the numbers that the native engine has for it."""
-
 
 class Settings(NamedTuple):
     """What a region sets. None leaves what the enclosing region has.
@@ -98,13 +84,13 @@ class StateMachine(Protocol):
     def excluded_keys(self) -> int:
         """Return the dispatch keys that this thread excludes: those of autocast, for the devices that it is off for."""
 
-    def packing(
-        self, cache: WeightCache, weight: torch.Tensor, kind: int, prepare: Callable[[torch.Tensor], Any], /
+    def prepacked(
+        self, cache: WeightCache, weight: torch.Tensor, kind: int, prepack: Callable[[torch.Tensor], Any], /
     ) -> tuple[torch.Tensor, ...] | str | None:
-        """Return what a weight is packed into, kept in a cache by the rules of casts; `prepare` makes it.
+        """Return a prepacked weight, from a cache or made by `prepack` and cached.
 
-        None where `prepare` has said so. Where nothing can be kept, nothing is made, and the answer is a text of
-        NOT_PACKED that says why.
+        None if `prepack` returns None. If it cannot be cached it is not made, and the reason is returned, from
+        NOT_PREPACKED.
         """
 
     def clear_own_casts(self, all_threads: bool, /) -> None:

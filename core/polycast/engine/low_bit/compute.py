@@ -10,11 +10,11 @@ import torch
 
 from ...torch_internals.names import are_functorch_transforms_active, is_forward_ad_active, is_tracing
 from .. import state
+from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT
 from ..casts.weights import parameter_of
 from ..disable_dynamo import disable_dynamo
 from ..inference import in_function
 from ..override import Override
-from ..state import NO_WEIGHT, WATCHED
 from .listeners import notify
 from .operators import traced
 from .plan import NO_KERNEL, plan_of
@@ -45,10 +45,10 @@ def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False)
     if in_function():
         result = IN_FUNCTION
     elif not plain and (is_forward_ad_active() or are_functorch_transforms_active() or is_tracing()):
-        result = WATCHED
+        result = INTERCEPTED
     else:
         result = plan.compute(op, args, cache, plain)
-        if result is WATCHED:
+        if result is INTERCEPTED:
             result = traced(op, plan, args, cache)
             if isinstance(result, torch.Tensor):
                 return result  # the operator tells of itself, where it runs

@@ -18,10 +18,10 @@ from ...policy.schemas import find_op, unflatten_arguments
 from ...torch_internals.dispatcher import OpOverload, disable_autocast, noting_views
 from .. import state
 from ..casts.cached_cast import TAGS, number_in_graph
+from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT
 from ..casts.weight_cache import WeightCache, cache_by_identity
 from ..casts.weights import parameter_of
 from ..disable_dynamo import disable_dynamo
-from ..state import NO_WEIGHT, WATCHED
 from .listeners import notify
 from .plan import FLOATS, Plan, plan_for
 
@@ -29,7 +29,7 @@ from .plan import FLOATS, Plan, plan_for
 def traced(op: str, plan: Plan, args: Sequence[Any], cache: WeightCache | None) -> torch.Tensor | str:
     """Return what stands for the op's result in what is traced, or why there is none."""
     if torch.compiler.is_exporting():
-        return WATCHED
+        return INTERCEPTED
     position = plan.kernels[op].weight
     weight = args[position]
     parameter = parameter_of(weight)

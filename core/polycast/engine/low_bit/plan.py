@@ -19,10 +19,10 @@ from ...plugins.registry import registry
 from ...policy.recipe import Recipe
 from ...torch_internals.names import disable_current_modes, has_python_key
 from .. import state
+from ..casts.not_prepacked import NOT_CACHED
 from ..casts.weight_cache import WeightCache
 from ..casts.weights import caching_is_safe
 from ..override import Override
-from ..state import NOTHING_KEPT
 
 NO_KERNEL = "the backend has no kernel for it"
 RECORDS = "autograd records it, and low bit is for inference"
@@ -131,12 +131,12 @@ class Plan:
         kernel = self.kernels[op]
         weight: torch.Tensor = args[kernel.weight]
         if self._may_capture and self.backend.is_capturing():
-            return NOTHING_KEPT
+            return NOT_CACHED
         # What a compiler traces is of subclasses, too.
         if not plain and any(isinstance(arg, torch.Tensor) and _is_special(arg) for arg in args) and caching_is_safe():
             return SUBCLASS
         where = packings.cache if cache is None else cache
-        prepared = state.machine.packing(where, weight, self._kinds[op], self._prepare[op])
+        prepared = state.machine.prepacked(where, weight, self._kinds[op], self._prepare[op])
         if prepared is None:
             return NO_PACKING
         if isinstance(prepared, str):

@@ -1,12 +1,8 @@
-// Hooks on what gives out the memory of a tensor to be written without a version: Tensor.data, numpy(), untyped_storage(),
-// data_ptr() and set_(). What is kept of weights on that memory is dropped as it is given out; what is made of them while it is
-// held is not kept, see Content.
+// Hooks on methods that expose a tensor's memory to writes which change no version: Tensor.data, numpy(), untyped_storage(),
+// data_ptr() and set_(). They drop the cached casts of weights on that memory; see VersionStamp for later casts.
 //
-// torch has these in a class that cannot be changed, torch._C.TensorBase. torch.Tensor, which inherits from it, is given
-// descriptors of the same types, names and owner, which call torch's. In place of the function that Dynamo writes into graphs for
-// Tensor.data there is another.
-//
-// Owns what it has put into torch. Locks: those of announce(), with the GIL held.
+// torch defines the methods in torch._C.TensorBase, which cannot be changed. So its subclass torch.Tensor gets descriptors of the
+// same types and names that call torch's. Dynamo's function for Tensor.data in graphs is replaced too.
 
 #pragma once
 
@@ -19,20 +15,21 @@
 #include <utility>
 #include <vector>
 
-#include "writes.h"
+#include "invalidation.h"
+#include "version_stamp.h"
 
-namespace {  // all is one unit, binding.cpp
+namespace {
 
-// Return the tensor of an object whose type a descriptor has checked.
+// Return the tensor of an object, whose type the descriptor has checked.
 const Tensor& tensor_in(PyObject* object) { return reinterpret_cast<const THPVariable*>(object)->cdata; }
 
-// Drop what is kept of a tensor's memory, which was given out; return what torch has returned, or null where that has raised.
-PyObject* announced(PyObject* self, PyObject* result) {
+// Invalidate a tensor's memory after torch's method; pass the method's result on.
+PyObject* invalidated(PyObject* self, PyObject* result) {
   if (result == nullptr) {
     return nullptr;
   }
   try {
-    announce_alias(tensor_in(self));
+    invalidate_alias(tensor_in(self));
     return result;
   } catch (const std::exception&) {
     Py_DECREF(result);
@@ -41,7 +38,7 @@ PyObject* announced(PyObject* self, PyObject* result) {
   }
 }
 
-// Tensor.data. What torch has by that name is in `descriptor`, as in other hooks.
+// Tensor.data. `descriptor` is torch's, as in other hooks.
 struct DataHook {
   static inline PyObject* descriptor = nullptr;
   static inline descrgetfunc torchs_get = nullptr;
@@ -49,14 +46,14 @@ struct DataHook {
   static inline PyGetSetDef definition{};
 
   static PyObject* get(PyObject* self, void*) {
-    return announced(self, torchs_get(descriptor, self, reinterpret_cast<PyObject*>(Py_TYPE(self))));
+    return invalidated(self, torchs_get(descriptor, self, reinterpret_cast<PyObject*>(Py_TYPE(self))));
   }
 
-  // The tensors that share the counter are on the former memory.
+  // Tensors that share the version counter stay on the former memory.
   static int set(PyObject* self, PyObject* value, void*) {
     const int status = torchs_set(descriptor, self, value);
     if (const Tensor& tensor = tensor_in(self); status == 0 && counter_of(tensor).use_count() > 1) {
-      PartialCounters::set().add(tensor);
+      UnreliableCounters::instance().add(tensor);
     }
     return status;
   }
@@ -72,28 +69,28 @@ struct DataHook {
   }
 };
 
-// A method of tensors: the one of this number. After some the tensor's version counter does not tell all.
-template <int number, bool makes_partial>
+// A method of tensors, told apart by `number`. Some make the tensor's version counter unreliable.
+template <int number, bool makes_unreliable>
 struct MethodHook {
   static inline PyObject* descriptor = nullptr;
   static inline PyCFunction torchs = nullptr;
   static inline PyMethodDef definition{};
 
-  static PyObject* call(PyObject* self, PyObject* arguments) { return noted(self, torchs(self, arguments)); }
+  static PyObject* call(PyObject* self, PyObject* arguments) { return finish(self, torchs(self, arguments)); }
 
   static PyObject* call_with_keywords(PyObject* self, PyObject* arguments, PyObject* named) {
     const auto function = reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void (*)()>(torchs));
-    return noted(self, function(self, arguments, named));
+    return finish(self, function(self, arguments, named));
   }
 
-  static PyObject* noted(PyObject* self, PyObject* result) {
-    if (makes_partial && result != nullptr) {
-      PartialCounters::set().add(tensor_in(self));
+  static PyObject* finish(PyObject* self, PyObject* result) {
+    if (makes_unreliable && result != nullptr) {
+      UnreliableCounters::instance().add(tensor_in(self));
     }
-    return announced(self, result);
+    return invalidated(self, result);
   }
 
-  // The function of a method is read from one that is bound to a tensor, which need have no memory.
+  // torch's C function is read from a bound method, of a tensor without memory.
   static Object make(PyTypeObject* owner, const char* name, const char* doc) {
     const Tensor empty(c10::make_intrusive<TensorImpl>(
         c10::DispatchKeySet(DispatchKey::CPU), caffe2::TypeMeta::Make<float>(), c10::Device(DeviceType::CPU)));
@@ -110,7 +107,7 @@ struct MethodHook {
   }
 };
 
-// torch._C._autograd._get_data_attr. It is a function in C too, for only of these torch trusts that a graph with one may be saved.
+// torch._C._autograd._get_data_attr. In C too: torch saves graphs only with functions that it trusts.
 struct GraphDataHook {
   static constexpr const char* name = "_get_data_attr";
 
@@ -123,7 +120,7 @@ struct GraphDataHook {
   }
 };
 
-// The hooks, in torch until this is gone.
+// Installs the hooks, and removes them on destruction.
 class AliasHooks {
  public:
   AliasHooks() {
@@ -147,7 +144,7 @@ class AliasHooks {
   ~AliasHooks() { remove(); }
 
  private:
-  // What somebody has put in place of a hook is left there.
+  // A hook that others have replaced stays.
   void remove() {
     const ErrorAside former;
     for (const auto& [owner, name, hook, torchs] : hooks_) {

@@ -1,6 +1,4 @@
-// The tensors among the arguments of an op, and what they are cast to.
-//
-// Owns the casts of a call. Locks: none.
+// The tensors among the arguments of a call with a known signature, and their casts.
 
 #pragma once
 
@@ -17,13 +15,9 @@
 
 #include "casting.h"
 
-namespace {  // all is one unit, binding.cpp
+namespace {
 
-C10_ALWAYS_INLINE bool to_be_cast(const Tensor& tensor, ScalarType dtype, DeviceType device) {
-  return tensor.scalar_type() != dtype && is_eligible(tensor, device);
-}
-
-// Gathers whether the eligible inputs have different dtypes.
+// Finds whether the eligible inputs have different dtypes.
 struct Promotion {
   DeviceType device;
   std::optional<ScalarType> seen = std::nullopt;
@@ -37,24 +31,7 @@ struct Promotion {
   }
 };
 
-// How the arguments are cast that are to be.
-struct Conversion {
-  ScalarType dtype;  // Undefined: nothing is cast
-  DeviceType device;
-  bool has_plain_keys;  // the arguments together: see Kernel::has_plain_keys()
-  const DeviceRegion& region;
-  const Object& is_capturing;
-
-  C10_ALWAYS_INLINE bool changes(const Tensor& tensor) const {
-    return dtype != ScalarType::Undefined && to_be_cast(tensor, dtype, device);
-  }
-
-  Tensor cast(const Tensor& tensor) const {
-    return ::cast(tensor, CastTo{dtype, device, has_plain_keys}, region, is_capturing);
-  }
-};
-
-// What an argument of a known signature is, where it has tensors or tells the dtype of the result.
+// The arguments that a kernel looks at: those with tensors, and the dtype of the result.
 enum class Kind : uint8_t { kTensor, kOptional, kTensors, kTensorRefs, kOptionals, kDtype, kOther };
 
 template <class Arg>
@@ -72,7 +49,7 @@ constexpr Kind kind_of<const c10::List<std::optional<Tensor>>&> = Kind::kOptiona
 template <>
 constexpr Kind kind_of<std::optional<ScalarType>> = Kind::kDtype;
 
-// The arguments of a call that are of some kind, by their addresses. What is cast is given the address of its cast.
+// The addresses of these arguments. That of a cast one is replaced by the address of the cast.
 struct Arguments {
   const Kind* kinds;
   const void** addresses;
@@ -84,7 +61,7 @@ struct Arguments {
     return *static_cast<const Value*>(addresses[i]);
   }
 
-  // Call a function with each tensor, until it says that it has seen enough.
+  // Call a function with each tensor until it returns true; return whether it did.
   template <class Function>
   C10_ALWAYS_INLINE bool any_tensor(const Function& function) const {
     for (size_t i = 0; i < count; ++i) {
@@ -113,7 +90,7 @@ struct Arguments {
   }
 };
 
-// The casts that a call is given.
+// Owns the casts of a call.
 class Casts {
  public:
   static constexpr size_t kMost = 12;
@@ -126,27 +103,27 @@ class Casts {
     }
   }
 
-  // The last argument's is made first, as where torch's are made in a call: the weight's lies before the input's in memory, and
-  // what is given back behind it can be used again. The other way round, the threads of a process took twice as much memory.
-  void make(const Arguments& arguments, const Conversion& conversion) {
+  // Cast the last argument first, as torch does: then the weight's cast lies before the input's in memory, and what is freed
+  // behind it can be reused. In the other order the threads of a process took twice as much memory.
+  void make(const Arguments& arguments, const CastSpec& spec) {
     for (size_t i = arguments.count; i-- > 0;) {
       const void*& address = arguments.addresses[i];
       switch (arguments.kinds[i]) {
         case Kind::kTensor:
-          if (const auto& tensor = arguments.at<Tensor>(i); conversion.changes(tensor)) {
-            address = &*add(conversion.cast(tensor));
+          if (const auto& tensor = arguments.at<Tensor>(i); spec.applies_to(tensor)) {
+            address = &*add(cast(tensor, spec));
           }
           break;
         case Kind::kOptional:
-          if (const auto& tensor = arguments.at<std::optional<Tensor>>(i); tensor && conversion.changes(*tensor)) {
-            address = &add(conversion.cast(*tensor));
+          if (const auto& tensor = arguments.at<std::optional<Tensor>>(i); tensor && spec.applies_to(*tensor)) {
+            address = &add(cast(*tensor, spec));
           }
           break;
         case Kind::kTensors:
-          address = &add(arguments.at<at::TensorList>(i), conversion).list;
+          address = &add(arguments.at<at::TensorList>(i), spec).list;
           break;
         case Kind::kTensorRefs:
-          address = &add(arguments.at<at::ITensorListRef>(i), conversion).refs;
+          address = &add(arguments.at<at::ITensorListRef>(i), spec).refs;
           break;
         default:
           break;
@@ -155,9 +132,9 @@ class Casts {
   }
 
  private:
-  union Cast {
-    Cast() {}
-    ~Cast() {}
+  union Slot {
+    Slot() {}
+    ~Slot() {}
     std::optional<Tensor> tensor;
   };
 
@@ -165,27 +142,27 @@ class Casts {
     std::vector<Tensor> tensors;
     at::TensorList list;
     at::ITensorListRef refs;
-    std::unique_ptr<List> before;
+    std::unique_ptr<List> next;
   };
 
   std::optional<Tensor>& add(Tensor cast) { return *std::construct_at(&casts_[count_++].tensor, std::move(cast)); }
 
   template <class Tensors>
-  const List& add(const Tensors& tensors, const Conversion& conversion) {
+  const List& add(const Tensors& tensors, const CastSpec& spec) {
     auto list = std::make_unique<List>();
     for (const Tensor& tensor : tensors) {
-      list->tensors.push_back(conversion.changes(tensor) ? conversion.cast(tensor) : tensor);
+      list->tensors.push_back(spec.applies_to(tensor) ? cast(tensor, spec) : tensor);
     }
     list->list = list->tensors;
     list->refs = list->list;
-    list->before = std::move(lists_);
+    list->next = std::move(lists_);
     lists_ = std::move(list);
     return *lists_;
   }
 
   size_t count_ = 0;
   std::unique_ptr<List> lists_;
-  std::array<Cast, kMost> casts_;  // as many as are counted
+  std::array<Slot, kMost> casts_;  // the first `count_` are alive
 };
 
 }  // namespace

@@ -1,10 +1,10 @@
-// The native engine's Python module: the semantics of the reference engine at the speed of torch's own kernels.
+// The Python module of the native engine: the semantics of the reference engine at the speed of torch's own kernels.
 //
-// Compiled as one unit with the files it includes: parsing torch's headers is most of the build, and is done once so. From
-// the bottom: store.h, frames.h, regions.h, methods.h, casting.h, arguments.h, kernel.h, unboxed.h, library.h. Each says what it owns and which
-// lock it takes.
+// One translation unit with all headers, in anonymous namespaces: parsing torch's headers is most of the build. From the bottom:
+// version_stamp.h, invalidation.h, admission.h; user_store.h and region_store.h; frames.h, regions.h; casting.h, arguments.h,
+// kernel.h, unboxed.h, library.h.
 
-#include "python.h"
+#include "extension.h"
 
 #include <algorithm>
 #include <memory>
@@ -18,27 +18,28 @@
 #include "methods.h"
 #include "observed.h"
 #include "regions.h"
-#include "store.h"
+#include "user_store.h"
+#include "write_hooks.h"
 
 namespace {
 
-std::unique_ptr<Announcers> announcers;
-AliasHooks* alias_hooks = nullptr;  // which needs Python to be destroyed: not as the process ends
+std::unique_ptr<WriteHooks> write_hooks;
+AliasHooks* alias_hooks = nullptr;  // never destroyed at exit, which would need Python
 
 void take_locks() {
   const auto take = &AtForkLock::take;
   take(AllStores::list().mutex);
-  for (Store* const store : AllStores::list().stores) {
+  for (UserStore* const store : AllStores::list().stores) {
     take(store->mutex());
   }
   take(SharedCasts::index().mutex());
-  take(InFlight::storages().mutex());
-  take(PartialCounters::set().mutex());
-  take(Writes::log().mutex());
-  take(LeftBehind::things().mutex());
+  take(PendingCollectives::instance().mutex());
+  take(UnreliableCounters::instance().mutex());
+  take(InvalidationLog::instance().mutex());
+  take(DeferredDestruction::queue().mutex());
 }
 
-// override(policies): a mapping of the numbers of ops to those of policies
+// Override({op number: policy number})
 PyObject* make_override(PyTypeObject*, PyObject* arguments, PyObject*) {
   PyObject* policies;
   parse(arguments, "O!", &PyDict_Type, &policies);
@@ -50,36 +51,36 @@ PyObject* make_override(PyTypeObject*, PyObject* arguments, PyObject*) {
   return Holder<const Override>::make(std::move(override));
 }
 
-// Store(max_bytes, verify)
+// UserStore(max_bytes, verify)
 PyObject* make_store(PyTypeObject*, PyObject* arguments, PyObject*) {
   PyObject* max_bytes;
   int verify;
   parse(arguments, "Op", &max_bytes, &verify);
-  std::optional<size_t> most;
+  std::optional<size_t> limit;
   if (max_bytes != Py_None) {
-    most = PyLong_AsSize_t(max_bytes);
+    limit = PyLong_AsSize_t(max_bytes);
     if (PyErr_Occurred() != nullptr) {
       raise();
     }
   }
-  return Holder<Store>::make(std::make_shared<Store>(most, verify != 0));
+  return Holder<UserStore>::make(std::make_shared<UserStore>(limit, verify != 0));
 }
 
 // clear()
 PyObject* clear_store(PyObject* self, PyObject*) {
   {
-    const std::shared_ptr<Store> store = Holder<Store>::of(self);
+    const std::shared_ptr<UserStore> store = Holder<UserStore>::of(self);
     const WithoutGil others_may_run;
     store->clear();
   }
   return Py_NewRef(Py_None);
 }
 
-// statistics() -> what WeightCacheStats has
+// statistics() -> the fields of WeightCacheStats
 PyObject* store_statistics(PyObject* self, PyObject*) {
-  const Statistics now = Holder<Store>::of(self)->statistics();
+  const Statistics now = Holder<UserStore>::of(self)->statistics();
   return Py_BuildValue(
-      "(nnKKKnn)", now.casts, now.cast_bytes, now.hits, now.misses, now.evictions, now.packings, now.packed_bytes);
+      "(nnKKKnn)", now.casts, now.cast_bytes, now.hits, now.misses, now.evictions, now.prepacked, now.prepacked_bytes);
 }
 
 // Library(device_type, key)
@@ -89,8 +90,7 @@ PyObject* make_library(PyTypeObject*, PyObject* arguments, PyObject*) {
   return Holder<Library>::make(std::make_shared<Library>(device_type, key));
 }
 
-// None, or what asks whether the device captures.
-Object asking(PyObject* is_capturing) { return is_capturing == Py_None ? Object() : Object::of(is_capturing); }
+IsCapturing capturing(PyObject* function) { return IsCapturing(function == Py_None ? Object() : Object::of(function)); }
 
 // impl(name, number, policy, refusal, with_dtype, is_capturing)
 PyObject* library_impl(PyObject* self, PyObject* arguments) {
@@ -100,13 +100,13 @@ PyObject* library_impl(PyObject* self, PyObject* arguments) {
   PyObject* is_capturing;
   parse(arguments, "sLiszO", &name, &number, &policy, &refusal, &with_dtype, &is_capturing);
   Holder<Library>::of(self)->impl(
-      name, Op{number, static_cast<Policy>(policy), refusal, std::nullopt}, with_dtype, asking(is_capturing));
+      name, Op{number, static_cast<Policy>(policy), refusal, std::nullopt}, with_dtype, capturing(is_capturing));
   return Py_NewRef(Py_None);
 }
 
 // cached_cast(is_capturing)
 PyObject* library_cached_cast(PyObject* self, PyObject* is_capturing) {
-  Holder<Library>::of(self)->cached_cast(asking(is_capturing));
+  Holder<Library>::of(self)->cached_cast(capturing(is_capturing));
   return Py_NewRef(Py_None);
 }
 
@@ -120,15 +120,15 @@ PyObject* library_remove(PyObject* self, PyObject*) {
   return Py_NewRef(Py_None);
 }
 
-// observing() -> what an observer is bound to
+// observing() -> a capsule with the Engine that an observer is bound to
 PyObject* observing(PyObject*, PyObject*) {
   static Engine engine{
       [] { return &observed_op; },
       [](DeviceType device) { return static_cast<const void*>(region_of(device).override); },
       &hold_override,
-      [](std::shared_ptr<void> thing) { LeftBehind::things().leave(std::move(thing)); },
-      [] { LeftBehind::things().free(); },
-      [] { return Writes::log().count(); },
+      [](std::shared_ptr<void> object) { DeferredDestruction::queue().add(std::move(object)); },
+      [] { DeferredDestruction::queue().run(); },
+      [] { return InvalidationLog::instance().length(); },
       [](const Observer& told) { observer.store(&told); }};
   return PyCapsule_New(&engine, kObserving, nullptr);
 }
@@ -137,14 +137,14 @@ PyObject* observing(PyObject*, PyObject*) {
 PyObject* watch_writes(PyObject*, PyObject* arguments) {
   PyObject *ops, *collectives;
   parse(arguments, "OO", &ops, &collectives);
-  announcers = std::make_unique<Announcers>(each_of(ops, &string_of), each_of(collectives, &string_of));
+  write_hooks = std::make_unique<WriteHooks>(each_of(ops, &string_of), each_of(collectives, &string_of));
   delete std::exchange(alias_hooks, nullptr);
   alias_hooks = new AliasHooks();
   return Py_NewRef(Py_None);
 }
 
 PyObject* unwatch_writes(PyObject*, PyObject*) {
-  announcers.reset();
+  write_hooks.reset();
   delete std::exchange(alias_hooks, nullptr);
   return Py_NewRef(Py_None);
 }
@@ -157,11 +157,11 @@ PyObject* note_writes(PyObject*, PyObject* tensors) {
       written.insert(storage_of(tensor));
     }
   }
-  announce(written);
+  invalidate(written);
   return Py_NewRef(Py_None);
 }
 
-// forget(tensors): let go of what the stores refer to of tensors.
+// forget(tensors): drop the entries of weights, and the weakrefs to them.
 PyObject* forget(PyObject*, PyObject* tensors) {
   const std::vector<Tensor> forgotten = each_of(tensors, &tensor_of);
   for (const auto& store : all_stores()) {
@@ -172,15 +172,19 @@ PyObject* forget(PyObject*, PyObject* tensors) {
   return Py_NewRef(Py_None);
 }
 
-// bind(policies, override, store, rewritten, error, text, of_traced, by_identity, low_bit, part): what is called in
-// Python, and a part of a storage
+// bind(policies, reasons, override, store, rewritten, error, text, of_traced, by_identity, low_bit, part): the names of CastPolicy
+// and NOT_PREPACKED, functions that the engine calls, and a part of a storage
 PyObject* bind(PyObject*, PyObject* arguments) {
-  PyObject *policies, *override, *store, *rewritten, *error, *of_traced, *by_identity, *low_bit, *part;
+  PyObject *policies, *reasons, *override, *store, *rewritten, *error, *of_traced, *by_identity, *low_bit, *part;
   const char* text;
   parse(
-      arguments, "OOOOOsOOOO", &policies, &override, &store, &rewritten, &error, &text, &of_traced, &by_identity, &low_bit, &part);
-  const auto names = each_of(policies, &string_of);
-  TORCH_CHECK(std::equal(names.begin(), names.end(), kPolicyNames.begin(), kPolicyNames.end()));
+      arguments, "OOOOOOsOOOO", &policies, &reasons, &override, &store, &rewritten, &error, &text, &of_traced, &by_identity, &low_bit, &part);
+  const auto check_names = [](PyObject* given, const auto& expected) {
+    const auto names = each_of(given, &string_of);
+    TORCH_CHECK(std::equal(names.begin(), names.end(), expected.begin(), expected.end()), "enumerations differ");
+  };
+  check_names(policies, kPolicyNames);
+  check_names(reasons, kNotPrepackedNames);
   keep(native_override, override);
   keep(native_store, store);
   keep(storages_are_rewritten, rewritten);
@@ -189,7 +193,7 @@ PyObject* bind(PyObject*, PyObject* arguments) {
   keep(store_by_identity, by_identity);
   keep(perform_low_bit, low_bit);
   stale_weight_message = text;
-  frees_part_of_storage = torch::createStorage(part).data_ptr().get_deleter();
+  storage_part_deleter = torch::createStorage(part).data_ptr().get_deleter();
   AtForkLock::have(&take_locks);
   return Py_NewRef(Py_None);
 }
@@ -201,29 +205,29 @@ PyMethodDef functions[] = {
     {"dtype", &raising<&dtype>, METH_O, "Return the fast dtype of a device on this thread."},
     {"last", &raising<&last>, METH_NOARGS, "Return the region that was entered last."},
     {"innermost", &raising<&innermost>, METH_O, "Return the innermost region for a device."},
-    {"nesting", &raising<&nesting>, METH_O, "Return how many regions for a device the thread is in."},
-    {"open_regions", &raising<&open_regions>, METH_O, "Return how many all threads are in."},
-    {"clear_own_casts", &raising<&clear_own_casts>, METH_O, "Drop the casts of the thread's regions, or of all."},
+    {"nesting", &raising<&nesting>, METH_O, "Return the number of regions for a device on this thread."},
+    {"open_regions", &raising<&open_regions>, METH_O, "Return the number of regions for a device on all threads."},
+    {"clear_own_casts", &raising<&clear_own_casts>, METH_O, "Drop the casts of this thread's regions, or of all threads'."},
     {"region_methods", &raising<&region_methods>, METH_VARARGS, "Return __enter__ and __exit__."},
-    {"watch_writes", &raising<&watch_writes>, METH_VARARGS, "See writes that count no version."},
-    {"unwatch_writes", &raising<&unwatch_writes>, METH_NOARGS, "See them no more."},
-    {"note_writes", &raising<&note_writes>, METH_O, "Tensors were written."},
-    {"forget", &raising<&forget>, METH_O, "Let go of what the stores refer to of tensors."},
-    {"packing_of", &raising<&packing_of>, METH_VARARGS, "Return what a weight is packed into."},
+    {"watch_writes", &raising<&watch_writes>, METH_VARARGS, "Install the hooks that see writes without a version."},
+    {"unwatch_writes", &raising<&unwatch_writes>, METH_NOARGS, "Remove these hooks."},
+    {"note_writes", &raising<&note_writes>, METH_O, "Drop what is cached of tensors that were written."},
+    {"forget", &raising<&forget>, METH_O, "Drop the entries of weights and the references to them."},
+    {"prepacked", &raising<&prepacked>, METH_VARARGS, "Return a prepacked weight."},
     {"observing", &raising<&observing>, METH_NOARGS, "Return what an observer is bound to."},
-    {"bind", &raising<&bind>, METH_VARARGS, "Take what is called in Python."},
+    {"bind", &raising<&bind>, METH_VARARGS, "Set the functions that the engine calls."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef store_methods[] = {
     {"clear", &raising<&clear_store>, METH_NOARGS, "Drop every cast."},
-    {"statistics", &raising<&store_statistics>, METH_NOARGS, "Return what it holds and did."},
+    {"statistics", &raising<&store_statistics>, METH_NOARGS, "Return its statistics."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef library_methods[] = {
-    {"impl", &raising<&library_impl>, METH_VARARGS, "Put the kernel of an op in place."},
-    {"cached_cast", &raising<&library_cached_cast>, METH_O, "Put those of polycast::cached_cast in place."},
-    {"fallthrough", &raising<&library_fallthrough>, METH_NOARGS, "Let other ops through."},
-    {"remove", &raising<&library_remove>, METH_NOARGS, "Take the kernels out."},
+    {"impl", &raising<&library_impl>, METH_VARARGS, "Install the kernel of an op."},
+    {"cached_cast", &raising<&library_cached_cast>, METH_O, "Install the kernels of polycast::cached_cast."},
+    {"fallthrough", &raising<&library_fallthrough>, METH_NOARGS, "Install a fallthrough for other ops."},
+    {"remove", &raising<&library_remove>, METH_NOARGS, "Remove the kernels."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef no_methods[] = {{nullptr, nullptr, 0, nullptr}};
@@ -235,7 +239,7 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "polycast_native", "The native 
 PyMODINIT_FUNC PyInit_polycast_native() {
   PyObject* const module = PyModule_Create(&definition);
   if (module == nullptr || !add_class<const Override, &make_override>(module, "polycast_native.Override", no_methods) ||
-      !add_class<Store, &make_store>(module, "polycast_native.Store", store_methods) ||
+      !add_class<UserStore, &make_store>(module, "polycast_native.UserStore", store_methods) ||
       !add_class<Library, &make_library>(module, "polycast_native.Library", library_methods)) {
     Py_XDECREF(module);
     return nullptr;

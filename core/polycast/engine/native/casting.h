@@ -1,6 +1,4 @@
-// Which tensors are cast, which of them are weights, and whether the cast of a weight is kept.
-//
-// Owns nothing. Locks: none. The GIL is taken to ask Python whether a device captures a graph: with no lock of a store held.
+// Which tensors are cast, which of them are weights, and whether a cast comes from a cache.
 
 #pragma once
 
@@ -16,11 +14,11 @@
 #include "autocast.h"
 #include "observed.h"
 #include "regions.h"
-#include "store.h"
+#include "streams.h"
 
-namespace {  // all is one unit, binding.cpp
+namespace {
 
-// Set by bind(); it lives as long as the process.
+// Set by bind().
 PyObject* cached_cast_of_traced = nullptr;
 
 C10_ALWAYS_INLINE bool is_eligible(const Tensor& tensor, DeviceType device) {
@@ -28,18 +26,17 @@ C10_ALWAYS_INLINE bool is_eligible(const Tensor& tensor, DeviceType device) {
       tensor.device().type() == device;
 }
 
-// A weight is a float32 leaf that requires grad, or a Parameter that does not. Subclasses other than Parameter are not.
-// One with a tangent of forward-mode differentiation is left alone: a kept cast would be without it.
-// What is packed may be narrower.
-bool is_weight(const Tensor& tensor, bool to_pack = false) {
+// Return whether a tensor is a weight: a float32 leaf that requires grad, or a Parameter that does not; for prepacking, also in
+// bfloat16 or float16. Not other subclasses, nor tensors with a forward-mode tangent, which a cached cast would lose.
+bool is_weight(const Tensor& tensor, bool to_prepack = false) {
   const TensorImpl* const impl = tensor.unsafeGetTensorImpl();
   const ScalarType dtype = tensor.scalar_type();
-  const bool may_have_dtype = dtype == at::kFloat || (to_pack && (dtype == at::kBFloat16 || dtype == at::kHalf));
+  const bool may_have_dtype = dtype == at::kFloat || (to_prepack && (dtype == at::kBFloat16 || dtype == at::kHalf));
   if (!may_have_dtype || tensor.layout() != at::kStrided || !impl->has_storage() || tensor.is_inference() ||
       tensor.is_nested() || impl->key_set().has_any(c10::DispatchKeySet({DispatchKey::Python, DispatchKey::Negative}))) {
     return false;
   }
-  // The tensor is held, so its object is alive, and the type of an object can be read without the GIL.
+  // The tensor is held, so its Python object is alive, and its type can be read without the GIL.
   const PyObject* const object = impl->pyobj_slot()->load_pyobj();
   const auto* const type = object == nullptr ? THPVariableClass : reinterpret_cast<const PyObject*>(Py_TYPE(object));
   const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
@@ -51,54 +48,39 @@ bool is_weight(const Tensor& tensor, bool to_pack = false) {
 }
 
 // Return the weight that a tensor is, or is a view of, or null.
-C10_ALWAYS_INLINE const Tensor* weight_of(const Tensor& tensor, bool to_pack = false) {
-  return is_weight(tensor, to_pack) ? &tensor : viewed_weight(tensor, to_pack);
+C10_ALWAYS_INLINE const Tensor* weight_of(const Tensor& tensor, bool to_prepack = false) {
+  return is_weight(tensor, to_prepack) ? &tensor : viewed_weight(tensor, to_prepack);
 }
 
-// Not while something records, transforms or watches the ops.
+// Return whether no dispatch mode, tracer or functorch transform intercepts the ops.
 bool caching_is_safe() {
-  static constexpr c10::DispatchKeySet kWatchers{
+  static constexpr c10::DispatchKeySet kInterceptors{
       DispatchKey::Python, DispatchKey::Tracer, DispatchKey::FuncTorchDynamicLayerFrontMode};
-  return !c10::impl::tls_local_dispatch_key_set().included_.has_any(kWatchers);
+  return !c10::impl::tls_local_dispatch_key_set().included_.has_any(kInterceptors);
 }
 
-// Whether autograd has to see an argument: for a gradient, where these are recorded, or a tangent.
+// Whether autograd has to see an argument: it requires grad, in grad mode, or has a forward-mode tangent.
 struct Differentiation {
   const bool grad = at::GradMode::is_enabled();
 
   bool has(const Tensor& tensor) const {
-    if (!tensor.defined()) {  // a bias that is not there, which torch's cells of recurrent networks give
+    if (!tensor.defined()) {  // such as the missing bias of torch's recurrent cells
       return false;
     }
     const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
     return meta != nullptr && ((grad && tensor.requires_grad()) || meta->fw_grad_ != nullptr);
   }
-
-  bool has(const std::optional<Tensor>& tensor) const { return tensor && has(*tensor); }
-
-  bool has(at::TensorList tensors) const {
-    return std::any_of(tensors.begin(), tensors.end(), [this](const Tensor& tensor) { return has(tensor); });
-  }
-
-  bool has(const at::ITensorListRef& tensors) const {
-    return std::any_of(tensors.begin(), tensors.end(), [this](const Tensor& tensor) { return has(tensor); });
-  }
-
-  template <class Other>
-  bool has(const Other&) const {
-    return false;
-  }
 };
 
-// Return the weight whose cast may be kept now, if a tensor is one or a view of one, or null. Python may run, and the region end.
-C10_ALWAYS_INLINE const Tensor* weight_to_keep(const Tensor& tensor, ScalarType dtype, const Object& is_capturing) {
+// Return the weight that a tensor is or is a view of, if its cast may be cached now, or null. May run Python.
+C10_ALWAYS_INLINE const Tensor* cacheable_weight(const Tensor& tensor, ScalarType dtype, const IsCapturing& is_capturing) {
   const Tensor* const weight = dtype == at::kFloat ? nullptr : weight_of(tensor);
-  const bool may_be_kept = weight != nullptr && at::autocast::is_autocast_cache_enabled() && caching_is_safe() &&
-      !captures(tensor, is_capturing);
-  return may_be_kept ? weight : nullptr;
+  const bool is_cacheable = weight != nullptr && at::autocast::is_autocast_cache_enabled() && caching_is_safe() &&
+      !captures(tensor, is_capturing.function());
+  return is_cacheable ? weight : nullptr;
 }
 
-// Return the cast of what stands for a weight in code that is being compiled, or an undefined tensor.
+// Return the cast of a traced weight in code that is being compiled, or an undefined tensor.
 Tensor cast_of_traced(const Tensor& tensor, ScalarType dtype, DeviceType device) {
   if (tensor.scalar_type() != at::kFloat || !tensor.key_set().has(DispatchKey::Python)) {
     return Tensor();
@@ -110,102 +92,101 @@ Tensor cast_of_traced(const Tensor& tensor, ScalarType dtype, DeviceType device)
   return cast.is_none() ? Tensor() : tensor_of(cast.get());
 }
 
-// What a tensor is cast to.
-struct CastTo {
-  ScalarType dtype;
+// How the inputs of a call are cast.
+struct CastSpec {
+  ScalarType dtype;  // Undefined: none is cast
   DeviceType device;
-  bool has_plain_keys;  // nothing but autograd is between here and the device's kernels
+  bool has_plain_keys;  // only autograd is between the Autocast key and the device's kernel; see Kernel::has_plain_keys()
+  const DeviceRegion& region;
+  const IsCapturing& is_capturing;
+
+  C10_ALWAYS_INLINE bool applies_to(const Tensor& tensor) const {
+    return dtype != ScalarType::Undefined && tensor.scalar_type() != dtype && is_eligible(tensor, device);
+  }
 };
 
-Tensor plain_cast(const Tensor& tensor, const CastTo& to) {
+Tensor plain_cast(const Tensor& tensor, const CastSpec& spec) {
   std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
-  if (to.has_plain_keys && !Differentiation().has(tensor)) {
+  if (spec.has_plain_keys && !Differentiation().has(tensor)) {
     below_autograd.emplace();
   }
-  return tensor.to(to.dtype);
+  return tensor.to(spec.dtype);
 }
 
-// Return the cast of a view of a weight: all of it by way of the weight's own cast, a part where a user's store keeps one; else an
-// undefined tensor.
-C10_NOINLINE Tensor
-cast_of_view(const Tensor& view, const Tensor& viewed, ScalarType dtype, const DeviceRegion& region, SeenCast& seen) {
-  const bool is_all = is_all_of(view, viewed);
-  if (!is_all && region.store == nullptr) {
-    return Tensor();
+// Return the cast of a weight in this thread's region. `history`: with autograd history.
+Tensor cast_of_weight(const Tensor& weight, const CastSpec& spec, SeenCast& seen) {
+  const Use use = Use::of_weight(weight);
+  if (spec.region.store == nullptr) {
+    if (const Tensor* const found = spec.region.casts->find(weight, spec.dtype, use)) {
+      return *found;
+    }
   }
-  seen.looked_for = true;
-  seen.made = false;
-  const Wanted wanted = Wanted::by_view(view);
+  // From here on Python may run, and the region end.
+  const std::shared_ptr<UserStore> store = spec.region.store == nullptr ? nullptr : spec.region.store->shared_from_this();
+  const std::shared_ptr<ThreadRegions> regions = this_thread.regions;
+  if (store == nullptr) {
+    return regions->casts.cast(weight, spec.dtype, use, seen.made);
+  }
+  return use.history ? regions->casts.cast_with_history(weight, spec.dtype, *store, seen.made)
+                     : store->cast(weight, spec.dtype, seen.made);
+}
+
+// Return the cast of a view in this thread's region: of the whole weight through the weight's cast, of a part from a user store.
+C10_NOINLINE Tensor cast_of_view(const Tensor& view, const Tensor& viewed, const CastSpec& spec, SeenCast& seen) {
+  const bool is_whole = covers(view, viewed);
+  const Use use = Use::of_view(view);
   Tensor cast;
-  if (const Tensor* found; region.store == nullptr && (found = region.casts->find(viewed, dtype, wanted)) != nullptr) {
+  if (const Tensor* found;
+      spec.region.store == nullptr && (found = spec.region.casts->find(viewed, spec.dtype, use)) != nullptr) {
     cast = *found;
   } else {
     // From here on Python may run, and the region end.
     const Tensor weight = viewed;
-    if (region.store != nullptr) {
-      const std::shared_ptr<Store> store = region.store->shared_from_this();
-      cast = store->cast(is_all ? Source(weight) : Source(view, weight), dtype, seen.made);
+    if (spec.region.store != nullptr) {
+      const std::shared_ptr<UserStore> store = spec.region.store->shared_from_this();
+      cast = store->cast(is_whole ? Source(weight) : Source(view, weight), spec.dtype, seen.made);
     } else {
       const std::shared_ptr<ThreadRegions> regions = this_thread.regions;
-      cast = regions->casts.cast(weight, dtype, wanted, seen.made);
+      cast = regions->casts.cast(weight, spec.dtype, use, seen.made);
     }
   }
-  if (is_all) {
-    cast = seen_as(cast, view);
-  } else if (wanted.held_by_graph) {
+  if (is_whole) {
+    cast = with_layout_of_view(cast, view);
+  } else if (use.held_by_graph) {
     cast = alias_of(cast);
   }
-  if (wanted.held_by_graph) {
-    set_history_of(cast, view);
+  if (use.held_by_graph) {
+    set_history(cast, view);
   }
   return cast;
 }
 
-Tensor find_or_cast(
-    const Tensor& tensor, const CastTo& to, const DeviceRegion& region, const Object& is_capturing, SeenCast& seen) {
-  if (region.innermost == nullptr) {
+Tensor find_or_cast(const Tensor& tensor, const CastSpec& spec, SeenCast& seen) {
+  if (spec.region.innermost == nullptr) {  // a region of torch's, with torch's cache
     seen.in_torchs_region = true;
-    return at::autocast::cached_cast(to.dtype, tensor, to.device);  // a region of torch's has torch's cache
+    return at::autocast::cached_cast(spec.dtype, tensor, spec.device);
   }
-  const Tensor* const weight = weight_to_keep(tensor, to.dtype, is_capturing);
-  if (weight == &tensor && region.innermost != nullptr) {
+  const Tensor* const weight = cacheable_weight(tensor, spec.dtype, spec.is_capturing);
+  if (spec.region.innermost != nullptr &&  // asking whether the device captures may have ended the region
+      weight != nullptr && (weight == &tensor || spec.region.store != nullptr || covers(tensor, *weight))) {
     seen.looked_for = true;
     seen.made = false;
-    const Wanted wanted = Wanted::by_weight(tensor);
-    if (region.store == nullptr) {
-      if (const Tensor* const found = region.casts->find(tensor, to.dtype, wanted)) {
-        return *found;
-      }
-    }
-    // From here on Python may run, and the region end.
-    const std::shared_ptr<Store> store = region.store == nullptr ? nullptr : region.store->shared_from_this();
-    const std::shared_ptr<ThreadRegions> regions = this_thread.regions;
-    if (store == nullptr) {
-      return regions->casts.cast(tensor, to.dtype, wanted, seen.made);
-    }
-    return wanted.link ? regions->casts.with_link(tensor, to.dtype, *store, seen.made)
-                       : store->cast(tensor, to.dtype, seen.made);
+    return weight == &tensor ? cast_of_weight(tensor, spec, seen) : cast_of_view(tensor, *weight, spec, seen);
   }
-  if (weight != nullptr && region.innermost != nullptr) {
-    if (Tensor cast = cast_of_view(tensor, *weight, to.dtype, region, seen); cast.defined()) {
-      return cast;
-    }
-  }
-  if (C10_UNLIKELY(to.dtype != at::kFloat && !caching_is_safe())) {
-    if (Tensor traced = cast_of_traced(tensor, to.dtype, to.device); traced.defined()) {
+  if (C10_UNLIKELY(spec.dtype != at::kFloat && !caching_is_safe())) {
+    if (Tensor traced = cast_of_traced(tensor, spec.dtype, spec.device); traced.defined()) {
       return traced;
     }
   }
-  return plain_cast(tensor, to);
+  return plain_cast(tensor, spec);
 }
 
-// Cast for an op that somebody observes.
-Tensor observed_cast(
-    ObservedCall& op, const Tensor& tensor, const CastTo& to, const DeviceRegion& region, const Object& is_capturing) {
+// Cast for an op that is being observed.
+Tensor observed_cast(ObservedCall& op, const Tensor& tensor, const CastSpec& spec) {
   using Clock = std::chrono::steady_clock;
   SeenCast seen{has_known_sizes(tensor) && weight_of(tensor) != nullptr};
   const auto begin = op.is_timed ? Clock::now() : Clock::time_point();
-  Tensor cast = find_or_cast(tensor, to, region, is_capturing, seen);
+  Tensor cast = find_or_cast(tensor, spec, seen);
   if (op.is_timed) {
     seen.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
   }
@@ -214,12 +195,12 @@ Tensor observed_cast(
 }
 
 // Cast an eligible tensor of another dtype.
-C10_NOINLINE Tensor cast(const Tensor& tensor, const CastTo& to, const DeviceRegion& region, const Object& is_capturing) {
+C10_NOINLINE Tensor cast(const Tensor& tensor, const CastSpec& spec) {
   if (C10_UNLIKELY(observed_op != nullptr)) {
-    return observed_cast(*observed_op, tensor, to, region, is_capturing);
+    return observed_cast(*observed_op, tensor, spec);
   }
   SeenCast unseen;
-  return find_or_cast(tensor, to, region, is_capturing, unseen);
+  return find_or_cast(tensor, spec, unseen);
 }
 
 }  // namespace

@@ -13,6 +13,7 @@ from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import overload_with_dtype
 from ...torch_internals.dispatcher import OpOverload
+from ..casts.not_prepacked import NOT_PREPACKED
 from ..casts.traced import cast_of_traced
 from ..casts.unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedWrites
 from ..casts.weight_cache import WeightCache, cache_by_identity
@@ -21,7 +22,7 @@ from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, autocast_key, refusal
 from ..low_bit import compute as low_bit
 from ..override import Override
-from ..state import NOT_PACKED, Settings
+from ..state import Settings
 
 # The numbers that regions.h's enumeration Policy gives them.
 _POLICIES: dict[CastPolicy | None, int] = {None: -1, **{policy: number for number, policy in enumerate(CastPolicy)}}
@@ -31,6 +32,7 @@ _numbers: dict[str, int] = {}
 _names: dict[int, str] = {}
 _unused_numbers = itertools.count()
 _LOW_BIT = len(CastPolicy)
+_NOT_PREPACKED = tuple(NOT_PREPACKED.values())
 
 
 class NativeEngine:
@@ -44,6 +46,7 @@ class NativeEngine:
         policies = [policy.name for policy in CastPolicy]
         extension.bind(
             policies,
+            list(NOT_PREPACKED),
             self._native_override,
             self._native_store,
             storages_are_rewritten,
@@ -80,17 +83,17 @@ class NativeEngine:
     def _perform_low_bit(self, op: int, device_type: str, plain: bool, *args: Any) -> torch.Tensor | None:
         return low_bit.perform(_names[op], device_type, args, plain)
 
-    def packing(
-        self, cache: WeightCache, weight: torch.Tensor, kind: int, prepare: Callable[[torch.Tensor], Any]
+    def prepacked(
+        self, cache: WeightCache, weight: torch.Tensor, kind: int, prepack: Callable[[torch.Tensor], Any]
     ) -> tuple[torch.Tensor, ...] | str | None:
         """See :class:`StateMachine`."""
         found: tuple[torch.Tensor, ...] | int | None
-        found = self._extension.packing_of(self._native_store(cache), weight, kind, prepare)
-        return NOT_PACKED[found] if isinstance(found, int) else found
+        found = self._extension.prepacked(self._native_store(cache), weight, kind, prepack)
+        return _NOT_PREPACKED[found] if isinstance(found, int) else found
 
     @disable_dynamo
     def _native_store(self, cache: WeightCache) -> Any:
-        return cache.store(self.name, self._extension.Store)
+        return cache.store(self.name, self._extension.UserStore)
 
     def _store_by_identity(self, identity: int) -> Any:
         cache = cache_by_identity(identity)

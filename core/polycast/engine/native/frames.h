@@ -1,10 +1,8 @@
-// The regions that a thread is in, as frames, and what kernels read of them.
+// The regions that a thread is in, as frames, and the part of them that kernels read.
 //
-// Owns the frames of each thread, which hold what a region set and the state that was there before it: a list for the thread,
-// and a chain for each device in it.
-//
-// Locks. None: what a thread is in is its own. Frames hold Python objects, and are touched with the GIL held; what kernels
-// read of them (DeviceRegion) is not Python's, and is read without it. The count of open regions is atomic.
+// A frame holds the settings of a region and the state to restore after it. The frames of a thread form a list, and a chain for
+// each device within it. They hold Python objects, so they are accessed with the GIL held; kernels read DeviceRegion without it.
+// Locks: none, since frames belong to their thread. The count of open regions is atomic.
 
 #pragma once
 
@@ -17,22 +15,21 @@
 #include <utility>
 #include <vector>
 
-#include "python.h"
-#include "region_casts.h"
-#include "store.h"
+#include "extension.h"
+#include "region_store.h"
+#include "user_store.h"
 
-namespace {  // all is one unit, binding.cpp
+namespace {
 
-// The order is that of polycast.CastPolicy, which bind() checks.
-// kNone is that of an op that is in an override and not in the table, outside regions with that override.
-// kLowBit is that of an op which the region's recipe is for: it is one of LOWER_PRECISION_FP that the recipe may run.
+// The policies of polycast.CastPolicy in its order, which bind() checks, and two more. kNone: the op is in an override but not in
+// the table, and no region with that override is active. kLowBit: LOWER_PRECISION_FP, of which the region's recipe may run calls.
 enum class Policy : int8_t {
   kNone = -1, kLowerPrecisionFp, kFp32, kFp32SetOptDtype, kFp32AppendDtype, kPromote, kBanned, kPassthrough, kLowBit };
 
 constexpr std::array<const char*, 7> kPolicyNames = {
     "LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "FP32_APPEND_DTYPE", "PROMOTE", "BANNED", "PASSTHROUGH"};
 
-// The policies that a region lays over the table, by the number that an op has in this process.
+// The policies by which a region overrides the table, by the op's number in this process.
 class Override {
  public:
   void set(int64_t number, Policy policy) {
@@ -41,7 +38,7 @@ class Override {
     policies_[index] = policy;
   }
 
-  // The policy of an op: the one that it has here, else the table's.
+  // Return the policy of an op, given that of the table.
   Policy over(Policy of_table, int64_t number) const {
     const auto index = static_cast<size_t>(number);
     const Policy here = index < policies_.size() ? policies_[index].value_or(of_table) : of_table;
@@ -56,25 +53,25 @@ class Override {
 struct Frame {
   Object owner, settings, override, cache;
   std::shared_ptr<const Override> policies;
-  std::shared_ptr<Store> store;  // the user's; none: casts are the thread's own
+  std::shared_ptr<UserStore> store;  // of the WeightCache; null: the thread's own store
   DeviceType device;
   bool enabled_before, cache_enabled_before;
   ScalarType dtype_before;
-  Frame *older = nullptr, *newer = nullptr;  // of the thread's frames, in the order of entering
-  Frame *below = nullptr, *above = nullptr;  // of those, the device's
+  Frame *older = nullptr, *newer = nullptr;  // in the thread
+  Frame *below = nullptr, *above = nullptr;  // for the device
 };
 
-// How many regions for each device all threads are in.
+// The number of regions of all threads, by device.
 std::array<std::atomic<int>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> open_count{};
 
 std::atomic<int>& open_count_of(DeviceType device) { return open_count[static_cast<size_t>(device)]; }
 
-// What kernels read of the region for a device that the thread is in; the innermost frame holds it.
+// What kernels read of a device's innermost region on this thread, whose frame owns it.
 struct DeviceRegion {
   Frame* innermost = nullptr;
   const Override* override = nullptr;
-  Store* store = nullptr;
-  RegionCasts* casts = nullptr;  // the thread's own
+  UserStore* store = nullptr;
+  RegionStore* casts = nullptr;
   int depth = 0;
 };
 
@@ -87,7 +84,7 @@ DeviceRegion& region_of(DeviceType device) { return device_regions[static_cast<s
 // The frames of one thread.
 class Frames {
  public:
-  Frames(DeviceRegions* devices, RegionCasts* casts) : devices_(devices), casts_(casts) {}
+  Frames(DeviceRegions* devices, RegionStore* casts) : devices_(devices), casts_(casts) {}
 
   Frame* newest() const { return newest_; }
 
@@ -110,7 +107,7 @@ class Frames {
     }
   }
 
-  // Return the innermost frame of an owner, or none.
+  // Return the innermost frame of an owner, or null.
   Frame* find(PyObject* owner) {
     if (by_owner_.empty()) {
       int steps = 0;
@@ -129,8 +126,8 @@ class Frames {
     return found == by_owner_.end() ? nullptr : found->second.back();
   }
 
-  // Take out a frame that find() or newest() returned.
-  std::unique_ptr<Frame> take_out(Frame* frame) {
+  // Remove a frame that find() or newest() returned.
+  std::unique_ptr<Frame> remove(Frame* frame) {
     (frame->newer != nullptr ? frame->newer->older : newest_) = frame->older;
     if (frame->older != nullptr) {
       frame->older->newer = frame->newer;
@@ -168,7 +165,7 @@ class Frames {
     region.casts = frame ? casts_ : nullptr;
   }
 
-  // Frames are left backwards, save by generators that are closed late: and of these there may be many.
+  // Frames are mostly left in reverse order. But generators may be closed late, and there may be many.
   void index_owners() {
     std::vector<Frame*> frames;
     for (Frame* frame = newest_; frame != nullptr; frame = frame->older) {
@@ -180,9 +177,9 @@ class Frames {
   }
 
   DeviceRegions* const devices_;  // the thread's
-  RegionCasts* const casts_;
+  RegionStore* const casts_;
   Frame* newest_ = nullptr;
-  std::unordered_map<PyObject*, std::vector<Frame*>> by_owner_;  // oldest first; empty as long as a walk does
+  std::unordered_map<PyObject*, std::vector<Frame*>> by_owner_;  // oldest first; empty while there are few frames
 };
 
 }  // namespace

@@ -1,6 +1,4 @@
-// The kernel of an op, of any signature: what it casts its arguments to, and how it goes on.
-//
-// Owns what it is made with; it is immutable. Locks: none.
+// The kernel of an op of any signature: to which dtype it casts the inputs, and how it redispatches. Immutable.
 
 #pragma once
 
@@ -18,11 +16,10 @@
 #include "low_bit.h"
 #include "regions.h"
 
-namespace {  // all is one unit, binding.cpp
+namespace {
 
-// What is between the Autocast keys and a device's own, and does nothing for an op without side effects whose inputs are not
-// differentiated.
-constexpr c10::DispatchKeySet kNothingToDo{
+// The keys between Autocast and a device's own that have nothing to do for a functional op whose inputs need no autograd.
+constexpr c10::DispatchKeySet kNoOpKeys{
     DispatchKey::BackendSelect,
     DispatchKey::ADInplaceOrView,
     DispatchKey::AutogradFunctionality,
@@ -31,11 +28,11 @@ constexpr c10::DispatchKeySet kNothingToDo{
 struct Op {
   int64_t number;
   Policy policy;
-  std::string refusal;  // what a BANNED op says
-  std::optional<c10::OperatorHandle> with_dtype;  // the overload that takes a dtype more, where there is one
+  std::string refusal;  // the error of a BANNED op
+  std::optional<c10::OperatorHandle> with_dtype;  // for FP32_APPEND_DTYPE, the overload with a dtype
 };
 
-// An argument as it is on a stack.
+// Boxes an argument, given its address.
 using Box = c10::IValue (*)(const void* address);
 
 template <class Arg>
@@ -45,14 +42,14 @@ c10::IValue boxed(const void* address) {
 
 class Kernel final : public c10::OperatorKernel {
  public:
-  Kernel(Op op, const c10::OperatorHandle& handle, DeviceType device, DispatchKey key, Object is_capturing, void (*redispatch)() = nullptr)
+  Kernel(Op op, const c10::OperatorHandle& handle, DeviceType device, DispatchKey key, IsCapturing is_capturing, void (*redispatch)() = nullptr)
       : op_(std::move(op)),
         device_(device),
         keys_(key),
         below_(c10::DispatchKeySet::FULL_AFTER, key),
         device_keys_(key_below(key)),
-        skipped_(keys_ | kNothingToDo),
-        passes_autograd_by_(can_pass_autograd_by(op_, handle)),
+        skipped_(keys_ | kNoOpKeys),
+        skips_autograd_(can_skip_autograd(op_, handle)),
         is_capturing_(std::move(is_capturing)),
         redispatch_(redispatch) {
     const auto& arguments = handle.schema().arguments();
@@ -67,26 +64,19 @@ class Kernel final : public c10::OperatorKernel {
     }
   }
 
-  ~Kernel() override {
-    if (is_capturing_) {
-      const Gil gil;
-      is_capturing_ = Object();
-    }
-  }
-
-  // Whether the region's recipe is for the op.
+  // Return whether the region's recipe is for the op.
   C10_ALWAYS_INLINE bool has_recipe() const {
     const Override* const override = region_of(device_).override;
     return C10_UNLIKELY(override != nullptr) && override->over(op_.policy, op_.number) == Policy::kLowBit;
   }
 
-  // Have the op computed by it; an undefined tensor where it is to run in the fast dtype.
+  // Compute the op by the recipe; return an undefined tensor if it falls back to the fast dtype.
   Tensor low_bit(c10::ArrayRef<c10::IValue> arguments) const {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(keys_);
     return ::low_bit(op_.number, device_, arguments);
   }
 
-  // The same where the signature is known: `boxes` are for the arguments at the addresses.
+  // The same for a kernel with an unboxed entry point.
   C10_NOINLINE Tensor low_bit(const Box* boxes, const void* const* addresses, size_t count) const {
     c10::SmallVector<c10::IValue, 8> arguments;
     for (size_t i = 0; i < count; ++i) {
@@ -95,10 +85,10 @@ class Kernel final : public c10::OperatorKernel {
     return low_bit(arguments);
   }
 
-  // torch's function that goes on with the op, where its signature is known.
+  // torch's redispatch function for an op with an unboxed entry point, of the op's signature.
   auto redispatch() const { return redispatch_; }
 
-  // The kernel of an op of any signature.
+  // The boxed entry point.
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
     if (C10_UNLIKELY(has_recipe())) {
       if (Tensor result = low_bit(c10::ArrayRef<c10::IValue>(&argument(stack, 0), arity_)); result.defined()) {
@@ -114,11 +104,10 @@ class Kernel final : public c10::OperatorKernel {
       return;
     }
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(keys_);
-    const Conversion conversion{
-        dtype_for(policy, [&](Promotion& promotion) { look(promotion, stack); }), device_, has_plain_keys(keys), region,
-        is_capturing_};
-    if (conversion.dtype != ScalarType::Undefined) {
-      cast_all(conversion, stack);
+    const CastSpec spec{
+        dtype_for(policy, [&](Promotion& promotion) { look(promotion, stack); }), device_, has_plain_keys(keys), region, is_capturing_};
+    if (spec.dtype != ScalarType::Undefined) {
+      cast_all(spec, stack);
     } else if (policy == Policy::kFp32SetOptDtype && first_is_eligible(stack)) {
       c10::IValue& dtype = argument(stack, *optional_dtype_);
       if (dtype.isNone()) {
@@ -134,11 +123,11 @@ class Kernel final : public c10::OperatorKernel {
   }
 
  private:
-  friend class Passage;
+  friend class RedispatchGuard;
 
-  // Whether autograd need not be asked where it has nothing to record. It is what makes views of what an op returns on its
-  // inputs' memory. That schemas tell, save of ops that are made of others alone: of these the products of tensors go on at once.
-  static bool can_pass_autograd_by(const Op& op, const c10::OperatorHandle& handle) {
+  // Return whether autograd can be skipped where it has nothing to record. Not for ops that may return views of their inputs,
+  // which autograd marks as such: by their schemas, or because they are composite (of these, matmuls return none).
+  static bool can_skip_autograd(const Op& op, const c10::OperatorHandle& handle) {
     const auto& arguments = handle.schema().arguments();
     const bool returns_views = std::any_of(
         arguments.begin(), arguments.end(), [](const auto& argument) { return argument.alias_info() != nullptr; });
@@ -150,10 +139,10 @@ class Kernel final : public c10::OperatorKernel {
          (op.policy == Policy::kLowerPrecisionFp && !takes_lists));
   }
 
-  // Whether nothing but autograd is between here and the device's kernel.
+  // Return whether only autograd is between the Autocast key and the device's kernel.
   C10_ALWAYS_INLINE bool has_plain_keys(c10::DispatchKeySet keys) const { return keys - skipped_ == device_keys_; }
 
-  // The dtype that the inputs are cast to, or Undefined.
+  // Return the dtype to cast the inputs to, or Undefined.
   template <class Look>
   C10_ALWAYS_INLINE ScalarType dtype_for(Policy policy, const Look& look) const {
     switch (policy) {
@@ -190,24 +179,24 @@ class Kernel final : public c10::OperatorKernel {
     return first.isTensor() && is_eligible(first.toTensor(), device_);
   }
 
-  void cast_all(const Conversion& conversion, torch::jit::Stack* stack) const {
-    for (auto position = tensors_.rbegin(); position != tensors_.rend(); ++position) {  // see Casts::make()
+  void cast_all(const CastSpec& spec, torch::jit::Stack* stack) const {
+    for (auto position = tensors_.rbegin(); position != tensors_.rend(); ++position) {  // in reverse: see Casts::make()
       c10::IValue& value = argument(stack, *position);
       if (value.isTensor()) {
         const Tensor& tensor = value.toTensor();
-        if (conversion.changes(tensor)) {
-          value = conversion.cast(tensor);
+        if (spec.applies_to(tensor)) {
+          value = cast(tensor, spec);
         }
       } else if (value.isTensorList()) {
         c10::List<Tensor> casts;
         for (const Tensor& tensor : value.toTensorVector()) {
-          casts.push_back(conversion.changes(tensor) ? conversion.cast(tensor) : tensor);
+          casts.push_back(spec.applies_to(tensor) ? cast(tensor, spec) : tensor);
         }
         value = std::move(casts);
       } else if (value.isOptionalTensorList()) {
         c10::List<std::optional<Tensor>> casts;
         for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector()) {
-          casts.push_back(tensor && conversion.changes(*tensor) ? conversion.cast(*tensor) : tensor);
+          casts.push_back(tensor && spec.applies_to(*tensor) ? cast(*tensor, spec) : tensor);
         }
         value = std::move(casts);
       }
@@ -235,11 +224,11 @@ class Kernel final : public c10::OperatorKernel {
 
   const Op op_;
   const DeviceType device_;
-  const c10::DispatchKeySet keys_;  // the one that this is at
-  const c10::DispatchKeySet below_;  // what is autocast as ever where there is no kernel here
+  const c10::DispatchKeySet keys_;   // the Autocast key
+  const c10::DispatchKeySet below_;  // all below it
   const c10::DispatchKeySet device_keys_, skipped_;
-  const bool passes_autograd_by_;
-  Object is_capturing_;  // empty where the backend never captures
+  const bool skips_autograd_;
+  const IsCapturing is_capturing_;
   void (*const redispatch_)();
   size_t arity_ = 0;
   std::vector<size_t> tensors_;

@@ -1,6 +1,4 @@
-// The kernels at one device's Autocast key, put there and taken out.
-//
-// Owns their registrations: the kernels live as long as these. Locks: the dispatcher's own, as a library is made and removed.
+// The registrations of the kernels at one device's Autocast key. The dispatcher takes its own locks.
 
 #pragma once
 
@@ -12,41 +10,40 @@
 #include <utility>
 #include <vector>
 
-#include "cached_cast.h"
+#include "cached_cast_op.h"
 #include "kernel.h"
 #include "unboxed.h"
 
-namespace {  // all is one unit, binding.cpp
+namespace {
 
-// torch warns, once in a process, that a kernel is overridden: that is what is meant here.
+// torch warns once per process that a kernel is overridden, which is intended here.
 struct NoWarnings : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-// The kernels at one device's key; they are gone, and those before them back, when this is.
+// Destroying it removes the kernels, and uncovers the former ones.
 class Library {
  public:
   Library(const std::string& device_type, const std::string& key)
       : device_(c10::Device(device_type).type()), key_(c10::parseDispatchKey(key)) {}
 
-  void impl(const std::string& name, Op op, const char* with_dtype, Object is_capturing) {
+  void impl(const std::string& name, Op op, const char* with_dtype, IsCapturing is_capturing) {
     const auto handle = find(name);
     if (with_dtype != nullptr) {
       op.with_dtype = find(with_dtype);
     }
-    const Entrance* const entrance = with_dtype == nullptr ? find_entrance(handle) : nullptr;
+    const UnboxedEntry* const entry = with_dtype == nullptr ? find_unboxed_entry(handle) : nullptr;
     auto kernel = std::make_unique<Kernel>(
-        std::move(op), handle, device_, key_, std::move(is_capturing), entrance == nullptr ? nullptr : entrance->redispatch);
+        std::move(op), handle, device_, key_, std::move(is_capturing), entry == nullptr ? nullptr : entry->redispatch);
     NoWarnings no_warnings;
     const c10::WarningUtils::WarningHandlerGuard guard(&no_warnings);
     put(handle.operator_name(), key_,
-        entrance == nullptr ? c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)) : entrance->function(std::move(kernel)));
+        entry == nullptr ? c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)) : entry->function(std::move(kernel)));
   }
 
-  // The kernels of polycast::cached_cast.
-  void cached_cast(Object is_capturing) {
+  void cached_cast(IsCapturing is_capturing) {
     const DispatchKey device = key_below(key_);
-    // Some devices' keys have no name that can be parsed.
+    // Not by name: parseDispatchKey() does not know all of them.
     const auto autograd =
         c10::toRuntimePerBackendFunctionalityKey(DispatchKey::AutogradFunctionality, c10::toBackendComponent(device));
     put({kCachedCast, ""}, device,
@@ -74,7 +71,7 @@ class Library {
         name.substr(0, dot).c_str(), dot == std::string::npos ? "" : name.substr(dot + 1).c_str());
   }
 
-  // No signature is given, against which torch would check the others: these are torch's own.
+  // Without a C++ signature, against which torch would check that of other kernels.
   void put(const c10::OperatorName& op, DispatchKey key, c10::KernelFunction kernel) {
     registered_.push_back(
         c10::Dispatcher::singleton().registerImpl(op, key, std::move(kernel), std::nullopt, nullptr, "polycast"));

@@ -1,26 +1,27 @@
-// Ops that a region's recipe computes: the way from a kernel to engine/low_bit.py, and what that keeps of weights.
+// Ops that a region's recipe computes: the call from a kernel to low_bit/compute.py, and prepacked weights.
 //
-// Owns nothing. Locks: none; the GIL is taken to call Python, which may run anything, and end the region.
+// Calling Python takes the GIL and may run anything, which may end the region.
 
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include <array>
 #include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "casting.h"
-#include "store.h"
+#include "user_store.h"
 
-namespace {  // all is one unit, binding.cpp
+namespace {
 
-// Set by bind(); it lives as long as the process.
+// Set by bind().
 PyObject* perform_low_bit = nullptr;
 
-// Return an argument for Python, or nothing where no kernel for low bit takes the like.
+// Convert an argument to Python; return nothing for types that no low-bit kernel takes.
 Object for_python(const c10::IValue& value) {
   if (value.isTensor()) {
     return python_tensor(value.toTensor());
@@ -51,8 +52,8 @@ Object for_python(const c10::IValue& value) {
   return Object();
 }
 
-// Whether kernels for low bit may be given arguments without a look at each in Python: tensors of the device and nothing
-// else, in dtypes that weights have too, of which autograd has nothing to record. See _Plan.declines in low_bit.py.
+// Return whether the arguments need no check in Python: plain tensors of the device in floating-point dtypes of weights, which
+// autograd does not record. See Plan.declines() in low_bit/plan.py.
 bool are_plain(c10::ArrayRef<c10::IValue> arguments, DeviceType device) {
   static constexpr c10::DispatchKeySet kSpecial{
       DispatchKey::Python, DispatchKey::FuncTorchGradWrapper, DispatchKey::FuncTorchBatched, DispatchKey::Functionalize};
@@ -69,10 +70,10 @@ bool are_plain(c10::ArrayRef<c10::IValue> arguments, DeviceType device) {
   });
 }
 
-// Have an op computed by the recipe of this thread's region; an undefined tensor where it is to run in the fast dtype.
+// Compute an op by the recipe of this thread's region; return an undefined tensor if it falls back to the fast dtype.
 C10_NOINLINE Tensor low_bit(int64_t op, DeviceType device, c10::ArrayRef<c10::IValue> arguments) {
   const Gil gil;
-  constexpr size_t kBefore = 3;
+  constexpr size_t kBefore = 3;  // op, device, plain
   const Object given = Object::made(PyTuple_New(static_cast<Py_ssize_t>(arguments.size() + kBefore)));
   PyTuple_SetItem(given.get(), 0, Object::made(PyLong_FromLongLong(op)).release());
   const std::string name = c10::DeviceTypeName(device, /*lower_case=*/true);
@@ -89,7 +90,7 @@ C10_NOINLINE Tensor low_bit(int64_t op, DeviceType device, c10::ArrayRef<c10::IV
   return result.is_none() ? Tensor() : tensor_of(result.get());
 }
 
-// Whether the arguments of an op are such as kernels for low bit take.
+// Whether low-bit kernels take the arguments of a signature.
 template <class Signature>
 constexpr bool is_for_low_bit = false;
 
@@ -97,69 +98,77 @@ template <class... Args>
 constexpr bool is_for_low_bit<Tensor(const Tensor&, const Tensor&, Args...)> =
     (std::is_constructible_v<c10::IValue, const std::decay_t<Args>&> && ...);
 
-// packing_of(store, weight, kind, prepare): what a weight or a view of one is packed into, kept in a store or made; see StateMachine in
-// engine/state.py. A number, which is a place in NOT_PACKED there, where nothing can be kept: then nothing is made.
-PyObject* packing_of(PyObject*, PyObject* given) {
-  enum : long { kWatched, kNoWeight, kNothingKept, kWrittenUnseen, kNoRoom, kViewsAreFull };
-  PyObject *of_store, *of_weight, *prepare;
+// The reasons of engine/state.py's NOT_PREPACKED, in its order, which bind() checks.
+enum class NotPrepacked : long { kIntercepted, kNoWeight, kNotCached, kWrittenUnseen, kNoRoom, kViewsAreFull };
+constexpr std::array<const char*, 6> kNotPrepackedNames = {
+    "INTERCEPTED", "NO_WEIGHT", "NOT_CACHED", "WRITTEN_UNSEEN", "NO_ROOM", "VIEWS_ARE_FULL"};
+
+PyObject* python_reason(NotPrepacked reason) { return PyLong_FromLong(static_cast<long>(reason)); }
+
+// prepacked(store, weight, kind, prepack) -> the prepacked weight, from a store or new; a NotPrepacked if it could not be cached,
+// in which case it is not made. See StateMachine in engine/state.py.
+PyObject* prepacked(PyObject*, PyObject* arguments) {
+  PyObject *store_object, *weight_object, *prepack;
   int kind;
-  parse(given, "OOiO", &of_store, &of_weight, &kind, &prepare);
-  const std::shared_ptr<Store> store = Holder<Store>::of(of_store);
-  const Tensor packable = tensor_of(of_weight);
+  parse(arguments, "OOiO", &store_object, &weight_object, &kind, &prepack);
+  const std::shared_ptr<UserStore> store = Holder<UserStore>::of(store_object);
+  const Tensor tensor = tensor_of(weight_object);
   if (!caching_is_safe()) {
-    return PyLong_FromLong(kWatched);
+    return python_reason(NotPrepacked::kIntercepted);
   }
-  const Tensor* const viewed = weight_of(packable, /*to_pack=*/true);
-  if (viewed == nullptr) {
-    return PyLong_FromLong(kNoWeight);
+  const Tensor* const found_weight = weight_of(tensor, /*to_prepack=*/true);
+  if (found_weight == nullptr) {
+    return python_reason(NotPrepacked::kNoWeight);
   }
-  const Tensor weight = *viewed;
-  const Source source = viewed == &packable ? Source(weight) : Source(packable, weight);
+  const Tensor weight = *found_weight;
+  const Source source = found_weight == &tensor ? Source(weight) : Source(tensor, weight);
   if (!at::autocast::is_autocast_cache_enabled()) {
-    return PyLong_FromLong(kNothingKept);
+    return python_reason(NotPrepacked::kNotCached);
   }
-  std::optional<std::vector<Tensor>> packed;
+  std::optional<Tensors> cached;
   {
     const WithoutGil others_may_run;
-    packed = store->find_packing(source, kind);
+    cached = store->find_prepacked(source, kind);
   }
-  if (packed) {
-    if (packed->empty()) {
+  if (cached) {
+    if (cached->empty()) {
       return Py_NewRef(Py_None);
     }
-    Object parts = Object::made(PyTuple_New(static_cast<Py_ssize_t>(packed->size())));
-    for (size_t i = 0; i < packed->size(); ++i) {
-      PyTuple_SetItem(parts.get(), static_cast<Py_ssize_t>(i), python_tensor((*packed)[i]).release());
+    Object parts = Object::made(PyTuple_New(static_cast<Py_ssize_t>(cached->size())));
+    for (size_t i = 0; i < cached->size(); ++i) {
+      PyTuple_SetItem(parts.get(), static_cast<Py_ssize_t>(i), python_tensor((*cached)[i]).release());
     }
     return parts.release();
   }
-  InFlight::storages().forget_ended();  // a collective that has ended holds the memory of its weights until then
-  const uint64_t writes = Writes::log().count();
-  Content content(packable);
-  if (!may_be_stored(weight, content)) {
-    return PyLong_FromLong(kWrittenUnseen);
+  PendingCollectives::instance().drop_finished();  // a finished one holds the memory of its weights until then
+  const uint64_t position = InvalidationLog::instance().length();
+  VersionStamp stamp(tensor);
+  if (!user_store_allows(weight, stamp)) {
+    return python_reason(NotPrepacked::kWrittenUnseen);
   }
   bool views_fit, has_room;
   {
     const WithoutGil others_may_run;
-    views_fit = store->views_fit_with_packing(source, kind);
-    has_room = views_fit && store->has_room_for_packing(source, kind);
+    views_fit = store->views_fit_prepacked(source, kind);
+    has_room = views_fit && store->has_room_for_prepacked(source, kind);
   }
   if (!has_room) {
-    return PyLong_FromLong(views_fit ? kNoRoom : kViewsAreFull);
+    return python_reason(views_fit ? NotPrepacked::kNoRoom : NotPrepacked::kViewsAreFull);
   }
   Object made;
   {
-    const OnlyReads reading(weight);
-    made = call(prepare, "(O)", of_weight);
+    const PrepackGuard reading(weight);
+    made = call(prepack, "(O)", weight_object);
   }
-  std::vector<Tensor> parts;
+  Tensors parts;
   if (!made.is_none()) {
-    parts = each_of(made.get(), &tensor_of);
+    for (const Tensor& part : each_of(made.get(), &tensor_of)) {
+      parts.push_back(part);
+    }
   }
   {
     const WithoutGil others_may_run;
-    store->keep_packing(source, kind, std::move(content), std::move(parts), writes);
+    store->insert_prepacked(source, kind, std::move(stamp), std::move(parts), position);
   }
   return made.release();
 }

@@ -1,19 +1,17 @@
-// __enter__ and __exit__ of the class of regions: what its methods in Python do, which are there for any engine.
+// __enter__ and __exit__ of the class of regions, in C.
 //
-// Python looks for signals between the steps of a function in Python: what a handler raises there, a timeout say, would come after
-// a region was entered and before the block begins, or after the block and before it is left. Inside these methods it does
-// not look, save where they call Python.
-//
-// Owns references to what they call, for as long as the process lives. Locks: none; called with the GIL held.
+// Python runs signal handlers between the instructions of a function in Python. An exception that one raises, such as a timeout,
+// could then come after a region was entered and before the block begins. In these methods none runs, except in Python that they
+// call.
 
 #pragma once
 
 #include <optional>
 
-#include "python.h"
+#include "extension.h"
 #include "regions.h"
 
-namespace {  // all is one unit, binding.cpp
+namespace {
 
 // Set by region_methods().
 PyObject* ready = nullptr;  // see engine/state.py
@@ -50,12 +48,12 @@ PyObject* exit_block(PyObject* self, PyObject* const*, Py_ssize_t) {
   return Py_NewRef(Py_None);
 }
 
-// region_methods(cls, ready, complete_entry, complete_exit) -> (__enter__, __exit__) for a class of regions
+// region_methods(cls, ready, complete_entry, complete_exit) -> (__enter__, __exit__)
 PyObject* region_methods(PyObject*, PyObject* arguments) {
   static PyMethodDef enter_method{
-      "__enter__", &raising<&enter_block>, METH_NOARGS, "Enter the region on this thread, and return it."};
+      "__enter__", &raising<&enter_block>, METH_NOARGS, "Enter the region on this thread; return it."};
   static PyMethodDef exit_method{
-      "__exit__", fast(&raising_fast<&exit_block>), METH_FASTCALL, "Leave the region, which this thread has entered."};
+      "__exit__", fast(&raising_fast<&exit_block>), METH_FASTCALL, "Leave the region on this thread."};
   PyObject *type, *ready_set, *entry, *exit;
   parse(arguments, "OOOO", &type, &ready_set, &entry, &exit);
   keep(ready, ready_set);

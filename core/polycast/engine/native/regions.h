@@ -1,9 +1,7 @@
-// The state machine that enters and leaves regions; reference/state_machine.py is the same in Python, to be read first.
+// The state machine that enters and leaves regions. Read reference/state_machine.py first: it is the same in Python.
 //
-// Owns what each thread has: its frames, and the casts of its regions. The truth for enabled and dtype stays in torch's own
-// thread-local state.
-//
-// Locks. None: what a thread has is its own, and is touched with the GIL held.
+// Owns the frames of each thread, and the casts of its regions. Whether autocast is enabled, and its dtype, stay in torch's
+// thread-local state. Locks: none; a thread's state is accessed by that thread, with the GIL held.
 
 #pragma once
 
@@ -18,38 +16,38 @@
 #include <vector>
 
 #include "autocast.h"
+#include "deferred_destruction.h"
+#include "extension.h"
 #include "frames.h"
 #include "observed.h"
-#include "python.h"
-#include "region_casts.h"
-#include "store.h"
+#include "region_store.h"
+#include "user_store.h"
 
-namespace {  // all is one unit, binding.cpp
+namespace {
 
-// Set by bind(); they live as long as the process.
-PyObject* native_override = nullptr;  // this engine's Override for one of engine/state.py
-PyObject* native_store = nullptr;    // this engine's Store for a WeightCache
+// Set by bind().
+PyObject* native_override = nullptr;  // returns the Override for one of engine/state.py
+PyObject* native_store = nullptr;    // returns the UserStore of a WeightCache
 
-// What a thread has: the frames of its regions, and their casts.
 class ThreadRegions {
  public:
   explicit ThreadRegions(DeviceRegions* devices) : frames(devices, &casts) {}
 
-  RegionCasts casts;
+  RegionStore casts;
   Frames frames;
 
-  // Take everything out, for the caller to free with the GIL held. The thread is in no region any more.
+  // Remove all frames and casts, for the caller to free with the GIL held.
   std::shared_ptr<void> end() {
-    auto remains = std::make_shared<Remains>();
+    auto removed = std::make_shared<Removed>();
     while (frames.newest() != nullptr) {
-      remains->frames.push_back(frames.take_out(frames.newest()));
+      removed->frames.push_back(frames.remove(frames.newest()));
     }
-    remains->casts = casts.take_all();
-    return remains;
+    removed->casts = casts.release();
+    return removed;
   }
 
  private:
-  struct Remains {
+  struct Removed {
     std::vector<std::unique_ptr<Frame>> frames;
     std::shared_ptr<void> casts;
   };
@@ -59,20 +57,19 @@ struct ThisThread {
   std::shared_ptr<ThreadRegions> regions;
   bool ends_in_time = false;
 
-  // The thread ends, without the GIL.
+  // Runs as the thread ends, without the GIL.
   ~ThisThread() {
     if (regions != nullptr) {
-      LeftBehind::things().leave(regions->end());
+      DeferredDestruction::queue().add(regions->end());
     }
   }
 };
 
 thread_local ThisThread this_thread;
 
-// A thread that ends inside a region is in it no more. Python says so in time, with the GIL held: when it drops what it keeps
-// for the thread, and before it tells who waits for the thread that it has ended. What happens after that (a destructor that
-// enters a region) is left to be freed by others. In the child of a fork it drops what it keeps for other threads, too.
-void end_with_thread() {
+// Leave the thread's regions when it ends. Python drops the thread's dict with the GIL held, before join() returns; in the child
+// of a fork also those of other threads. Regions that are entered later, in a destructor, are freed by another thread.
+void leave_at_thread_end() {
   auto ending = std::make_unique<std::shared_ptr<ThreadRegions>>(this_thread.regions);
   const Object capsule = Object::made(PyCapsule_New(ending.get(), nullptr, [](PyObject* gone) {
     const std::unique_ptr<std::shared_ptr<ThreadRegions>> owned(
@@ -89,40 +86,38 @@ void end_with_thread() {
   this_thread.ends_in_time = true;
 }
 
-// What the thread has. Called with the GIL held.
-ThreadRegions& here() {
+ThreadRegions& regions_of_thread() {
   if (!this_thread.ends_in_time) {
     if (this_thread.regions == nullptr) {
       this_thread.regions = std::make_shared<ThreadRegions>(&device_regions);
     }
-    LeftBehind::things().free();  // of threads that have ended; this may run Python, which may enter regions
+    DeferredDestruction::queue().run();  // of ended threads; may run Python, which may enter regions
     if (!this_thread.ends_in_time) {
-      end_with_thread();
+      leave_at_thread_end();
     }
   }
   return *this_thread.regions;
 }
 
-// Lay the override of a new frame over the one below it, or over None. A program enters the same few again and again, so the last
-// answers are kept. Called with the GIL held; runs Python where there is no answer yet.
-void lay_over(Frame& frame, PyObject* below) {
-  struct Answer {
+// Merge the override of a new frame with the one below it, or None. Memoizes the last results; may run Python otherwise.
+void merge_override(Frame& frame, PyObject* below) {
+  struct Merged {
     Object override, below, result;
     std::shared_ptr<const Override> policies;
   };
-  static auto* const answers = new std::array<Answer, 16>();
+  static auto* const memo = new std::array<Merged, 16>();
   static size_t oldest = 0;
-  const Answer* found = std::find_if(answers->begin(), answers->end(), [&](const Answer& answer) {
-    return answer.override.get() == frame.override.get() && answer.below.get() == below;
+  const Merged* found = std::find_if(memo->begin(), memo->end(), [&](const Merged& merged) {
+    return merged.override.get() == frame.override.get() && merged.below.get() == below;
   });
-  Answer made;
-  if (found == answers->end()) {
+  Merged made;
+  if (found == memo->end()) {
     Object result = below == Py_None ? frame.override : Object::made(PyObject_CallMethod(frame.override.get(), "over", "(O)", below));
     auto policies = Holder<const Override>::of(call(native_override, "(O)", result.get()).get());
     made = {frame.override, Object::of(below), std::move(result), std::move(policies)};
-    std::swap(made, (*answers)[oldest]);  // what was there dies as we return
-    found = &(*answers)[oldest];
-    oldest = (oldest + 1) % answers->size();
+    std::swap(made, (*memo)[oldest]);  // the former result dies on return
+    found = &(*memo)[oldest];
+    oldest = (oldest + 1) % memo->size();
   }
   frame.policies = found->policies;
   frame.override = found->result;
@@ -137,7 +132,7 @@ bool enter_region(PyObject* owner, PyObject* all_settings) {
   }
   const auto device = device_of(settings[0]);
   const auto dtype = dtype_of(settings[2]);
-  ThreadRegions& regions = here();
+  ThreadRegions& regions = regions_of_thread();
   auto frame = std::make_unique<Frame>();
   frame->owner = Object::of(owner);
   frame->settings = Object::of(all_settings);
@@ -148,15 +143,15 @@ bool enter_region(PyObject* owner, PyObject* all_settings) {
   if (!frame->override.is_none()) {
     const Frame* const below = inherits ? region_of(device).innermost : nullptr;
     const Object its = below == nullptr ? Object::of(Py_None) : below->override;  // Python may run, and the region end
-    lay_over(*frame, its.get());
+    merge_override(*frame, its.get());
   }
   if (!frame->cache.is_none()) {
-    frame->store = Holder<Store>::of(call(native_store, "(O)", frame->cache.get()).get());
+    frame->store = Holder<UserStore>::of(call(native_store, "(O)", frame->cache.get()).get());
   }
   if (const Observer* const told = observer.load(std::memory_order_relaxed)) {
     told->enter_region(frame.get(), owner, device, settings[1] == Py_True, dtype);
   }
-  // Python may have run until here, and have entered and left regions; from here on it does not.
+  // Python may have run until here, and entered or left regions; from here on it does not.
   if (const Frame* const below = region_of(device).innermost; below != nullptr && inherits) {
     if (frame->policies == nullptr) {
       frame->policies = below->policies;
@@ -180,8 +175,8 @@ bool enter_region(PyObject* owner, PyObject* all_settings) {
   return at::impl::torch_function_mode_enabled();
 }
 
-// Leave a region; see StateMachine in engine/state.py. What a frame would have restored passes to the frame above it: the
-// device's for the device, the thread's for the cache; where there is none it is restored. Python may run once it is.
+// Leave a region; see StateMachine in engine/state.py. The frame's state to restore passes to the frame above it, for the device
+// and for the thread's cache; if there is none, it is restored. Python may run after that.
 std::optional<bool> leave_region(PyObject* owner) {
   Frame* const found = this_thread.regions == nullptr ? nullptr : this_thread.regions->frames.find(owner);
   if (found == nullptr) {
@@ -203,15 +198,14 @@ std::optional<bool> leave_region(PyObject* owner) {
   if (const Observer* const told = observer.load(std::memory_order_relaxed)) {
     told->leave_region(found);
   }
-  // It is freed at the end, for that may run Python.
-  const std::unique_ptr<Frame> frame = regions.frames.take_out(found);
+  const std::unique_ptr<Frame> frame = regions.frames.remove(found);  // freed on return, which may run Python
   if (at::autocast::decrement_nesting() == 0) {
-    // Who has the lock of torch's cache may wait for the GIL, to free a cast that Python has seen.
+    // A thread that holds the lock of torch's cache may wait for the GIL, to free a cast that has a Python object.
     const WithoutGil others_may_run;
     at::autocast::clear_cache();
   }
   if (regions.frames.newest() == nullptr) {
-    InFlight::storages().forget_ended();
+    PendingCollectives::instance().drop_finished();
     regions.casts.end_region();
   }
   return at::impl::torch_function_mode_enabled();
@@ -236,31 +230,31 @@ PyObject* enter(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 
 // leave(owner) -> bool | None
 //
-// It takes its argument as enter() does: Python checks the depth of recursion for both or for none, so that what could be
-// entered at the last depth can be left.
+// METH_FASTCALL as enter(): Python then checks the recursion depth for both or neither, so that a region which could be entered
+// can be left.
 PyObject* leave(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   TORCH_INTERNAL_ASSERT(count == 1);
   const std::optional<bool> left = leave_region(arguments[0]);
   return left ? PyBool_FromLong(*left) : Py_NewRef(Py_None);
 }
 
-// dtype(device_type) -> torch.dtype: that of autocast on this thread.
+// dtype(device_type) -> torch.dtype
 PyObject* dtype(PyObject*, PyObject* device_type) {
   return Py_NewRef(python_dtype(at::autocast::get_autocast_dtype(device_of(device_type))));
 }
 
-// excluded_keys() -> int: the dispatch keys that this thread excludes, of which those of autocast say where it is off.
+// excluded_keys() -> int
 PyObject* excluded_keys(PyObject*, PyObject*) {
   return PyLong_FromUnsignedLongLong(c10::impl::tls_local_dispatch_key_set().excluded_.raw_repr());
 }
 
-// last() -> (owner, settings) of the region that was entered last, or None.
+// last() -> (owner, settings) | None
 PyObject* last(PyObject*, PyObject*) {
   const Frame* const frame = this_thread.regions == nullptr ? nullptr : this_thread.regions->frames.newest();
   return frame == nullptr ? Py_NewRef(Py_None) : Py_BuildValue("(OO)", frame->owner.get(), frame->settings.get());
 }
 
-// innermost(device_type) -> (override, cache) of the innermost region for a device, or None.
+// innermost(device_type) -> (override, cache) | None
 PyObject* innermost(PyObject*, PyObject* device_type) {
   const Frame* const frame = region_of(device_of(device_type)).innermost;
   return frame == nullptr ? Py_NewRef(Py_None) : Py_BuildValue("(OO)", frame->override.get(), frame->cache.get());
@@ -269,7 +263,7 @@ PyObject* innermost(PyObject*, PyObject* device_type) {
 // nesting(device_type) -> int
 PyObject* nesting(PyObject*, PyObject* device_type) { return PyLong_FromLong(region_of(device_of(device_type)).depth); }
 
-// open_regions(device_type) -> int: of all threads
+// open_regions(device_type) -> int
 PyObject* open_regions(PyObject*, PyObject* device_type) { return PyLong_FromLong(open_count_of(device_of(device_type))); }
 
 // clear_own_casts(all_threads)
@@ -277,7 +271,7 @@ PyObject* clear_own_casts(PyObject*, PyObject* all_threads) {
   {
     const WithoutGil others_may_run;
     if (all_threads == Py_True) {
-      Writes::log().add_all();
+      InvalidationLog::instance().add_all();
     }
     if (this_thread.regions != nullptr) {
       this_thread.regions->casts.clear();

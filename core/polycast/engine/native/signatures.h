@@ -1,13 +1,11 @@
-// The ops whose kernels are called without a stack, with the C++ signatures that torch has for them.
-//
-// Owns nothing. Locks: none. A kernel goes on through torch's own function of the op, which is compiled: only what differs by
-// signature is compiled here, once for all ops of the same.
+// The ops with an unboxed entry point, which redispatch through torch's compiled functions. One entry point is compiled for each
+// signature. An op that is not listed gets the boxed one, which is slower: tests/engine/test_signatures.py.
 
 #pragma once
 
 #include <ATen/Operators.h>
 
-namespace {  // all is one unit, binding.cpp
+namespace {
 
 template <class... Ops>
 struct OpList {};
@@ -16,12 +14,12 @@ struct OpList {};
 
 namespace at::_ops {
 
-// In some versions of torch only.
+// Only in some versions of torch.
 struct cholesky;
 struct qr;
 struct linalg_matrix_sqrth;
 
-// The ops of the built-in tables, and what people name in policies besides.
+// The ops of the built-in tables, and others that policies commonly name.
 using UnboxedOps = ::OpList<
     _addmm_activation, _convolution, _convolution_deprecated, _grid_sampler_2d_cpu_fallback, _lu_with_info,
     _mps_convolution, _native_multi_head_attention, _scaled_dot_product_flash_attention, _thnn_fused_gru_cell,

@@ -1,6 +1,5 @@
-// Kernels that are called without a stack: what differs by an op's signature, and how each goes on below the Autocast key.
-//
-// Owns nothing. Locks: none.
+// Unboxed entry points: kernels that the dispatcher calls with arguments in place of a stack. Only the layout of the arguments
+// depends on the signature; all else is shared.
 
 #pragma once
 
@@ -19,20 +18,19 @@
 #include "kernel.h"
 #include "signatures.h"
 
-namespace {  // all is one unit, binding.cpp
+namespace {
 
-// From a kernel of a known signature to what is below in the dispatcher: while this is there, autocast is off, the casts live, and
-// where autograd, which alone is between here and the device's kernel, has nothing to do, it is passed by.
-class Passage {
+// While it lives, autocast is off, the casts are alive, and autograd is skipped if it has nothing to record. Casts the arguments.
+class RedispatchGuard {
  public:
-  C10_NOINLINE Passage(const Kernel& kernel, c10::DispatchKeySet keys, const Arguments& arguments) : keys_(keys & kernel.below_) {
+  C10_NOINLINE RedispatchGuard(const Kernel& kernel, c10::DispatchKeySet keys, const Arguments& arguments) : keys_(keys & kernel.below_) {
     const DeviceRegion& region = region_of(kernel.device_);
     const Policy policy = kernel.policy(region);
     if (policy == Policy::kNone) {
       return;
     }
     no_autocast_.emplace(kernel.keys_);
-    const Conversion conversion{
+    const CastSpec spec{
         kernel.dtype_for(policy, [&](Promotion& promotion) {
           arguments.any_tensor([&](const Tensor& tensor) {
             promotion.look(tensor);
@@ -40,23 +38,23 @@ class Passage {
           });
         }),
         kernel.device_, kernel.has_plain_keys(keys), region, kernel.is_capturing_};
-    if (conversion.dtype != ScalarType::Undefined) {
-      casts_.make(arguments, conversion);
+    if (spec.dtype != ScalarType::Undefined) {
+      casts_.make(arguments, spec);
     } else if (
         policy == Policy::kFp32SetOptDtype && arguments.begin_with_tensor && is_eligible(arguments.at<Tensor>(0), kernel.device_)) {
       set_dtype(arguments);
     }
     if (C10_UNLIKELY((keys_ | kernel.keys_) != keys)) {
-      keys_ = keys - kernel.keys_;  // what is above, such as a Python dispatcher, sees each call
-    } else if (conversion.has_plain_keys && kernel.passes_autograd_by_ && has_nothing_to_record(arguments)) {
-      below_autograd_.emplace();  // what the op is made of, too
+      keys_ = keys - kernel.keys_;  // keep keys above, such as a Python dispatcher
+    } else if (spec.has_plain_keys && kernel.skips_autograd_ && has_nothing_to_record(arguments)) {
+      below_autograd_.emplace();  // also for the ops that a composite calls
       keys_ = kernel.device_keys_;
     }
   }
-  Passage(const Passage&) = delete;
-  C10_NOINLINE ~Passage() {}
+  RedispatchGuard(const RedispatchGuard&) = delete;
+  C10_NOINLINE ~RedispatchGuard() {}
 
-  // The keys that the op goes on with.
+  // The keys to redispatch with.
   c10::DispatchKeySet keys() const { return keys_; }
 
  private:
@@ -66,7 +64,7 @@ class Passage {
         !arguments.any_tensor([&](const Tensor& tensor) { return differentiation.has(tensor); });
   }
 
-  // The kernel's own copy of an argument that the caller left out.
+  // Set the dtype where the caller left it out.
   static void set_dtype(const Arguments& arguments) {
     for (size_t i = 0; i < arguments.count; ++i) {
       if (arguments.kinds[i] == Kind::kDtype && !arguments.at<std::optional<ScalarType>>(i)) {
@@ -82,7 +80,7 @@ class Passage {
   std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd_;
 };
 
-// Stands for the kernel of an op of a known signature, which is a Kernel.
+// The type under which a Kernel is registered for a signature.
 template <class Signature>
 struct Unboxed;
 
@@ -91,17 +89,17 @@ struct Unboxed<Result(Args...)> : c10::OperatorKernel {
   Result operator()(c10::DispatchKeySet keys, Args... args);
 };
 
-// Where the arguments of a signature that are of some kind have their addresses.
+// For a signature, where in Arguments the address of each argument lies.
 template <class... Args>
-struct Places {
+struct ArgumentLayout {
   static constexpr size_t count = (size_t{0} + ... + (kind_of<Args> != Kind::kOther));
   static_assert(count <= Casts::kMost);
 
-  std::array<Kind, sizeof...(Args)> kinds{kind_of<Args>...};  // of those that are of some, in front
+  std::array<Kind, sizeof...(Args)> kinds{kind_of<Args>...};  // the first `count` are those of the addresses
   std::array<uint8_t, sizeof...(Args)> of_argument{};
   bool begin_with_tensor = kinds[0] == Kind::kTensor;
 
-  constexpr Places() {
+  constexpr ArgumentLayout() {
     uint8_t found = 0;
     for (size_t i = 0; i < kinds.size(); ++i) {
       of_argument[i] = found;
@@ -112,7 +110,7 @@ struct Places {
   }
 };
 
-// An argument, or its cast. One of no kind is passed on as it came.
+// Return an argument or its cast.
 template <class Arg>
 C10_ALWAYS_INLINE decltype(auto) used(std::remove_reference_t<Arg>& arg, const void* address) {
   if constexpr (kind_of<Arg> == Kind::kOther) {
@@ -124,7 +122,7 @@ C10_ALWAYS_INLINE decltype(auto) used(std::remove_reference_t<Arg>& arg, const v
 
 }  // namespace
 
-// What the dispatcher calls with arguments.
+// Specializations of torch's templates: the unboxed call.
 template <class Result, class... Args>
 struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(c10::DispatchKeySet, Args...)> final {
   static Result call(c10::OperatorKernel* functor, c10::DispatchKeySet keys, Args... args) {
@@ -144,17 +142,17 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
         }
       }
     }
-    static constexpr Places<Args...> kPlaces;
-    std::array<const void*, kPlaces.count + 1> addresses;
-    ((kind_of<Args> != Kind::kOther ? void(addresses[kPlaces.of_argument[I]] = std::addressof(args)) : void()), ...);
-    const Passage passage(
-        kernel, keys, {kPlaces.kinds.data(), addresses.data(), kPlaces.count, kPlaces.begin_with_tensor});
+    static constexpr ArgumentLayout<Args...> kLayout;
+    std::array<const void*, kLayout.count + 1> addresses;
+    ((kind_of<Args> != Kind::kOther ? void(addresses[kLayout.of_argument[I]] = std::addressof(args)) : void()), ...);
+    const RedispatchGuard guard(
+        kernel, keys, {kLayout.kinds.data(), addresses.data(), kLayout.count, kLayout.begin_with_tensor});
     const auto redispatch = reinterpret_cast<Result (*)(c10::DispatchKeySet, Args...)>(kernel.redispatch());
-    return redispatch(passage.keys(), used<Args>(args, addresses[kPlaces.of_argument[I]])...);
+    return redispatch(guard.keys(), used<Args>(args, addresses[kLayout.of_argument[I]])...);
   }
 };
 
-// What it calls with a stack: torch's would take the arguments off it, and put them on another below.
+// The boxed call: torch's would unbox the arguments here and box them again below.
 template <class Signature>
 struct c10::impl::make_boxed_from_unboxed_functor<Unboxed<Signature>, false> final {
   static void call(c10::OperatorKernel* functor, const c10::OperatorHandle& handle, c10::DispatchKeySet keys, Stack* stack) {
@@ -164,8 +162,8 @@ struct c10::impl::make_boxed_from_unboxed_functor<Unboxed<Signature>, false> fin
 
 namespace {
 
-// An op whose kernel is called without a stack.
-struct Entrance {
+// An op with an unboxed entry point.
+struct UnboxedEntry {
   const char *name, *overload_name;
   c10::KernelFunction (*function)(std::unique_ptr<c10::OperatorKernel>);
   void (*redispatch)();  // of its signature
@@ -176,7 +174,7 @@ c10::KernelFunction unboxed(std::unique_ptr<c10::OperatorKernel> kernel) {
   return c10::KernelFunction::makeFromUnboxedFunctor<false, Unboxed<Signature>>(std::move(kernel));
 }
 
-// What there is of an op: of one that this torch does not have, nothing.
+// Op traits; empty if this torch lacks the op.
 template <class Op>
 struct Known {
   static constexpr const char *name = "", *overload_name = "";
@@ -191,21 +189,21 @@ struct Known<Op> : Op {
 };
 
 template <class Ops>
-struct Entrances;
+struct UnboxedEntries;
 
 template <class... Ops>
-struct Entrances<OpList<Ops...>> {
-  // Initialized where it is, and by no code: a function for so many would be the largest of all.
-  static inline const Entrance all[] = {
+struct UnboxedEntries<OpList<Ops...>> {
+  // Initialized statically: a function that does it would be the largest of all.
+  static inline const UnboxedEntry all[] = {
       {Known<Ops>::name, Known<Ops>::overload_name, Known<Ops>::function, reinterpret_cast<void (*)()>(Known<Ops>::redispatch)}...};
 };
 
-// The entrance of an op, or null.
-const Entrance* find_entrance(const c10::OperatorHandle& handle) {
+// Return the unboxed entry point of an op, or null.
+const UnboxedEntry* find_unboxed_entry(const c10::OperatorHandle& handle) {
   const auto& op = handle.operator_name();
-  const auto& all = Entrances<at::_ops::UnboxedOps>::all;
-  const auto found = std::find_if(std::begin(all), std::end(all), [&](const Entrance& entrance) {
-    return op.name == entrance.name && op.overload_name == entrance.overload_name;
+  const auto& all = UnboxedEntries<at::_ops::UnboxedOps>::all;
+  const auto found = std::find_if(std::begin(all), std::end(all), [&](const UnboxedEntry& entry) {
+    return op.name == entry.name && op.overload_name == entry.overload_name;
   });
   return found == std::end(all) ? nullptr : &*found;
 }

@@ -11,10 +11,11 @@ import torch
 from ...policy.cast_policy import CastPolicy
 from ...torch_internals.dispatcher import excluded_keys
 from ...torch_internals.names import is_function_mode_enabled
+from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT, NOT_CACHED
 from ..casts.weight_cache import WeightCache
 from ..casts.weights import Source, caching_is_safe, is_all_of, weight_of
 from ..override import Override
-from ..state import NO_WEIGHT, NOTHING_KEPT, WATCHED, Settings
+from ..state import Settings
 from .store import PythonStore, with_history
 
 _CastWeight: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor | None]
@@ -209,19 +210,19 @@ class PythonStateMachine:
         override = None if region is None else region[0]
         return default if override is None else override.policies.get(name, default)
 
-    def packing(
-        self, cache: WeightCache, weight: torch.Tensor, kind: int, prepare: Callable[[torch.Tensor], Any]
+    def prepacked(
+        self, cache: WeightCache, weight: torch.Tensor, kind: int, prepack: Callable[[torch.Tensor], Any]
     ) -> tuple[torch.Tensor, ...] | str | None:
-        """Return what a weight is packed into."""
+        """See :class:`StateMachine`."""
         if not caching_is_safe():
-            return WATCHED
-        kept_for = weight_of(weight, to_pack=True)
-        if kept_for is None:
+            return INTERCEPTED
+        source_weight = weight_of(weight, to_pack=True)
+        if source_weight is None:
             return NO_WEIGHT
         if not torch.is_autocast_cache_enabled():
-            return NOTHING_KEPT
-        source = Source(weight, kept_for, holders=1 if weight is kept_for else 2)
-        return cache.store("reference", PythonStore).packing(source, kind, prepare)
+            return NOT_CACHED
+        source = Source(weight, source_weight, holders=1 if weight is source_weight else 2)
+        return cache.store("reference", PythonStore).prepacked(source, kind, prepack)
 
     def computes_low_bit(self, name: str, device_type: str) -> bool:
         """Say whether the recipe of this thread's region is for an op."""

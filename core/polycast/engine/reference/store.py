@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...common.atfork import Lock, hold_during_fork
 from ...errors import StaleWeightError
 from ...torch_internals.names import has_storage, without_torch_function
+from ..casts.not_prepacked import NO_ROOM, VIEWS_ARE_FULL, WRITTEN_UNSEEN
 from ..casts.weights import STALE, Source, TensorBase, has_other_holders, storages_are_rewritten
-from ..state import NO_ROOM, VIEWS_ARE_FULL, WRITTEN_UNSEEN
 
 _MOST_USES = 3
 _USES_TO_REPACK = 16
@@ -115,7 +115,7 @@ class PythonStore:
                 _check_contents(weight, entry.cast)
             return entry.cast
 
-    def packing(self, source: Source, kind: int, prepare: Callable[[torch.Tensor], _Packing]) -> _Packing | str:
+    def prepacked(self, source: Source, kind: int, prepare: Callable[[torch.Tensor], _Packing]) -> _Packing | str:
         """Return what `prepare` makes of a weight or a view: what is kept if it holds, else anew.
 
         Where it could not be kept it is not made, for that is more work than it saves: then return the reason.

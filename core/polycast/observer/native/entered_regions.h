@@ -9,6 +9,7 @@
 #include <mutex>
 #include <utility>
 
+#include "extension.h"
 #include "watch.h"
 
 namespace {

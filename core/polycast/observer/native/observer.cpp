@@ -12,7 +12,7 @@
 #include "casts.h"
 #include "entered_regions.h"
 #include "forks.h"
-#include "python.h"
+#include "extension.h"
 #include "reading.h"
 
 namespace {

@@ -18,7 +18,7 @@
 #include <utility>
 #include <vector>
 
-#include "content.h"
+#include "version_stamp.h"
 #include "observing.h"
 #include "recorder.h"
 
@@ -125,10 +125,10 @@ class CastWeights {
     const Key key{weight.unsafeGetTensorImpl(), cast.scalar_type()};
     const auto found = weights_.find(key);
     Repeats repeats = Repeats::kNothing;
-    if (found != weights_.end() && found->second.content.is_that_of(weight)) {
+    if (found != weights_.end() && found->second.content.matches(weight)) {
       repeats = found->second.cast._unsafe_get_target() == cast.unsafeGetTensorImpl() ? Repeats::kCast : Repeats::kContent;
     }
-    weights_.insert_or_assign(key, Weight{Content(weight), decltype(Weight::cast)(cast.getIntrusivePtr())});
+    weights_.insert_or_assign(key, Weight{VersionStamp(weight), decltype(Weight::cast)(cast.getIntrusivePtr())});
     return repeats;
   }
 
@@ -136,7 +136,7 @@ class CastWeights {
 
  private:
   struct Weight {
-    Content content;
+    VersionStamp content;
     c10::weak_intrusive_ptr<TensorImpl, c10::UndefinedTensorImpl> cast;
   };
   std::unordered_map<Key, Weight, KeyHash> weights_;

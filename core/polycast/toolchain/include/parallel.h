@@ -1,6 +1,4 @@
-// Loops over torch's own threads: for the engine, and for the ops of backends, which may include it.
-//
-// Owns nothing. Locks: none.
+// Loops on torch's own threads, for the engine and for the C++ ops of backends.
 
 #pragma once
 
@@ -9,8 +7,8 @@
 #include <algorithm>
 #include <cstdint>
 
-// The OpenMP that torch's libraries were linked with, found through them. A second one, as the compiler's -fopenmp would
-// bring, has threads of its own, which torch.set_num_threads does not reach and which compete with torch's.
+// The OpenMP library that torch is linked with. A second one, which -fopenmp would add, has threads of its own, which compete
+// with torch's and ignore torch.set_num_threads.
 extern "C" {
 void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags) __attribute__((weak));
 int omp_get_thread_num() __attribute__((weak));
@@ -24,11 +22,11 @@ inline bool has_threads() {
   return GOMP_parallel != nullptr && omp_get_thread_num != nullptr && omp_get_num_threads != nullptr;
 }
 
-// Call body(begin, end) for consecutive parts of [0, count) on torch's threads; a part is worth `grain` of them or is the
-// only one. The body must not throw.
+// Call body(begin, end) for consecutive parts of [0, count) on torch's threads, each with at least about `grain` items. The body
+// must not throw.
 //
-// The team is always the one that at::parallel_for starts, and threads without a part return at once. A smaller team would
-// have libgomp end the surplus threads, and create them again for torch's next loop, at some 0.1 ms each time.
+// The team has the size that at::parallel_for uses; threads without a part return at once. For a smaller team libgomp would end
+// the other threads, and create them again for torch's next loop, in some 0.1 ms.
 template <typename Body>
 void for_each_part(int64_t count, int64_t grain, const Body& body) {
   const int64_t wanted = (count + grain - 1) / grain;
@@ -44,7 +42,7 @@ void for_each_part(int64_t count, int64_t grain, const Body& body) {
   GOMP_parallel(
       [](void* data) {
         const auto& [body, count, wanted] = *static_cast<const Shared*>(data);
-        // The team that came: OMP_THREAD_LIMIT and OMP_DYNAMIC may make it smaller than torch's number of threads.
+        // OMP_THREAD_LIMIT and OMP_DYNAMIC may make the team smaller.
         const int64_t parts = std::min<int64_t>(wanted, omp_get_num_threads());
         const int64_t number = omp_get_thread_num();
         if (number < parts) {

@@ -1,6 +1,4 @@
-// torch's autocast state, by its functions: ATen/autocast_mode.h, which declares them, takes longer to parse than all else here.
-//
-// Owns nothing. Locks: none; the state is a thread's own.
+// torch's autocast functions, declared here because ATen/autocast_mode.h takes longer to parse than everything else.
 
 #pragma once
 
@@ -27,7 +25,7 @@ Tensor cached_cast(at::ScalarType to_type, const Tensor& arg, c10::DeviceType de
 
 namespace {
 
-// A device's own key, whose name that of its Autocast key ends with.
+// Return a device's own dispatch key; the names differ by a prefix.
 c10::DispatchKey key_below(c10::DispatchKey autocast) {
   return c10::parseDispatchKey(std::string(c10::toString(autocast)).substr(std::strlen("Autocast")));
 }

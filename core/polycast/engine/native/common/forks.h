@@ -1,6 +1,5 @@
-// Locks over a fork: they are taken before it, in the order in which they nest, and given back after it, on both sides.
-//
-// Owns the list of those that are held. Locks: those that it is given.
+// Mutexes that are held during a fork: acquired before it, in the order in which they nest, and released after it in both
+// processes.
 
 #pragma once
 
@@ -15,7 +14,7 @@ namespace {
 
 class AtForkLock {
  public:
-  // Have a function called before each fork, which takes what is to be held.
+  // Call `take_all`, which takes the mutexes, before each fork.
   static void have(void (*take_all)()) {
 #ifndef _WIN32
     static std::once_flag once;
@@ -32,7 +31,7 @@ class AtForkLock {
   static void give_back() {
     while (!held().empty()) {
       std::mutex* const last = held().back();
-      held().pop_back();  // before the last one is given back, for it guards this list
+      held().pop_back();  // before unlocking: the last one to be unlocked guards this list
       last->unlock();
     }
   }

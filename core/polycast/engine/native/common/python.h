@@ -1,9 +1,7 @@
-// Python by its limited API, so that one build serves every Python from 3.10 on; and what torch's headers say of Python's tensors.
+// Python objects through the limited API, so that one build serves every Python from 3.10 on.
 //
-// torch's own headers for this include pybind11, which is of one Python and takes long to parse. So functions of torch's are declared
-// here, and structs are what excerpts.py has cut out of the headers that are compiled for.
-//
-// Owns nothing but what its objects refer to. Locks: the GIL, where a name says so.
+// torch's own headers for this include pybind11, which is tied to one Python version and slow to parse. So torch's functions
+// are declared here, and its structs come from excerpts of the installed headers (see toolchain/header_excerpts.py).
 
 #pragma once
 
@@ -13,9 +11,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstring>
 #include <exception>
-#include <memory>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -36,7 +32,7 @@ class Gil {
   const PyGILState_STATE state_;
 };
 
-// Has let go of the GIL, which the thread holds before and after.
+// Releases the GIL, which the calling thread must hold.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}
@@ -47,7 +43,7 @@ class WithoutGil {
   PyThreadState* const state_;
 };
 
-// The error that Python has set is put aside until this is gone. Called with the GIL held.
+// Sets the pending Python error aside, and restores it on destruction. The GIL must be held.
 class ErrorAside {
  public:
   ErrorAside() { PyErr_Fetch(&type_, &value_, &traceback_); }
@@ -60,7 +56,7 @@ class ErrorAside {
 
 }  // namespace
 
-// What torch throws where Python has raised, and what the excerpt of it names.
+// torch's C++ exception for a Python error, and the names that its excerpt uses.
 #define PyBytes_AS_STRING PyBytes_AsString
 namespace pybind11 {
 using gil_scoped_acquire = Gil;
@@ -79,14 +75,14 @@ void translate_exception_to_python(const std::exception_ptr& exception);
 
 namespace {
 
-// Raise what Python has raised, from here on in C++.
+// Throw the pending Python error as a C++ exception.
 [[noreturn]] C10_NOINLINE void raise() {
   python_error error;
   error.persist();
   throw error;
 }
 
-// A reference to an object. Called with the GIL held, save where it is empty.
+// A strong reference. All but empty ones need the GIL.
 class Object {
  public:
   Object() = default;
@@ -98,7 +94,7 @@ class Object {
   }
   ~Object() { Py_XDECREF(object_); }
 
-  // What a function of Python's has returned: a new reference, or null where it has raised.
+  // Take over a new reference that Python has returned; throw if it is null.
   static Object made(PyObject* object) {
     if (object == nullptr) {
       raise();
@@ -119,7 +115,7 @@ class Object {
   PyObject* object_ = nullptr;
 };
 
-// Call a function, with arguments as Py_BuildValue reads them, in brackets.
+// Call a function with the arguments that Py_BuildValue makes of a parenthesized format.
 template <class... Args>
 Object call(PyObject* function, const char* format, Args... args) {
   const Object arguments = Object::made(Py_BuildValue(format, args...));
@@ -145,7 +141,7 @@ std::string string_of(PyObject* object) {
   return {text, static_cast<size_t>(size)};
 }
 
-// What each object of an iterable is.
+// Convert each item of an iterable.
 template <class Convert>
 auto each_of(PyObject* iterable, Convert convert) {
   std::vector<std::decay_t<decltype(convert(iterable))>> found;
@@ -172,47 +168,21 @@ Object python_tensor(const Tensor& tensor) { return Object::made(THPVariable_Wra
 
 ScalarType dtype_of(PyObject* dtype) { return reinterpret_cast<const THPDtype*>(dtype)->scalar_type; }
 
-// A torch.dtype, or None.
+// Return the torch.dtype, or None for Undefined. Borrowed.
 PyObject* python_dtype(ScalarType dtype) {
   return dtype == ScalarType::Undefined ? Py_None : reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype));
 }
 
-// A function of ours for Python: what it throws is raised there. It returns a new reference.
-template <auto function>
-PyObject* raising(PyObject* self, PyObject* argument) {
-  try {
-    return function(self, argument);
-  } catch (const std::exception&) {
-    torch::translate_exception_to_python(std::current_exception());
-    return nullptr;
-  }
-}
-
-template <auto function>
-PyObject* raising_fast(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-  try {
-    return function(self, arguments, count);
-  } catch (const std::exception&) {
-    torch::translate_exception_to_python(std::current_exception());
-    return nullptr;
-  }
-}
-
-// As a PyMethodDef holds it.
-PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-}
-
-// Have a variable refer to an object for as long as the process lives, or until it is given another.
+// Store a strong reference in a global, and drop the former one.
 void keep(PyObject*& variable, PyObject* object) {
   PyObject* const former = std::exchange(variable, Py_NewRef(object));
   Py_XDECREF(former);
 }
 
-// The device type that a string names. Called with the GIL held.
+// Return the device type that a string names. The GIL must be held.
 DeviceType device_of(PyObject* name) {
   static auto* const known = new std::unordered_map<std::string, DeviceType>();
-  static PyObject* last = nullptr;  // the string asked for last, held; most ask for one and the same again
+  static PyObject* last = nullptr;  // most callers pass the same string object again
   static DeviceType type;
   if (name == last) {
     return type;
@@ -226,70 +196,6 @@ DeviceType device_of(PyObject* name) {
   type = found->second;
   keep(last, name);
   return type;
-}
-
-// Read the arguments of a call, as PyArg_ParseTuple does.
-template <class... Args>
-void parse(PyObject* arguments, const char* format, Args... args) {
-  if (!PyArg_ParseTuple(arguments, format, args...)) {
-    raise();
-  }
-}
-
-// An object in Python that holds one in C++.
-template <class Value>
-struct Holder {
-  PyObject_HEAD
-  std::shared_ptr<Value> value;
-
-  // The class; the same for as long as the process lives. Set by add_class().
-  static inline PyTypeObject* type = nullptr;
-
-  static const std::shared_ptr<Value>& of(PyObject* object) {
-    TORCH_CHECK_TYPE(PyObject_TypeCheck(object, type), "an object of another class was given");
-    return reinterpret_cast<Holder*>(object)->value;
-  }
-
-  static PyObject* make(std::shared_ptr<Value> value) {
-    PyObject* const object = PyType_GenericAlloc(type, 0);
-    if (object != nullptr) {
-      new (&reinterpret_cast<Holder*>(object)->value) std::shared_ptr<Value>(std::move(value));
-    }
-    return object;
-  }
-
-  static void free(PyObject* object) {
-    std::destroy_at(&reinterpret_cast<Holder*>(object)->value);
-    PyObject_Free(object);
-    Py_DECREF(type);
-  }
-};
-
-// Add the class of such objects to a module; say whether that was done.
-template <class Value, auto make>
-bool add_class(PyObject* module, const char* name, PyMethodDef* methods) {
-  if (Holder<Value>::type == nullptr) {
-    static constexpr auto create = [](PyTypeObject* type, PyObject* arguments, PyObject* named) -> PyObject* {
-      try {
-        return make(type, arguments, named);
-      } catch (const std::exception&) {
-        torch::translate_exception_to_python(std::current_exception());
-        return nullptr;
-      }
-    };
-    PyType_Slot slots[] = {
-        {Py_tp_new, reinterpret_cast<void*>(static_cast<newfunc>(create))},
-        {Py_tp_dealloc, reinterpret_cast<void*>(&Holder<Value>::free)},
-        {Py_tp_methods, methods},
-        {0, nullptr}};
-    PyType_Spec spec{name, sizeof(Holder<Value>), 0, Py_TPFLAGS_DEFAULT, slots};
-    Holder<Value>::type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
-    if (Holder<Value>::type == nullptr) {
-      return false;
-    }
-  }
-  const char* const own = std::strrchr(name, '.') + 1;
-  return PyModule_AddObjectRef(module, own, reinterpret_cast<PyObject*>(Holder<Value>::type)) == 0;
 }
 
 }  // namespace

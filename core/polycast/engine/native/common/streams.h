@@ -1,6 +1,4 @@
-// The streams of devices, and whether one is recorded.
-//
-// Owns nothing. Locks: none; the GIL is taken to ask a backend.
+// The current stream of a device, and whether it captures a graph. Asking a backend takes the GIL.
 
 #pragma once
 
@@ -9,12 +7,31 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "python.h"
 
 namespace {
 
-// The stream that work on a tensor is given to now; none on the CPU.
+// A backend's is_capturing(), or nothing if it never captures. Kernels own one, and are destroyed without the GIL.
+class IsCapturing {
+ public:
+  explicit IsCapturing(Object function) : function_(std::move(function)) {}
+  IsCapturing(IsCapturing&&) = default;
+  ~IsCapturing() {
+    if (function_) {
+      const Gil gil;
+      function_ = Object();
+    }
+  }
+
+  const Object& function() const { return function_; }
+
+ private:
+  Object function_;
+};
+
+// Return the stream on which work on a tensor is queued; none on devices without streams.
 std::optional<c10::Stream> current_stream(const Tensor& tensor) {
   const auto device = tensor.device();
   if (device.is_cpu() || !c10::impl::hasDeviceGuardImpl(device.type())) {
@@ -23,8 +40,8 @@ std::optional<c10::Stream> current_stream(const Tensor& tensor) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-// Whether the device records a graph now. `is_capturing` is the backend's own answer, empty where it has none: then the
-// device's stream is asked, where this torch's streams can tell.
+// Return whether a tensor's device captures a graph: the backend's own answer, where it overrides is_capturing(), else the
+// stream's, from torch 2.12 on.
 template <class Stream = c10::Stream>
 bool captures(const Tensor& tensor, const Object& is_capturing) {
   if (is_capturing) {
@@ -35,7 +52,7 @@ bool captures(const Tensor& tensor, const Object& is_capturing) {
     const std::optional<Stream> stream = current_stream(tensor);
     try {
       return stream && stream->is_capturing();
-    } catch (const c10::Error& error) {  // what torch 2.12 has where newer ones say no: for a device without graphs
+    } catch (const c10::Error& error) {  // torch 2.12 raises this on devices without graphs
       if (error.msg().find("stream capture query") == std::string::npos) {
         throw;
       }

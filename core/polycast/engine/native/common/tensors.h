@@ -1,6 +1,4 @@
-// What is asked of any tensor.
-//
-// Owns nothing. Locks: none.
+// Properties of any tensor, and the names of torch that all files use.
 
 #pragma once
 
@@ -19,7 +17,7 @@ const StorageImpl* storage_of(const Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
 
-// Return how many weak references a storage has, and one more for all that hold it.
+// Return a storage's weak reference count, in which all strong references together count as one.
 size_t count_weak_references(const StorageImpl* storage) {
   auto borrowed = c10::intrusive_ptr<StorageImpl>::reclaim(const_cast<StorageImpl*>(storage));
   const size_t count = borrowed.weak_use_count();
@@ -27,8 +25,7 @@ size_t count_weak_references(const StorageImpl* storage) {
   return count;
 }
 
-// Whoever overrides in Python what a tensor's sizes, device and layout are sees that they are asked for, so of such a tensor
-// nothing is asked.
+// Subclasses that override sizes, device or layout in Python would see them read. Access to a protected member of torch.
 struct Overridden : c10::TensorImpl {
   static bool sizes_of(const c10::TensorImpl& impl) {
     return impl.has_symbolic_sizes_strides() ||

@@ -1,9 +1,10 @@
-// The cast of a float32 weight in the host's memory, in less time than torch's kernel takes, and with the same bits.
+// A cast of float32 weights on x86, bit for bit equal to torch's kernel and faster.
 //
-// A weight that is used once comes from memory, and a loop over it waits for what comes next: the processor looks ahead by
-// no more than a page. So four parts are gone over together, and what comes next in each is asked for ahead.
+// A weight that is used once comes from memory, and hardware prefetchers do not cross pages. So the loop goes over four parts of
+// the weight at the same time, and prefetches in each.
 //
-// Owns nothing. Locks: none.
+// This is a CPU kernel in a core that otherwise names no device. As an op of the CPU's backend it would be a second library that
+// every user has to compile, and a dispatcher call for each cast.
 
 #pragma once
 
@@ -21,7 +22,7 @@
 #include <cpuid.h>
 #endif
 
-namespace {  // all is one unit, binding.cpp
+namespace {
 
 #if defined(__x86_64__)
 
@@ -29,19 +30,19 @@ using EightFloats = float __attribute__((vector_size(32)));
 using EightWords = uint32_t __attribute__((vector_size(32)));
 using EightHalves = uint16_t __attribute__((vector_size(16)));
 
-constexpr int64_t kAtOnce = 16;  // floats: a line of the cache
+constexpr int64_t kCacheLine = 16;  // in floats
 
 template <ScalarType dtype>
 [[gnu::target("avx2,f16c"), gnu::always_inline]] inline void cast_eight(const float* from, uint16_t* to) {
   EightFloats numbers;
   std::memcpy(&numbers, from, sizeof(numbers));
   if constexpr (dtype == at::kHalf) {
-    const auto halves = __builtin_ia32_vcvtps2ph256(numbers, 0);  // to the nearest
+    const auto halves = __builtin_ia32_vcvtps2ph256(numbers, 0);  // round to nearest
     std::memcpy(to, &halves, sizeof(halves));
   } else {
     const auto bits = reinterpret_cast<EightWords>(numbers);
     const auto is_number = reinterpret_cast<EightWords>(numbers == numbers);
-    const EightWords rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to the nearest, of two to the even
+    const EightWords rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to the nearest, ties to even
     const auto halves = __builtin_convertvector((rounded & is_number) | (~is_number & 0xffffu), EightHalves);
     std::memcpy(to, &halves, sizeof(halves));
   }
@@ -50,8 +51,8 @@ template <ScalarType dtype>
 template <ScalarType dtype>
 [[gnu::target("avx2,f16c")]] void cast_part(const float* from, uint16_t* to, int64_t count) {
   constexpr int64_t kStreams = 4, kAhead = 256;
-  const int64_t of_each = count / kStreams / kAtOnce * kAtOnce;
-  for (int64_t i = 0; i < of_each; i += kAtOnce) {
+  const int64_t of_each = count / kStreams / kCacheLine * kCacheLine;
+  for (int64_t i = 0; i < of_each; i += kCacheLine) {
     for (int64_t stream = 0; stream < kStreams; ++stream) {
       const int64_t at = stream * of_each + i;
       __builtin_prefetch(from + at + kAhead);
@@ -75,28 +76,28 @@ template <ScalarType dtype>
 bool has_instructions() {
   static const bool there = [] {
     __builtin_cpu_init();
-    unsigned features[4] = {};  // "f16c" is a word that Clang 17 and GCC 10 do not know yet
+    unsigned features[4] = {};  // __builtin_cpu_supports("f16c") is unknown to Clang 17 and GCC 10
     __get_cpuid(1, &features[0], &features[1], &features[2], &features[3]);
     return __builtin_cpu_supports("avx2") && (features[2] & bit_F16C) != 0;
   }();
   return there;
 }
 
-// Whether torch's kernel would run with nothing before it, on memory that is there, and no faster.
-bool casts_in_host_memory(const Tensor& weight, ScalarType dtype) {
-  static constexpr c10::DispatchKeySet kPassedBy{
+// Return whether the loop can replace torch's kernel: nothing else intercepts the op, and the layout is dense.
+bool can_cast_on_cpu(const Tensor& weight, ScalarType dtype) {
+  static constexpr c10::DispatchKeySet kTransparent{
       DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView, DispatchKey::AutogradFunctionality, DispatchKey::AutocastCPU};
   const auto& local = c10::impl::tls_local_dispatch_key_set();
-  const auto keys = ((weight.key_set() | local.included_) - local.excluded_) - kPassedBy;
+  const auto keys = ((weight.key_set() | local.included_) - local.excluded_) - kTransparent;
   const size_t bytes = (weight.storage_offset() + weight.numel()) * sizeof(float);
   return keys == c10::DispatchKeySet(DispatchKey::CPU) && weight.scalar_type() == at::kFloat &&
       (dtype == at::kBFloat16 || dtype == at::kHalf) && weight.is_non_overlapping_and_dense() &&
       weight.storage().nbytes() >= bytes && has_instructions() && polycast::has_threads();
 }
 
-// Fill a cast that lies as the weight does. Profilers are told by the name that they know.
-void cast_in_host_memory(const Tensor& weight, const Tensor& cast) {
-  constexpr int64_t kGrain = 32768;  // floats that are worth a thread, as torch has it
+// Fill a cast of the same layout. Profilers see it under the name of torch's kernel.
+void cast_on_cpu(const Tensor& weight, const Tensor& cast) {
+  constexpr int64_t kGrain = 32768;  // floats for each thread at least, as in torch
   RECORD_FUNCTION("aten::copy_", (std::array<c10::IValue, 2>{cast, weight}));
   const auto* const from = static_cast<const float*>(weight.const_data_ptr());
   auto* const to = static_cast<uint16_t*>(cast.mutable_data_ptr());
@@ -108,8 +109,8 @@ void cast_in_host_memory(const Tensor& weight, const Tensor& cast) {
 
 #else
 
-bool casts_in_host_memory(const Tensor&, ScalarType) { return false; }
-void cast_in_host_memory(const Tensor&, const Tensor&) {}
+bool can_cast_on_cpu(const Tensor&, ScalarType) { return false; }
+void cast_on_cpu(const Tensor&, const Tensor&) {}
 
 #endif
 

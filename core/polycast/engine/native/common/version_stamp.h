@@ -1,8 +1,8 @@
-// What tells that a weight is still what it was.
+// A weight's version stamp: what a cached cast of the weight is checked against at each lookup.
 //
-// Owns weak references: to the version counter of a weight, which tells the weight from another tensor at its address (the key),
-// and to its storage, for freed memory may be given to another storage. There is none to the weight itself, for
-// torch.utils.swap_tensors refuses tensors that have any. Locks: one mutex, with nothing called.
+// Owns weak references to the weight's version counter, which tells the weight from another tensor at the same address, and to
+// its storage, since freed memory may be reused by another one. It has none to the weight itself: torch.utils.swap_tensors
+// refuses tensors with weak references. Locks: one mutex; nothing is called while it is held.
 
 #pragma once
 
@@ -24,25 +24,24 @@
 
 namespace {
 
-// Of a cast of a weight; of what it was packed into, which has no dtype, the kind of packing. `view` tells a weight's views
-// apart by a hash: an entry's content has the sizes and strides themselves. 0 is the weight itself.
+// The key of a cached cast, or of a prepacked weight, which has a kind in place of a dtype. `view` is a hash that tells the
+// views of a weight apart (their stamps hold the exact sizes and strides); 0 is the weight itself.
 struct Key {
   TensorImpl* weight;
   ScalarType dtype;
-  int packing = 0;
+  int prepack_kind = 0;
   uint64_t view = 0;
-  bool operator==(const Key& other) const {
-    return weight == other.weight && dtype == other.dtype && packing == other.packing && view == other.view;
-  }
+  bool operator==(const Key& other) const = default;
 };
 
 struct KeyHash {
   size_t operator()(const Key& key) const {
-    return std::hash<void*>()(key.weight) * 31 + static_cast<size_t>(key.dtype) + static_cast<size_t>(key.packing) * 1021 + key.view;
+    return std::hash<void*>()(key.weight) * 31 + static_cast<size_t>(key.dtype) + static_cast<size_t>(key.prepack_kind) * 1021 +
+        key.view;
   }
 };
 
-// Returns the member of torch's VersionVariable that all tensors with one count of writes share.
+// Access to a private member of torch's VariableVersion: the counter that a tensor, its views and detach() of it share.
 struct SharedCounter {
   friend constexpr auto member_of(SharedCounter);
 };
@@ -58,8 +57,10 @@ const auto& counter_of(const Tensor& tensor) {
 using Counter = std::decay_t<decltype(*counter_of(std::declval<const Tensor&>()))>;
 using WeakCounter = c10::weak_intrusive_ptr<Counter>;
 
-// Return how many hold the memory of a weight, the weight among them. The object that Python keeps of a storage once it has been
-// asked for is one only while something else in Python refers to it.
+uint32_t version_of(const Tensor& tensor) { return tensor.unsafeGetTensorImpl()->version_counter().current_version(); }
+
+// Return how many references a weight's storage has, the weight's included. The Python object that a storage keeps once it has
+// been asked for counts only while something else in Python refers to it.
 size_t count_holders(const Tensor& weight) {
   const c10::Storage& storage = weight.unsafeGetTensorImpl()->unsafe_storage();
   const size_t count = storage.use_count();
@@ -70,11 +71,11 @@ size_t count_holders(const Tensor& weight) {
   return object != nullptr && Py_REFCNT(object) == 1 ? count - 1 : count;
 }
 
-// Version counters that do not tell all: of tensors on different memory, or on memory that was given to what counts nothing.
-class PartialCounters {
+// Version counters that miss writes: shared by tensors on different memory, or of memory exposed to code that counts none.
+class UnreliableCounters {
  public:
-  static PartialCounters& set() {
-    static auto* const only = new PartialCounters();
+  static UnreliableCounters& instance() {
+    static auto* const only = new UnreliableCounters();
     return *only;
   }
 
@@ -93,7 +94,7 @@ class PartialCounters {
     counters_.emplace(counter.get(), WeakCounter(counter));
   }
 
-  bool has(const Tensor& tensor) {
+  bool contains(const Tensor& tensor) {
     std::lock_guard<std::mutex> lock(mutex_);
     return counters_.count(counter_of(tensor).get()) != 0;
   }
@@ -106,33 +107,33 @@ class PartialCounters {
   size_t sweep_at_ = 64;
 };
 
-// Who else holds the memory of a weight: nobody; tensors that count their writes with it, such as detach() and views make; or
+// The other holders of a weight's memory: none; only tensors that share its version counter, such as views and detach(); or
 // others, whose writes are not seen.
 enum class Holders : uint8_t { kNone, kVersioned, kUnversioned };
 
-// What a weight was when a cast of it was made.
+// Taken before a weight is cast.
 //
-// What can make a kept cast wrong, and what sees it:
+// What can make a cached cast stale, and what detects it:
 //   an in-place op, an optimizer's step, load_state_dict    the version
 //   weight.data = ..., set_, resize_                        the storage, the address, sizes and strides
-//   either of these while it is cast                        this is made before the cast is
-//   another tensor at the address of a dead one             the weak references
-//   ops that write and count no version                     writes.h
-//   memory that another process writes                      is_shared(): no cast of it is kept
-//   what holds the memory when the cast is made             holders(): no cast is kept where its writes are not seen
-//   an alias made later: .data, NumPy, DLPack, a pointer    alias_hooks.h: the cast is dropped as the alias is made
+//   either of these during the cast                         the stamp is taken before
+//   another tensor at the address of a dead weight          the weak references
+//   ops that write and count no version                     write_hooks.h
+//   memory that another process writes                      is_shared(): the cast is not cached
+//   others that hold the memory during the cast             holders(): not cached where their writes are not seen
+//   an alias made later: .data, NumPy, DLPack, a pointer    alias_hooks.h: the alias drops the cast
 //   a pointer that is used after the next cast was made     nothing; WeightCache(verify=True) finds it
 //
-// And of the cast itself:
-//   who was given it writes it                              its version: is_unwritten()
-//   a stream that has not seen it made, or uses it longer   the streams that may use it; share_between()
+// And the cast itself:
+//   whoever was given it writes to it                       its version: is_unwritten()
+//   a stream that runs ahead of the cast, or outlives it    the streams that may use it: synchronize_streams()
 //
-// Made before the cast is. An alias that is made after that finds the weak reference to the storage, and one that lived before is
-// found by holders(), unless it has died, with all its writes done. (torch counts both kinds of references in one atomic number: of an
-// alias and a Content that are made at once, one finds the other.)
-class Content {
+// No alias escapes. One that is made after the stamp finds the stamp's weak reference to the storage. One that was made before
+// shows in holders(), or is dead and has done its writes. (torch counts both kinds of references in one atomic integer, so of
+// an alias and a stamp that are made at once, one sees the other.)
+class VersionStamp {
  public:
-  explicit Content(const Tensor& weight)
+  explicit VersionStamp(const Tensor& weight)
       : counter_(counter_of(weight)),
         storage_(weight.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl()),
         data_(weight.const_data_ptr()),
@@ -141,31 +142,28 @@ class Content {
     const auto strides = weight.strides();
     sizes_and_strides_.append(strides.begin(), strides.end());
     if (const size_t count = count_holders(weight); count > 1) {
-      const bool is_versioned = count == counter_of(weight).use_count() && !PartialCounters::set().has(weight);
+      const bool is_versioned = count == counter_of(weight).use_count() && !UnreliableCounters::instance().contains(weight);
       holders_ = is_versioned ? Holders::kVersioned : Holders::kUnversioned;
     }
   }
 
-  // Whether a weight, whose key this is found by, is what it was.
-  bool is_that_of(const Tensor& weight) const {
+  // Return whether a weight (found by its key) is unchanged.
+  bool matches(const Tensor& weight) const {
     const TensorImpl* const impl = weight.unsafeGetTensorImpl();
     const auto sizes = impl->sizes(), strides = impl->strides();
-    return counter_._unsafe_get_target() == counter_of(weight).get() &&
-        version_ == impl->version_counter().current_version() && data_ == impl->data() &&
-        storage_._unsafe_get_target() == storage_of(weight) && sizes_and_strides_.size() == 2 * sizes.size() &&
+    return matches_version(weight) && data_ == impl->data() && sizes_and_strides_.size() == 2 * sizes.size() &&
         std::equal(sizes.begin(), sizes.end(), sizes_and_strides_.begin()) &&
         std::equal(strides.begin(), strides.end(), sizes_and_strides_.begin() + sizes.size());
   }
 
-  // Whether nobody has written a weight, or given it other memory, since this was the content of it or of a view of it.
-  bool is_of_now(const Tensor& weight) const {
-    return counter_._unsafe_get_target() == counter_of(weight).get() &&
-        version_ == weight.unsafeGetTensorImpl()->version_counter().current_version() &&
+  // Return whether a weight has the same version and storage, where the stamp may be that of a view.
+  bool matches_version(const Tensor& weight) const {
+    return counter_._unsafe_get_target() == counter_of(weight).get() && version_ == version_of(weight) &&
         storage_._unsafe_get_target() == storage_of(weight);
   }
 
   const StorageImpl* storage() const { return storage_._unsafe_get_target(); }
-  bool memory_is_alive() const { return storage_.use_count() > 0; }
+  bool storage_is_alive() const { return storage_.use_count() > 0; }
   Holders holders() const { return holders_; }
 
  private:

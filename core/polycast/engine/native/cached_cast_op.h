@@ -1,6 +1,4 @@
-// polycast::cached_cast, the cast of a weight where compiled code runs: the kernels of one device. See engine/cached_cast.py.
-//
-// Owns nothing. Locks: none; the GIL is taken to find the cache that code names.
+// Kernels of polycast::cached_cast, the cast of a weight in compiled code, for one device. See casts/cached_cast.py.
 
 #pragma once
 
@@ -12,42 +10,35 @@
 
 #include "casting.h"
 #include "regions.h"
-#include "store.h"
+#include "user_store.h"
 
-namespace {  // all is one unit, binding.cpp
+namespace {
 
 constexpr const char* kCachedCast = "polycast::cached_cast";
 
-// Set by bind(); it lives as long as the process.
+// Set by bind().
 PyObject* store_by_identity = nullptr;
 
-std::shared_ptr<Store> named_store(int64_t identity) {
+std::shared_ptr<UserStore> named_store(int64_t identity) {
   const Gil gil;
   const Object store = call(store_by_identity, "(L)", static_cast<long long>(identity));
-  return store.is_none() ? nullptr : Holder<Store>::of(store.get());
+  return store.is_none() ? nullptr : Holder<UserStore>::of(store.get());
 }
 
-// The device's own: a cast without history, on the memory of what is kept.
+// At the device's own key: returns a cast without history, on the memory of the cached one.
 class CachedCastKernel final : public c10::OperatorKernel {
  public:
-  CachedCastKernel(DeviceType device, Object is_capturing) : device_(device), is_capturing_(std::move(is_capturing)) {}
-
-  ~CachedCastKernel() override {
-    if (is_capturing_) {
-      const Gil gil;
-      is_capturing_ = Object();
-    }
-  }
+  CachedCastKernel(DeviceType device, IsCapturing is_capturing) : device_(device), is_capturing_(std::move(is_capturing)) {}
 
   Tensor operator()(const Tensor& weight, ScalarType dtype, int64_t cache) {
     const at::NoGradGuard no_history;
-    std::shared_ptr<Store> store;
+    std::shared_ptr<UserStore> store;
     if (cache != 0) {
       store = named_store(cache);
-    } else if (Store* const of_region = region_of(device_).store; of_region != nullptr) {
+    } else if (UserStore* const of_region = region_of(device_).store; of_region != nullptr) {
       store = of_region->shared_from_this();
     }
-    if (store == nullptr || !is_eligible(weight, device_) || weight_to_keep(weight, dtype, is_capturing_) != &weight) {
+    if (store == nullptr || !is_eligible(weight, device_) || cacheable_weight(weight, dtype, is_capturing_) != &weight) {
       return weight.to(dtype);
     }
     bool made = false;
@@ -56,10 +47,10 @@ class CachedCastKernel final : public c10::OperatorKernel {
 
  private:
   const DeviceType device_;
-  Object is_capturing_;  // empty where the backend never captures
+  const IsCapturing is_capturing_;
 };
 
-// Autograd's: the history that weight.to(dtype) would have.
+// At the Autograd key: adds the history of weight.to(dtype).
 class CachedCastAutograd final : public c10::OperatorKernel {
  public:
   Tensor operator()(c10::DispatchKeySet keys, const Tensor& weight, ScalarType dtype, int64_t cache) {
@@ -70,8 +61,8 @@ class CachedCastAutograd final : public c10::OperatorKernel {
       const at::AutoDispatchBelowADInplaceOrView below;
       cast = op.redispatch(keys & c10::after_ADInplaceOrView_keyset, weight, dtype, cache);
     }
-    if (wants_history(weight)) {
-      set_history_of(cast, weight);
+    if (needs_history(weight)) {
+      set_history(cast, weight);
     }
     return cast;
   }

@@ -1,0 +1,82 @@
+// Admission: whether a cast of a weight may be cached, for how long, and whether a cached one may serve.
+//
+// A user store (WeightCache) and a region ask different questions. A user store may hold a cast only while every write of the
+// weight is seen, so it refuses weights whose memory has holders that count no versions. A region must never be more stale
+// than torch's own: torch caches casts of weights that require grad, whatever is written, and no others. So a region caches
+// those too, and casts of frozen weights and of views only while nothing else holds the memory.
+
+#pragma once
+
+#include <ATen/MapAllocator.h>
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+
+#include "invalidation.h"
+#include "python.h"
+#include "version_stamp.h"
+
+namespace {
+
+// Set by bind().
+c10::DeleterFnPtr storage_part_deleter = nullptr;  // of a part of a storage, as files are read and mapped
+PyObject* storages_are_rewritten = nullptr;        // see casts/weights.py
+
+// Who else may write a storage without a tensor: nobody, this process (the memory of a NumPy array, say), or other processes.
+enum class Memory : uint8_t { kTorch, kForeign, kShared };
+
+// torch's own memory has a deleter of torch's. May run Python for other memory.
+Memory memory_of(const Tensor& weight) {
+  const c10::Storage& storage = weight.unsafeGetTensorImpl()->unsafe_storage();
+  const c10::DataPtr& data = storage.data_ptr();
+  if (!weight.device().is_cpu() || data.get_deleter() == c10::GetAllocator(c10::DeviceType::CPU)->raw_deleter()) {
+    return Memory::kTorch;
+  }
+  if (const auto* const mapped = at::MapAllocator::fromDataPtr(data)) {
+    const bool is_shared = (mapped->flags() & (at::ALLOCATOR_MAPPED_SHARED | at::ALLOCATOR_MAPPED_SHAREDMEM)) != 0;
+    return is_shared ? Memory::kShared : Memory::kTorch;
+  }
+  const Gil gil;
+  const Object object = Object::made(torch::createPyObject(storage));
+  if (is_true(Object::made(PyObject_CallMethod(object.get(), "is_shared", nullptr)))) {
+    return Memory::kShared;
+  }
+  return data.get_deleter() == storage_part_deleter ? Memory::kTorch : Memory::kForeign;
+}
+
+// Return whether a weight may be written at any time without notice: by other processes, by a collective, or by FSDP, which
+// gathers weights into memory that it holds. May run Python.
+bool is_written_elsewhere(const Tensor& weight, const VersionStamp& stamp) {
+  if (memory_of(weight) == Memory::kShared || PendingCollectives::instance().may_write(storage_of(weight))) {
+    return true;
+  }
+  if (stamp.holders() == Holders::kNone) {
+    return false;
+  }
+  const Gil gil;
+  return is_true(call(storages_are_rewritten));
+}
+
+// Return whether a user store may cache what is made of a weight after the stamp was taken. May run Python.
+bool user_store_allows(const Tensor& weight, const VersionStamp& stamp) {
+  return stamp.holders() != Holders::kUnversioned && !is_written_elsewhere(weight, stamp);
+}
+
+// A region's rule for one cast.
+struct RegionRule {
+  bool sees_all_writes;  // at admission, nothing else held the memory
+
+  RegionRule(const Tensor& weight, const VersionStamp& stamp, bool for_view) {
+    const bool is_sole_holder = for_view ? stamp.holders() == Holders::kVersioned && count_holders(weight) == 2
+                                         : stamp.holders() == Holders::kNone;
+    sees_all_writes = is_sole_holder && memory_of(weight) == Memory::kTorch;
+  }
+
+  // Return whether the cast may be cached for the weight, or for a view of it, and whether it may serve: the same question.
+  // (An alias that is made later drops the cast, unless C++ makes it.)
+  bool allows(const Tensor& weight, bool for_view) const {
+    return (sees_all_writes && count_holders(weight) == (for_view ? 2 : 1)) || (weight.requires_grad() && !for_view);
+  }
+};
+
+}  // namespace

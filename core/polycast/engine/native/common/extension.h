@@ -1,0 +1,104 @@
+// What a Python module in C++ consists of: functions that translate exceptions, and classes that hold a C++ object.
+
+#pragma once
+
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <utility>
+
+#include "python.h"
+
+namespace {
+
+// Wrap a function so that its C++ exceptions become Python errors.
+template <auto function>
+PyObject* raising(PyObject* self, PyObject* argument) {
+  try {
+    return function(self, argument);
+  } catch (const std::exception&) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
+}
+
+template <auto function>
+PyObject* raising_fast(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  try {
+    return function(self, arguments, count);
+  } catch (const std::exception&) {
+    torch::translate_exception_to_python(std::current_exception());
+    return nullptr;
+  }
+}
+
+// Cast a METH_FASTCALL function for a PyMethodDef.
+PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+// PyArg_ParseTuple that throws.
+template <class... Args>
+void parse(PyObject* arguments, const char* format, Args... args) {
+  if (!PyArg_ParseTuple(arguments, format, args...)) {
+    raise();
+  }
+}
+
+// A Python object that owns a share of a C++ object.
+template <class Value>
+struct Holder {
+  PyObject_HEAD
+  std::shared_ptr<Value> value;
+
+  // Set once by add_class().
+  static inline PyTypeObject* type = nullptr;
+
+  static const std::shared_ptr<Value>& of(PyObject* object) {
+    TORCH_CHECK_TYPE(PyObject_TypeCheck(object, type), "got an object of another class");
+    return reinterpret_cast<Holder*>(object)->value;
+  }
+
+  static PyObject* make(std::shared_ptr<Value> value) {
+    PyObject* const object = PyType_GenericAlloc(type, 0);
+    if (object != nullptr) {
+      new (&reinterpret_cast<Holder*>(object)->value) std::shared_ptr<Value>(std::move(value));
+    }
+    return object;
+  }
+
+  static void free(PyObject* object) {
+    std::destroy_at(&reinterpret_cast<Holder*>(object)->value);
+    PyObject_Free(object);
+    Py_DECREF(type);
+  }
+};
+
+// Add the class to a module; return whether that succeeded, with a Python error set if not.
+template <class Value, auto make>
+bool add_class(PyObject* module, const char* name, PyMethodDef* methods) {
+  if (Holder<Value>::type == nullptr) {
+    static constexpr auto create = [](PyTypeObject* type, PyObject* arguments, PyObject* named) -> PyObject* {
+      try {
+        return make(type, arguments, named);
+      } catch (const std::exception&) {
+        torch::translate_exception_to_python(std::current_exception());
+        return nullptr;
+      }
+    };
+    PyType_Slot slots[] = {
+        {Py_tp_new, reinterpret_cast<void*>(static_cast<newfunc>(create))},
+        {Py_tp_dealloc, reinterpret_cast<void*>(&Holder<Value>::free)},
+        {Py_tp_methods, methods},
+        {0, nullptr}};
+    PyType_Spec spec{name, sizeof(Holder<Value>), 0, Py_TPFLAGS_DEFAULT, slots};
+    Holder<Value>::type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+    if (Holder<Value>::type == nullptr) {
+      return false;
+    }
+  }
+  const char* const own = std::strrchr(name, '.') + 1;
+  return PyModule_AddObjectRef(module, own, reinterpret_cast<PyObject*>(Holder<Value>::type)) == 0;
+}
+
+}  // namespace

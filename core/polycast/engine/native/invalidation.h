@@ -1,0 +1,170 @@
+// Invalidation: the log of writes that change no version, and the storages that collectives may still write.
+//
+// A thread's own casts compare the log's length at each lookup and read the log only when it has grown. User stores are
+// notified at once. Locks: one mutex each; nothing is called while it is held.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <functional>
+#include <iterator>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "tensors.h"
+
+namespace {
+
+using Storages = ska::flat_hash_set<const StorageImpl*>;
+
+// The storages that were written, by address.
+class InvalidationLog {
+ public:
+  static InvalidationLog& instance() {
+    static auto* const only = new InvalidationLog();
+    return *only;
+  }
+
+  uint64_t length() const { return length_.load(std::memory_order_acquire); }
+
+  void add(const Storages& written) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    uint64_t length = length_.load(std::memory_order_relaxed);
+    for (const StorageImpl* storage : written) {
+      ring_[length++ % ring_.size()] = storage;
+    }
+    length_.store(length, std::memory_order_release);
+  }
+
+  // As if every storage had been written.
+  void add_all() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    complete_from_ = length_.load(std::memory_order_relaxed) + 1;
+    length_.store(complete_from_, std::memory_order_release);
+  }
+
+  // Return the storages that were written from a position on, or nothing if all may have been; and the length.
+  std::pair<std::optional<Storages>, uint64_t> since(uint64_t position) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const uint64_t length = length_.load(std::memory_order_relaxed);
+    if (position < complete_from_ || length - position > ring_.size()) {
+      return {std::nullopt, length};
+    }
+    Storages written;
+    for (; position < length; ++position) {
+      written.insert(ring_[position % ring_.size()]);
+    }
+    return {std::move(written), length};
+  }
+
+  std::mutex& mutex() { return mutex_; }
+
+ private:
+  std::mutex mutex_;
+  std::atomic<uint64_t> length_{0};
+  uint64_t complete_from_ = 0;
+  std::array<const StorageImpl*, 4096> ring_{};
+};
+
+// The storages that a collective may write until its Work is gone.
+class PendingCollectives {
+ public:
+  using Work = c10::weak_intrusive_ptr<torch::CustomClassHolder>;
+
+  static PendingCollectives& instance() {
+    static auto* const only = new PendingCollectives();
+    return *only;
+  }
+
+  void add(Work work, Storages written) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    pending_.emplace_back(std::move(work), std::move(written));
+    any_.store(true, std::memory_order_release);
+  }
+
+  bool may_write(const StorageImpl* storage) {
+    if (!any_.load(std::memory_order_acquire)) {
+      return false;
+    }
+    drop_finished();
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::any_of(pending_.begin(), pending_.end(), [&](const auto& one) { return one.second.count(storage) != 0; });
+  }
+
+  // Drop the references to Works that have ended: each keeps its tensors as long as it is referred to, even weakly. May run
+  // Python.
+  void drop_finished() {
+    if (!any_.load(std::memory_order_acquire)) {
+      return;
+    }
+    Pending ended;  // destroyed after the lock is released
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto first_ended =
+        std::partition(pending_.begin(), pending_.end(), [](const auto& one) { return !one.first.expired(); });
+    ended.assign(std::make_move_iterator(first_ended), std::make_move_iterator(pending_.end()));
+    pending_.erase(first_ended, pending_.end());
+    any_.store(!pending_.empty(), std::memory_order_release);
+  }
+
+  std::mutex& mutex() { return mutex_; }
+
+ private:
+  using Pending = std::vector<std::pair<Work, Storages>>;
+
+  std::mutex mutex_;
+  std::atomic<bool> any_{false};
+  Pending pending_;
+};
+
+// Defined in user_store.h.
+void invalidate_user_stores(const Storages& written);
+
+// Drop what is cached of weights in storages that were written.
+void invalidate(const Storages& written) {
+  if (!written.empty()) {
+    InvalidationLog::instance().add(written);
+    invalidate_user_stores(written);
+  }
+}
+
+// While one lives, its thread reads a weight to prepack it: aliases of this weight's memory drop no caches. Prepacking runs
+// Python, so it may expose and write other weights.
+class PrepackGuard {
+ public:
+  explicit PrepackGuard(const Tensor& weight) : outer_(std::exchange(innermost_, this)), storage_(storage_of(weight)) {}
+  PrepackGuard(const PrepackGuard&) = delete;
+  ~PrepackGuard() { innermost_ = outer_; }
+
+  static bool covers(const StorageImpl* storage) {
+    const PrepackGuard* guard = innermost_;
+    while (guard != nullptr && guard->storage_ != storage) {
+      guard = guard->outer_;
+    }
+    return guard != nullptr;
+  }
+
+ private:
+  static inline thread_local const PrepackGuard* innermost_ = nullptr;
+
+  const PrepackGuard* const outer_;
+  const StorageImpl* const storage_;
+};
+
+// Drop what is cached of a tensor's memory, which was just exposed to code that may write it. Nothing is cached of a storage
+// without weak references, since a VersionStamp has one.
+void invalidate_alias(const Tensor& tensor) {
+  if (tensor.defined() && tensor.has_storage() && count_weak_references(storage_of(tensor)) > 1 &&
+      !PrepackGuard::covers(storage_of(tensor))) {
+    invalidate({storage_of(tensor)});
+  }
+}
+
+}  // namespace
