@@ -3,6 +3,7 @@
 import contextlib
 import doctest
 import importlib
+import importlib.metadata
 import importlib.util
 import io
 import pkgutil
@@ -20,7 +21,7 @@ from polycast.common import env
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-BUILT_INS = ("cpu", "cuda", "maia", "mps", "mtia", "xpu")
+BUILT_INS = sorted(importlib.metadata.distribution("polycast").entry_points.select(group="polycast.backends").names)
 ENVIRONMENT = (ROOT / "docs" / "reference" / "environment.md").read_text(encoding="utf-8")
 
 

@@ -1,5 +1,7 @@
 """Every op in torch's own lists, under torch.autocast and polycast: the same dtypes, on the CPU the same bits."""
 
+import importlib.metadata
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -9,7 +11,8 @@ import polycast
 
 DTYPES = (torch.bfloat16, torch.float16)
 
-ACCELERATORS = ("cuda", "maia", "mps", "mtia", "xpu")
+BUILT_INS = sorted(importlib.metadata.distribution("polycast").entry_points.select(group="polycast.backends").names)
+ACCELERATORS = [name for name in BUILT_INS if name != "cpu"]
 
 # Where torch raises and polycast does not: the op, and why.
 MIXED = "promotes float16 with bfloat16 to float32, where torch raises 'Unexpected floating ScalarType'"

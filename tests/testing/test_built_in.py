@@ -1,41 +1,16 @@
-"""The backends that come with polycast conform: cpu on real tensors, the accelerators on fake ones where absent."""
+"""The built-in backends pass the conformance suite; absent devices are tested on fake tensors."""
+
+import importlib.metadata
 
 import pytest
-import torch
 
+import polycast
 from polycast.testing import BackendConformance
 
+BUILT_INS = sorted(importlib.metadata.distribution("polycast").entry_points.select(group="polycast.backends").names)
 
-@pytest.mark.usefixtures("engine")
-class TestCpu(BackendConformance):
-    backend = "cpu"
-
-
-@pytest.mark.usefixtures("engine")
-class TestCuda(BackendConformance):
-    backend = "cuda"
-    fake = not torch.cuda.is_available()
-
-
-@pytest.mark.usefixtures("engine")
-class TestXpu(BackendConformance):
-    backend = "xpu"
-    fake = not torch.xpu.is_available()
-
-
-@pytest.mark.usefixtures("engine")
-class TestMaia(BackendConformance):
-    backend = "maia"
-    fake = True
-
-
-@pytest.mark.usefixtures("engine")
-class TestMps(BackendConformance):
-    backend = "mps"
-    fake = not torch.backends.mps.is_available()
-
-
-@pytest.mark.usefixtures("engine")
-class TestMtia(BackendConformance):
-    backend = "mtia"
-    fake = True
+for name in BUILT_INS:
+    attributes = {"backend": name, "fake": not polycast.is_autocast_available(name)}
+    suite = type(f"Test{name.title()}", (BackendConformance,), attributes)
+    globals()[suite.__name__] = pytest.mark.usefixtures("engine")(suite)
+del suite
