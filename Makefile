@@ -60,10 +60,7 @@ compiled: $(VENV)/package.stamp
 
 # The site, from docs/, the docstrings and docs/figures; what is wrong with a page or a link ends it. Open site/index.html.
 docs: $(VENV)/docs.stamp
-	$(VENV)/bin/python -m docs.pictures
-	$(VENV)/bin/python -m docs.tables
-	$(VENV)/bin/python -m docs.versions
-	$(VENV)/bin/python -m docs.modules
+	$(VENV)/bin/python -m docs
 	$(VENV)/bin/python -m sphinx -W --keep-going --quiet docs site
 
 # Threads, caches, casts and packings of weights that change and die, generators that are collected, and forks, for longer
@@ -98,7 +95,7 @@ tsan: $(VENV)/polycast.stamp
 bench: $(VENV)/bench.stamp
 	$(VENV)/bin/python -m benchmarks $(BENCH)
 	$(VENV)/bin/python -m docs.figures
-	$(VENV)/bin/python -m docs.pictures
+	$(VENV)/bin/python -m docs
 
 # A wheel with an engine for each torch of TORCHES, beside the pure one: where it is installed, no compiler is needed. Each is
 # built under its torch, in an environment that is made for it and removed.

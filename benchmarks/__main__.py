@@ -164,21 +164,15 @@ def main(
         said = {"quick": quick, "environment": about, **_written(results, scores)}
         json_file.write_text(json.dumps(said, indent=2) + "\n")
     if save:
-        _draw()
+        from docs.__main__ import main as update_docs
+
+        update_docs()
 
 
 def _save(name: str, run: dict[str, Any]) -> None:
     from docs.tables import FIGURES
 
     (FIGURES / f"{name}.json").write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
-
-
-def _draw() -> None:
-    from docs import tables
-    from docs.pictures import __main__ as pictures
-
-    tables.main()
-    pictures.main()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write the tables of docs/benchmarks.md from docs/figures/bench: ``python -m docs.tables``."""
+"""Write the tables of docs/benchmarks.md from docs/figures/bench."""
 
 import json
 import re
@@ -118,7 +118,3 @@ def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
     if updated(page) != page:
         PAGE.write_text(updated(page), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Write the README's table of tested versions from pyproject.toml: ``python -m docs.versions``."""
+"""Write the README's table of tested versions from pyproject.toml."""
 
 import re
 import sys
@@ -41,7 +41,3 @@ def main() -> None:
     readme = README.read_text(encoding="utf-8")
     if updated(readme) != readme:
         README.write_text(updated(readme), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

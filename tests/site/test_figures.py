@@ -9,7 +9,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent.parent
 FIGURES = ROOT / "docs" / "figures"
-STALE = "the structure of {} is out of date: run `python -m docs.figures` and `python -m docs.pictures`"
+STALE = "the structure of {} is out of date: run `python -m docs.figures` and `python -m docs`"
 
 
 @pytest.fixture(scope="module")

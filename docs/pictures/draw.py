@@ -1,4 +1,4 @@
-"""Draw the pictures of the documentation from docs/figures: ``python -m docs.pictures`` in the repository root."""
+"""Draw the pictures of the documentation from docs/figures."""
 
 from pathlib import Path
 
@@ -20,7 +20,3 @@ def main() -> None:
     readme = speed.README.read_text(encoding="utf-8")
     if speed.described(readme) != readme:
         speed.README.write_text(speed.described(readme), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

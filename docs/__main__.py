@@ -1,0 +1,14 @@
+"""Update everything in the documentation that is generated, except docs/figures: ``python -m docs``."""
+
+from . import modules, tables, versions
+from .pictures import draw
+
+
+def main() -> None:
+    """Write the pictures, the tables, and the generated parts of the README."""
+    for generator in (draw, tables, versions, modules):
+        generator.main()
+
+
+if __name__ == "__main__":
+    main()
