@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import polycast
 from polycast import CastPolicy, Policy, explain
-from polycast.engine.override import Origin, make_override
+from polycast.engine.override import make_override
 from polycast.engine.state import Settings
 from polycast.plugins.registry import registry
 from polycast.policy.schemas import find_op, optional_dtype
@@ -216,12 +216,12 @@ def test_the_inner_region_decides_and_its_name_is_told():
         assert explain("mm", "cpu").rule_name == "inner"
 
 
-def override(policies, *origin):
-    return make_override("cpu", frozenset(policies.items()), *origin)
+def override(policies, rule="region's policy", name=""):
+    return make_override("cpu", frozenset(policies.items()), rule, name, None, None)
 
 
 def test_an_override_says_which_rule_it_is_of():
-    rule = override({"aten::mm": CastPolicy.FP32}, Origin("module rule", "encoder.*"))
+    rule = override({"aten::mm": CastPolicy.FP32}, "module rule", "encoder.*")
     region = Settings("cpu", True, torch.bfloat16, override=rule.over(override({"aten::bmm": CastPolicy.FP32})))
     told = explain_in(region, registry.find("cpu"), "mm")
     assert (told.policy, told.rule, told.rule_name) == (CastPolicy.FP32, "module rule", "encoder.*")

@@ -15,7 +15,7 @@ import torch
 from ..engine.casts.traced import can_leave_casts
 from ..engine.casts.weight_cache import WeightCache, cache_by_identity
 from ..engine.installation import kernels_of, support_overrides
-from ..engine.override import MODULE_RULE, Origin, Override
+from ..engine.override import MODULE_RULE, Override
 from ..engine.state import Settings
 from ..policy.recipe import Recipe, read_recipe
 from ..torch_internals import changes
@@ -75,7 +75,7 @@ def region_of_rule(
     _check_override_can_be_held()
     region = object.__new__(cls)
     region.__init__(device_type, dtype, enabled)  # type: ignore[misc]
-    _move_to_graph(region, Override.of_text(device_type, override, Origin(MODULE_RULE.rule, rule)), None)
+    _move_to_graph(region, Override.of_text(device_type, override, MODULE_RULE, rule), None)
     return region
 
 

@@ -20,7 +20,7 @@ from ..engine.casts.cached_cast import enter_in_graph, leave_in_graph
 from ..engine.casts.weight_cache import cache_by_identity
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.installation import install_for
-from ..engine.override import Origin, Override
+from ..engine.override import Override
 from ..engine.state import Settings
 from ..torch_internals.patcher import Patch, method_of
 from .torch_autocast import TorchAutocast, UnpatchedAutocast
@@ -53,7 +53,7 @@ class region_with_override:
         override: str,
         *origin: str,
     ) -> None:
-        found = Override.of_text(device_type, override, Origin(*origin)) if override else None
+        found = Override.of_text(device_type, override, *origin) if override else None
         self._settings = Settings(device_type, enabled, dtype, cache_enabled, found, cache_by_identity(cache))
 
     @disable_dynamo

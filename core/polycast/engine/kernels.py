@@ -1,4 +1,4 @@
-"""The kernels of one backend at its device's Autocast dispatch key: which there are, and putting them in place."""
+"""The kernels of one backend at its device's Autocast dispatch key."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -33,31 +33,34 @@ def autocast_key(device_type: str) -> str:
 
 
 def refusal(backend: Backend, name: str) -> str:
-    """Return what a banned op says when it is called."""
+    """Return the error message of a banned op."""
     remedy = backend.remedies.get(name, "Call it in a region with enabled=False, on float32 inputs.")
     return f"{name} is unsafe to autocast on {backend.device_type}. {remedy}"
 
 
 class Kernels(ABC):
-    """The kernels of one backend, in place from construction until :meth:`remove`."""
+    """The kernels of one backend, installed from construction until :meth:`remove`.
+
+    Attributes:
+        ops: the ops that have a kernel here, by their names in the dispatcher.
+        added: those of them that torch itself has no kernel for.
+        pending: the ops to install once they exist, in namespaces that other libraries may add to.
+    """
 
     def __init__(self, backend: Backend, policies: Mapping[str, CastPolicy]) -> None:
         self.backend = backend
         self.key = autocast_key(backend.device_type)
         self.ops: frozenset[str] = frozenset()
-        """The ops that have a kernel here, by their names in the dispatcher."""
         self.added: frozenset[str] = frozenset()
-        """Those of them that torch itself has none for."""
         self.pending: frozenset[str] = frozenset()
-        """The ops that are to have a kernel and are not there, in namespaces that another library may add to."""
         self._policies = policies
-        self._uppermost: dict[str, tuple[OpOverload, CastPolicy | None]] = {}
+        self._newest: dict[str, tuple[OpOverload, CastPolicy | None]] = {}
         self._displaced: list[tuple[OpOverload, Any]] = []
         try:
-            # Ops that are not in the table pass by the key. torch sees to it for the devices that it has tables for.
+            # Ops outside of the table fall through the key. torch registers that for the devices that it has tables of.
             if not has_backend_fallback(self.key):
-                self._let_other_ops_pass()
-            self._serve_cached_casts()
+                self._register_fallthrough()
+            self._register_cached_cast()
             cached_cast.look_up_anew()
             for name, policy in policies.items():
                 self.add(name, policy)
@@ -67,44 +70,44 @@ class Kernels(ABC):
         self.pending = frozenset(name for name in policies if name not in self.ops and not name.startswith("aten::"))
 
     def add(self, name: str, policy: CastPolicy | None, *, replace: bool = False) -> None:
-        """Put a kernel for one op in place, unless the running torch lacks the op, or there is one and not `over`.
+        """Install a kernel for an op, unless this torch lacks the op, or has a kernel from here and `replace` is False.
 
-        With a policy of None the op runs as if it had no kernel, save in regions whose override names it.
+        With a policy of None, the op runs as if it had no kernel, except in regions with an override for it.
 
         Raises:
-            InvalidBackendError: the op cannot have the policy, which could not be told before it was there.
+            InvalidBackendError: the op cannot have the policy, which could not be checked before the op existed.
         """
         with _lock:
             op = find_op(name) if replace or name not in self.ops else None
-            if op is None or self._uppermost.get(name) == (op, policy):
+            if op is None or self._newest.get(name) == (op, policy):
                 return
             problem = None if policy is None else entry_problem(name, policy)
             if problem is not None:
                 raise InvalidBackendError(f"policies of the backend for {self.backend.device_type!r}: {problem}")
-            had_one = has_kernel_for_dispatch_key(name, self.key)
+            had_kernel = has_kernel_for_dispatch_key(name, self.key)
             self._register(name, op, policy)
             self._displace_python_kernel(op)
-            self._uppermost[name] = op, policy
-            if not had_one:
+            self._newest[name] = op, policy
+            if not had_kernel:
                 self.added |= {name}
             self.ops |= {name}
 
     def add_pending(self) -> None:
-        """Put in place kernels for the ops that have appeared since; costs less than a microsecond for each pending."""
+        """Install the kernels of pending ops that exist by now."""
         for name in self.pending:
             if has_kernel(name):
                 self.add(name, self._policies[name])
         self.pending -= self.ops
 
     def _displace_python_kernel(self, op: OpOverload) -> None:
-        """Set aside what torch.library.register_autocast gave the op for tracing, where it would be called first."""
+        """Remove the kernel that torch.library.register_autocast set for tracing, which would be called first."""
         kernel = python_kernels(op).pop(dispatch_key(self.key), None)
         if kernel is not None:
             self._displaced.append((op, kernel))
             clear_dispatch_cache(op)
 
     def remove(self) -> None:
-        """Give the dispatcher back the kernels that were there before."""
+        """Uninstall the kernels, and restore those before them."""
         self._unregister()
         cached_cast.look_up_anew()
         for op, kernel in self._displaced:
@@ -116,10 +119,10 @@ class Kernels(ABC):
     def _register(self, name: str, op: OpOverload, policy: CastPolicy | None) -> None: ...
 
     @abstractmethod
-    def _serve_cached_casts(self) -> None: ...
+    def _register_cached_cast(self) -> None: ...
 
     @abstractmethod
-    def _let_other_ops_pass(self) -> None: ...
+    def _register_fallthrough(self) -> None: ...
 
     @abstractmethod
     def _unregister(self) -> None: ...

@@ -21,8 +21,8 @@ class Origin(NamedTuple):
     name: str = ""
 
 
-REGIONS_POLICY = Origin("region's policy")
-MODULE_RULE = Origin("module rule")
+REGIONS_POLICY = "region's policy"
+MODULE_RULE = "module rule"
 
 
 class Override:
@@ -69,15 +69,15 @@ class Override:
     @disable_dynamo
     def over(self, parent: "Override | None") -> "Override":
         """Return this override merged over that of an enclosing region."""
-        merged = parent
+        if parent is None:
+            return self
         for layer in reversed(self.layers):
-            merged = _interned(layer.device_type, layer._key, layer.origin, layer.recipe, merged)
-        assert merged is not None  # there is a layer
-        return merged
+            parent = make_override(self.device_type, *layer._key, parent)
+        return parent
 
     @cached_property
-    def _key(self) -> frozenset[tuple[str, CastPolicy]]:
-        return frozenset(self.policies.items())
+    def _key(self) -> tuple[frozenset[tuple[str, CastPolicy]], str, str, Recipe | None]:
+        return frozenset(self.policies.items()), *self.origin, self.recipe
 
     @cached_property
     def text(self) -> str:
@@ -86,57 +86,50 @@ class Override:
         return f"({policies})" + ("" if self.recipe is None else self.recipe.text)
 
     @classmethod
-    def of_text(cls, device_type: str, text: str, origin: Origin = REGIONS_POLICY) -> "Override":
+    def of_text(cls, device_type: str, text: str, rule: str, name: str) -> "Override":
         """Return the override that has a `text`."""
         policies, _, recipe = text[1:].partition(")")
         entries = (entry.rpartition("=") for entry in policies.split(", ") if entry)
         key = frozenset((op, CastPolicy[policy]) for op, _, policy in entries)
-        return make_override(device_type, key, origin, Recipe.of_text(recipe) if recipe else None)
+        return make_override(device_type, key, rule, name, Recipe.of_text(recipe) if recipe else None, None)
 
     def __repr__(self) -> str:
         return f"<override for {self.device_type!r}: {self.text}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, tuple((layer.device_type, layer._key, layer.origin, layer.recipe) for layer in self.layers)
-
-
-def make_override(
-    device_type: str,
-    policies: frozenset[tuple[str, CastPolicy]],
-    origin: Origin = REGIONS_POLICY,
-    recipe: Recipe | None = None,
-    parent: Override | None = None,
-) -> Override:
-    """Return the override of a region, merged over `parent`, that of the region around it."""
-    return _interned(device_type, policies, origin, recipe, parent)
+        return _restored, (self.device_type, *(layer._key for layer in self.layers))
 
 
 @functools.lru_cache(maxsize=512)
-def _interned(
+def make_override(
     device_type: str,
     policies: frozenset[tuple[str, CastPolicy]],
-    origin: Origin,
+    rule: str,
+    name: str,
     recipe: Recipe | None,
     parent: Override | None,
+    /,
 ) -> Override:
+    """Return the override of a region, merged over `parent`, that of the region around it."""
+    origin = Origin(rule, name)
     if parent is None:
         return Override(device_type, policies, origin, recipe)
-    own = _interned(device_type, policies, origin, recipe, None)
+    own = make_override(device_type, policies, rule, name, recipe, None)
     others = [layer for layer in parent.layers if layer is not own]
     # A decorated function that recurs merges its override over itself, at every depth.
     if len(others) < len(parent.layers) and parent.policies.items() >= policies and recipe in (None, parent.recipe):
         return parent
     # Rules for modules go before what regions inside the modules ask for.
-    layers = sorted((own, *others), key=lambda layer: layer.origin.rule != MODULE_RULE.rule)
+    layers = sorted((own, *others), key=lambda layer: layer.origin.rule != MODULE_RULE)
     merged = {op: policy for layer in reversed(layers) for op, policy in layer.policies.items()}
     merged_recipe = next((layer.recipe for layer in layers if layer.recipe is not None), None)
     return Override(device_type, merged.items(), origin, merged_recipe, tuple(layers))
 
 
-def _restored(*layers: tuple[str, frozenset[tuple[str, CastPolicy]], Origin, Recipe | None]) -> Override:
+def _restored(device_type: str, *layers: tuple[Any, ...]) -> Override:
     """Return a copied or unpickled override."""
     merged = None
     for layer in reversed(layers):
-        merged = make_override(*layer, merged)
+        merged = make_override(device_type, *layer, merged)
     assert merged is not None  # there is a layer
     return merged

@@ -68,19 +68,23 @@ class OpPolicies(Mapping[str, CastPolicy]):
         self._missing = [entry for entry in entries.values() if not entry.name.overloads]
         by_precedence = sorted(entries.values(), key=lambda entry: entry.name.overload is not None)
         self._resolved = {overload: entry.policy for entry in by_precedence for overload in _overloads(entry)}
+        self._items = frozenset(self._resolved.items())
+
+    def _find_missing(self) -> None:
+        if any(entry.name.overloads for entry in self._missing):  # a library was loaded since
+            self._set(self._entries)
 
     @property
     def resolved(self) -> Mapping[str, CastPolicy]:
         """The policies by dispatcher name of an overload."""
-        if self._missing and any(entry.name.overloads for entry in self._missing):  # a library was loaded since
-            self._set(self._entries)
+        self._find_missing()
         return MappingProxyType(self._resolved)
 
     @property
     def resolved_items(self) -> frozenset[tuple[str, CastPolicy]]:
-        """The items of `resolved`; one object until a library is loaded that has a missing op."""
-        if len(self._items) != len(self.resolved):
-            self._items = frozenset(self._resolved.items())
+        """The items of `resolved`; the same object until a library is loaded that has a missing op."""
+        if self._missing:
+            self._find_missing()
         return self._items
 
     def __or__(self, other: object) -> "OpPolicies":

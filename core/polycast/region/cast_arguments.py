@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from ..engine.casting import is_eligible
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.overlap import overlap
+from ..engine.reference.rules import is_eligible
 from ..torch_internals.names import (
     are_functorch_transforms_active,
     functorch_unwrapped,

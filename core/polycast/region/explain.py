@@ -11,6 +11,7 @@ from ..engine import state
 from ..engine.installation import installed
 from ..engine.kernels import autocast_key, refusal
 from ..engine.low_bit import compute as low_bit
+from ..engine.reference.rules import Call, apply_rule, is_eligible
 from ..engine.state import Settings
 from ..plugins.backend import Backend
 from ..plugins.registry import registry
@@ -18,7 +19,7 @@ from ..policy.cast_policy import CastPolicy
 from ..policy.names import OpName, known_overloads, read_op
 from ..policy.recipe import RecipeLike, read_recipe
 from ..policy.registered import registrations
-from ..policy.schemas import find_op, flatten_arguments, optional_dtype, overload_with_dtype
+from ..policy.schemas import find_op, flatten_arguments
 from ..policy.value import PolicyLike
 from ..torch_internals.dispatcher import (
     CustomOpDef,
@@ -207,43 +208,30 @@ def _with_arguments(told: Explanation, bound: dict[str, Any], backend: Backend) 
     tensors = [pair for name, value in bound.items() for pair in _tensors(name, value)]
     reached = any(_is_on(tensor, told.device_type) for _, tensor in tensors)
     policy = told.policy if told.enabled and reached else None
-    eligible = {name: tensor for name, tensor in tensors if _is_eligible(tensor, told.device_type)}
-    target: torch.dtype | None = None
-    if policy is CastPolicy.LOWER_PRECISION_FP:
-        target = told.dtype
-    elif policy is CastPolicy.FP32 or (
-        policy is CastPolicy.PROMOTE and len({tensor.dtype for tensor in eligible.values()}) > 1
-    ):
-        target = torch.float32
-    arguments = tuple(
-        Argument(name, tensor.dtype, target if target is not None and name in eligible else tensor.dtype)
-        for name, tensor in tensors
-    )
-    set_dtype, calls = _set_dtype(policy, overload, bound, next(iter(overload._schema.arguments)).name in eligible)
+    banned = policy is CastPolicy.BANNED
+
+    def may_cast(value: object) -> bool:
+        return (
+            isinstance(value, torch.Tensor)
+            and is_eligible(value, value.device.type)
+            and _is_on(value, told.device_type)
+        )
+
+    call = Call(overload, (), bound)
+    if policy is not None and not banned:
+        call = apply_rule(policy, call, told.dtype, may_cast)
+    dtypes = (value for name, value in call.kwargs.items() if bound.get(name) is None)
     return replace(
         told,
-        arguments=arguments,
+        arguments=tuple(
+            Argument(name, tensor.dtype, call.dtype if call.dtype and may_cast(tensor) else tensor.dtype)
+            for name, tensor in tensors
+        ),
         reached=reached,
-        set_dtype=set_dtype,
-        calls=told.op if calls is overload else str(calls.name()),  # type: ignore[no-untyped-call]
-        refusal=refusal(backend, told.op) if policy is CastPolicy.BANNED else None,
+        set_dtype=next((dtype for dtype in dtypes if isinstance(dtype, torch.dtype)), None),
+        calls=told.op if call.op is overload else str(call.op.name()),  # type: ignore[no-untyped-call]
+        refusal=refusal(backend, told.op) if banned else None,
     )
-
-
-def _set_dtype(
-    policy: CastPolicy | None, op: OpOverload, bound: dict[str, Any], first_is_eligible: bool
-) -> tuple[torch.dtype | None, OpOverload]:
-    """Return the dtype that a policy gives to a call, and the overload that is called."""
-    if policy is CastPolicy.FP32_SET_OPT_DTYPE:
-        position = optional_dtype(op)
-        assert position is not None  # the policy was validated
-        given = bound.get(op._schema.arguments[position].name)
-        return torch.float32 if first_is_eligible and given is None else None, op
-    if policy is CastPolicy.FP32_APPEND_DTYPE:
-        other = overload_with_dtype(op)
-        assert other is not None  # the policy was validated
-        return torch.float32 if first_is_eligible else bound[op._schema.arguments[0].name].dtype, other
-    return None, op
 
 
 def _tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
@@ -256,7 +244,3 @@ def _tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _is_on(tensor: torch.Tensor, device_type: str) -> bool:
     return tensor.device.type in (device_type, "meta")
-
-
-def _is_eligible(tensor: torch.Tensor, device_type: str) -> bool:
-    return _is_on(tensor, device_type) and tensor.is_floating_point() and tensor.dtype is not torch.float64

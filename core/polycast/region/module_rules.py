@@ -155,7 +155,7 @@ def _rules_by_module(model: nn.Module, policy: Policy, finder: ModuleFinder) -> 
 
 def _text(rule: Rule) -> str:
     items = frozenset() if rule.ops is None else rule.ops.resolved_items
-    return make_override(ANY_DEVICE, items, MODULE_RULE, rule.recipe).text
+    return make_override(ANY_DEVICE, items, MODULE_RULE, "", rule.recipe, None).text
 
 
 def _read(key: str, rule: ModuleRule) -> Rule:

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from ..engine.override import MODULE_RULE, REGIONS_POLICY, Origin, Override, make_override
+from ..engine.override import MODULE_RULE, REGIONS_POLICY, Override, make_override
 from ..policy.op_policies import OpPolicies
 from ..policy.recipe import Recipe
 from ..policy.value import Policy, PolicyLike
@@ -21,7 +21,7 @@ def override_of(policy: PolicyLike | None, device_type: str, recipe: Recipe | No
         OSError, ValueError: as :meth:`polycast.Policy.of`.
     """
     if policy is None:
-        return None if recipe is None else make_override(device_type, frozenset(), REGIONS_POLICY, recipe)
+        return None if recipe is None else make_override(device_type, frozenset(), REGIONS_POLICY, "", recipe, None)
     if not isinstance(policy, Policy):
         policy = _read(policy)
     if policy.has_module_rules:
@@ -33,7 +33,7 @@ def override_of(policy: PolicyLike | None, device_type: str, recipe: Recipe | No
     items = part.ops.resolved_items
     if not items and recipe is None:
         return None
-    return make_override(device_type, items, Origin(REGIONS_POLICY.rule, part.name), recipe)
+    return make_override(device_type, items, REGIONS_POLICY, part.name, recipe, None)
 
 
 def override_of_rule(device_type: str, ops: OpPolicies, name: str, recipe: Recipe | None = None) -> Override | None:
@@ -41,22 +41,21 @@ def override_of_rule(device_type: str, ops: OpPolicies, name: str, recipe: Recip
     items = ops.resolved_items
     if not items and recipe is None:
         return None
-    return make_override(device_type, items, Origin(MODULE_RULE.rule, name), recipe)
+    return make_override(device_type, items, MODULE_RULE, name, recipe, None)
 
 
 def _read(given: Any) -> Policy:
     """Return a policy that is given as a mapping or a path; the same one while it says the same."""
     is_file = isinstance(given, (str, os.PathLike))
-    if is_file:
-        status = os.stat(given)
-        key: tuple[Any, ...] = (os.path.abspath(given), status.st_mtime_ns, status.st_size, status.st_ino)
-    else:
-        try:
+    try:
+        if is_file:
+            status = os.stat(given)
+            key: tuple[Any, ...] = (os.path.abspath(given), status.st_mtime_ns, status.st_size, status.st_ino)
+        else:
             key = tuple(given.items())
-            hash(key)
-        except (AttributeError, TypeError):  # not a mapping, or a value without a hash
-            return Policy.of(given)
-    found = _policies.get(key)
+        found = _policies.get(key)
+    except (AttributeError, TypeError):  # not a mapping, or a value without a hash
+        return Policy.of(given)
     if found is None:
         found = Policy.of(given)
         # OpPolicies of other libraries may be defined again, with other overloads.

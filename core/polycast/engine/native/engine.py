@@ -150,11 +150,11 @@ class _NativeKernels(Kernels):
         )
 
     @override
-    def _serve_cached_casts(self) -> None:
+    def _register_cached_cast(self) -> None:
         self._library.cached_cast(self._is_capturing)
 
     @override
-    def _let_other_ops_pass(self) -> None:
+    def _register_fallthrough(self) -> None:
         self._library.fallthrough()
 
     @override

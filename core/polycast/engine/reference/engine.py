@@ -16,10 +16,10 @@ from ...torch_internals.dispatcher import (
     keys_below,
     redispatch,
 )
-from ..casting import tensors_in
 from ..casts.unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedWrites
 from ..kernels import Kernels
 from .kernels import PythonKernels
+from .rules import tensors_in
 from .state_machine import PythonStateMachine
 from .store import forget, note_writes
 

@@ -1,9 +1,10 @@
-"""The reference engine: autocast's semantics in Python kernels at a device's Autocast dispatch key.
+"""The kernels of the reference engine: one for each op of the backend's table, registered with torch.library.
 
-One kernel for each op of the backend's table, registered with torch.library. A kernel excludes its own key, casts what
-the op's policy says, and calls the op again, so that autograd and everything below see the inputs that were cast.
+A kernel excludes its own key, casts what the op's policy says, and calls the op again, so that autograd and everything
+below it see the inputs that were cast.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -14,20 +15,18 @@ from typing_extensions import override
 
 from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
-from ...policy.schemas import flatten_arguments, optional_dtype, overload_with_dtype
+from ...policy.schemas import flatten_arguments
 from ...torch_internals.dispatcher import DispatchKeySet, OpOverload, excluding, keys_below, redispatch
-from ..casting import is_eligible, promotion
 from ..casts.traced import cast_of_traced
 from ..casts.weight_cache import cache_by_identity
 from ..casts.weights import Source, caching_is_safe, is_weight, weight_of
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, refusal
 from ..low_bit import compute as low_bit
+from .rules import Call, apply_rule, is_eligible
 from .state_machine import PythonStateMachine
 from .store import PythonStore
 
-_Args: TypeAlias = tuple[Any, ...]
-_Kwargs: TypeAlias = dict[str, Any]
 _CastWeight: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor | None]
 
 
@@ -49,20 +48,19 @@ class PythonKernels(Kernels):
         namespace, _, name_in_it = name.partition("::")
         kernel = _Kernel(op, name, policy, self.backend, self.key, self._machine)
         with warnings.catch_warnings():
-            # torch warns, once in a process, that a kernel is overridden: that is what is meant here.
+            # torch warns once in a process that a kernel is overridden, which is intended here.
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
             self._library(namespace).impl(  # type: ignore[no-untyped-call]
                 name_in_it, kernel, self.key, with_keyset=True, allow_override=True
             )
 
     @override
-    def _serve_cached_casts(self) -> None:
-        device = self.key.removeprefix("Autocast")
+    def _register_cached_cast(self) -> None:
         kernel = _CachedCast(self.backend, self._machine)
-        self._library("polycast").impl("cached_cast", kernel, device)  # type: ignore[no-untyped-call]
+        self._library("polycast").impl("cached_cast", kernel, self.key.removeprefix("Autocast"))  # type: ignore[no-untyped-call]
 
     @override
-    def _let_other_ops_pass(self) -> None:
+    def _register_fallthrough(self) -> None:
         self._library("_").fallback(fallthrough_kernel, self.key)  # type: ignore[no-untyped-call]
 
     @override
@@ -73,7 +71,7 @@ class PythonKernels(Kernels):
 
 
 class _Kernel:
-    """What runs for one op at one device's Autocast key."""
+    """The kernel of one op at one device's Autocast key."""
 
     def __init__(
         self,
@@ -84,120 +82,69 @@ class _Kernel:
         key: str,
         machine: PythonStateMachine,
     ) -> None:
-        self.op = op
-        self.name = name
-        self.policy = policy
-        self.backend = backend
-        self.machine = machine
-        self.device_type = backend.device_type
-        self.without_autocast = excluding(key, self.device_type)
-        self.below = keys_below(key)
+        self._op = op
+        self._name = name
+        self._policy = policy
+        self._backend = backend
+        self._machine = machine
+        self._device_type = backend.device_type
+        self._is_eligible = functools.partial(is_eligible, device_type=backend.device_type)
+        self._without_autocast = excluding(key, backend.device_type)
+        self._below = keys_below(key)
 
     @disable_dynamo
     def __call__(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        policy = self.machine.policy(self.name, self.device_type, self.policy)
-        # As if there were no kernel here: what the op is made of is autocast as ever.
-        if policy is None and self.below is not None:
-            return redispatch(self.op, keys & self.below, args, kwargs)
-        with self.without_autocast():
-            if policy is CastPolicy.LOWER_PRECISION_FP and self.machine.computes_low_bit(self.name, self.device_type):
-                result = low_bit.perform(self.name, self.device_type, flatten_arguments(self.op, args, kwargs))
+        policy = self._machine.policy(self._name, self._device_type, self._policy)
+        # As if there were no kernel here: the ops that this one is made of are autocast.
+        if policy is None and self._below is not None:
+            return redispatch(self._op, keys & self._below, args, kwargs)
+        with self._without_autocast():
+            if policy is CastPolicy.BANNED:
+                raise RuntimeError(refusal(self._backend, self._name))
+            if policy is CastPolicy.LOWER_PRECISION_FP and self._machine.computes_low_bit(
+                self._name, self._device_type
+            ):
+                result = low_bit.perform(self._name, self._device_type, flatten_arguments(self._op, args, kwargs))
                 if result is not None:
                     return result
-            return _RULES[policy or CastPolicy.PASSTHROUGH](self, args, kwargs)
+            fast = torch.get_autocast_dtype(self._device_type)
+            return self._run(
+                apply_rule(policy or CastPolicy.PASSTHROUGH, Call(self._op, args, kwargs), fast, self._is_eligible)
+            )
 
-    def cast_to(self, dtype: torch.dtype, args: _Args, kwargs: _Kwargs) -> Any:
-        keeps = dtype is not torch.float32 and torch.is_autocast_cache_enabled() and caching_is_safe()
-        keeps = keeps and not self.backend.is_capturing()
-        cast = _caster(self.device_type, dtype, self.machine.weight_caster(self.device_type) if keeps else None)
-        return self.op(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
-
-    def first_is_eligible(self, args: _Args, kwargs: _Kwargs) -> bool:
-        first = args[0] if args else kwargs.get(self.op._schema.arguments[0].name)
-        return is_eligible(first, self.device_type)
-
-
-def _lower_precision_fp(kernel: _Kernel, args: _Args, kwargs: _Kwargs) -> Any:
-    return kernel.cast_to(torch.get_autocast_dtype(kernel.device_type), args, kwargs)
-
-
-def _fp32(kernel: _Kernel, args: _Args, kwargs: _Kwargs) -> Any:
-    return kernel.cast_to(torch.float32, args, kwargs)
-
-
-def _fp32_set_opt_dtype(kernel: _Kernel, args: _Args, kwargs: _Kwargs) -> Any:
-    if kernel.first_is_eligible(args, kwargs):
-        position = optional_dtype(kernel.op)
-        assert position is not None  # the table was validated
-        name = kernel.op._schema.arguments[position].name
-        if position < len(args):
-            if args[position] is None:
-                args = (*args[:position], torch.float32, *args[position + 1 :])
-        elif kwargs.get(name) is None:
-            kwargs = {**kwargs, name: torch.float32}
-    return kernel.op(*args, **kwargs)
-
-
-def _fp32_append_dtype(kernel: _Kernel, args: _Args, kwargs: _Kwargs) -> Any:
-    overload = overload_with_dtype(kernel.op)
-    assert overload is not None  # the table was validated
-    # Defaults that the caller left out are this overload's, which the one with a dtype need not have.
-    arguments = kernel.op._schema.arguments
-    given = dict(
-        zip([argument.name for argument in arguments], flatten_arguments(kernel.op, args, kwargs), strict=True)
-    )
-    dtype = torch.float32 if kernel.first_is_eligible(args, kwargs) else given[arguments[0].name].dtype
-    return overload(**given, dtype=dtype)
-
-
-def _promote(kernel: _Kernel, args: _Args, kwargs: _Kwargs) -> Any:
-    dtype = promotion((*args, *kwargs.values()), kernel.device_type)
-    return kernel.op(*args, **kwargs) if dtype is None else kernel.cast_to(dtype, args, kwargs)
-
-
-def _banned(kernel: _Kernel, args: _Args, kwargs: _Kwargs) -> Any:
-    raise RuntimeError(refusal(kernel.backend, kernel.name))
-
-
-def _passthrough(kernel: _Kernel, args: _Args, kwargs: _Kwargs) -> Any:
-    return kernel.op(*args, **kwargs)
-
-
-_RULES: dict[CastPolicy, Callable[[_Kernel, _Args, _Kwargs], Any]] = {
-    CastPolicy.LOWER_PRECISION_FP: _lower_precision_fp,
-    CastPolicy.FP32: _fp32,
-    CastPolicy.FP32_SET_OPT_DTYPE: _fp32_set_opt_dtype,
-    CastPolicy.FP32_APPEND_DTYPE: _fp32_append_dtype,
-    CastPolicy.PROMOTE: _promote,
-    CastPolicy.BANNED: _banned,
-    CastPolicy.PASSTHROUGH: _passthrough,
-}
+    def _run(self, call: Call) -> Any:
+        op, args, kwargs, dtype = call
+        if dtype is None:
+            return op(*args, **kwargs)
+        caches = dtype is not torch.float32 and torch.is_autocast_cache_enabled() and caching_is_safe()
+        caches = caches and not self._backend.is_capturing()
+        cast = _caster(self._device_type, dtype, self._machine.weight_caster(self._device_type) if caches else None)
+        return op(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
 
 
 class _CachedCast:
-    """The device's kernel of polycast::cached_cast: a cast without history, on the memory of what is kept."""
+    """A device's kernel of ``polycast::cached_cast``, which returns a cached cast itself, without autograd history."""
 
     def __init__(self, backend: Backend, machine: PythonStateMachine) -> None:
         self._backend = backend
         self._machine = machine
 
     def __call__(self, weight: torch.Tensor, dtype: torch.dtype, cache: int = 0) -> torch.Tensor:
-        device = self._backend.device_type
-        keeps = is_weight(weight) and torch.is_autocast_cache_enabled() and caching_is_safe()
+        caches = is_weight(weight) and torch.is_autocast_cache_enabled() and caching_is_safe()
         with torch.no_grad():
-            if not keeps or self._backend.is_capturing():
+            if not caches or self._backend.is_capturing():
                 return weight.to(dtype)
-            region = None if cache else self._machine.innermost(device)
-            named = cache_by_identity(cache) if region is None else region[1]
-            if named is None:
+            region = None if cache else self._machine.innermost(self._backend.device_type)
+            found = cache_by_identity(cache) if region is None else region[1]
+            if found is None:
                 return weight.to(dtype)
-            return named.store("reference", PythonStore).cast(Source(weight, weight), dtype)
+            return found.store("reference", PythonStore).cast(Source(weight, weight), dtype)
 
 
 def _caster(device_type: str, dtype: torch.dtype, cast_weight: _CastWeight | None) -> Callable[[Any], Any]:
     """Return a function that casts one argument of an op: a tensor, a list of tensors, or anything else, unchanged.
 
-    Weights and views of them are cast by `cast_weight`, where a cast may be kept now.
+    If a cast may be cached now, `cast_weight` casts weights and views of them.
     """
 
     def cast(value: Any) -> Any:
@@ -206,8 +153,8 @@ def _caster(device_type: str, dtype: torch.dtype, cast_weight: _CastWeight | Non
                 return value
             if cast_weight is not None:
                 weight = weight_of(value)
-                kept = None if weight is None else cast_weight(value, weight, dtype)
-                return value.to(dtype) if kept is None else kept
+                cached = None if weight is None else cast_weight(value, weight, dtype)
+                return value.to(dtype) if cached is None else cached
             traced = None if dtype is torch.float32 else cast_of_traced(value, dtype, device_type)
             return value.to(dtype) if traced is None else traced
         if isinstance(value, (list, tuple)):

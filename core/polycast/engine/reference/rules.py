@@ -1,0 +1,107 @@
+"""What each policy makes of a call: autocast's semantics, as functions of the call alone.
+
+The reference engine runs what they return, and ``explain`` describes it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from ...policy.cast_policy import CastPolicy
+from ...policy.schemas import flatten_arguments, optional_dtype, overload_with_dtype
+from ...torch_internals.dispatcher import OpOverload
+
+_IsEligible: TypeAlias = Callable[[object], bool]
+
+
+class Call(NamedTuple):
+    """A call of an op; its eligible tensors are cast to `dtype`, if it has one."""
+
+    op: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dtype: torch.dtype | None = None
+
+
+def is_eligible(value: object, device_type: str) -> bool:
+    """Return whether autocast for a device may cast a value.
+
+    As in torch (ATen/autocast_mode.h, ``is_eligible``): a floating-point tensor on the device that is not float64.
+    """
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.dtype is not torch.float64
+        and value.device.type == device_type
+    )
+
+
+def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among values, also those in lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
+def apply_rule(policy: CastPolicy, call: Call, fast: torch.dtype, is_eligible: _IsEligible) -> Call:
+    """Return what a policy makes of a call in a region with a fast dtype. No call is left of a banned op."""
+    return _RULES[policy](call, fast, is_eligible)
+
+
+def _lower_precision_fp(call: Call, fast: torch.dtype, is_eligible: _IsEligible) -> Call:
+    return call._replace(dtype=fast)
+
+
+def _fp32(call: Call, fast: torch.dtype, is_eligible: _IsEligible) -> Call:
+    return call._replace(dtype=torch.float32)
+
+
+def _fp32_set_opt_dtype(call: Call, fast: torch.dtype, is_eligible: _IsEligible) -> Call:
+    if not is_eligible(_first(call)):
+        return call
+    position = optional_dtype(call.op)
+    assert position is not None  # the policy was validated
+    name = call.op._schema.arguments[position].name
+    if position < len(call.args):
+        if call.args[position] is None:
+            return call._replace(args=(*call.args[:position], torch.float32, *call.args[position + 1 :]))
+    elif call.kwargs.get(name) is None:
+        return call._replace(kwargs={**call.kwargs, name: torch.float32})
+    return call
+
+
+def _fp32_append_dtype(call: Call, fast: torch.dtype, is_eligible: _IsEligible) -> Call:
+    overload = overload_with_dtype(call.op)
+    assert overload is not None  # the policy was validated
+    # Pass this overload's defaults, because the one with a dtype need not have them.
+    names = [argument.name for argument in call.op._schema.arguments]
+    given = dict(zip(names, flatten_arguments(call.op, call.args, call.kwargs), strict=True))
+    dtype = torch.float32 if is_eligible(_first(call)) else given[names[0]].dtype
+    return Call(overload, (), {**given, "dtype": dtype})
+
+
+def _promote(call: Call, fast: torch.dtype, is_eligible: _IsEligible) -> Call:
+    """Cast to float32, which holds the values of any two dtypes below it, if the eligible tensors' dtypes differ."""
+    dtypes = {tensor.dtype for tensor in tensors_in((*call.args, *call.kwargs.values())) if is_eligible(tensor)}
+    return call._replace(dtype=torch.float32) if len(dtypes) > 1 else call
+
+
+def _passthrough(call: Call, fast: torch.dtype, is_eligible: _IsEligible) -> Call:
+    return call
+
+
+def _first(call: Call) -> object:
+    return call.args[0] if call.args else call.kwargs.get(call.op._schema.arguments[0].name)
+
+
+_RULES: dict[CastPolicy, Callable[[Call, torch.dtype, _IsEligible], Call]] = {
+    CastPolicy.LOWER_PRECISION_FP: _lower_precision_fp,
+    CastPolicy.FP32: _fp32,
+    CastPolicy.FP32_SET_OPT_DTYPE: _fp32_set_opt_dtype,
+    CastPolicy.FP32_APPEND_DTYPE: _fp32_append_dtype,
+    CastPolicy.PROMOTE: _promote,
+    CastPolicy.PASSTHROUGH: _passthrough,
+}
