@@ -1,7 +1,7 @@
-"""The modules and stacks of a report as data, of which its script makes elements when they are asked for.
+"""The modules and stacks of a report as data, from which its script makes elements on demand.
 
-Thousands of modules are too many elements for a browser. So the page has them as lists of numbers: what modules have
-in common (words, the rows of their ops, the lines of stacks) is there once, and each refers to it by its number.
+Thousands of modules are too many elements for a browser. So the page contains them as lists of numbers. Whatever
+modules share (words, rows of ops, lines of stacks) is stored once, and referred to by its number.
 """
 
 from collections.abc import Hashable, Mapping
@@ -14,34 +14,34 @@ from .words import duration, in_order, pattern, ruled
 
 _T = TypeVar("_T", bound=Hashable)
 _NOTHING = -1
-"""In place of a number: the run has nothing of the kind."""
+"""Stands for a number that the run lacks."""
 
 
 class Data(NamedTuple):
-    """What a page's script is given.
+    """The input of a page's script.
 
     Attributes:
-        said: JSON-safe. ``words``: texts. ``patterns``: the class of each dtype that is named, by the number of its
-            text. ``ops``: rows of ops, each ``[op, phase, policy, rule, of]``, where `of` has for each run
-            ``[calls, dtypes, casts, bytes]``. ``modules``, in the order of the tree:
-            ``[depth, name, kind, changed, open, ops, of]``, whose name is without that of the module around it; `of`
-            has for each run ``[dtypes, time, casts, share, bytes, share]``, with shares in per cent. ``lines``: of
-            stacks. ``stacks``: lists of these. dtypes are ``[dtype, count, dtype, count, ...]``.
+        json: JSON-safe. ``words``: texts. ``patterns``: the CSS class of each dtype, by the number of its text.
+            ``ops``: rows of ops, each ``[op, phase, policy, rule, of]``, where `of` has for each run
+            ``[calls, dtypes, casts, bytes]``. ``modules``, in tree order: ``[depth, name, kind, changed, open, ops,
+            of]``, with the name relative to the enclosing module; `of` has for each run ``[dtypes, time, casts, share,
+            bytes, share]``, with shares in per cent. ``lines``: lines of stacks. ``stacks``: lists of numbers of lines.
+            dtypes are ``[dtype, count, dtype, count, ...]``.
         stacks: the numbers of the stacks, by stack.
     """
 
-    said: dict[str, Any]
+    json: dict[str, Any]
     stacks: Mapping[tuple[str, ...], int]
 
 
 class _Numbers(Generic[_T]):
-    """Things by number, each once."""
+    """Gives each distinct value a number."""
 
     def __init__(self) -> None:
         self.known: dict[_T, int] = {}
 
-    def __call__(self, thing: _T) -> int:
-        return self.known.setdefault(thing, len(self.known))
+    def __call__(self, value: _T) -> int:
+        return self.known.setdefault(value, len(self.known))
 
     def __iter__(self) -> Any:
         return iter(self.known)
@@ -62,27 +62,27 @@ class _Builder:
     def data(self) -> Data:
         lines: _Numbers[str] = _Numbers()
         stacks: dict[tuple[str, ...], int] = {}
-        told = []
+        numbered = []
         for row in self._page.ops:
             for op in row.of:
                 if op is not None and op.stack and op.stack not in stacks:
                     stacks[op.stack] = len(stacks)
-                    told.append([lines(line) for line in op.stack])
+                    numbered.append([lines(line) for line in op.stack])
         modules = self._modules()
-        said = {
+        json = {
             "timed": self._page.timed,
             "modules": modules,
             "ops": list(self._ops),
             "words": list(self._words),
             "patterns": self._patterns,
             "lines": list(lines),
-            "stacks": told,
+            "stacks": numbered,
         }
-        return Data(said, stacks)
+        return Data(json, stacks)
 
     def _modules(self) -> list[list[Any]]:
         found = []
-        around: list[str] = []  # the names of the modules around, by depth
+        around: list[str] = []  # the names of the enclosing modules, by depth
         for row in self._page.modules:
             del around[row.depth :]
             outer = f"{around[-1]}." if around and around[-1] else ""
@@ -117,7 +117,7 @@ class _Builder:
     def _op(self, row: OpRow) -> tuple[Any, ...]:
         known = next(op for op in reversed(row.of) if op is not None)
         of = tuple(self._counts(op) for op in row.of)
-        policy, rule = self._words(known.policy or "as it is"), self._words(ruled(known))
+        policy, rule = self._words(known.policy or "no policy"), self._words(ruled(known))
         return (self._words(row.op.removeprefix("aten::")), self._words(row.phase), policy, rule, of)
 
     def _counts(self, op: Op | None) -> Any:

@@ -1,4 +1,4 @@
-"""A report as HTML: one page that holds its own style and script, and runs and loads nothing else."""
+"""Render a report as HTML: one page with its own style and script, which loads nothing else."""
 
 import base64
 import functools
@@ -15,30 +15,30 @@ from .words import duration, in_order, pattern, ruled
 
 _NAMES = ("before", "after")
 _MOST_MODULES = 200
-"""How many modules are shown where no script runs."""
+"""The number of modules shown without script."""
 _MOST_PLACES = 50
 _MOST_ROWS = 100
 
 
 def render(page: Page) -> str:
-    """Return the text of a page."""
+    """Return the HTML of a page."""
     style, script = _dense(_part("page.css")), _dense(_part("page.js"))
     data = data_of(page)
-    # What is in a script element ends at the first "</script": there is no "<" in it, and so no tag either.
-    said = json.dumps(data.said, separators=(",", ":")).replace("<", "\\u003c")
+    # A script element ends at the first "</script", so the data must not contain "<".
+    encoded = json.dumps(data.json, separators=(",", ":")).replace("<", "\\u003c")
     policy = _content_policy(script)
-    text = _template().render(page=page, style=style, script=script, policy=policy, data=said, stacks=data.stacks)
+    text = _template().render(page=page, style=style, script=script, policy=policy, data=encoded, stacks=data.stacks)
     return _dense(text) + "\n"
 
 
 def _dense(text: str) -> str:
-    """Return a text without its empty lines, of which templates make many."""
+    """Return a text without empty lines, of which templates make many."""
     return "\n".join(line for line in text.split("\n") if line and not line.isspace())
 
 
 @functools.cache
 def _template() -> jinja2.Template:
-    # Whatever comes from the model is escaped: names of modules and ops, places in the program.
+    # Autoescape names of modules, ops and files, which the program chooses.
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_part),
         autoescape=True,
@@ -71,6 +71,6 @@ def _part(name: str) -> str:
 
 
 def _content_policy(script: str) -> str:
-    """Return what the browser is to allow the page: its own script, styles, and nothing from anywhere else."""
+    """Return a Content-Security-Policy that allows the page its own script and styles, and nothing else."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"

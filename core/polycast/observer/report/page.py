@@ -1,7 +1,6 @@
-"""What a report shows, of one run or of two side by side: the rows, in order, before any of it is HTML.
+"""The contents of a report of one run, or of two side by side, before it is rendered.
 
-Where a value is `of` the runs, it is a tuple with one entry for each: of one run, or of the one before and
-the one after. An entry that a run lacks is None.
+A value `of` the runs is a tuple with one entry for each run, the one before first. An entry that a run lacks is None.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,16 +24,16 @@ _Of = tuple[_R | None, ...]
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in few lines.
+    """The summary of a run.
 
     Attributes:
-        run: where and how it was observed.
+        run: the conditions of the observation.
         total: the counts of all ops.
-        phases: the same, of the forward and of the backward pass.
-        fast_calls: how many calls computed in a fast dtype, of `float_calls`.
-        fast_share: the one as a share of the other; None: no op had floating-point tensors.
-        fast_time_share: the share of the time in ops; None: it was not taken.
-        recipe: how much of the matrix products recipes computed, and which large ones they did not; empty: no recipe.
+        phases: the counts of the forward and of the backward pass.
+        fast_calls: how many of `float_calls` computed in a fast dtype.
+        fast_share: their share; None: no op had floating-point tensors.
+        fast_time_share: their share of the time in ops; None: it was not measured.
+        recipe: lines about the matmuls that recipes computed; empty: no recipe.
     """
 
     run: Run
@@ -49,7 +48,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Place:
-    """Where something was found: `target` is the row of the module that it is about, if there is one."""
+    """The place of a finding: `target` is the id of the row of its module, if there is one."""
 
     where: str
     what: str
@@ -58,13 +57,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Found:
-    """Findings of one kind that one thing is to be done about.
+    """Findings of one kind with one remedy.
 
     Attributes:
-        kind, remedy: what they share.
-        state: ``"gone"`` or ``"new"`` where one of two runs has them, and empty otherwise.
-        places: where, those that cost most bytes first.
-        stack: the Python stack of the call that it is about, if it is known.
+        kind, remedy: what the findings share.
+        state: ``"gone"`` or ``"new"`` if only one of two runs has them, else empty.
+        places: the places, the costliest first.
+        stack: the Python stack of the call in question, if known.
     """
 
     kind: str
@@ -80,7 +79,7 @@ class OpRow:
 
     Attributes:
         changed: whether the runs differ in it.
-        inner: whether only other ops called it, and no table has it.
+        inner: whether only other ops called it, and it has no policy.
     """
 
     op: str
@@ -92,19 +91,19 @@ class OpRow:
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """A module, in the order in which a tree is written.
+    """A row of the tree of modules.
 
     Attributes:
-        id: its anchor in the page.
-        name: its whole name; that of the model itself is empty.
-        kind: the name of its class.
-        depth: how many modules are around it.
-        of: what the runs say of it.
-        casts, bytes: its share of what the module around it has, for each run, from 0 to 1; with
-            two runs, of what it has in that which has more.
+        id: the anchor in the page.
+        name: the full name; empty for the model itself.
+        kind: the name of the class.
+        depth: the number of enclosing modules.
+        of: the records of the runs.
+        casts, bytes: for each run, the share of the enclosing module's, from 0 to 1; with two runs, the share of the
+            larger one.
         ops: its own ops.
-        changed: whether the runs differ in it, or in what is in it.
-        is_open: whether it shows what is in it from the start.
+        changed: whether the runs differ in it or in a module inside.
+        is_open: whether it is open at first.
     """
 
     id: str
@@ -120,13 +119,13 @@ class ModuleRow:
 
     @property
     def label(self) -> str:
-        """The last part of its name, or of the model the class."""
+        """The last part of the name; for the model, the class."""
         return self.name.rpartition(".")[2] or self.kind or "model"
 
 
 @dataclass(frozen=True)
 class Page:
-    """All that a report shows."""
+    """The contents of a report."""
 
     runs: tuple[Summary, ...]
     found: tuple[Found, ...]
@@ -139,12 +138,12 @@ class Page:
 
     @property
     def compares(self) -> bool:
-        """Whether it shows two runs."""
+        """Whether there are two runs."""
         return len(self.runs) == 2
 
     @property
     def timed(self) -> bool:
-        """Whether a run knows how long its ops took."""
+        """Whether a run has times."""
         return any(run.run.timing for run in self.runs)
 
     @property
@@ -158,7 +157,7 @@ class Page:
 
 
 def page_of(facts: Facts, before: Facts | None = None) -> Page:
-    """Return the page of a run, or of a run and the one before it."""
+    """Return the contents of the report of a run, or of a run and one before it."""
     runs = (facts,) if before is None else (before, facts)
     modules = _module_rows(runs)
     casts = sorted(
@@ -232,7 +231,7 @@ def _module_rows(runs: tuple[Facts, ...]) -> tuple[ModuleRow, ...]:
     for name in of:
         inner.setdefault(_around(name, of), []).append(name)
     rows: list[ModuleRow] = []
-    # Written in order and not recursively, for models that are nested deeper than Python's stack.
+    # Not recursive, because models may be nested deeper than Python's stack.
     waiting = [(name, 0) for name in reversed(inner.get(None, []))]
     while waiting:
         name, depth = waiting.pop()
@@ -260,7 +259,7 @@ def _module_rows(runs: tuple[Facts, ...]) -> tuple[ModuleRow, ...]:
 
 
 def _around(name: str, names: Mapping[str, Any]) -> str | None:
-    """Return the name of the module that is around another, among those that there are."""
+    """Return the name of the innermost enclosing module among `names`."""
     while name:
         name = name.rpartition(".")[0]
         if name in names:
@@ -279,7 +278,7 @@ def _totals(of: _Of[Module], count: str) -> list[float]:
 
 
 def _together(runs: Iterable[Iterable[_R]], *names: str) -> tuple[_Of[_R], ...]:
-    """Return what the runs say of the same thing, which fields of these names tell, for each that one of them knows."""
+    """Return the records of the runs in groups that agree in the fields with these names."""
     of = [{tuple(getattr(record, name) for name in names): record for record in run} for run in runs]
     return tuple(tuple(each.get(key) for each in of) for key in dict.fromkeys(key for each in of for key in each))
 
@@ -298,14 +297,14 @@ def _differ(of: _Of[Counts]) -> bool:
 
 
 def _without_times(record: Counts | None) -> str:
-    """Return what a record says, but for how long it took and where its first call was, which no two runs share."""
+    """Return the values of a record without times and stacks, which always differ between runs."""
     if record is None:
         return ""
-    said = {each.name: getattr(record, each.name) for each in fields(record)}
-    nested = [_without_times(each) for each in (*said.pop("ops", ()), *filter(None, [said.pop("total", None)]))]
+    values = {each.name: getattr(record, each.name) for each in fields(record)}
+    nested = [_without_times(each) for each in (*values.pop("ops", ()), *filter(None, [values.pop("total", None)]))]
     plain = [
         sorted(value.items()) if isinstance(value, Mapping) else value
-        for name, value in said.items()
+        for name, value in values.items()
         if name not in _NOT_COMPARED
     ]
     return repr((plain, nested))

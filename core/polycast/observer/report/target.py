@@ -1,4 +1,4 @@
-"""Where a file is to be written: whether it can be, asked before there is anything to write."""
+"""Check whether a file can be written, before there is anything to write."""
 
 import os
 import tempfile
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def check_target(path: str | os.PathLike[str], such_as: str = "report.html") -> None:
-    """Say now why a file could not be written later; nothing is left behind.
+    """Raise now if a file could not be written later. Creates no file.
 
     Raises:
-        ValueError: there is no such folder, it cannot be written to, or what is there is no file, or not writable.
+        ValueError: the folder does not exist or is not writable, or the path is not a writable file.
     """
     target = Path(path)
     folder = target.parent
@@ -19,7 +19,7 @@ def check_target(path: str | os.PathLike[str], such_as: str = "report.html") -> 
         what = "is not a folder" if folder.exists() else "is not there"
         raise ValueError(f"{target} cannot be written: {folder} {what}. Make it, or name another.")
     try:
-        # Only trying tells: what may be written is not for the mode of a folder alone to say.
+        # The mode of a folder alone does not tell, so try.
         if target.exists():
             with target.open("ab"):
                 pass

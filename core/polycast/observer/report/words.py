@@ -1,4 +1,4 @@
-"""How a report words what was counted."""
+"""Format the counts of a report."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ _RULES = {"none": "no rule"}
 
 
 def duration(seconds: float) -> str:
-    """Return seconds for people: ``1.5 ms``."""
+    """Format seconds, as in ``1.5 ms``."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if abs(seconds) * factor >= 1:
             return f"{seconds * factor:.3g} {unit}" if seconds * factor < 1000 else f"{seconds:,.0f} s"
@@ -18,15 +18,15 @@ def duration(seconds: float) -> str:
 
 
 def pattern(dtype: str) -> str:
-    """Return the class of a dtype's colour and pattern."""
+    """Return the CSS class of a dtype."""
     return _PATTERNS.get(dtype, _OTHER)
 
 
 def in_order(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return counts by dtype in the order in which bars show them."""
+    """Return counts by dtype in the order of the bars."""
     return sorted(counts.items(), key=lambda each: pattern(each[0]))
 
 
 def ruled(decided: Op | Decision) -> str:
-    """Return which rule decided."""
+    """Format the rule that decided."""
     return " ".join(filter(None, (_RULES.get(decided.rule, decided.rule), decided.rule_name)))
