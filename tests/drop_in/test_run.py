@@ -1,5 +1,6 @@
 """``polycast run``: a program runs as under python itself, on polycast's regions; what the options do; bad input."""
 
+import functools
 import os
 import re
 import signal
@@ -15,22 +16,13 @@ from polycast.cli import app
 
 pytestmark = pytest.mark.slow
 
-ENVIRONMENT = {
-    **{name: value for name, value in os.environ.items() if not name.startswith("POLYCAST_")},
-    "OMP_NUM_THREADS": "1",
-}
-PYTHON = [sys.executable]
-POLYCAST = [sys.executable, "-m", "polycast", "run", "--quiet"]
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("POLYCAST_")}
 
 
-def call(command, *arguments, folder, stdin="", **environment):
+def call(*command, folder, stdin="", **environment):
+    command = [sys.executable, *command]
     return subprocess.run(
-        [*command, *map(str, arguments)],
-        cwd=folder,
-        input=stdin,
-        env={**ENVIRONMENT, **environment},
-        capture_output=True,
-        text=True,
+        command, cwd=folder, input=stdin, env={**ENVIRONMENT, **environment}, capture_output=True, text=True
     )
 
 
@@ -48,21 +40,22 @@ def write(tmp_path):
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, polycast_run):
     """Return a function that calls ``polycast run`` in the folder of the test."""
-
-    def run(*arguments, **options):
-        return call(POLYCAST[:-1], *arguments, folder=tmp_path, **options)
-
-    return run
+    return functools.partial(polycast_run, folder=tmp_path)
 
 
-def same(folder, *arguments, stdin="", **environment):
-    """Run a program with python and with polycast; say that they do the same, and return what that is."""
-    theirs = call(PYTHON, *arguments, folder=folder, stdin=stdin, **environment)
-    ours = call(POLYCAST, *arguments, folder=folder, stdin=stdin, **environment)
-    assert (ours.returncode, ours.stdout, ours.stderr) == (theirs.returncode, theirs.stdout, theirs.stderr)
-    return ours
+@pytest.fixture
+def same(polycast_run):
+    """Return a function that runs a program with python and with polycast, checks that they do the same."""
+
+    def same(folder, *arguments, stdin=""):
+        theirs = call(*arguments, folder=folder, stdin=stdin)
+        ours = polycast_run("--quiet", *arguments, folder=folder, stdin=stdin)
+        assert (ours.returncode, ours.stdout, ours.stderr) == (theirs.returncode, theirs.stdout, theirs.stderr)
+        return ours
+
+    return same
 
 
 SELF_PORTRAIT = """
@@ -74,48 +67,50 @@ print(vars(__main__) is globals(), sys.modules["__main__"] is __main__)
 
 
 @pytest.mark.parametrize("name", ["program.py", "./program.py", "folder/program.py"])
-def test_a_script_sees_itself_as_under_python(write, name):
+def test_a_script_sees_itself_as_under_python(same, write, name):
     done = same(write(SELF_PORTRAIT, name), name, "--flag", "value", "--quiet", "--", "-m")
     assert "'--flag', 'value', '--quiet', '--', '-m'" in done.stdout
 
 
-def test_a_link_to_a_script_has_the_folder_of_the_script(write):
+def test_a_link_to_a_script_has_the_folder_of_the_script(same, write):
     folder = write(SELF_PORTRAIT, "folder/program.py")
     (folder / "link.py").symlink_to(folder / "folder" / "program.py")
     assert str(folder / "folder") in same(folder, "link.py").stdout
 
 
-def test_a_module_sees_itself_as_under_python(write):
+def test_a_module_sees_itself_as_under_python(same, write):
     folder = write(SELF_PORTRAIT, "package/program.py")
     assert "package.program" in same(folder, "-m", "package.program", "--flag").stdout
 
 
-def test_a_package_runs_its_main_module(write):
+def test_a_package_runs_its_main_module(same, write):
     assert "package.__main__" in same(write(SELF_PORTRAIT, "package/__main__.py"), "-m", "package").stdout
 
 
-def test_a_folder_runs_its_main_module(write):
+def test_a_folder_runs_its_main_module(same, write):
     assert "__main__.py" in same(write(SELF_PORTRAIT, "folder/__main__.py"), "folder", "x").stdout
 
 
 @pytest.mark.parametrize("name", ["folder", "folder/__main__.py"])
 def test_a_safe_path_has_no_more_in_it_than_under_python(write, name):
     folder = write("import sys; print(sys.path)", "folder/__main__.py")
-    assert same(folder, name, PYTHONSAFEPATH="1").returncode == 0
+    command = ["-m", "polycast", "run", "--quiet"]
+    theirs, ours = (call(*way, name, folder=folder, PYTHONSAFEPATH="1") for way in ([], command))
+    assert (ours.returncode, ours.stdout, ours.stderr) == (0, theirs.stdout, theirs.stderr)
 
 
-def test_an_archive_runs_its_main_module(tmp_path):
+def test_an_archive_runs_its_main_module(same, tmp_path):
     with zipfile.ZipFile(tmp_path / "program.zip", "w") as archive:
         archive.writestr("__main__.py", SELF_PORTRAIT)
     assert "program.zip" in same(tmp_path, "program.zip", "x").stdout
 
 
-def test_the_standard_input_belongs_to_the_program(write):
+def test_the_standard_input_belongs_to_the_program(same, write):
     done = same(write("import sys; print(input(), sys.stdin.read())"), "program.py", stdin="one\ntwo\n")
     assert done.stdout == "one two\n\n"
 
 
-def test_a_program_from_the_standard_input_sees_itself_as_under_python(tmp_path):
+def test_a_program_from_the_standard_input_sees_itself_as_under_python(same, tmp_path):
     done = same(tmp_path, "-", "x", stdin=SELF_PORTRAIT + "print(__cached__, __loader__)\n1 / 0")
     assert done.stdout.startswith("__main__ <stdin> None None None {} type\n")
 
@@ -139,32 +134,32 @@ def test_a_program_from_the_standard_input_sees_itself_as_under_python(tmp_path)
         ("import threading; threading.Timer(0, print, ['a thread']).start()", 0),
     ],
 )
-def test_a_program_ends_as_under_python(write, source, code):
+def test_a_program_ends_as_under_python(same, write, source, code):
     assert same(write(source), "program.py").returncode == code
 
 
 @pytest.mark.parametrize("source", ["1 / 0", "if True print('what is this')"])
-def test_a_module_fails_as_under_python(write, source):
+def test_a_module_fails_as_under_python(same, write, source):
     assert same(write(source), "-m", "program").returncode == 1
 
 
-def test_a_module_that_is_missing_is_told_as_by_python(tmp_path):
+def test_a_module_that_is_missing_is_told_as_by_python(same, tmp_path):
     assert "No module named no_such" in same(tmp_path, "-m", "no_such").stderr
 
 
-def test_a_folder_without_a_main_module_is_told_as_by_python(write):
+def test_a_folder_without_a_main_module_is_told_as_by_python(same, write):
     assert "can't find '__main__' module in" in same(write("", "folder/other.py"), "folder").stderr
 
 
-def test_a_file_that_is_missing_is_told_as_by_python(tmp_path):
-    theirs = call(PYTHON, "no_such.py", folder=tmp_path)
-    ours = call(POLYCAST, "no_such.py", folder=tmp_path)
+def test_a_file_that_is_missing_is_told_as_by_python(run, tmp_path):
+    theirs = call("no_such.py", folder=tmp_path)
+    ours = run("no_such.py")
     assert (ours.returncode, theirs.returncode) == (2, 2)
     assert ours.stderr == f"polycast: can't open file '{tmp_path}/no_such.py': [Errno 2] No such file or directory\n"
     assert ours.stderr.partition(": ")[2] == theirs.stderr.partition(": ")[2]
 
 
-def test_classes_of_the_program_can_be_pickled(write):
+def test_classes_of_the_program_can_be_pickled(same, write):
     source = """
     import copy, pickle
     class Point:

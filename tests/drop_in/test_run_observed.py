@@ -30,13 +30,12 @@ def ranked(rank):
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, polycast_run):
     """Return a function that calls ``polycast run`` on what follows WORK, in a folder of its own."""
 
     def run(program, *options, **environment):
         (tmp_path / "program.py").write_text(WORK + textwrap.dedent(program))
-        command = [sys.executable, "-m", "polycast", "run", *options, "program.py"]
-        return subprocess.run(command, cwd=tmp_path, env={**ENVIRONMENT, **environment}, capture_output=True, text=True)
+        return polycast_run(*options, "program.py", folder=tmp_path, **environment)
 
     return run
 

@@ -1,8 +1,5 @@
 """``polycast run --policy``: a program under a policy file."""
 
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -39,16 +36,12 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def run(tmp_path):
-    """Return a function that calls ``polycast run`` on a program in a folder of its own."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("POLYCAST_")}
+def run(tmp_path, polycast_run):
+    """Return a function that calls ``polycast run`` on a program, in a folder of its own."""
 
-    def run(program, *options):
+    def run(program, *options, **environment):
         (tmp_path / "program.py").write_text(textwrap.dedent(program))
-        command = [sys.executable, "-m", "polycast", "run", *options, "program.py"]
-        return subprocess.run(
-            command, cwd=tmp_path, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-        )
+        return polycast_run(*options, "program.py", folder=tmp_path, **environment)
 
     return run
 
@@ -91,8 +84,8 @@ def test_it_goes_with_wrap_and_with_a_weight_cache(run, tmp_path):
         ),
         (
             "schema = 1\n[devices.cpu.modules]\nlm_head = 'fp32'\n",
-            "polycast: --policy policy.toml: it has rules for modules, and a program's modules are its own: call "
-            "polycast.apply_policy(model, policy) in it, or leave [modules] out of the file.\n",
+            "polycast: --policy policy.toml: the file has rules for modules, which --policy cannot apply. Call "
+            "polycast.apply_policy(model, policy) in the program, or leave [modules] out of the file.\n",
         ),
     ],
 )
