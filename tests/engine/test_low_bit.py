@@ -11,7 +11,7 @@ from torch import nn
 import polycast
 from polycast import Int8, WeightCache, autocast
 from polycast.engine import state
-from polycast.engine.low_bit.plan import packings, plan_of
+from polycast.engine.low_bit.plan import plan_of, process_cache
 from polycast.plugins.registry import registry
 from polycast.region.policies import override_of
 
@@ -90,7 +90,7 @@ def test_a_write_that_is_not_seen_is_found_by_a_cache_that_verifies(layer, doubl
     run(layer, cache=cache)
     run(layer, cache=cache)
     double_unseen(layer.weight)
-    with pytest.raises(polycast.StaleWeightError, match="changed in a way that nothing shows"):
+    with pytest.raises(polycast.StaleWeightError, match="changed without a trace"):
         run(layer, cache=cache)
     cache.clear()
     assert torch.equal(run(layer, cache=cache), expected(layer))
@@ -216,7 +216,7 @@ def test_a_packing_dies_with_its_weight(linear):
     layer, cache = nn.Linear(8, 8), WeightCache()
     run(layer, cache=cache)
     run(layer)
-    kept = packings.cache
+    kept = process_cache.cache
     before = kept.stats().packings
     del layer
     gc.collect()
@@ -227,7 +227,7 @@ def test_a_packing_dies_with_its_weight(linear):
 def test_clearing_drops_what_is_kept_for_the_process(layer, linear):
     run(layer)
     polycast.clear_autocast_cache()
-    assert packings.cache.stats().packings == 0
+    assert process_cache.cache.stats().packings == 0
     run(layer)
     assert linear.prepared == 2
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polycast
 from polycast import Int8, autocast
-from polycast.engine.low_bit.plan import packings
+from polycast.engine.low_bit.plan import process_cache
 
 X = torch.randn(3, 8)
 
@@ -228,7 +228,7 @@ def test_a_weight_without_memory_is_refused_as_in_the_fast_dtype(engine):
     weight.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="not allocated"):
         run(lambda: functional.linear(X, weight))
-    assert packings.cache.stats().packings == 0
+    assert process_cache.cache.stats().packings == 0
 
 
 @pytest.mark.parametrize("kind", [nn.RNNCell, nn.GRUCell, nn.LSTMCell])

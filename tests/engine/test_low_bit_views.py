@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 import polycast
 from polycast import Int8, WeightCache, autocast
-from polycast.engine.low_bit.plan import packings
+from polycast.engine.low_bit.plan import process_cache
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 pytestmark = pytest.mark.usefixtures("engine")
@@ -203,10 +203,10 @@ def test_explain_says_the_same_of_views_and_of_fake_ones(kernels, take):
 
 def test_views_are_packed_for_the_process_without_a_cache(kernels):
     w = new_weight()
-    before = packings.cache.stats().packings
+    before = process_cache.cache.stats().packings
     run(lambda: X @ w.T)
     run(linear, X, w[:4])
-    assert packings.cache.stats().packings == before + 2
+    assert process_cache.cache.stats().packings == before + 2
 
 
 def test_a_view_whose_packing_does_not_fit_beside_others_is_packed_once(kernels):

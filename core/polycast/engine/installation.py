@@ -13,7 +13,7 @@ from . import state
 from .casts.weight_cache import caches_alive
 from .choice import choose, chosen, forget
 from .kernels import Kernels, autocast_key
-from .low_bit.plan import packings
+from .low_bit.plan import process_cache
 from .snapshot import guard_on
 from .state import Settings, ready
 
@@ -72,7 +72,7 @@ def uninstall(device_type: str | None = None) -> None:
 
 
 def _undo_changes() -> None:
-    packings.drop()
+    process_cache.drop()
     changes.undo_all()
 
 

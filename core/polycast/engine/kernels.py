@@ -61,7 +61,7 @@ class Kernels(ABC):
             if not has_backend_fallback(self.key):
                 self._register_fallthrough()
             self._register_cached_cast()
-            cached_cast.look_up_anew()
+            cached_cast.clear_operator_cache()
             for name, policy in policies.items():
                 self.add(name, policy)
         except BaseException:
@@ -109,7 +109,7 @@ class Kernels(ABC):
     def remove(self) -> None:
         """Uninstall the kernels, and restore those before them."""
         self._unregister()
-        cached_cast.look_up_anew()
+        cached_cast.clear_operator_cache()
         for op, kernel in self._displaced:
             python_kernels(op)[dispatch_key(self.key)] = kernel
             clear_dispatch_cache(op)

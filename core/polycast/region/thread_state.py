@@ -4,7 +4,7 @@ import torch
 
 from ..engine import state
 from ..engine.installation import kernels_of
-from ..engine.low_bit.plan import packings
+from ..engine.low_bit.plan import process_cache
 from ..errors import BackendNotFoundError
 from ..plugins.checks import check_dtype
 from ..plugins.registry import registry
@@ -113,7 +113,7 @@ def clear_autocast_cache(all_threads: bool = False) -> None:
     if not isinstance(all_threads, bool):
         raise TypeError(f"all_threads must be a bool, got {all_threads!r}")
     state.machine.clear_own_casts(all_threads)
-    packings.clear()
+    process_cache.clear()
     torch.clear_autocast_cache()
 
 

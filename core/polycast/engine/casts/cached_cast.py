@@ -1,12 +1,11 @@
 """``polycast::cached_cast``: the cast of a weight in compiled code, looked up where the code runs.
 
-Where a compiler traces a region, autocast's kernels are called with what stands for the weights, and what they do is
-what the compiled code will do at each call. In a region with a cache they leave the cast of a weight to an operator. At
-run time that gives what they would give for the weight there and then: the cast in the cache of the region that the
-thread is in, or of the one in the compiled code; or a new one, where there is neither.
+While a compiler traces a region with a cache, autocast's kernels replace the cast of a weight by this operator. When
+the compiled code runs, it returns the cast from the cache of the thread's region, or of the region in the compiled
+code, or a new cast if there is neither.
 
-What it returns is the memory that is kept. To those who write what nobody else uses, its fake implementation says that
-it lies in the weight's own storage. The compilers that have to be told more are told in compilers/cached_casts.py.
+The result is cached memory, which must not be written. So the fake implementation returns a tensor on the weight's own
+storage, which compilers do not reuse; see compilers/cached_casts.py for those that need more.
 """
 
 import threading
@@ -18,7 +17,7 @@ from torch.library import Library
 if TYPE_CHECKING:
     from .weight_cache import WeightCache
 
-# What the device records would go on to use what it has recorded when the weight has another cast.
+# A recorded device graph would not see that a weight has a new cast.
 TAGS = tuple(getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, name))
 
 _library = Library("polycast", "DEF")  # type: ignore[no-untyped-call]
@@ -26,7 +25,7 @@ _library.define("cached_cast(Tensor weight, ScalarType dtype, int cache=0) -> Te
 
 
 def _cast(weight: torch.Tensor, dtype: torch.dtype, cache: int = 0) -> torch.Tensor:
-    """Return the cast on a device for which no kernels of polycast's are in place."""
+    """Return a new cast, on a device without polycast's kernels."""
     return weight.to(dtype)
 
 
@@ -36,13 +35,13 @@ def _fake(weight: torch.Tensor, dtype: torch.dtype, cache: int = 0) -> torch.Ten
 
 
 class _WithHistory(torch.autograd.Function):
-    """The history that ``weight.to(dtype)`` has, on another tensor: to write it is to write what is kept."""
+    """A cached cast with the autograd history of ``weight.to(dtype)``."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, dtype: torch.dtype, cache: int) -> torch.Tensor:
         from ...torch_internals.dispatcher import (
-            below_autograd,
-        )  # `import polycast` imports this module, and little else
+            below_autograd,  # slow to import, and `import polycast` needs this module
+        )
 
         ctx.dtype = weight.dtype
         if below_autograd is None:
@@ -69,31 +68,31 @@ _library.impl("cached_cast", _with_history, "Autograd")  # type: ignore[no-untyp
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.caches: list[WeightCache] = []
-        """Those of the regions in graphs that this thread is in."""
+        """The caches of the regions in compiled code that the thread is in."""
 
 
 _thread = _Thread()
 
 
 def enter_in_graph(cache: "WeightCache | None") -> None:
-    """Note that a region in a graph is entered: what is traced in it will find its cache by the number."""
+    """Note that a region in compiled code is entered; operators traced in it name its cache by number."""
     if cache is not None:
         _thread.caches.append(cache)
 
 
 def leave_in_graph(cache: "WeightCache | None") -> None:
-    """Note that such a region is left."""
+    """Note that a region in compiled code is left."""
     if cache is not None:
         _thread.caches.remove(cache)
 
 
 def number_in_graph(cache: "WeightCache | None") -> int:
-    """Return the number by which a graph is to name the cache of the innermost region; 0: that of where it runs."""
+    """Return the number by which compiled code names a region's cache; 0 for the cache where it runs."""
     return cache.identity if cache is not None and any(each is cache for each in _thread.caches) else 0
 
 
-def look_up_anew() -> None:
-    """Clear the operator's dispatch cache: its kernels are others now."""
+def clear_operator_cache() -> None:
+    """Clear the operator's dispatch cache, after its kernels have changed."""
     from ...torch_internals.dispatcher import clear_dispatch_cache
 
     clear_dispatch_cache(torch.ops.polycast.cached_cast.default)

@@ -1,8 +1,8 @@
-"""Writes of weights that count no version, and telling the engine of them, so that no cast is kept past one.
+"""Invalidate cached casts on writes that change no version: the part in Python, for both engines.
 
-torch's fused optimizers write so, and those of other libraries (kernels that are given pointers). Theirs are told by a
-hook of torch.optim, after each step; torch's own count versions or run ops that the engine sees, also in compiled code.
-Aliases of a weight's memory that count no versions are the engines' to see: alias_hooks.h and alias_hooks.py.
+torch's fused optimizers write so, and collectives: the engines hook these ops. So do optimizers of other libraries,
+whose kernels take pointers: a hook of torch.optim runs after each step. See alias_hooks.h and alias_hooks.py for
+aliases of a weight's memory.
 """
 
 import functools
@@ -59,15 +59,15 @@ COLLECTIVES = (
         )
     ),
 )
-"""The ops of torch.distributed that write into tensors that they are given, maybe after they have returned."""
+"""The ops of torch.distributed that write to their arguments, possibly after they have returned."""
 
 
 class WatchedWrites:
-    """What sees writes where Python code makes them, in place from construction until :meth:`remove`.
+    """The hooks, installed from construction until :meth:`remove`.
 
     Args:
-        note_writes: called with tensors that were written without a version.
-        forget: called with tensors that the stores are to let go of.
+        note_writes: is called with tensors that were written without a new version.
+        forget: is called with tensors whose entries, and references to them, are to be dropped.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class WatchedWrites:
         _note_writes, _forget = note_writes, forget
         self._handle: RemovableHandle = register_optimizer_step_post_hook(_after_step)
         changes.make(changes.WRITES)
-        _list_methods_anew()
+        _clear_method_lists()
 
     def remove(self) -> None:
-        """Take out of torch what was put there."""
+        """Uninstall the hooks."""
         self._handle.remove()
         changes.undo(changes.WRITES)
-        _list_methods_anew()
+        _clear_method_lists()
 
 
 def _ignore(_: Iterable[torch.Tensor]) -> None:
@@ -102,8 +102,8 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     _note_writes([weight for group in optimizer.param_groups for weight in group["params"]])
 
 
-def _list_methods_anew() -> None:
-    """Have torch list the methods of tensors again, if it has: some are others now."""
+def _clear_method_lists() -> None:
+    """Clear torch's lists of the methods of tensors, some of which were replaced."""
     for name in ("get_testing_overrides", "_get_overridable_functions", "_get_tensor_methods"):
         clear = getattr(getattr(torch.overrides, name, None), "cache_clear", None)
         if clear is not None:
@@ -111,7 +111,7 @@ def _list_methods_anew() -> None:
 
 
 def note_hidden_writes(patch: Patch) -> None:
-    """Have the writes noted of a block that sets the versions of tensors back as it ends."""
+    """Note writes when a block ends that resets the versions of its tensors."""
     block: Any = vars(grad_mode)["_unsafe_preserve_version_counter"]
     exit_ = method_of(block, "__exit__", "self")
 
@@ -124,7 +124,7 @@ def note_hidden_writes(patch: Patch) -> None:
 
 
 def forget_swapped(patch: Patch) -> None:
-    """Have stores let go of tensors that are swapped: torch refuses those that anything refers to weakly."""
+    """Drop the weak references to tensors before they are swapped, which torch refuses otherwise."""
     swap_tensors = torch.utils.swap_tensors
 
     @functools.wraps(swap_tensors)
@@ -136,7 +136,7 @@ def forget_swapped(patch: Patch) -> None:
 
 
 def export_aliases(patch: Patch) -> None:
-    """Have tensors exported by DLPack as aliases with a counter of their own: what they are given to counts nothing."""
+    """Export tensors by DLPack as aliases through ``.data``, whose hook invalidates casts."""
 
     def exporting(export: Any) -> Any:
         @functools.wraps(export)
@@ -148,5 +148,5 @@ def export_aliases(patch: Patch) -> None:
         return export_alias
 
     for owner, name in ((torch.Tensor, "__dlpack__"), (torch.utils.dlpack, "to_dlpack"), (torch, "to_dlpack")):
-        if name in vars(owner):  # the last is not in every torch
+        if name in vars(owner):  # not every torch has the last one
             patch.replace(owner, name, exporting(vars(owner)[name]))

@@ -1,11 +1,10 @@
-"""The casts of weights that are kept, so that a weight that is used again is not cast again.
+"""`WeightCache`: casts of weights that outlive regions.
 
 torch's own cache is one for the process, keyed by the tensor alone. A store here belongs to one thread, or to a user
-who shares it (WeightCache). An entry holds while the weight is alive and is what it was: the same version, the same
-memory. Casts to several dtypes live side by side, and a cast that was made without history serves grad mode too, on the
-same memory with history.
+(`WeightCache`). An entry is valid while its weight is alive, at the same version and in the same memory. Casts to
+several dtypes live side by side. A cast without autograd history serves grad mode too: the same memory is given one.
 
-The stores themselves are the engines': reference/store.py is the one to read, native/store.h the other.
+Each engine has stores of its own: reference/store.py, to be read first, and native/user_store.h.
 """
 
 import itertools
@@ -19,16 +18,16 @@ from typing_extensions import Self
 
 @dataclass(frozen=True)
 class WeightCacheStats:
-    """What a WeightCache holds and has done.
+    """The contents of a WeightCache, and counts of its use.
 
     Attributes:
-        entries: casts that are kept.
-        bytes: their memory.
-        hits: how often something kept served: a cast, or what a recipe has packed a weight into.
-        misses: how often it was made.
-        evictions: how many were dropped to keep within max_bytes.
-        packings: what recipes have packed weights into, and is kept.
-        packed_bytes: its memory.
+        entries: the number of casts.
+        bytes: the memory of the casts.
+        hits: lookups that found a cast or a prepacked weight.
+        misses: casts and prepacked weights that were made.
+        evictions: entries that were dropped for max_bytes.
+        packings: the number of prepacked weights, which recipes use.
+        packed_bytes: the memory of the prepacked weights.
     """
 
     entries: int
@@ -41,42 +40,41 @@ class WeightCacheStats:
 
 
 class CastStore(Protocol):
-    """A store of casts, of either engine."""
+    """A store of either engine."""
 
     def clear(self) -> None:
-        """Drop every cast."""
+        """Drop all entries."""
 
     def statistics(self) -> tuple[int, ...]:
-        """Return what WeightCacheStats has, in its order."""
+        """Return the fields of WeightCacheStats."""
 
 
 _Store = TypeVar("_Store", bound=CastStore)
 caches_alive: "weakref.WeakValueDictionary[int, WeightCache]" = weakref.WeakValueDictionary()
-"""The caches that there are, by identity: as long as there is one, writes of weights are watched."""
+"""The caches that are alive, by identity. While there is one, writes of weights are watched."""
 _identities = itertools.count(1)
 
 
 def cache_by_identity(identity: int) -> "WeightCache | None":
-    """Return the cache that compiled code names, if it is alive."""
+    """Return the cache that compiled code refers to, if it is alive."""
     return caches_alive.get(identity)
 
 
 class WeightCache:
     """Casts of weights that outlive regions: inference with float32 weights at the speed of a bfloat16 model.
 
-    Give one to any regions, on any threads. It keeps a cast until the weight changes or dies, :meth:`clear` is called,
-    or the cache itself dies. Casts made under ``torch.no_grad`` and ``torch.inference_mode`` serve grad mode too.
+    Pass one to any regions, on any threads. It caches a cast until the weight changes or is freed, or until the cache
+    is cleared or freed. Casts made under ``torch.no_grad`` and ``torch.inference_mode`` serve grad mode too.
 
     In-place updates (an optimizer's step, also of a fused one; ``load_state_dict``; a collective), a new
-    ``weight.data = ...`` and writes through ``.data`` (``weight.data.add_(1)``) are seen. No cast is kept while
-    something else holds the weight's memory and may write it unseen, such as ``alias = weight.data``. What C++ writes
-    at a raw pointer is not seen: call :meth:`clear` after it.
+    ``weight.data = ...`` and writes through ``.data`` (``weight.data.add_(1)``) are seen. No cast is cached while
+    something else holds the weight's memory and may write it unseen, such as ``alias = weight.data``. Writes of C++ at
+    a raw pointer are not seen: call :meth:`clear` after them.
 
     Args:
-        max_bytes: the memory that casts, and what recipes pack weights into, may take. A new one takes the place of
-            the least recently used one, if that was not used while the new one was wanted as often; of packed
-            weights, 16 times. None: no bound.
-        verify: at every hit compare the cast with the weight, to find writes that were not seen. Slow.
+        max_bytes: the memory limit for casts and prepacked weights. A new entry evicts the least recently used one,
+            if that was not used while the new one was needed as often (16 times for prepacked weights). None: no limit.
+        verify: compare the cast with the weight at every hit, to find writes that were not seen. Slow.
 
     Raises:
         TypeError: `max_bytes` is not an int, or `verify` not a bool.
@@ -107,24 +105,24 @@ class WeightCache:
         caches_alive[self.identity] = self
 
     def store(self, engine: str, make: Callable[[int | None, bool], _Store]) -> _Store:
-        """Return the store that an engine keeps for this cache, made with `make` at its first use."""
+        """Return the store of an engine, made with `make` at its first use."""
         found = self._stores.get(engine)
         if found is None:
             found = self._stores.setdefault(engine, make(self.max_bytes, self.verify))
         return cast("_Store", found)
 
     def clear(self) -> None:
-        """Drop every cast, and give the memory back."""
+        """Drop all entries."""
         for store in self._stores.values():
             store.clear()
 
     def stats(self) -> WeightCacheStats:
-        """Return what the cache holds and has done so far."""
+        """Return the contents of the cache, and counts of its use."""
         totals = [sum(column) for column in zip(*(s.statistics() for s in self._stores.values()), strict=True)]
         return WeightCacheStats(*totals) if totals else WeightCacheStats(0, 0, 0, 0, 0)
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Return an empty cache with the same settings: the weights of a model that is copied are other weights."""
+        """Return an empty cache with the same settings: the weights of a copied model are other weights."""
         return type(self)(self.max_bytes, self.verify)
 
     def __reduce__(self) -> NoReturn:

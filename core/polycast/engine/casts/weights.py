@@ -1,4 +1,4 @@
-"""Which tensors are weights or views of weights, and when a cast of one may be kept."""
+"""Which tensors are weights or views of weights, and when a cast of one may be cached."""
 
 import functools
 import sys
@@ -17,11 +17,11 @@ from ...torch_internals.names import (
 )
 
 TensorBase: Any = tensor_base
-"""What torch.Tensor inherits from; its methods are torch's own, whatever torch.Tensor has in their place."""
+"""The base class of torch.Tensor, with torch's own methods where those of torch.Tensor are hooked."""
 
 STALE = (
-    "A weight was changed in a way that nothing shows (a write at a raw pointer), so the cast that the WeightCache "
-    "kept is stale. Call clear() on the cache after such a write."
+    "A weight was changed without a trace (by a write at a raw pointer), so its cast in the WeightCache is stale. "
+    "Call clear() on the cache after such a write."
 )
 
 
@@ -29,10 +29,10 @@ _PACKED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_weight(tensor: torch.Tensor, *, to_pack: bool = False) -> bool:
-    """Say whether a tensor is a weight, whose casts are worth keeping; `to_pack`: or which a recipe may pack.
+    """Return whether a tensor is a weight, whose casts may be cached; with `to_pack`, which may be prepacked.
 
-    Weights are float32 leaves: those that require grad, and parameters that do not (frozen ones). Subclasses other than
-    Parameter are cast anew each time, so that their own dispatch sees it; and so are the weights that FSDP gathers.
+    Weights are float32 leaves that require grad, and frozen parameters. Other subclasses than Parameter are cast at
+    each use, so that their own dispatch sees it, and so are weights that FSDP gathers.
     """
     kind = type(tensor)
     return (
@@ -50,8 +50,8 @@ def is_weight(tensor: torch.Tensor, *, to_pack: bool = False) -> bool:
 def weight_of(tensor: torch.Tensor, *, to_pack: bool = False) -> torch.Tensor | None:
     """Return the weight that a tensor is or is a plain view of, or None; see :func:`is_weight`.
 
-    autograd knows what a view was made of, in each grad mode. A view that was detached, or has another dtype, is a
-    tensor of its own to it. Either may have been given other memory since the view was made.
+    autograd tracks views in each grad mode, except detached ones and those with another dtype. The view or the weight
+    may have been moved to other memory since.
     """
     if is_weight(tensor, to_pack=to_pack):
         return tensor
@@ -65,14 +65,14 @@ def weight_of(tensor: torch.Tensor, *, to_pack: bool = False) -> torch.Tensor | 
         and not tensor.is_inference()
         and not tensor.is_neg()
         and tensor._version == base._version
-        and tensor.numel() <= base.numel()  # elements that are seen several times are not worth a cast of each
+        and tensor.numel() <= base.numel()  # overlapping elements are not worth a cast of each
         and _storage_of(tensor) == _storage_of(base)
     )
     return base if is_plain else None
 
 
 def is_all_of(view: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether a view has each element of a weight once, and so is the weight in other sizes and strides."""
+    """Return whether a view has each element of a weight exactly once."""
     return (
         view.numel() == weight.numel()
         and view.storage_offset() == weight.storage_offset()
@@ -82,7 +82,7 @@ def is_all_of(view: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements fill its memory, each in a place of its own: so do those of a cast of it."""
+    """Return whether a tensor is non-overlapping and dense, so that a cast of it has the same strides."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -93,9 +93,9 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def parameter_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the parameter that a tensor is or is a plain view of, or None, of what stands for tensors as of tensors.
+    """Return the parameter that a tensor is or is a plain view of, or None; also for traced tensors.
 
-    Such are fake tensors, and what functionalization wraps them in: these have no versions.
+    These are fake tensors, and functionalization's wrappers of them, which have no versions.
     """
     if isinstance(_unwrapped(tensor), torch.nn.Parameter):
         return tensor
@@ -123,34 +123,34 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Source(NamedTuple):
-    """What is cast or packed, and what that is kept for: a weight, for itself, or a view, for its weight."""
+    """The tensor to cast or prepack, and the weight that its cache entry belongs to; they differ for a view."""
 
     tensor: torch.Tensor
     weight: torch.Tensor
     holders: int = 1
-    """How many tensors that hold the memory are known: the weight, and the view that is used now."""
+    """The number of tensors that hold the memory, as far as known: the weight, and the view."""
 
     @property
-    def place(self) -> tuple[object, ...]:
-        """Where the view lies; () for the weight itself."""
-        return () if _place(self.tensor) == _place(self.weight) else _place(self.tensor)
+    def layout(self) -> tuple[object, ...]:
+        """The layout of the view in the storage; () for the weight itself."""
+        return () if _layout(self.tensor) == _layout(self.weight) else _layout(self.tensor)
 
 
-def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def has_other_holders(weight: torch.Tensor, known: int = 1) -> bool:
-    """Say whether anything but a weight holds its memory, or but `known` tensors: a tensor, a storage, an array.
+    """Return whether more than `known` tensors hold a weight's memory, or anything else does (a storage, an array).
 
-    Each may write it without counting a version of the weight; Python cannot tell which of them count it.
+    Each may write it without a new version of the weight: Python cannot tell which ones share its version counter.
     """
     (uses, objects), (uses_of_one, objects_of_one) = _references(weight), _references_of_one()
     return uses > uses_of_one + known - 1 or objects > objects_of_one
 
 
 def _references(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return how often a storage is held, and Python's object of it, which is made here or was before."""
+    """Return the reference counts of a storage and of its Python object, which may be made here."""
     storage = TensorBase.untyped_storage(tensor)
     return storage_use_count(storage._cdata), sys.getrefcount(storage)
 
@@ -161,15 +161,15 @@ def _references_of_one() -> tuple[int, int]:
 
 
 def storages_are_rewritten() -> bool:
-    """Say whether something may write a weight through another tensor on its storage without counting a version.
+    """Return whether FSDP may be in use, which writes weights through other tensors on their storages.
 
-    FSDP gathers weights so, into memory that it frees between uses, and it needs a process group.
+    It gathers them into memory that it frees between uses, and needs a process group.
     """
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def caching_is_safe() -> bool:
-    """Say whether a cast made now may serve later calls: not while something records, transforms or watches the ops."""
+    """Return whether no dispatch mode, compiler, tracer or transform intercepts the ops."""
     return not (
         dispatch_mode_count()
         or torch.compiler.is_compiling()

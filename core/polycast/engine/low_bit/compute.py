@@ -1,7 +1,4 @@
-"""Ops that a recipe computes: what the kernels at the Autocast keys call where a region has one.
-
-`perform` has the op computed by the backend's kernel for it, or says to those who count why it runs in the fast dtype.
-"""
+"""Ops that a recipe computes. The kernels at the Autocast keys call `perform` in regions with a recipe."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,15 +21,15 @@ IN_FUNCTION = "an autograd.Function computes it, and low bit is for inference (w
 
 @disable_dynamo
 def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False) -> torch.Tensor | None:
-    """Compute an op by the recipe of this thread's region; None where it is to run in the fast dtype.
+    """Compute an op by the recipe of this thread's region, and notify listeners; return None if it falls back.
 
-    Called by kernels at the Autocast key, outside of autocast for the device.
+    Called with autocast off for the device.
 
     Args:
         op: by its name in the dispatcher.
-        args: all that the op takes, in the order of its schema.
-        plain: whether it is known already that the tensors are such as :meth:`Plan.unsupported_reason` looks for, that
-            nothing watches the ops, and that autograd has nothing to record.
+        args: its arguments, in the order of the schema.
+        plain: whether the caller has checked the tensors, that nothing intercepts ops, and that autograd does not
+            record them.
     """
     region = state.machine.innermost(device_type)
     if region is None or region[0] is None:
@@ -51,22 +48,20 @@ def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False)
         if result is INTERCEPTED:
             result = traced(op, plan, args, cache)
             if isinstance(result, torch.Tensor):
-                return result  # the operator tells of itself, where it runs
-    if isinstance(result, torch.Tensor):
-        notify(device_type, plan.recipe, op, None)
-        return result
-    notify(device_type, plan.recipe, op, result)
-    return None
+                return result  # the operator notifies listeners when it runs
+    reason = result if isinstance(result, str) else None
+    notify(device_type, plan.recipe, op, reason)
+    return None if isinstance(result, str) else result
 
 
 def why_no_kernel(override: Override, op: str, device_type: str) -> str | None:
-    """Say why no call of an op would be computed by the recipe: there is no kernel; None: there is one."""
+    """Return why the recipe has no kernel for an op; None if it has one."""
     plan = plan_of(override, device_type)
     return NO_KERNEL if plan is None else None if op in plan.kernels else plan.refusal
 
 
 def why_not(override: Override, op: str, device_type: str, args: Sequence[Any]) -> str | None:
-    """Say why a call would not be computed by the recipe, of arguments that may be fake; None: it would be."""
+    """Return why a call would fall back, given arguments that may be fake; None if it would not."""
     plan = plan_of(override, device_type)
     if plan is None or op not in plan.kernels:
         return why_no_kernel(override, op, device_type)

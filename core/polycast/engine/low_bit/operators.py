@@ -1,7 +1,7 @@
-"""``polycast::low_bit_...``: operators that stand in compiled code for ops that a recipe computes.
+"""``polycast::low_bit_...``: operators in compiled code for ops that a recipe computes.
 
-Each has the schema of its op. Where a compiler traces a region it takes the op's place, and at run time it finds kernel
-and packing as the op does outside of compiled code: of this thread's region, or with the cache of a region in the code.
+Each takes the arguments of its op, and the recipe. When it runs, it looks up the kernel and the prepacked weight: in
+the cache of this thread's region, or in the one that it names if the region is in the compiled code.
 """
 
 import functools
@@ -27,7 +27,7 @@ from .plan import FLOATS, Plan, plan_for
 
 
 def traced(op: str, plan: Plan, args: Sequence[Any], cache: WeightCache | None) -> torch.Tensor | str:
-    """Return what stands for the op's result in what is traced, or why there is none."""
+    """Call the operator of an op in traced code; return its result, or why the op falls back."""
     if torch.compiler.is_exporting():
         return INTERCEPTED
     position = plan.kernels[op].weight
@@ -35,23 +35,23 @@ def traced(op: str, plan: Plan, args: Sequence[Any], cache: WeightCache | None) 
     parameter = parameter_of(weight)
     if parameter is None:
         return NO_WEIGHT
-    place: list[int] = []
+    layout: list[int] = []
     if parameter is not weight:
-        # What compiled code makes of views knows no parameter: the operator makes its own.
+        # Compiled code loses the link from a view to its parameter: the operator takes the view itself.
         args = (*args[:position], parameter, *args[position + 1 :])
-        place = [position, weight.storage_offset(), *weight.shape, *weight.stride()]
+        layout = [position, weight.storage_offset(), *weight.shape, *weight.stride()]
     dtype = torch.get_autocast_dtype(plan.device_type)
-    result: torch.Tensor = operator_of(op)(*args, plan.recipe.text, number_in_graph(cache), dtype, place)
+    result: torch.Tensor = operator_of(op)(*args, plan.recipe.text, number_in_graph(cache), dtype, layout)
     return result
 
 
-def _with_view(args: Sequence[Any], place: Sequence[int] = ()) -> Sequence[Any]:
-    """Return the arguments of an op with the view that it is for in place of the parameter."""
-    if not place:
+def _with_view(args: Sequence[Any], layout: Sequence[int] = ()) -> Sequence[Any]:
+    """Return the arguments of an op with the parameter replaced by a view of it."""
+    if not layout:
         return args
-    position, offset, *sizes_and_strides = place
+    position, offset, *sizes_and_strides = layout
     half = len(sizes_and_strides) // 2
-    # Compiled code may run below the key at which autograd notes what a view is of.
+    # Compiled code may run below the key at which autograd tracks views.
     with noting_views():
         view = args[position].as_strided(sizes_and_strides[:half], sizes_and_strides[half:], offset)
     return (*args[:position], view, *args[position + 1 :])
@@ -59,11 +59,11 @@ def _with_view(args: Sequence[Any], place: Sequence[int] = ()) -> Sequence[Any]:
 
 @functools.cache
 def operator_of(op: str) -> Any:
-    """Return the operator that stands for an op in compiled code, which finds the packing of the weight at run time."""
+    """Return the operator of an op, defining it at the first call."""
     overload = _op(op)
     name = "low_bit_" + op.replace("::", "_").replace(".", "_")
     arguments, _, returns = str(overload._schema).partition("(")[2].rpartition(") -> ")
-    arguments = re.sub(r"=(\[[^]]*\]|[^,]*)", "", arguments.replace("*, ", ""))  # all of them are given, by position
+    arguments = re.sub(r"=(\[[^]]*\]|[^,]*)", "", arguments.replace("*, ", ""))  # no defaults
     schema = f"{name}({arguments}, str recipe, int cache, ScalarType dtype, int[] view=[]) -> {returns}"
     _library.define(schema, tags=TAGS)  # type: ignore[no-untyped-call]
 
@@ -71,12 +71,12 @@ def operator_of(op: str) -> Any:
 
     @disable_dynamo
     def run(*args: Any) -> torch.Tensor:
-        recipe, cache, dtype, *place = args[count:]  # torch leaves out what is the default
-        return _run_in_compiled(op, _with_view(args[:count], *place), recipe, cache, dtype)
+        recipe, cache, dtype, *layout = args[count:]  # torch omits defaults
+        return _run_in_compiled(op, _with_view(args[:count], *layout), recipe, cache, dtype)
 
     def fake(*args: Any) -> torch.Tensor:
-        _, _, dtype, *place = args[count:]
-        return _in_fast_dtype(op, _with_view(args[:count], *place), dtype)
+        _, _, dtype, *layout = args[count:]
+        return _in_fast_dtype(op, _with_view(args[:count], *layout), dtype)
 
     _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     _library.impl(name, fake, "Meta")  # type: ignore[no-untyped-call]
@@ -102,11 +102,8 @@ def _run_in_compiled(op: str, args: Sequence[Any], recipe: str, cache: int, dtyp
                     result = plan.compute(op, args, found)
             else:
                 result = plan.compute(op, args, found)
-            if isinstance(result, torch.Tensor):
-                notify(device_type, plan.recipe, op, None)
-                return result
-            notify(device_type, plan.recipe, op, result)
-            return _in_fast_dtype(op, args, dtype)
+            notify(device_type, plan.recipe, op, result if isinstance(result, str) else None)
+            return _in_fast_dtype(op, args, dtype) if isinstance(result, str) else result
     finally:
         if before is not dtype:
             torch.set_autocast_dtype(device_type, before)

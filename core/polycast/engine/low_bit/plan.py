@@ -1,7 +1,7 @@
-"""What a recipe means on a device: the backend's kernels, which calls they take, and what they pack weights into.
+"""A recipe on a device: the backend's kernels, the calls that they support, and prepacked weights.
 
-What weights are packed into is kept by the rules of a WeightCache: in the region's, or in one for the process, for to
-pack anew at each entry would cost more than it gives.
+Prepacked weights are cached in the region's WeightCache or, without one, in a cache of the process: to prepack in each
+region would cost more than a recipe saves.
 """
 
 import itertools
@@ -27,21 +27,21 @@ from ..override import Override
 NO_KERNEL = "the backend has no kernel for it"
 RECORDS = "autograd records it, and low bit is for inference"
 SMALL = "the weight is smaller than the recipe's min_size"
-NO_PACKING = "the weight cannot be packed"
+UNPACKABLE = "the weight cannot be packed"
 SUBCLASS = "a tensor is of a subclass that sees each op itself, or has no memory"
 
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-_lock = threading.RLock()  # reentrant: what is collected meanwhile may compute
+_lock = threading.RLock()  # reentrant: the garbage collector may run ops
 hold_during_fork(lambda: [_lock])
 _kinds: list[tuple[weakref.ref[Backend], dict[Hashable, int]]] = []
-"""The kinds of packings, of each backend: one by one, for another instance of its class may pack otherwise."""
+"""The kinds of prepacked weights by backend; another instance of its class may prepack differently."""
 _unused_kinds = itertools.count(1)
 
 
-class _Packings:
-    """What weights are packed into where no region around has a cache: kept for the process, as long as they live."""
+class _ProcessCache:
+    """The cache of prepacked weights for regions without a WeightCache."""
 
     def __init__(self) -> None:
         self._cache: WeightCache | None = None
@@ -54,17 +54,17 @@ class _Packings:
         return found
 
     def clear(self) -> None:
-        """Drop all, and what refers to weights: ``torch.utils.swap_tensors`` refuses those that anybody refers to."""
+        """Empty the cache."""
         found = self._cache
         if found is not None:
             found.clear()
 
     def drop(self) -> None:
-        """Drop the cache itself."""
+        """Delete the cache; the next use makes another."""
         self._cache = None
 
 
-packings = _Packings()
+process_cache = _ProcessCache()
 
 
 class Plan:
@@ -82,24 +82,26 @@ class Plan:
         self.refusal = NO_KERNEL
         answer = check_recipe(backend, recipe)
         if answer.available:
-            with disable_current_modes(), torch.inference_mode(False):  # kernels may make tensors, to keep them
+            with disable_current_modes(), torch.inference_mode(False):  # kernels may create tensors
                 self.kernels = backend.low_bit_kernels(recipe)
         else:
             self.refusal = answer.reason
         self._kinds = {op: _kind_of(backend, recipe, op, kernel) for op, kernel in self.kernels.items()}
-        self._prepare = {op: _preparing(kernel) for op, kernel in self.kernels.items()}
+        self._prepack = {op: _checked_prepack(kernel) for op, kernel in self.kernels.items()}
 
     def unsupported_reason(self, op: str, args: Sequence[Any], plain: bool = False) -> str | None:
-        """Say why an op is not computed by the recipe; None: it is, if its weight can be packed.
+        """Return why an op falls back to the fast dtype; None if it does not, if its weight can be prepacked.
 
-        Tensors that are known to be `plain` are not looked at one by one.
+        Args:
+            op: by its name in the dispatcher.
+            args: its arguments, in the order of the schema.
+            plain: skip the checks of single tensors, which the caller has made.
         """
         kernel = self.kernels.get(op)
         if kernel is None:
             return self.refusal
-        unfit = None if plain else self._unfit(args)
-        if unfit is not None:
-            return unfit
+        if not plain and (reason := self._unsupported_tensor(args)) is not None:
+            return reason
         weight = args[kernel.weight]
         if not isinstance(weight, torch.Tensor):
             return "its weight is no tensor"
@@ -107,7 +109,7 @@ class Plan:
             return SMALL
         return kernel.unsupported_reason(*args)
 
-    def _unfit(self, args: Sequence[Any]) -> str | None:
+    def _unsupported_tensor(self, args: Sequence[Any]) -> str | None:
         records = torch.is_grad_enabled()
         for arg in args:
             if isinstance(arg, torch.Tensor):
@@ -124,7 +126,7 @@ class Plan:
     def compute(
         self, op: str, args: Sequence[Any], cache: WeightCache | None, plain: bool = False
     ) -> torch.Tensor | str:
-        """Return what a kernel makes of an op, or why none does."""
+        """Return the result of an op, or why it falls back; see :meth:`unsupported_reason`."""
         reason = self.unsupported_reason(op, args, plain)
         if reason is not None:
             return reason
@@ -132,13 +134,13 @@ class Plan:
         weight: torch.Tensor = args[kernel.weight]
         if self._may_capture and self.backend.is_capturing():
             return NOT_CACHED
-        # What a compiler traces is of subclasses, too.
+        # Traced tensors are of subclasses too, but caching is not safe then.
         if not plain and any(isinstance(arg, torch.Tensor) and _is_special(arg) for arg in args) and caching_is_safe():
             return SUBCLASS
-        where = packings.cache if cache is None else cache
-        prepared = state.machine.prepacked(where, weight, self._kinds[op], self._prepare[op])
+        where = process_cache.cache if cache is None else cache
+        prepared = state.machine.prepacked(where, weight, self._kinds[op], self._prepack[op])
         if prepared is None:
-            return NO_PACKING
+            return UNPACKABLE
         if isinstance(prepared, str):
             return prepared
         result = kernel.run(prepared, *args)
@@ -146,13 +148,13 @@ class Plan:
         return result if result.dtype is dtype else result.to(dtype)
 
 
-def _preparing(kernel: LowBitKernel) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...] | None]:
-    """Return what packs a weight, so that it may serve anywhere."""
+def _checked_prepack(kernel: LowBitKernel) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...] | None]:
+    """Return the kernel's prepack() with a check of its result, which is usable in every grad and inference mode."""
 
     def prepack(weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         with torch.inference_mode(False), torch.no_grad():
             packed = kernel.prepack(weight.detach())
-            if isinstance(packed, torch.Tensor):  # which is a sequence too
+            if isinstance(packed, torch.Tensor):  # a sequence too
                 raise TypeError(f"{type(kernel).__name__}.prepack must return a tuple of tensors or None, got a tensor")
             return tuple(packed or ()) or None
 
@@ -160,15 +162,15 @@ def _preparing(kernel: LowBitKernel) -> Callable[[torch.Tensor], tuple[torch.Ten
 
 
 def _kind_of(backend: Backend, recipe: Recipe, op: str, kernel: LowBitKernel) -> int:
-    # Each region may have a recipe of its own that equals the last one's, with kernels of its own.
-    packing = (recipe.text, op) if kernel.prepack_key is None else (recipe.kind, recipe.scales, kernel.prepack_key)
+    # Not by kernel: equal recipes share prepacked weights, and may have kernels of their own.
+    key = (recipe.text, op) if kernel.prepack_key is None else (recipe.kind, recipe.scales, kernel.prepack_key)
     with _lock:
         _kinds[:] = [known for known in _kinds if known[0]() is not None]
         kinds = next((kinds for of, kinds in _kinds if of() is backend), None)
         if kinds is None:
             kinds = {}
             _kinds.append((weakref.ref(backend), kinds))
-        return kinds.setdefault(packing, next(_unused_kinds))
+        return kinds.setdefault(key, next(_unused_kinds))
 
 
 def _is_special(tensor: torch.Tensor) -> bool:
@@ -178,7 +180,7 @@ def _is_special(tensor: torch.Tensor) -> bool:
 
 
 def plan_of(override: Override, device_type: str) -> Plan | None:
-    """Return the kernels by which a region with an override computes on a device; None where it has no recipe."""
+    """Return the plan of an override's recipe on a device; None if it has none."""
     backend = registry.find(device_type)
     plan: Plan | None = override.plan
     if plan is None or plan.backend is not backend:
@@ -189,7 +191,7 @@ def plan_of(override: Override, device_type: str) -> Plan | None:
 
 
 def plan_for(backend: Backend, recipe: Recipe) -> Plan:
-    """Return the kernels of a backend for a recipe: one and the same for equal recipes."""
+    """Return the plan of a recipe on a backend, which equal recipes share."""
     plan: Plan | None = recipe.derived.get((Plan, backend.device_type))
     if plan is None or plan.backend is not backend:
         plan = recipe.derived[Plan, backend.device_type] = Plan(backend, recipe)

@@ -68,8 +68,8 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
   // Return a weight or a view of one in another dtype, without history; set `made` if it was cast now.
   Tensor cast(const Source& source, ScalarType dtype, bool& made) {
     const Key key = source.key(dtype);
-    if (const std::optional<Tensors> found = find(source.tensor, key)) {
-      return found->front();
+    if (std::optional<Tensors> found = find(source.tensor, key)) {
+      return std::move(found->front());
     }
     PendingCollectives::instance().drop_finished();  // a finished one holds the memory of its weights until then
     const uint64_t position = InvalidationLog::instance().length();

@@ -1,7 +1,7 @@
-"""Hooks on what gives out the memory of a tensor to be written without a version: Tensor.data, numpy() and others.
+"""Hooks on methods that expose a tensor's memory to writes which change no version: Tensor.data, numpy() and others.
 
-What is kept of weights on that memory is dropped as it is given out; what is made of them while it is held is not kept.
-torch has these in a class that cannot be changed. They are put into torch.Tensor, which inherits from it.
+They drop the cached casts of weights on that memory; later casts are not cached while it is held. torch defines the
+methods in a class that cannot be changed, so the hooks are added to its subclass torch.Tensor.
 """
 
 import functools
@@ -19,7 +19,7 @@ METHODS = ("numpy", "untyped_storage", "data_ptr", "set_")
 
 
 def hook_aliases(patch: Patch) -> None:
-    """Hook all of them; what somebody else has put into torch.Tensor stays."""
+    """Install the hooks, except where something else has replaced a method of torch.Tensor."""
     hooks: dict[str, Any] = {"data": _data()} | {name: _method(name) for name in METHODS}
     for name, hook in hooks.items():
         if name not in vars(torch.Tensor):
@@ -41,11 +41,11 @@ def _method(name: str) -> Callable[..., Any]:
     torchs = vars(TensorBase)[name]
 
     @functools.wraps(torchs)
-    @disable_dynamo  # which does not trace torch's either, but would say so
+    @disable_dynamo  # it does not trace torch's either, but would report it
     def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = torchs(tensor, *args, **kwargs)
         note_alias(tensor)
         return result
 
-    method.__module__, method.__qualname__ = "torch", f"Tensor.{name}"  # which find it, to pickle it
+    method.__module__, method.__qualname__ = "torch", f"Tensor.{name}"  # for pickle
     return method

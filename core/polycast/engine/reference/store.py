@@ -100,7 +100,7 @@ class PythonStore:
     def cast(self, source: Source, dtype: torch.dtype) -> torch.Tensor:
         """Return a weight or a view in `dtype`, without history: the kept cast if it still holds, else a new one."""
         weight = source.tensor
-        key = (id(source.weight), dtype, source.place)
+        key = (id(source.weight), dtype, source.layout)
         alone = _is_alone(source)
         with self._lock:
             entry = self._find(key, source)
@@ -121,7 +121,7 @@ class PythonStore:
         Where it could not be kept it is not made, for that is more work than it saves: then return the reason.
         """
         weight = source.tensor
-        key = (id(source.weight), kind, source.place)
+        key = (id(source.weight), kind, source.layout)
         with self._lock:
             entry = self._find(key, source)
             if entry is not None:
@@ -134,7 +134,7 @@ class PythonStore:
             refused = self._refused.get(key)
             known = refused.nbytes if refused is not None and refused.elements == weight.numel() else 0
             size = max(weight.numel(), known)
-            if source.place and not self._views_fit(source.weight, size):
+            if source.layout and not self._views_fit(source.weight, size):
                 return VIEWS_ARE_FULL
             self._erase(key)
             if not self._has_room(key, weight.numel(), size):
