@@ -1,4 +1,4 @@
-"""``import polycast`` in a fresh interpreter changes nothing: no plugin, no kernel, no state; it reads no metadata."""
+"""``import polycast`` has no side effects: no plugin, no kernel, no state, no metadata."""
 
 import json
 import os
@@ -46,7 +46,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.sta
 
 @pytest.fixture(scope="module")
 def seen():
-    """What a fresh interpreter saw of torch before and after it imported polycast, and once it used it."""
+    """The state of torch in a fresh interpreter before and after importing polycast, and after using it."""
     illegal = {f"POLYCAST_{name}": "," for name in ("BLOCK", "DISCOVERY", "ENGINE", "PROVIDER")}
     script = f"ILLEGAL = {illegal!r}\n{SCRIPT}"
     done = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True)
@@ -55,7 +55,7 @@ def seen():
 
 
 @pytest.mark.slow
-def test_it_imports_no_plugin_and_nothing_of_the_command_line(seen):
+def test_importing_polycast_imports_no_plugin_and_no_command_line(seen):
     packages = {name.partition(".")[0] for name in seen["modules"]}
     assert "polycast" in packages
     assert packages.isdisjoint({"jinja2", "pluggy", "rich", "typer", "sklearn"})
@@ -64,11 +64,11 @@ def test_it_imports_no_plugin_and_nothing_of_the_command_line(seen):
     assert not any(name.startswith("polycast.cli") for name in seen["modules"])
 
 
-def test_it_imports_nothing_of_what_is_for_the_desk(seen):
+def test_importing_polycast_does_not_import_precision(seen):
     assert not any(name.startswith("polycast.precision") for name in seen["modules"])
 
 
-def test_it_imports_no_more_of_itself_than_exported_programs_need(seen):
+def test_importing_polycast_imports_only_what_exported_programs_need(seen):
     ours = {name for name in seen["modules"] if name.startswith("polycast")}
     assert ours == {
         "polycast",
@@ -79,7 +79,7 @@ def test_it_imports_no_more_of_itself_than_exported_programs_need(seen):
     }
 
 
-def test_a_function_is_what_its_name_stands_for_though_a_room_has_the_name():
+def test_out_dtype_is_the_function_not_the_package():
     import polycast
     import polycast.out_dtype.matmul_kernels
 
@@ -111,28 +111,28 @@ print(function(torch.ones(2, 2)).dtype)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [COMPILED, SCRIPTED], ids=["compiled", "scripted"])
-def test_the_first_use_of_a_name_may_be_in_what_a_compiler_reads(script, tmp_path):
+def test_a_name_may_be_used_first_in_compiled_code(script, tmp_path):
     (tmp_path / "program.py").write_text(script)
     command = [sys.executable, "-W", "ignore", str(tmp_path / "program.py")]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "torch.bfloat16\n"), done.stderr
 
 
-def test_a_name_that_there_is_not_is_an_attribute_error():
+def test_an_unknown_name_is_an_attribute_error():
     import polycast
 
     assert not hasattr(polycast, "compares")
     assert set(polycast.__all__) <= set(dir(polycast))
 
 
-def test_it_reads_no_metadata_and_no_variable(seen):
+def test_importing_polycast_reads_no_metadata_and_no_variable(seen):
     assert (seen["reads"], seen["reads in use"]) == (0, 1)
 
 
 @pytest.mark.parametrize("of", ["kernels", "fallbacks", "enabled", "dtypes", "nesting", "objects"])
-def test_it_changes_nothing_of_torch(seen, of):
+def test_importing_polycast_does_not_change_torch(seen, of):
     assert seen["after"][of] == seen["before"][of]
 
 
-def test_a_change_of_kernels_would_be_seen(seen):
+def test_installing_kernels_changes_torch(seen):
     assert seen["used"]["kernels"] != seen["before"]["kernels"]

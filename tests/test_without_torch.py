@@ -1,4 +1,4 @@
-"""Where torch is not installed, importing polycast and calling the command say what to install."""
+"""Without torch, importing polycast and calling the command fail with instructions."""
 
 import os
 import subprocess
@@ -27,12 +27,12 @@ def run(tmp_path):
     return run
 
 
-def test_the_import_raises_an_import_error_that_says_what_to_install(run):
+def test_the_import_error_says_what_to_install(run):
     done = run("-c", "try:\n    import polycast\nexcept ImportError as error:\n    print(error.name, error)")
     assert done.stdout == f"torch {TEXT}"
 
 
-def test_its_traceback_ends_in_what_to_install(run):
+def test_the_traceback_ends_with_what_to_install(run):
     done = run("-c", "import polycast")
     assert done.stderr.endswith(f"ModuleNotFoundError: {TEXT}")
     assert "During handling" not in done.stderr
@@ -40,26 +40,26 @@ def test_its_traceback_ends_in_what_to_install(run):
 
 @pytest.mark.parametrize("arguments", [["devices"], ["run", "train.py"], ["--help"]], ids=lambda words: words[0])
 @pytest.mark.parametrize("how", ["polycast", "python -m polycast"])
-def test_the_command_says_it_without_a_traceback(run, tmp_path, how, arguments):
+def test_the_command_prints_no_traceback(run, tmp_path, how, arguments):
     script = tmp_path / "polycast"
     script.write_text(SCRIPT)
     done = run(*([str(script)] if how == "polycast" else ["-m", "polycast"]), *arguments)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"polycast: {TEXT}")
 
 
-def test_a_program_of_another_name_can_catch_it(run, tmp_path):
+def test_another_program_can_catch_the_error(run, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("try:\n    import polycast\nexcept ImportError:\n    print('without')\n")
     assert run(str(script), "polycast").stdout == "without\n"
 
 
-def test_what_a_torch_that_is_there_lacks_is_told_as_it_is(run):
+def test_a_missing_dependency_of_torch_is_reported_unchanged(run):
     done = run("-c", "import polycast", torch="import sympy_is_missing")
     assert done.stderr.endswith("ModuleNotFoundError: No module named 'sympy_is_missing'\n")
 
 
 @pytest.mark.slow
-def test_pytest_runs_without_torch_though_polycast_has_options_for_it(run, tmp_path):
+def test_pytest_with_polycasts_options_runs_without_torch(run, tmp_path):
     (tmp_path / "test_nothing.py").write_text("def test_nothing():\n    pass\n")
     done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path / "test_nothing.py"))
     assert done.returncode == 0, done.stdout + done.stderr

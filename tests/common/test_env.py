@@ -1,4 +1,4 @@
-"""The environment variables: what each value means, and that one that is not legal is refused with what is."""
+"""The environment variables: valid values, and the errors for others."""
 
 import re
 
@@ -27,7 +27,7 @@ def _unset(monkeypatch):
         monkeypatch.delenv(f"POLYCAST_{variable}", raising=False)
 
 
-def test_unset_variables_switch_nothing():
+def test_defaults_of_unset_variables():
     assert (env.discovery(), env.blocked(), env.providers(), env.engine()) == (True, frozenset(), {}, "auto")
 
 
@@ -40,13 +40,13 @@ def test_an_empty_variable_is_unset(monkeypatch):
 @pytest.mark.parametrize(
     ("value", "expected"), [("0", False), ("1", True), ("false", False), ("true", True), ("False", False)]
 )
-def test_discovery_takes_the_booleans(monkeypatch, value, expected):
+def test_discovery_accepts_booleans(monkeypatch, value, expected):
     monkeypatch.setenv("POLYCAST_DISCOVERY", value)
     assert env.discovery() is expected
 
 
 @pytest.mark.parametrize("value", [" 1", "on", "no", "2", "01"])
-def test_discovery_refuses_all_else(monkeypatch, value):
+def test_discovery_refuses_other_values(monkeypatch, value):
     monkeypatch.setenv("POLYCAST_DISCOVERY", value)
     with pytest.raises(ValueError, match=refusal("POLYCAST_DISCOVERY", value, "one of 0, 1, false, true")):
         env.discovery()
@@ -55,7 +55,7 @@ def test_discovery_refuses_all_else(monkeypatch, value):
 @pytest.mark.parametrize(
     ("value", "expected"), [("", set()), ("  ", set()), ("cpu", {"cpu"}), (" cpu,\txpu ,cpu", {"cpu", "xpu"})]
 )
-def test_blocked_takes_names_separated_by_commas(monkeypatch, value, expected):
+def test_blocked_accepts_names_separated_by_commas(monkeypatch, value, expected):
     monkeypatch.setenv("POLYCAST_BLOCK", value)
     assert env.blocked() == expected
 
@@ -68,7 +68,7 @@ def test_blocked_refuses_an_empty_name(monkeypatch, value):
 
 
 @pytest.mark.parametrize("value", ["xpu", "xpu=", "=acme", "xpu=acme,", "xpu=acme,cpu", "=", "xpu= ", ","])
-def test_providers_refuse_what_is_not_a_pair(monkeypatch, value):
+def test_providers_refuse_values_other_than_pairs(monkeypatch, value):
     monkeypatch.setenv("POLYCAST_PROVIDER", value)
     with pytest.raises(
         ValueError, match="^POLYCAST_PROVIDER=" + re.escape(f"{value!r} is not legal: expected device=")
@@ -77,7 +77,7 @@ def test_providers_refuse_what_is_not_a_pair(monkeypatch, value):
 
 
 @pytest.mark.parametrize("value", ["xpu=acme,xpu=other", "xpu=acme, xpu=acme"])
-def test_providers_refuse_a_device_that_is_named_twice(monkeypatch, value):
+def test_providers_refuse_a_repeated_device(monkeypatch, value):
     monkeypatch.setenv("POLYCAST_PROVIDER", value)
     with pytest.raises(ValueError, match=refusal("POLYCAST_PROVIDER", value, f"{PROVIDER}, each device once")):
         env.providers()
@@ -85,7 +85,7 @@ def test_providers_refuse_a_device_that_is_named_twice(monkeypatch, value):
 
 @pytest.mark.slow
 @given(pairs=st.dictionaries(names, names), before=space, after=space)
-def test_providers_are_read_as_they_were_written(pairs, before, after):
+def test_providers_round_trip(pairs, before, after):
     written = ",".join(f"{before}{device}{after}={before}{name}{after}" for device, name in pairs.items())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("POLYCAST_PROVIDER", written)
@@ -94,7 +94,7 @@ def test_providers_are_read_as_they_were_written(pairs, before, after):
 
 @given(value=texts)
 @pytest.mark.parametrize("read", [env.discovery, env.blocked, env.providers, env.engine])
-def test_any_text_is_read_or_refused_with_the_variable_and_its_value(read, value):
+def test_any_text_is_parsed_or_refused_with_the_variable_and_its_value(read, value):
     with pytest.MonkeyPatch.context() as patch:
         for variable in ("DISCOVERY", "BLOCK", "PROVIDER", "ENGINE"):
             patch.setenv(f"POLYCAST_{variable}", value)
@@ -106,23 +106,23 @@ def test_any_text_is_read_or_refused_with_the_variable_and_its_value(read, value
 
 
 @pytest.mark.parametrize("name", env.ENGINES)
-def test_the_engines_can_be_chosen(monkeypatch, name):
+def test_engine_accepts_the_names_of_engines(monkeypatch, name):
     monkeypatch.setenv("POLYCAST_ENGINE", name.upper())
     assert env.engine() == name
 
 
 @pytest.mark.parametrize("value", ["fast", "auto,reference"])
-def test_another_engine_is_refused(monkeypatch, value):
+def test_engine_refuses_other_names(monkeypatch, value):
     monkeypatch.setenv("POLYCAST_ENGINE", value)
     with pytest.raises(ValueError, match=refusal("POLYCAST_ENGINE", value, f"one of {', '.join(env.ENGINES)}")):
         env.engine()
 
 
 @pytest.mark.parametrize("name", ["acme-npu", "Acme_NPU", "acme.npu", "ACME-_.npu"])
-def test_spellings_of_one_distribution_have_one_canonical_name(name):
+def test_spellings_of_a_distribution_have_one_canonical_name(name):
     assert env.canonical_name(name) == "acme-npu"
 
 
 @given(name=names)
-def test_a_canonical_name_is_its_own(name):
+def test_canonical_name_is_idempotent(name):
     assert env.canonical_name(env.canonical_name(name)) == env.canonical_name(name)

@@ -1,4 +1,4 @@
-"""Plugins as distributions in a folder of their own, and processes that have the folder on their path."""
+"""Plugins as installed distributions, and processes that have them on their path."""
 
 import json
 import os
@@ -37,14 +37,14 @@ def polycast_backend():
 
 
 def environment():
-    """Return the environment without the variables that switch polycast, with the engine that needs no compiler."""
+    """Return the environment without variables of polycast, with the reference engine."""
     others = {name: value for name, value in os.environ.items() if not name.startswith("POLYCAST_")}
     return {**others, "POLYCAST_ENGINE": "reference"}
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Where the distributions of a test are installed."""
+    """The folder in which a test installs distributions."""
     path = tmp_path / "site"
     path.mkdir()
     return path
@@ -52,7 +52,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def distribution(folder):
-    """Return a function that installs a distribution: its files by path, and its backends' entry points."""
+    """Return a function that installs a distribution of files and entry points."""
 
     def install(name, entry_points, files, version="1.0"):
         record = folder / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -74,7 +74,7 @@ def distribution(folder):
 
 @pytest.fixture
 def plugin(distribution):
-    """Return a function that installs a distribution with one backend, of which an amendment changes something."""
+    """Return a function that installs a distribution with one backend, and code appended to its module."""
 
     def install(name, device_type, amendment="", *, version="1.0"):
         module = name.replace("-", "_")
@@ -86,7 +86,7 @@ def plugin(distribution):
 
 @pytest.fixture(scope="session")
 def launcher():
-    """The process that is forked for each script."""
+    """The process that forks a child for each script."""
     if not hasattr(os, "fork"):
         pytest.skip("this system cannot fork a process")
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("launcher.py"))]
@@ -99,7 +99,7 @@ def launcher():
 
 @pytest.fixture
 def run(launcher, folder):
-    """Return a function that runs a script in a process that has the plugins on its path; returns its `answer`."""
+    """Return a function that runs a script with the plugins on its path, and returns its variable `answer`."""
 
     def run(script, **environment):
         request = {"script": textwrap.dedent(script), "folders": [str(folder)], "environment": environment}

@@ -1,4 +1,4 @@
-"""A process that has imported torch and polycast, and forks one for each script that it is sent.
+"""Run scripts in children of a process that has imported torch and polycast.
 
 A fresh interpreter takes seconds to import torch; a fork of this one takes milliseconds, and has looked up no backend.
 Requests and replies are lines of JSON: ``{"script", "folders", "environment"}``, and ``{"answer"}`` or ``{"error"}``.
@@ -20,7 +20,7 @@ PATIENCE = 300
 
 
 def error_of(function, *arguments):
-    """Return the name and the text of what a call raises, followed by those of its cause."""
+    """Return the name and the text of the exception of a call, and those of its cause."""
     try:
         function(*arguments)
     except BaseException as error:
@@ -30,7 +30,7 @@ def error_of(function, *arguments):
 
 
 def run(script, folders, environment):
-    """Run a script with folders at the front of the path; return what it has called `answer`, as JSON."""
+    """Run a script with folders at the front of the path; return its variable `answer`, as JSON."""
     os.environ.update(environment)
     sys.path[:0] = folders
     names = {"error_of": error_of, "polycast": polycast, "sys": sys, "torch": torch}
@@ -43,7 +43,7 @@ def _as_json(value):
 
 
 def _child(request, writing):
-    os.dup2(2, 1)  # what a plugin prints is not a reply
+    os.dup2(2, 1)  # replies are on stdout, so plugins print to stderr
     signal.alarm(PATIENCE)
     try:
         reply = run(**request)
@@ -54,7 +54,7 @@ def _child(request, writing):
 
 
 def main():
-    """Serve requests until there are no more."""
+    """Run the scripts from stdin."""
     for line in sys.stdin:
         reading, writing = os.pipe()
         child = os.fork()

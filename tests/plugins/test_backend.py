@@ -1,4 +1,4 @@
-"""The contract of a backend, and what a backend answers that overrides nothing more than it has to."""
+"""The contract of a backend, and the defaults of its members."""
 
 import dataclasses
 import re
@@ -14,7 +14,7 @@ MM = torch.ops.aten.mm.default
 
 
 class HpuBackend(Backend):
-    """The least that a backend is."""
+    """A minimal backend."""
 
     device_type = "hpu"
     default_dtype = torch.bfloat16
@@ -32,7 +32,7 @@ def with_(**attributes):
 
 
 def problems(backend, device_type=None):
-    """Return the problems that the contract finds, after the line that says whose they are."""
+    """Return the problems of a backend, without the first line of the error."""
     with pytest.raises(InvalidBackendError) as error:
         validate(backend, device_type)
     first, *lines = str(error.value).splitlines()
@@ -40,13 +40,13 @@ def problems(backend, device_type=None):
     return [line.removeprefix("  - ") for line in lines]
 
 
-def test_a_backend_that_keeps_the_contract_is_returned_as_it_is():
+def test_validate_returns_a_valid_backend():
     backend = HpuBackend()
     assert validate(backend) is backend
     assert validate(backend, "hpu") is backend
 
 
-def test_attributes_may_be_the_instances_own():
+def test_attributes_may_be_set_on_the_instance():
     backend = HpuBackend()
     backend.device_type = "ipu"
     assert validate(backend, "ipu") is backend
@@ -62,13 +62,13 @@ def test_attributes_may_be_the_instances_own():
     ],
     ids=repr,
 )
-def test_what_is_no_instance_of_backend_is_rejected(value, got):
+def test_an_object_of_another_type_is_rejected(value, got):
     with pytest.raises(InvalidBackendError) as error:
         validate(value)
     assert str(error.value) == f"expected an instance of polycast.Backend, got {got}"
 
 
-def test_a_bare_backend_lacks_everything_that_has_no_default():
+def test_a_bare_backend_lacks_all_required_members():
     class BareBackend(Backend):
         pass
 
@@ -95,11 +95,11 @@ def test_a_bare_backend_lacks_everything_that_has_no_default():
     ],
     ids=repr,
 )
-def test_the_device_must_be_one_that_can_have_autocast(device_type, problem):
+def test_the_device_must_have_an_autocast_key(device_type, problem):
     assert problems(with_(device_type=device_type)) == [problem]
 
 
-def test_the_device_must_be_that_of_the_entry_point():
+def test_the_device_must_match_the_entry_point():
     assert problems(HpuBackend(), "ipu") == [
         "device_type is 'hpu', but the entry point is named 'ipu': they must be equal"
     ]
@@ -160,14 +160,14 @@ def test_kernels_are_a_mapping(kernels):
 
 
 @pytest.mark.parametrize("packages", ["acme_npu.native", None, ["acme npu"], [""], [1]], ids=repr)
-def test_the_ops_in_cpp_are_names_of_packages(packages):
+def test_ops_in_cpp_are_names_of_packages(packages):
     said = f"ops_in_cpp must be a list or tuple of the names of packages, got {packages!r}"
     assert problems(with_(ops_in_cpp=packages)) == [said]
 
 
 @pytest.mark.parametrize("texts", [None, [], {"aten::mm": 1}, {1: "do not"}], ids=repr)
 @pytest.mark.parametrize("attribute", ["remedies", "excluded_ops"])
-def test_remedies_and_what_is_left_to_torch_map_names_to_sentences(attribute, texts):
+def test_remedies_and_excluded_ops_map_names_to_sentences(attribute, texts):
     assert problems(with_(**{attribute: texts})) == [f"{attribute} must map op names to sentences"]
 
 
@@ -176,11 +176,11 @@ def test_a_supported_dtype_is_available():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=repr)
-def test_another_dtype_is_not_and_the_reason_lists_those_that_are(dtype):
+def test_an_unsupported_dtype_is_unavailable_and_the_reason_lists_the_supported(dtype):
     assert HpuBackend().dtype_availability(dtype) == Availability(False, "hpu supports torch.bfloat16, torch.float16")
 
 
-def test_a_backend_has_no_kernels_no_remedies_and_records_no_graph_unless_it_says_so():
+def test_defaults_of_the_optional_members():
     backend = HpuBackend()
     assert (dict(backend.kernels), dict(backend.remedies), backend.is_capturing()) == ({}, {}, False)
 
@@ -188,7 +188,7 @@ def test_a_backend_has_no_kernels_no_remedies_and_records_no_graph_unless_it_say
 @pytest.mark.parametrize(
     ("said", "captures"), [("Backend doesn't support stream capture query.", False), ("lost", None)]
 )
-def test_a_stream_that_cannot_tell_records_no_graph_and_other_errors_pass(monkeypatch, said, captures):
+def test_a_stream_without_capture_queries_is_not_capturing_and_other_errors_propagate(monkeypatch, said, captures):
     class Stream:
         def is_capturing(self):
             raise RuntimeError(said)
@@ -204,7 +204,7 @@ def test_a_stream_that_cannot_tell_records_no_graph_and_other_errors_pass(monkey
         assert HpuBackend().is_capturing() is captures
 
 
-def test_the_defaults_that_backends_share_cannot_be_changed():
+def test_shared_defaults_are_read_only():
     with pytest.raises(TypeError, match="does not support item assignment"):
         Backend.kernels[MM, torch.int8, torch.int32] = torch.mm
     with pytest.raises(TypeError, match="does not support item assignment"):
@@ -212,17 +212,17 @@ def test_the_defaults_that_backends_share_cannot_be_changed():
 
 
 @pytest.mark.parametrize("method", ["supported_dtypes", "availability"])
-def test_what_a_backend_has_to_implement_is_not_implemented(method):
+def test_required_methods_raise_not_implemented_error(method):
     with pytest.raises(NotImplementedError):
         getattr(Backend(), method)()
 
 
 @pytest.mark.parametrize("available", [True, False])
-def test_an_availability_is_true_where_it_is_available(available):
+def test_truth_of_an_availability(available):
     assert bool(Availability(available, "reason")) is available
 
 
-def test_an_availability_is_a_frozen_value():
+def test_an_availability_is_immutable():
     answer = Availability(False, "no device")
     assert answer == dataclasses.replace(answer)
     with pytest.raises(dataclasses.FrozenInstanceError):

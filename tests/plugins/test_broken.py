@@ -1,4 +1,4 @@
-"""Plugins that cannot be loaded: the error says which and why, and every other device works."""
+"""Plugins that cannot be loaded: the error has the cause, and every other device works."""
 
 import pytest
 
@@ -61,7 +61,7 @@ CASES = {**AT_IMPORT, **IN_THE_HOOK}
 
 
 def broken(cause, text, *, device="hpu", plugin="acme-hpu 1.0 (acme_hpu)"):
-    """Return what using a broken plugin raises, and its cause."""
+    """Return the exception of a broken plugin and its cause, as `error_of` does."""
     return [
         "BackendBrokenError",
         f"The backend for {device!r} is broken: {plugin} could not be loaded: {cause}: {text.rstrip('.')}. "
@@ -73,7 +73,7 @@ def broken(cause, text, *, device="hpu", plugin="acme-hpu 1.0 (acme_hpu)"):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_using_a_broken_plugin_raises_from_the_cause_and_names_the_distribution(run, plugin, folder, case):
+def test_the_error_of_a_broken_plugin_has_the_cause_and_the_distribution(run, plugin, folder, case):
     source, cause, text = CASES[case]
     plugin("acme-hpu", "hpu", f"import sys\n{source}")
     assert run("answer = error_of(polycast.get_backend, 'hpu')") == broken(cause, text.replace("{folder}", str(folder)))
@@ -93,7 +93,7 @@ def test_an_entry_point_that_points_nowhere_is_broken(run, distribution, value, 
 
 
 @pytest.mark.parametrize("case", ["SystemExit", "no hook", "two hooks", "uses its own device"])
-def test_a_broken_plugin_leaves_nothing_behind_and_every_other_device_working(run, plugin, case):
+def test_a_broken_plugin_affects_no_other_device(run, plugin, case):
     source, *_ = CASES[case]
     plugin("acme-hpu", "hpu", f"import sys\n{source}")
     plugin("acme-ipu", "ipu")
@@ -122,7 +122,7 @@ def test_a_broken_plugin_leaves_nothing_behind_and_every_other_device_working(ru
     }
 
 
-def test_the_status_of_a_broken_plugin_tells_the_distribution_and_the_reason(run, plugin):
+def test_the_status_of_a_broken_plugin_has_the_distribution_and_the_reason(run, plugin):
     plugin("acme-hpu", "hpu", "raise ValueError('no firmware')", version="0.3")
     assert run("answer = polycast.backends()['hpu']") == {
         "device_type": "hpu",
@@ -143,7 +143,7 @@ def test_a_broken_plugin_is_imported_once_and_raises_at_each_use(run, plugin):
     assert answer == [*[broken("ValueError", "no firmware")] * 3, 1]
 
 
-def test_an_interrupt_during_the_import_reaches_the_user_and_the_next_use_tries_again(run, plugin):
+def test_an_interrupted_import_propagates_and_is_repeated_at_the_next_use(run, plugin):
     interrupt = (
         "import sys\nif not hasattr(sys, 'interrupted'):\n    sys.interrupted = True\n    raise KeyboardInterrupt"
     )
@@ -157,7 +157,7 @@ def test_a_plugin_may_use_other_devices_at_import(run, plugin):
     assert run("answer = polycast.is_autocast_available('hpu')") is True
 
 
-def test_a_backend_registered_by_hand_stands_in_for_a_broken_one(run, plugin):
+def test_a_backend_registered_by_hand_replaces_a_broken_one(run, plugin):
     plugin("acme-hpu", "hpu", "raise ValueError('no firmware')")
     answer = run("""
         from polycast_cpu import CpuBackend

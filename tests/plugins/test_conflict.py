@@ -1,4 +1,4 @@
-"""Several distributions for one device: a third party before the built-in, a conflict of two, and the switch."""
+"""Several distributions for one device: precedence, conflicts and POLYCAST_PROVIDER."""
 
 import importlib.metadata
 
@@ -14,19 +14,19 @@ CONFLICT = (
 
 @pytest.fixture
 def two(plugin):
-    """Install two third parties' backends for the CPU."""
+    """Install two third-party backends for the CPU."""
     plugin("acme-two", "cpu", version="2.0")
     plugin("acme-one", "cpu")
 
 
 @pytest.mark.usefixtures("two")
 @pytest.mark.parametrize("use", ["get_backend", "autocast", "install", "get_autocast_dtype"])
-def test_using_the_device_raises_names_both_and_the_switch_that_settles_it(run, use):
+def test_the_error_of_a_conflict_names_both_distributions_and_the_remedy(run, use):
     assert run(f"answer = error_of(polycast.{use}, 'cpu')") == ["BackendConflictError", CONFLICT]
 
 
 @pytest.mark.usefixtures("two")
-def test_a_conflict_is_a_state_imports_neither_and_leaves_other_devices_working(run):
+def test_a_conflict_imports_neither_plugin_and_affects_no_other_device(run):
     answer = run("""
         available = [polycast.is_autocast_available("cpu"), polycast.get_backend("xpu").device_type]
         answer = [available, polycast.backends()["cpu"], {"acme_one", "acme_two", "polycast_cpu"} & set(sys.modules)]
@@ -53,13 +53,13 @@ def test_a_conflict_is_a_state_imports_neither_and_leaves_other_devices_working(
         ("polycast", "polycast", [ONE, TWO]),
     ],
 )
-def test_the_provider_settles_a_conflict(run, provider, chosen, replaces):
+def test_the_provider_resolves_a_conflict(run, provider, chosen, replaces):
     answer = run("answer = polycast.backends()['cpu']", POLYCAST_PROVIDER=f"xpu=polycast, cpu={provider}")
     assert (answer["state"], answer["distribution"], answer["replaces"]) == ("ready", chosen, replaces)
 
 
 @pytest.mark.usefixtures("two")
-def test_a_backend_registered_by_hand_settles_a_conflict(run):
+def test_a_backend_registered_by_hand_resolves_a_conflict(run):
     answer = run("""
         from polycast_cpu import CpuBackend
         polycast.register_backend(CpuBackend())
@@ -68,13 +68,13 @@ def test_a_backend_registered_by_hand_settles_a_conflict(run):
     assert (answer["state"], answer["distribution"], answer["replaces"]) == ("ready", "", [ONE, TWO, BUILT_IN])
 
 
-def test_the_provider_prefers_the_built_in_to_a_third_party(run, plugin):
+def test_the_provider_can_be_the_built_in(run, plugin):
     plugin("acme-one", "cpu")
     answer = run("answer = polycast.backends()['cpu']", POLYCAST_PROVIDER="cpu=polycast")
     assert (answer["state"], answer["distribution"], answer["replaces"]) == ("ready", "polycast", [ONE])
 
 
-def test_a_provider_that_is_not_installed_is_refused_where_its_device_is_used(run, plugin):
+def test_a_provider_that_is_not_installed_is_an_error_when_its_device_is_used(run, plugin):
     plugin("acme-one", "cpu")
     answer = run(
         """

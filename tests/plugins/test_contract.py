@@ -1,4 +1,4 @@
-"""Plugins whose backend breaks the contract: rejected as a whole, each problem with its value and what is expected."""
+"""Plugins whose backend violates the contract are rejected with all problems."""
 
 import pytest
 
@@ -69,7 +69,7 @@ PROBLEMS = [
 
 
 def rejected(device, *problems):
-    """Return what is raised from, and its cause, for the backend of acme-DEVICE with these problems."""
+    """Return the exception for the backend of acme-DEVICE with these problems, and its cause."""
     module = f"acme_{device}"
     text = f"{module}.AcmeBackend violates the contract of polycast.Backend:\n" + "\n".join(
         f"  - {problem}" for problem in problems
@@ -84,7 +84,7 @@ def rejected(device, *problems):
 
 
 @pytest.mark.parametrize(("source", "problem"), PROBLEMS)
-def test_a_backend_that_breaks_the_contract_is_rejected(run, plugin, source, problem):
+def test_a_backend_that_violates_the_contract_is_rejected(run, plugin, source, problem):
     plugin("acme-hpu", "hpu", source)
     assert run("answer = error_of(polycast.get_backend, 'hpu')") == rejected("hpu", problem)
 
@@ -103,12 +103,12 @@ def test_every_problem_is_listed_at_once(run, plugin):
         ("hpu:0", "device_type 'hpu:0' must be a type without an index: 'hpu'"),
     ],
 )
-def test_a_device_that_cannot_have_a_backend_is_rejected(run, plugin, device, problem):
+def test_a_device_without_an_autocast_key_is_rejected(run, plugin, device, problem):
     plugin("acme", device)
     listed = run(f"answer = polycast.backends()[{device!r}].reason")
     assert f"acme.AcmeBackend violates the contract of polycast.Backend:\n  - {problem}. Repair" in listed
 
 
-def test_ops_that_this_torch_lacks_are_no_problem(run, plugin):
+def test_ops_that_torch_lacks_are_accepted(run, plugin):
     plugin("acme-hpu", "hpu", policies("acme::of_a_package_not_imported"))
     assert run("answer = polycast.is_autocast_available('hpu')") is True

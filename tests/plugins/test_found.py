@@ -1,4 +1,4 @@
-"""Plugins that are sound: found through their metadata, imported when their device is first used, and used."""
+"""Plugins that work: discovered from metadata, and imported when their device is first used."""
 
 import importlib.metadata
 import json
@@ -69,13 +69,13 @@ def test_an_out_of_tree_device_has_an_index_before_its_plugin_is_imported(run, p
 
 
 @pytest.mark.parametrize("device", ["npu:x", "npu:", "npu:-1"])
-def test_a_bad_index_of_an_out_of_tree_device_is_refused_at_the_first_use_too(run, plugin, device):
+def test_a_bad_index_of_an_out_of_tree_device_is_refused_at_the_first_use(run, plugin, device):
     plugin("acme-npu", "npu", NPU)
     refusal = ["RuntimeError", f"Invalid device string: '{device}'"]
     assert run(f"answer = [error_of(polycast.get_backend, '{device}') for _ in range(2)]") == [refusal, refusal]
 
 
-def test_a_third_party_replaces_a_built_in_and_the_status_says_so(run, plugin):
+def test_the_status_of_a_third_party_names_the_built_in_that_it_replaces(run, plugin):
     plugin("acme-cpu", "cpu", version="2.5")
     built_in = f"polycast {importlib.metadata.version('polycast')} (polycast_cpu)"
     assert run(USE_CPU) == ["torch.bfloat16", True, ready("cpu", "acme-cpu", "2.5", [built_in])]
@@ -86,7 +86,7 @@ def test_a_replaced_built_in_is_not_imported(run, plugin):
     assert run("polycast.install('cpu'); answer = 'polycast_cpu' in sys.modules") is False
 
 
-def test_a_backend_registered_by_hand_takes_the_plugins_kernels_away(run, plugin):
+def test_registering_a_backend_by_hand_uninstalls_the_plugins_kernels(run, plugin):
     plugin("acme-hpu", "hpu")
     answer = run("""
         from polycast_cpu import CpuBackend
@@ -102,7 +102,7 @@ def test_a_backend_registered_by_hand_takes_the_plugins_kernels_away(run, plugin
     assert answer == [True, False, True]
 
 
-def test_entry_points_may_name_instances_one_for_each_device_of_a_distribution(run, distribution):
+def test_a_distribution_may_have_an_entry_point_for_each_of_several_devices(run, distribution):
     source = """
 import polycast
 from polycast_cpu import CpuBackend
@@ -133,7 +133,7 @@ def test_a_plugin_is_imported_when_its_device_is_first_used(run, plugin):
     assert answer == [[], ["acme_hpu"], ["acme_hpu", "polycast_cpu"]]
 
 
-def test_discovery_of_1000_entry_points_imports_and_loads_nothing(run, distribution):
+def test_discovery_of_1000_entry_points_imports_nothing(run, distribution):
     for maker in range(50):
         distribution(f"acme-{maker}", {f"device{maker}x{model}": "acme_absent" for model in range(20)}, {})
     modules, loads, listing = run("""
@@ -150,7 +150,7 @@ def test_discovery_of_1000_entry_points_imports_and_loads_nothing(run, distribut
     assert len(re.findall(r"device\d+x\d+", listing)) == 1000
 
 
-def test_eight_threads_at_the_first_look_up_read_the_metadata_and_load_the_plugin_once(run, plugin):
+def test_eight_threads_load_a_plugin_once(run, plugin):
     plugin(
         "acme-hpu",
         "hpu",

@@ -1,4 +1,4 @@
-"""`LowBitMatmul`: what one product is for each of the four ops, and which calls it is not asked for."""
+"""`LowBitMatmul`: the kernels of four ops, and the calls that they do not support."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ import polycast
 
 
 class Product(polycast.LowBitMatmul):
-    """Multiplies in float64, and notes what it is given."""
+    """Multiplies in float64, and records its arguments."""
 
     def __init__(self):
         self.given = []
@@ -33,7 +33,7 @@ class NoRows(Product):
 
 
 def run(product, op, *args):
-    """Call a kernel as polycast does."""
+    """Call a kernel the way polycast does."""
     kernel = product.kernels()[f"aten::{op}"]
     assert kernel.unsupported_reason(*args) is None
     return kernel.run(kernel.prepack(args[kernel.weight]), *args)
@@ -48,7 +48,7 @@ def test_linear_and_matmul_take_activations_of_any_number_of_dimensions(of, shap
     torch.testing.assert_close(run(of(), "matmul", x, weight.t()), F.linear(x, weight).bfloat16())
 
 
-def test_it_gets_matrices_save_where_it_says_that_it_takes_batches():
+def test_multiply_gets_matrices_unless_it_takes_batches():
     args = torch.randn(2, 5, 6), torch.randn(4, 6), None
     rows, batches = Product(), OfBatches()
     run(rows, "linear", *args), run(batches, "linear", *args)
@@ -57,26 +57,26 @@ def test_it_gets_matrices_save_where_it_says_that_it_takes_batches():
 
 @pytest.mark.parametrize("added", [(4,), (1,), (), (5, 4), (1, 4), (5, 1)], ids=str)
 @pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (2, -0.5), (0.25, 3)])
-def test_addmm_scales_what_it_adds_and_what_it_adds_to(added, beta, alpha):
+def test_addmm_applies_beta_and_alpha(added, beta, alpha):
     bias, x, weight = torch.randn(added), torch.randn(5, 6), torch.randn(6, 4)
     expected = torch.addmm(bias, x, weight, beta=beta, alpha=alpha).bfloat16()
     torch.testing.assert_close(run(Product(), "addmm", bias, x, weight, beta, alpha), expected)
 
 
-def test_addmm_with_a_beta_of_zero_does_not_look_at_what_it_adds():
+def test_addmm_with_beta_zero_ignores_the_bias():
     x, weight = torch.randn(5, 6), torch.randn(6, 4)
     result = run(Product(), "addmm", torch.full((4,), torch.nan), x, weight, 0, 1)
     torch.testing.assert_close(result, (x @ weight).bfloat16())
 
 
-def test_a_weight_is_packed_with_a_row_for_each_output_feature_whatever_the_op():
+def test_prepack_gets_a_row_for_each_output_feature_from_every_op():
     weight = torch.randn(4, 6)
     kernels = Product().kernels()
     for op, given in {"linear": weight, "matmul": weight.t(), "mm": weight.t(), "addmm": weight.t()}.items():
         assert torch.equal(kernels[f"aten::{op}"].prepack(given)[0], weight.double())
 
 
-def test_ops_share_packings_that_are_alike_and_products_of_another_class_do_not():
+def test_ops_of_one_class_with_the_same_weight_layout_share_prepacked_weights():
     linear, *others = (Product().kernels()[f"aten::{op}"].prepack_key for op in ("linear", "matmul", "mm", "addmm"))
     assert len(set(others)) == 1
     assert linear not in others
@@ -125,7 +125,7 @@ DECLINED = {
 @pytest.mark.parametrize(
     ("reason", "op", "args"), [(reason, *call[:1], call[1:]) for reason, calls in DECLINED.items() for call in calls]
 )
-def test_what_is_declined_has_a_reason_on_real_and_on_fake_tensors(reason, op, args):
+def test_an_unsupported_call_has_a_reason_on_real_and_fake_tensors(reason, op, args):
     kernel = NoRows().kernels()[f"aten::{op}"]
     assert kernel.unsupported_reason(*args) == reason
     with FakeTensorMode() as mode:
@@ -135,7 +135,7 @@ def test_what_is_declined_has_a_reason_on_real_and_on_fake_tensors(reason, op, a
         )
 
 
-def test_a_product_that_fits_may_be_declined_by_the_size_of_the_weight_and_by_what_is_added():
+def test_unsupported_reason_gets_the_size_of_the_weight_and_the_bias():
     kernels = NoRows().kernels()
     assert kernels["aten::linear"].unsupported_reason(X, WEIGHT, None) == "[5, 6] by [4, 6] and False"
     assert kernels["aten::mm"].unsupported_reason(X, WEIGHT.t()) == "[5, 6] by [4, 6] and False"

@@ -1,4 +1,4 @@
-"""Look-ups: device strings, what is installed and registered by hand, status and availability."""
+"""The registry: device strings, look-ups, registration by hand, status and availability."""
 
 import importlib.metadata
 import re
@@ -16,7 +16,7 @@ BY_NAME = ("get_backend", "autocast", "install", "uninstall", "unregister_backen
 
 
 def device_types():
-    """Return every device type that the running torch has: it lists them where it is asked for another."""
+    """Return the device types of the running torch, which lists them in an error."""
     with pytest.raises(RuntimeError) as refusal:
         torch.device("another")
     return re.search(r"Expected one of (.*) device type", str(refusal.value))[1].split(", ")
@@ -50,7 +50,7 @@ def test_a_device_that_is_not_a_str_is_refused(function, value):
         getattr(polycast, function)(value)
 
 
-def test_the_refusal_of_a_torch_device_names_its_class():
+def test_the_error_for_a_torch_device_names_its_class():
     with pytest.raises(ValueError, match=r"^Expected `device_type` of type `str`, got: `<class 'torch\.device'>`$"):
         polycast.get_backend(torch.device("cpu"))
 
@@ -65,7 +65,7 @@ def test_a_string_that_torch_does_not_know_is_refused(function, name):
 
 @given(text=st.one_of(st.text(), st.builds(":".join, st.lists(st.sampled_from([*DEVICE_TYPES, "0", "1", "00", "-1"])))))
 @pytest.mark.filterwarnings("ignore:'mkldnn' is no longer used as device type")
-def test_any_string_is_answered_where_torch_takes_it_and_refused_where_not(text):
+def test_a_string_is_accepted_if_torch_accepts_it(text):
     try:
         known = torch.device(text).type in DEVICE_TYPES
     except (RuntimeError, IndexError):
@@ -76,7 +76,7 @@ def test_any_string_is_answered_where_torch_takes_it_and_refused_where_not(text)
         assert polycast.is_autocast_available(text) in (True, False)
 
 
-def test_a_device_that_was_registered_by_hand_once_is_unknown_again(hand_made):
+def test_an_unregistered_device_is_unknown_again(hand_made):
     hand_made("hpu")
     polycast.unregister_backend("hpu")
     assert polycast.backends()["hpu"].state == "missing"
@@ -97,12 +97,12 @@ def test_an_index_means_the_device_type(name):
 
 
 @pytest.mark.parametrize("function", ["get_backend", "autocast", "install", "get_autocast_dtype"])
-def test_a_device_without_a_backend_raises_and_lists_those_that_have_one(function):
+def test_the_error_for_a_device_without_a_backend_lists_those_with_one(function):
     with pytest.raises(polycast.BackendNotFoundError, match=f"^{re.escape(missing('ipu'))}$"):
         getattr(polycast, function)("ipu")
 
 
-def test_the_list_of_devices_with_a_backend_names_those_registered_by_hand(hand_made):
+def test_the_error_lists_devices_registered_by_hand(hand_made):
     hand_made("hpu")
     with pytest.raises(polycast.BackendNotFoundError, match=", ".join(sorted([*BUILT_INS, "hpu"]))):
         polycast.get_backend("meta")
@@ -118,7 +118,7 @@ def test_the_list_of_devices_with_a_backend_names_those_registered_by_hand(hand_
         (polycast.AutocastDisabledWarning, UserWarning),
     ],
 )
-def test_each_error_is_the_standard_one_that_code_for_torch_catches(error, standard):
+def test_each_error_is_a_standard_one(error, standard):
     assert issubclass(error, standard)
 
 
@@ -144,7 +144,7 @@ def test_the_statuses_are_a_sorted_read_only_snapshot(hand_made):
         before["hpu"] = None
 
 
-def test_a_backend_by_hand_wins_over_entry_points(hand_made):
+def test_a_backend_registered_by_hand_takes_precedence_over_entry_points(hand_made):
     found = polycast.get_backend("cpu")
     backend = hand_made("cpu")
     status = polycast.backends()["cpu"]
@@ -155,7 +155,7 @@ def test_a_backend_by_hand_wins_over_entry_points(hand_made):
     assert polycast.get_backend("cpu") is found
 
 
-def test_a_device_without_entry_points_has_a_backend_while_it_is_registered(hand_made):
+def test_a_device_without_entry_points_is_available_while_a_backend_is_registered(hand_made):
     hand_made("hpu")
     assert polycast.is_autocast_available("hpu")
     polycast.unregister_backend("hpu")
@@ -177,7 +177,7 @@ def test_every_device_that_torch_has_an_autocast_key_for_has_a_status():
     }
 
 
-def test_a_second_backend_by_hand_is_refused_and_the_first_stays(hand_made):
+def test_a_second_backend_registered_by_hand_is_refused(hand_made):
     first = hand_made("hpu")
     text = (
         f"A backend for 'hpu' is already registered by hand: {first!r}. Call polycast.unregister_backend('hpu') first."
@@ -188,7 +188,7 @@ def test_a_second_backend_by_hand_is_refused_and_the_first_stays(hand_made):
 
 
 @pytest.mark.parametrize("name", ["cpu", "ipu"])
-def test_what_was_not_registered_by_hand_cannot_be_unregistered(name):
+def test_only_backends_registered_by_hand_can_be_unregistered(name):
     text = (
         f"No backend for {name!r} is registered by hand. One found through an entry point is switched off with "
         f"POLYCAST_BLOCK={name}."
@@ -198,12 +198,12 @@ def test_what_was_not_registered_by_hand_cannot_be_unregistered(name):
 
 
 @pytest.mark.parametrize("backend", [None, polycast.Backend, polycast.get_backend])
-def test_what_is_no_backend_cannot_be_registered(backend):
+def test_an_object_that_is_not_a_backend_cannot_be_registered(backend):
     with pytest.raises(polycast.InvalidBackendError, match=r"^expected an instance of polycast\.Backend, got "):
         polycast.register_backend(backend)
 
 
-def test_a_rejected_backend_leaves_everything_as_it_was(hand_made):
+def test_rejecting_a_backend_changes_nothing(hand_made):
     polycast.install("cpu")
     before, backend = polycast.backends(), polycast.get_backend("cpu")
     for device_type in ("cpu", "hpu"):
@@ -215,7 +215,7 @@ def test_a_rejected_backend_leaves_everything_as_it_was(hand_made):
     assert not has_kernel("AutocastHPU")
 
 
-def test_unregistering_takes_the_kernels_away(hand_made):
+def test_unregistering_uninstalls_the_kernels(hand_made):
     hand_made("hpu")
     polycast.install("hpu")
     assert has_kernel("AutocastHPU")
@@ -223,7 +223,7 @@ def test_unregistering_takes_the_kernels_away(hand_made):
     assert not has_kernel("AutocastHPU")
 
 
-def test_the_next_region_runs_on_the_backend_that_is_in_force_then(hand_made):
+def test_the_next_region_uses_the_current_backend(hand_made):
     x = torch.ones(2, 2)
 
     def dtypes():
@@ -260,7 +260,7 @@ CHECKS = {
 
 
 @pytest.mark.parametrize(("check", "reason"), CHECKS.values(), ids=CHECKS)
-def test_a_device_that_cannot_be_used_is_unavailable_for_this_reason(hand_made, check, reason):
+def test_the_status_of_an_unavailable_device_has_the_reason(hand_made, check, reason):
     backend = hand_made("hpu", availability=check)
     status = polycast.backends()["hpu"]
     assert (status.state, status.reason, status.default_dtype) == ("unavailable", reason, torch.float16)
@@ -269,7 +269,7 @@ def test_a_device_that_cannot_be_used_is_unavailable_for_this_reason(hand_made, 
 
 
 @pytest.mark.parametrize(("check", "reason"), CHECKS.values(), ids=CHECKS)
-def test_a_region_on_a_device_that_cannot_be_used_warns_why_and_is_disabled(hand_made, check, reason):
+def test_a_region_on_an_unavailable_device_warns_and_is_disabled(hand_made, check, reason):
     hand_made("hpu", availability=check)
     text = f"hpu is not available: {reason}. Disabling autocast."
     with pytest.warns(polycast.AutocastDisabledWarning, match=f"^{re.escape(text)}$"):
@@ -279,7 +279,7 @@ def test_a_region_on_a_device_that_cannot_be_used_warns_why_and_is_disabled(hand
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
-def test_a_device_is_asked_for_once(hand_made, dtype):
+def test_a_region_checks_availability_once(hand_made, dtype):
     answers = [polycast.Availability(False, "it is in use"), polycast.Availability(True)]
     hand_made("cpu", availability=lambda: answers.pop(0))
     with pytest.warns(polycast.AutocastDisabledWarning, match="cpu is not available: it is in use"):

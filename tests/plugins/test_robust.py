@@ -1,4 +1,4 @@
-"""Plugins that hang, compete, fork, or change between processes: what each does to the others."""
+"""Plugins that hang, compete, fork, or change between processes."""
 
 import pytest
 
@@ -6,7 +6,7 @@ RENAME = "torch.utils.rename_privateuse1_backend({!r})"
 
 
 @pytest.mark.slow
-def test_a_plugin_that_hangs_at_import_holds_up_those_who_use_its_device_and_nobody_else(run, plugin):
+def test_a_plugin_that_hangs_at_import_blocks_only_users_of_its_device(run, plugin):
     plugin("acme-hpu", "hpu", "import sys\nsys.started.set()\nassert sys.go_on.wait(60)")
     plugin("acme-ipu", "ipu")
     answer = run("""
@@ -32,7 +32,7 @@ def test_a_plugin_that_hangs_at_import_holds_up_those_who_use_its_device_and_nob
     assert answer == ["torch.bfloat16", True, True, True, [], ["hpu", "hpu"], "ready"]
 
 
-def test_a_second_name_for_torchs_out_of_tree_device_breaks_its_plugin_and_the_error_says_so(run, plugin):
+def test_a_second_name_for_torchs_out_of_tree_device_breaks_its_plugin(run, plugin):
     plugin("acme-npu", "npu", RENAME.format("npu"))
     plugin("acme-tpu", "tpu", RENAME.format("tpu"))
     answer = run("""
@@ -50,7 +50,7 @@ def test_a_second_name_for_torchs_out_of_tree_device_breaks_its_plugin_and_the_e
     }
 
 
-def test_eight_threads_at_the_first_look_up_of_as_many_devices_read_the_metadata_once(run, plugin):
+def test_eight_threads_that_look_up_as_many_devices_read_the_metadata_once(run, plugin):
     devices = ["hpu", "ipu", "mtia", "maia", "xla", "mps"]
     for device in devices:
         plugin(f"acme-{device}", device)
@@ -131,7 +131,7 @@ thread.join()
     assert answer == ["hpu", "hpu"]
 
 
-def test_a_fork_in_a_region_is_in_it_and_leaves_it_for_itself_alone(run, engine):
+def test_a_fork_in_a_region_leaves_it_in_the_child_only(run, engine):
     answer = run(
         f"""{FORK}
 def leave():
@@ -148,7 +148,7 @@ answer = [child, parent]
     assert answer == ["[0, False]", [1, True]]
 
 
-def test_a_plugin_upgraded_between_two_processes_is_the_new_one_in_the_second(run, plugin, folder):
+def test_an_upgraded_plugin_is_used_by_the_next_process(run, plugin, folder):
     status = "answer = [polycast.backends()['hpu'].version, polycast.get_backend('hpu').default_dtype]"
     plugin("acme-hpu", "hpu", version="1.0")
     assert run(status) == ["1.0", "torch.bfloat16"]
@@ -159,7 +159,7 @@ def test_a_plugin_upgraded_between_two_processes_is_the_new_one_in_the_second(ru
     assert run(status) == ["2.0", "torch.float16"]
 
 
-def test_a_plugin_removed_between_two_processes_is_unknown_in_the_second(run, plugin, folder):
+def test_a_removed_plugin_is_unknown_to_the_next_process(run, plugin, folder):
     plugin("acme-hpu", "hpu")
     assert run("answer = polycast.backends()['hpu'].state") == "ready"
     for path in sorted((folder / "acme_hpu-1.0.dist-info").iterdir()):

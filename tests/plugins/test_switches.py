@@ -1,4 +1,4 @@
-"""The environment variables that switch plugins off, and what a value that is not legal comes to."""
+"""The environment variables that control plugins, and invalid values."""
 
 import importlib.metadata
 
@@ -36,13 +36,13 @@ def test_a_blocked_device_has_no_backend_and_its_plugin_is_not_imported(run, plu
     assert answer == [*refusals, [False, False], "cuda", False]
 
 
-def test_the_status_of_a_blocked_device_says_so(run, plugin):
+def test_the_status_of_a_blocked_device(run, plugin):
     plugin("acme-hpu", "hpu", "raise ValueError('no firmware')")
     status = run("answer = polycast.backends()['hpu']", POLYCAST_BLOCK="hpu")
     assert (status["state"], status["reason"]) == ("blocked", BLOCKED.format("hpu"))
 
 
-def test_a_blocked_device_that_torch_does_not_know_yet_is_told_apart_from_an_unknown_one(run, plugin):
+def test_a_blocked_out_of_tree_device_is_not_reported_as_unknown(run, plugin):
     plugin("acme-npu", "npu")
     answer = run("answer = [error_of(polycast.autocast, name) for name in ('npu', 'nqu')]", POLYCAST_BLOCK="npu")
     assert answer == [
@@ -88,7 +88,7 @@ def test_without_discovery_there_are_only_the_built_ins(run, plugin, off):
 
 
 @pytest.mark.parametrize(("variable", "value", "expected"), BAD_VALUES)
-def test_a_value_that_is_not_legal_is_refused_at_each_look_up_until_it_is_corrected(run, variable, value, expected):
+def test_an_invalid_value_is_an_error_at_each_look_up_until_it_is_corrected(run, variable, value, expected):
     answer = run(
         f"""
         import os
@@ -110,7 +110,7 @@ def test_a_value_that_is_not_legal_is_refused_at_each_look_up_until_it_is_correc
         ("POLYCAST_PROVIDER", "qqq=acme", "qqq", f"expected one of {', '.join(BUILT_INS)}."),
     ],
 )
-def test_a_variable_that_names_a_device_that_nobody_offers_is_warned_of(run, variable, value, device, rest):
+def test_a_variable_that_names_an_unknown_device_warns(run, variable, value, device, rest):
     answer = run(
         """
         import warnings
@@ -126,7 +126,7 @@ def test_a_variable_that_names_a_device_that_nobody_offers_is_warned_of(run, var
     assert answer == [text]
 
 
-def test_an_engine_that_there_is_not_is_refused_before_any_kernel_is_in_place(run, plugin):
+def test_an_unknown_engine_is_refused_before_kernels_are_installed(run, plugin):
     plugin("acme-hpu", "hpu")
     answer = run(
         """

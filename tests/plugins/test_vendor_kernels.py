@@ -1,4 +1,4 @@
-"""A maker's own kernels at the Autocast key: a table keeps them or stands in for them, op by op."""
+"""A vendor's own kernels at the Autocast key, which a table keeps or replaces op by op."""
 
 import pytest
 
@@ -44,15 +44,15 @@ def amended(policies):
         ("dict.fromkeys(('aten::mm', 'aten::exp'), polycast.CastPolicy.FP32)", [FULL, FULL]),
     ],
 )
-def test_an_op_is_polycasts_where_the_table_names_it_and_else_the_makers(run, plugin, engine, policies, found):
+def test_the_table_replaces_only_the_vendors_kernels_that_it_names(run, plugin, engine, policies, found):
     plugin("acme-hpu", "hpu", amended(policies))
     assert run(f"{VENDOR}\nanswer = use()", POLYCAST_ENGINE=engine) == found
 
 
 @pytest.mark.slow
-def test_uninstalling_uncovers_the_makers_kernels(run, plugin, engine, request):
+def test_uninstalling_restores_the_vendors_kernels(run, plugin, engine, request):
     if engine == "reference":
-        reason = "the maker's kernels here are Python ones too, and torch keeps one of those for an op and a key"
+        reason = "the vendor's kernels here are Python ones too, and torch keeps one of those for an op and a key"
         request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     plugin("acme-hpu", "hpu", amended("{'aten::mm': polycast.CastPolicy.FP32}"))
     answer = run(
@@ -71,14 +71,14 @@ answer = [inside, after]
 
 
 @pytest.mark.slow
-def test_a_regions_policy_goes_over_the_makers_kernel_of_that_op(run, plugin, engine):
+def test_a_regions_policy_replaces_the_vendors_kernel_of_an_op(run, plugin, engine):
     plugin("acme-hpu", "hpu", amended("{}"))
     override = "use(policy={'aten::mm': polycast.CastPolicy.FP32})"
     answer = run(f"{VENDOR}\nanswer = [{override}, use()]", POLYCAST_ENGINE=engine)
     assert answer == [[FULL, REDUCED, "exp"], [FULL, REDUCED, "exp"]]
 
 
-def test_the_suite_names_what_only_the_maker_treats(run, plugin):
+def test_the_suite_names_ops_that_only_the_vendor_handles(run, plugin):
     plugin("acme-hpu", "hpu", amended("{'aten::mm': polycast.CastPolicy.FP32}"))
     answer = run(f"""{VENDOR}
 from polycast.testing import BackendConformance
@@ -87,4 +87,4 @@ class TestHpu(BackendConformance):
 answer = error_of(TestHpu().test_no_op_of_torchs_table_is_missing)
 """)
     assert answer[0] == "AssertionError"
-    assert "runs them with kernels of its own: aten::exp. Give each a policy" in answer[1]
+    assert "and runs them: aten::exp. Give each a policy" in answer[1]

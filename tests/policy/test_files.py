@@ -1,4 +1,4 @@
-"""Policy files: what is written, what is read back, and what is refused."""
+"""Policy files: reading, writing and invalid files."""
 
 import contextlib
 import re
@@ -53,13 +53,13 @@ def path(tmp_path):
     return tmp_path / "policy.toml"
 
 
-def test_what_a_file_looks_like(path):
+def test_text_of_a_policy_file(path):
     POLICY.save(path)
     assert path.read_text(encoding="utf-8") == TEXT
     assert b"\r" not in path.read_bytes()
 
 
-def test_what_is_loaded_is_what_was_saved_and_saved_again_is_the_same_text(path):
+def test_load_returns_the_saved_policy_and_saving_it_gives_the_same_text(path):
     path.write_text(TEXT, encoding="utf-8")
     loaded = Policy.load(str(path))
     assert loaded == POLICY
@@ -69,7 +69,7 @@ def test_what_is_loaded_is_what_was_saved_and_saved_again_is_the_same_text(path)
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(modules=st.dictionaries(NAMES, st.sampled_from(["fp32", "off", {"mm": "fp32"}])), name=st.text())
-def test_any_names_are_loaded_as_they_were_saved(path, modules, name):
+def test_any_names_survive_save_and_load(path, modules, name):
     modules = {escape(key): rule for key, rule in modules.items()}
     policy = Policy(modules=modules, name=name.encode("utf-8", "ignore").decode())
     policy.save(path)
@@ -77,7 +77,7 @@ def test_any_names_are_loaded_as_they_were_saved(path, modules, name):
     assert (loaded, list(loaded.modules)) == (policy, list(modules))
 
 
-def test_what_was_there_stays_when_it_cannot_be_written(path, monkeypatch):
+def test_a_failed_save_keeps_the_old_file(path, monkeypatch):
     path.write_text(TEXT, encoding="utf-8")
     monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
     with pytest.raises(OSError, match="no space left"):
@@ -86,21 +86,21 @@ def test_what_was_there_stays_when_it_cannot_be_written(path, monkeypatch):
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-def test_an_error_of_writing_names_the_file_that_was_asked_for(tmp_path):
+def test_an_error_of_save_names_the_target(tmp_path):
     nowhere = tmp_path / "nowhere" / "policy.toml"
     for target, error in ((nowhere, FileNotFoundError), (tmp_path, IsADirectoryError)):
         with pytest.raises(error, match=re.escape(f"{str(target)!r}") + "$"):
             POLICY.save(target)
 
 
-def test_a_file_may_be_written_by_hand(path):
+def test_load_a_file_written_by_hand(path):
     path.write_text(
         '# what must stay in float32\nschema = 1\n[ops]\n"aten::softmax" = "FP32"\n[modules.lm_head]\nlinear = "fp32"\n'
     )
     assert Policy.load(path) == Policy({"softmax": "fp32"}, {"lm_head": {"linear": "fp32"}})
 
 
-def test_an_op_that_this_torch_lacks_is_skipped_where_the_file_says_so(path):
+def test_an_optional_op_that_torch_lacks_is_skipped(path):
     path.write_text('schema = 1\n[ops]\nop_of_2_99 = { policy = "fp32", optional = true }\nmm = "fp32"\n')
     assert set(Policy.load(path).ops.resolved) == {"aten::mm", "aten::mm.dtype"}
 
@@ -162,14 +162,14 @@ def test_an_op_that_this_torch_lacks_is_skipped_where_the_file_says_so(path):
     ],
     ids=lambda value: "",
 )
-def test_what_is_no_policy_file_is_refused(path, content, problem):
+def test_an_invalid_file_is_refused(path, content, problem):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"^{re.escape(f'policy file {str(path)!r}: {problem}')}"):
         Policy.load(path)
 
 
 @pytest.mark.parametrize("length", range(1, len(TEXT), 7))
-def test_a_truncated_file_is_refused_unless_it_ends_with_a_whole_line(path, length):
+def test_a_truncated_file_is_refused_unless_it_ends_with_a_complete_line(path, length):
     path.write_text(TEXT[:length], encoding="utf-8")
     refusal = pytest.raises(ValueError, match=f"^{re.escape(f'policy file {str(path)!r}: ')}")
     is_whole = TEXT[length] == "\n" or TEXT[length - 1] == "\n"
@@ -177,6 +177,6 @@ def test_a_truncated_file_is_refused_unless_it_ends_with_a_whole_line(path, leng
         Policy.load(path)
 
 
-def test_a_file_that_is_not_there_is_an_os_error(path):
+def test_a_missing_file_is_an_os_error(path):
     with pytest.raises(FileNotFoundError):
         Policy.load(path)

@@ -1,4 +1,4 @@
-"""Globs over names of modules: what they match, what they refuse, and that none takes long."""
+"""Globs over names of modules: matches, errors and running time."""
 
 import re
 
@@ -40,11 +40,11 @@ def found(glob, names=LAYERS):
         ("nothing", []),
     ],
 )
-def test_what_a_glob_matches(glob, expected):
+def test_matches_of_a_glob(glob, expected):
     assert found(glob) == expected
 
 
-def test_a_number_is_a_whole_one():
+def test_a_number_range_matches_whole_numbers():
     assert found("h[10-11]5", ["h15", "h105"]) == []
     assert found("h[1-12]", ["h1", "h112", "h12"]) == ["h1", "h12"]
 
@@ -65,7 +65,7 @@ def test_a_number_is_a_whole_one():
     ],
     ids=["list", "comma", "digits", "negated", "empty", "open", "closing", "single", "many", "deep"],
 )
-def test_what_can_be_misread_is_refused(glob, problem):
+def test_an_ambiguous_glob_is_refused(glob, problem):
     with pytest.raises(ValueError, match=re.escape(problem)):
         Policy(modules={glob: "fp32"})
 
@@ -75,13 +75,13 @@ PARTS = st.text(st.characters(exclude_characters=".", exclude_categories=["Cs"])
 
 @settings(deadline=None)
 @given(st.lists(PARTS, min_size=1, max_size=3).map(".".join), st.lists(PARTS, max_size=5))
-def test_an_escaped_name_matches_itself_alone(name, others):
+def test_an_escaped_name_matches_only_itself(name, others):
     assert not escape(name).startswith("class:")
     assert found(escape(name), dict.fromkeys([name, *others])) == [name]
 
 
 @pytest.mark.parametrize("name", ["*", "**", "a[0]", "[0-11]", "{a,b}", "class:torch.nn.Linear", "a?", "]", "[", "[]"])
-def test_a_name_of_special_characters_can_be_written(name):
+def test_a_name_of_special_characters_can_be_escaped(name):
     assert found(escape(name), [name, "a", "b", "0", "a0", "torch"]) == [name]
 
 
@@ -94,5 +94,5 @@ def test_a_name_of_special_characters_can_be_written(name):
     ],
     ids=["parts", "characters", "numbers"],
 )
-def test_no_glob_takes_long(glob, name):
+def test_matching_takes_linear_time(glob, name):
     assert found(glob, [name]) == []

@@ -1,4 +1,4 @@
-"""Names as people say them: what each means in the running torch, and what is said of one that means nothing."""
+"""Names of ops, policies and dtypes, and the errors for unknown ones."""
 
 import importlib.metadata
 import re
@@ -20,7 +20,7 @@ TORCH = f"this torch ({torch.__version__})"
 
 
 def short(name):
-    """Return an op's name as people say it."""
+    """Return an op's short name."""
     return name.removeprefix("aten::").partition(".")[0]
 
 
@@ -32,7 +32,7 @@ def test_every_op_of_a_table_has_its_policy_by_its_short_name(device_type):
 
 
 @pytest.mark.parametrize("device_type", BUILT_INS)
-def test_a_short_name_in_a_region_means_that_ops_of_the_table(device_type, fake, hand_made):
+def test_a_short_name_in_a_region_overrides_the_tables_op(device_type, fake, hand_made):
     table = polycast.get_backend(device_type).policies
     hand_made(device_type, policies=table)
     for name in table:
@@ -43,15 +43,15 @@ def test_a_short_name_in_a_region_means_that_ops_of_the_table(device_type, fake,
 
 @settings(deadline=None)
 @given(OPS)
-def test_a_name_in_the_dispatcher_means_itself(name):
+def test_a_dispatcher_name_is_its_only_overload(name):
     assert OpName.of_overload(name).overloads == read_op(OpName.of_overload(name).key).overloads == [name]
 
 
 @settings(deadline=None)
 @given(OPS)
-def test_a_name_without_an_overload_means_all_that_do_not_write(name):
+def test_a_name_without_an_overload_means_the_functional_ones(name):
     packet = OpName(OpName.of_overload(name).qualified, None)
-    for_named_tensors = has_named_dimensions(find_op(name))  # which torch had up to 2.12, and call the others
+    for_named_tensors = has_named_dimensions(find_op(name))  # torch has them up to 2.12
     assert (name in packet.overloads) is not for_named_tensors
     assume(not for_named_tensors)
     writing = find_op(name)._schema.is_mutable
@@ -74,7 +74,7 @@ def test_a_name_without_an_overload_means_all_that_do_not_write(name):
     ],
     ids=str,
 )
-def test_what_a_name_means(said, meant):
+def test_overloads_of_a_name(said, meant):
     assert sorted(ops_with(read_op(said), CastPolicy.FP32)) == meant
 
 
@@ -92,7 +92,7 @@ def test_a_name_means_the_overloads_that_can_have_the_policy(policy, meant):
     assert sorted(ops_with(read_op("norm"), policy)) == meant
 
 
-def test_a_ban_is_of_what_writes_too():
+def test_a_ban_includes_in_place_and_out_overloads():
     assert "aten::mm.out" in ops_with(read_op("mm"), CastPolicy.BANNED)
     assert "aten::mm.out" not in ops_with(read_op("mm"), CastPolicy.PASSTHROUGH)
 
@@ -116,12 +116,12 @@ def test_a_ban_is_of_what_writes_too():
         ("relu_", "'aten::relu_' writes to its inputs: in-place and out= variants are never cast, so FP32 cannot hold"),
     ],
 )
-def test_what_cannot_have_the_policy_is_told_with_the_nearest_names(name, problem):
+def test_an_unknown_op_is_refused_with_the_nearest_names(name, problem):
     with pytest.raises(ValueError, match=f"^{re.escape(problem)}"):
         ops_with(read_op(name), CastPolicy.FP32)
 
 
-def test_a_name_none_of_whose_overloads_can_have_the_policy_is_told_why():
+def test_a_policy_that_no_overload_can_have_is_refused_with_the_reason():
     problem = "'aten::mm' has no optional dtype argument, which FP32_SET_OPT_DTYPE sets"
     with pytest.raises(ValueError, match=f"^{re.escape(problem)}$"):
         ops_with(read_op("mm.default"), CastPolicy.FP32_SET_OPT_DTYPE)
@@ -130,13 +130,13 @@ def test_a_name_none_of_whose_overloads_can_have_the_policy_is_told_why():
 @pytest.mark.parametrize(
     "name", ["", "m m", "aten:mm", "::mm", "aten::", "mm.", ".int", "mm.x.y", "torch.ops.aten.mm", "a::b::c"]
 )
-def test_what_is_not_written_as_a_name_is_refused(name):
+def test_an_invalid_name_is_refused(name):
     with pytest.raises(ValueError, match=f"^{re.escape(f'{name!r} is not the name of an op: {EXPECTED}')}$"):
         read_op(name)
 
 
 @pytest.mark.parametrize("name", ["name", "__file__", "op"])
-def test_what_a_namespace_of_torch_has_besides_ops_is_no_op(name):
+def test_other_attributes_of_a_namespace_are_not_ops(name):
     assert read_op(name).overloads == []
 
 
@@ -153,20 +153,20 @@ def test_a_policy_may_be_its_name(policy):
         (None, f"None: expected one of {', '.join(repr(each.value) for each in CastPolicy)}"),
     ],
 )
-def test_what_is_no_policy_is_told_with_the_nearest(policy, rest):
+def test_an_unknown_policy_is_refused_with_the_nearest(policy, rest):
     problem = f"the policy of 'mm' must be a CastPolicy or the name of one, got {rest}"
     with pytest.raises(ValueError, match=f"^{re.escape(problem)}$"):
         read_policy(policy, "the policy of 'mm'")
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "bf16", "torch.bfloat16", torch.bfloat16])
-def test_a_dtype_by_its_names(name):
+def test_names_of_a_dtype(name):
     assert read_dtype(name) is torch.bfloat16
 
 
 @pytest.mark.parametrize(
     ("name", "rest"), [("bfloat61", "; the nearest are 'bfloat16', 'float64', 'float16'"), ("Tensor", "")]
 )
-def test_what_is_no_dtype_is_told_with_the_nearest(name, rest):
+def test_an_unknown_dtype_is_refused_with_the_nearest(name, rest):
     with pytest.raises(ValueError, match=f"^{re.escape(f'{name!r} is not a dtype{rest}')}$"):
         read_dtype(name)

@@ -1,11 +1,11 @@
-"""Recipes are values."""
+"""Recipes: immutable values, their names, and rules in policy files."""
 
 import copy
 import pickle
 
 import pytest
 
-from polycast import Float8, Int8, NoRecipe, Recipe
+from polycast import Float8, Int8, NoRecipe, Policy, Recipe
 from polycast.policy.recipe import read_recipe
 
 RECIPES = [
@@ -19,7 +19,7 @@ RECIPES = [
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=repr)
-def test_it_equals_its_twins_and_no_other(recipe):
+def test_equality_of_recipes(recipe):
     for twin in (
         copy.copy(recipe),
         copy.deepcopy(recipe),
@@ -30,7 +30,7 @@ def test_it_equals_its_twins_and_no_other(recipe):
     assert [other for other in RECIPES if other == recipe] == [recipe]
 
 
-def test_what_ops_it_has_does_not_depend_on_how_they_are_spelled():
+def test_the_spelling_of_ops_does_not_matter():
     assert Int8(ops=["linear", "aten::mm"]) == Int8(ops=("mm", "linear", "mm"))
     assert "aten::mm" in Int8(ops=("mm",)).overloads
 
@@ -60,7 +60,7 @@ def test_a_subclass_may_have_a_constructor_of_its_own():
     ("text", "recipe"),
     [("int8", Int8()), ("int8:tensor", Int8("tensor")), ("float8:row", Float8()), ("none", NoRecipe())],
 )
-def test_it_may_be_given_by_its_name(text, recipe):
+def test_read_recipe_takes_names(text, recipe):
     assert read_recipe(text) == recipe
 
 
@@ -85,10 +85,34 @@ def test_it_may_be_given_by_its_name(text, recipe):
         (lambda: Recipe(), TypeError, "Recipe is no kind of recipe: use one such as polycast.Int8"),
     ],
 )
-def test_what_is_none_is_refused(make, error, text):
+def test_an_invalid_recipe_is_refused(make, error, text):
     with pytest.raises(error, match=text):
         make()
 
 
-def test_regions_that_say_it_as_text_have_one_recipe_and_what_was_made_of_it():
+def test_regions_share_a_recipe_given_by_name_and_its_derived_objects():
     assert read_recipe("int8:tensor").derived is read_recipe("int8:tensor").derived
+
+
+@pytest.mark.parametrize(
+    ("rule", "line"),
+    [
+        ("none", 'head = "none"'),
+        (NoRecipe(), 'head = "none"'),
+        (Int8(), 'head = "int8"'),
+        ("int8:tensor", 'head = "int8:tensor"'),
+    ],
+    ids=str,
+)
+def test_a_policy_file_has_the_name_of_a_recipe(rule, line, tmp_path):
+    policy = Policy(modules={"head": rule})
+    policy.save(tmp_path / "policy.toml")
+    assert line in policy.text().splitlines()
+    assert Policy().diff(policy) == [f"+ modules.head = {line.partition(' = ')[2]}".replace('"', "'")]
+    assert Policy.load(tmp_path / "policy.toml") == policy
+
+
+def test_a_policy_file_has_a_table_for_a_recipe_with_settings(tmp_path):
+    policy = Policy(modules={"head": Int8(ops=("linear",), min_size=0)})
+    policy.save(tmp_path / "policy.toml")
+    assert Policy.load(tmp_path / "policy.toml") == policy

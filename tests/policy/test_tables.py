@@ -1,4 +1,4 @@
-"""Policy tables: how they are written, what is wrong with one that is refused, and which overloads policies call."""
+"""Policy tables: making and validating them, and the schemas that their policies need."""
 
 import re
 
@@ -16,7 +16,7 @@ OPS = st.sampled_from(torch._C._dispatch_get_all_op_names())
 
 
 @given(table=st.dictionaries(OPS, st.sampled_from(CastPolicy)))
-def test_a_table_gives_each_op_the_policy_whose_list_names_it(table):
+def test_policy_table_gives_each_op_the_policy_of_its_list(table):
     lists = {policy: [name for name in table if table[name] is policy] for policy in CastPolicy}
     assert dict(policy_table(lists)) == table
 
@@ -35,7 +35,7 @@ def test_a_table_that_names_an_op_twice_is_refused(lists, second):
         policy_table(lists)
 
 
-def test_a_name_in_the_place_of_names_is_refused():
+def test_a_str_instead_of_a_list_is_refused():
     text = "names of ops must be in a list or a tuple, got 'aten::mm': write ('aten::mm',)"
     with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
         policy_table({CastPolicy.FP32: "aten::mm"})
@@ -56,20 +56,20 @@ def test_a_table_is_a_mapping(table):
     "name",
     ["mm", "aten:mm", "::mm", "aten::", "aten::mm.", "aten::mm.x.y", "aten::m m", "torch.ops.aten.mm", "", 7, None],
 )
-def test_a_name_has_a_namespace_an_op_and_at_most_one_overload(name):
+def test_an_invalid_op_name_is_a_problem(name):
     assert table_problems({name: CastPolicy.FP32}) == [
         f"{name!r} is not an op name as the dispatcher has it, such as 'aten::mm' or 'aten::norm.Scalar'"
     ]
 
 
-def test_every_op_of_torch_has_a_name_that_a_table_takes_and_can_be_found():
+def test_every_op_of_torch_is_found_by_a_name_that_a_table_accepts():
     names = torch._C._dispatch_get_all_op_names()
     assert table_problems(dict.fromkeys(names, CastPolicy.PASSTHROUGH)) == []
     assert [name for name in names if find_op(name) is None] == []
 
 
 @pytest.mark.parametrize("name", ["aten::of_another_version", "aten::mm.of_another_version", "acme::mm"])
-def test_an_op_that_torch_lacks_is_not_found_and_is_no_problem(name):
+def test_an_op_that_torch_lacks_is_not_a_problem(name):
     assert find_op(name) is None
     assert table_problems(dict.fromkeys([name], CastPolicy.FP32_APPEND_DTYPE)) == []
 
@@ -81,7 +81,7 @@ def test_the_overload_default_is_written_without_its_name():
 
 
 @pytest.mark.parametrize("policy", ["fp32", None, torch.float32], ids=repr)
-def test_a_policy_is_a_cast_policy(policy):
+def test_a_policy_that_is_not_a_cast_policy_is_a_problem(policy):
     assert table_problems({"aten::mm": policy}) == [f"the policy of 'aten::mm' must be a CastPolicy, got {policy!r}"]
 
 

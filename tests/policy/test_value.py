@@ -1,4 +1,4 @@
-"""polycast.Policy: a value that can be compared, put together, shown and told apart; what it refuses."""
+"""`polycast.Policy`: merging, comparing, repr, and invalid arguments."""
 
 import copy
 import pickle
@@ -65,26 +65,26 @@ def test_a_copy_is_equal_and_has_the_same_hash(policy):
 
 @settings(deadline=None)
 @given(POLICY, POLICY)
-def test_the_difference_has_no_lines_just_where_there_is_none(one, another):
+def test_diff_is_empty_only_for_equal_policies(one, another):
     assert (one.diff(another) == []) is (one == another)
     assert [line[:2] for line in one.diff(another) if line[:2] not in ("- ", "+ ")] == []
 
 
 @settings(deadline=None)
 @given(OPS, OPS)
-def test_together_the_right_one_decides_what_it_says_something_of(one, another):
+def test_the_right_operand_of_a_merge_takes_precedence(one, another):
     assert (one | another).resolved == {**one.resolved, **another.resolved}
 
 
 @settings(deadline=None)
 @given(OPS, OPS, OPS)
-def test_it_does_not_matter_which_two_are_put_together_first(one, two, three):
+def test_merging_is_associative(one, two, three):
     assert ((one | two) | three).resolved == (one | (two | three)).resolved
 
 
 @settings(deadline=None)
 @given(POLICY, POLICY, st.sampled_from(["cpu", "cuda", "xpu"]))
-def test_together_the_right_one_decides_on_each_device(one, another, device_type):
+def test_the_right_operand_of_a_merge_takes_precedence_on_each_device(one, another, device_type):
     both = (one | another).for_device(device_type)
     here, there = one.for_device(device_type), another.for_device(device_type)
     assert both.ops.resolved == {**here.ops.resolved, **there.ops.resolved}
@@ -94,7 +94,7 @@ def test_together_the_right_one_decides_on_each_device(one, another, device_type
 
 @settings(deadline=None)
 @given(POLICY, st.sampled_from(["cpu", "cuda", "xpu"]))
-def test_a_policy_put_together_with_itself_means_the_same(policy, device_type):
+def test_merging_a_policy_with_itself_changes_nothing(policy, device_type):
     twice, once = (policy | policy).for_device(device_type), policy.for_device(device_type)
     assert (twice.ops.resolved, list(twice.modules.items())) == (once.ops.resolved, list(once.modules.items()))
 
@@ -113,26 +113,26 @@ def test_a_policy_put_together_with_itself_means_the_same(policy, device_type):
         ),
     ],
 )
-def test_how_two_are_put_together(one, another, both):
+def test_merge_of_two_policies(one, another, both):
     assert repr(Policy(one) | Policy(another)) == repr(Policy(both))
 
 
-def test_the_right_one_wins_over_what_the_left_one_has_for_a_device():
+def test_the_right_operand_takes_precedence_over_the_left_ones_device_parts():
     both = Policy(devices={"cuda": Policy({"mm": "fp32"}, {"a": "off"})}) | Policy({"mm": "promote"}, {"a": "fp32"})
     assert both.for_device("cuda") == Policy({"mm": "promote"}, {"a": "fp32"})
 
 
-def test_rules_of_the_right_one_come_last_for_the_last_decides():
+def test_rules_of_the_right_operand_come_last():
     both = Policy(modules={"a": "off", "b": "off"}) | Policy(modules={"a": "fp32"})
     assert list(both.modules.items()) == [("b", "off"), ("a", "fp32")]
 
 
-def test_order_is_part_of_the_value_for_modules_only():
+def test_only_the_order_of_modules_is_part_of_the_value():
     assert Policy({"mm": "fp32", "bmm": "fp32"}) == Policy({"bmm": "fp32", "mm": "fp32"})
     assert Policy(modules={"a": "off", "b": "off"}) != Policy(modules={"b": "off", "a": "off"})
 
 
-def test_spellings_are_kept_and_mean_the_same():
+def test_spellings_are_preserved_and_do_not_affect_equality():
     one, another = Policy({"aten::softmax": "fp32"}), Policy({torch.ops.aten.softmax: CastPolicy.FP32})
     assert one == another
     assert hash(one) == hash(another)
@@ -141,12 +141,12 @@ def test_spellings_are_kept_and_mean_the_same():
     assert "softmax.int" not in one.ops
 
 
-def test_a_difference_is_that_of_two_policies():
+def test_diff_with_another_type_is_a_type_error():
     with pytest.raises(TypeError, match=r"^other must be a polycast\.Policy, got dict$"):
         Policy({"mm": "fp32"}).diff({"mm": "fp32"})
 
 
-def test_what_a_difference_looks_like():
+def test_lines_of_a_diff():
     one = Policy({"softmax": "fp32", "mm": "fp32"}, {"a": "off", "b": "fp32"}, name="one")
     another = Policy({"mm": "fp32", "softmax": "promote"}, {"b": "fp32", "a": "off"}, {"cuda": Policy({"bmm": "fp32"})})
     assert one.diff(another) == [
@@ -173,7 +173,7 @@ def test_it_cannot_be_changed():
         policy.ops["mm"] = "off"
 
 
-def test_what_is_no_policy_cannot_be_put_together_with_one():
+def test_merging_with_another_type_is_a_type_error():
     with pytest.raises(TypeError, match=r"unsupported operand type\(s\) for \|: 'Policy' and 'dict'"):
         Policy() | {"mm": "fp32"}
     assert Policy() != {}
@@ -183,11 +183,11 @@ def test_what_is_no_policy_cannot_be_put_together_with_one():
     ("rule", "read"),
     [("FP32", "fp32"), ("float32", "fp32"), (torch.float16, "float16"), ("bf16", "bfloat16"), ("half", "float16")],
 )
-def test_a_rule_for_modules_by_its_names(rule, read):
+def test_names_of_rules_for_modules(rule, read):
     assert Policy(modules={"a": rule}).modules == {"a": read}
 
 
-def test_an_optional_op_that_torch_lacks_is_kept_and_decides_nothing():
+def test_an_optional_op_that_torch_lacks_is_preserved_and_has_no_effect():
     policy = Policy({"op_of_another_torch": {"policy": "fp32", "optional": True}, "mm.default": "fp32"})
     assert dict(policy.ops.resolved) == {"aten::mm": CastPolicy.FP32}
     assert "op_of_another_torch" in policy.ops
@@ -264,12 +264,12 @@ NO_RULE = (
     ],
     ids=str,
 )
-def test_what_is_refused(arguments, problem):
+def test_an_invalid_policy_is_refused(arguments, problem):
     with pytest.raises(ValueError, match=f"^{re.escape(f'policy: {problem}')}"):
         Policy(**arguments)
 
 
-def test_the_reading_of_many_unknown_names_stops_early():
+def test_reading_stops_after_many_unknown_names():
     unknown = {f"no_such_op_{i}": "fp32" for i in range(2000)}
     with pytest.raises(ValueError, match="reading stopped after 20 problems$") as caught:
         Policy(unknown)

@@ -1,4 +1,4 @@
-"""A compiler that is a script, an empty cache, and engines chosen again."""
+"""Fixtures: a compiler that is a script, an empty cache, and the choice of an engine."""
 
 import sys
 
@@ -26,12 +26,12 @@ shutil.copy({library!r}, sys.argv[sys.argv.index("-o") + 1])
 
 @pytest.fixture(scope="session")
 def library():
-    """Return the library that this machine's compiler built."""
+    """Return the native engine's library."""
     return get_or_build(cache_directory(), ENGINE)
 
 
 class Compiler:
-    """A compiler that can be told to fail, and that counts its calls."""
+    """A compiler that can be made to fail, and counts its calls."""
 
     def __init__(self, folder, library):
         self._folder, self._library = folder, library
@@ -66,7 +66,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def wanted(monkeypatch):
-    """Return a function that sets POLYCAST_ENGINE and chooses anew."""
+    """Return a function that sets POLYCAST_ENGINE and chooses an engine."""
 
     def choose(name):
         installation.forget_choice()

@@ -1,6 +1,6 @@
-"""Building the native engine: once, whole or not at all, and what happens where it cannot be built.
+"""Building the native engine: once, atomically, and with a fallback if it fails.
 
-The compiler of these tests is a script: it notes that it was called, and copies the library that is built already.
+The compiler of these tests is a script that counts its calls and copies a library that is built already.
 """
 
 import os
@@ -22,7 +22,7 @@ from polycast.toolchain.compiler import checksum
 from polycast.toolchain.cpp_library import BuildError, CppLibrary
 
 
-def test_the_engine_is_built_once_with_a_line_that_says_so(compiler, home, capfd):
+def test_the_engine_is_built_once_with_a_message(compiler, home, capfd):
     first = get_or_build(home, ENGINE)
     assert capfd.readouterr().err == "polycast: building the native engine, once for this torch ...\n"
     assert get_or_build(home, ENGINE) == first
@@ -32,7 +32,7 @@ def test_the_engine_is_built_once_with_a_line_that_says_so(compiler, home, capfd
 
 
 @pytest.mark.slow
-def test_it_is_built_again_for_another_source_and_for_another_torch(compiler, home, monkeypatch):
+def test_other_sources_or_another_torch_need_another_build(compiler, home, monkeypatch):
     first = get_or_build(home, ENGINE)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.99"))
     other_torch = get_or_build(home, ENGINE)
@@ -72,7 +72,7 @@ print(get_or_build(Path(sys.argv[1]), ENGINE))
 
 
 @pytest.mark.slow
-def test_eight_processes_that_start_at_once_build_it_once(compiler, home):
+def test_eight_processes_build_the_engine_once(compiler, home):
     processes = [
         subprocess.Popen([sys.executable, "-c", SCRIPT, str(home)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for _ in range(8)
@@ -83,7 +83,7 @@ def test_eight_processes_that_start_at_once_build_it_once(compiler, home):
     assert compiler.calls == 1
 
 
-def test_threads_that_choose_at_once_try_a_build_that_fails_once_with_one_warning(compiler, home, monkeypatch):
+def test_threads_try_a_failing_build_once_with_one_warning(compiler, home, monkeypatch):
     compiler.behave(status=3)
     installation.forget_choice()
     monkeypatch.setenv("POLYCAST_ENGINE", "auto")
@@ -101,7 +101,7 @@ def test_threads_that_choose_at_once_try_a_build_that_fails_once_with_one_warnin
     assert (len(told), compiler.calls) == (1, 1)
 
 
-def test_without_a_compiler_any_build_for_this_torch_serves(compiler, home, monkeypatch):
+def test_without_a_compiler_any_build_for_this_torch_is_used(compiler, home, monkeypatch):
     library = get_or_build(home, ENGINE)
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert get_or_build(home, ENGINE) == library
@@ -111,7 +111,7 @@ def test_without_a_compiler_and_a_build_the_reference_engine_runs_with_one_warni
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.warns(UserWarning, match=r"runs on its reference engine.*no C\+\+ compiler is found\. Install"):
         assert wanted("auto").name == "reference"
-    assert choice.choose().name == "reference"  # and no second warning, which would be an error
+    assert choice.choose().name == "reference"  # without a second warning
 
 
 def test_a_failing_build_names_its_log(compiler, home, wanted):
@@ -134,7 +134,7 @@ def test_a_failing_build_names_its_log(compiler, home, wanted):
     ],
     ids=["status", "driver", "space", "memory", "signal"],
 )
-def test_a_compiler_that_the_machine_failed_is_tried_again_by_the_next_process(compiler, home, status, also):
+def test_a_killed_compiler_is_tried_again_by_the_next_process(compiler, home, status, also):
     compiler.behave(status=status, also=also)
     with pytest.raises(BuildError, match=r"was killed, or had no memory or space.*The next process tries again\."):
         get_or_build(home, ENGINE)
@@ -142,7 +142,7 @@ def test_a_compiler_that_the_machine_failed_is_tried_again_by_the_next_process(c
     assert get_or_build(home, ENGINE).is_file()
 
 
-def test_waiting_for_another_build_is_said_with_the_lock(compiler, home, monkeypatch):
+def test_waiting_for_another_build_prints_a_message(compiler, home, monkeypatch):
     library = get_or_build(home, ENGINE)
     library.unlink()
     lock = FileLock(library.parent / "lock")
@@ -165,7 +165,7 @@ def test_waiting_for_another_build_is_said_with_the_lock(compiler, home, monkeyp
     )
 
 
-def test_a_build_that_failed_is_tried_again_only_when_asked(compiler, home):
+def test_a_failed_build_is_tried_again_only_with_retry(compiler, home):
     compiler.behave(status=3)
     with pytest.raises(BuildError, match="the compiler failed with status 3"):
         get_or_build(home, ENGINE)
@@ -177,14 +177,14 @@ def test_a_build_that_failed_is_tried_again_only_when_asked(compiler, home):
     assert compiler.calls == 2
 
 
-def test_a_cache_directory_that_cannot_be_written_is_told(compiler, monkeypatch, wanted, tmp_path):
+def test_the_warning_for_a_read_only_cache(compiler, monkeypatch, wanted, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="nothing can be written to .*file/polycast"):
         assert wanted("auto").name == "reference"
 
 
-def test_a_build_that_does_not_load_is_told(compiler, home, wanted, library):
+def test_the_warning_for_a_build_that_does_not_load(compiler, home, wanted, library):
     made = get_or_build(home, ENGINE)
     made.write_bytes(b"\x7fELF but not a library")
     made.with_suffix(".sha256").write_text(checksum(made))
@@ -192,7 +192,7 @@ def test_a_build_that_does_not_load_is_told(compiler, home, wanted, library):
         assert wanted("auto").name == "reference"
 
 
-def test_the_native_engine_can_be_made_a_must(compiler, home, wanted):
+def test_a_failed_build_is_an_error_if_the_native_engine_is_required(compiler, home, wanted):
     compiler.behave(status=1)
     with pytest.raises(RuntimeError, match=r"^POLYCAST_ENGINE=native, but the native engine cannot be built: the comp"):
         wanted("native")
@@ -204,7 +204,7 @@ def test_the_reference_engine_builds_nothing(compiler, home, wanted):
     assert not home.exists()
 
 
-def test_the_engine_is_native_where_it_can_be_had(wanted):
+def test_the_native_engine_is_the_default(wanted):
     assert wanted("auto").name == "native"
 
 
@@ -218,7 +218,7 @@ def test_an_unknown_engine_is_refused_and_installs_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["native", "reference"])
-def test_kernels_come_and_go_a_hundred_times(name, wanted):
+def test_kernels_can_be_installed_and_uninstalled_a_hundred_times(name, wanted):
     wanted(name)
     mixed = [torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.bfloat16)]
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""The cache of builds: nothing is loaded from where somebody else can write, and what was killed leaves nothing."""
+"""The cache of builds: only trusted files are loaded, and leftovers are removed."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ REMEDY = (
 
 @pytest.fixture
 def umask():
-    """Let files be made that everybody can write, unless their maker says otherwise."""
+    """Let everybody write new files by default."""
     before = os.umask(0)
     yield
     os.umask(before)
@@ -34,7 +34,7 @@ def umask():
 
 @pytest.fixture(params=["cache", "torch", "compiler"])
 def folder(request, compiler, home):
-    """A build, and one of the folders that it lies in."""
+    """One of the folders of a build."""
     library = get_or_build(home, ENGINE)
     library.write_bytes(b"of somebody else")
     library.with_suffix(".sha256").write_text(checksum(library))
@@ -60,7 +60,7 @@ WAYS = [everybodys, groups, pytest.param(somebodys, marks=only_root)]
 
 
 @only_posix
-def test_only_the_user_can_enter_its_folders_and_write_its_files(compiler, home, umask):
+def test_permissions_of_the_cache(compiler, home, umask):
     library = get_or_build(home, ENGINE)
     assert [oct(path.stat().st_mode & 0o777) for path in (home, library.parent.parent, library.parent)] == ["0o700"] * 3
     assert [oct(file.stat().st_mode & 0o022) for file in (library, library.with_suffix(".sha256"))] == ["0o0"] * 2
@@ -68,21 +68,21 @@ def test_only_the_user_can_enter_its_folders_and_write_its_files(compiler, home,
 
 @only_posix
 @pytest.mark.parametrize("give", WAYS)
-def test_a_folder_that_others_can_write_is_refused_and_what_to_do_is_said(folder, give, compiler, home):
+def test_a_folder_that_others_can_write_is_refused(folder, give, compiler, home):
     with pytest.raises(UntrustedCacheError, match=give(folder) + REMEDY.format(home)):
         get_or_build(home, ENGINE)
     assert compiler.calls == 1
 
 
 @only_posix
-def test_without_a_compiler_a_folder_that_others_can_write_is_refused_too(folder, home, monkeypatch):
+def test_a_folder_that_others_can_write_is_refused_without_a_compiler(folder, home, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UntrustedCacheError, match=everybodys(folder) + REMEDY.format(home)):
         get_or_build(home, ENGINE)
 
 
 @only_posix
-def test_the_engine_is_then_built_for_this_process_alone(compiler, home, monkeypatch, tmp_path, wanted):
+def test_with_an_untrusted_cache_the_engine_is_built_for_this_process(compiler, home, monkeypatch, tmp_path, wanted):
     place = get_or_build(home, ENGINE).parent
     said = everybodys(place)
     elsewhere = tmp_path / "temporary"
@@ -99,7 +99,7 @@ def test_the_engine_is_then_built_for_this_process_alone(compiler, home, monkeyp
 
 
 @only_posix
-def test_where_it_cannot_be_built_elsewhere_either_both_reasons_are_said(compiler, home, wanted):
+def test_the_warning_has_both_reasons_if_that_build_fails(compiler, home, wanted):
     said = everybodys(get_or_build(home, ENGINE).parent)
     compiler.behave(status=1)
     message = f"{said}{REMEDY.format(home)}.* It cannot be built elsewhere either: the compiler failed with status 1"
@@ -121,20 +121,20 @@ def test_a_file_that_others_can_write_is_replaced(compiler, home, suffix, give):
 
 
 @only_posix
-def test_a_folder_around_the_cache_in_which_everybody_can_rename_it_is_refused(compiler, home):
+def test_a_parent_folder_that_everybody_can_write_is_refused(compiler, home):
     home.parent.chmod(0o777)
     with pytest.raises(UntrustedCacheError, match=rf"{home.parent} can be written by everybody \(drwxrwxrwx\)"):
         get_or_build(home, ENGINE)
 
 
 @only_posix
-def test_a_sticky_folder_around_the_cache_will_do(compiler, home):
+def test_a_sticky_parent_folder_is_trusted(compiler, home):
     home.parent.chmod(0o1777)
     assert get_or_build(home, ENGINE).is_file()
 
 
 @only_posix
-def test_a_cache_that_is_a_link_will_do(compiler, home, tmp_path):
+def test_a_cache_that_is_a_link_is_trusted(compiler, home, tmp_path):
     (tmp_path / "large disk").mkdir(mode=0o700)
     home.symlink_to(tmp_path / "large disk", target_is_directory=True)
     assert get_or_build(home, ENGINE).resolve().is_relative_to(tmp_path / "large disk")
@@ -150,7 +150,7 @@ def test_a_link_of_another_user_is_refused(compiler, home, tmp_path):
 
 
 @only_root
-def test_what_root_built_serves_everybody_who_can_read_it(compiler, home, monkeypatch):
+def test_a_build_of_root_is_trusted(compiler, home, monkeypatch):
     library = get_or_build(home, ENGINE)
     monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY)
     assert get_or_build(home, ENGINE) == library
@@ -175,7 +175,7 @@ get_or_build(Path(sys.argv[1]), ENGINE)
 
 @pytest.mark.slow
 @only_posix
-def test_what_a_killed_build_left_is_removed_by_the_next(compiler, home):
+def test_a_build_removes_the_leftovers_of_a_killed_one(compiler, home):
     compiler.behave(status=0, also="open(sys.argv[sys.argv.index('-o') + 1], 'w'); os.kill(os.getppid(), 9)")
     assert subprocess.run([sys.executable, "-c", KILLED, str(home)], check=False).returncode == -signal.SIGKILL
     left = [path for path in home.rglob("*") if path.suffix == ".so"]

@@ -1,4 +1,4 @@
-"""What the compiler of the native engine is given."""
+"""The compiler's command, flags and excerpts of headers."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ exec "$@"
 """
 
 
-def test_ccache_is_used_where_it_is(compiler, home, tmp_path, monkeypatch):
+def test_ccache_is_used_if_installed(compiler, home, tmp_path, monkeypatch):
     calls, script = tmp_path / "calls", tmp_path / "bin" / "ccache"
     script.parent.mkdir()
     script.write_text(CCACHE.format(calls=calls))
@@ -28,11 +28,11 @@ def test_ccache_is_used_where_it_is(compiler, home, tmp_path, monkeypatch):
     library = get_or_build(home, ENGINE)
     (call,) = calls.read_text().splitlines()
     assert call.startswith(compiler.command)
-    assert str(library.parent) not in call  # which is another for each build
-    assert compiler.calls == 2  # an object, and a library
+    assert str(library.parent) not in call  # it differs between builds
+    assert compiler.calls == 2  # for an object and a library
 
 
-def test_the_linker_of_macos_is_told_that_python_is_elsewhere(compiler, home, tmp_path, monkeypatch):
+def test_macos_links_with_undefined_python_symbols(compiler, home, tmp_path, monkeypatch):
     words = tmp_path / "words"
     monkeypatch.setenv("CXX", f'sh -c \'echo "$@" >> {words}; exec {compiler.command} "$@"\' sh')
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -61,7 +61,7 @@ struct After {
 """
 
 
-def test_a_struct_is_cut_out_of_a_header(tmp_path):
+def test_extract_a_struct_from_a_header(tmp_path):
     header = tmp_path / "header.h"
     header.write_text(HEADER)
     assert header_excerpts._extract_struct(header, "Wanted") == (
@@ -70,7 +70,7 @@ def test_a_struct_is_cut_out_of_a_header(tmp_path):
     )
 
 
-def test_a_header_that_lacks_it_or_is_not_there_is_told(tmp_path):
+def test_a_missing_header_or_struct_is_a_build_error(tmp_path):
     header = tmp_path / "header.h"
     with pytest.raises(BuildError, match=r"header.h is not there\. Install torch with its headers\."):
         header_excerpts._extract_struct(header, "Wanted")
@@ -80,7 +80,7 @@ def test_a_header_that_lacks_it_or_is_not_there_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["c++", "g++", "clang++"])
-def test_each_compiler_knows_the_flags(command, monkeypatch):
+def test_each_compiler_accepts_the_flags(command, monkeypatch):
     monkeypatch.setenv("CXX", command)
     compiler = find_compiler()
     if compiler is None:

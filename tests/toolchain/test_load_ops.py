@@ -1,6 +1,6 @@
-"""A backend's own C++: built, kept and checked as the native engine is, and told of where it cannot be.
+"""`load_ops`: building and loading a backend's C++, and the reasons for failures.
 
-The compiler of these tests is a script that copies a library, so what it makes is not loaded for its ops.
+The compiler of these tests is a script that copies another library, so no ops are registered.
 """
 
 import os
@@ -18,7 +18,7 @@ PACKAGE = "polycast_cpu.native"
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """Return the libraries that are loaded, with nothing remembered from before."""
+    """Return the paths of libraries that are loaded from now on."""
     found = []
     monkeypatch.setattr(ops, "_register", found.append)
     ops._answers.clear()
@@ -27,7 +27,7 @@ def loaded(monkeypatch):
 
 
 @pytest.mark.slow
-def test_ops_are_built_once_with_a_line_that_says_so(compiler, home, loaded, capfd):
+def test_ops_are_built_once_with_a_message(compiler, home, loaded, capfd):
     assert polycast.load_ops(PACKAGE) == polycast.load_ops(PACKAGE) == polycast.Availability(True)
     assert capfd.readouterr().err == f"polycast: building the ops of {PACKAGE}, once for this torch ...\n"
     ops._answers.clear()
@@ -41,7 +41,7 @@ def test_ops_are_built_once_with_a_line_that_says_so(compiler, home, loaded, cap
 
 
 @pytest.mark.slow
-def test_it_is_known_where_they_came_from_before_and_after_they_are_loaded(compiler, home, loaded, monkeypatch):
+def test_origin_before_and_after_loading(compiler, home, loaded, monkeypatch):
     monkeypatch.setattr(ops, "_origins", {})
     assert ops.origin(PACKAGE) == "not compiled yet, as `polycast build` does"
     assert compiler.calls == 0
@@ -51,7 +51,7 @@ def test_it_is_known_where_they_came_from_before_and_after_they_are_loaded(compi
     assert ops.origin(PACKAGE) == f"compiled here: {loaded[0]}"
 
 
-def test_of_ops_that_cannot_be_had_it_is_known_why(compiler, home, loaded, monkeypatch):
+def test_origin_of_ops_that_failed_to_build(compiler, home, loaded, monkeypatch):
     monkeypatch.setattr(ops, "_origins", {})
     compiler.behave(status=3)
     assert not polycast.load_ops(PACKAGE)
@@ -60,12 +60,12 @@ def test_of_ops_that_cannot_be_had_it_is_known_why(compiler, home, loaded, monke
 
 
 @pytest.mark.slow
-def test_they_do_not_lie_where_the_engine_does(compiler, home, loaded):
+def test_ops_and_the_engine_have_separate_folders(compiler, home, loaded):
     polycast.load_ops(PACKAGE)
     assert loaded[0].parent.parent != get_or_build(home, ENGINE).parent.parent
 
 
-def test_without_a_compiler_there_are_none_and_the_reason_says_so(home, loaded, monkeypatch):
+def test_the_reason_without_a_compiler(home, loaded, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     said = f"the C++ of {PACKAGE} cannot be loaded: no C++ compiler is found. Install one (c++), or name it in CXX."
     answer = polycast.load_ops(PACKAGE)
@@ -74,7 +74,7 @@ def test_without_a_compiler_there_are_none_and_the_reason_says_so(home, loaded, 
 
 
 @pytest.mark.slow
-def test_a_compiler_that_fails_is_told_with_its_log_and_how_to_try_again(compiler, home, loaded):
+def test_the_reason_of_a_failed_build_has_the_log_and_how_to_retry(compiler, home, loaded):
     compiler.behave(status=3)
     reason = polycast.load_ops(PACKAGE).reason
     (log,) = home.rglob("*.log")
@@ -92,11 +92,11 @@ def test_a_compiler_that_fails_is_told_with_its_log_and_how_to_try_again(compile
     assert polycast.load_ops(PACKAGE)
 
 
-def test_a_package_without_cpp_is_told():
+def test_the_reason_for_a_package_without_cpp():
     assert "its C++ sources are not in" in polycast.load_ops("polycast.policy").reason
 
 
-def test_a_library_that_does_not_load_is_told(compiler, home, monkeypatch):
+def test_the_reason_for_a_library_that_does_not_load(compiler, home, monkeypatch):
     ops._answers.clear()
 
     def refuse(library):
@@ -110,7 +110,7 @@ def test_a_library_that_does_not_load_is_told(compiler, home, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system has other owners and permissions")
-def test_from_a_cache_that_others_can_write_nothing_is_loaded(compiler, home, loaded):
+def test_with_an_untrusted_cache_ops_are_built_for_this_process(compiler, home, loaded):
     home.mkdir(mode=0o700)
     home.chmod(0o777)
     with pytest.warns(

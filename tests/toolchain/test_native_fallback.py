@@ -1,6 +1,6 @@
-"""Every way in which the native engine cannot be had: the reference engine runs instead, with one warning.
+"""Every failure to build the native engine: the reference engine runs instead, with one warning that says what to do.
 
-The warning says what to do, and where POLYCAST_ENGINE=native asks for the engine, the same text is the error's.
+With POLYCAST_ENGINE=native the same text is an error.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from polycast.toolchain.cpp_library import BuildError
 
 
 def no_home(monkeypatch, folder):
-    """HOME is unset, and the user is in no list of users, as in a container with a user of its own."""
+    """HOME is unset and the user is unknown, as in some containers."""
 
     def unknown(uid):
         raise KeyError(f"getpwuid(): uid not found: {uid}")
@@ -45,7 +45,7 @@ def open_quote(monkeypatch, folder):
 
 
 def script(monkeypatch, folder, text, mode=0o755):
-    """Have a file be the compiler."""
+    """Use a file as the compiler."""
     file = folder / "compiler"
     file.write_bytes(text.encode("latin-1"))
     file.chmod(mode)
@@ -133,27 +133,27 @@ WAYS = {
 
 @pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
 def reason(request, compiler, home, monkeypatch, tmp_path):
-    """Have the native engine be out of reach, and return what is said of that."""
+    """Make the native engine fail, and return the expected reason."""
     request.param(monkeypatch, tmp_path)
     return WAYS[request.param]
 
 
-def test_the_reference_engine_runs_with_one_warning_that_says_what_to_do(reason, wanted):
+def test_the_reference_engine_runs_with_one_warning(reason, wanted):
     said = "^polycast runs on its reference engine, which is slower: the native engine cannot be built: "
     with pytest.warns(UserWarning, match=said + reason) as caught:
         assert wanted("auto").name == "reference"
     assert len(caught) == 1
     assert str(caught[0].message).endswith(" Set POLYCAST_ENGINE=reference to silence this warning.")
-    assert choice.choose().name == "reference"  # and no second warning, which would be an error
+    assert choice.choose().name == "reference"  # without a second warning
 
 
-def test_where_the_native_engine_is_a_must_the_error_says_what_to_do(reason, wanted):
+def test_the_reason_is_an_error_if_the_native_engine_is_required(reason, wanted):
     said = "^POLYCAST_ENGINE=native, but the native engine cannot be built: "
     with pytest.raises(RuntimeError, match=said + reason):
         wanted("native")
 
 
-def test_a_timeout_of_the_users_while_it_is_compiled_arrives(compiler, home, wanted):
+def test_a_users_timeout_during_a_build_propagates(compiler, home, wanted):
     def handler(number, frame):
         raise TimeoutError("time is up")
 
@@ -168,7 +168,7 @@ def test_a_timeout_of_the_users_while_it_is_compiled_arrives(compiler, home, wan
     assert wanted("auto").name == "native"
 
 
-def test_what_a_compiler_wrote_in_another_encoding_is_in_the_log(compiler, home, monkeypatch, tmp_path):
+def test_the_log_escapes_output_in_another_encoding(compiler, home, monkeypatch, tmp_path):
     other_encoding(monkeypatch, tmp_path)
     with pytest.raises(BuildError):
         get_or_build(home, ENGINE)
@@ -176,7 +176,7 @@ def test_what_a_compiler_wrote_in_another_encoding_is_in_the_log(compiler, home,
     assert log.read_text().endswith("Version fran\\xe7aise\nFichier pr\\xe9compil\\xe9\n")
 
 
-def test_a_full_disk_is_not_remembered_as_a_failure_of_the_compiler(compiler, home, monkeypatch):
+def test_a_full_disk_is_not_recorded_as_a_failed_build(compiler, home, monkeypatch):
     write_text = Path.write_text
 
     def run_out(path, *arguments, **keywords):
@@ -192,14 +192,14 @@ def test_a_full_disk_is_not_remembered_as_a_failure_of_the_compiler(compiler, ho
     assert get_or_build(home, ENGINE).is_file()
 
 
-def test_the_compiler_needs_no_temporary_folder_of_the_users(compiler, home, monkeypatch, wanted):
+def test_the_compiler_does_not_use_the_users_temporary_folder(compiler, home, monkeypatch, wanted):
     monkeypatch.setenv("TMPDIR", "/no/such/folder")
     compiler.behave(status=0, also="assert open(os.path.join(os.environ['TMPDIR'], 'aside'), 'w')")
     assert wanted("auto").name == "native"
 
 
 @pytest.mark.parametrize("stderr", [None, "closed"])
-def test_a_process_without_stderr_builds_it(compiler, home, monkeypatch, stderr):
+def test_a_process_without_stderr_can_build(compiler, home, monkeypatch, stderr):
     with open(os.devnull, "w") as closed:
         pass
     monkeypatch.setattr(sys, "stderr", stderr and closed)
@@ -220,7 +220,7 @@ print(polycast.__file__, choose().name, y.dtype, [str(each.message) for each in 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["native", "reference"])
-def test_polycast_runs_from_an_archive_and_builds_where_the_sources_are_in_it(compiler, home, tmp_path, engine):
+def test_polycast_runs_from_an_archive_and_builds_its_sources(compiler, home, tmp_path, engine):
     archive = tmp_path / "all.zip"
     with zipfile.ZipFile(archive, "w") as made:
         for package in ("polycast", "polycast_cpu"):

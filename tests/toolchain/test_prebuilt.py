@@ -1,4 +1,4 @@
-"""Engines that come with the package: which fits, and that a wheel that has one needs no compiler."""
+"""Prebuilt libraries: which one fits, and a wheel that contains one."""
 
 import importlib.util
 import os
@@ -22,7 +22,7 @@ TOOL = Path(__file__).parents[2] / "tools" / "platform_wheel.py"
 
 
 def put_into(folder, library):
-    """Put a library where the running torch's would be."""
+    """Copy a library to the folder of prebuilt ones for the running torch."""
     place = folder / prebuilt._key(ENGINE.read_sources()) / library.name
     place.parent.mkdir(parents=True)
     shutil.copy(library, place)
@@ -40,11 +40,11 @@ def running(monkeypatch, version):
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
 
 
-def test_the_one_for_the_running_torch_is_found(came_with):
+def test_the_library_for_the_running_torch_is_found(came_with):
     assert find_prebuilt(ENGINE) == came_with
 
 
-def test_one_serves_torchs_builds_of_a_version(came_with, monkeypatch):
+def test_a_library_fits_all_official_builds_of_a_version(came_with, monkeypatch):
     public = torch.__version__.partition("+")[0]
     for local in ("", "+cpu", "+cu126", "+cu130"):
         running(monkeypatch, public + local)
@@ -52,19 +52,19 @@ def test_one_serves_torchs_builds_of_a_version(came_with, monkeypatch):
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.99.0+cpu", "2.13.0+git1a2b3c4", "2.13.0a0", "2.13.0.dev20260101+cpu"])
-def test_none_serves_another_version_or_a_build_of_somebody_elses(came_with, monkeypatch, version):
+def test_no_library_fits_another_version_or_an_unofficial_build(came_with, monkeypatch, version):
     running(monkeypatch, version)
     assert find_prebuilt(ENGINE) is None
 
 
-def test_none_serves_another_source(came_with, monkeypatch):
+def test_no_library_fits_other_sources(came_with, monkeypatch):
     sources = ENGINE.read_sources()
     monkeypatch.setattr(CppLibrary, "read_sources", lambda _: {**sources, "store.h": b"// another"})
     assert find_prebuilt(ENGINE) is None
 
 
 @pytest.mark.parametrize("damage", ["truncated", "no_checksum"])
-def test_one_that_is_damaged_is_passed_over(came_with, damage):
+def test_a_damaged_library_is_ignored(came_with, damage):
     if damage == "truncated":
         os.truncate(came_with, 1000)
     else:
@@ -72,7 +72,7 @@ def test_one_that_is_damaged_is_passed_over(came_with, damage):
     assert find_prebuilt(ENGINE) is None
 
 
-def test_one_that_does_not_load_is_passed_over(came_with):
+def test_a_library_that_does_not_load_is_ignored(came_with):
     came_with.write_bytes(b"for another machine")
     came_with.with_suffix(".sha256").write_text(checksum(came_with))
     loading._load_prebuilt.cache_clear()
@@ -94,7 +94,7 @@ print(chosen().name, "came with polycast" in chosen().origin, polycast.__file__)
 
 @pytest.fixture
 def pure_wheel(tmp_path):
-    """A wheel of the package's files, as far as the tool looks at one."""
+    """A wheel of the package, with the files that the tool reads."""
     wheel = tmp_path / "polycast-0.1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for package in ("polycast", "polycast_cpu"):
@@ -123,7 +123,6 @@ print(platform_wheel.write_wheel(pure, folder / "engines", folder, "linux_x86_64
 
 @pytest.mark.slow
 def test_a_wheel_with_an_engine_needs_no_compiler_and_writes_nothing(pure_wheel, library, tmp_path):
-    """Takes some 10 s: the wheel is written, unpacked and used."""
     put_into(tmp_path / "engines", library)
     command = [sys.executable, "-c", WRITE, str(tmp_path), str(TOOL.parent)]
     made = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
