@@ -53,7 +53,7 @@ IN_THE_HOOK = {
     "uses its own device": (
         "polycast.install('hpu')",
         "BackendBrokenError",
-        "The backend for 'hpu' was asked for while its plugin acme-hpu 1.0 (acme_hpu) is being imported. "
+        "The backend for 'hpu' was requested while its plugin acme-hpu 1.0 (acme_hpu) is being imported. "
         "A plugin must not use its own device at import.",
     ),
 }

@@ -1,6 +1,4 @@
-"""Ask a backend what it supports. An exception that it raises is an answer: it does not."""
-
-from collections.abc import Callable
+"""Ask a backend what it supports. An exception that it raises means that it does not."""
 
 import torch
 
@@ -12,24 +10,34 @@ PLUGIN_ERRORS = (Exception, SystemExit)  # some libraries exit if they find no d
 
 def check_availability(backend: Backend) -> Availability:
     """Return whether the device can be used."""
-    return _ask("availability", backend.availability)
+    try:
+        answer = backend.availability()
+    except PLUGIN_ERRORS as error:
+        return _unavailable(error)
+    return answer if isinstance(answer, Availability) else _invalid("availability", answer)
 
 
 def check_dtype(backend: Backend, dtype: torch.dtype) -> Availability:
     """Return whether the device supports a fast dtype."""
-    return _ask("dtype_availability", lambda: backend.dtype_availability(dtype))
+    try:
+        answer = backend.dtype_availability(dtype)
+    except PLUGIN_ERRORS as error:
+        return _unavailable(error)
+    return answer if isinstance(answer, Availability) else _invalid("dtype_availability", answer)
 
 
 def check_recipe(backend: Backend, recipe: Recipe) -> Availability:
     """Return whether the device supports a recipe."""
-    return _ask("recipe_availability", lambda: backend.recipe_availability(recipe))
-
-
-def _ask(method: str, call: Callable[[], Availability]) -> Availability:
     try:
-        answer = call()
+        answer = backend.recipe_availability(recipe)
     except PLUGIN_ERRORS as error:
-        return Availability(False, str(error) or type(error).__name__)
-    if isinstance(answer, Availability):
-        return answer
+        return _unavailable(error)
+    return answer if isinstance(answer, Availability) else _invalid("recipe_availability", answer)
+
+
+def _unavailable(error: BaseException) -> Availability:
+    return Availability(False, str(error) or type(error).__name__)
+
+
+def _invalid(method: str, answer: object) -> Availability:
     return Availability(False, f"{method}() returned {answer!r}, expected a polycast.Availability")

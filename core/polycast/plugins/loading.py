@@ -148,7 +148,7 @@ class BackendLoader:
     def _load(self, candidate: Candidate) -> Backend:
         if self._loading:
             raise BackendBrokenError(
-                f"The backend for {self.device_type!r} was asked for while its plugin {candidate} is being imported. "
+                f"The backend for {self.device_type!r} was requested while its plugin {candidate} is being imported. "
                 "A plugin must not use its own device at import."
             )
         if self.failure is None:

@@ -1,1 +1,1 @@
-"""What is cast, and to what: cast policies, the tables that give them to ops, and their validation."""
+"""Policies: the casts of ops, rules for modules and recipes, with names, files and validation."""

@@ -1,4 +1,4 @@
-"""Cast policies: what autocast does with the inputs of an op."""
+"""`CastPolicy` and tables of them by op."""
 
 import enum
 from collections.abc import Iterable, Mapping
@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 
 class CastPolicy(enum.Enum):
-    """What happens to the eligible inputs of an op. The first five are those of torch's ATen/autocast_mode.h.
+    """The treatment of an op's eligible inputs. The first five are those of torch's ATen/autocast_mode.h.
 
     An input is eligible if it is a floating-point tensor on the region's device and not float64.
     """

@@ -7,7 +7,7 @@ A file has the arguments of `Policy`, under the same names::
 
     [ops]
     softmax = "fp32"
-    linalg_matrix_sqrth = { policy = "fp32", optional = true }  # where the running torch has it
+    linalg_matrix_sqrth = { policy = "fp32", optional = true }  # torch may lack it
 
     [modules]
     "encoder.layers.*.norm" = "fp32"

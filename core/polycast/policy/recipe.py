@@ -1,4 +1,4 @@
-"""`Recipe`: how a region computes matmuls in a lower precision than the fast dtype."""
+"""`Recipe`: matmuls in a lower precision than the fast dtype."""
 
 import functools
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ _kinds: dict[str, type["Recipe"]] = {}
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Recipe:
-    """How a region computes ops with the policy LOWER_PRECISION_FP in a lower precision than the fast dtype.
+    """A precision below the fast dtype, in which a region computes ops with the policy LOWER_PRECISION_FP.
 
     An immutable value for ``polycast.autocast(..., recipe=...)``. Outputs have the fast dtype, and ops without a kernel
     for the recipe compute in it. To compute a module in the fast dtype, give it the rule ``"none"``

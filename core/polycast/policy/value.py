@@ -41,7 +41,7 @@ class Policy:
             ``"off"``, a fast dtype such as ``"float16"``, policies by op, or a recipe such as ``"int8"`` (``"none"``:
             the fast dtype).
         devices: policies for single devices, by device type, which take precedence.
-        name: a name for people.
+        name: a label.
 
     Attributes:
         ops, modules, devices, name: as given, and read-only. `modules` has dtypes by name.
@@ -143,11 +143,6 @@ class Policy:
 
     @cached_property
     def _by_device(self) -> dict[str, "Policy"]:
-        return {}
-
-    @cached_property
-    def derived(self) -> dict[Any, Any]:
-        """Objects that other modules derived from it, each under a key that has its type."""
         return {}
 
     def __or__(self, other: object) -> "Policy":
