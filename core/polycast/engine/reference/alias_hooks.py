@@ -13,7 +13,7 @@ import torch
 from ...torch_internals.patcher import Patch
 from ..casts.weights import TensorBase
 from ..disable_dynamo import disable_dynamo
-from .store import note_alias
+from .invalidation import note_alias
 
 METHODS = ("numpy", "untyped_storage", "data_ptr", "set_")
 

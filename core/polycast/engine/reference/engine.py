@@ -18,10 +18,10 @@ from ...torch_internals.dispatcher import (
 )
 from ..casts.unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedWrites
 from ..kernels import Kernels
+from .invalidation import forget, note_writes
 from .kernels import PythonKernels
 from .rules import tensors_in
 from .state_machine import PythonStateMachine
-from .store import forget, note_writes
 
 _WHERE_VERSIONS_COUNT = "ADInplaceOrView"
 
@@ -78,6 +78,6 @@ def _announcing(op: OpOverload, below: DispatchKeySet, is_collective: bool) -> A
         try:
             return redispatch(op, keys & below, args, kwargs)
         finally:
-            note_writes(written, may_go_on=is_collective)
+            note_writes(written, is_pending=is_collective)
 
     return kernel

@@ -16,7 +16,8 @@ from ..casts.weight_cache import WeightCache
 from ..casts.weights import Source, caching_is_safe, is_all_of, weight_of
 from ..override import Override
 from ..state import Settings
-from .store import PythonStore, with_history
+from .history import with_history
+from .store import PythonStore
 
 _CastWeight: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor | None]
 
@@ -59,7 +60,7 @@ class _ThreadRegions:
         self.newest: Frame | None = None
         self.innermost: dict[str, Frame] = {}
         self.depth: dict[str, int] = {}
-        self.store = PythonStore(own=True)
+        self.store = PythonStore(of_region=True)
         self._by_owner: dict[int, Frame] = {}
 
     def push(self, frame: Frame) -> None:
@@ -245,7 +246,7 @@ class PythonStateMachine:
             link = tensor.requires_grad and torch.is_grad_enabled()
             if tensor is weight:
                 if link:
-                    return own.with_link(weight, dtype, store)
+                    return own.cast_with_history(weight, dtype, store)
                 return store.cast(Source(weight, weight), dtype)
             if is_all_of(tensor, weight):
                 of_weight = store.cast(Source(weight, weight, holders=2), dtype)

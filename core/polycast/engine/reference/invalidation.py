@@ -1,0 +1,125 @@
+"""Invalidation: dropping casts of weights whose memory was written, or exposed, without a new version."""
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...common.atfork import Lock, hold_during_fork
+from ...torch_internals.names import has_storage, without_torch_function
+from ..casts.weights import TensorBase
+
+
+class Invalidated(Protocol):
+    """A store of casts."""
+
+    @property
+    def lock(self) -> Lock:
+        """The store's lock, which is held during a fork."""
+
+    def invalidate(self, storages: Set[int]) -> None:
+        """Drop the casts of weights in storages that were written."""
+
+    def forget(self, weight: torch.Tensor) -> None:
+        """Drop the entries of a weight, and the reference to it."""
+
+
+_stores: "weakref.WeakSet[Invalidated]" = weakref.WeakSet()
+_lock = threading.RLock()
+_pending: dict[int, StorageWeakRef] = {}
+"""The storages that a collective may still write, by identity."""
+_tracked: set[int] = set()
+"""The storages of weights that were cast, by identity. Some of the casts may be gone."""
+
+
+class _Thread(threading.local):
+    prepacked: frozenset[int] = frozenset()
+    """The storages of weights that the thread prepacks."""
+
+
+_thread = _Thread()
+
+
+def add_store(store: Invalidated) -> None:
+    """Invalidate a store's casts from now on, as long as it is alive."""
+    with _lock:
+        _stores.add(store)
+
+
+def all_stores() -> list[Invalidated]:
+    """Return the stores that are alive."""
+    with _lock:
+        return list(_stores)
+
+
+hold_during_fork(lambda: [_lock, *(store.lock for store in all_stores())])
+
+
+def track(weight: torch.Tensor) -> StorageWeakRef:
+    """Track aliases of a weight's memory; return a reference that reserves the identity of its storage."""
+    storage = TensorBase.untyped_storage(weight)
+    _tracked.add(storage._cdata)
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def may_be_written(storage: int) -> bool:
+    """Return whether a collective may still write a storage."""
+    return storage in _pending
+
+
+@contextmanager
+def prepacking(weight: torch.Tensor) -> Iterator[None]:
+    """Read a weight: aliases of its memory that this thread makes drop no casts."""
+    outer = _thread.prepacked
+    _thread.prepacked = outer | {TensorBase.untyped_storage(weight)._cdata}
+    try:
+        yield
+    finally:
+        _thread.prepacked = outer
+
+
+def note_alias(tensor: torch.Tensor) -> None:
+    """Drop the casts of weights on a tensor's memory, which was exposed to writes without a new version."""
+    if not _tracked:
+        return
+    with without_torch_function():
+        if has_storage(tensor):
+            storage = TensorBase.untyped_storage(tensor)._cdata
+            if storage in _tracked and storage not in _thread.prepacked:
+                note_writes([tensor])
+
+
+def note_writes(tensors: Iterable[torch.Tensor], *, is_pending: bool = False) -> None:
+    """Drop the casts of weights that were written without a new version.
+
+    Args:
+        tensors: the weights, or tensors on their memory.
+        is_pending: whether the writes may go on. Then no casts are cached until the storages are freed.
+    """
+    written = {
+        storage._cdata: StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        for storage in (TensorBase.untyped_storage(tensor) for tensor in tensors if tensor.layout is torch.strided)
+    }
+    _tracked.difference_update(written)
+    if is_pending:
+        with _lock:
+            for storage in [storage for storage, reference in _pending.items() if _is_freed(reference)]:
+                del _pending[storage]
+            _pending.update(written)
+    for store in all_stores():
+        store.invalidate(written.keys())
+
+
+def _is_freed(reference: StorageWeakRef) -> bool:
+    return bool(reference.expired())  # type: ignore[no-untyped-call]
+
+
+def forget(tensors: Iterable[torch.Tensor]) -> None:
+    """Drop the entries of weights, and the references to them."""
+    for tensor in tensors:
+        for store in all_stores():
+            store.forget(tensor)
