@@ -75,7 +75,7 @@ lock, held, forks = threading.RLock(), threading.Event(), threading.Event()
 os.register_at_fork(before=forks.set)  # between the locks of the modules that are imported by now and the others
 with polycast.observe(threads="all"):
     pass
-module_calls.listeners._lock = Lock()
+module_calls.observations._lock = Lock()
 observing = polycast.observe(torch.nn.ReLU())
 thread = threading.Thread(target=observing.__enter__)
 thread.start()

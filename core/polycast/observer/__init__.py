@@ -1,1 +1,1 @@
-"""What ran in which dtype and why, what it cost, and what to do about it."""
+"""Observe which ops run in which dtype and why, at what cost, and what to do about it."""

@@ -9,10 +9,10 @@ from ..torch_internals import changes
 from ..torch_internals.patcher import Patch
 from .loading import load_observer
 
-listeners: Listeners[object] = Listeners(
+observations: Listeners[object] = Listeners(
     lambda: changes.make(changes.COMPILATIONS), lambda: changes.undo(changes.COMPILATIONS)
 )
-"""The observations; Dynamo notifies the observer while there are any."""
+"""All observations. While there are any, Dynamo notifies the observer."""
 
 
 def notify_of_compilations(patch: Patch) -> None:

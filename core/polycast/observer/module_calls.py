@@ -6,7 +6,7 @@ warnings in compiled code, and not run when KeyboardInterrupt leaves a module.
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,15 +15,10 @@ from ..common.listeners import Listeners
 from .loading import load_observer
 from .recorder import Observer
 
-
-class ModuleListener(Protocol):
-    """A listener for module calls."""
-
-    def before_module(self, module: nn.Module, outermost: nn.Module) -> None:
-        """Handle a call of a module; `outermost` is the first module that this thread called."""
-
-    def after_module(self) -> None:
-        """Handle the end of a call that did not raise; this may raise."""
+before: Listeners[Callable[[nn.Module, nn.Module], object]] = Listeners()
+"""Called before a module computes, with it and with the outermost module that this thread called."""
+after: Listeners[Callable[[], object]] = Listeners()
+"""Called after a module has computed; they may raise."""
 
 
 class _Thread(threading.local):
@@ -58,8 +53,9 @@ def _new_wrapper(below: Callable[..., Any]) -> Callable[..., Any]:
 
 def _notify(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     outermost = _thread.outermost
-    for listener in listeners:
-        listener.before_module(module, module if outermost is None else outermost)
+    if before:
+        for listener in before:
+            listener(module, module if outermost is None else outermost)
     if outermost is None:
         _thread.outermost = module
     _observer.enter_module(module)
@@ -69,8 +65,9 @@ def _notify(call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], 
         _observer.leave_module(module)
         if outermost is None:
             _thread.outermost = None
-    for listener in listeners:
-        listener.after_module()
+    if after:
+        for check in after:
+            check()
     return result
 
 
@@ -98,4 +95,5 @@ def _unwrap() -> None:
         nn.Module.__call__ = getattr(wrapper, "below", _original_call)  # type: ignore[method-assign]
 
 
-listeners: Listeners[ModuleListener] = Listeners(_wrap, _unwrap)
+observations: Listeners[object] = Listeners(_wrap, _unwrap)
+"""The observations that need to know the module that computes."""

@@ -6,10 +6,11 @@ import weakref
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torch import nn
 
+from ..common.listeners import Listeners
 from ..common.versions import versions
 from ..engine.low_bit.listeners import listeners as low_bit_listeners
 from . import compilations, module_calls
@@ -22,6 +23,7 @@ from .observation import Observation
 from .recorder import NONFINITE, read
 
 _THREADS = ("this", "all")
+_L = TypeVar("_L")
 
 
 class observe:
@@ -119,7 +121,7 @@ class _Observing:
         self._thread = None if options.threads == "all" else threading.get_ident()
         self._finds_modules = finds_modules
         self._raises = options.nonfinite == "raise"
-        self._listens_to_modules = model is not None or finds_modules or self._raises
+        self._needs_modules = model is not None or finds_modules or self._raises
         self._modules = KnownModules(self._recorder)
         if model is not None:
             self._modules.add(model)
@@ -130,26 +132,23 @@ class _Observing:
 
     def start(self) -> None:
         with ExitStack() as started:  # undone if a signal handler raises in the middle
-            started.callback(compilations.listeners.remove, self)
-            compilations.listeners.add(self)
-            if self._listens_to_modules:
-                started.callback(module_calls.listeners.remove, self)
-                module_calls.listeners.add(self, self._thread)
-            started.callback(low_bit_listeners.remove, self._note_low_bit)
-            low_bit_listeners.add(self._note_low_bit, self._thread)
+
+            def listen(listeners: Listeners[_L], listener: _L) -> None:
+                started.callback(listeners.remove, listener)
+                listeners.add(listener, self._thread)
+
+            listen(compilations.observations, self)
+            if self._needs_modules:
+                listen(module_calls.observations, self)
+            if self._finds_modules:
+                listen(module_calls.before, self._modules.add_called)
+            if self._raises:
+                listen(module_calls.after, self.raise_nonfinite)
+            listen(low_bit_listeners, self._note_low_bit)
             self._began = time.perf_counter()
             started.callback(self._recorder.stop)
             self._recorder.start()
             self._started = started.pop_all()
-
-    def before_module(self, module: nn.Module, outermost: nn.Module) -> None:
-        """Name a module at its first call."""
-        if self._finds_modules:
-            self._modules.add_called(module, outermost)
-
-    def after_module(self) -> None:
-        """Raise for inf and nan that the module made, if asked for."""
-        self.raise_nonfinite()
 
     def _note_low_bit(self, device_type: str, recipe: str, op: str, reason: str | None) -> None:
         self._low_bit.note(device_type, recipe, op, reason)

@@ -1,1 +1,1 @@
-"""The report: what was seen of a run, or of two, as one page of HTML that needs nothing but a browser."""
+"""The HTML report of an observation, or of two."""
