@@ -195,7 +195,9 @@ class _Counting:
 
     def _matmuls(self) -> tuple[Matmul, ...]:
         found = []
-        for row in self._reading.matmuls:
+        for row in self._reading.counts:
+            if row.flops <= 0:
+                continue
             recipe, declined = row.recipe, row.declined
             if recipe is None:
                 recipe, declined = self._why_not_asked(row.op, row.device, row.fast, row.override)

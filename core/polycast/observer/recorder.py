@@ -49,7 +49,7 @@ class SourceRow:
 
 @dataclass(frozen=True)
 class CountRow:
-    """Calls of an op in one module, phase and autocast state."""
+    """Calls of an op in one module, phase and autocast state, and with one outcome for the recipe, if one was asked."""
 
     op: str
     backward: bool
@@ -57,8 +57,11 @@ class CountRow:
     device: str | None
     fast: torch.dtype | None
     override: int
+    recipe: str | None
+    declined: str | None
     calls: int
     inner_calls: int
+    flops: float
     inputs: Sequence[tuple[torch.dtype, int]]
     computes: Sequence[tuple[torch.dtype, int]]
     outputs: Sequence[tuple[torch.dtype, int]]
@@ -82,22 +85,6 @@ class ChainRow:
     count: int
     bytes: int
     casts: int
-
-
-@dataclass(frozen=True)
-class MatmulRow:
-    """Matmuls of one op, by what a recipe made of them; `recipe` is None where none was asked."""
-
-    op: str
-    backward: bool
-    module: int
-    device: str | None
-    fast: torch.dtype | None
-    override: int
-    recipe: str | None
-    declined: str | None
-    calls: int
-    flops: float
 
 
 @dataclass(frozen=True)
@@ -142,7 +129,6 @@ class Reading:
     counts: Sequence[CountRow]
     entries: Sequence[tuple[int, int]]
     chains: Sequence[ChainRow]
-    matmuls: Sequence[MatmulRow]
     regions: Sequence[RegionRow]
     compiled: Sequence[tuple[str, int, int]]
     overrides: Mapping[int, Any]
@@ -156,7 +142,6 @@ def read(recorder: "Recorder") -> Reading:
         counts=[_count_row(*row) for row in raw["counts"]],
         entries=raw["entries"],
         chains=[ChainRow(*row) for row in raw["chains"]],
-        matmuls=[MatmulRow(*row) for row in raw["matmuls"]],
         regions=[RegionRow(*row) for row in raw["regions"]],
         compiled=raw["compiled"],
         overrides={number: override for number, (override, _) in raw["overrides"].items()},

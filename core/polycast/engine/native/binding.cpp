@@ -129,7 +129,7 @@ PyObject* observing(PyObject*, PyObject*) {
       [](std::shared_ptr<void> object) { DeferredDestruction::queue().add(std::move(object)); },
       [] { DeferredDestruction::queue().run(); },
       [] { return InvalidationLog::instance().length(); },
-      [](const Observer& told) { observer.store(&told); }};
+      [](const Observer& given) { observer.store(&given); }};
   return PyCapsule_New(&engine, kObserving, nullptr);
 }
 

@@ -1,6 +1,4 @@
-// Where the engine tells its observer what it does; see common/observing.h.
-//
-// Owns nothing. Locks: none. Until something observes for the first time there is no observer.
+// The engine's reference to its observer; see common/observing.h.
 
 #pragma once
 
@@ -10,9 +8,10 @@
 
 namespace {
 
+// Null until the first observation.
 std::atomic<const Observer*> observer{nullptr};
 
-// The thread's op that is observed, or null.
+// The thread's observed op, or null.
 constinit thread_local ObservedCall* observed_op = nullptr;
 
 }  // namespace

@@ -111,7 +111,7 @@ void stop_recorder(const std::shared_ptr<Recorder>& recorder) {
   }
   refreshed_watch(false);
   remove_unused_callback();
-  engine.free_left_behind();
+  engine.destroy_deferred();
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Counts of ops, casts, chains of ops, matmuls and regions, and the keys by which they are counted.
+// Counts of ops, casts, chains of ops and regions, and the keys by which they are counted.
 //
 // Locks: none; a table's mutex guards the counts in it.
 
@@ -129,25 +129,28 @@ struct SourceCounts {
   }
 };
 
+// A recipe, and why it declined an op; empty: it computed it. These live as long as the process.
+using Outcome = std::pair<std::string, std::string>;
+
 // The state in which an op is called. An override is identified by its address: the recorder holds it.
 struct CallKey {
   const OpInfo* op;
   const void* override;
+  const Outcome* outcome;  // null: no recipe was asked
   int module;
   int8_t device;  // whose autocast looked at the op; -1: none
   ScalarType fast;
   bool backward;
 
-  bool operator==(const CallKey& other) const {
-    return op == other.op && override == other.override && module == other.module && device == other.device &&
-        fast == other.fast && backward == other.backward;
-  }
+  auto key() const { return std::tie(op, override, outcome, module, device, fast, backward); }
+  bool operator==(const CallKey& other) const { return key() == other.key(); }
 };
 
 struct CallKeyHash {
   size_t operator()(const CallKey& key) const {
     const auto mix = [](size_t hash, size_t value) { return (hash ^ value) * 0x9E3779B97F4A7C15ull; };
     size_t hash = mix(reinterpret_cast<uintptr_t>(key.op) >> 4, reinterpret_cast<uintptr_t>(key.override));
+    hash = mix(hash, reinterpret_cast<uintptr_t>(key.outcome));
     hash = mix(hash, static_cast<size_t>(key.module) * 512 + static_cast<size_t>(key.device) * 2 + key.backward);
     return mix(hash, static_cast<size_t>(key.fast)) >> 7;
   }
@@ -160,6 +163,7 @@ struct CallCounts {
   Tally<CastCounts> casts;
   Tally<SourceCounts> sources;  // in the forward pass, if autocast looks
   size_t stack = 0;             // of the first call: its number in the recorder, from 1 on
+  double flops = 0;
 
   void add_source(SourceCounts source) {
     constexpr size_t kMaxSources = 32;  // code outside of all modules may use the outputs of thousands of ops
@@ -176,6 +180,7 @@ struct CallCounts {
   void add(const CallCounts& other) {
     calls += other.calls;
     inner_calls += other.inner_calls;
+    flops += other.flops;
     inputs.add(other.inputs);
     computes.add(other.computes);
     outputs.add(other.outputs);
@@ -214,32 +219,6 @@ struct ChainCounts {
   }
 };
 
-// A recipe, and why it declined an op; empty: it computed it. These live as long as the process.
-using Outcome = std::pair<std::string, std::string>;
-
-struct Matmul {
-  const OpInfo* op;
-  const void* override;
-  const Outcome* outcome;  // null: no recipe was asked
-  int module;
-  int8_t device;
-  ScalarType fast;
-  bool backward;
-
-  auto key() const { return std::tie(op, override, outcome, module, device, fast, backward); }
-  bool operator<(const Matmul& other) const { return key() < other.key(); }
-};
-
-struct MatmulCounts {
-  uint64_t calls = 0;
-  double flops = 0;
-
-  void add(const MatmulCounts& other) {
-    calls += other.calls;
-    flops += other.flops;
-  }
-};
-
 // A region, by the line that entered it.
 struct RegionKey {
   std::string call_site;
@@ -268,7 +247,6 @@ struct Totals {
   ska::flat_hash_map<CallKey, std::unique_ptr<CallCounts>, CallKeyHash> ops;
   std::unordered_map<int, uint64_t> entries;  // calls by module
   std::map<Chain, ChainCounts> chains;
-  std::map<Matmul, MatmulCounts> matmuls;
   std::map<RegionKey, RegionCounts> regions;
   std::map<std::pair<std::string, int>, uint64_t> compiled;  // calls by region of compiled code and module
 
@@ -293,7 +271,6 @@ struct Totals {
     };
     add_numbers(entries, other.entries);
     add_all(chains, other.chains);
-    add_all(matmuls, other.matmuls);
     add_all(regions, other.regions);
     add_numbers(compiled, other.compiled);
   }

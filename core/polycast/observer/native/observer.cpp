@@ -134,7 +134,7 @@ PyObject* bind(PyObject*, PyObject* arguments) {
   keep(call_stack, stack);
   keep(call_site, site);
   AtForkLock::have(&take_locks);
-  engine.tell(observer);
+  engine.set_observer(observer);
   return Py_NewRef(Py_None);
 }
 

@@ -73,12 +73,15 @@ struct Call {
   ScalarType computes;
   double seconds;
 
-  CallKey key(const Table& table) const { return {op.op, op.override, table.module(), op.device, op.fast, op.backward}; }
+  CallKey key(const Table& table) const {
+    return {op.op, op.override, op.outcome, table.module(), op.device, op.fast, op.backward};
+  }
 
   // Called with the table locked.
-  void add_to(Totals& totals, CallCounts& counts, const Table& table, int module) const {
+  void add_to(CallCounts& counts, Table& table, int module) const {
     ++counts.calls;
     counts.inner_calls += op.inner;
+    counts.flops += op.flops;
     counts.inputs.add(op.inputs);
     counts.outputs.add(outputs);
     if (computes != ScalarType::Undefined) {
@@ -88,14 +91,11 @@ struct Call {
       counts.seconds.add({computes, seconds});
     }
     counts.casts.add(op.casts);
-    if (op.flops > 0) {
-      totals.matmuls[{op.op, op.override, op.outcome, module, op.device, op.fast, op.backward}].add({1, op.flops});
-    }
     for (const EndedChain& ended : op.chains) {
       Chain chain = ended.chain;
       chain.module = ended.modules ? ended.modules->of(table) : module;
       chain.consumer = ended.modules ? module : kNoModule;
-      totals.chains[chain].add(ended.counts);
+      table.totals.chains[chain].add(ended.counts);
     }
     if (op.device >= 0 && op.has_new_output) {
       for (const Input& input : op.sources) {
@@ -115,7 +115,7 @@ bool add_to_known(Table& table, const Call& call) {
   if (found == table.totals.ops.end()) {
     return false;
   }
-  call.add_to(table.totals, *found->second, table, key.module);
+  call.add_to(*found->second, table, key.module);
   return true;
 }
 
@@ -134,7 +134,7 @@ void add_first(Table& table, const Call& call) {
     hold_override(*table.recorder, key.override, static_cast<DeviceType>(key.device));
   }
   std::lock_guard<std::mutex> lock(table.mutex);
-  call.add_to(table.totals, *table.totals.ops.emplace(key, std::move(counts)).first->second, table, key.module);
+  call.add_to(*table.totals.ops.emplace(key, std::move(counts)).first->second, table, key.module);
 }
 
 void add_counts(const Watch& watch, const Call& call) {

@@ -68,9 +68,11 @@ PyObject* row_of_op(Recorder& recorder, const CallKey& key, const CallCounts& co
     return Py_BuildValue("(Od)", python_dtype(each.dtype), each.sum);
   });
   PyObject* const casts = list_of(counts.casts, [&](const auto& cast) { return row_of_cast(cast, recorder.timing); });
+  const char* const recipe = key.outcome == nullptr ? nullptr : key.outcome->first.c_str();
+  const char* const declined = key.outcome == nullptr ? nullptr : key.outcome->second.c_str();
   return Py_BuildValue(
-      "(sNiNONKKNNNNNNN)", key.op->name.c_str(), PyBool_FromLong(key.backward), key.module, device_name(key.device),
-      python_dtype(key.fast), address_of(key.override), counts.calls, counts.inner_calls, dtypes_of(counts.inputs),
+      "(sNiNONzzKKdNNNNNNN)", key.op->name.c_str(), PyBool_FromLong(key.backward), key.module, device_name(key.device),
+      python_dtype(key.fast), address_of(key.override), recipe, declined, counts.calls, counts.inner_calls, counts.flops, dtypes_of(counts.inputs),
       dtypes_of(counts.computes), dtypes_of(counts.outputs), seconds, casts, stack_of(recorder, counts.stack),
       list_of(counts.sources, &row_of_source));
 }
@@ -81,14 +83,6 @@ PyObject* row_of_chain(const Chain& chain, const ChainCounts& counts) {
       "(iNNiNOiKKK)", static_cast<int>(chain.kind), list_of(ops, [](const OpInfo* op) { return Py_BuildValue("s", op->name.c_str()); }),
       address_of(chain.override), chain.module, device_name(chain.device), python_dtype(chain.fast), chain.consumer, counts.count,
       counts.bytes, counts.casts);
-}
-
-PyObject* row_of_matmul(const Matmul& matmul, const MatmulCounts& counts) {
-  const char* const recipe = matmul.outcome == nullptr ? nullptr : matmul.outcome->first.c_str();
-  const char* const declined = matmul.outcome == nullptr ? nullptr : matmul.outcome->second.c_str();
-  return Py_BuildValue(
-      "(sNiNONzzKd)", matmul.op->name.c_str(), PyBool_FromLong(matmul.backward), matmul.module, device_name(matmul.device),
-      python_dtype(matmul.fast), address_of(matmul.override), recipe, declined, counts.calls, counts.flops);
 }
 
 PyObject* row_of_region(const RegionKey& key, const RegionCounts& counts) {
@@ -140,9 +134,9 @@ PyObject* read(Recorder& recorder) {
   }
   const auto row = [](auto convert) { return [convert](const auto& each) { return convert(each.first, each.second); }; };
   return Py_BuildValue(
-      "{sNsNsNsNsNsNsNsN}", "counts", counts, "entries",
+      "{sNsNsNsNsNsNsN}", "counts", counts, "entries",
       list_of(totals.entries, row([](int module, uint64_t count) { return Py_BuildValue("(iK)", module, count); })), "chains",
-      list_of(totals.chains, row(&row_of_chain)), "matmuls", list_of(totals.matmuls, row(&row_of_matmul)), "regions",
+      list_of(totals.chains, row(&row_of_chain)), "regions",
       list_of(totals.regions, row(&row_of_region)), "compiled",
       list_of(totals.compiled, row([](const auto& key, uint64_t count) {
         return Py_BuildValue("(siK)", key.first.c_str(), key.second, count);

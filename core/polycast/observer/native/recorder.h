@@ -65,7 +65,7 @@ class Recorder {
 
   ~Recorder() {
     // This thread may be without the GIL: the last one that had the recorder in its list.
-    engine.leave_behind(std::make_shared<std::tuple<decltype(overrides), decltype(python_stacks), decltype(first)>>(
+    engine.defer_destruction(std::make_shared<std::tuple<decltype(overrides), decltype(python_stacks), decltype(first)>>(
         std::move(overrides), std::move(python_stacks), std::move(first)));
   }
 

@@ -1,7 +1,7 @@
 "use strict";
 for (const tools of document.querySelectorAll(".scripted")) tools.hidden = false;
 
-// Narrow pages show tables as cards, and what is no table to the eye is to stay one to a screen reader.
+// Narrow pages show tables as cards. Roles keep them tables for screen readers.
 const roles = { TABLE: "table", THEAD: "rowgroup", TBODY: "rowgroup", TR: "row", TD: "cell" };
 const withRoles = (table) => {
   for (const each of [table, ...table.querySelectorAll("thead, tbody, tr, td, th")]) {
@@ -11,7 +11,7 @@ const withRoles = (table) => {
 };
 document.querySelectorAll(".cards").forEach(withRoles);
 
-// Thousands of modules are data until somebody looks: see data.py for what is in it.
+// The elements of modules and stacks are made from this data on demand; see data.py.
 const data = JSON.parse(document.getElementById("data").textContent);
 const NAMES = ["before", "after"];
 const make = (tag, name, ...children) => {
@@ -27,7 +27,7 @@ const word = (number) => {
 };
 const none = () => make("span", "none", "none");
 
-// What the runs say: once where it is the same.
+// The values of the runs; one if they are equal.
 const versus = (of, show) => {
   const last = of.length - 1;
   if (of.every((each) => JSON.stringify(each) === JSON.stringify(of[0]))) return [show(of[last])];
@@ -66,8 +66,8 @@ const meter = (pair) => {
   return both;
 };
 
-// The module tree: native details, with the keys of a tree besides. What is in a module is made when it opens, in chunks
-// that are made as they come near to what is seen.
+// The module tree: details elements with the keys of a tree. The modules in a module are made when it opens, in chunks,
+// when these come near the viewport.
 const tree = document.getElementById("tree");
 if (tree) {
   const CHUNK = 50;
@@ -187,7 +187,7 @@ if (tree) {
       seen.observe(chunk);
     }
   };
-  // Make what is in an element that opens; of the modules in it the first ones at once, where it is one that was asked for.
+  // Make the contents of an element that opens. If the user opened it, make its first modules at once.
   const fill = (opened, isAskedFor) => {
     const make = opened.fill;
     if (!make) return;
@@ -218,7 +218,7 @@ if (tree) {
     });
   }
 
-  // The lines that are seen, with what has yet to be made among them.
+  // The visible lines, and the chunks among them that are not made yet.
   const shown = () => [...tree.querySelectorAll("summary.line, .chunk:empty")].filter((each) => each.offsetParent);
   const focus = (from, step) => {
     for (;;) {
@@ -260,7 +260,7 @@ if (tree) {
   addEventListener("hashchange", reveal);
   document.addEventListener("click", (event) => {
     const link = event.target.closest('a[href^="#m"]');
-    if (link?.hash === location.hash) reveal(); // which changes nothing, and so is no event
+    if (link?.hash === location.hash) reveal(); // the hash does not change, so there is no event
   });
   reveal();
   changed?.addEventListener("change", () => {
@@ -285,7 +285,7 @@ if (tree) {
     });
     found.querySelector("ul").replaceChildren(...links);
   });
-  // On paper there is what is open, up to some hundred modules; where others would be it says how many.
+  // Print open modules, up to some hundreds; the others are counted.
   addEventListener("beforeprint", () => {
     let left = MOST_PRINTED;
     for (let next; left > 0 && (next = tree.querySelector(":is(#tree, details[open]) > .chunk:empty")); ) {
@@ -295,7 +295,7 @@ if (tree) {
   });
 }
 
-// Stacks are made when they open.
+// The lines of stacks are made when they open.
 document.addEventListener(
   "toggle",
   ({ target }) => {
@@ -308,7 +308,7 @@ document.addEventListener(
   true,
 );
 
-// The op table: sorted by its headers, filtered by what is asked for.
+// The op table, sorted by its headers and filtered by the fields above.
 const table = document.getElementById("ops-table");
 if (table) {
   const body = table.tBodies[0];

@@ -1,6 +1,6 @@
-// Between the engine and its observer, a library of its own that is built and loaded when something observes for the first time.
+// The interface between the native engine and its observer, a library that is loaded at the first observation and never unloaded.
 //
-// Both are compiled with this file. Each knows the other by the functions here alone; the observer is never unloaded.
+// Both are compiled with this file, and use nothing else of each other.
 
 #pragma once
 
@@ -15,45 +15,45 @@
 
 namespace {
 
-// A call of an op that is observed, as the engine sees it.
+// The engine's view of an observed call of an op.
 struct ObservedCall {
   bool is_timed = false;
 };
 
-// What the engine did where an observed op needed a cast.
+// How the engine got the cast of an input.
 struct SeenCast {
   bool of_weight;
-  bool looked_for = false;  // where casts are kept
-  bool made = true;
-  bool in_torchs_region = false;  // whose cache does not tell whether it had it
+  bool looked_for = false;        // in a cache
+  bool made = true;               // and not found there
+  bool in_torchs_region = false;  // whose cache does not show whether the cast was found
   double seconds = 0;
 };
 
-// What the observer has the engine call.
+// The functions of the observer.
 struct Observer {
-  // A region, known by its address, is entered by an object in Python. Called with the GIL held; Python may run, and raise.
+  // An object in Python enters a region, identified by its address. Called with the GIL held; Python may run, and raise.
   void (*enter_region)(const void* region, PyObject* owner, DeviceType device, bool enabled, ScalarType fast);
   void (*leave_region)(const void* region);
   void (*note_cast)(ObservedCall& op, const Tensor& tensor, const Tensor& cast, const SeenCast& seen);
 };
 
-// What the engine does for the observer.
+// The functions of the engine.
 struct Engine {
-  // Where the thread's op has its address while one is observed; it stays where it is as long as the thread lives.
+  // Return where the engine reads the thread's observed op. Valid until the thread ends.
   ObservedCall** (*observed_op)();
-  // The policies that the thread's region lays over the table, told by their address; null: none.
+  // Return the override of the thread's region, as an address; null: none.
   const void* (*override)(DeviceType device);
-  // Return the override in Python and what holds those policies, or null where the region has others by now. Called with the GIL
+  // Return a Python tuple of that override and an object that keeps its address valid; null: the region has ended. Called with the GIL
   // held.
   PyObject* (*hold_override)(DeviceType device, const void* override);
-  // Have something freed by the next holder of the GIL that comes by; and free what was left so far, with the GIL held.
-  void (*leave_behind)(std::shared_ptr<void> thing);
-  void (*free_left_behind)();
-  // How often something was written that counts no version.
+  // Let the next holder of the GIL destroy an object; destroy such objects now, with the GIL held.
+  void (*defer_destruction)(std::shared_ptr<void> object);
+  void (*destroy_deferred)();
+  // Return the length of the log of writes that increment no version counter.
   uint64_t (*count_of_writes)();
-  void (*tell)(const Observer& observer);
+  void (*set_observer)(const Observer& observer);
 };
 
-constexpr const char* kObserving = "polycast_native.observing";  // the name of a capsule that has an Engine
+constexpr const char* kObserving = "polycast_native.observing";  // the name of a capsule with an Engine
 
 }  // namespace
