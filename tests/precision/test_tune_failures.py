@@ -1,0 +1,151 @@
+"""``tune`` of models that raise exceptions or return inf and nan."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+
+FLOAT16 = {"tolerance": 1e-2, "device_type": "cpu", "dtype": torch.float16}
+
+
+class Strict(nn.Module):
+    """Raises an exception where its layer computes in float16."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.layer, self.error = nn.Linear(4, 4), error
+
+    def forward(self, x):
+        y = self.layer(x)
+        if y.dtype is torch.float16:
+            raise self.error
+        return y
+
+
+class OwnError(Exception):
+    """One that torch knows nothing of."""
+
+
+PLAIN_FAILED = {"members": [], "distance": "inf", "error": "no float16 here"}
+
+
+@pytest.mark.parametrize("over", ["modules", "ops"])
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, AssertionError, IndexError, OwnError])
+def test_the_distance_is_infinite_where_the_model_raises(error, over):
+    model = nn.Sequential(Strict(error("no float16 here\nat all")))
+    tuned = polycast.tune(model, torch.randn(2, 4), **FLOAT16, over=over)
+    assert tuned.evidence.members == (("0.layer",) if over == "modules" else ("linear",))
+    assert tuned.evidence.trials[0].to_dict() == PLAIN_FAILED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("over", ["modules", "ops"])
+def test_the_fastest_is_found_where_the_model_cannot_run_in_the_region(over):
+    model = nn.Sequential(Strict(ValueError("no float16 here")))
+    tuned = polycast.tune(model, torch.randn(2, 4), **FLOAT16, over=over, objective="time")
+    assert tuned.met
+    assert tuned.evidence.trials[0].to_dict() == PLAIN_FAILED
+
+
+class Masked(nn.Module):
+    """Returns some values that are not finite."""
+
+    def __init__(self, value, all_of_them=False):
+        super().__init__()
+        self.layer, self.value, self.all_of_them = nn.Linear(4, 4), value, all_of_them
+
+    def forward(self, x):
+        y = self.layer(x)
+        if self.all_of_them:
+            return torch.full_like(y, self.value)
+        return torch.cat([y, torch.full_like(y[:1], self.value)])
+
+
+SOUND = lambda output, reference: 0.0  # noqa: E731
+
+
+@pytest.mark.parametrize("metric", [None, SOUND], ids=["no metric", "metric"])
+@pytest.mark.parametrize(("value", "text"), [(math.nan, "4 nan"), (-math.inf, "4 inf")], ids=["nan", "inf"])
+def test_a_reference_that_is_not_finite_is_warned_about(metric, value, text):
+    with pytest.warns(UserWarning, match=rf"^float32's own output has {text} among its 12 elements") as caught:
+        tuned = polycast.tune(Masked(value), torch.randn(2, 4), metric, **FLOAT16)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert tuned.met
+
+
+def test_a_reference_without_a_finite_element_is_refused():
+    expected = (
+        r"^float32's own output has 4 nan among its 4 elements, and no finite one: the output of a "
+        r"region cannot be compared with it\. polycast\.observe\(\) names the op that makes the first of "
+        r"them\.$"
+    )
+    model = Masked(math.nan, True)
+    with pytest.raises(ValueError, match=expected):
+        polycast.tune(model, torch.randn(1, 4), **FLOAT16)
+    with pytest.warns(UserWarning, match="has 4 nan among its 4 elements"):
+        assert polycast.tune(model, torch.randn(1, 4), SOUND, **FLOAT16).met
+
+
+def test_the_distance_is_infinite_where_an_attention_refuses_mixed_dtypes():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            q, k = self.q(x), self.k(x)
+            if q.dtype != k.dtype:
+                raise ValueError("q and k must have the same dtype")
+            return torch.softmax(q @ k.T, -1)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention())
+    with torch.no_grad():
+        model[0].q.weight.mul_(1e6)
+        model[0].k.weight.mul_(1e-6)
+    tuned = polycast.tune(model, torch.randn(2, 4), **FLOAT16)
+    assert {"0.q", "0.k"} <= set(tuned.evidence.members)
+    assert {trial.error for trial in tuned.evidence.trials} == {"", "q and k must have the same dtype"}
+
+
+@pytest.mark.parametrize("when", ["always", "after the first call"])
+def test_exceptions_that_do_not_depend_on_the_policy_are_raised(when):
+    class Fails(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            type(self).calls += 1
+            if when == "always" or self.calls > 1:
+                raise ValueError("it is broken")
+            return x
+
+    with pytest.raises(ValueError, match=r"^it is broken$"):
+        polycast.tune(nn.Sequential(nn.Linear(4, 4), Fails()), torch.randn(2, 4), **FLOAT16)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), MemoryError("full"), KeyboardInterrupt("full")])
+def test_running_out_of_memory_and_interrupts_end_the_search(error):
+    with pytest.raises(type(error), match="full"):
+        polycast.tune(nn.Sequential(Strict(error)), torch.randn(2, 4), **FLOAT16)
+
+
+def test_a_banned_op_is_found_behind_another_exception():
+    class Wraps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            try:
+                return self.layer(x)
+            except RuntimeError as error:
+                raise ValueError("the layer failed") from error
+
+    with torch.no_grad():
+        model = nn.Sequential(Wraps())
+        model[0].layer.weight.mul_(1e6)
+    assert polycast.tune(model, torch.randn(2, 4), **FLOAT16, over="ops").policy.ops.keys() == {"linear"}
