@@ -35,6 +35,8 @@ ADDED = ("torch.utils.checkpoint",)
 
 NO_CODE = ("torch.ops", "torch._classes", "torch._dynamo.external_utils")
 """Modules with lazy attributes, and the one where Dynamo keeps constants of compiled code."""
+COPIED = "torch._dynamo.variables.tensor.all_tensor_attrs"
+"""Has the attributes that torch.Tensor had when Dynamo was imported, perhaps while a feature was made."""
 
 
 def layer():
@@ -100,7 +102,7 @@ def changed_in_torch():
             seen.add(id(owner))
             for attribute, value in list(vars(owner).items()):
                 values = [value, *value.values()] if type(value) is dict and len(value) < 10_000 else [value]
-                if any(map(comes_from_polycast, values)):
+                if f"{where}.{attribute}" != COPIED and any(map(comes_from_polycast, values)):
                     found[f"{where}.{attribute}"] = value
     return found
 
