@@ -120,7 +120,7 @@ def test_an_optional_op_that_torch_lacks_is_skipped(path):
         (b"schema = 1\n[op]\n", "op is not a key of a policy: did you mean 'ops'?"),
         (
             b"schema = 1\nqqq = 1\n",
-            "qqq is not a key of a policy: expected name, ops, modules, devices",
+            "qqq is not a key of a policy: expected one of name, ops, modules, devices.",
         ),
         (b"schema = 1\nops = 3\n", "ops must be a table, got 3"),
         (b"schema = 1\nname = 3\n", "name must be a str, got 3"),

@@ -247,8 +247,8 @@ NO_RULE = (
         ({"devices": []}, "devices must map device types to Policy, got list"),
         (
             {"devices": {"cdua": Policy()}},
-            "devices['cdua']: not a device type that torch's autocast knows: did you mean 'cuda'? A device of another "
-            "library has its name once that is imported.",
+            "devices['cdua']: not a device type that torch's autocast knows: did you mean 'cuda'? To use a device "
+            "of another library, import the library first.",
         ),
         (
             {"devices": {"zzz": Policy()}},

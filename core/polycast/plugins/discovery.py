@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from ..common import env
 from ..errors import warn_user
-from ..policy.names import nearest
+from ..policy.names import hint
 from .hookspecs import ENTRY_POINT_GROUP
 from .loading import BackendLoader, Candidate
 
@@ -30,10 +30,9 @@ def discover() -> dict[str, BackendLoader]:
 def _warn_of_unknown(variable: str, named: Iterable[str], offered: Iterable[str]) -> None:
     """Warn of device types that a variable names in vain: no backend is offered for them."""
     for device_type in sorted(set(named) - set(offered)):
-        alike = nearest(device_type, offered)
         warn_user(
             f"{variable} names {device_type!r}, which no installed distribution offers a backend for: "
-            + (f"did you mean {alike[0]!r}?" if alike else f"expected one of {', '.join(sorted(offered))}.")
+            + hint(device_type, sorted(offered))
         )
 
 

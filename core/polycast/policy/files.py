@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from .names import nearest
+from .names import hint
 
 SCHEMA = 1
 """The schema of written files, and the newest that can be read."""
@@ -77,11 +77,7 @@ def check_keys(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> 
     """Raise ValueError for an unknown key, with the nearest known one."""
     for key in table:
         if key not in known:
-            alike = nearest(key, known)
-            raise ValueError(
-                f"{where}{key} is not a key of a policy: "
-                + (f"did you mean {alike[0]!r}?" if alike else f"expected {', '.join(known)}")
-            )
+            raise ValueError(f"{where}{key} is not a key of a policy: {hint(key, known)}")
 
 
 def write(path: PolicyPath, text: str) -> None:

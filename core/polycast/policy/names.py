@@ -152,6 +152,13 @@ def nearest(word: object, among: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(word.lower(), list(among), n=3) if isinstance(word, str) else []
 
 
+def hint(word: object, known: Iterable[str]) -> str:
+    """Return a sentence for the error of an unknown word: the nearest known one or, if none is near, all."""
+    known = list(known)
+    alike = nearest(word, known)
+    return f"did you mean {alike[0]!r}?" if alike else f"expected one of {', '.join(known)}."
+
+
 def policy_error(problems: list[str]) -> ValueError:
     """Return an error that lists the problems of a policy."""
     stopped = [f"reading stopped after {MAX_PROBLEMS} problems"] if len(problems) >= MAX_PROBLEMS else []

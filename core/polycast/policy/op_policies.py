@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from ..common.cached_property import cached_property
 from .cast_policy import CastPolicy
-from .names import MAX_PROBLEMS, OpName, nearest, ops_with, policy_error, read_op, read_policy
+from .names import MAX_PROBLEMS, OpName, hint, ops_with, policy_error, read_op, read_policy
 
 Written = str | dict[str, str | bool]
 """A policy as in a file: a str, or a table with ``policy`` and ``optional``."""
@@ -182,10 +182,8 @@ def _read(written: object, value: object) -> _Entry:
     table = cast("Mapping[object, object]", value)
     unknown = [key for key in table if key not in ("policy", "optional")]
     if unknown:
-        alike = nearest(unknown[0], ("policy", "optional"))
         raise ValueError(
-            f"{unknown[0]!r} is not a key of the policy of {spelled!r}: "
-            + (f"did you mean {alike[0]!r}?" if alike else "expected 'policy' and 'optional'")
+            f"{unknown[0]!r} is not a key of the policy of {spelled!r}: {hint(unknown[0], ('policy', 'optional'))}"
         )
     optional = table.get("optional", False)
     if not isinstance(optional, bool):

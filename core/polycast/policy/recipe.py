@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from typing_extensions import Self
 
-from .names import known_overloads, nearest, read_op
+from .names import hint, known_overloads, read_op
 
 _MATMULS = ("addmm", "linear", "matmul", "mm")
 _SCALES = ("row", "tensor")
@@ -198,10 +198,7 @@ def read_recipe(recipe: object) -> Recipe:
     kind, colon, scales = recipe.partition(":")
     if kind not in _kinds or (colon and (kind == NoRecipe.kind or scales not in _SCALES)):
         known = [each for kind in _kinds for each in ([kind] if kind == NoRecipe.kind else [kind, f"{kind}:tensor"])]
-        alike = nearest(recipe, known)
-        raise ValueError(
-            f"{recipe!r} is not a recipe: " + (f"did you mean {alike[0]!r}?" if alike else f"expected one of {known}")
-        )
+        raise ValueError(f"{recipe!r} is not a recipe: {hint(recipe, known)}")
     return _kinds[kind](scales) if colon else _kinds[kind]()
 
 

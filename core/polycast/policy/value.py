@@ -13,7 +13,7 @@ from ..torch_internals.dispatcher import autocast_supported_devices
 from . import files
 from .cast_policy import CastPolicy
 from .modules import ModuleRule, read_rules
-from .names import nearest
+from .names import hint
 from .op_policies import OpPolicies
 from .recipe import Recipe
 
@@ -265,11 +265,9 @@ def _read_devices(devices: object) -> Mapping[str, Policy]:
         where = f"devices[{device_type!r}]"
         known = autocast_supported_devices()
         if device_type not in known:
-            alike = nearest(device_type, known)
             raise ValueError(
-                f"{where}: not a device type that torch's autocast knows: "
-                + (f"did you mean {alike[0]!r}?" if alike else f"expected one of {', '.join(known)}.")
-                + " A device of another library has its name once that is imported."
+                f"{where}: not a device type that torch's autocast knows: {hint(device_type, known)} "
+                "To use a device of another library, import the library first."
             )
         if not isinstance(policy, Policy):
             raise ValueError(f"{where} must be a Policy, got {type(policy).__name__}")
