@@ -138,6 +138,6 @@ def test_kernels_that_went_between_two_steps_are_back_for_the_next():
 
 def test_what_cannot_be_called_cannot_be_wrapped():
     with pytest.raises(
-        TypeError, match=r"^wrap\(func\) requires a callable, but got Tensor: leave it to be called later$"
+        TypeError, match=r"^wrap\(func\) requires a callable, but got Tensor: pass the function, do not call it$"
     ):
         polycast.capture().wrap(torch.ones(2))

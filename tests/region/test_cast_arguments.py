@@ -207,8 +207,8 @@ def test_a_write_to_an_argument_whose_memory_another_one_shares_is_refused():
     x = reduced(1, 2)
     expected = (
         "Does ('' = 'fp32') wrote to an argument that was cast from torch.bfloat16 to torch.float32, and the "
-        "write cannot be carried back to the argument: it shares memory with another argument that was cast. Give the "
-        "module an argument in torch.float32, which needs no cast, or let it write to a tensor of its own."
+        "write cannot be copied back to the argument: it shares memory with another argument that was cast. Give the "
+        "module an argument in torch.float32, which needs no cast, or let it write to a new tensor."
     )
     with pytest.raises(RuntimeError) as raised:
         call(lambda one, two: one.add_(1), x, x[:1])
@@ -237,18 +237,18 @@ def test_a_resized_argument_is_refused():
 
 def test_a_recorded_write_to_a_leaf_is_refused_as_without_the_rule():
     x = reduced(1, 2, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"cannot be carried back.*: a leaf Variable that requires grad"):
+    with pytest.raises(RuntimeError, match=r"cannot be copied back.*: a leaf Variable that requires grad"):
         call(lambda x: x.mul_(2), x)
 
 
 def test_a_write_to_an_argument_of_which_one_element_is_several_is_refused():
-    with pytest.raises(RuntimeError, match=r"cannot be carried back.*single memory location"):
+    with pytest.raises(RuntimeError, match=r"cannot be copied back.*single memory location"):
         call(lambda x: x.mul_(2), reduced(1).expand(3))
 
 
 def test_a_write_to_one_of_the_views_that_chunk_makes_is_refused_where_it_is_recorded():
     x = reduced(1, 2, requires_grad=True) * 1
-    with pytest.raises(RuntimeError, match=r"cannot be carried back.*returns multiple views"):
+    with pytest.raises(RuntimeError, match=r"cannot be copied back.*returns multiple views"):
         call(lambda x: x.mul_(2), x.chunk(2)[0])
 
 
@@ -256,7 +256,7 @@ def test_a_write_to_an_inference_tensor_is_refused_outside_of_that_mode():
     with torch.inference_mode():
         x = reduced(1, 2)
     with (
-        pytest.raises(RuntimeError, match=r"cannot be carried back.*Inplace update to inference tensor"),
+        pytest.raises(RuntimeError, match=r"cannot be copied back.*Inplace update to inference tensor"),
         torch.no_grad(),
     ):
         call(lambda x: x.mul_(2), x)
@@ -269,7 +269,7 @@ def test_writes_to_a_cast_and_to_its_argument_are_refused():
         cast.add_(1)
         x.add_(1)
 
-    with pytest.raises(RuntimeError, match="the argument itself was written to as well"):
+    with pytest.raises(RuntimeError, match="the argument itself was written to, too"):
         call(forward, x)
 
 

@@ -1,10 +1,9 @@
-"""The backward of compiled code, where policies or rules for modules decide what its forward computes in.
+"""Trace the backward of code compiled under policies or module rules with autocast off.
 
-An uncompiled backward runs outside of regions, as a rule. That of compiled code AOTAutograd traces in the autocast
-state that the function was called in, save where it is configured otherwise. With the tables that makes little
-difference: a product has inputs of the fast dtype, and so has its backward. But what is kept in float32 would have its
-gradients computed in the fast dtype, in which they are rounded, and may overflow. So there it is configured to have
-autocast off.
+In eager mode, a backward usually runs outside of regions. AOTAutograd traces the backward of compiled code in the
+autocast state of the function's call, unless configured otherwise. With the backends' tables that makes little
+difference: a matmul has inputs of the fast dtype, and so does its backward. But ops that policies keep in float32 would
+have their gradients computed in the fast dtype, which rounds them and may overflow.
 """
 
 import functools
@@ -17,24 +16,24 @@ from ..torch_internals.names import tracing_context
 from ..torch_internals.patcher import Patch
 
 _MARK = "polycast_policies"
-"""The attribute of the context of what is being compiled that says that there are policies or rules in it."""
+"""An attribute of the tracing context: the code being compiled depends on policies or module rules."""
 
 
 def mark() -> None:
-    """Note that there are policies or rules in what is being compiled."""
+    """Note that the code being compiled depends on policies or module rules."""
     context = tracing_context()
     if context is not None:
         setattr(context, _MARK, True)
 
 
 def is_marked() -> bool:
-    """Say whether there are policies or rules in what is being compiled."""
+    """Return whether the code being compiled depends on policies or module rules."""
     return getattr(tracing_context(), _MARK, False)
 
 
 @contextmanager
 def outside_of_regions() -> Iterator[None]:
-    """Return a context manager in which backwards are traced with autocast off, if there are policies or rules."""
+    """Trace backwards with autocast off, if there are policies or module rules."""
     from torch._functorch import config
 
     if config.backward_pass_autocast != "same_as_forward" or not (overrides_text() or is_marked()):
@@ -45,13 +44,13 @@ def outside_of_regions() -> Iterator[None]:
 
 
 def wrap_joint(patch: Patch) -> None:
-    """Have AOTAutograd trace joint graphs :func:`outside_of_regions`."""
+    """Make AOTAutograd trace joint graphs :func:`outside_of_regions`."""
     from torch._functorch import config
     from torch._functorch._aot_autograd import graph_capture
 
     create_joint: Any = vars(graph_capture)["create_joint"]
     with config.patch(backward_pass_autocast="off"):
-        pass  # where there is no such thing, this raises
+        pass  # raises if this torch has no such setting
 
     @functools.wraps(create_joint)
     def create_joint_outside_of_regions(*args: Any, **kwargs: Any) -> Any:

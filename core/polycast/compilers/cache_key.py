@@ -1,8 +1,8 @@
-"""The keys of the caches on disk, in which is what code under polycast depends on and torch's own keys leave out.
+"""Extend the keys of the caches on disk by what compiled code depends on and torch's own keys leave out.
 
-In AOTAutograd's that is the policies in force, as a text, with the state that some versions of torch leave out; whether
-there are policies or rules in the code itself, which its backward depends on; and whether casts of weights may be kept
-in it, which are an operator of polycast's. Where none of these is, the key is torch's: code is shared with it.
+For AOTAutograd that is the overrides of regions, as a text, with the state that some versions of torch leave out;
+whether policies or module rules are in the code itself, which its backward depends on; and whether a region has a
+cache, so that casts of weights are an operator of polycast's. Without any of these, the key is torch's own.
 """
 
 import functools
@@ -16,9 +16,9 @@ from ..torch_internals.patcher import Patch, expect, method_of
 from . import backward
 
 _MARK = "polycast"
-"""The attribute of what the key is made of."""
+"""An attribute of the objects that keys are hashes of."""
 _CODE = 1
-"""What kind of code the operators and regions of polycast's compile to: another number for each that was published."""
+"""The version of the code that polycast's operators and regions compile to; raise it when that changes."""
 
 
 def extend_autograds(patch: Patch) -> None:

@@ -1,9 +1,9 @@
-"""What is done to the cast of an argument, in code that Dynamo traces.
+"""Detect writes to the casts of arguments in code that Dynamo traces.
 
-Dynamo makes the version of a tensor a number that is known when the code runs only. What it runs the ops on while it
-traces, though, are fake tensors, and their versions count the same writes.
+To Dynamo, the version of a tensor is known only when the code runs. But it traces with fake tensors, whose versions
+count the same writes.
 
-Imported by Dynamo alone.
+Imported when Dynamo traces a module rule.
 """
 
 import threading
@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.comptime import comptime
 from torch._dynamo.exc import unimplemented
 
-from ..engine.overlap import overlap
+from ..engine.overlap import CONFLICT, RECORDED, UNWRITTEN, WRITTEN, overlap
 
 _AT_CAST = "_polycast_at_cast"
 
@@ -26,19 +26,19 @@ _thread = _Thread()
 
 
 def note_cast(argument: torch.Tensor, cast: torch.Tensor) -> None:
-    """Note what a cast and its argument are now."""
+    """Note the versions of a cast and its argument."""
     comptime(_note_cast)
 
 
 def how_written(argument: torch.Tensor, cast: torch.Tensor) -> int:
-    """Return what has been done to a cast since it was noted, as a number of ``region/cast_arguments.py``."""
+    """Return how a cast was written since it was noted."""
     comptime(_how_written)
     answer: int = _answer()
     return answer
 
 
 def overlap_in_graph(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have memory in common, as far as that is known of them in the code."""
+    """Return whether two tensors share memory, as far as that is known while tracing."""
     comptime(_overlap)
     answer: int = _answer()
     return answer == 1
@@ -46,7 +46,7 @@ def overlap_in_graph(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _answer() -> int:
-    """Return what was just found while tracing."""
+    """Return the answer that was just found while tracing."""
     return _thread.answer
 
 
@@ -71,11 +71,11 @@ def _how_written(ctx: Any) -> None:
         )
     version, history, argument_version = known
     if cast._version == version:
-        _thread.answer = 0
+        _thread.answer = UNWRITTEN
     elif _version(_fake(ctx, "argument")) != argument_version:
-        _thread.answer = 3
+        _thread.answer = CONFLICT
     else:
-        _thread.answer = 1 if cast.grad_fn is history else 2
+        _thread.answer = WRITTEN if cast.grad_fn is history else RECORDED
 
 
 def _overlap(ctx: Any) -> None:

@@ -1,8 +1,8 @@
-"""Regions in what torch.export traces without Dynamo: recorded in the graph, as torch's own are.
+"""Record regions in the graphs that torch.export traces without Dynamo, as torch does with its own.
 
-Such a trace runs the Python of the model, and a function mode of torch's writes down the ops above the Autocast key, so
-before any cast. torch.autocast tells that mode when it is entered and left; so does a region, and the exported program
-holds it as ``wrap_with_autocast``.
+Such a trace runs the Python of the model, and a function mode of torch's records the ops above the Autocast key, before
+any cast. Entering and leaving a region notifies that mode, as torch.autocast does, and the exported program holds the
+region as ``wrap_with_autocast``.
 """
 
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ from ..torch_internals.names import enter_autocast, exit_autocast, function_mode
 
 
 def record_entry(settings: Settings) -> None:
-    """Record that a region is entered, where something records.
+    """Record the entry of a region in the active modes.
 
     Raises:
-        RuntimeError: the region has a policy, for which the graph of an exported program has no place.
+        RuntimeError: the region has a policy, which an exported program cannot hold.
     """
     for mode in _recording_modes():
         if settings.override is not None:
@@ -35,7 +35,7 @@ def record_entry(settings: Settings) -> None:
 
 
 def record_exit() -> None:
-    """Record that the region entered last is left, where something records."""
+    """Record the exit of the last region in the active modes."""
     for mode in _recording_modes():
         mode.__torch_function__(exit_autocast, (), ())
 

@@ -1,17 +1,17 @@
-"""A guard of polycast's own in Dynamo, by which compiled code runs under the policies that it was compiled for only.
+"""Guard compiled code on the overrides of regions, so that it runs only under those that it was compiled for.
 
-Dynamo guards all code on the autocast state that torch has: what is enabled, and in which dtype. The policies that
-regions lay over the tables are not part of it. ``in_force`` says them as a text, which keeps code apart:
+Dynamo guards all code on torch's autocast state: what is enabled, and in which dtype. Overrides are not part of it.
+``guard_text()`` returns them as a text:
 
-- what is compiled from now on has a guard that the text is what it was then;
-- what was compiled before has one that there are no policies, for there were none;
-- so has what Dynamo loads, where it was saved by a process that had no guard to give it.
+- code that is compiled from now on gets a guard that the text is the same;
+- code compiled before gets a guard that it is empty, because there were no overrides;
+- so does code that Dynamo loads, if the process that saved it had no guard to give it.
 
-The caches on disk are told apart by cache_key.py.
+cache_key.py does the same for the caches on disk.
 
-This is put in place when a region with policies is first entered, in the modules that are imported by then, and in the
-others as they are imported, before which they compile nothing. They are internals of torch. Where they are not what
-they are expected to be, compiled code is kept away from regions with policies.
+The first region with an override installs this, in the modules that are imported by then, and in the others as they are
+imported, before which they compile nothing. In a torch whose modules differ from those expected, compiled functions run
+eagerly (eager_fallback.py).
 """
 
 import functools
@@ -23,13 +23,13 @@ from ..engine.snapshot import guard_text
 from ..torch_internals.patcher import Patch, expect, method_of
 
 _MARK = "polycast_policies"
-"""The attribute of a guard manager that has the guard."""
+"""An attribute of guard managers that have the guard."""
 _SHOWN = 200
-"""How many characters of the policies those see who have Dynamo log its guards."""
+"""The number of characters of the text in Dynamo's logs."""
 
 
 def guard_policies(builder: Any, guard: Any, seen: str) -> None:
-    """Make the guard that the policies in force are those that were seen; Dynamo may save it, by this name."""
+    """Add the guard that the overrides are those that were seen; Dynamo may save it, by this name."""
     _add_guard(builder.guard_manager, seen, guard)
 
 
@@ -38,8 +38,7 @@ def _add_guard(manager: Any, seen: str, guard: Any = None) -> None:
 
     shown = seen if len(seen) <= _SHOWN else seen[:_SHOWN] + "..."
     parts = get_verbose_code_parts([f"policies of polycast.autocast == {shown!r}"], guard)
-    # One that is checked after all others: another thread may be in the middle of them, in Python, and the list that it
-    # walks is not to grow.
+    # After all others: another thread may be walking the list of those, which must not grow then.
     manager.root.add_epilogue_lambda_guard(
         lambda _: guard_text() == seen, parts, None if guard is None else guard.user_stack
     )
@@ -47,13 +46,13 @@ def _add_guard(manager: Any, seen: str, guard: Any = None) -> None:
 
 
 def _add_missing_guard(manager: Any) -> None:
-    """Guard code that was compiled where no guard of ours was in place, so under no policies."""
+    """Guard code that was compiled before the guard was installed, so without overrides."""
     if getattr(manager, "root", None) is not None and not hasattr(manager, _MARK):
         _add_guard(manager, "")
 
 
 def guard_dynamo(patch: Patch) -> None:
-    """Guard what Dynamo has compiled, compiles and loads on the policies in force."""
+    """Guard the code that Dynamo has compiled, compiles and loads on the overrides."""
     from torch._dynamo.convert_frame import input_codes
     from torch._dynamo.guards import CheckFunctionManager, GuardManagerWrapper
     from torch._dynamo.output_graph import OutputGraph, OutputGraphCommon
@@ -85,15 +84,15 @@ def guard_dynamo(patch: Patch) -> None:
 
     @functools.wraps(compile_check_fn)
     def compile_check_fn_with_ours(self: Any, builder: Any, *args: Any, **kwargs: Any) -> Any:
-        # Those who filter guards may have dropped ours, as they may any. But it was never there in what another process
-        # has saved, nor in what this one was compiling when the guard was put in place.
+        # A filter of guards may have dropped ours. But code that another process saved never had it, nor code that was
+        # being compiled when the guard was installed.
         if not any(is_ours(guard) for guard in self.output_graph.guards):
             _add_missing_guard(builder.guard_manager)
         return compile_check_fn(self, builder, *args, **kwargs)
 
     @functools.wraps(check)
     def check_with_ours(self: Any, x: Any) -> bool:
-        # The look-ups of Dynamo do not come here, but functions that are compiled ahead of time do: no code lists them.
+        # Dynamo's look-ups do not call this, but functions compiled ahead of time do, which no code object lists.
         _add_missing_guard(self)
         result: bool = check(self, x)
         return result

@@ -1,13 +1,13 @@
-"""``torch.compiler.nested_compile_region``: a part of a model that is traced once, and used again for parts alike.
+"""Support autocast in ``torch.compiler.nested_compile_region``, which traces a part of a model once for many calls.
 
-What Dynamo has traced it uses for calls of the same code, where the guards hold for these too. Guards are about inputs
-and modules. That autocast may have been switched, or have other policies, between two calls in what is being compiled,
-torch does not look at: not for regions of torch.autocast either. So to its cache the code is another in another state.
+Dynamo reuses the trace for calls of the same code whose guards hold. The guards cover inputs and modules, but not the
+autocast state, which may change between two calls in one compiled function (torch.autocast has this defect, too). So
+the cache is keyed by the state as well.
 
-AOTAutograd then traces the part into ops that autocast has dispatched, and runs these, to see what they return, where
-autocast is on: it would have its say again, on the ops that other ops are made of. So they run with autocast off. With
-gradients, it traces the part once more where it traces the backward, and takes what it finds there for the forward: in
-the state of the end of the function, but for what is enabled. So that is traced in the regions of the call.
+AOTAutograd traces the part into ops that autocast has already dispatched, and runs them to see what they return, with
+autocast on: it would apply again, to the ops that other ops are made of. So they run with autocast off. For gradients,
+it traces the part again when it traces the backward, and takes the result for the forward, too: in the state at the end
+of the function, except for what is enabled. So that trace runs in the regions of the call.
 """
 
 import functools
@@ -29,22 +29,22 @@ from . import backward
 
 _SUBGRAPHS = "torch._higher_order_ops.invoke_subgraph"
 _PARAMETERS = ("fn_code", "fn_id")
-"""How the methods that are told which code it is name it, in one version of torch or another."""
+"""The names of the parameter for the code, in different versions of torch."""
 
 
 def key_cache_by_state(patch: Patch) -> None:
-    """Have Dynamo's cache of nested regions look them up by the autocast state, too."""
+    """Key Dynamo's cache of nested regions by the autocast state, too."""
     from torch._guards import InvokeSubgraphCache
 
     methods = [(name, each) for name, each in vars(InvokeSubgraphCache).items() if inspect.isfunction(each)]
-    by_code = [(name, each) for name, each in methods if _is_told_code(each)]
+    by_code = [(name, each) for name, each in methods if _takes_code(each)]
     if not by_code:
-        raise NotImplementedError(f"{InvokeSubgraphCache.__name__} has no method that is told which code it is")
+        raise NotImplementedError(f"{InvokeSubgraphCache.__name__} has no method that takes the code")
     for name, method in by_code:
         patch.replace(InvokeSubgraphCache, name, _by_state(method))
 
 
-def _is_told_code(method: Callable[..., Any]) -> bool:
+def _takes_code(method: Callable[..., Any]) -> bool:
     parameters = list(inspect.signature(method).parameters)
     return len(parameters) > 1 and parameters[1] in _PARAMETERS
 
@@ -59,14 +59,14 @@ def _by_state(method: Callable[..., Any]) -> Callable[..., Any]:
 
 class _Thread(threading.local):
     regions: tuple[Settings, ...] = ()
-    """Those of the call whose backward this thread is tracing."""
+    """The regions of the call whose backward this thread is tracing."""
 
 
 _thread = _Thread()
 
 
 def trace_again_in_regions(patch: Patch) -> None:
-    """Have AOTAutograd trace the backward of a nested region in the regions of the call."""
+    """Make AOTAutograd trace the backward of a nested region in the regions of the call."""
     module = sys.modules[_SUBGRAPHS]  # in its package, the name means the operator
     op: Any = vars(module)["InvokeSubgraphAutogradOp"]
     forward, its_backward = vars(op)["forward"].__func__, vars(op)["backward"].__func__
@@ -98,7 +98,7 @@ def trace_again_in_regions(patch: Patch) -> None:
 
 
 def run_traced_without_autocast(patch: Patch) -> None:
-    """Have what AOTAutograd has traced run without autocast, to see what it returns."""
+    """Run graphs of AOTAutograd without autocast, when it runs them to see what they return."""
     from torch._higher_order_ops import utils
 
     op: Any = torch.ops.higher_order.invoke_subgraph
@@ -116,7 +116,7 @@ def run_traced_without_autocast(patch: Patch) -> None:
 
 
 def _is_traced(subgraph: Any) -> bool:
-    """Say whether a graph is AOTAutograd's, not Dynamo's, whose inputs have their examples by another name."""
+    """Return whether a graph is AOTAutograd's; Dynamo keeps the examples of its inputs by another name."""
     return isinstance(subgraph, torch.fx.GraphModule) and any(
         "val" in node.meta for node in subgraph.graph.find_nodes(op="placeholder")
     )

@@ -1,4 +1,4 @@
-"""torch's own autocast class, and one whose instances stay torch's own while something else stands in for them."""
+"""torch's own autocast class, and a subclass that ``patch_torch`` leaves alone."""
 
 import torch
 
@@ -6,4 +6,4 @@ TorchAutocast = torch.amp.autocast_mode.autocast
 
 
 class UnpatchedAutocast(TorchAutocast):
-    """A region that is torch's, also while torch is patched: the patch turns instances of torch's own class only."""
+    """A region of torch's own, even while torch is patched."""

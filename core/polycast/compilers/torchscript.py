@@ -1,8 +1,8 @@
-"""What torch.jit.script makes of polycast.autocast: torch's own autocast class.
+"""Make torch.jit.script compile polycast.autocast as torch's own autocast class.
 
-A scripted region does not touch the dispatcher's state. The JIT has a pass of its own that finds regions in a graph by
-the qualified name of their class, and puts casts around the ops between. So a region in a scripted function has to be
-of torch's class; it is then compiled, refused, optimized and saved as torch's is.
+A scripted region does not change the dispatcher's state. A pass of the JIT finds regions in a graph by the qualified
+name of their class, and inserts casts around the ops between. So a region in a scripted function has to be of torch's
+class; it is then compiled, optimized and saved as torch's is.
 """
 
 from typing import Any
@@ -13,11 +13,11 @@ from .torch_autocast import TorchAutocast
 
 
 class ScriptedAsTorch:
-    """The attribute of a class by which TorchScript takes it for ``torch.autocast``.
+    """An attribute that makes TorchScript take a class for ``torch.autocast``.
 
-    TorchScript looks a class up by its qualified name, which it asks of the class as ``_jit_override_qualname``; torch
-    uses that for modules that it traces. It compiles the class that it was asked about and not the one of that name, so
-    torch's is compiled at the question: not before, and not for functions that are never scripted.
+    TorchScript looks up a class by its qualified name, which is ``_jit_override_qualname`` if the class has that. It
+    would compile the class itself, not torch's; so reading the attribute compiles torch's class, and functions that are
+    never scripted do not pay for it.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -25,7 +25,7 @@ class ScriptedAsTorch:
         self._name = name
 
     def __get__(self, instance: object, owner: type) -> str:
-        # The methods of a subclass may do anything, which torch's class would not.
+        # A subclass may have methods of its own.
         if owner is not self._owner:
             raise AttributeError(f"{owner.__name__} has no {self._name}: TorchScript is to compile its own methods")
         jit: Any = torch.jit

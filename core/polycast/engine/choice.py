@@ -1,4 +1,4 @@
-"""Which engine runs regions and kernels: chosen at the first region, for the life of the process."""
+"""Choose the engine that runs regions and kernels: at the first region, for the life of the process."""
 
 import functools
 import threading
@@ -19,24 +19,28 @@ from .kernels import Kernels
 
 
 class Engine(state.StateMachine, Protocol):
-    """What runs regions and kernels."""
+    """An engine: runs regions and kernels.
+
+    Attributes:
+        name: ``"native"`` or ``"reference"``.
+        origin: where its library came from, in words; empty for the engine in Python.
+    """
 
     name: str
     origin: str
-    """Where it came from, in words; empty: it is Python."""
 
     def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy], /) -> Kernels:
-        """Put a backend's kernels in place, for the ops that `policies` names."""
+        """Install a backend's kernels for the ops of `policies`."""
 
     def watch_writes(self) -> None:
-        """Have writes of weights that count no version seen, from now on."""
+        """Watch for writes to weights that do not increment the version."""
 
     def unwatch_writes(self) -> None:
-        """Take out of torch what watch_writes put there."""
+        """Undo :meth:`watch_writes`."""
 
 
 class _Unchosen:
-    """The state machine until the first region makes a choice necessary."""
+    """The state machine until an engine is chosen: no thread is in a region, and entering one chooses."""
 
     def enter(self, owner: object, settings: state.Settings) -> bool:
         return choose().enter(owner, settings)
@@ -82,10 +86,10 @@ state.use(_Unchosen())
 
 
 def choose() -> Engine:
-    """Return the engine, choosing it if none is: as POLYCAST_ENGINE says, and the native one where it can be had.
+    """Return the engine; choose it if necessary: the one that POLYCAST_ENGINE names, or the native one if it builds.
 
     Raises:
-        ValueError: POLYCAST_ENGINE has a value that is not legal.
+        ValueError: POLYCAST_ENGINE has an invalid value.
         RuntimeError: POLYCAST_ENGINE is ``native``, and that engine cannot be built.
     """
     global _engine
@@ -106,7 +110,7 @@ def choose() -> Engine:
 
 
 def chosen() -> Engine | None:
-    """Return the engine, if one is chosen."""
+    """Return the engine; None if none is chosen yet."""
     return _engine
 
 
@@ -116,7 +120,7 @@ def build_failure() -> str:
 
 
 def forget() -> None:
-    """Have the next region choose anew; no region may be open and no kernels in place."""
+    """Let the next region choose an engine; no region may be open and no kernels installed."""
     global _engine
     with _lock:
         _engine = None
@@ -125,7 +129,7 @@ def forget() -> None:
 
 @functools.cache
 def _reference() -> Engine:
-    """Return the one that a process has; it is imported where it is needed."""
+    """Return this process's reference engine."""
     from .reference.engine import ReferenceEngine
 
     return ReferenceEngine()
@@ -145,7 +149,7 @@ def _choose(wanted: str, failure: Exception | None) -> Engine:
         return loading.load()
     except TimeoutError:  # from the user's signal handler
         raise
-    # Much of it is the machine's: a broken installation of torch's headers or of Python may raise anything.
+    # A broken installation of torch's headers or of Python may raise anything.
     except Exception as error:
         reason = str(error) if isinstance(error, BuildError) else f"{type(error).__name__}: {error}."
         if wanted == "native":

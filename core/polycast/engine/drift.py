@@ -1,4 +1,4 @@
-"""Where a backend's table and what the running torch does differ."""
+"""Differences between a backend's table and the running torch's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,12 +8,11 @@ from ..policy.schemas import find_op, has_named_dimensions
 from .installation import torch_ops
 
 _NAMED_TENSORS = "for named tensors, which torch took out in 2.13"
-"""Why overloads for those are in no table."""
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Where a backend's table and the running torch's differ: op names, sorted.
+    """Differences between a backend's table and the running torch's, as sorted op names.
 
     Attributes:
         only_in_torch: torch has a kernel at the device's Autocast key, the table has no policy.

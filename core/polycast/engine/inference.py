@@ -1,4 +1,4 @@
-"""Whether what is computed now is inference, or something that gradients may come of."""
+"""Tell inference from computations that may need gradients."""
 
 import threading
 from collections.abc import Iterator
@@ -11,17 +11,17 @@ from ..torch_internals.names import current_graph_task_id, is_fwd_grad_enabled
 
 class _Thread(threading.local):
     forward: tuple[int, bool] | None = None
-    """Where a forward runs again in a backward: which backward, and whether a function of autograd's ran it first."""
+    """In a recomputed forward: the backward that recomputes it, and whether an autograd.Function ran it at first."""
 
 
 _thread = _Thread()
 
 
 def in_function() -> bool:
-    """Say whether a function of autograd's computes now, forward or backward, so that gradients may come of it.
+    """Return whether an autograd.Function is running, forward or backward, so that gradients may be needed.
 
-    Its forward runs without a graph, as inference does. But there autograd switches off forward mode too, which else
-    only inference mode does.
+    Its forward runs without a graph, as inference does. But autograd disables forward-mode AD there, as only inference
+    mode does otherwise.
     """
     if not is_fwd_grad_enabled():
         return not torch.is_inference_mode_enabled()
@@ -33,7 +33,7 @@ def in_function() -> bool:
 
 @contextmanager
 def as_in_forward(in_function: bool) -> Iterator[None]:
-    """Have what a backward runs again computed as its forward was, in a function of autograd's or not."""
+    """Treat what a backward recomputes as its forward was: run by an autograd.Function or not."""
     before = _thread.forward
     _thread.forward = current_graph_task_id(), in_function
     try:

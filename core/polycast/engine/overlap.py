@@ -1,13 +1,17 @@
-"""Whether two tensors have memory in common."""
+"""Writes to casts, and whether two tensors share memory."""
 
 import torch
+
+UNWRITTEN, WRITTEN, RECORDED, CONFLICT = range(4)
+"""How a cast was written: not at all; written; with autograd history; written like its argument, which was written
+too."""
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether writing to one tensor may change the other.
 
-    The answer is exact, save for tensors without real memory and for views of other widths: these overlap if their
-    ranges of memory do.
+    Exact, except for tensors without real memory and views with elements of another size: these overlap if their ranges
+    of memory do.
     """
     if one is other:
         return True
@@ -34,7 +38,7 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where in its storage a tensor begins and ends, in bytes."""
+    """Return the range of a storage that a tensor spans, in bytes."""
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -11,19 +11,19 @@ from . import installation
 
 
 class OpRegistration(Registration):
-    """What :func:`register_op` did; a context manager that takes it back at its end.
+    """A registration by :func:`register_op`; a context manager that removes it on exit.
 
     Attributes:
         ops: the ops, by their names in the dispatcher.
         policy: their policy.
-        device_type: the device that they have it on; None for all.
+        device_type: the device it is for; None for all.
     """
 
     def remove(self) -> None:
-        """Take the registration back: what was there before is in force again. To do so twice is no error.
+        """Remove the registration, and restore the policy before it. Removing it again has no effect.
 
         Raises:
-            RuntimeError: a thread is in a region of a device that this concerns; nothing changes.
+            RuntimeError: a thread is in a region for a device of the registration; nothing changes.
         """
         installation.unregister(self)
 
@@ -42,20 +42,20 @@ def register_op(
 ) -> OpRegistration:
     """Give an op a policy in regions, on one device or on all that have a backend, now or later.
 
-    It goes before the policy in a backend's table, and before what ``torch.library.register_autocast`` was told of the
-    op until then; what is registered for one device goes before what is for all, and the ``policy=`` of a region before
-    everything. Compiled functions keep the casts that they were compiled with.
+    It takes precedence over the backend's table and over earlier calls of ``torch.library.register_autocast`` for the
+    op. A registration for one device takes precedence over one for all, and the ``policy=`` of a region over both.
+    Compiled functions keep the casts that they were compiled with.
 
     Args:
         op: an overload (``torch.ops.acme.scale.default``), what ``torch.library.custom_op`` returned, a packet
             (``torch.ops.acme.scale``), or a name, as in a :class:`Policy`: ``"acme::scale"`` and the packet mean all
-            overloads that can have the policy (save where it bans, those that write to their inputs are left alone),
+            overloads that can have the policy (those that write to their inputs can only be banned);
             ``"acme::scale.default"`` means one.
-        policy: what is to happen to the inputs of the op; it may be the name of a policy (``"fp32"``).
+        policy: the policy, or its name (``"fp32"``).
         device_type: a device string that torch knows, such as ``"cuda"``; None for all devices.
 
     Returns:
-        The registration, to take it back with ``remove()`` or by leaving it as a context manager.
+        The registration; remove it with ``remove()``, or use it as a context manager.
 
     Raises:
         TypeError: `op` is not an op.

@@ -1,4 +1,4 @@
-"""Take a thread's regions to another thread."""
+"""Capture a thread's regions, to enter them on another thread."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,17 +16,17 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What :func:`capture` saw. It holds settings only, and can be applied any number of times, on any thread."""
+    """The regions that :func:`capture` found. It holds settings only; apply it any number of times, on any thread."""
 
     regions: tuple[Settings, ...]
     switched_off: frozenset[str] = frozenset()
-    """The devices that autocast is off for because of a rule for a module."""
+    """The devices that a module rule has switched autocast off for."""
 
     @contextmanager
     def apply(self) -> Iterator[None]:
-        """Return a context manager that enters the regions on the thread of now, and leaves them.
+        """Return a context manager that enters the regions on the current thread.
 
-        Devices that were not in a region when the snapshot was taken are disabled inside.
+        Autocast is disabled inside for devices that had no region when the snapshot was taken.
 
         Example:
             >>> import threading, polycast
@@ -43,14 +43,14 @@ class Snapshot:
             yield
 
     def wrap(self, func: _F) -> _F:
-        """Return `func` wrapped so that its body runs in the regions; generators and coroutines as in `autocast`.
+        """Return `func` wrapped so that its body runs in the regions; see :class:`autocast` for generators.
 
         Raises:
             TypeError: `func` is not callable.
         """
         if not callable(func):
             raise TypeError(
-                f"wrap(func) requires a callable, but got {type(func).__name__}: leave it to be called later"
+                f"wrap(func) requires a callable, but got {type(func).__name__}: pass the function, do not call it"
             )
         return decorate(func, self.apply, self._here)
 
@@ -65,7 +65,7 @@ class Snapshot:
 
 
 def capture() -> Snapshot:
-    """Return a snapshot of this thread's autocast state: for each device in a region its dtype, policy and cache.
+    """Return a snapshot of this thread's autocast state: for each device in a region, its dtype, policy and cache.
 
     Autocast state belongs to a thread. Give a snapshot to code that starts threads (a data-parallel loop, an
     executor), and enter it there with ``snapshot.apply()`` or ``snapshot.wrap(function)``.

@@ -1,16 +1,16 @@
-"""Casting the arguments of a call, while what the call does to them still reaches the caller.
+"""Cast the arguments of a call so that its side effects on them still reach the caller.
 
-What is cast is another tensor. So that the caller sees what it would see without the cast:
+A cast is another tensor. So:
 
-- lists, dicts and sets stay themselves: casts are put into them for the length of the call, and taken out after it;
-- what the call writes to a cast is copied to the argument, with its autograd history;
-- where that is impossible, the call raises.
+- lists, dicts and sets are passed themselves: casts replace their items during the call;
+- writes of the call to a cast are copied to the argument, with their autograd history;
+- if that is impossible, the call raises.
 
-An ``autograd.Function`` may keep its arguments for the backward, casts and all. So it gets copies of containers, and
-what it changes in a copy is changed in the container. What it writes to a cast stays there, as with torch's decorator.
+An ``autograd.Function`` may save its arguments for the backward, including casts. So it gets copies of containers, and
+its changes of a copy are applied to the container. Its writes to a cast are lost, as with torch's decorator.
 
-Writes are seen by the tensor's version. Objects other than containers are passed as they are: what is in them is not
-cast, and so nothing is lost of it.
+The tensor's version detects writes. Objects other than containers are passed unchanged, and tensors in them are not
+cast.
 """
 
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -20,7 +20,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ..engine.disable_dynamo import disable_dynamo
-from ..engine.overlap import overlap
+from ..engine.overlap import CONFLICT, RECORDED, UNWRITTEN, WRITTEN, overlap
 from ..engine.reference.rules import is_eligible
 from ..torch_internals.names import (
     are_functorch_transforms_active,
@@ -30,24 +30,21 @@ from ..torch_internals.names import (
 )
 from .lent_containers import ByIdentity, Copy, Loan, rebuilt
 
-UNWRITTEN, WRITTEN, RECORDED, CONFLICT = range(4)
-"""What was done to a cast: nothing; a write; a write that autograd recorded; a write, as to its argument itself."""
-
 _ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 _ITERATORS = ("builtins", "itertools")
-"""Modules whose iterators are nothing but that; those of other modules are objects, such as files."""
+"""Modules whose iterators have no other purpose; those of other modules may be files, say."""
 
 
 class CastArguments:
     """The casts of the arguments of one call.
 
-    Dynamo traces this as a part of the call only, never by itself as it does with functions after a graph break: what
-    is known of a cast in one graph is not known in another.
+    Dynamo traces this only as a part of the call, not by itself after a graph break: what one graph knows of a cast,
+    another does not.
 
     Args:
         device_type, dtype: eligible tensors on this device are cast to this dtype.
-        in_place: whether casts are put into mutable containers, as a module rule does; if not, the call gets copies of
-            them, as from torch's ``custom_fwd``, and generators instead of iterators of whatever class.
+        in_place: replace the items of mutable containers, as module rules do. If False, the call gets copies of them,
+            as from torch's ``custom_fwd``, and generators in place of iterators of any class.
     """
 
     __slots__ = ("_casts", "_containers", "_device_type", "_dtype", "_in_place", "_rebuilt")
@@ -55,15 +52,13 @@ class CastArguments:
     def __init__(self, device_type: str, dtype: torch.dtype, in_place: bool = True) -> None:
         self._device_type, self._dtype, self._in_place = device_type, dtype, in_place
         self._casts = ByIdentity()
-        """By argument, its cast."""
         self._containers: ByIdentity | None = None
-        """By mutable container, its loan or its copy."""
         self._rebuilt: list[tuple[Any, Any]] = []
-        """What was put into containers in place of others of their items, and those."""
+        """The items of containers that replace others, with those."""
 
     @disable_dynamo
     def of(self, value: Any) -> Any:
-        """Return `value` with each eligible tensor in it cast, through mappings, lists, tuples, sets and iterators.
+        """Return `value` with each eligible tensor in it cast, also in mappings, lists, tuples, sets and iterators.
 
         A mutable container is returned itself, with casts in it until :meth:`restore`, or as a copy.
         """
@@ -84,13 +79,13 @@ class CastArguments:
 
     @disable_dynamo
     def give_back(self, module: torch.nn.Module, why: str) -> None:
-        """Take the casts out of containers, and copy what was written to casts to the arguments.
+        """Restore containers, and copy writes to casts back to the arguments.
 
         Args:
-            module, why: what was called and why its arguments were cast, for the message of the error.
+            module, why: the called module and the rule that cast its arguments, for error messages.
 
         Raises:
-            RuntimeError: a write cannot be carried back to its argument.
+            RuntimeError: a write cannot be copied back to its argument.
         """
         self.restore()
         if self._casts:
@@ -98,8 +93,8 @@ class CastArguments:
 
     @disable_dynamo
     def restore(self) -> None:
-        """Take the casts out of containers, or change these as their copies were changed."""
-        self._in_place = False  # what a generator still yields after the call is not taken back
+        """Remove the casts from containers, or apply the changes of their copies."""
+        self._in_place = False  # containers that a generator yields after the call are copied
         if self._containers is None:
             return
         originals = ByIdentity()
@@ -117,7 +112,7 @@ class CastArguments:
         if known is not None:
             return known.tensor
         if not is_dynamo_compiling() and torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # a tensor that is made in that mode has no version
+            with torch.inference_mode(False):  # a tensor made in inference mode has no version
                 cast = tensor.detach().to(self._dtype)
         else:
             cast = tensor.to(self._dtype)
@@ -132,7 +127,7 @@ class CastArguments:
         if known is not None:
             return known.given
         entry = Loan(container) if self._in_place else Copy(container)
-        self._containers.add(container, entry)  # so that it is ended if what follows is interrupted
+        self._containers.add(container, entry)  # first, so that it ends even if the rest is interrupted
         entry.begin()
         casts = [self.of(item) for _, item in entry.items]
         changes = [(key, item, cast) for (key, item), cast in zip(entry.items, casts, strict=True) if cast is not item]
@@ -149,7 +144,7 @@ class CastArguments:
                 if other is not argument and _overlap(argument, other):
                     raise _refusal(module, why, argument, cast, "it shares memory with another argument that was cast")
             if how == CONFLICT:
-                raise _refusal(module, why, argument, cast, "the argument itself was written to as well")
+                raise _refusal(module, why, argument, cast, "the argument itself was written to, too")
             if not is_tracing() and argument.shape != cast.tensor.shape:
                 reason = f"it has the shape {tuple(argument.shape)}, and was resized to {tuple(cast.tensor.shape)}"
                 raise _refusal(module, why, argument, cast, reason)
@@ -164,7 +159,7 @@ class CastArguments:
 
 
 class _Cast(NamedTuple):
-    """A cast, and what it and its argument were when it was made."""
+    """A cast, with the versions of it and its argument when it was made."""
 
     tensor: torch.Tensor
     version: int = 0
@@ -173,7 +168,7 @@ class _Cast(NamedTuple):
 
     @classmethod
     def of(cls, argument: torch.Tensor, cast: torch.Tensor) -> "_Cast":
-        """Note what a cast and its argument are now."""
+        """Note the versions of a cast and its argument."""
         if is_dynamo_compiling():
             from ..compilers.casts_in_graphs import note_cast
 
@@ -182,7 +177,7 @@ class _Cast(NamedTuple):
         return cls(cast, version_of(cast), cast.grad_fn, version_of(argument))
 
     def how_written(self, argument: torch.Tensor) -> int:
-        """Return what has been done to the cast since."""
+        """Return how the cast was written since."""
         if is_dynamo_compiling():
             from ..compilers.casts_in_graphs import how_written
 
@@ -195,12 +190,12 @@ class _Cast(NamedTuple):
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return a number that grows with each write to a tensor; 0 if torch does not count them, in inference mode."""
+    """Return a number that grows with each write to a tensor; 0 for a tensor made in inference mode, which has none."""
     try:
         version = tensor._version
     except RuntimeError:
         return 0
-    if are_functorch_transforms_active():  # which count the writes at one of their levels
+    if are_functorch_transforms_active():  # each level of which counts its own writes
         while functorch_unwrapped is not None and is_functorch_wrapped(tensor):
             tensor = functorch_unwrapped(tensor)
             version += tensor._version
@@ -218,6 +213,6 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _refusal(module: torch.nn.Module, why: str, argument: torch.Tensor, cast: _Cast, reason: str) -> RuntimeError:
     return RuntimeError(
         f"{type(module).__name__} ({why}) wrote to an argument that was cast from {argument.dtype} to "
-        f"{cast.tensor.dtype}, and the write cannot be carried back to the argument: {reason}. Give the module an "
-        f"argument in {cast.tensor.dtype}, which needs no cast, or let it write to a tensor of its own."
+        f"{cast.tensor.dtype}, and the write cannot be copied back to the argument: {reason}. Give the module an "
+        f"argument in {cast.tensor.dtype}, which needs no cast, or let it write to a new tensor."
     )

@@ -1,10 +1,10 @@
-"""torch.utils.checkpoint: what is recomputed in a backward is recomputed in the regions that the forward ran in.
+"""Make torch.utils.checkpoint recompute in the regions of the forward.
 
-torch takes its own autocast state from the forward to the recomputation. Policies and caches are no part of it. Both
-variants keep the function that they will run again in an attribute of an object that lives as long as the graph does.
-There a descriptor keeps what :func:`capture` sees with the function, and gives out the function in those regions. These
-are entered on the thread that recomputes, so nested checkpoints, regions inside, :func:`capture` and compiled code find
-in the recomputation what they found in the forward.
+torch carries its own autocast state from the forward to the recomputation, but not overrides and caches. Both variants
+of checkpoint keep the function to recompute in an attribute of an object that lives as long as the graph. A descriptor
+in its place stores a snapshot with the function, and returns the function wrapped in those regions. The thread that
+recomputes enters them, so nested checkpoints, inner regions, :func:`capture` and compiled code find what they found in
+the forward.
 """
 
 from collections.abc import Callable
@@ -20,20 +20,20 @@ from .capture import Snapshot, capture
 
 @dataclass(frozen=True)
 class _InRegions:
-    """A function that runs in the regions of a snapshot, and by a recipe where its forward did."""
+    """A function that runs in the regions of a snapshot, with a recipe only if its forward could."""
 
     function: Callable[..., Any]
     snapshot: Snapshot
     in_function: bool = False
 
-    @dynamo_disabled  # as torch's checkpoint, which has imported Dynamo by now, does itself
+    @dynamo_disabled  # as torch's checkpoint is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self.snapshot.apply(), as_in_forward(self.in_function):
             return self.function(*args, **kwargs)
 
 
 class _Recomputed:
-    """The attribute in which a checkpoint keeps, from its forward on, the function that its backward runs again."""
+    """The attribute in which a checkpoint keeps the function that its backward recomputes."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -51,7 +51,7 @@ class _Recomputed:
         function = vars(checkpointed)[self._name]
         if isinstance(function, _InRegions) or not _has_more_than_torch(here := capture()):
             return function
-        # The forward had no policies and no cache, and this backward runs in a region with some.
+        # The forward had no override and no cache, and this backward runs in a region that has.
         return _InRegions(
             function, Snapshot(tuple(region._replace(override=None, cache=None) for region in here.regions))
         )
@@ -62,7 +62,7 @@ def _has_more_than_torch(snapshot: Snapshot) -> bool:
 
 
 def carry_in_checkpoints(patch: Patch) -> None:
-    """Put the descriptors in place."""
+    """Install the descriptors."""
     from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
     context: Any = vars(CheckpointFunction)["_backward_cls"]

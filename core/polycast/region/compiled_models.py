@@ -1,9 +1,9 @@
-"""Models that are compiled while they are under a rule, and run compiled without it too.
+"""Keep models compiled that get compiled under a module rule, after the rule is removed.
 
-``torch.compile`` of a module decides once how the module is called. Where the class's ``forward`` is torch's own, whose
-frames Dynamo skips (nn.Sequential, say), it compiles a function that calls the module; otherwise it leaves the
-compiling to the frame of ``forward``. A module under a rule has a forward of polycast's, so torch takes the second way;
-once the rule is removed, nothing is compiled. So the decision is made for the forward that the rule has replaced.
+``torch.compile`` decides once how to call a module. If the class's ``forward`` is torch's own (nn.Sequential), whose
+frames Dynamo skips, it compiles a function that calls the module; otherwise it relies on the frame of ``forward``. A
+module under a rule has a forward of polycast's, so torch does the latter, and nothing is compiled once the rule is
+removed. This makes the decision for the forward that the rule has replaced.
 """
 
 import functools
@@ -16,12 +16,12 @@ from .ruled_forward import FORWARD, RuledForward
 
 
 def decide_as_without_rules() -> None:
-    """Have ``torch.compile`` decide as without rules how a module is called, from now on."""
+    """Make ``torch.compile`` decide how to call a module as it does without rules, from now on."""
     changes.make(changes.COMPILED_MODELS)
 
 
 def look_past_rules(patch: Patch) -> None:
-    """Have OptimizedModule decide by the forward that a rule has replaced."""
+    """Make OptimizedModule decide by the forward that a rule has replaced."""
     from torch._dynamo import config, trace_rules
     from torch._dynamo.eval_frame import OptimizedModule
 

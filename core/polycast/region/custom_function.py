@@ -1,10 +1,10 @@
 """custom_fwd and custom_bwd: autocast in the forward and backward of a torch.autograd.Function.
 
-``backward`` has to run in the autocast state of ``forward``, and the only thing that both see is ``ctx``. Where forward
-takes no ctx (the style with ``setup_context``), setup_context is the first to see it. It runs right after forward, in
-the same autocast state, but nobody decorates it: so a decorated forward finds the classes that have it, and has the
-setup_context of each record the state too. A function does not know its classes, and no frame need name the one that is
-being applied, so they are looked for among all subclasses of Function.
+``backward`` has to run in the autocast state of ``forward``, and ``ctx`` is all that the two share. In the style with
+``setup_context``, forward takes no ctx. setup_context gets it right after forward, in the same autocast state, but is
+not decorated. So a decorated forward finds the classes that have it, and makes the setup_context of each record the
+state. It searches all subclasses of Function, because a function does not know its classes, and the class being applied
+need not be in any frame.
 """
 
 import functools
@@ -36,11 +36,11 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
 
     Args:
         fwd: the function; None to use this as a decorator with arguments.
-        device_type: the device whose autocast state the function heeds.
-        cast_inputs: None: ``forward`` runs in the autocast state that it is called in. A dtype: where autocast is
-            enabled, eligible tensors among the inputs (also in containers) are cast to it, and ``forward`` runs with
-            autocast disabled. What it writes to a cast does not reach the caller, as with torch's decorator; what it
-            does to a list or a dict does. Where autocast is disabled it has no effect.
+        device_type: the device whose autocast state the function follows.
+        cast_inputs: None: ``forward`` runs in the autocast state of the caller. A dtype: if autocast is enabled,
+            eligible tensors among the inputs (also in containers) are cast to it, and ``forward`` runs with autocast
+            disabled. Its writes to a cast do not reach the caller, as with torch's decorator; its changes of a list or
+            a dict do. If autocast is disabled, it has no effect.
 
     Raises:
         ValueError, RuntimeError: as :func:`polycast.get_backend`.
@@ -68,7 +68,7 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
 
     def record(ctx: Any) -> None:
-        # The names are those of torch.amp's decorators, so that either half may be torch's.
+        # The names that torch.amp's decorators use, so that either half may be torch's.
         ctx._dtype = get_autocast_dtype(device_type)
         ctx._fwd_used_autocast = cast_inputs is None and is_autocast_enabled(device_type)
         ctx._polycast_region = state.machine.innermost(device_type)
@@ -105,10 +105,10 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
 
     Args:
         bwd: the function; None to use this as a decorator with arguments.
-        device_type: the device whose autocast state the function heeds, as given to :func:`custom_fwd`.
+        device_type: the device, as given to :func:`custom_fwd`.
 
     Raises:
-        ValueError, RuntimeError: as :func:`polycast.get_backend`; RuntimeError from the decorated function where
+        ValueError, RuntimeError: as :func:`polycast.get_backend`. The decorated function raises RuntimeError if
             ``forward`` is not decorated with :func:`custom_fwd`.
     """
     device_type = registry.find(device_type).device_type
@@ -132,7 +132,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
 
 
 class _ClassesOf:
-    """The classes that have a function as their forward, as it is or wrapped; looked for anew when there are others."""
+    """The classes whose forward is a function, or wraps it; searched again after a Function class was created."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
@@ -147,7 +147,7 @@ class _ClassesOf:
 
 
 def _classes_made() -> object:
-    """Return what is another whenever another Function has been made: where torch counts them, their number."""
+    """Return a value that differs after a Function class was created: torch's count of them, if it has one."""
     counter = getattr(function, "AUTOGRAD_FUNCTION_COUNTER", None)
     return object() if counter is None else repr(counter)
 
@@ -159,16 +159,16 @@ def _all_functions() -> list[type[Function]]:
     return classes
 
 
-# Not attributes, which functools.wraps would give to the functions of others.
+# Not attributes, which functools.wraps would copy.
 _records: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
-"""By decorated forward, what records the state in a ctx."""
+"""By decorated forward, the function that records the state in a ctx."""
 _recording: weakref.WeakKeyDictionary[Any, tuple[Any, list[Callable[[Any], None]], Any]] = weakref.WeakKeyDictionary()
-"""By setup_context that records: the one that it calls, what it records, and what attribute the class had, if any."""
+"""By wrapped setup_context: the original, the functions that record, and the attribute of the class before, if any."""
 
 
 def _record_in_setup_context(cls: type[Function]) -> None:
-    """Have the setup_context of a class call what the decorators of its forward record, until uninstall()."""
-    if cls.setup_context is Function.setup_context:  # its forward takes a ctx, and was called by hand
+    """Wrap the setup_context of a class, to record what the decorators of its forward do, until uninstall()."""
+    if cls.setup_context is Function.setup_context:  # its forward takes a ctx, and was called directly
         return
     records = [_records[layer] for layer in _layers(cls) if layer in _records]
     given, recorded, before = _recording.get(cls.setup_context, (cls.setup_context, [], None))
@@ -190,7 +190,7 @@ def _record_in_setup_context(cls: type[Function]) -> None:
 
 
 def _restore() -> None:
-    """Give classes back the setup_context that they had."""
+    """Restore the setup_context of all classes."""
     for cls in _all_functions():
         own = vars(cls).get("setup_context")
         if own is None or _function(own) not in _recording:
@@ -203,12 +203,12 @@ def _restore() -> None:
 
 
 def _function(attribute: Any) -> Any:
-    """Return the function that an attribute of a class is, as a rule a staticmethod."""
+    """Return the function of a class attribute, which usually is a staticmethod."""
     return getattr(attribute, "__func__", attribute)
 
 
 def _layers(cls: type[Function]) -> list[Any]:
-    """Return the forward of a class and what it wraps, from the outermost decorator inwards."""
+    """Return the forward of a class and the functions that it wraps, the outermost first."""
     layers: list[Any] = []
     layer: Any = cls.forward
     while layer is not None and all(layer is not other for other in layers):

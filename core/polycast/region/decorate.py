@@ -1,7 +1,7 @@
-"""Run the body of a function in regions, and no more than the body.
+"""Run the body of a function in regions.
 
-A generator's or a coroutine's body runs in steps. The regions are entered for each step and left when it is suspended,
-so that the caller between the steps, and the event loop, are not in them.
+The body of a generator or a coroutine runs in steps. The regions are entered for each step and left when it is
+suspended, so that the caller and the event loop are not in them.
 """
 
 import functools
@@ -21,9 +21,9 @@ def decorate(func: _F, plain: Callable[[], AbstractContextManager[Any]], suspend
     """Return `func` wrapped so that its body runs in regions.
 
     Args:
-        func: a function, or one whose call makes a generator, a coroutine or an asynchronous generator.
-        plain: makes the context manager that a plain function's body runs in.
-        suspendable: makes what each step of a body that runs in steps is run in; called when the body is.
+        func: a function, generator function, coroutine function or asynchronous generator function.
+        plain: returns the context manager for the body of a plain function.
+        suspendable: returns the context manager for the steps of other bodies; called once for each body.
     """
     is_function = inspect.isroutine(func) or isinstance(func, functools.partial)
     kind = func if is_function else type(func).__call__
@@ -34,7 +34,7 @@ def decorate(func: _F, plain: Callable[[], AbstractContextManager[Any]], suspend
             body: AsyncGenerator[Any, Any] = func(*args, **kwargs)
             active = suspendable()
             try:
-                # The loop closes every asynchronous generator that it knows; the body is the wrapper's to close.
+                # The event loop closes every asynchronous generator that it knows; the wrapper closes the body.
                 hooks = sys.get_asyncgen_hooks()
                 sys.set_asyncgen_hooks(None, None)
                 try:
@@ -48,7 +48,7 @@ def decorate(func: _F, plain: Callable[[], AbstractContextManager[Any]], suspend
                     except GeneratorExit:
                         await _Stepwise(body.aclose(), active)
                         raise
-                    except BaseException as error:  # whatever the caller throws is for the body to see
+                    except BaseException as error:  # the body sees what the caller throws
                         item = await _Stepwise(body.athrow(error), active)
                     else:
                         item = await _Stepwise(body.asend(sent), active)
@@ -76,13 +76,13 @@ def decorate(func: _F, plain: Callable[[], AbstractContextManager[Any]], suspend
 
         wrapper = call
     functools.update_wrapper(wrapper, func)
-    # torch.jit.script reads this off a function that it cannot compile, and says it to the user.
+    # torch.jit.script raises an error with this text.
     setattr(wrapper, "__script_unsupported", "@autocast() decorator is not supported in script mode")
     return cast("_F", wrapper)
 
 
 def _can_be_awaited(generator_function: Any) -> bool:
-    """Say whether what a generator function makes can be awaited: whether ``types.coroutine`` marked it."""
+    """Return whether ``types.coroutine`` has made a generator function's generators awaitable."""
     while not hasattr(generator_function, "__code__"):  # inspect looks into these two as well
         partial = isinstance(generator_function, functools.partial)
         generator_function = generator_function.func if partial else generator_function.__func__
@@ -90,7 +90,7 @@ def _can_be_awaited(generator_function: Any) -> bool:
 
 
 class _Stepwise:
-    """An awaitable, awaited with regions active only while it runs."""
+    """Await an awaitable with regions active only while it runs."""
 
     def __init__(self, body: Awaitable[Any], active: Suspendable) -> None:
         self._body = body
@@ -101,7 +101,7 @@ class _Stepwise:
 
 
 def _steps(body: Any, active: Suspendable) -> Generator[Any, Any, Any]:
-    """Run a generator or a coroutine as ``yield from`` would, with `active` entered for each step."""
+    """Run a generator or a coroutine as ``yield from`` does, with `active` entered for each step."""
     try:
         with active:
             item = body.send(None)
@@ -112,7 +112,7 @@ def _steps(body: Any, active: Suspendable) -> Generator[Any, Any, Any]:
                 with active:
                     body.close()
                 raise
-            except BaseException as error:  # whatever the caller throws is for the body to see
+            except BaseException as error:  # the body sees what the caller throws
                 with active:
                     item = body.throw(error)
             else:

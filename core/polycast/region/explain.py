@@ -1,4 +1,4 @@
-"""``explain``: what becomes of an op in this thread's region, and which rule says so."""
+"""``explain``: what autocast does to an op in this thread's region, and which rule decides it."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -43,22 +43,24 @@ def explain(
     recipe: RecipeLike | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """Say what becomes of an op in this thread's region for a device, and which rule says so. Nothing is run.
+    """Explain what autocast does to an op in this thread's region for a device, and which rule decides it.
+
+    Nothing is run.
 
     Args:
         op: a name, as in a :class:`Policy`, or the op itself.
-        device_type: the device whose autocast it is about.
-        args, kwargs: what the op would be called with, to be told of each tensor. They may be fake tensors; one on
-            ``meta`` stands for one on the device. Without any, the rule is told, for each overload that the name means.
-        policy: as if in a region with this ``policy=``, inside the one that there is.
-        recipe: as if in a region with this ``recipe=``.
+        device_type: the device whose autocast to explain.
+        args, kwargs: arguments of the op, to explain the dtype of each tensor. They may be fake tensors; a tensor on
+            ``meta`` counts as on the device. Without any, only the rule is explained, for each overload of the name.
+        policy: explain a region with this ``policy=``, inside this thread's region.
+        recipe: explain a region with this ``recipe=``.
 
     Returns:
-        A value with a readable text.
+        An explanation; ``str()`` formats it.
 
     Raises:
-        TypeError: the op does not take the arguments, or `op` is none.
-        ValueError: torch has no such op, with the nearest names; or `policy` or `recipe` is refused.
+        TypeError: the op does not take the arguments, or `op` is not an op.
+        ValueError: torch has no such op, with the nearest names; or `policy` or `recipe` is invalid.
         ValueError, RuntimeError: as :func:`polycast.get_backend`.
 
     Example:
@@ -87,7 +89,7 @@ def explain(
 def explain_in(
     region: Settings, backend: Backend, op: _Op, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Explanation:
-    """Say what becomes of an op in a region, given as settings that say all; see :func:`explain`."""
+    """Explain an op in a region with these settings; see :func:`explain`."""
     name, kwargs = read_op(op), kwargs or {}
     if not args and not kwargs:
         told = [_without_arguments(each, region, backend) for each in known_overloads(name)]
@@ -122,7 +124,7 @@ def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanati
 
 
 def deciding_rule(op: str, region: Settings, backend: Backend) -> _Rule:
-    """Return the policy of an op, what decides it, and its name: the first that says something, from the inside out."""
+    """Return the policy of an op, the rule that decides it, and the name of that: the innermost rule for the op."""
     origin = None if region.override is None else region.override.origin_of(op)
     if region.override is not None and origin is not None:
         return region.override.policies[op], *origin
@@ -140,7 +142,7 @@ def deciding_rule(op: str, region: Settings, backend: Backend) -> _Rule:
 
 
 def _overload_for(name: OpName, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return the overload that a call means.
+    """Return the overload that a call resolves to.
 
     Raises:
         TypeError: none takes these arguments.
@@ -153,7 +155,7 @@ def _overload_for(name: OpName, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             f"{name.short!r} has several overloads, and this torch ({torch.__version__}) does not tell which one a "
             f"call means: name it, one of {overloads}"
         )
-    # torch takes one number for a list of a known length. The resolution of overloads does not, in a SymInt[n].
+    # torch accepts one number for a list of fixed length; its overload resolution does not, for SymInt[n].
     for some_args, some_kwargs in ((args, kwargs), *(_with_lists(each, args, kwargs) for each in overloads)):
         try:
             overload = resolve_packet(name.qualified, *some_args, **some_kwargs)
@@ -166,7 +168,7 @@ def _overload_for(name: OpName, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _with_lists(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return arguments of an op with lists where its schema has one of a known length and a number is given."""
+    """Return arguments of an op with numbers repeated into lists, where its schema has lists of fixed length."""
     overload = find_op(op)
     assert overload is not None
     arguments = overload._schema.arguments

@@ -1,4 +1,4 @@
-"""What ``explain`` returns: a value that says what becomes of an op, with a text for people and a dict for programs."""
+"""The result of ``explain``: a value with a text for people and a dict for programs."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -25,12 +25,12 @@ _MEANING = {
 
 @dataclass(frozen=True)
 class Argument:
-    """What becomes of one tensor among the arguments of an op.
+    """What autocast does to one tensor among the arguments of an op.
 
     Attributes:
-        name: the argument's name in the op's schema, with the position where it is in a list: ``tensors[1]``.
-        dtype: the dtype that it is given in.
-        seen: the dtype that the op gets it in.
+        name: the argument's name in the op's schema, with the position in a list: ``tensors[1]``.
+        dtype: the dtype of the argument.
+        seen: the dtype that the op sees.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Argument:
 
     @property
     def is_cast(self) -> bool:
-        """Whether it is cast."""
+        """Whether the tensor is cast."""
         return self.dtype is not self.seen
 
     def __str__(self) -> str:
@@ -49,22 +49,22 @@ class Argument:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What becomes of an op, and why; ``str()`` of it is for people.
+    """What autocast does to an op, and why; ``str()`` formats it.
 
     Attributes:
         op: the overload, by its name in the dispatcher.
-        device_type: the device whose autocast this is about.
-        enabled: whether autocast is enabled for it; if not, nothing is cast, and the rule is what would decide if so.
+        device_type: the device whose autocast is explained.
+        enabled: whether autocast is enabled; if not, nothing is cast, and the rule is the one that would decide.
         dtype: the fast dtype.
-        policy: the op's policy; None: it has none, runs as it is, and the ops that it is made of are looked up in turn.
-        rule: what decides that: ``"region's policy"``, ``"register_op for <device>"``, ``"register_op"``, ``"backend's
-            table"``, ``"none"``, or ``"a kernel that is not polycast's"``.
-        rule_name: the name that the rule has, such as that of the region's :class:`Policy`.
-        arguments: what becomes of each tensor; None where no arguments were given.
-        reached: whether autocast sees the call: one of the tensors is on the device.
-        set_dtype: the ``dtype`` that the op is given, where the policy sets one in this call.
+        policy: the op's policy; None: it runs unchanged, and autocast applies to the ops that it is made of.
+        rule: the rule that decides: ``"region's policy"``, ``"register_op for <device>"``, ``"register_op"``,
+            ``"backend's table"``, ``"none"``, or ``"a kernel that is not polycast's"``.
+        rule_name: the name of the rule, such as that of the region's :class:`Policy`.
+        arguments: what happens to each tensor; None if no arguments were given.
+        reached: whether autocast sees the call, because one of the tensors is on the device.
+        set_dtype: the ``dtype`` that the policy adds to this call, if any.
         calls: the overload that is called in the end.
-        refusal: what the call raises, where the op is banned.
+        refusal: the error of the call, if the op is banned.
         recipe: the recipe that the op is to be computed by, if it is: ``"int8"``.
         declined: why it is not by that, but in the fast dtype; None where it is. Without arguments: why no call is.
         others: the same for the other overloads that the name means, where there were no arguments to tell which.
@@ -87,7 +87,7 @@ class Explanation:
     others: "tuple[Explanation, ...]" = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it for programs: texts, bools, None, lists and dicts."""
+        """Return the explanation as texts, bools, None, lists and dicts."""
         plain: dict[str, Any] = _plain(asdict(self))
         return plain
 

@@ -1,7 +1,7 @@
-"""Take the unfused path of torch's attention modules in regions whose recipe computes their linears.
+"""Disable the fused path of torch's attention modules in regions whose recipe computes linears.
 
-In eval mode nn.MultiheadAttention and nn.TransformerEncoder call one fused op for all that they do, so that no kernel
-of a recipe is asked. On cuda they do not under autocast; on other devices torch does not look.
+In eval mode, nn.MultiheadAttention and nn.TransformerEncoder call one fused op, which no kernel of a recipe covers. On
+cuda, torch disables it under autocast; on other devices it does not.
 """
 
 import torch
@@ -14,7 +14,7 @@ _LINEAR = "aten::linear"
 
 
 def _recipe_computes_linears() -> bool:
-    """Return whether this thread is in an enabled region whose recipe is for linears."""
+    """Return whether this thread is in an enabled region whose recipe computes linears."""
     return any(
         (region := state.machine.innermost(device_type)) is not None
         and region[0] is not None
@@ -24,12 +24,12 @@ def _recipe_computes_linears() -> bool:
     )
 
 
-# Dynamo calls it while it traces, and takes the answer for a constant: compiled code is guarded on the recipe in force.
+# Dynamo calls it while it traces, and takes the answer for a constant: compiled code is guarded on the override.
 setattr(_recipe_computes_linears, "_dynamo_marked_constant", True)
 
 
 def ask_for_recipe(patch: Patch) -> None:
-    """Have torch's attention modules ask whether the region has a recipe."""
+    """Make torch's attention modules ask whether the region has a recipe."""
     from torch.backends import mha
 
     torchs = vars(mha)["get_fastpath_enabled"]

@@ -1,4 +1,4 @@
-"""A gradient scaler that scales where the fast dtype needs it, and only there."""
+"""A gradient scaler that scales only if the fast dtype needs it."""
 
 from typing import Any
 
@@ -16,24 +16,24 @@ _FLOAT32_SMALLEST = torch.finfo(torch.float32).smallest_normal
 def grad_scaler(
     device_type: str, dtype: torch.dtype | None = None, *, enabled: bool = True, **options: Any
 ) -> torch.amp.GradScaler:
-    """Return a torch.amp.GradScaler that is enabled where the dtype of ``autocast(device_type, dtype)`` needs it.
+    """Return a torch.amp.GradScaler that is enabled if the dtype of ``autocast(device_type, dtype)`` needs it.
 
-    Small gradients vanish in a dtype whose exponents are fewer than float32's, such as float16, unless the loss is
-    scaled. With any other (bfloat16, float32) the scaler passes all through, and one training loop serves every dtype.
+    Small gradients underflow in a dtype with a smaller exponent range than float32, such as float16, unless the loss is
+    scaled. For other dtypes (bfloat16, float32) the scaler does nothing, so one training loop serves every dtype.
 
     Args:
         device_type: the device to train on.
-        dtype: the fast dtype. None: the one that ``autocast(device_type)`` would take.
-        enabled: False for a scaler that is off whatever the dtype, as for a region; True where the dtype needs it.
-        options: what torch.amp.GradScaler takes besides, such as ``init_scale`` and ``growth_interval``.
+        dtype: the fast dtype. None: that of ``autocast(device_type)``.
+        enabled: False for a scaler that is off with every dtype.
+        options: other arguments of torch.amp.GradScaler, such as ``init_scale`` and ``growth_interval``.
 
     Raises:
-        TypeError: `dtype` is not a torch.dtype, `enabled` not a bool, or there is no such option.
+        TypeError: `dtype` is not a torch.dtype, `enabled` not a bool, or an option does not exist.
         ValueError: `dtype` is not floating point.
         ValueError, RuntimeError: as :func:`polycast.get_backend`.
 
     Warns:
-        AutocastDisabledWarning: the dtype needs scaling, but the region would run disabled: so is the scaler.
+        AutocastDisabledWarning: the region would run disabled, so the scaler is disabled, too.
 
     Example:
         >>> import torch, polycast

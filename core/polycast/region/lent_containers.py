@@ -1,4 +1,4 @@
-"""Mutable containers that hold casts for the length of a call, or copies of them that do."""
+"""Mutable containers whose items are casts during a call, or copies of them for the call."""
 
 import copy
 import threading
@@ -10,13 +10,13 @@ from torch.compiler import is_dynamo_compiling
 from ..common.atfork import hold_during_fork
 
 _Change = tuple[Any, Any, Any]
-"""Of a container: a key, the item there, and what it is to be replaced by."""
+"""A key of a container, its item, and the replacement."""
 
 
 class ByIdentity:
-    """A mapping by identity: of tensors, whose ``==`` is not about that, and of containers, which have no hash.
+    """A mapping by identity: ``==`` of tensors compares elements, and containers have no hash.
 
-    Dynamo guards what it makes of ``id(object)`` on this very object, so it compares the objects instead.
+    Dynamo would guard ``id(object)`` on the object, so traced code compares the objects instead.
     """
 
     __slots__ = ("_is_traced", "_pairs")
@@ -29,11 +29,11 @@ class ByIdentity:
         return bool(self._pairs)
 
     def add(self, key: Any, value: Any) -> None:
-        """Add an entry, which holds the key too; the first one of a key stays."""
+        """Add an entry, which also holds the key; keep the first of a key."""
         self._pairs.setdefault(len(self._pairs) if self._is_traced else id(key), (key, value))
 
     def has(self, key: Any) -> bool:
-        """Return whether there is an entry of a key."""
+        """Return whether a key has an entry."""
         if self._is_traced:
             return any(each is key for each, _ in self._pairs.values())
         return id(key) in self._pairs
@@ -49,16 +49,16 @@ class ByIdentity:
         return None if found is None else found[1]
 
     def items(self) -> Iterable[tuple[Any, Any]]:
-        """Return the keys and their values."""
+        """Return the keys with their values."""
         return self._pairs.values()
 
 
 class Loan:
-    """A mutable container that has casts in it for the length of a call.
+    """A mutable container whose items are casts during a call.
 
     Attributes:
-        given: what the call gets.
-        items: what was in the container before, each item with its key or position.
+        given: the argument for the call.
+        items: the items before the call, each with its key or position.
     """
 
     def __init__(self, container: Any) -> None:
@@ -67,26 +67,26 @@ class Loan:
         self._users: _Users | None = None
 
     def begin(self) -> None:
-        """Keep others from taking their casts out of the container before the end."""
-        if not is_dynamo_compiling():  # it traces one call, and does the sum of it to the container
+        """Register this call as a user of the container."""
+        if not is_dynamo_compiling():  # Dynamo traces one call, and applies its net effect to the container
             with _lock:
                 self._users = _lent.setdefault(id(self._container), _Users(self._container))
                 self._users.calls.add(id(self))
         self.items = _items(self._container)
 
     def put(self, changes: list[_Change]) -> None:
-        """Put casts into the container; give the call a copy if it is frozen, as an immutable_list of torch.fx is."""
+        """Put casts into the container; if it is frozen, as an immutable_list of torch.fx, give the call a copy."""
         try:
             if self._users is None:
                 _replace(self._container, changes)
             else:
                 with _lock:
                     _replace(self._container, changes)
-        except Exception:  # each class that can be frozen raises another
+        except Exception:  # frozen classes raise different errors
             self.given = _copied(self._container, changes)
 
     def end(self, originals: ByIdentity) -> None:
-        """Take the casts out, or leave that to the last call that uses the container."""
+        """Remove the casts, if this is the last call that uses the container."""
         if self._users is None:
             _take_out(self._container, originals)
             return
@@ -100,25 +100,25 @@ class Loan:
 
 
 class _Users:
-    """The calls that use a container with casts in it, be they in several threads or inside each other.
+    """The calls that use a container with casts in it, nested or in several threads.
 
-    If each took its casts out, a call in another thread would find tensors uncast.
+    If each removed its casts, a call in another thread would find tensors uncast.
     """
 
     def __init__(self, container: Any) -> None:
-        self.container = container  # held, for the entry below is by its id
+        self.container = container  # held, because `_lent` knows it by its id
         self.calls: set[int] = set()
         self.originals = ByIdentity()
 
 
 _lent: dict[int, _Users] = {}
-"""By ``id(container)``, the users of each container that is lent."""
+"""By ``id(container)``, its users."""
 _lock = threading.RLock()
 hold_during_fork(lambda: [_lock])
 
 
 class Copy:
-    """A mutable container of which a call gets a copy where it has casts; with the attributes of :class:`Loan`."""
+    """A copy of a mutable container, if it has items to cast; with the attributes of :class:`Loan`."""
 
     def __init__(self, container: Any) -> None:
         self.given = self._container = container
@@ -126,7 +126,7 @@ class Copy:
         self._before: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:
-        """Read what is in the container."""
+        """Read the items of the container."""
         self.items = _items(self._container)
 
     def put(self, changes: list[_Change]) -> None:
@@ -135,7 +135,7 @@ class Copy:
         self._before = _items(self.given)
 
     def end(self, originals: ByIdentity) -> None:
-        """Change the container as the copy was changed."""
+        """Apply the changes of the copy to the container."""
         if self.given is self._container:
             return
         now = _items(self.given)
@@ -154,7 +154,7 @@ class Copy:
 
 
 def rebuilt(value: Any, items: list[Any]) -> Any:
-    """Return a tuple or frozenset with other items, or itself if they are the same."""
+    """Return a tuple or frozenset with other items; the same one if its items are the same."""
     if all(item is old for item, old in zip(items, value, strict=True)):
         return value
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -188,23 +188,23 @@ def _copied(container: Any, changes: list[_Change]) -> Any:
     items = {key: replaced.get(key, item) for key, item in _items(container)}
     if not isinstance(container, Mapping):
         return type(container)(items.values())
-    copied: Any = copy.copy(container)  # such as what models of transformers return, which have attributes too
+    copied: Any = copy.copy(container)  # it may have attributes, as outputs of transformers have
     try:
         copied.update(items)
-    except Exception:  # it is frozen, too
+    except Exception:  # the copy is frozen, too
         return items
     return copied
 
 
 def _take_out(container: Any, originals: ByIdentity) -> None:
-    """Replace the casts in a mutable container by what they stand in for."""
+    """Replace the casts in a mutable container by their originals."""
     if originals:
         changes = [(key, item, _original(item, originals)) for key, item in _items(container)]
         _replace(container, [change for change in changes if change[1] is not change[2]])
 
 
 def _original(item: Any, originals: ByIdentity) -> Any:
-    """Return what an item of a container stands in for, be it a cast or a tuple with casts; else itself."""
+    """Return the original of a cast, or of a tuple with casts; other items themselves."""
     if originals.has(item):
         return originals.get(item)
     return rebuilt(item, [_original(each, originals) for each in item]) if isinstance(item, tuple) else item

@@ -1,8 +1,8 @@
-"""Rules for modules: in an enabled region, a module under a rule computes as the rule says.
+"""Module rules: ``apply_policy`` puts the modules of a model under the rules of a policy.
 
-A rule has to be in force while the module's ``forward`` runs, wherever that is called from. So the module gets a
-``forward`` of its own: a callable object, which holds the module. An object, unlike a bound method, is copied and
-pickled with the module, rule and all; the class of the module, its names, hooks and state_dict are what they were.
+A rule is active while the module's ``forward`` runs, whatever calls it. So the instance gets a ``forward`` of its own,
+a callable object that holds the module. Unlike a bound method, an object is copied and pickled with the module, with
+its rules. The class of the module, its names, hooks and state_dict do not change.
 """
 
 import inspect
@@ -23,13 +23,11 @@ from .ruled_forward import ANY_DEVICE, FORWARD, Mark, Rule, RuledForward, rules_
 
 
 class ModuleRules:
-    """Rules that are in force in a model until they are removed; what :func:`apply_policy` returns.
-
-    It is a context manager, too, which removes them as it is left.
+    """The rules that :func:`apply_policy` has put a model under; a context manager that removes them on exit.
 
     Attributes:
-        policy: the policy that the rules are of.
-        rules: by name of a module, the rule that it is under, as text.
+        policy: the policy of the rules.
+        rules: by module name, the rule of the module, as text.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -39,7 +37,7 @@ class ModuleRules:
         self._forwards: list[RuledForward] = []
 
     def remove(self) -> None:
-        """Take the rules back; what copies of the model have is theirs."""
+        """Remove the rules; copies of the model keep theirs."""
         while self._forwards:
             self._forwards.pop().drop(self._mark)
         self.rules = {}
@@ -68,41 +66,41 @@ class ModuleRules:
 def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
     """Put a model under the rules of a policy, until they are removed.
 
-    In an enabled region, whoever opened it, a module computes as its rule says, and so do the modules inside it that
-    have no rule of their own. Outside of any the model is what it was. Rules are in force where ``forward`` runs: not
-    in hooks, and not in a module whose ``forward`` is never called (such as the projection in nn.MultiheadAttention,
-    whose weight another function uses).
+    In an enabled region, a module computes as its rule says, and so do the modules inside it that have no rule of their
+    own. Outside of regions, rules have no effect. Rules are active while ``forward`` runs: not in hooks, and not in a
+    module whose ``forward`` is never called (such as the projection in nn.MultiheadAttention, whose weight another
+    function uses).
 
-    The keys of ``policy.modules`` are globs over the names in ``model.named_modules()``: ``*`` stands for any
-    characters of a part between dots, ``**`` for any number of parts, or none: ``"**"`` alone is every module and the
-    model itself, which ``""`` alone is. ``[0-11]`` is a number in a range, ``{q,k}`` either of two, ``[ab]`` a
-    character, and a special character in brackets stands for itself, as in ``[*]``. ``"class:torch.nn.LayerNorm"``
-    means the modules of a class and its subclasses. Of several rules that match, the last decides. A container without
-    a forward (nn.ModuleList) passes its rule on to what it contains. A module with several names has one rule: the
-    last that matches any of them. The values:
+    The keys of ``policy.modules`` are globs over the names in ``model.named_modules()``: ``*`` matches any characters
+    of a part between dots, ``**`` any number of parts, or none: ``"**"`` alone matches every module and the model
+    itself, ``""`` the model itself. ``[0-11]`` matches a number in a range, ``{q,k}`` either of two, ``[ab]`` a
+    character, and a special character in brackets matches itself, as in ``[*]``. ``"class:torch.nn.LayerNorm"`` matches
+    the modules of a class and its subclasses. Of several rules that match, the last one decides. A container without a
+    forward (nn.ModuleList) passes its rule on to its modules. A module with several names has one rule: the last that
+    matches any of them. The values:
 
     - ``"fp32"``: autocast is off in the module, and its floating-point inputs are cast to float32 (not float64 ones);
-      what the module writes to them is written back, or refused with a RuntimeError where that is impossible;
-    - ``"off"``: autocast is off in it, and inputs are as they are;
-    - a fast dtype, such as ``"float16"``: its ops run in a region with that dtype, also inside a module that a rule
-      has switched autocast off in;
-    - a recipe, such as ``"int8"``, or ``"none"`` for the fast dtype: in place of the recipe of the region outside, also
-      inside a module that a rule has switched autocast off in;
-    - policies by op: they are laid over what holds outside, and over what regions inside the module ask for.
+      writes of the module to them are copied back, or raise a RuntimeError if that is impossible;
+    - ``"off"``: autocast is off in the module, and its inputs are not cast;
+    - a fast dtype, such as ``"float16"``: its ops run in a region with that dtype, even inside a module that a rule
+      has switched autocast off for;
+    - a recipe, such as ``"int8"``, or ``"none"`` for the fast dtype: replaces the recipe of the region outside, even
+      inside a module that a rule has switched autocast off for;
+    - policies by op: they override those of regions outside, and of regions inside the module.
 
-    ``policy.ops`` hold in the whole model. Where a model is put under rules twice, the later ones decide in the
-    modules that both match, until they are removed.
+    ``policy.ops`` apply to the whole model. If a model is put under rules twice, the later ones decide for the modules
+    that both match, until they are removed.
 
     Args:
-        model: the model. It is changed in one way: a module under a rule has a ``forward`` of its own in its
-            ``__dict__``, which is copied and pickled with it. ``copy.copy`` of a module calls the original's.
+        model: the model. Each module under a rule gets a ``forward`` in its ``__dict__``, which is copied and pickled
+            with it. A ``copy.copy`` of a module calls the original's.
         policy: a :class:`Policy`, a mapping of ops, or the path of a policy file.
 
     Returns:
         The rules, with ``remove()``; a context manager that removes them.
 
     Raises:
-        ValueError: a key matches no module, with the nearest names; or `policy` is refused by :class:`Policy`.
+        ValueError: a key matches no module, with the nearest names; or `policy` is invalid, as :class:`Policy` says.
         TypeError: `model` is not a module; or a module that matches is a ScriptModule, contains a DataParallel, or has
             a forward that is a generator or a coroutine.
 
@@ -130,14 +128,14 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
     try:
         for module, (name, rules) in found.items():
             handle._put(name, module, rules)
-    except BaseException:  # of a module that lets nobody set its forward
+    except BaseException:  # a module may refuse to have its forward set
         handle.remove()
         raise
     return handle
 
 
 def _rules_by_module(model: nn.Module, policy: Policy, finder: ModuleFinder) -> dict[nn.Module, tuple[str, Rule]]:
-    """Return by module its name and the rule that decides on one device."""
+    """Return by module its name and its rule for one device."""
     found: dict[nn.Module, tuple[str, Rule]] = {}
     if policy.ops:
         found[model] = "", Rule("ops", ops=policy.ops)
@@ -170,7 +168,7 @@ def _read(key: str, rule: ModuleRule) -> Rule:
 
 
 def _check(name: str, module: nn.Module, has_replicas: bool) -> None:
-    """Refuse a module that cannot be under a rule; only a model that has replicas is searched for them."""
+    """Raise TypeError for a module that cannot be under a rule."""
     what = f"the module {name!r}" if name else "the model"
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(

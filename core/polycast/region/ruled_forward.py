@@ -1,4 +1,4 @@
-"""The forward of a module that is under rules: a callable object, which opens the region that a rule asks for."""
+"""The forward of a module under rules: a callable object that runs the module in the regions of its rules."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
@@ -25,7 +25,7 @@ _REPLICATE = "_replicate_for_data_parallel"
 
 
 class Rule(NamedTuple):
-    """What the region for a module is to be; `text` is for people."""
+    """The region of a module; `text` is the rule as it was written."""
 
     text: str
     enabled: bool = True
@@ -33,16 +33,16 @@ class Rule(NamedTuple):
     cast_inputs: bool = False
     ops: OpPolicies | None = None
     policies: str = ""
-    """Those of `ops`, and the recipe, as the text of an override, which compiled code is made from and guarded by."""
+    """Those of `ops`, and the recipe, as the text of an override, for compiled code."""
     recipe: Recipe | None = None
 
 
-_InForce = tuple[tuple[str, Rule], ...]
-"""The rules that decide on a call, each with the device whose region it is about."""
+_ActiveRules = tuple[tuple[str, Rule], ...]
+"""The rules that apply to a call, each with its device."""
 
 
 class Mark:
-    """What the rules of one call of apply_policy have in common; a copied model has another."""
+    """Identifies the rules of one call of apply_policy; a copied model has another."""
 
 
 class RuledForward:
@@ -50,7 +50,7 @@ class RuledForward:
 
     Attributes:
         module: the module.
-        inner: what was the instance's own forward before; None where it had none, and its class's is called.
+        inner: the instance's own forward before; None if it had none, so that its class's is called.
     """
 
     def __init__(self, module: nn.Module, inner: Callable[..., Any] | None) -> None:
@@ -59,32 +59,32 @@ class RuledForward:
         self._devices = _known_devices()
         self._entries: list[tuple[Mark, Mapping[str, Rule]]] = []
         self._rules: Mapping[str, Rule] = {}
-        self._usual: dict[int, _InForce] = {}
+        self._usual: dict[int, _ActiveRules] = {}
         self._regions: dict[tuple[str, torch.dtype, int], autocast] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is made again where a copy needs it, and what this process's torch knows."""
+        """Leave out caches, and the devices that this process's torch knows."""
         return {**vars(self), "_usual": {}, "_regions": {}, "_devices": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _devices=_known_devices())
 
     def put(self) -> None:
-        """Be the forward of the module."""
+        """Install this object as the forward of the module."""
         self.module.forward = self
         vars(self.module).setdefault(_REPLICATE, _refuse_replicas)
 
     def add(self, mark: Mark, rules: Mapping[str, Rule]) -> None:
-        """Put the module under rules, the last of which decide."""
+        """Put the module under rules; those added last decide."""
         self._entries.append((mark, rules))
         self._decide()
 
     def drop(self, mark: Mark) -> None:
-        """Take rules back. With the last of them the module has the forward that it had before."""
+        """Remove rules. Without any left, restore the module's forward."""
         self._entries = [entry for entry in self._entries if entry[0] is not mark]
         self._decide()
         attributes = vars(self.module)
-        if self._entries or attributes.get(FORWARD) is not self:  # another's is over it, and calls it
+        if self._entries or attributes.get(FORWARD) is not self:  # somebody has wrapped it since
             return
         if self.inner is None:
             del attributes[FORWARD]
@@ -99,16 +99,16 @@ class RuledForward:
         self._regions = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward as the rules say."""
+        """Run forward under the rules."""
         if is_dynamo_compiling() or switched_off.anywhere():
-            return self._run(self._in_force(), args, kwargs)
+            return self._run(self._active_rules(), args, kwargs)
         excluded = state.machine.excluded_keys()
         rules = self._usual.get(excluded)
         if rules is None:
-            rules = self._usual[excluded] = self._in_force()
+            rules = self._usual[excluded] = self._active_rules()
         return self._run(rules, args, kwargs)
 
-    def _in_force(self) -> "_InForce":
+    def _active_rules(self) -> "_ActiveRules":
         enabled = tuple([device for device in self._devices if torch.is_autocast_enabled(device)])
         devices = enabled
         if switched_off.anywhere():
@@ -116,12 +116,12 @@ class RuledForward:
         found = []
         for device in devices:
             rule = self._rules.get(device) or self._rules.get(ANY_DEVICE)
-            # Policies for ops are for a region, and switch none on.
+            # Policies for ops do not enable autocast.
             if rule is not None and (rule.dtype or rule.recipe or not rule.enabled or device in enabled):
                 found.append((device, rule))
         return tuple(found)
 
-    def _run(self, rules: "_InForce", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, rules: "_ActiveRules", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not rules:
             if self.inner is None:
                 return type(self.module).forward(self.module, *args, **kwargs)
@@ -138,8 +138,8 @@ class RuledForward:
         finally:
             casts.give_back(self.module, rule.text)
 
-    def _run_in_region(self, rules: "_InForce", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run forward in the region of the first rule, and as the others say."""
+    def _run_in_region(self, rules: "_ActiveRules", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run forward in the region of the first rule, and under the others."""
         device, rule = rules[0]
         with self._region(device, rule):
             if rule.enabled:
@@ -148,7 +148,7 @@ class RuledForward:
                 changes.make(changes.CHECKPOINT)  # torch does not know that a rule has switched autocast off
             before = switched_off.enter(device)
             try:
-                if len(rules) == 1 and self.inner is None:  # as most are
+                if len(rules) == 1 and self.inner is None:  # as usual
                     return type(self.module).forward(self.module, *args, **kwargs)
                 return self._run(rules[1:], args, kwargs)
             finally:
@@ -164,17 +164,17 @@ class RuledForward:
             in_graph: autocast = region_of_rule(autocast, device, rule.dtype, rule.enabled, rule.policies, rule.text)
             return in_graph
         dtype = rule.dtype or state.machine.dtype(device)
-        known = 0 if rule.ops is None else len(rule.ops.resolved)  # a library may bring an op that was optional
+        known = 0 if rule.ops is None else len(rule.ops.resolved)  # a library may define an optional op
         region = self._regions.get((device, dtype, known))
         if region is None:
             region = self._regions[device, dtype, known] = _ModuleRegion(device, dtype, rule)
         return region
 
-    # What others ask of a forward.
+    # The attributes of a bound method that others read.
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The forward that is called; ``inspect.signature`` is its."""
+        """The forward that is called, whose signature ``inspect`` reports."""
         return self.inner if self.inner is not None else type(self.module).forward.__get__(self.module)
 
     @property
@@ -183,7 +183,7 @@ class RuledForward:
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """A function of the module and the arguments."""
+        """The unbound function."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
@@ -196,7 +196,7 @@ class RuledForward:
 
     @property
     def __globals__(self) -> NoReturn:
-        # TorchScript asks for this before it compiles a function, and nobody else insists on it.
+        # TorchScript reads this before it compiles a function; nothing else requires it.
         raise AttributeError(
             "a module under the rules of polycast.apply_policy cannot be scripted: TorchScript would leave them out. "
             "Remove the rules before, or use torch.compile."
@@ -221,7 +221,7 @@ class _ModuleRegion(autocast):
 
 
 def _known_devices() -> tuple[str, ...]:
-    """Return the devices of this process's torch: another may know more, or fewer."""
+    """Return the devices that this process's torch knows."""
     return tuple(autocast_supported_devices())
 
 
@@ -233,7 +233,7 @@ def _refuse_replicas() -> NoReturn:
 
 
 def rules_of(module: nn.Module) -> "RuledForward | None":
-    """Return what has the rules that a module is under, also where somebody has wrapped it since."""
+    """Return the forward with a module's rules, even if it was wrapped since; None if it has none."""
     forward = vars(module).get(FORWARD)
     while forward is not None:
         if isinstance(forward, RuledForward):

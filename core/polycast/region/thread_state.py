@@ -1,4 +1,4 @@
-"""Read and set this thread's autocast state by hand, outside the regions."""
+"""Read and set this thread's autocast state without regions."""
 
 import torch
 
@@ -21,7 +21,7 @@ def _device_type(device_type: str) -> str:
 
 
 def is_autocast_enabled(device_type: str) -> bool:
-    """Say whether autocast is enabled for a device on this thread, by polycast or by torch.
+    """Return whether autocast is enabled for a device on this thread, by polycast or by torch.
 
     Raises:
         ValueError: `device_type` is not a str.
@@ -33,7 +33,7 @@ def is_autocast_enabled(device_type: str) -> bool:
 def set_autocast_enabled(device_type: str, enabled: bool) -> None:
     """Enable or disable autocast for a device on this thread, until it is set again or the enclosing region is left.
 
-    Enabling puts the backend's kernels in place.
+    Enabling installs the backend's kernels.
 
     Raises:
         ValueError, RuntimeError: as :func:`polycast.get_backend`.
@@ -83,12 +83,12 @@ def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
 
 
 def is_autocast_cache_enabled() -> bool:
-    """Say whether this thread's regions keep the casts of weights."""
+    """Return whether this thread's regions cache casts of weights."""
     return torch.is_autocast_cache_enabled()
 
 
 def set_autocast_cache_enabled(enabled: bool) -> None:
-    """Switch the keeping of weights' casts on or off on this thread.
+    """Enable or disable the caching of casts of weights on this thread.
 
     Raises:
         TypeError: `enabled` is not a bool.
@@ -99,13 +99,13 @@ def set_autocast_cache_enabled(enabled: bool) -> None:
 
 
 def clear_autocast_cache(all_threads: bool = False) -> None:
-    """Drop the casts that this thread's regions keep, what recipes have packed weights into, and torch's own casts.
+    """Drop the casts that this thread's regions cache, the packed weights of recipes, and torch's cached casts.
 
-    What a :class:`WeightCache` keeps stays there until its own ``clear()``.
+    A :class:`WeightCache` is not affected: call its ``clear()``.
 
     Args:
-        all_threads: those of the other threads' regions too. A thread that is in a region drops its own when it next
-            uses a weight; one that is in none keeps nothing.
+        all_threads: drop those of other threads' regions, too. A thread in a region drops its own when it next uses a
+            weight.
 
     Raises:
         TypeError: `all_threads` is not a bool.
@@ -118,7 +118,7 @@ def clear_autocast_cache(all_threads: bool = False) -> None:
 
 
 def autocast_nesting(device_type: str) -> int:
-    """Return how many polycast regions for a device this thread is in (torch does not count by device).
+    """Return the number of polycast regions for a device that this thread is in (torch does not count by device).
 
     Raises:
         ValueError, RuntimeError: `device_type` is not a device string that torch knows.

@@ -150,17 +150,12 @@ dynamo_disabled: Callable[[Any], Any] = read(
 _FrameExecStrategy: Any = read("torch._C._dynamo.eval_frame._FrameExecStrategy", None, _REGION_SKIPPED)
 _FrameAction: Any = read("torch._C._dynamo.eval_frame._FrameAction", None, _REGION_SKIPPED)
 _set_strategy: Any = read("torch._C._dynamo.eval_frame.set_code_exec_strategy", None, _REGION_SKIPPED)
-set_eval_frame: Callable[[Any], Any] = read(
-    "torch._C._dynamo.eval_frame.set_eval_frame",
-    lambda callback: None,
-    "compiled functions that enter a region with policy= may continue under it in code for another",
-)
 
 
-def skip_frames(code: Any, *, below: bool) -> None:
-    """Make Dynamo skip the frames of a code object, and the frames `below` them."""
+def skip_frames(code: Any) -> None:
+    """Make Dynamo skip the frames of a code object, and the frames below them."""
     if not any(each is None for each in (_FrameExecStrategy, _FrameAction, _set_strategy)):
-        _set_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP if below else _FrameAction.DEFAULT))
+        _set_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
 
 
 # ---- torch's own out_dtype.

@@ -1,4 +1,4 @@
-"""The native engine: what Python sees of the C++."""
+"""The native engine: the interface of the C++ to Python."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -36,7 +36,7 @@ _NOT_PREPACKED = tuple(NOT_PREPACKED.values())
 
 
 class NativeEngine:
-    """The engine in C++, once it is built and loaded."""
+    """The engine in C++."""
 
     name = "native"
 
@@ -74,7 +74,7 @@ class NativeEngine:
         """Return the capsule that an observer binds to."""
 
     def number(self, name: str) -> int:
-        """Return the number by which kernels and overrides know an op."""
+        """Return the number of an op in kernels and overrides."""
         number = _numbers.setdefault(name, next(_unused_numbers))  # two threads never get one for two ops
         _names[number] = name
         return number
@@ -108,20 +108,20 @@ class NativeEngine:
         return override.native
 
     def watch_writes(self) -> None:
-        """Have writes of weights that count no version seen, from now on."""
+        """Watch for writes to weights that do not increment the version."""
         if self._watched is None:
             self._extension.watch_writes(FUSED_OPTIMIZERS, COLLECTIVES)
             self._watched = WatchedWrites(self._extension.note_writes, self._extension.forget)
 
     def unwatch_writes(self) -> None:
-        """Take out of torch what watch_writes put there."""
+        """Undo :meth:`watch_writes`."""
         if self._watched is not None:
             self._extension.unwatch_writes()
             self._watched.remove()
             self._watched = None
 
     def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy]) -> Kernels:
-        """Put a backend's kernels in place."""
+        """Install a backend's kernels."""
         return _NativeKernels(backend, policies, self, self._extension)
 
 

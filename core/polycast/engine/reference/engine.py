@@ -23,7 +23,7 @@ from .kernels import PythonKernels
 from .rules import tensors_in
 from .state_machine import PythonStateMachine
 
-_WHERE_VERSIONS_COUNT = "ADInplaceOrView"
+_VERSIONING_KEY = "ADInplaceOrView"
 
 
 class ReferenceEngine(PythonStateMachine):
@@ -38,28 +38,28 @@ class ReferenceEngine(PythonStateMachine):
         self._libraries: dict[str, Library] = {}
 
     def kernels(self, backend: Backend, policies: Mapping[str, CastPolicy]) -> Kernels:
-        """Put a backend's kernels in place."""
+        """Install a backend's kernels."""
         return PythonKernels(backend, policies, self)
 
     def watch_writes(self) -> None:
-        """Have writes of weights that count no version seen, from now on."""
+        """Watch for writes to weights that do not increment the version."""
         if self._watched is None:
             changes.make(changes.ALIASES)
             self._watched = WatchedWrites(note_writes, forget)
-            below = keys_below(_WHERE_VERSIONS_COUNT)
+            below = keys_below(_VERSIONING_KEY)
             for name in (*FUSED_OPTIMIZERS, *COLLECTIVES):
                 op = find_op(name)
-                if below is None or op is None or has_kernel_for_dispatch_key(name, _WHERE_VERSIONS_COUNT):
-                    continue  # not in this torch; or it counts versions by now
+                if below is None or op is None or has_kernel_for_dispatch_key(name, _VERSIONING_KEY):
+                    continue  # this torch lacks it, or increments the version
                 space, _, name_in_it = name.partition("::")
                 if space not in self._libraries:
                     self._libraries[space] = Library(space, "IMPL")  # type: ignore[no-untyped-call]
                 self._libraries[space].impl(  # type: ignore[no-untyped-call]
-                    name_in_it, _announcing(op, below, name in COLLECTIVES), _WHERE_VERSIONS_COUNT, with_keyset=True
+                    name_in_it, _write_hook(op, below, name in COLLECTIVES), _VERSIONING_KEY, with_keyset=True
                 )
 
     def unwatch_writes(self) -> None:
-        """Take out of torch what watch_writes put there."""
+        """Undo :meth:`watch_writes`."""
         if self._watched is not None:
             changes.undo(changes.ALIASES)
             self._watched.remove()
@@ -69,11 +69,12 @@ class ReferenceEngine(PythonStateMachine):
             self._libraries = {}
 
 
-def _announcing(op: OpOverload, below: DispatchKeySet, is_collective: bool) -> Any:
-    """Return a kernel that runs in front of an op that writes to tensors it is given, and announces that."""
+def _write_hook(op: OpOverload, below: DispatchKeySet, is_collective: bool) -> Any:
+    """Return a kernel that runs before an op that writes to its arguments, and logs the write."""
 
     def kernel(keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        # A fused optimizer writes its first argument and its state; a collective's schema does not say what it writes.
+        # A fused optimizer writes to its first argument and its state. The schemas of collectives do not say what they
+        # write.
         written = list(tensors_in(args if is_collective else args[:1]))
         try:
             return redispatch(op, keys & below, args, kwargs)

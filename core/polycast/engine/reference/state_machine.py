@@ -23,10 +23,10 @@ _CastWeight: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.dtype], tor
 
 
 class Frame:
-    """One region that a thread is in: who entered it, what was there before, and the regions before and after it.
+    """An open region of a thread: its owner, the state before it, and its neighbours.
 
-    `older` and `newer` are those of the thread, `below` and `above` those of the device, and `earlier` is the one that
-    the same owner entered before, if it is in that still.
+    `older` and `newer` are its neighbours among the thread's regions, `below` and `above` among those for the device;
+    `earlier` is the owner's previous open region.
     """
 
     def __init__(self, owner: object, settings: Settings, below: "Frame | None") -> None:
@@ -49,11 +49,11 @@ class Frame:
 
 
 class _ThreadRegions:
-    """The regions of one thread; they die with it.
+    """The regions of one thread.
 
-    Any call may raise, of a builtin too: RecursionError, or what a signal's handler raises. So all calls are made
-    before anything is changed, and to put a frame on top needs those that taking it out does, so that a region that
-    could be entered can be left.
+    Any call may raise, even of a builtin: RecursionError, or what a signal handler raises. So all calls come before
+    the first change, and :meth:`push` makes the calls that :meth:`take_out` does: a region that could be entered can be
+    left.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class _ThreadRegions:
         self._by_owner: dict[int, Frame] = {}
 
     def push(self, frame: Frame) -> None:
-        """Put a frame on top."""
+        """Push a frame."""
         key = id(frame.owner)
         frame.earlier = self._by_owner.get(key)
         depth = self.depth.get(frame.device_type, 0)
@@ -79,7 +79,7 @@ class _ThreadRegions:
         self._by_owner[key] = frame
 
     def take_out(self, owner: object) -> Frame | None:
-        """Take out the innermost frame of an owner and return it, if there is one."""
+        """Remove the innermost frame of an owner, and return it; None if there is none."""
         key = id(owner)
         frame = self._by_owner.get(key)
         if frame is None:
@@ -117,15 +117,15 @@ class PythonStateMachine:
     """The state machine in Python."""
 
     def __init__(self) -> None:
-        # Threads start and end while others look. Adding, taking out and copying are a single call each, which no other
-        # thread and no finalizer comes between: a WeakSet is walked in many, and a lock could be held already.
+        # Threads start and end at any time. Adding, removing and copying take one call each, which no thread and no
+        # finalizer interrupts. Walking a WeakSet takes many, and a finalizer could find a lock held by its own thread.
         self._threads: set[weakref.ref[_ThreadRegions]] = set()
         self._local = _Regions(self._threads)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget_other_threads)
 
     def _forget_other_threads(self) -> None:
-        """Forget the threads that a fork left behind: what they were in the middle of keeps their regions alive."""
+        """Forget the threads that a fork did not copy, whose regions stay alive in the child."""
         mine = self._regions
         self._threads.intersection_update([thread for thread in self._threads.copy() if thread() is mine])
 
@@ -147,7 +147,7 @@ class PythonStateMachine:
         return is_function_mode_enabled()
 
     def leave(self, owner: object) -> bool | None:
-        """Take a frame out; what it would have restored passes to the frame above it, or is restored if none is."""
+        """Remove a frame, and restore the state before it; if a frame is above it, that one restores it instead."""
         regions = self._regions
         frame = regions.take_out(owner)
         if frame is None:
@@ -169,24 +169,24 @@ class PythonStateMachine:
         return is_function_mode_enabled()
 
     def last(self) -> tuple[object, Settings] | None:
-        """Return what was entered last."""
+        """Return owner and settings of the last region."""
         frame = self._regions.newest
         return None if frame is None else (frame.owner, frame.settings)
 
     def open_regions(self, device_type: str) -> int:
-        """Count the regions for a device, over all threads."""
+        """Return the number of regions for a device, over all threads."""
         return sum(regions.depth.get(device_type, 0) for regions in self._living())
 
     def _living(self) -> list[_ThreadRegions]:
         return [regions for thread in self._threads.copy() if (regions := thread()) is not None]
 
     def innermost(self, device_type: str) -> tuple[Override | None, WeightCache | None] | None:
-        """Return what the innermost region for a device has."""
+        """Return override and cache of the innermost region for a device."""
         frame = self._regions.innermost.get(device_type)
         return None if frame is None else (frame.override, frame.cache)
 
     def nesting(self, device_type: str) -> int:
-        """Count the regions for a device."""
+        """Return the number of regions for a device."""
         return self._regions.depth.get(device_type, 0)
 
     def dtype(self, device_type: str) -> torch.dtype:
@@ -198,12 +198,12 @@ class PythonStateMachine:
         return excluded_keys()
 
     def clear_own_casts(self, all_threads: bool) -> None:
-        """Drop this thread's own casts, or all threads'."""
+        """Drop the casts of this thread's regions, or of all threads'."""
         for regions in self._living() if all_threads else [self._regions]:
             regions.store.clear()
 
     def region_methods(self, *_: object) -> None:
-        """Return none: those of the class of regions do."""
+        """Return None: regions use the methods in Python."""
 
     def policy(self, name: str, device_type: str, default: CastPolicy | None) -> CastPolicy | None:
         """Return the policy of an op in this thread's region."""
@@ -226,7 +226,7 @@ class PythonStateMachine:
         return cache.store("reference", PythonStore).prepacked(source, kind, prepack)
 
     def computes_low_bit(self, name: str, device_type: str) -> bool:
-        """Say whether the recipe of this thread's region is for an op."""
+        """Return whether the recipe of this thread's region computes an op."""
         region = self.innermost(device_type)
         return region is not None and region[0] is not None and name in region[0].low_bit
 
