@@ -253,7 +253,7 @@ NO_RULE = (
         (
             {"devices": {"zzz": Policy()}},
             "devices['zzz']: not a device type that torch's autocast knows: expected one of "
-            f"{', '.join(torch._C._autocast_supported_devices())}. A device of another library",
+            f"{', '.join(torch._C._autocast_supported_devices())}. To use a device of another library",
         ),
         ({"devices": {"cuda": {}}}, "devices['cuda'] must be a Policy, got dict"),
         (
