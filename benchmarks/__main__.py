@@ -161,8 +161,8 @@ def main(
         out.print(_verdict(results))
     out.print(f"Done in {time.perf_counter() - started:.0f} s.")
     if json_file is not None:
-        said = {"quick": quick, "environment": about, **_written(results, scores)}
-        json_file.write_text(json.dumps(said, indent=2) + "\n")
+        report = {"quick": quick, "environment": about, **_written(results, scores)}
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
     if save:
         from docs.__main__ import main as update_docs
 

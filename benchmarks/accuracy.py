@@ -183,8 +183,8 @@ def _checkpoint() -> Scores:
         return Scores(what, metric, kept, skipped=missing)
     model = _masked_language_model(folder)
     tokens = {token: number for number, token in enumerate((folder / "vocab.txt").read_text().split())}
-    said = str(distribution.metadata.get_payload())  # the examples in its description
-    sequences = list(dict.fromkeys(re.findall(r'"([A-Z]{90,})"', said)))
+    description = str(distribution.metadata.get_payload())  # the examples in its description
+    sequences = list(dict.fromkeys(re.findall(r'"([A-Z]{90,})"', description)))
 
     def masked() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for sequence in sequences:

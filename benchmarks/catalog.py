@@ -1,4 +1,4 @@
-"""The benchmarks by name: what makes each, and on how many threads it is run.
+"""The benchmarks by name, with the function that makes each and its numbers of threads.
 
 `python -m benchmarks.catalog NAME [quick]` runs one on OMP_NUM_THREADS threads, and prints its results as JSON.
 """
@@ -21,23 +21,23 @@ from .timing import Result
 
 
 class Benchmark(Protocol):
-    """What a function of the catalog returns."""
+    """The result of a function of the catalog."""
 
     def run(self, quick: bool) -> list[Result] | list[Scores]: ...
 
 
 def one() -> tuple[int, ...]:
-    """Return one thread: for what is too short for more, or starts threads of its own."""
+    """Return one thread, for benchmarks that are too short for more, or start threads of their own."""
     return (1,)
 
 
 def all_of_them() -> tuple[int, ...]:
-    """Return as many threads as there are processors for this process."""
+    """Return the number of processors of this process."""
     return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,)
 
 
 def each() -> tuple[int, ...]:
-    """Return 1, 2, 4 and all threads, also where 4 are more than there are processors: both sides have as many."""
+    """Return 1, 2, 4 and all threads, 4 even if there are fewer processors."""
     return tuple(sorted({1, 2, 4, *all_of_them()}))
 
 
@@ -46,8 +46,8 @@ class Entry:
     """A benchmark.
 
     Attributes:
-        function: what makes it, as ``module:function`` of this package.
-        threads: returns the numbers of threads that it is run on.
+        function: the function that makes it, as ``module:function`` of this package.
+        threads: returns the numbers of threads.
         apart: whether each library has processes of its own.
         least: whether the least times of all rounds count in these, or the median of the ratios.
     """
@@ -96,7 +96,7 @@ BENCHMARKS: Mapping[str, Entry] = {
 
 
 def measure(name: str, threads: int, quick: bool) -> tuple[list[Result], list[Scores]]:
-    """Run a benchmark in a process with a number of threads; return its figures, or its scores."""
+    """Run a benchmark in a process with a number of threads; return its figures and its scores."""
     command = [sys.executable, "-m", __name__, name, *(["quick"] if quick else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Twenty scenarios against torch.autocast: models and ways of running them that people have."""
+"""Twenty scenarios against torch.autocast: common models, and common ways of running them."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ def _gpt2() -> tuple[nn.Module, torch.Tensor]:
 
 
 class _First(nn.Module):
-    """What a recurrent layer returns, without its states."""
+    """Returns the output of a recurrent layer, without its states."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Which precision a model needs: where a region's errors come from, and what must stay in float32."""
+"""``compare`` and ``tune``: the errors of a region by module, and the modules or ops that must stay in float32."""

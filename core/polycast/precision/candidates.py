@@ -82,7 +82,7 @@ class Ops:
 
 
 def ops_seen(model: torch.nn.Module, call: Call, region: autocast) -> list[str]:
-    """Run a model in a region and return the ops that can be in float32, those that the table casts down first.
+    """Run a model in a region and return the ops that can be in float32, ops that the table casts down first.
 
     Of those in the table, the ops that reach autocast count, not the ops that they decompose into. So the model is run
     with all of them banned, then without the op at which it stopped, until it does not stop any more. The other ops are

@@ -68,7 +68,7 @@ class Comparison:
 
     Attributes:
         device_type, dtype: the device and the dtype of the region.
-        modules: the modules that were called, those that add most first.
+        modules: the modules that were called, beginning with the largest addition to the error.
         outputs: the error of each floating-point tensor that the model returns, by its path.
         first_nonfinite: the first module that returned inf or nan where float32 does not, given finite inputs.
         parted: modules in which the two runs made different calls, for example because of a condition on computed
@@ -128,19 +128,21 @@ class Comparison:
     def _sentences(self, shown: int) -> list[str]:
         recipe = "" if self.recipe is None else f" and {self.recipe.short}"
         region = f"a region of {dtype_name(self.dtype)}{recipe} on {self.device_type}"
-        said = [f"float32 against {region}: relative errors."]
+        sentences = [f"float32 against {region}: relative errors."]
         others = len(self.modules) - shown
         if others:
-            said.append(f"{others} more {'module is' if others == 1 else 'modules are'} not shown.")
+            sentences.append(f"{others} more {'module is' if others == 1 else 'modules are'} not shown.")
         if self.first_nonfinite is not None:
-            said.append(f"The first inf or nan: {self.first_nonfinite or '(model)'}.")
+            sentences.append(f"The first inf or nan: {self.first_nonfinite or '(model)'}.")
         if self.parted:
             names = ", ".join(name or "(model)" for name in self.parted)
-            said.append(f"The two runs made different calls in {names}.")
-        said += low_bit_lines(self.low_bit)
+            sentences.append(f"The two runs made different calls in {names}.")
+        sentences += low_bit_lines(self.low_bit)
         if self.recipe is not None and not any(not each.declined for each in self.low_bit):
-            said.append(f"Nothing was computed by {self.recipe!r}: these are the errors of {dtype_name(self.dtype)}.")
-        return said
+            sentences.append(
+                f"Nothing was computed by {self.recipe!r}: these are the errors of {dtype_name(self.dtype)}."
+            )
+        return sentences
 
     def __str__(self) -> str:
         from rich.console import Console

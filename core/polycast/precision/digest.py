@@ -171,22 +171,22 @@ class Digester:
         return digest
 
     def _content_of_tensor(self, tensor: torch.Tensor) -> bytes:
-        said = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout} {tensor.device.type}"
+        header = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout} {tensor.device.type}"
         flatten = getattr(tensor, "__tensor_flatten__", None)
         if flatten is not None:
             names, context = flatten()
             inner = [self._of(getattr(tensor, name)) for name in names]
-            return hash_of("tensor", said, self._of(type(tensor)), *inner, self._of(context))
+            return hash_of("tensor", header, self._of(type(tensor)), *inner, self._of(context))
         tensor = tensor.detach()
         if tensor.layout is not torch.strided:
-            return hash_of("tensor", said, self._of(tensor.__reduce_ex__(4)))  # type: ignore[no-untyped-call]
+            return hash_of("tensor", header, self._of(tensor.__reduce_ex__(4)))  # type: ignore[no-untyped-call]
         if tensor.is_quantized:
-            return hash_of("tensor", said, self._of(tensor.dequantize()), self._of(tensor.int_repr()))
+            return hash_of("tensor", header, self._of(tensor.dequantize()), self._of(tensor.int_repr()))
         if tensor.is_meta or not tensor.numel():
-            return hash_of("tensor", said)
+            return hash_of("tensor", header)
         host = tensor.resolve_conj().resolve_neg().cpu().contiguous()
         content = hashlib.sha256((ctypes.c_char * host.nbytes).from_address(host.data_ptr())).digest()
-        return hash_of("tensor", said, content)
+        return hash_of("tensor", header, content)
 
 
 def pieces_of_module(module: torch.nn.Module) -> Pieces:

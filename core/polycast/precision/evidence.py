@@ -74,14 +74,14 @@ class Evidence:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the evidence as plain data for JSON: inf and nan are texts."""
-        said = {
+        data = {
             key: json_number(value) if isinstance(value, float) else value
             for key, value in vars(self).items()
             if key not in ("trials", "timings", "machine", "dtype", "members", "kept", "recipe")
         }
         return {
             "schema": SCHEMA,
-            **said,
+            **data,
             "dtype": dtype_name(self.dtype),
             "members": list(self.members),
             "recipe": None if self.recipe is None else self.recipe.short,

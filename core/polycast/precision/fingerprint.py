@@ -87,14 +87,14 @@ class Fingerprint:
 
     def digests(self, without: Varying) -> dict[str, dict[str, str]]:
         """Return the digests by module, class, argument or global, without some parts."""
-        said: dict[str, dict[str, str]] = {}
+        by_owner: dict[str, dict[str, str]] = {}
         for what, parts in self._parts.items():
             owners: dict[str, list[str]] = {}
             for part, digest in parts.digests.items():
                 if (what, part) not in without:
                     owners.setdefault(part.owner, []).append(f"{part.name} {digest}")
-            said[what] = {owner: short(hash_of(*sorted(each))) for owner, each in owners.items()}
-        return said
+            by_owner[what] = {owner: short(hash_of(*sorted(each))) for owner, each in owners.items()}
+        return by_owner
 
 
 class _Parts:
@@ -134,7 +134,7 @@ class _Parts:
             self.add_pieces("metric", [("class", type(metric)), *((f"self.{name}", each) for name, each in attributes)])
 
     def add_references(self) -> None:
-        """Add the classes and globals that were referred to, and those that they refer to."""
+        """Add the classes and globals that the values refer to, directly or indirectly."""
         for owner, value in self._references.found:  # grows
             if not isinstance(value, type):
                 self.add(Part(owner, ""), value)

@@ -83,7 +83,7 @@ class Record:
         self.parted_in[self._profile.modules[module].name] = None
 
     def modules(self) -> tuple[ModuleErrors, ...]:
-        """Return the modules, those that add most first."""
+        """Return the modules, beginning with the largest addition to the error."""
         adds = self._adds()
         errors = []
         for module, called in self._profile.modules.items():

@@ -125,14 +125,14 @@ class StateFile:
         self._write()
 
     def _write(self) -> None:
-        said = {
+        data = {
             "schema": SCHEMA,
             "of": self._of(),
             "varying": sorted([what, *part] for what, part in self._varying),
             "order": self.order,
             "trials": [trial.to_dict() for trial in self.trials.values()],
         }
-        files.write(self._path, json.dumps(said, indent=1, allow_nan=False) + "\n")
+        files.write(self._path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
 class _Content(NamedTuple):
@@ -152,14 +152,14 @@ class _Content(NamedTuple):
             ValueError: it is not that of a state file.
             RecursionError: it is nested too deeply.
         """
-        said = _of_type(dict, json.loads(text), "the file")
-        schema = _of_type(int, _item(said, "schema"), "its schema")
-        of = _of_type(dict, _item(said, "of"), "its 'of'")
+        data = _of_type(dict, json.loads(text), "the file")
+        schema = _of_type(int, _item(data, "schema"), "its schema")
+        of = _of_type(dict, _item(data, "of"), "its 'of'")
         if schema != SCHEMA:
             return cls(schema, of, set(), None, [])
-        order = _item(said, "order")
+        order = _item(data, "order")
         varying: Varying = set()
-        for each in _of_type(list, said.get("varying", []), "its 'varying'"):
+        for each in _of_type(list, data.get("varying", []), "its 'varying'"):
             what, owner, name = _names(each, "an item of its 'varying'", 3)
             varying.add((what, Part(owner, name)))
         return cls(
@@ -167,12 +167,12 @@ class _Content(NamedTuple):
             of,
             varying,
             None if order is None else list(_names(order, "its 'order'")),
-            [_trial(each) for each in _of_type(list, _item(said, "trials"), "its 'trials'")],
+            [_trial(each) for each in _of_type(list, _item(data, "trials"), "its 'trials'")],
         )
 
 
-def _trial(said: object) -> Trial:
-    trial = _of_type(dict, said, "a trial")
+def _trial(data: object) -> Trial:
+    trial = _of_type(dict, data, "a trial")
     members, kept = _names(_item(trial, "members"), "'members'"), _names(trial.get("kept", []), "'kept'")
     distance = _item(trial, "distance")
     if distance == "inf":
@@ -185,10 +185,10 @@ def _trial(said: object) -> Trial:
         raise ValueError("a distance is too large a number") from error
 
 
-def _item(said: Mapping[str, Any], key: str) -> Any:
-    if key not in said:
+def _item(data: Mapping[str, Any], key: str) -> Any:
+    if key not in data:
         raise ValueError(f"it has no {key!r}")
-    return said[key]
+    return data[key]
 
 
 def _of_type(kind: type[_T], value: object, what: str) -> _T:

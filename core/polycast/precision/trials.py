@@ -32,9 +32,9 @@ class Trial:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trial as plain data."""
-        said: dict[str, Any] = {"members": list(self.members), "distance": json_number(self.distance)}
-        said |= {"error": self.error} if self.error else {}
-        return {**said, "kept": list(self.kept)} if self.kept else said
+        data: dict[str, Any] = {"members": list(self.members), "distance": json_number(self.distance)}
+        data |= {"error": self.error} if self.error else {}
+        return {**data, "kept": list(self.kept)} if self.kept else data
 
 
 class Trials:

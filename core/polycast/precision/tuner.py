@@ -142,7 +142,7 @@ class Tuner:
         return order
 
     def _propose(self) -> list[str]:
-        """Return the candidates, those that add most to the error first."""
+        """Return the candidates, beginning with the largest addition to the error."""
         if self._settings.over == "ops":
             return self.names
         try:

@@ -1,1 +1,1 @@
-"""Everything of torch's that is private: what polycast reads, and what it changes until ``uninstall()``."""
+"""The private parts of torch: names that polycast reads, and changes that it makes until ``uninstall()``."""
