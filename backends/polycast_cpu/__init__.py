@@ -25,7 +25,7 @@ class CpuBackend(Backend):
     default_dtype = torch.bfloat16
     policies = POLICIES
     kernels = KERNELS
-    # int8's: for the instructions of these processors, whether or not this one has them, for a build may be shared.
+    # For all x86 processors, whatever this one supports: a build may be shared.
     ops_in_cpp = ("polycast_cpu.native",) if platform.machine() in ("x86_64", "AMD64") else ()
 
     @override

@@ -1,4 +1,4 @@
-"""Which fast dtypes the processor computes in itself, and which are converted to float32 and back."""
+"""Which fast dtypes the processor supports natively; others are converted to float32 and back."""
 
 import platform
 
@@ -8,14 +8,14 @@ _INSTRUCTIONS = {
     torch.bfloat16: ("avx512_bf16", "amx_bf16", "avx10_2"),
     torch.float16: ("avx512_fp16", "amx_fp16", "avx10_2"),
 }
-"""Any of these is enough; those of x86, of which torch tells which there are."""
+"""The x86 instructions of which any one is enough. Others are unknown to torch."""
 
 
 def missing_instructions(dtype: torch.dtype) -> str | None:
-    """Say what the processor lacks to compute in a dtype; None where it lacks nothing, or that is not known."""
+    """Return which instructions for a dtype the processor lacks; None if it lacks none, or that is unknown."""
     wanted = _INSTRUCTIONS.get(dtype, ())
-    there = _capabilities()
-    if not wanted or not there or any(there.get(name) for name in wanted):
+    present = _capabilities()
+    if not wanted or not present or any(present.get(name) for name in wanted):
         return None
     return f"the processor has none of {', '.join(wanted)}"
 

@@ -1,11 +1,10 @@
-"""Products in int8, for recipes: activations are quantized at each call, weights once.
+"""int8 matmuls and convolutions for recipes: activations are quantized at each call, weights once.
 
-Each output feature of a weight has a scale, and so has each row of the activations (each image, for a convolution), or
-all of them together, as the recipe says. Sums are exact, in 32 bits; what is rounded is what goes in, to 255 levels,
-and what comes out.
+Each output feature of a weight has a scale. So has each row of the activations (each image of a convolution), or all
+of them share one, depending on the recipe. Inputs are rounded to 255 levels; sums are exact, in 32 bits.
 
-Rows of activations with inf or nan are computed apart: they come to what inf and nan come to with the quantized weight,
-and the rows beside them to what they come to without. A weight with inf or nan is not quantized.
+Rows of activations with inf or nan are computed separately, with the quantized weight, and do not change other rows. A
+weight with inf or nan is not quantized.
 """
 
 import functools
@@ -19,10 +18,10 @@ from typing_extensions import override
 from polycast import Availability, LowBitKernel, LowBitMatmul, load_ops
 
 _MOST_TERMS = 65536
-"""Longer sums of products of unsigned and signed bytes may not fit 32 bits."""
+"""Longer sums of products of unsigned and signed bytes may overflow 32 bits."""
 
 _MOST_PADDED = 64
-"""Images that are larger than so many times their own size with their padding are not padded in memory."""
+"""Images are not padded in memory to more than so many times their size."""
 
 _NO_FIT = "the sizes do not fit"
 _LONG_SUMS = f"its sums have more than {_MOST_TERMS} terms, which may not fit 32 bits"
@@ -30,14 +29,14 @@ _LONG_SUMS = f"its sums have more than {_MOST_TERMS} terms, which may not fit 32
 
 @functools.cache
 def int8_availability() -> Availability:
-    """Say whether the processor multiplies int8 faster than bfloat16, and the ops for it can be built."""
+    """Return whether the processor multiplies int8 faster than bfloat16, and the C++ ops are available."""
     if not torch.cpu._is_vnni_supported():
         return Availability(False, "this CPU has no AVX512-VNNI: int8 would be slower than bfloat16")
     return load_ops("polycast_cpu.native")
 
 
 class Product(LowBitMatmul):
-    """Activations by a weight, with a scale for each row of the activations or one for all."""
+    """The product of activations and a weight, with a scale for each row of the activations or one for all."""
 
     takes_batches = True
 
@@ -66,9 +65,9 @@ class Product(LowBitMatmul):
 
 
 class Conv2d(LowBitKernel):
-    """``aten::conv2d`` without groups: a weight [N, C, height, width]; a scale for each image, or one for all.
+    """``aten::conv2d`` without groups, with a scale for each image or one for all. Weights are [N, C, height, width].
 
-    The padding is given in numbers or, as ``aten::conv2d.padding`` takes it, as ``"same"`` or ``"valid"``.
+    The padding is given as numbers or, for ``aten::conv2d.padding``, as ``"same"`` or ``"valid"``.
     """
 
     prepack_key: Hashable = "rows are output channels"
@@ -99,7 +98,7 @@ class Conv2d(LowBitKernel):
         if given is None or not all(map(_fits, x.shape[-2:], weight.shape[-2:], *given)):
             return _NO_FIT
         padded = math.prod(size + sum(padding) for size, padding in zip(x.shape[-2:], given[1], strict=True))
-        if padded > _MOST_PADDED * x.shape[-2:].numel() + 2**16:  # the kernel writes all of it
+        if padded > _MOST_PADDED * x.shape[-2:].numel() + 2**16:  # the kernel writes the padded image
             return "the padding is much larger than the images"
         return None
 
@@ -113,7 +112,7 @@ class Conv2d(LowBitKernel):
         images = x if x.dim() == 4 else x.unsqueeze(0)
         dtype = torch.get_autocast_dtype("cpu")
         given = _steps(weight, *steps)
-        assert given is not None  # or it was declined
+        assert given is not None  # unsupported_reason() has checked them
         stride, padding, dilation = given
         result: torch.Tensor = self._convolve(
             images,
@@ -136,7 +135,7 @@ _Numbers: TypeAlias = Sequence[int]
 def _steps(
     weight: torch.Tensor, stride: Any, padding: Any, dilation: Any
 ) -> tuple[_Numbers, Sequence[_Numbers], _Numbers] | None:
-    """Return stride, padding (before and after the image) and dilation of each axis; None for what torch refuses."""
+    """Return stride, padding (before and after) and dilation of each axis; None if torch rejects them."""
     strides, dilations = _pair(stride), _pair(dilation)
     if strides is None or dilations is None:
         return None
@@ -148,7 +147,7 @@ def _steps(
 
 
 def _pair(step: Any) -> _Numbers | None:
-    """Return a number for each of two axes, of which a call may give one for both; None where it gives others."""
+    """Return a number for each of two axes, given one or two; None if the argument is something else."""
     if isinstance(step, str):
         return None
     numbers = (step,) if isinstance(step, int) else step
@@ -156,12 +155,12 @@ def _pair(step: Any) -> _Numbers | None:
 
 
 def _fits(size: int, kernel: int, stride: int, padding: _Numbers, dilation: int) -> bool:
-    """Return whether a kernel fits into a padded image, along one axis."""
+    """Return whether a kernel fits into a padded image along one axis."""
     return stride > 0 and dilation > 0 and min(padding) >= 0 and size + sum(padding) > dilation * (kernel - 1)
 
 
 def int8_kernels(scales: str) -> Mapping[str, LowBitKernel]:
-    """Return the kernels of ``Int8(scales)``, by op; none where int8 is not available."""
+    """Return the kernels of ``Int8(scales)`` by op; none if int8 is not available."""
     if not int8_availability():
         return {}
     by_row = scales == "row"

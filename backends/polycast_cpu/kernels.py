@@ -1,6 +1,6 @@
-"""Kernels of the CPU that give int8 products in int32: oneDNN's, and float32's where those are exact and faster.
+"""int8 matmuls with int32 output on the CPU: by oneDNN, or in float32 where that is exact and faster.
 
-There are none for bfloat16 and float16: on the CPU torch has no kernel that multiplies them into float32.
+There are none for bfloat16 and float16: torch has no kernel on the CPU that multiplies them into float32.
 """
 
 import functools
@@ -10,18 +10,18 @@ from typing import Any
 import torch
 
 _EXACT_TERMS = 1024
-"""So many products of two int8 add up to 2**24 at most, and float32 holds every integer up to there."""
+"""The sum of so many int8 products is at most 2**24, up to which float32 holds every integer."""
 
 _SMALL = 48**3
-"""With fewer multiplications in each product, one call of float32's for a batch is faster than a call for each."""
+"""Matmuls with fewer multiplications are faster in one batched float32 call than in an int8 call each."""
 
 
 @functools.cache
 def _multiplies_int8() -> bool:
-    """Say whether oneDNN multiplies int8 here, and exactly.
+    """Return whether oneDNN multiplies int8 on this CPU, and exactly.
 
-    On a CPU without the instructions torch takes a plain loop, some hundred times slower than float32. Where an
-    environment variable keeps oneDNN from using them, oneDNN adds pairs of products in int16, which saturates.
+    Without VNNI torch uses a plain loop, some hundred times slower than float32. If an environment variable disables
+    VNNI, oneDNN adds pairs of products in int16, which saturates.
     """
     extreme = torch.full((16, 16), 127, dtype=torch.int8)
     return torch.cpu._is_vnni_supported() and bool((torch._int_mm(extreme, extreme) == 16 * 127 * 127).all())
@@ -32,9 +32,9 @@ def _has_int_mm() -> bool:
 
 
 def _dense(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a matrix whose rows or columns lie one after the other: torch._int_mm takes others for such, and is wrong.
+    """Return a matrix with contiguous rows or columns: torch._int_mm is wrong for others.
 
-    It looks at the stride of the last dimension first, so a single row whose strides are (1, 1) is one of the others.
+    It checks the stride of the last dimension first, so it is also wrong for a single row with strides (1, 1).
     """
     (rows, columns), (down, right) = matrix.shape, matrix.stride()
     if (right == 1 and down >= columns) or (right != 1 and down == 1 and right >= rows):

@@ -1,11 +1,11 @@
-"""The op table of the CPU: the ops that torch treats at AutocastCPU, each with torch's policy."""
+"""The op table of the CPU: the ops of AutocastCPU, with torch's policies."""
 
 import torch
 
 from polycast import CastPolicy, policy_table
 
-# torch 2.14 took the first two out and has the third.
-_COME_AND_GONE = tuple(
+# torch 2.14 removed the first two and added the third.
+_BY_VERSION = tuple(
     f"aten::{name}" for name in ("cholesky", "qr", "linalg_matrix_sqrth") if hasattr(torch.ops.aten, name)
 )
 
@@ -136,7 +136,7 @@ POLICIES = policy_table(
             "aten::triangular_solve",
             "aten::triplet_margin_loss",
             "aten::view_as_complex",
-            *_COME_AND_GONE,
+            *_BY_VERSION,
         ),
         CastPolicy.PROMOTE: (
             "aten::cat",

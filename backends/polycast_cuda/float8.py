@@ -1,10 +1,10 @@
-"""Products in float8 (e4m3), for recipes: activations are cast at each call, weights once.
+"""float8 (e4m3) matmuls for recipes: activations are cast at each call, weights once.
 
-Experimental: this was not measured on a GPU.
+Experimental: not measured on a GPU.
 
-``torch._scaled_mm`` multiplies, with a scale for each row of the activations and each output feature, or one for each
-of the two tensors. Scales are those of the finite values. float8 has no inf, so a row of activations with inf or nan
-comes to nan, and the rows beside it to what they come to without. A weight with inf or nan is not cast.
+``torch._scaled_mm`` takes a scale for each row of the activations and each output feature, or one for each of the two
+tensors. Scales ignore inf and nan. float8 has no inf, so the result for a row of activations with inf or nan is nan;
+other rows do not change. A weight with inf or nan is not cast.
 """
 
 import functools
@@ -27,19 +27,19 @@ _WITH_BIAS = (torch.bfloat16, torch.float16)
 
 
 def float8_availability(scales: str) -> Availability:
-    """Say whether torch and every GPU that it sees multiply float8 with such scales."""
+    """Return whether torch and all visible GPUs support float8 matmuls with such scales."""
     if torch.version.hip is not None:
         return Availability(False, "there is no float8 for ROCm yet: its GPUs have other formats")
     op = getattr(torch.ops.aten, "_scaled_mm", None)
     if op is None or str(op.default._schema) != _SCHEMA:
-        return Availability(False, f"torch._scaled_mm of torch {torch.__version__} is not the one that is known")
+        return Availability(False, f"torch._scaled_mm of torch {torch.__version__} has an unknown signature")
     if not torch.cuda.is_available():
         return Availability(False, "no CUDA device is visible")
     return float8_on(min(_capabilities()), max(_capabilities()), scales)
 
 
 def float8_on(lowest: tuple[int, int], highest: tuple[int, int], scales: str) -> Availability:
-    """Say the same of GPUs whose compute capabilities are between two."""
+    """Return the same for GPUs with compute capabilities in a range."""
     if lowest < (8, 9):
         return Availability(False, f"a GPU of compute capability {lowest[0]}.{lowest[1]} has no float8: it takes 8.9")
     if scales == "row" and highest >= (12, 0):
@@ -56,7 +56,7 @@ def _capabilities() -> list[tuple[int, int]]:
 
 
 class Product(LowBitMatmul):
-    """Activations by a weight, with scales for rows of both or one for each."""
+    """The product of activations and a weight, with scales for the rows of both or one for each tensor."""
 
     def __init__(self, by_row: bool) -> None:
         self._by_row = by_row
@@ -69,7 +69,7 @@ class Product(LowBitMatmul):
         if features % _MULTIPLE or terms % _MULTIPLE:
             return f"the weight's sizes, {features} and {terms}, are not both multiples of {_MULTIPLE}"
         if bias is not None and (bias.dim() != 1 or bias.shape[0] != features):
-            return "what is added is not a vector of the output features"
+            return "the bias is not a vector of the output features"
         return None
 
     @override
@@ -85,7 +85,7 @@ class Product(LowBitMatmul):
     ) -> torch.Tensor:
         weight, scale = packed
         wanted = torch.get_autocast_dtype(x.device.type)
-        dtype = torch.bfloat16 if self._by_row else wanted  # row-wise products come in no other
+        dtype = torch.bfloat16 if self._by_row else wanted  # of row-wise products
         values, scale_of_x = cast_rows(x, self._by_row)
         if alpha != 1:
             scale_of_x = scale_of_x * alpha
@@ -99,5 +99,5 @@ class Product(LowBitMatmul):
 
 @functools.cache
 def float8_kernels(scales: str) -> Mapping[str, LowBitKernel]:
-    """Return the kernels of ``Float8(scales)``, by op."""
+    """Return the kernels of ``Float8(scales)`` by op."""
     return Product(scales == "row").kernels()

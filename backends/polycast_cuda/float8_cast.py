@@ -1,4 +1,4 @@
-"""Casts to float8 (e4m3) with scales: in one Triton kernel where there is Triton, else with ATen's ops."""
+"""Casts to float8 (e4m3) with scales: by one Triton kernel if Triton is installed, else by ATen ops."""
 
 import functools
 import importlib
@@ -10,20 +10,20 @@ from .float8_numbers import FLOAT8, LARGEST, SMALLEST
 
 
 def cast_rows(matrix: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a matrix in float8 and the float32 scales that give its values back: [rows, 1], or one of no dimensions.
+    """Return a matrix in float8 and its float32 scales: [rows, 1], or a scalar.
 
-    Values that are not finite become nan, and count for no scale.
+    Values that are not finite become nan, and the scales ignore them.
     """
     fused = _fused() if matrix.is_cuda else None
     if fused is None:
         return cast_with_aten(matrix, by_row)
-    with torch.cuda.device(matrix.device):  # Triton launches on the current one
+    with torch.cuda.device(matrix.device):  # Triton launches on the current device
         values, scale = fused.cast_rows(matrix if matrix.stride(1) == 1 else matrix.contiguous(), by_row)
     return values, scale
 
 
 def cast_with_aten(matrix: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same, computed by ATen's ops."""
+    """Return the same, by ATen ops."""
     matrix = matrix.float()
     finite = matrix.isfinite()
     sizes = matrix.abs().where(finite, 0)

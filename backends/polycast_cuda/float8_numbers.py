@@ -1,8 +1,8 @@
-"""The format that weights and activations are cast to, and the range of its scales."""
+"""The float8 format of weights and activations, and its range."""
 
 import torch
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max
 SMALLEST = 2.0**-110
-"""Rows that are smaller are cast as if this were in them, so that scales and their inverses stay normal numbers."""
+"""The least magnitude that a scale is made for, so that scales and their inverses are normal numbers."""

@@ -1,4 +1,4 @@
-"""The cast to float8 as one Triton kernel: a program for each row, which stays in the cache between its two passes."""
+"""The cast to float8 as a Triton kernel, with a program for each row: the row stays in the cache between two passes."""
 
 import torch
 import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -22,7 +22,7 @@ def _rows(  # type: ignore[no-untyped-def]
     CASTS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Find the scale of a row, or take the one for all rows; cast the row by it, or leave it at that."""
+    """Find the scale of a row if FINDS, else load the shared one; cast the row if CASTS."""
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, AT_ONCE)
     infinite = float("inf")

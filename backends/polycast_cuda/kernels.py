@@ -1,7 +1,7 @@
-"""Kernels of CUDA: int8 products in int32, and products of bfloat16 and float16 in float32.
+"""CUDA matmuls with wider outputs: int8 into int32, bfloat16 and float16 into float32.
 
-Which of them there are is asked of the dispatcher: a build of torch without CUDA has none. Not measured on a GPU: the
-tests have the choice and the shapes on fake tensors, and the int8 results from the CPU's torch._int_mm.
+A build of torch without CUDA has none of the kernels. Not measured on a GPU: tests check the choice and the shapes on
+fake tensors, and the int8 results with the CPU's torch._int_mm.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _OPS = torch.ops.aten
 
 
 def _resized(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Return a contiguous matrix of another size: with zeros added, or cut."""
+    """Return a contiguous matrix, zero-padded or cropped to a size."""
     missing = (0, columns - matrix.shape[1], 0, rows - matrix.shape[0])
     if any(missing):
         return pad(matrix, missing)
@@ -34,8 +34,8 @@ def mm_int8(a: torch.Tensor, b: torch.Tensor) -> Any:
     (rows, terms), columns = a.shape, b.shape[1]
     if 0 in (rows, terms, columns):
         return a.new_zeros((rows, columns), dtype=torch.int32)
-    # torch._int_mm on CUDA wants more than 16 rows and multiples of 8 elsewhere, and warns of transposed inputs in its
-    # source: it is given contiguous ones, and zeros add nothing.
+    # torch._int_mm on CUDA needs more than 16 rows, and multiples of 8 elsewhere. A comment in its source warns of
+    # transposed inputs, so these are contiguous.
     wide, tall = _next_8(columns), max(24, _next_8(rows))
     product = torch._int_mm(_resized(a, tall, _next_8(terms)), _resized(b, _next_8(terms), wide))
     return _resized(product, rows, columns)
@@ -44,11 +44,11 @@ def mm_int8(a: torch.Tensor, b: torch.Tensor) -> Any:
 def kernel_table(
     has_kernel: Callable[[torch._ops.OpOverload], bool],
 ) -> dict[tuple[torch._ops.OpOverload, torch.dtype, torch.dtype], Callable[..., Any]]:
-    """Return the kernels that stand on ops of torch for which `has_kernel` is true."""
+    """Return the kernels that call ops of torch for which `has_kernel` is true."""
     table: dict[tuple[torch._ops.OpOverload, torch.dtype, torch.dtype], Callable[..., Any]] = {}
     if has_kernel(_OPS._int_mm.default):
         table[_OPS.mm.default, torch.int8, torch.int32] = mm_int8
-    if torch.version.hip is None:  # ROCm's build registers these too, and each of them raises
+    if torch.version.hip is None:  # a build for ROCm registers these too, but they raise
         table.update(float32_products(has_kernel))
     return table
 

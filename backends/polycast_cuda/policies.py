@@ -1,4 +1,4 @@
-"""The op table of CUDA: torch's list for accelerators, the ops of cuDNN, and what torch treats on CUDA besides."""
+"""The op table of CUDA: torch's list for accelerators, the ops of cuDNN, and one that is on CUDA only."""
 
 import torch
 
@@ -17,4 +17,4 @@ POLICIES = {
     ),
 }
 
-EXCLUDED_OPS = {"aten::_cudnn_rnn": "its kernel lays the cast weights out anew, in the one buffer that cuDNN reads"}
+EXCLUDED_OPS = {"aten::_cudnn_rnn": "its kernel copies the cast weights into the flat buffer that cuDNN reads"}

@@ -29,10 +29,10 @@ class MaiaBackend(Backend):
 
     @override
     def availability(self) -> Availability:
-        # torch has the device's name and its keys; the module comes with what drives the device.
+        # torch has the device's name and keys, but the module is in the package of its driver.
         module = getattr(torch, "maia", None)
         if module is None:
-            return Availability(False, "torch.maia is missing: import the package that drives Maia devices first")
+            return Availability(False, "torch.maia is missing: import the package of the Maia driver first")
         if module.is_available():
             return Availability(True)
         return Availability(False, "no MAIA device is visible")

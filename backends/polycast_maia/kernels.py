@@ -1,4 +1,4 @@
-"""Kernels of Maia that give an op another output dtype: none, for torch has no op on Maia that they could stand on."""
+"""Maia kernels with another output dtype: none, since torch has no op for them on Maia."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The op table of Maia: torch's list for accelerators, as it is."""
+"""The op table of Maia: torch's list for accelerators, unchanged."""
 
 from polycast import STANDARD_POLICIES
 

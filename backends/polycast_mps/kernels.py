@@ -1,4 +1,4 @@
-"""Kernels of MPS that give an op another output dtype: none, for torch has no op on MPS that they could stand on."""
+"""MPS kernels with another output dtype: none, since torch has no op for them on MPS."""
 
 from collections.abc import Callable
 from typing import Any

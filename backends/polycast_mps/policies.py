@@ -1,7 +1,7 @@
-"""The op table of MPS: the ops that torch treats at AutocastMPS, each with torch's policy.
+"""The op table of MPS: the ops of AutocastMPS, with torch's policies.
 
-It is a list of its own. Reductions such as sum and softmax have their input cast, where other accelerators have a
-`dtype` set, and so has conv_transpose3d; interpolation is left alone, and nothing is banned.
+It differs from that of other accelerators. Reductions such as sum and softmax have their inputs cast, instead of a
+`dtype` set, and so has conv_transpose3d. Interpolation is not in it, and no op is banned.
 """
 
 from polycast import CastPolicy, policy_table

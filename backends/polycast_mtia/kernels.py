@@ -1,4 +1,4 @@
-"""Kernels of MTIA that give an op another output dtype: none, for torch has no op on MTIA that they could stand on."""
+"""MTIA kernels with another output dtype: none, since torch has no op for them on MTIA."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The op table of MTIA: torch's list for accelerators, as it is."""
+"""The op table of MTIA: torch's list for accelerators, unchanged."""
 
 from polycast import STANDARD_POLICIES
 

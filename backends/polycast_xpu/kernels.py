@@ -1,7 +1,7 @@
-"""Kernels of XPU: int8 products in int32, and products of bfloat16 and float16 in float32.
+"""XPU matmuls with wider outputs: int8 into int32, bfloat16 and float16 into float32.
 
-Which of them there are is asked of the dispatcher: a build of torch without XPU has none. Not measured on a GPU: the
-tests have the choice and the shapes on fake tensors, and the int8 results from the CPU's torch._int_mm.
+A build of torch without XPU has none of the kernels. Not measured on a GPU: tests check the choice and the shapes on
+fake tensors, and the int8 results with the CPU's torch._int_mm.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ def mm_int8(a: torch.Tensor, b: torch.Tensor) -> Any:
     (rows, terms), columns = a.shape, b.shape[1]
     if 0 in (rows, terms, columns):
         return a.new_zeros((rows, columns), dtype=torch.int32)
-    # Contiguous, and with the strides of such: those of a single row or column can be any.
+    # Contiguous, also in the strides: those of a single row or column are arbitrary.
     return torch._int_mm(a.reshape(-1).view(rows, terms), b.reshape(-1).view(terms, columns))
 
 
 def kernel_table(
     has_kernel: Callable[[torch._ops.OpOverload], bool],
 ) -> dict[tuple[torch._ops.OpOverload, torch.dtype, torch.dtype], Callable[..., Any]]:
-    """Return the kernels that stand on ops of torch for which `has_kernel` is true."""
+    """Return the kernels that call ops of torch for which `has_kernel` is true."""
     table: dict[tuple[torch._ops.OpOverload, torch.dtype, torch.dtype], Callable[..., Any]] = {}
     if has_kernel(_OPS._int_mm.default):
         table[_OPS.mm.default, torch.int8, torch.int32] = mm_int8

@@ -125,7 +125,7 @@ def test_one_of_the_other_devices_that_is_not_visible_is_the_reason(name, answer
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("maia", "torch.maia is missing: import the package that drives Maia devices first"),
+        ("maia", "torch.maia is missing: import the package of the Maia driver first"),
         ("mps", f"torch {torch.__version__} was built without MPS"),
         ("mtia", f"torch {torch.__version__} was built without MTIA"),
     ],

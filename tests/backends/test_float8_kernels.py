@@ -139,7 +139,7 @@ DECLINED = {
     ),
     "the weight's sizes, 40 and 64, are not both multiples of 16": (mm, X, torch.randn(64, 40)),
     "a tensor is empty": (linear, torch.randn(0, 64), WEIGHT, None),
-    "what is added is not a vector of the output features": (addmm, torch.randn(5, 48), X, WEIGHT.t(), 1, 1),
+    "the bias is not a vector of the output features": (addmm, torch.randn(5, 48), X, WEIGHT.t(), 1, 1),
 }
 
 
@@ -181,7 +181,7 @@ def test_torch_without_a_gpu_and_with_another_product_is_told(monkeypatch):
     assert "ROCm" in float8_availability("row").reason
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(float8, "_SCHEMA", "another")
-    assert "is not the one that is known" in float8_availability("row").reason
+    assert "has an unknown signature" in float8_availability("row").reason
 
 
 def test_cuda_has_no_int8():

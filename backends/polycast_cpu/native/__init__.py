@@ -1,1 +1,1 @@
-"""The C++ of the CPU's backend: ops that ``polycast.load_ops`` builds and loads."""
+"""C++ ops of the CPU's backend, which ``polycast.load_ops`` builds and loads."""

@@ -1,4 +1,4 @@
-// Convolutions of images as products: a row of activations is what one pixel of the output is made of.
+// Convolutions as matrix products (im2col): a row of activations is the patch of one output pixel.
 #pragma once
 
 #include <ATen/ops/constant_pad_nd.h>
@@ -21,7 +21,7 @@ namespace polycast_cpu {
 
 using Pair = std::array<int64_t, 2>;
 
-// The padding is what lies before and after an image, on each axis: "same" may need more after it.
+// The padding before and after an image may differ: "same" may need more after it.
 struct Convolution {
   Pair kernel, stride, before, after, dilation;
 
@@ -38,10 +38,10 @@ struct Images {
   int64_t count, height, width, channels;
 };
 
-// So many bytes of patches are made before they are multiplied, so that they stay in the cache.
+// The bytes of patches that are multiplied at once, so that they stay in the cache.
 constexpr int64_t kPatches = 1 << 21;
 
-// The largest magnitude in each image, of elements that lie one after the other.
+// Return the largest magnitude in each of the contiguous images.
 template <typename T>
 std::vector<uint32_t> magnitudes_of_images(Isa isa, const T* elements, int64_t images, int64_t parts, int64_t size) {
   std::vector<uint32_t> found(images * parts), largest(images);
@@ -56,7 +56,7 @@ std::vector<uint32_t> magnitudes_of_images(Isa isa, const T* elements, int64_t i
   return largest;
 }
 
-// Quantize images by their scales, and to zeros where the scale is zero. `by_channel`: the images lie channel by channel.
+// Quantize images by their scales; one with scale 0 becomes zeros. `by_channel`: the input is contiguous, not channels_last.
 template <typename T>
 void quantize_images(Isa isa, const T* elements, bool by_channel, const std::vector<float>& scales,
                      const Convolution& convolution, const Images& out) {
@@ -90,13 +90,13 @@ void quantize_images(Isa isa, const T* elements, bool by_channel, const std::vec
   });
 }
 
-// Writes what the pixels [first, first + count) of the output are made of, one in a row.
+// Write the patches of the output pixels [first, first + count), one in each row.
 inline void gather(const Images& images, const Convolution& convolution, Pair output, int64_t first, int64_t count,
                    int64_t stride, uint8_t* out) {
-  // By name: Clang 15 captures no structured bindings.
+  // Clang 15 cannot capture structured bindings.
   const Pair kernel = convolution.kernel, step = convolution.stride, dilation = convolution.dilation;
   const int64_t channels = images.channels, line = images.width * channels;
-  // With a dilation the columns of the kernel are apart.
+  // With dilation the columns of the kernel are not adjacent.
   const int64_t pieces = dilation[1] == 1 ? 1 : kernel[1], piece = kernel[1] / pieces * channels;
   const uint8_t* const bytes = images.bytes.const_data_ptr<uint8_t>();
   for_each_part(count, grain(stride), [&](int64_t begin, int64_t end) {
@@ -114,7 +114,7 @@ inline void gather(const Images& images, const Convolution& convolution, Pair ou
   });
 }
 
-// Return the convolution of one image in float32 with the quantized weight, for images with inf or nan.
+// Return the convolution of an image with inf or nan, in float32 with the quantized weight.
 inline at::Tensor convolve_nonfinite(const at::Tensor& image, const Weight& weight, const Convolution& convolution,
                                      const std::optional<at::Tensor>& bias) {
   const auto [kernel, stride, before, after, dilation] = convolution;
@@ -129,8 +129,8 @@ inline at::Tensor convolve_nonfinite(const at::Tensor& image, const Weight& weig
   return at::conv2d(padded, floats.permute({0, 3, 1, 2}), bias, stride, at::IntArrayRef{0}, dilation);
 }
 
-// Return the convolution of images [B, C, H, W]. Of the weight [N, C, height, width] itself sizes and strides are looked at. `padding` is
-// [above, below, left, right].
+// Return the convolution of images [B, C, H, W]. Of `original`, the weight [N, C, height, width], only sizes and strides are
+// used. `padding` is [above, below, left, right].
 inline at::Tensor int8_conv2d(const at::Tensor& x, const at::Tensor& original, const at::Tensor& values,
                               const at::Tensor& scales, const at::Tensor& offsets,
                               const std::optional<at::Tensor>& bias, at::IntArrayRef stride, at::IntArrayRef padding,
@@ -139,7 +139,7 @@ inline at::Tensor int8_conv2d(const at::Tensor& x, const at::Tensor& original, c
   const Pair kernel{original.size(2), original.size(3)};
   const Convolution convolution{
       kernel, {stride[0], stride[1]}, {padding[0], padding[2]}, {padding[1], padding[3]}, {dilation[0], dilation[1]}};
-  // As torch has it, also for those that are in both formats.
+  // As in torch, also for tensors that are in both formats.
   const bool channels_last = x.suggest_memory_format() == at::MemoryFormat::ChannelsLast ||
                              original.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
   const int64_t count = x.size(0), channels = x.size(1), height = x.size(2), width = x.size(3);
@@ -190,7 +190,7 @@ inline at::Tensor int8_conv2d(const at::Tensor& x, const at::Tensor& original, c
       }
       T* const rows_of_pixels = channels_last ? result + first * columns : static_cast<T*>(part.data_ptr());
       product(isa, {patch, scale, now, row_bytes}, weight, bias_values, 0, rows_of_pixels);
-      for (int64_t row = 0; row < now && !channels_last;) {  // an image, or what is in this turn of it
+      for (int64_t row = 0; row < now && !channels_last;) {  // for each image, or the part of it among these rows
         const int64_t image = (first + row) / pixels, pixel = (first + row) % pixels;
         const int64_t here = std::min(now - row, pixels - pixel);
         for_each_part(blocks(columns), grain(here * kBlock), [&](int64_t begin, int64_t end) {

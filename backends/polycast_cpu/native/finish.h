@@ -1,4 +1,4 @@
-// From the sums to the output: scales, bias and the dtype of the output, in one pass.
+// Turns integer sums into the output in one pass: scales, bias and dtype.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -31,8 +31,7 @@ void finish_row_plain(const int32_t* sums, const int32_t* offsets, const float* 
   _mm256_mask_storeu_epi16(to, mask, _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-// As bits of float32, of which the upper half is to be the bfloat16: to the nearest, ties to even; a nan is one of
-// bfloat16's, whatever its bits were.
+// Return float32 bits whose upper half is the bfloat16: to nearest, ties to even; every nan becomes the canonical one.
 [[gnu::target("avx512f,avx512bw,avx512vl")]] inline __m512i rounded_to_bfloat16(__m512 values) {
   const __m512i bits = _mm512_castps_si512(values);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));

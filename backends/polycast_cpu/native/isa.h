@@ -1,5 +1,5 @@
-// Which instructions are used. A function for others than the compiler was told of names them as its target; who calls it
-// has asked the processor.
+// The instruction sets that the kernels are compiled for. A function names its instructions as its target; callers check that the
+// processor supports them.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ enum class Isa : int64_t { plain = 0, vnni = 1, amx = 2 };
 
 #if defined(__x86_64__)
 
-// Linux gives tiles to processes that ask for them; the answer holds for all threads.
+// Request AMX tiles from Linux, for all threads of the process.
 inline bool may_use_tiles() {
 #if defined(__linux__)
   unsigned a, b, c, d;

@@ -1,23 +1,23 @@
-// How quantized matrices lie in memory, and what a product is made of.
+// Memory layouts of quantized weights and activations.
 #pragma once
 
 #include <cstdint>
 
 namespace polycast_cpu {
 
-// Columns of the product, and terms of its sums, come in blocks of 64; what is missing in the last ones is zero.
+// Columns and terms are in blocks of 64, zero-padded.
 constexpr int64_t kBlock = 64;
 
 constexpr int64_t blocks(int64_t size) {
   return (size + kBlock - 1) / kBlock;
 }
 
-// A weight of N columns and K terms, in signed bytes: for each block of columns, for each four terms, 64 columns of these
-// four. That is the order in which vpdpbusd reads it, and 16 of the columns by 64 terms are a tile of AMX.
+// A weight of N columns and K terms, in signed bytes. Each block of 64 columns stores groups of four terms, column by column: the
+// order in which vpdpbusd reads it. 16 columns by 64 terms are an AMX tile.
 struct Weight {
   const int8_t* values;
   const float* scales;     // of each column
-  const int32_t* offsets;  // what the zero point of the activations, 128, adds to each column
+  const int32_t* offsets;  // of each column, due to the zero point of the activations
   int64_t columns, terms;
 
   const int8_t* block(int64_t number) const {
@@ -29,8 +29,8 @@ struct Weight {
   }
 };
 
-// Activations in unsigned bytes with zero point 128, row by row. `stride` is no multiple of 4096: rows that are would
-// share one set of the L1 cache.
+// Activations in unsigned bytes with zero point 128, row by row. `stride` is not a multiple of 4096, which would map all rows to
+// the same set of the L1 cache.
 struct Activations {
   const uint8_t* values;
   const float* scales;  // of each row
@@ -44,11 +44,11 @@ constexpr int64_t row_stride(int64_t terms) {
 constexpr uint8_t kZeroPoint = 128;
 constexpr float kLevels = 127;
 
-// Rows that are smaller are quantized as if this were in them, so that scales and their inverses stay normal numbers.
+// The least magnitude that a scale is made for, so that scales and their inverses are normal numbers.
 constexpr float kSmallest = 0x1p-110f;
-// Weights that are larger are refused, so that no sum overflows before it is scaled.
+// Larger weights are rejected, so that no sum overflows before it is scaled.
 constexpr float kLargestWeight = 0x1p100f;
-// Longer sums of products of unsigned and signed bytes may not fit 32 bits.
+// Longer sums of products of unsigned and signed bytes may overflow 32 bits.
 constexpr int64_t kMostTerms = 65536;
 
 }  // namespace polycast_cpu

@@ -1,5 +1,5 @@
-// Rows of activations by a weight: two passes over each row, one for its largest magnitude and one that quantizes, then the
-// product, block by block, each finished into the output while it is in the cache.
+// Linear layers. Two passes over each row of activations find its scale and quantize it; then the product goes block by block, and
+// each block is scaled into the output while it is in the cache.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -16,7 +16,7 @@
 
 namespace polycast_cpu {
 
-// Quantizes rows and returns those that have inf or nan in them, which count as zeros.
+// Quantize rows; return the indices of rows with inf or nan, which become zeros.
 template <typename T>
 std::vector<int64_t> quantize(Isa isa, const T* rows, int64_t row_step, int64_t count, int64_t terms, bool by_row,
                               uint8_t* out, float* scales) {
@@ -58,7 +58,7 @@ std::vector<int64_t> quantize(Isa isa, const T* rows, int64_t row_step, int64_t 
   return others;
 }
 
-// A row with inf or nan: what these come to with the weight; the numbers beside them make no difference.
+// Compute a row with inf or nan from these alone: finite values do not change the result.
 template <typename T, typename Out>
 void product_of_nonfinite(const T* row, const Weight& weight, float alpha, const float* bias, Out* out) {
   std::vector<int64_t> places;
@@ -99,7 +99,7 @@ inline at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& values, con
   int64_t bias_step = 0;
   if (bias.has_value()) {
     added = bias->to(at::kFloat);
-    if (added.dim() != 1 || added.size(0) != columns) {  // nearly always it is a vector, of which no view is made
+    if (added.dim() != 1 || added.size(0) != columns) {  // rarely; a view costs time
       added = added.expand({rows, columns});
       bias_step = added.stride(0);
     }

@@ -1,4 +1,4 @@
-// Rows of activations by one block of columns, in integers: up to kMostRows at a time.
+// Integer products of up to kMostRows rows of activations and one block of columns.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ inline void multiply_plain(const uint8_t* rows, int64_t stride, int64_t count, c
 
 #if defined(__x86_64__)
 
-// Rows at a time by 64 columns: as many sums as registers hold, so that each load of the weight serves all rows.
+// `Rows` rows by 64 columns: all sums are in registers, and each load of the weight serves all rows.
 template <int Rows>
 [[gnu::target("avx512f,avx512bw,avx512vl,avx512vnni")]] void multiply_rows_vnni(const uint8_t* rows, int64_t stride,
                                                                                  const int8_t* block, int64_t fours,
@@ -45,7 +45,7 @@ template <int Rows>
     for (int part = 0; part < 4; ++part) {
       weight[part] = _mm512_loadu_si512(block + 64 * part);
     }
-    if constexpr (Rows <= 4) {  // the weight is read once, and faster than the processor sees coming
+    if constexpr (Rows <= 4) {  // the weight is read once, faster than hardware prefetchers follow
 #pragma GCC unroll 8
       for (int part = 0; part < 4; ++part) {
         _mm_prefetch(reinterpret_cast<const char*>(block) + 2048 + 64 * part, _MM_HINT_T0);
@@ -79,7 +79,7 @@ inline void multiply_vnni(const uint8_t* rows, int64_t stride, int64_t count, co
                                                                  multiply_rows_vnni<3>, multiply_rows_vnni<4>,
                                                                  multiply_rows_vnni<5>, multiply_rows_vnni<6>};
   for (int64_t row = 0; row < count;) {
-    // Not six and then one, but four and three.
+    // Seven rows are four and three, not six and one.
     const int64_t left = count - row, turns = (left + most - 1) / most, now = (left + turns - 1) / turns;
     by_rows[now - 1](rows + row * stride, stride, block, fours, sums + row);
     row += now;
@@ -92,10 +92,10 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// All eight tiles have 16 rows of 64 bytes. Not a local variable: gcc's _tile_loadconfig says that it reads eight bytes of it.
+// Eight tiles of 16 rows by 64 bytes. Not a local variable: gcc's _tile_loadconfig declares that it reads only eight bytes.
 inline const TileConfig whole_tiles;
 
-// The tiles of this thread, while it lives.
+// Configures the tiles of this thread; releases them on destruction.
 class Tiles {
  public:
   [[gnu::target("amx-tile")]] Tiles() {
@@ -158,7 +158,7 @@ class Tiles {
   _tile_stored(3, sums + 16 * kBlock + 16, line);
 }
 
-// `rows` go on for 16 or 32 rows, whatever `count` is: the tiles are filled.
+// Always reads 16 or 32 rows.
 inline void multiply_amx(const uint8_t* rows, int64_t stride, int64_t count, const int8_t* block, int64_t terms,
                          int32_t (*sums)[kBlock]) {
   if (count <= 16) {

@@ -1,4 +1,4 @@
-// The ops of this library: products and convolutions of float activations with weights that were quantized before.
+// The ops of this library: linear layers and convolutions with prepacked int8 weights.
 
 #include <torch/library.h>
 

@@ -1,4 +1,4 @@
-// Weights: quantized, and laid out as products read them.
+// Prepacking of weights: quantization and layout.
 #pragma once
 
 #include <ATen/ops/empty.h>
@@ -43,7 +43,7 @@ bool pack(Isa isa, const T* rows, int64_t stride, int64_t columns, int64_t terms
   return possible;
 }
 
-// Return the values, scales and offsets of a weight [N, K]; nothing if it cannot be quantized.
+// Return the values, scales and offsets of a weight [N, K]; an empty list if it cannot be quantized.
 inline std::vector<at::Tensor> int8_pack(const at::Tensor& weight, int64_t isa) {
   TORCH_CHECK(weight.dim() == 2, "expected a matrix, got ", weight.dim(), " dimensions");
   const at::Tensor rows = with_dense_rows(weight);
@@ -58,10 +58,10 @@ inline std::vector<at::Tensor> int8_pack(const at::Tensor& weight, int64_t isa) 
   return possible ? std::vector<at::Tensor>{values, scales, offsets} : std::vector<at::Tensor>{};
 }
 
-// A packed weight, as the tensors that int8_pack returned.
+// Return the Weight of the tensors that int8_pack() returned.
 inline Weight weight_of(const at::Tensor& values, const at::Tensor& scales, const at::Tensor& offsets, int64_t terms) {
-  TORCH_CHECK(values.dim() == 4 && values.size(1) * 4 == blocks(terms) * kBlock, "there are ", terms,
-              " terms, which the weight does not have");
+  TORCH_CHECK(values.dim() == 4 && values.size(1) * 4 == blocks(terms) * kBlock, "the activations have ", terms,
+              " terms, the weight another number");
   return {values.const_data_ptr<int8_t>(), scales.const_data_ptr<float>(), offsets.const_data_ptr<int32_t>(),
           scales.size(0), terms};
 }

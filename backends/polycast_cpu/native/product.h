@@ -8,9 +8,9 @@
 
 namespace polycast_cpu {
 
-// The product of so many rows goes over the weight at once; more would not stay in the cache beside it.
+// The rows that stay in the cache during one pass over the weight.
 constexpr int64_t kRowsAtOnce = 256;
-// For so few rows tiles are mostly empty.
+// Fewer rows leave AMX tiles mostly empty.
 constexpr int64_t kFewRows = 4;
 
 inline void multiply(Isa isa, const Activations& x, int64_t row, int64_t count, const Weight& weight, int64_t block,

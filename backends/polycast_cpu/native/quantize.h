@@ -1,4 +1,4 @@
-// From floating point to bytes: rows of activations, and rows of weights.
+// Quantization of rows to bytes.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -13,7 +13,7 @@
 
 namespace polycast_cpu {
 
-// As bits, since their order is that of the magnitudes: inf is above all numbers, and nan above inf.
+// Magnitudes are compared as bits, which have the same order; inf is above all numbers, and nan above inf.
 template <typename T>
 uint32_t largest_magnitude_plain(const T* row, int64_t terms) {
   uint32_t largest = 0;
@@ -65,7 +65,7 @@ inline __mmask16 first16(int64_t left) {
   return _mm512_reduce_max_epu32(_mm512_max_epu32(largest[0], largest[1]));
 }
 
-// Of bfloat16 and float16, whose bits are ordered as those of float32 are.
+// For bfloat16 and float16, compared as bits too.
 template <typename T>
 [[gnu::target("avx512f,avx512bw,avx512vl")]] uint32_t largest_magnitude_avx512(const T* row, int64_t terms) {
   const __m512i magnitude = _mm512_set1_epi16(0x7fff);
@@ -96,7 +96,7 @@ template <typename T>
                                                                       uint8_t* out) {
   const __m512 factor = _mm512_set1_ps(inverse);
   const __m512i zero_point = _mm512_set1_epi8(static_cast<char>(kZeroPoint));
-  // Packing goes by parts of 128 bits: this puts fours of bytes back into their order.
+  // Packing works within 128-bit lanes: this restores the order.
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   int64_t k = 0;
   for (; k + 64 <= terms; k += 64) {
@@ -135,7 +135,7 @@ void quantize_row(Isa isa, const T* row, int64_t terms, float inverse, uint8_t* 
   quantize_row_plain(row, terms, inverse, out);
 }
 
-// What one step is worth in a row whose largest magnitude is given by its bits.
+// Return the scale of a row, given the bits of its largest magnitude.
 inline float scale_of(uint32_t magnitude) {
   return std::max(std::bit_cast<float>(magnitude), kSmallest) / kLevels;
 }

@@ -1,11 +1,11 @@
-// What lies in tensors.
+// Typed access to tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace polycast_cpu {
 
-// Calls with a pointer to the tensor's elements, which are float32, bfloat16 or float16.
+// Call a function with a typed pointer to the elements, which are float32, bfloat16 or float16.
 template <typename Function>
 void with_elements(const at::Tensor& tensor, const Function& function) {
   switch (tensor.scalar_type()) {
@@ -20,7 +20,7 @@ void with_elements(const at::Tensor& tensor, const Function& function) {
   }
 }
 
-// Return a matrix with these rows whose elements lie one after the other.
+// Return the matrix with contiguous rows.
 at::Tensor with_dense_rows(const at::Tensor& matrix) {
   return matrix.stride(1) == 1 || matrix.size(1) == 1 ? matrix : matrix.contiguous();
 }

@@ -1,4 +1,4 @@
-// Matrices of elements of one, two or four bytes, transposed.
+// Transposition of matrices with elements of one, two or four bytes.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ void transpose_plain(const T* from, int64_t rows, int64_t columns, int64_t strid
 
 #if defined(__x86_64__)
 
-// Of each pair of elements the first, and then the second: of the lower or the upper halves of two registers.
+// Interleave the elements of the lower or the upper halves of two registers.
 template <int Size, bool Upper>
 __m128i interleaved(__m128i a, __m128i b) {
   if constexpr (Size == 1) {
@@ -31,7 +31,7 @@ __m128i interleaved(__m128i a, __m128i b) {
   }
 }
 
-// A square of registers: to interleave each row with the one half a square below it transposes a bit of the indices.
+// Transpose a square in registers: interleaving each row with the one half a square below swaps one bit of the indices.
 template <typename T>
 void transpose_square(const T* from, int64_t stride, T* to, int64_t to_stride) {
   constexpr int size = sizeof(T), side = 16 / size;
@@ -60,7 +60,7 @@ void transpose_square(const T* from, int64_t stride, T* to, int64_t to_stride) {
 
 #endif
 
-// From [rows, columns] to [columns, rows]; the strides are from row to row.
+// Transpose [rows, columns] to [columns, rows], with strides between rows.
 template <typename T>
 void transpose(const T* from, int64_t rows, int64_t columns, int64_t stride, T* to, int64_t to_stride) {
 #if defined(__x86_64__)
