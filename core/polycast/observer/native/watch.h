@@ -8,9 +8,9 @@
 #include <c10/util/SmallVector.h>
 #include <c10/util/flat_hash_map.h>
 
-#include <array>
 #include <atomic>
 #include <chrono>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -56,57 +56,35 @@ struct Producer {
   Modules modules;
 };
 
-// The producers of the last tensors, by storage: a cache of 128 sets of four. Entries of freed storages are replaced first.
+// The producers of tensors, by storage. There are at most kMax; those of freed storages make room first.
 class Producers {
  public:
-  Producer* find(const Tensor& tensor) const {
-    if (sets_ == nullptr || !tensor.has_storage()) {
+  Producer* find(const Tensor& tensor) {
+    if (!tensor.has_storage()) {
       return nullptr;
     }
-    const StorageImpl* const storage = storage_of(tensor);
-    for (Producer& each : set_of(storage)) {
-      if (each.storage._unsafe_get_target() == storage && each.op != nullptr) {
-        return &each;
-      }
-    }
-    return nullptr;
+    const auto found = by_storage_.find(storage_of(tensor));
+    return found == by_storage_.end() ? nullptr : &found->second;
   }
 
   void set(const Tensor& tensor, Producer producer) {
-    if (sets_ == nullptr) {
-      sets_ = std::make_unique<std::array<Set, kSets>>();
-    }
-    const StorageImpl* const storage = storage_of(tensor);
-    Set& set = set_of(storage);
-    Producer* place = nullptr;
-    for (Producer& each : set) {
-      if (each.storage._unsafe_get_target() == storage) {
-        place = &each;
-        break;
+    if (by_storage_.size() >= kMax) {
+      for (auto each = by_storage_.begin(); each != by_storage_.end();) {
+        each = each->second.storage.expired() ? by_storage_.erase(each) : std::next(each);
       }
-      if (place == nullptr && (each.op == nullptr || each.storage.expired())) {
-        place = &each;
+      if (by_storage_.size() > kMax / 2) {
+        by_storage_.clear();
       }
-    }
-    if (place == nullptr) {
-      place = &set[next_++ % set.size()];
     }
     producer.storage = tensor.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl();
-    *place = std::move(producer);
+    by_storage_.insert_or_assign(storage_of(tensor), std::move(producer));
   }
 
-  void clear() { sets_.reset(); }
+  void clear() { by_storage_.clear(); }
 
  private:
-  static constexpr size_t kSets = 128;
-  using Set = std::array<Producer, 4>;
-
-  Set& set_of(const StorageImpl* storage) const {
-    return (*sets_)[(reinterpret_cast<uintptr_t>(storage) >> 4) * 0x9E3779B97F4A7C15ull >> 57];
-  }
-
-  std::unique_ptr<std::array<Set, kSets>> sets_;
-  size_t next_ = 0;
+  static constexpr size_t kMax = 4096;
+  std::unordered_map<const StorageImpl*, Producer> by_storage_;  // a weak reference keeps the address from being used again
 };
 
 // The weights that a thread has cast last.
