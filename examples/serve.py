@@ -1,8 +1,7 @@
 """Serve a model from threads that share the casts of its weights, while its weights are updated.
 
-The weights stay in float32, so that they can be trained or loaded as ever. Each thread answers requests in a region
-with one `polycast.WeightCache` for all of them: what one has cast the others find, until an update writes the weight.
-No answer is computed with old casts of new weights.
+The weights are in float32, so they can be trained or loaded as usual. All threads share one `polycast.WeightCache`:
+each weight is cast once, and again after an update. No request uses an outdated cast.
 
     python examples/serve.py --requests 400 --threads 4
 """
@@ -25,13 +24,13 @@ class Server:
     def __init__(self, model: nn.Module, device: str, threads: int) -> None:
         self.model = model.eval()
         self.cache = polycast.WeightCache()
-        # A region holds settings only, so one object serves all threads.
+        # A region holds settings only, so threads can share it.
         self._region = polycast.autocast(device, cache=self.cache)
         self._pool = ThreadPoolExecutor(threads)
         self._threads = threads
         self._free: queue.Queue[None] = (
             queue.Queue()
-        )  # permissions to use the weights: an answer takes one, an update all
+        )  # a request takes one permission to use the weights, an update takes all
         self._updating = threading.Lock()
         for _ in range(threads):
             self._free.put(None)
@@ -49,7 +48,7 @@ class Server:
             self._free.put(None)
 
     def update(self, weights: dict[str, torch.Tensor]) -> None:
-        """Load float32 weights when no request is being answered; the next one casts them anew."""
+        """Load float32 weights between requests; the next request casts them."""
         with self._updating:
             for _ in range(self._threads):
                 self._free.get()
@@ -60,12 +59,12 @@ class Server:
                     self._free.put(None)
 
     def close(self) -> None:
-        """Wait for what was submitted."""
+        """Wait for the submitted requests."""
         self._pool.shutdown()
 
 
 def main() -> None:
-    """Serve random requests, with an update after every quarter of them."""
+    """Serve random requests, with an update after each quarter of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--requests", type=int, default=400)

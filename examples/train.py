@@ -1,8 +1,7 @@
-"""Train a classifier of handwritten digits in mixed precision: a plain loop, to be copied.
+"""Train a classifier of handwritten digits in mixed precision, with a plain loop.
 
-It has what a real one needs: a region, a gradient scaler that is enabled where the dtype needs it, gradients that
-are accumulated over micro-batches and clipped, activations that are recomputed (``--recompute``), and a file to resume
-from.
+It has a region, a gradient scaler that is enabled only if the dtype needs it, gradient accumulation over micro-batches,
+clipping, activation checkpointing (``--recompute``), and a file to resume from.
 
     pip install "polycast[demo]"
     python examples/train.py --dtype float16 --resume digits.pt
@@ -39,15 +38,15 @@ class Network(nn.Module):
         self.classifier = nn.Linear(32 * 4 * 4, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a score for each digit."""
+        """Return logits for the digits."""
         if not (self.recompute and self.training):
             return self.classifier(self.features(x).flatten(1))
-        # The backward runs the features again, in the region of this forward.
+        # The backward pass recomputes the features in the region of this forward pass.
         return self.classifier(checkpoint(self.features, x, use_reentrant=False).flatten(1))
 
 
 def main() -> None:
-    """Train, and say after each epoch how it goes."""
+    """Train, and print the results of each epoch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
@@ -65,13 +64,13 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
     scaler = polycast.grad_scaler(options.device, dtype)
     enabled = dtype is not torch.float32
-    # The weights stay while gradients are accumulated, so all micro-batches of a step share their casts.
+    # The weights do not change while gradients are accumulated: all micro-batches of a step share their casts.
     region = polycast.autocast(options.device, dtype if enabled else None, enabled, cache=polycast.WeightCache())
 
     first = 0
     if options.resume and options.resume.exists():
         saved = torch.load(options.resume, weights_only=True)
-        model.load_state_dict(saved["model"])  # in float32, as the weights always are
+        model.load_state_dict(saved["model"])  # float32, like the weights
         optimizer.load_state_dict(saved["optimizer"])
         scaler.load_state_dict(saved["scaler"])
         first = saved["epochs"]

@@ -4,7 +4,7 @@ On one machine, with scikit-learn installed:
 
     torchrun --nproc-per-node 2 examples/train_fsdp.py
 
-docs/distributed.md says how the same file runs on many machines.
+docs/distributed.md shows how to run it on several machines.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def load(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def main() -> None:
-    """Train in this process, one of those that torchrun started."""
+    """Train in this process, which torchrun started."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=10)
     epochs = parser.parse_args().epochs
@@ -41,13 +41,13 @@ def main() -> None:
     distributed.init_process_group(None if accelerator is not None else "gloo")
     train(device, epochs)
     distributed.destroy_process_group()
-    # A sharded model is in reference cycles. What is alive when Python ends is let go of by threads of torch's that
-    # cannot have the interpreter any more, and abort the process.
+    # A sharded model is in reference cycles. If it is alive when Python exits, threads of torch free it without the
+    # interpreter, and abort the process.
     gc.collect()
 
 
 def train(device: torch.device, epochs: int) -> None:
-    """Train, and say how it goes."""
+    """Train, and print the results."""
     rank, processes = distributed.get_rank(), distributed.get_world_size()
     mesh = distributed.init_device_mesh(device.type, (processes,))
 
@@ -60,7 +60,7 @@ def train(device: torch.device, epochs: int) -> None:
 
     images, digits = load(device)
     split, batch = 1440, 32
-    draw = torch.Generator().manual_seed(rank)  # each process draws batches of its own, however many there are
+    draw = torch.Generator().manual_seed(rank)  # each process draws its own batches
     for epoch in range(epochs):
         for _ in range(max(1, split // (batch * processes))):
             mine = torch.randint(split, (batch,), generator=draw).to(device)

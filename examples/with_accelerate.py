@@ -1,8 +1,8 @@
-"""Accelerate on polycast: while torch is patched, the regions that it makes are polycast's.
+"""Accelerate on polycast: while torch is patched, it creates polycast regions.
 
     python examples/with_accelerate.py
 
-A program that cannot be changed runs so too: ``accelerate launch --no_python polycast run train.py``.
+For a program that you cannot change: ``accelerate launch --no_python polycast run train.py``.
 """
 
 import accelerate

@@ -1,4 +1,4 @@
-"""Lightning on polycast: while torch is patched, the regions of its precision plugins are polycast's.
+"""Lightning on polycast: while torch is patched, its precision plugins create polycast regions.
 
 pip install pytorch-lightning
 python examples/with_lightning.py
@@ -11,7 +11,7 @@ import polycast
 
 
 class Regression(pytorch_lightning.LightningModule):
-    """A module of Lightning's, as ever."""
+    """A plain Lightning module."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The Trainer of transformers on polycast: while torch is patched, its regions are polycast's.
+"""The Trainer of transformers on polycast: while torch is patched, it creates polycast regions.
 
     pip install transformers accelerate
     python examples/with_trainer.py
