@@ -16,7 +16,7 @@ def call(*arguments):
 def test_an_op_is_explained_in_a_region_of_a_device_that_need_not_be_there():
     assert call("ops", "xpu", "--explain", "softmax").stdout.splitlines() == [
         "aten::softmax.int on xpu, a region of float16",
-        "fp32_set_opt_dtype (backend's table): a dtype that the caller leaves out is float32",
+        "fp32_set_opt_dtype (backend's table): its dtype defaults to float32",
     ]
 
 

@@ -1,4 +1,4 @@
-"""What the tests of compiled code have in common, and what older versions of torch need for them."""
+"""Fixtures for compiled code, and workarounds for older versions of torch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is kept in float32 has its gradients computed in float32 in compiled code too."""
+"""In compiled code, too, ops that policies keep in float32 have float32 gradients."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def gradient(model, region=None, backend=None):
         (lambda: Model(POLICY), None),
     ],
 )
-def test_a_compiled_backward_is_traced_outside_of_regions_as_it_runs_uncompiled(make, policy):
+def test_a_compiled_backward_is_traced_outside_of_regions_as_it_runs_in_eager_mode(make, policy):
     found = gradient(make(), polycast.autocast("cpu", policy=policy), "aot_eager")
     torch.testing.assert_close(found, gradient(Model()))
 

@@ -1,4 +1,4 @@
-"""Kept casts in compiled code: where they serve, and that nothing writes them."""
+"""Cached casts in compiled code: where they are used, and that nothing writes to them."""
 
 import copy
 import gc
@@ -106,7 +106,7 @@ def test_in_a_region_without_a_cache_the_code_is_torchs(cache):
     assert "polycast" not in traced(model, inputs())
 
 
-def test_what_was_compiled_in_a_region_of_torchs_is_compiled_anew(cache):
+def test_code_compiled_in_a_region_of_torchs_is_recompiled(cache):
     compiled = torch.compile(mlp(), backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         expected = in_torchs(compiled, inputs())
@@ -116,7 +116,7 @@ def test_what_was_compiled_in_a_region_of_torchs_is_compiled_anew(cache):
 
 @pytest.mark.slow
 @BACKENDS
-def test_a_region_in_what_is_compiled_has_its_own_cache(backend, cache):
+def test_a_region_in_compiled_code_has_its_own_cache(backend, cache):
     model, other = mlp(), WeightCache(verify=True)
 
     def function(x, inner):
@@ -323,7 +323,7 @@ def test_dynamic_shapes(backend, cache):
 
 
 @pytest.mark.slow
-def test_what_is_exported_has_torchs_ops_only(cache):
+def test_exported_programs_have_torchs_ops_only(cache):
     model = mlp()
     with torch.no_grad(), polycast.autocast("cpu", cache=cache):
         program = torch.export.export(model, (inputs(),)).run_decompositions()

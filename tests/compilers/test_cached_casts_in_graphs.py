@@ -1,4 +1,4 @@
-"""Kept casts in graphs: of regions that are made elsewhere, that the graphs return, of graphs that cannot be traced."""
+"""Cached casts in graphs: with regions from outside, as outputs, and in graphs that cannot be traced."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Kept casts, and what is saved: exported programs, and the caches on disk that processes share."""
+"""Cached casts in exported programs, and in the caches on disk that processes share."""
 
 import json
 import os

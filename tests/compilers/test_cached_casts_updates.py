@@ -1,4 +1,4 @@
-"""Weights that change between calls of compiled code with kept casts: each call computes with what they are."""
+"""Weights that change between calls of compiled code with cached casts: each call sees the current ones."""
 
 import copy
 from datetime import timedelta

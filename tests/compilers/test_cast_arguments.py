@@ -1,4 +1,4 @@
-"""What a module under the rule "fp32" does to its arguments, in code that is compiled."""
+"""Writes of a module under the rule "fp32" to its arguments, in compiled code."""
 
 from collections import OrderedDict
 
@@ -65,7 +65,7 @@ def test_compiled_in_one_graph_a_model_writes_what_the_interpreted_one_writes(ba
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_through_an_argument_that_was_written_to_are_those_of_the_interpreted_model(backend):
+def test_gradients_through_a_written_argument_equal_those_of_eager_mode(backend):
     class Scale(nn.Module):
         def __init__(self):
             super().__init__()
@@ -132,7 +132,7 @@ def test_other_lists_and_tensors_are_no_reason_to_compile_again():
     assert counter.frame_count == 1
 
 
-def test_after_a_graph_break_in_the_module_its_writes_are_kept():
+def test_writes_of_a_module_with_a_graph_break_reach_the_argument():
     class Breaks(nn.Module):
         def forward(self, x, items):
             x.add_(1)

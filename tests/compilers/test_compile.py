@@ -1,4 +1,4 @@
-"""torch.compile: a region is in the graph what torch.autocast is there, and gives the code that it gives."""
+"""torch.compile: a region in a graph compiles to the code of torch.autocast."""
 
 import subprocess
 import sys
@@ -76,7 +76,7 @@ def _without_comments(code):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_region_in_one_graph_gives_what_it_gives_uncompiled(data, shape, backend):
+def test_a_region_in_one_graph_gives_the_results_of_eager_mode(data, shape, backend):
     function = shape(polycast.autocast)
     expected = outcome(function, *data)
     actual = outcome(torch.compile(function, backend=backend, fullgraph=True), *data)
@@ -84,7 +84,7 @@ def test_a_region_in_one_graph_gives_what_it_gives_uncompiled(data, shape, backe
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_graphs_are_those_of_torch_autocast(data, shape):
+def test_the_graphs_equal_those_of_torch_autocast(data, shape):
     def graphs(region):
         torch.compiler.reset()
         recorder = AotEagerAndRecordGraphs()
@@ -114,7 +114,7 @@ def test_the_code_of_inductor_is_that_of_torch_autocast(data):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_region_around_is_heeded_and_a_change_of_it_recompiles(data, backend):
+def test_the_enclosing_region_applies_and_its_change_recompiles(data, backend):
     counter = CompileCounter()
 
     def count_and_compile(graph, inputs):
@@ -152,7 +152,7 @@ def test_a_region_without_dtype_takes_that_of_the_region_around_at_each_call(dat
 
 
 @pytest.mark.parametrize("region", [polycast.autocast, torch.autocast])
-def test_a_decorated_function_may_call_what_is_compiled(data, region):
+def test_a_decorated_function_may_call_compiled_code(data, region):
     x, layer = data
     compiled = torch.compile(lambda x: layer(x), backend="aot_eager", fullgraph=True)
     assert region("cpu", dtype=torch.bfloat16)(lambda: compiled(x))().dtype is torch.bfloat16
@@ -236,7 +236,7 @@ def test_a_user_s_cache_has_no_part_in_a_graph(data):
     assert cache.stats().entries == 0
 
 
-def test_the_kernels_are_those_of_the_backend(data, hand_made):
+def test_the_kernels_have_the_policies_of_the_backend(data, hand_made):
     """A table unlike torch's: linear stays as it is, and mm is cast."""
     hand_made("cpu", default_dtype=torch.bfloat16, policies=polycast.policy_table({CastPolicy.FP32: ["aten::addmm"]}))
 

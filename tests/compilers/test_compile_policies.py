@@ -1,4 +1,4 @@
-"""torch.compile: what a region's policy does inside of what is compiled."""
+"""torch.compile: regions with policies in compiled code."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def with_global_dict(x, layer):
 
 @pytest.mark.parametrize("function", [with_dict_inside, with_global_dict])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_policy_inside_is_heeded_in_one_graph(engine, data, function, backend):
+def test_a_policy_inside_applies_in_one_graph(engine, data, function, backend):
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     assert compiled(*data).dtype is torch.float32
     with polycast.autocast("cpu"):
@@ -33,7 +33,7 @@ def test_a_policy_inside_is_heeded_in_one_graph(engine, data, function, backend)
     assert polycast.autocast_nesting("cpu") == 0
 
 
-def test_another_policy_inside_is_compiled_anew(engine, data):
+def test_another_policy_inside_recompiles(engine, data):
     def function(x, layer, policy):
         with polycast.autocast("cpu", policy={"linear": policy}):
             return layer(x)

@@ -1,4 +1,4 @@
-"""torch.export: the exported program holds a region as it holds torch.autocast."""
+"""torch.export: an exported program holds a region as it holds torch.autocast."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Policies around compiled code: it runs under those that it was compiled for, and under equal ones."""
+"""Compiled code runs only under the policies that it was compiled for, and equal ones."""
 
 import contextlib
 import gc
@@ -146,7 +146,7 @@ def square(compiled, calls):
 
 
 @pytest.mark.parametrize("forward", [None, TANH_DOWN])
-def test_a_custom_backward_has_the_policies_of_its_forward_and_leaves_those_around(forward):
+def test_a_custom_backward_has_the_policies_of_its_forward_only(forward):
     compiled, calls = Compiled(), []
     x = torch.ones(2, 2, requires_grad=True)
     with policy(forward):
@@ -159,7 +159,7 @@ def test_a_custom_backward_has_the_policies_of_its_forward_and_leaves_those_arou
     assert calls == [of_forward] == [(HALF, SINGLE if forward is None else HALF)]
 
 
-def test_a_generator_has_its_policies_over_those_of_whoever_steps_it():
+def test_a_generators_policies_override_those_of_its_caller():
     compiled = Compiled()
 
     @policy(TANH_DOWN)
@@ -176,7 +176,7 @@ def test_a_generator_has_its_policies_over_those_of_whoever_steps_it():
     generator.close()
 
 
-def test_policies_that_are_left_out_of_order_are_those_that_result():
+def test_the_guard_sees_the_policies_that_result_from_leaving_out_of_order():
     compiled, first, second = Compiled(), policy(MM_UP), policy(TANH_DOWN)
     first.__enter__()
     second.__enter__()
@@ -277,7 +277,7 @@ def test_a_guard_says_which_policies_it_was_made_for():
 
 
 @pytest.mark.slow
-def test_what_was_compiled_before_any_policies_is_kept_for_where_there_are_none():
+def test_code_compiled_before_any_policies_is_reused_without_policies():
     ways = [{}]
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # from torch 2.13 on
         ways.append({"isolate_recompiles": True})
@@ -306,7 +306,7 @@ def test_what_was_compiled_ahead_of_time_before_any_policies_is_refused_under_so
     assert [y.dtype for y in compiled(X)] == [SINGLE, SINGLE]
 
 
-def test_what_is_compiled_while_the_guard_is_put_in_place_is_for_no_policies():
+def test_code_being_compiled_while_the_guard_is_installed_is_for_no_policies():
     """The first policies of the process are those of a backend, in the middle of a compilation."""
 
     def backend(graph, inputs):

@@ -51,7 +51,7 @@ PLAIN = [torch.bfloat16] * 5
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed in the scheduler node")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_compiled_in_one_graph_a_model_heeds_the_rules_that_it_is_under_now(backend):
+def test_a_model_compiled_in_one_graph_follows_its_current_rules(backend):
     model = Model()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     assert dtypes(compiled) == PLAIN
@@ -65,7 +65,7 @@ def test_compiled_in_one_graph_a_model_heeds_the_rules_that_it_is_under_now(back
     assert dtypes(compiled) == PLAIN
 
 
-def test_the_values_and_gradients_of_a_compiled_model_are_those_of_the_interpreted_one():
+def test_values_and_gradients_of_a_compiled_model_equal_those_of_eager_mode():
     torch.manual_seed(0)
     model = Model()
     polycast.apply_policy(model, Policy(modules=RULES))

@@ -93,7 +93,7 @@ def test_a_nested_region_computes_in_the_state_of_each_of_its_calls(backend):
     ],
     ids=["blocks", "inside", "ops", "model"],
 )
-def test_a_nested_region_heeds_the_rules_of_each_of_the_modules_that_it_is_called_for(backend, rules):
+def test_a_nested_region_follows_the_rules_of_each_module_that_calls_it(backend, rules):
     model = Blocks()
     polycast.apply_policy(model, Policy(modules=rules))
     assert_same(run(compiled(model, backend)), run(model))

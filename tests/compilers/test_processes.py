@@ -1,4 +1,4 @@
-"""Policies and compiled code in processes of their own: Dynamo that is imported late, and caches that are on disk."""
+"""Policies and compiled code in new processes: Dynamo imported late, and caches on disk."""
 
 import json
 import os

@@ -212,7 +212,7 @@ def test_an_update_is_seen_and_caches_are_found_at_run_time(model, linear):
     assert counter.frame_count == 1
 
 
-def test_what_is_declined_compiles_as_without_a_recipe(linear):
+def test_a_declined_op_compiles_as_without_a_recipe(linear):
     odd = nn.Linear(7, 4)
     compiled = torch.compile(odd, backend="aot_eager", fullgraph=True)
     x = torch.randn(2, 7)

@@ -1,4 +1,4 @@
-"""Scripted and traced functions called in eager regions, and tracing in a region: as with torch.autocast."""
+"""Scripted and traced functions called in eager regions, and tracing in a region, compared with torch.autocast."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_a_decorated_scripted_function_runs_in_the_region():
     assert scripted_product()(A, B).dtype is FLOAT
 
 
-def test_gradients_of_a_scripted_function_are_those_of_torch():
+def test_gradients_of_a_scripted_function_equal_torchs():
     def gradients(autocast):
         function = torch.jit.script(several_ops())
         a, b = A.clone().requires_grad_(), B.clone().requires_grad_()
@@ -111,7 +111,7 @@ def test_the_jit_casts_by_its_own_list_of_ops_and_knows_no_policy():
     assert passed_through(scripted_product()) is BFLOAT
 
 
-def test_a_policy_is_in_force_where_the_kernels_alone_cast(kernels_alone):
+def test_a_policy_applies_if_only_the_kernels_cast(kernels_alone):
     assert passed_through(scripted_product()) is FLOAT
 
 
@@ -247,7 +247,7 @@ def test_a_module_traced_in_a_region_is_as_with_torch(kernels_alone, convolution
     torch.testing.assert_close(actual[-1], eager, rtol=2e-2, atol=2e-2)
 
 
-def test_a_module_can_be_traced_where_casts_are_kept(kernels_alone, convolution):
+def test_a_module_can_be_traced_in_a_region_with_a_cache(kernels_alone, convolution):
     module, x = convolution
     with polycast.autocast("cpu"):
         module(x)

@@ -1,4 +1,4 @@
-"""What TorchScript refuses of torch.autocast it refuses of polycast.autocast."""
+"""TorchScript rejects of polycast.autocast what it rejects of torch.autocast."""
 
 import pytest
 import torch

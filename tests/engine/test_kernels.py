@@ -1,4 +1,4 @@
-"""The kernels: every policy on every kind of device, and putting them in place and taking them away."""
+"""The kernels: every policy on every kind of device, installing and uninstalling."""
 
 import contextlib
 import re
@@ -137,7 +137,7 @@ def test_only_the_regions_device_is_cast(hand_made, fake):
         assert torch.mm(tensor("xpu"), tensor("xpu")).dtype is torch.float32
 
 
-def test_an_override_holds_in_its_region_and_those_inside():
+def test_an_override_applies_in_its_region_and_those_inside():
     x = tensor("cpu")
     with polycast.autocast("cpu", policy={"aten::mm": CastPolicy.FP32, "aten::relu": CastPolicy.LOWER_PRECISION_FP}):
         assert (torch.mm(x, x).dtype, torch.relu(x).dtype) == (torch.float32, torch.bfloat16)

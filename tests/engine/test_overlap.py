@@ -1,4 +1,4 @@
-"""Whether two tensors have memory in common."""
+"""Whether two tensors share memory."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Overrides: laid over each other as regions nest, entered again and again, and let go of."""
+"""Overrides: merging in nested regions, entering again, and freeing."""
 
 import gc
 import itertools
@@ -23,7 +23,7 @@ OPS = {
 DTYPES = {CastPolicy.FP32: torch.float32, CastPolicy.LOWER_PRECISION_FP: torch.bfloat16}
 
 
-def test_many_overrides_in_turns_are_laid_over_those_around_them():
+def test_many_overrides_merge_with_those_of_enclosing_regions():
     """The native engine keeps the last answers: there are more pairs here than it keeps."""
     choose, x = random.Random(0), torch.ones(2, 2)
     policies = [{op: choose.choice([*DTYPES]) for op in choose.sample([*OPS], 2)} for _ in range(12)]
@@ -38,7 +38,7 @@ def test_many_overrides_in_turns_are_laid_over_those_around_them():
 
 
 @pytest.mark.slow
-def test_overrides_of_regions_that_are_gone_are_let_go_of():
+def test_overrides_of_dead_regions_are_freed():
     pairs = itertools.combinations(sorted(polycast.STANDARD_POLICIES), 2)
 
     def enter(count):
@@ -52,7 +52,7 @@ def test_overrides_of_regions_that_are_gone_are_let_go_of():
 
 
 @pytest.mark.parametrize("uninstalled", [False, True])
-def test_a_region_that_is_entered_again_looks_for_nothing(monkeypatch, uninstalled):
+def test_a_region_that_is_entered_again_installs_nothing(monkeypatch, uninstalled):
     region = polycast.autocast(
         "cpu", policy={"aten::relu": CastPolicy.LOWER_PRECISION_FP}, cache=polycast.WeightCache()
     )

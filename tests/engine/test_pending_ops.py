@@ -1,4 +1,4 @@
-"""Ops that a table names and that appear later."""
+"""Ops of a table that are defined later."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Registered ops: a policy for ops of other libraries, while it is registered and no longer."""
+"""register_op: policies for ops of other libraries, until they are removed."""
 
 import re
 
@@ -70,7 +70,7 @@ def test_one_device_has_it_alone(scale, registered, hand_made, fake):
     assert dtype_in_region(scale, "xpu") is torch.float32
 
 
-def test_what_is_for_one_device_goes_before_what_is_for_all(scale, registered, hand_made, fake):
+def test_a_registration_for_one_device_goes_before_one_for_all(scale, registered, hand_made, fake):
     for name in ("cuda", "xpu"):
         hand_made(name)
         polycast.install(name)
@@ -104,7 +104,7 @@ def test_the_policy_of_a_region_goes_before_it(scale, registered):
     assert dtype_in_region(scale, dtype=torch.half) is torch.float16
 
 
-def test_a_packet_stands_for_its_overloads_save_those_that_write(define, registered):
+def test_a_packet_means_its_overloads_except_those_that_write(define, registered):
     define(
         "many(Tensor x) -> Tensor",
         "many.other(Tensor x, float by) -> Tensor",
@@ -149,14 +149,14 @@ def test_the_kernels_of_other_ops_are_in_place_after_a_removal(scale):
     assert kernels_of("cpu").ops == set(polycast.get_backend("cpu").policies)
 
 
-def test_as_a_context_manager_it_is_taken_back_when_the_block_ends(scale):
+def test_as_a_context_manager_it_is_removed_on_exit(scale):
     with polycast.register_op(scale, LOWER) as registration:
         assert (registration.ops, registration.policy, registration.device_type) == ((NAME,), LOWER, None)
         assert dtype_in_region(scale) is torch.bfloat16
     assert dtype_in_region(scale) is torch.float32
 
 
-def test_it_is_not_taken_back_while_a_region_is_open(scale, registered):
+def test_it_is_not_removed_while_a_region_is_open(scale, registered):
     registration = registered(scale, LOWER)
     with polycast.autocast("cpu"):
         with pytest.raises(RuntimeError, match="^polycast's kernels for 'cpu' are in use: 1 region is open"):
@@ -190,7 +190,7 @@ def test_another_policy_for_the_same_op_and_device_is_refused(scale, registered,
 
 
 @pytest.mark.parametrize("op", [None, 7, torch.mm, torch.ops.polycast_test, LOWER], ids=lambda op: type(op).__name__)
-def test_what_is_not_an_op_is_refused(op):
+def test_an_argument_that_is_not_an_op_raises(op):
     text = (
         "expected a name such as 'mm' or 'acme::scale', an OpOverload such as torch.ops.aten.mm.default, an "
         "OpOverloadPacket such as torch.ops.aten.mm, or what torch.library.custom_op returned; got "
@@ -259,7 +259,7 @@ def test_a_device_that_can_have_no_policy_is_refused(scale, device_type, error, 
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_function_casts_as_it_does_uncompiled(scale, registered, backend):
+def test_a_compiled_function_casts_as_in_eager_mode(scale, registered, backend):
     registered(scale, LOWER)
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: scale(x * 1.0) + 1, backend=backend, fullgraph=True)
@@ -285,7 +285,7 @@ def test_gradients_come_back_in_the_dtype_of_the_input(registered):
     assert (y.dtype, x.grad.dtype, x.grad.tolist()) == (torch.bfloat16, torch.float32, [27.0, 27.0])
 
 
-def test_an_op_that_is_defined_anew_and_registered_again_is_cast_as_it_is_now(registered):
+def test_an_op_that_is_redefined_and_registered_again_is_cast_by_its_new_schema(registered):
     library = torch.library.Library("polycast_test", "FRAGMENT")
     library.define("again(float by, Tensor x) -> Tensor")
     registered(torch.ops.polycast_test.again, LOWER)

@@ -1,4 +1,4 @@
-"""Registered ops that torch.library.register_autocast was told of, too."""
+"""register_op for ops that torch.library.register_autocast knows, too."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Random programs of regions, torch's regions and switches, on several threads, against a small model of the state."""
+"""Random programs of regions, torch's regions and switches, on several threads, against a model of the state."""
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,4 +1,4 @@
-"""Taking the kernels away while threads start, enter regions and end: it is done or refused, and nothing is left."""
+"""Uninstalling while threads start, enter regions and end: it succeeds or raises, and leaves nothing behind."""
 
 import contextlib
 import sys

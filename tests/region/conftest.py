@@ -1,4 +1,4 @@
-"""What the tests of checkpoints run."""
+"""Models and modes for the tests of checkpoints."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The region: its arguments, its refusals, entering and leaving."""
+"""Regions: arguments, errors, entering and leaving."""
 
 import copy
 import inspect
@@ -76,7 +76,7 @@ def test_torch_sees_polycasts_region_and_the_other_way_round(enabled, engine):
         assert polycast.is_autocast_enabled("cpu") is enabled
 
 
-def test_a_region_keeps_or_changes_whether_casts_are_kept():
+def test_a_region_inherits_or_sets_cache_enabled():
     with polycast.autocast("cpu", cache_enabled=False):
         assert not polycast.is_autocast_cache_enabled()
         with polycast.autocast("cpu"):
@@ -135,7 +135,7 @@ def test_bad_arguments_are_refused(arguments, error, message):
         polycast.autocast(*arguments)
 
 
-def test_decorating_what_is_not_callable_is_refused():
+def test_decorating_an_object_that_is_not_callable_raises():
     with pytest.raises(TypeError, match=r"^autocast\(\)\(func\) requires a callable, but got int\. To run a block"):
         polycast.autocast("cpu")(3)
 

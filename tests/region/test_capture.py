@@ -1,4 +1,4 @@
-"""Snapshots: a thread's regions on another thread."""
+"""Snapshots carry a thread's regions to another thread."""
 
 import pytest
 import torch

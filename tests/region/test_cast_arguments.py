@@ -1,4 +1,4 @@
-"""What a module under the rule "fp32" does to its arguments: to tensors that are cast, and to what holds them."""
+"""Writes of a module under the rule "fp32" reach its arguments, and the containers that hold them."""
 
 import copy
 from collections import namedtuple
@@ -115,7 +115,7 @@ def test_elements_that_are_not_written_keep_their_bits():
 
 
 @pytest.mark.parametrize("leaf", ["the argument", "a weight", "both"])
-def test_gradients_through_an_argument_that_was_written_to_are_those_without_the_rule(leaf):
+def test_gradients_through_a_written_argument_equal_those_without_the_rule(leaf):
     def gradients(run):
         x = reduced(1, -2, 3, requires_grad=leaf != "a weight")
         w = torch.tensor([2.0, 2.0, 4.0], requires_grad=leaf != "the argument")

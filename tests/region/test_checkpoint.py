@@ -1,4 +1,4 @@
-"""torch.utils.checkpoint: what is recomputed in the backward is recomputed in the region of the forward."""
+"""torch.utils.checkpoint recomputes in the region of the forward."""
 
 import contextlib
 import functools
@@ -65,7 +65,7 @@ def test_the_recomputation_has_the_cache_of_the_forward(block, reentrant):
 
 
 @modes
-def test_a_region_in_what_is_checkpointed_is_entered_again(block, reentrant):
+def test_a_region_in_checkpointed_code_is_entered_again(block, reentrant):
     @polycast.autocast("cpu")
     def body(x):
         return block(x)
@@ -140,9 +140,7 @@ def test_a_checkpoint_of_a_region_of_torchs_stays_torchs(block, reentrant):
 
 
 @modes
-def test_uninstalling_gives_torch_its_own_checkpoint_back_and_what_is_to_be_recomputed_keeps_its_policies(
-    block, reentrant
-):
+def test_uninstalling_restores_torchs_checkpoint_and_pending_recomputations_keep_their_policies(block, reentrant):
     own = {**vars(CheckpointFunction._backward_cls)}, {**vars(_CheckpointFrame)}
     x = torch.ones(1, 8, requires_grad=True)
     with in_policy():
@@ -223,7 +221,7 @@ def test_a_compiled_function_runs_the_code_of_its_policies_again(block, reentran
 # Dynamo's, of what enters the region again after the break
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")
 @modes
-def test_a_checkpoint_after_a_graph_break_in_a_region_inside_what_is_compiled(block, reentrant):
+def test_a_checkpoint_after_a_graph_break_in_a_region_in_compiled_code(block, reentrant):
     torch.compiler.reset()
 
     @torch.compile(backend="eager")

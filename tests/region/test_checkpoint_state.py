@@ -1,4 +1,4 @@
-"""Which regions a recomputation is in, whatever happens between a forward and its backward, and around them."""
+"""The regions of a recomputation, whatever happens between a forward and its backward, and around them."""
 
 import gc
 import itertools
@@ -42,7 +42,7 @@ def autocast_state(device_type="cpu"):
 @modes
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("cache_enabled", [None, False])
-def test_all_that_a_region_sets_is_in_force_again(reentrant, enabled, cache_enabled):
+def test_the_recomputation_has_all_settings_of_the_region(reentrant, enabled, cache_enabled):
     seen = []
 
     def body(x):
@@ -102,7 +102,7 @@ def test_a_backward_in_another_region_recomputes_in_that_of_the_forward(block, r
 
 
 @modes
-def test_a_region_in_the_recomputation_is_laid_over_that_of_the_forward(reentrant):
+def test_a_region_in_the_recomputation_overrides_that_of_the_forward(reentrant):
     seen = []
 
     def body(x):
@@ -262,7 +262,7 @@ def test_a_recomputation_that_raises_leaves_its_regions(reentrant):
     assert autocast_state()[3] is None
 
 
-def test_a_kept_graph_is_recomputed_as_often_as_it_is_gone_through(block):
+def test_a_retained_graph_is_recomputed_in_each_backward(block):
     x = torch.ones(1, 8, requires_grad=True)
     with in_policy():
         y = checkpoint(block, x, use_reentrant=False).sum()

@@ -159,7 +159,7 @@ def test_containers_are_cast_through():
     assert same is untouched
 
 
-def test_custom_bwd_without_custom_fwd_says_what_is_missing():
+def test_custom_bwd_without_custom_fwd_raises():
     class Half(Function):
         @staticmethod
         def forward(ctx, x):

@@ -1,4 +1,4 @@
-"""custom_fwd with setup_context finds its classes wherever they are: no frame of a caller names them."""
+"""custom_fwd with setup_context finds its classes, although no frame names them."""
 
 import functools
 import gc
@@ -195,7 +195,7 @@ def test_a_setup_context_that_is_replaced_later():
     assert seen == [torch.bfloat16, torch.float16]
 
 
-def test_torchs_custom_bwd_reads_what_is_recorded():
+def test_torchs_custom_bwd_reads_the_recorded_state():
     seen = []
 
     @torch.amp.custom_bwd(device_type="cpu")

@@ -1,4 +1,4 @@
-"""Decorated functions, generators and coroutines: the region is in force while the body runs, and only then."""
+"""Decorated functions, generators and coroutines: the region is active while the body runs, and only then."""
 
 import asyncio
 import functools

@@ -1,4 +1,4 @@
-"""explain: it says what the engines do, which rule decides, and what it cannot be asked."""
+"""explain describes what the engines do and which rule decides, and its errors."""
 
 import functools
 import json
@@ -88,7 +88,7 @@ def outcome(function):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch warns of ops that it has deprecated
 @pytest.mark.parametrize("policy", [None, *CastPolicy], ids=str)
-def test_what_is_told_of_every_op_is_what_its_region_does(engine, policy):
+def test_explain_describes_what_the_region_does_for_every_op(engine, policy):
     told_outcomes, outcomes = {}, {}
     for name, sample in SAMPLES.items():
         op = find_op(name)
@@ -140,7 +140,7 @@ def library():
     policy=st.sampled_from([each for each in CastPolicy if each.name not in ("BANNED", "FP32_APPEND_DTYPE")]),
     enabled=st.booleans(),
 )
-def test_the_dtypes_that_are_told_are_those_that_the_kernel_sees(engine, library, arguments, dtype, policy, enabled):
+def test_the_explained_dtypes_are_those_that_the_kernel_sees(engine, library, arguments, dtype, policy, enabled):
     with polycast.autocast("cpu", enabled=enabled, policy={"polycast_test::all": policy}):
         told = explain("polycast_test::all", "cpu", *arguments, **dtype)
         torch.ops.polycast_test.all(*arguments, **dtype)
@@ -156,11 +156,11 @@ def test_the_text_says_the_policy_the_rule_and_the_casts():
         ]
         assert str(explain("cat", "cpu", [X, X])).splitlines()[1:] == [
             "promote (backend's table): its inputs are cast to float32 if their dtypes differ",
-            "  tensors[0]: float32, as it is",
-            "  tensors[1]: float32, as it is",
+            "  tensors[0]: float32, unchanged",
+            "  tensors[1]: float32, unchanged",
         ]
         assert str(explain("relu", "cpu", X)).splitlines()[1] == (
-            "no policy (none): it runs as it is, what it is made of in turn"
+            "no policy (none): it runs unchanged, and autocast applies to its inner ops"
         )
 
 
@@ -168,8 +168,8 @@ def test_outside_a_region_it_tells_what_would_decide():
     assert str(explain("mm", "cpu", X, X)).splitlines() == [
         "aten::mm on cpu, autocast is off",
         "lower_precision_fp (backend's table): its inputs are cast to bfloat16, in a region",
-        "  self: float32, as it is",
-        "  mat2: float32, as it is",
+        "  self: float32, unchanged",
+        "  mat2: float32, unchanged",
     ]
 
 
@@ -184,15 +184,15 @@ def test_a_banned_op_tells_what_it_raises():
 def test_a_dtype_that_is_given_and_an_overload_that_is_called_instead_are_told():
     with polycast.autocast("cpu", policy={"sum": "fp32_set_opt_dtype", "norm": "fp32_append_dtype"}):
         total, norm = explain("sum", "cpu", X.half()), explain("norm", "cpu", X.half(), 2)
-    assert str(total).splitlines()[2:] == ["  self: float16, as it is", "  dtype: float32 is given"]
+    assert str(total).splitlines()[2:] == ["  self: float16, unchanged", "  dtype: float32 is given"]
     assert str(norm).splitlines()[2:] == [
-        "  self: float16, as it is",
+        "  self: float16, unchanged",
         "  dtype: float32 is given",
         "  aten::norm.ScalarOpt_dtype is called",
     ]
 
 
-def test_without_arguments_each_overload_is_told_those_with_a_policy_first():
+def test_without_arguments_each_overload_is_explained_those_with_a_policy_first():
     with polycast.autocast("cpu", policy={"norm": "fp32_append_dtype"}):
         told = explain("norm", "cpu")
     assert [(each.op, each.policy is not None) for each in (told, *told.others)] == [
@@ -220,7 +220,7 @@ def override(policies, rule="region's policy", name=""):
     return make_override("cpu", frozenset(policies.items()), rule, name, None, None)
 
 
-def test_an_override_says_which_rule_it_is_of():
+def test_an_override_knows_its_rules():
     rule = override({"aten::mm": CastPolicy.FP32}, "module rule", "encoder.*")
     region = Settings("cpu", True, torch.bfloat16, override=rule.over(override({"aten::bmm": CastPolicy.FP32})))
     told = explain_in(region, registry.find("cpu"), "mm")

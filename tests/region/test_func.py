@@ -1,4 +1,4 @@
-"""torch.func, forward-mode derivatives, second derivatives and threads, in a region: what torch.autocast gives."""
+"""torch.func, forward-mode derivatives, second derivatives and threads, in a region, compared with torch.autocast."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -51,7 +51,7 @@ def test_a_transform_gives_what_it_gives_in_torch_autocast(layer, name):
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def test_a_region_in_what_is_transformed_is_heeded(layer):
+def test_a_region_in_a_transformed_function_applies(layer):
     @polycast.autocast("cpu")
     def function(x):
         return layer.weight @ x
@@ -83,7 +83,7 @@ def test_forward_mode(layer, region):
 
 
 @pytest.mark.parametrize("wrt", ["input", "weight"])
-def test_second_derivatives_are_those_of_torch_autocast(layer, wrt):
+def test_second_derivatives_equal_those_of_torch_autocast(layer, wrt):
     def derivatives(region):
         x = X.clone().requires_grad_()
         leaf = x if wrt == "input" else layer.weight
@@ -106,7 +106,7 @@ def test_second_derivatives_are_right_where_nothing_is_cast_down():
         assert torch.autograd.gradcheck(lambda x: torch.mm(x, x).tanh(), (x,), check_forward_ad=True)
 
 
-def test_a_graph_that_is_kept_gives_the_same_gradient_again(layer):
+def test_a_retained_graph_gives_the_same_gradient_again(layer):
     with polycast.autocast("cpu"):
         value = layer(layer(X)).float().sum()
     first = torch.autograd.grad(value, layer.weight, retain_graph=True)

@@ -1,4 +1,4 @@
-"""Attention modules of torch's in regions with a recipe: in eval mode they have a fused path, which no recipe knows."""
+"""torch's attention modules in regions with a recipe, which their fused path would ignore."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Lists, dicts and other containers that are given to a module under the rule "fp32"."""
+"""Lists, dicts and other containers as arguments of a module under the rule "fp32"."""
 
 import threading
 from collections import OrderedDict, UserDict, deque, namedtuple

@@ -1,4 +1,4 @@
-"""Rules for modules: which module has which, what it does there, and what the model is besides."""
+"""Module rules: which module has which, their effect, and what does not change in the model."""
 
 import copy
 import inspect
@@ -165,7 +165,7 @@ def test_where_the_model_switches_autocast_off_a_rule_is_nothing():
     assert run(model) == {"0.layer": "float32"}
 
 
-def test_rules_are_heeded_in_torchs_regions():
+def test_rules_apply_in_torchs_regions():
     model, _ = under({"head": "fp32"})
     polycast.install("cpu")
     with torch.autocast("cpu"):
@@ -264,7 +264,7 @@ def everything(model):
     return [(name, list(vars(module)), type(module)) for name, module in model.named_modules()]
 
 
-def test_what_is_removed_leaves_nothing_behind():
+def test_removing_leaves_nothing_behind():
     model = Model()
     before = everything(model)
     handle = polycast.apply_policy(model, Policy({"mm": "fp32"}, {"**": "fp32"}))
@@ -406,7 +406,7 @@ def test_two_threads_with_two_policies_over_one_model():
     assert found == {policy: {dtype} for policy, dtype in policies.items()}
 
 
-def test_functional_call_heeds_the_rules():
+def test_functional_call_follows_the_rules():
     model, _ = under({"head": "fp32"})
     parameters = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
     with polycast.autocast("cpu"):

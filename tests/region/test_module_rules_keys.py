@@ -1,4 +1,4 @@
-"""Keys of rules that mean what they say, and modules that cannot be under one: nothing is changed then."""
+"""Keys of module rules, and modules that cannot be under one, which leave everything unchanged."""
 
 import functools
 import pickle
@@ -36,7 +36,7 @@ class Named(nn.Module):
         ("[--0]", {"0", "-"}),
     ],
 )
-def test_what_is_in_brackets_is_those_characters_and_ranges(key, found):
+def test_brackets_match_characters_and_ranges(key, found):
     model = Named("0", "d", "^", "-", "\\")
     assert set(polycast.apply_policy(model, Policy(modules={key: "fp32"})).rules) == found
 

@@ -1,4 +1,4 @@
-"""Rules for modules in trees of modules that open regions of their own, against a small model of what decides."""
+"""Random trees of modules with rules and regions of their own, against a model that decides which applies."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Regions with policies: whatever they are given as, on both engines, and which rule decides in nested ones."""
+"""Regions with policies in every form, on both engines, and which rule decides in nested ones."""
 
 import contextlib
 import functools
@@ -52,7 +52,7 @@ def test_a_region_takes_a_policy_a_mapping_or_a_path(softmax_in_float32, form, e
 
 
 @pytest.mark.parametrize("form", ["policy", "mapping", "path", "text"])
-def test_what_was_read_once_is_not_looked_up_again(softmax_in_float32, form, monkeypatch):
+def test_a_policy_is_looked_up_once(softmax_in_float32, form, monkeypatch):
     policy = softmax_in_float32(form)
     first = polycast.autocast("cpu", policy=policy)._settings.override
     monkeypatch.setattr(names, "find_op", lambda name: pytest.fail(f"{name} is looked up again"))
@@ -60,7 +60,7 @@ def test_what_was_read_once_is_not_looked_up_again(softmax_in_float32, form, mon
     assert polycast.autocast("cpu", policy=policy)._settings.override is first
 
 
-def test_the_ops_of_a_policy_are_looked_at_once_while_its_kernels_are_in_place(engine, monkeypatch):
+def test_the_ops_of_a_policy_are_installed_once(engine, monkeypatch):
     region, calls = polycast.autocast("cpu", policy={"softmax": "fp32"}), []
     monkeypatch.setattr(installation, "kernels_of", lambda *given: calls.append(given) or kernels_of(*given))
     for _ in range(3):
@@ -103,7 +103,7 @@ def test_a_mapping_that_is_changed_is_read_again(engine):
         assert torch.mm(x, x).dtype is torch.bfloat16
 
 
-def test_an_optional_op_is_in_force_once_its_library_is_loaded(engine):
+def test_an_optional_op_has_its_policy_once_its_library_is_loaded(engine):
     policy = Policy({"polycast_test::late": {"policy": "fp32", "optional": True}, "mm": "fp32"})
     assert "polycast_test::late" not in polycast.autocast("cpu", policy=policy)._settings.override.policies
     library = torch.library.Library("polycast_test", "FRAGMENT")

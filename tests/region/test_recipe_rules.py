@@ -1,4 +1,4 @@
-"""Rules that are recipes, for modules inside modules whose rule is another."""
+"""Module rules that are recipes, inside modules with other rules."""
 
 import pytest
 import torch

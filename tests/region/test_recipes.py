@@ -1,4 +1,4 @@
-"""Recipes in regions: what is computed by them, and where they hold."""
+"""Recipes in regions: which ops they compute, and where they apply."""
 
 import asyncio
 import warnings
@@ -135,7 +135,7 @@ def test_another_thread_has_it_not(layer, ran, in_thread):
         assert in_thread(lambda: ran(lambda: torch.no_grad()(layer)(X))) == 0
 
 
-def test_it_holds_in_the_body_of_what_is_decorated(layer, ran):
+def test_it_applies_in_the_body_of_a_decorated_function(layer, ran):
     region = autocast("cpu", recipe=RECIPE)
 
     @region
@@ -214,7 +214,7 @@ def test_the_reason_of_one_that_is_available_is_told_once(engine, layer, monkeyp
 
 
 @pytest.mark.parametrize(("recipe", "error"), [(8, TypeError), ("int9", ValueError), (Int8, TypeError)])
-def test_what_is_no_recipe_is_refused(engine, recipe, error):
+def test_an_invalid_recipe_raises(engine, recipe, error):
     with pytest.raises(error, match="recipe"):
         autocast("cpu", recipe=recipe)
 

@@ -1,4 +1,4 @@
-"""What a signal handler raises, as a timeout does, leaves no region open and none too few, wherever it strikes."""
+"""An error of a signal handler, such as a timeout, leaves the right regions open at every point."""
 
 import ctypes
 import random
@@ -62,7 +62,7 @@ def test_a_signal_that_comes_as_a_region_is_entered_strikes_where_the_region_is_
     assert state.machine.nesting("cpu") == 0
 
 
-def test_entering_that_is_struck_while_kernels_are_put_in_place_leaves_the_region(region):
+def test_an_error_while_kernels_are_installed_leaves_the_region(region):
     class Struck:
         __hash__ = None  # Python asks for it once the region is entered
 

@@ -1,4 +1,4 @@
-"""A module that a rule switches autocast off in, and one inside it that a rule switches it on in: also elsewhere."""
+"""A rule that switches autocast off, and one inside it that switches it on, also on other threads."""
 
 import threading
 

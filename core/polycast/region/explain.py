@@ -70,7 +70,7 @@ def explain(
         aten::mm on cpu, a region of bfloat16
         lower_precision_fp (backend's table): its inputs are cast to bfloat16
           self: float32 -> bfloat16
-          mat2: bfloat16, as it is
+          mat2: bfloat16, unchanged
     """
     backend = registry.find(device_type)
     device_type = backend.device_type

@@ -15,11 +15,11 @@ OTHERS_KERNEL = "a kernel that is not polycast's"
 _MEANING = {
     CastPolicy.LOWER_PRECISION_FP: "its inputs are cast to {fast}",
     CastPolicy.FP32: "its inputs are cast to float32",
-    CastPolicy.FP32_SET_OPT_DTYPE: "a dtype that the caller leaves out is float32",
+    CastPolicy.FP32_SET_OPT_DTYPE: "its dtype defaults to float32",
     CastPolicy.FP32_APPEND_DTYPE: "the overload that takes a dtype is called, with float32",
     CastPolicy.PROMOTE: "its inputs are cast to float32 if their dtypes differ",
     CastPolicy.BANNED: "it raises RuntimeError",
-    CastPolicy.PASSTHROUGH: "it runs on its inputs as they are",
+    CastPolicy.PASSTHROUGH: "it runs on unchanged inputs",
 }
 
 
@@ -44,7 +44,7 @@ class Argument:
 
     def __str__(self) -> str:
         before, after = dtype_name(self.dtype), dtype_name(self.seen)
-        return f"{self.name}: {before} -> {after}" if self.is_cast else f"{self.name}: {before}, as it is"
+        return f"{self.name}: {before} -> {after}" if self.is_cast else f"{self.name}: {before}, unchanged"
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,10 @@ class Explanation:
         set_dtype: the ``dtype`` that the policy adds to this call, if any.
         calls: the overload that is called in the end.
         refusal: the error of the call, if the op is banned.
-        recipe: the recipe that the op is to be computed by, if it is: ``"int8"``.
-        declined: why it is not by that, but in the fast dtype; None where it is. Without arguments: why no call is.
-        others: the same for the other overloads that the name means, where there were no arguments to tell which.
+        recipe: the recipe that applies to the op, if any: ``"int8"``.
+        declined: why the recipe does not compute the op, which runs in the fast dtype; None if it does. Without
+            arguments: why it computes no call.
+        others: explanations of the other overloads of the name, if no arguments were given.
     """
 
     op: str
@@ -103,7 +104,11 @@ class Explanation:
     def _decision(self) -> str:
         rule = f"{self.rule} {self.rule_name!r}" if self.rule_name else self.rule
         if self.policy is None:
-            what = "what that does" if self.rule == OTHERS_KERNEL else "it runs as it is, what it is made of in turn"
+            what = (
+                "it decides"
+                if self.rule == OTHERS_KERNEL
+                else "it runs unchanged, and autocast applies to its inner ops"
+            )
             return f"no policy ({rule}): {what}"
         meaning = _MEANING[self.policy].format(fast=dtype_name(self.dtype))
         if self.recipe and self.declined is not None:
