@@ -111,26 +111,26 @@ class _Search:
         return True
 
 
-class Candidates:
-    """The candidates of a search, in order.
+class CandidateOrder:
+    """All candidates of a search, in order.
 
     Args:
-        order: all candidates, the most likely members first.
+        names: all candidates, the most likely members first.
         can_leave_recipe: returns whether a candidate can leave the recipe for the fast dtype; false without a recipe.
     """
 
-    def __init__(self, order: Sequence[str], can_leave_recipe: Callable[[str], bool]) -> None:
-        self.order = tuple(order)
+    def __init__(self, names: Sequence[str], can_leave_recipe: Callable[[str], bool]) -> None:
+        self.names = tuple(names)
         self._can_leave_recipe = can_leave_recipe
 
     def choice(self, members: Container[str], kept: Container[str]) -> Choice:
         """Return a choice with its candidates in order."""
-        in_float32, fast = (tuple(name for name in self.order if name in some) for some in (members, kept))
+        in_float32, fast = (tuple(name for name in self.names if name in some) for some in (members, kept))
         return Choice(in_float32, fast)
 
     def all_fast(self, members: Members = ()) -> Choice:
         """Return the choice with some candidates in float32, and all others that can be in the fast dtype."""
-        kept = [name for name in self.order if name not in members and self._can_leave_recipe(name)]
+        kept = [name for name in self.names if name not in members and self._can_leave_recipe(name)]
         return self.choice(members, kept)
 
     def one_less_in_float32(self, choice: Choice) -> Iterator[Choice]:
@@ -139,30 +139,30 @@ class Candidates:
             yield self.choice([each for each in choice.members if each != name], (*choice.kept, name))
 
 
-def minimal_choice(candidates: Candidates, is_enough: Callable[[Choice], bool]) -> MinimalChoice | None:
+def minimal_choice(order: CandidateOrder, is_enough: Callable[[Choice], bool]) -> MinimalChoice | None:
     """Return a sufficient choice with as few candidates out of the region's own precision as was found, or None.
 
     First the members that need float32 are found, with all other candidates in the fast dtype; then, if the region has
     a recipe, the candidates that must leave it for the fast dtype.
 
     Args:
-        candidates: all candidates.
+        order: all candidates, in order.
         is_enough: returns whether a choice is sufficient. It may raise OutOfBudget, except for :data:`NO_POLICY` and
             for everything in float32.
     """
     if is_enough(NO_POLICY):
         return MinimalChoice(NO_POLICY, True)
-    in_float32 = minimal_set(candidates.order, lambda members: is_enough(candidates.all_fast(members)))
+    in_float32 = minimal_set(order.names, lambda members: is_enough(order.all_fast(members)))
     if in_float32 is None:
         return None
-    found = MinimalChoice(candidates.all_fast(in_float32.members), in_float32.is_minimal)
+    found = MinimalChoice(order.all_fast(in_float32.members), in_float32.is_minimal)
     while found.choice.kept:
         found = _minimize_kept(found, is_enough)
         if not found.is_minimal:
             return found
         # The members in float32 were found with everything else in the fast dtype, which now has fewer candidates.
         try:
-            fewer = next(filter(is_enough, candidates.one_less_in_float32(found.choice)), None)
+            fewer = next(filter(is_enough, order.one_less_in_float32(found.choice)), None)
         except OutOfBudget:
             return MinimalChoice(found.choice, False)
         if fewer is None:

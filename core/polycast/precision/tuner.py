@@ -21,7 +21,7 @@ from .failures import may_come_from_policy, short_text
 from .fastest import PLAIN_REGION, Stopwatch, pick_fastest
 from .hooks import uncompiled
 from .isolation import RandomState, isolated
-from .minimal_set import NO_POLICY, Candidates, Choice, OutOfBudget, minimal_choice
+from .minimal_set import NO_POLICY, CandidateOrder, Choice, OutOfBudget, minimal_choice
 from .numerics import Sums, has_floats, relative_error
 from .profiling_run import profile_run
 from .progress import progress
@@ -75,12 +75,12 @@ class Tuner:
         self._generators = RandomState(region.device)
         self._profile, self._reference = profile_run(model, call, region.device)
         self._check_reference()
-        self._kinds: Modules | Ops
+        self._candidates: Modules | Ops
         if settings.over == "modules":
-            self._kinds = Modules(self._profile, region.fast_dtype, settings.recipe)
+            self._candidates = Modules(self._profile, region.fast_dtype, settings.recipe)
             self.names = list(self._profile.by_name())
         else:
-            self._kinds = Ops(settings.recipe)
+            self._candidates = Ops(settings.recipe)
             with self._without_side_effects():
                 self.names = ops_seen(model, call, self._fast or region)
 
@@ -125,13 +125,13 @@ class Tuner:
             if file is not None:
                 file.check_names(self.names, self._settings.over)
                 file.check_again(NO_POLICY, evaluate)
-            candidates = Candidates(self._order(file), self._kinds.can_leave_recipe)
+            order = CandidateOrder(self._order(file), self._candidates.can_leave_recipe)
             trials = Trials(evaluate_and_save, budget, None if file is None else file.trials)
-            found = self._minimal(candidates, trials)
+            found = self._minimal(order, trials)
             timings = None
             if self._settings.objective == "time" and found.met:
-                found, timings = self._fastest(candidates, trials, found, advance)
-        return self._tuned(candidates, found, trials, timings, budget)
+                found, timings = self._fastest(order, trials, found, advance)
+        return self._tuned(order, found, trials, timings, budget)
 
     def _order(self, file: StateFile | None) -> list[str]:
         if file is not None and file.order is not None:
@@ -154,7 +154,7 @@ class Tuner:
 
     def _evaluate(self, choice: Choice) -> Trial:
         with self._without_side_effects():
-            with uncompiled(), apply_policy(self._model, self._kinds.policy(choice)):
+            with uncompiled(), apply_policy(self._model, self._candidates.policy(choice)):
                 try:
                     with self._region:
                         output = self._call.of_model(self._model)
@@ -165,11 +165,11 @@ class Tuner:
             distance = distance_of(self._metric(output, self._reference))
             return Trial(choice.members, distance, kept=choice.kept)
 
-    def _minimal(self, candidates: Candidates, trials: Trials) -> _Found:
-        everything = Choice(candidates.order)
+    def _minimal(self, order: CandidateOrder, trials: Trials) -> _Found:
+        everything = Choice(order.names)
         trials.of(NO_POLICY)
         trials.of(everything)
-        found = minimal_choice(candidates, lambda choice: trials.of(choice).distance <= self._settings.tolerance)
+        found = minimal_choice(order, lambda choice: trials.of(choice).distance <= self._settings.tolerance)
         if found is None:
             best = min(trials.made.values(), key=lambda trial: (trial.distance, len(trial.members), len(trial.kept)))
             return _Found(best.choice, False, False, self._why_not_met(trials.of(everything)))
@@ -190,33 +190,33 @@ class Tuner:
         return f"{with_all} the distance is {everything.distance:.3g}"
 
     def _fastest(
-        self, candidates: Candidates, trials: Trials, found: _Found, advance: Callable[[str], None]
+        self, order: CandidateOrder, trials: Trials, found: _Found, advance: Callable[[str], None]
     ) -> tuple[_Found, Timings]:
         """Return the fastest of the proposed choices that keep the tolerance, and the timings."""
         has_recipe, over = self._settings.recipe is not None, self._settings.over
         with self._without_side_effects():
             watch = Stopwatch(self._model, self._call, self._region, self._profile, self._fast)
-            proposed = {PLAIN_REGION: NO_POLICY, "all in float32": Choice(candidates.order)}
+            proposed = {PLAIN_REGION: NO_POLICY, "all in float32": Choice(order.names)}
             if has_recipe:
-                proposed["all in the fast dtype"] = candidates.all_fast()
+                proposed["all in the fast dtype"] = order.all_fast()
             proposed["the minimal set out of the recipe" if has_recipe else "the minimal set in float32"] = found.choice
             if over == "modules":
                 fastest = watch.fastest_modules(found.choice)
             else:
-                fastest = watch.fastest_ops(self._tried_ops(candidates), found.choice, self._kinds.policy)
-            proposed[f"the fastest precision of each of the {over}"] = candidates.choice(fastest.members, fastest.kept)
+                fastest = watch.fastest_ops(self._tried_ops(order), found.choice, self._candidates.policy)
+            proposed[f"the fastest precision of each of the {over}"] = order.choice(fastest.members, fastest.kept)
             sides: dict[str, Choice] = {}
             for side, choice in proposed.items():
                 if choice not in sides.values() and self._keeps_tolerance(trials, choice):
                     sides[side] = choice
-            policies = {side: self._kinds.policy(choice) for side, choice in sides.items()}
+            policies = {side: self._candidates.policy(choice) for side, choice in sides.items()}
             timings = pick_fastest(watch.race(policies, advance), list(sides))
         return _Found(sides[timings.chosen], True, False, found.reason), timings
 
-    def _tried_ops(self, candidates: Candidates) -> dict[str, list[Choice]]:
+    def _tried_ops(self, order: CandidateOrder) -> dict[str, list[Choice]]:
         """Return by op the choices with this op alone."""
-        can_leave = self._kinds.can_leave_recipe
-        return {op: [*([Choice(kept=(op,))] if can_leave(op) else []), Choice((op,))] for op in candidates.order}
+        can_leave = self._candidates.can_leave_recipe
+        return {op: [*([Choice(kept=(op,))] if can_leave(op) else []), Choice((op,))] for op in order.names}
 
     def _keeps_tolerance(self, trials: Trials, choice: Choice) -> bool:
         try:
@@ -225,10 +225,10 @@ class Tuner:
             return False
 
     def _tuned(
-        self, candidates: Candidates, found: _Found, trials: Trials, timings: Timings | None, budget: int
+        self, order: CandidateOrder, found: _Found, trials: Trials, timings: Timings | None, budget: int
     ) -> Tuned:
         settings = self._settings
-        all_fast = None if settings.recipe is None else trials.made.get(candidates.all_fast())
+        all_fast = None if settings.recipe is None else trials.made.get(order.all_fast())
         evidence = Evidence(
             model=type(self._model).__qualname__,
             device_type=self._region.device,
@@ -255,4 +255,4 @@ class Tuner:
         )
         if not found.met:
             warn_user(f"{found.reason}. The closest that was found has the distance {evidence.distance:.3g}.")
-        return Tuned(self._kinds.policy(found.choice, evidence.name()), evidence)
+        return Tuned(self._candidates.policy(found.choice, evidence.name()), evidence)
