@@ -59,7 +59,7 @@ def test_no_library_fits_another_version_or_an_unofficial_build(came_with, monke
 
 def test_no_library_fits_other_sources(came_with, monkeypatch):
     sources = ENGINE.read_sources()
-    monkeypatch.setattr(CppLibrary, "read_sources", lambda _: {**sources, "store.h": b"// another"})
+    monkeypatch.setattr(CppLibrary, "read_sources", lambda _: {**sources, "parallel.h": b"// another"})
     assert find_prebuilt(ENGINE) is None
 
 
