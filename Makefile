@@ -80,7 +80,7 @@ RACE_STEPS ?= 1000
 preloading = LD_PRELOAD="$$($(CXX) -print-file-name=lib$(1).so) $$($(CXX) -print-file-name=libstdc++.so)"
 asan: $(VENV)/polycast.stamp
 	CXX="$(CXX) -fsanitize=address -fno-omit-frame-pointer" ASAN_OPTIONS=detect_leaks=0 $(call preloading,asan) \
-		$(VENV)/bin/pytest --installed -k "native and not fork and not no_more_memory" $(SANITIZED)
+		$(VENV)/bin/pytest --installed -k "native and not fork and not memory_does_not_grow and not grow_memory" $(SANITIZED)
 	CXX="$(CXX) -fsanitize=address -fno-omit-frame-pointer" ASAN_OPTIONS=detect_leaks=0 $(call preloading,asan) \
 		POLYCAST_ENGINE=native $(VENV)/bin/python tests/engine/stress.py 300 0 0
 

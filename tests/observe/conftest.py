@@ -1,4 +1,4 @@
-"""What tests of observations share: what is seen of a model of thousands of modules, made up."""
+"""Fixtures for tests of observations."""
 
 import pytest
 
@@ -8,12 +8,12 @@ from polycast.observer.facts import Facts, Run, total_of
 from polycast.observer.records import Chain, Counts, Decision, Module, Op
 
 
-@pytest.fixture(name="engine")
-def _engine(monkeypatch):
+@pytest.fixture(name="engine", params=["native"])  # the id of the parameter selects tests for sanitizers
+def _engine(request, monkeypatch):
     """Run a test on the native engine: the reference engine cannot be observed."""
     installation.forget_choice()
-    monkeypatch.setenv("POLYCAST_ENGINE", "native")
-    yield "native"
+    monkeypatch.setenv("POLYCAST_ENGINE", request.param)
+    yield request.param
     installation.forget_choice()
 
 

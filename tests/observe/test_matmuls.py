@@ -1,4 +1,4 @@
-"""Matrix products: how many operations, by torch's own formulas; which a recipe computed; and why not the others."""
+"""Matmuls: their floating-point operations, and the share that a recipe computed."""
 
 import copy
 import threading
@@ -80,7 +80,7 @@ def expected(function):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("region", [{}, {"dtype": torch.bfloat16}], ids=["outside", "inside"])
-def test_a_call_has_the_operations_that_torch_counts(op, region):
+def test_forward_has_the_flops_that_torch_counts(op, region):
     assert counted(OPS[op], **region) == expected(OPS[op])
 
 
@@ -101,11 +101,11 @@ def backward(make, *size):
     ],
     ids=["linear", "conv2d", "conv_transpose2d"],
 )
-def test_a_backward_pass_has_the_operations_that_torch_counts(run):
+def test_backward_has_the_flops_that_torch_counts(run):
     assert counted(run) == expected(run)
 
 
-def test_the_operations_of_a_backward_pass_are_told_apart():
+def test_flops_of_backward_pass_are_separate():
     layer = nn.Linear(8, 5)
     with polycast.observe(layer) as seen:
         layer(r(3, 8).requires_grad_()).sum().backward()
@@ -115,7 +115,7 @@ def test_the_operations_of_a_backward_pass_are_told_apart():
     }
 
 
-def test_recurrent_layers_have_those_of_their_weights():
+def test_recurrent_layers_have_flops():
     layer = nn.LSTM(8, 6, num_layers=2, bidirectional=True)
     weights = sum(weight.numel() for weight in layer.parameters() if weight.dim() == 2)
     for size in ((7, 3, 8), (7, 8)):
@@ -125,7 +125,7 @@ def test_recurrent_layers_have_those_of_their_weights():
             assert counted(lambda: layer(x)) == 2 * weights * x.numel() / 8  # noqa: B023
 
 
-def test_fused_attention_has_those_of_its_parts():
+def test_fused_attention_has_the_flops_of_its_parts():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
     x = r(2, 5, 8)
     with torch.no_grad():
@@ -139,7 +139,7 @@ def test_fused_attention_has_those_of_its_parts():
 
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped products")
-def test_grouped_products_have_those_of_their_groups():
+def test_grouped_products_have_flops():
     ends = torch.tensor([8, 24], dtype=torch.int32)
 
     def half(*size):
@@ -151,26 +151,26 @@ def test_grouped_products_have_those_of_their_groups():
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
-def test_tensors_without_dense_sizes_have_none():
+def test_tensors_without_dense_sizes_have_no_flops():
     nested = torch.nested.nested_tensor([r(3, 8), r(2, 8)])
     for x in (r(3, 8).to_sparse(), r(3, 8).to_sparse_csr()):
         assert counted(lambda: torch.mm(x, W)) == 0  # noqa: B023
     assert counted(lambda: F.linear(nested, B)) == 0
 
 
-def test_products_in_place_and_with_vectors_count_though_torch_does_not():
+def test_products_in_place_and_with_vectors_have_flops():
     assert counted(lambda: r(3, 5).addmm_(r(3, 8), W)) == 2 * 3 * 8 * 5
     assert counted(lambda: torch.mv(r(3, 8), r(8))) == counted(lambda: r(3, 8) @ r(8)) == 2 * 3 * 8
 
 
-def test_products_of_integers_and_other_ops_have_none():
+def test_integers_and_other_ops_have_no_flops():
     with polycast.observe() as seen:
         torch.mm(torch.ones(3, 4, dtype=torch.long), torch.ones(4, 5, dtype=torch.long))
         F.layer_norm(r(3, 8), (8,)).relu().softmax(-1).sum()
     assert seen.matmuls == ()
 
 
-def test_a_call_that_raises_leaves_the_next_one_counted():
+def test_call_after_one_that_raised_is_counted():
     with polycast.observe() as seen:
         for bad in (lambda: F.linear(r(3, 8), r(5, 7)), lambda: torch.einsum("ik,kj->ij", r(3, 8), r(7, 5))):
             with pytest.raises(RuntimeError):
@@ -201,7 +201,7 @@ def seen_of(model, recipe=RECIPE, x=None, **region):
     return seen
 
 
-def test_each_product_says_whether_a_recipe_computed_it_and_why_not(model):
+def test_each_matmul_has_the_outcome_of_the_recipe(model):
     outcomes = {(each.module, each.op): (each.recipe, each.declined) for each in seen_of(model).matmuls}
     assert outcomes == {
         ("first", "aten::linear"): ("int8", ""),
@@ -212,7 +212,7 @@ def test_each_product_says_whether_a_recipe_computed_it_and_why_not(model):
     assert outcomes["", "aten::matmul"][1].startswith("its weight is not a cacheable parameter")
 
 
-def test_the_share_is_that_of_the_operations(model):
+def test_share_is_a_share_of_the_flops(model):
     seen = seen_of(model)
     of_linears, others = 2 * 3 * 8 * 8 + 2 * 3 * 8 * 4, 2 * 3 * 8 * 3 + 2 * 3 * 3 * 8
     assert seen.recipe_share == of_linears / (of_linears + others)
@@ -226,7 +226,7 @@ def test_without_a_recipe_there_is_no_share(model):
     assert list(matmul_lines(seen.matmuls)) == []
 
 
-def test_what_runs_outside_of_the_recipe_counts(model):
+def test_ops_outside_of_the_recipe_count(model):
     with polycast.observe(model) as seen:
         with polycast.autocast("cpu", recipe=RECIPE):
             model.first(r(3, 8))
@@ -241,14 +241,14 @@ def test_what_runs_outside_of_the_recipe_counts(model):
     ]
 
 
-def test_a_policy_that_names_an_op_is_the_reason(model):
+def test_policy_for_the_op_is_the_reason(model):
     seen = seen_of(model.first, policy={"linear": "fp32"})
     (each,) = seen.matmuls
     assert (each.recipe, each.declined) == ("int8", "the region's policy names it")
 
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped products")
-def test_ops_that_autocast_does_not_know_are_named(model):
+def test_ops_without_policy_are_named(model):
     class Experts(nn.Module):
         def forward(self, x):
             return torch._grouped_mm(x, r(2, 8, 8).bfloat16(), offs=torch.tensor([8, 16], dtype=torch.int32))
@@ -257,13 +257,13 @@ def test_ops_that_autocast_does_not_know_are_named(model):
     assert list(matmul_lines(seen.matmuls))[1:] == ["100% not: _grouped_mm in the model: autocast has no policy for it"]
 
 
-def test_printing_shows_the_share_and_the_large_products_that_no_recipe_covers(model):
+def test_printing_shows_the_share_and_the_large_other_matmuls(model):
     shown = str(seen_of(model))
     assert "int8: 67% of the 864 FLOPs in matmuls" in shown
     assert "17% not: bmm in the model: the recipe is not for it" in shown
 
 
-def test_a_report_has_them(model, tmp_path):
+def test_report_shows_the_share(model, tmp_path):
     seen_of(model).to_html(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "int8: 67% of the 864 FLOPs in matmuls<br>" in page
@@ -272,7 +272,7 @@ def test_a_report_has_them(model, tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_code_tells_what_its_recipe_computed(model, backend):
+def test_compiled_code_has_a_share(model, backend):
     compiled = torch.compile(model.first, backend=backend, fullgraph=True)
     with polycast.autocast("cpu", recipe=RECIPE):
         compiled(r(3, 8))
@@ -281,7 +281,7 @@ def test_compiled_code_tells_what_its_recipe_computed(model, backend):
     assert sum(each.flops for each in seen.matmuls) == 2 * 3 * 8 * 8
 
 
-def test_other_threads_count_where_they_are_observed(model):
+def test_matmuls_of_other_threads_count_if_observed(model):
     with polycast.observe(model, threads="all") as all_threads, polycast.observe(model) as this:
         thread = threading.Thread(target=lambda: model.first(r(3, 8)))
         thread.start()
@@ -303,5 +303,5 @@ def test_counts_add_up_subtract_and_can_be_saved(model, tmp_path):
     assert Observation.from_dict(older).matmuls == ()
 
 
-def test_of_nothing_there_is_no_share():
+def test_no_matmuls_have_no_share():
     assert recipe_share(()) is None

@@ -1,4 +1,4 @@
-"""What an observation says of modules: which one an op ran in, forward and backward."""
+"""Counts by module, in the forward and the backward pass."""
 
 import copy
 import gc
@@ -21,7 +21,7 @@ def calls(seen, module, op, phase="forward"):
     return sum(each.calls for each in found.ops if (each.op, each.phase) == (op, phase))
 
 
-def test_ops_are_told_by_the_innermost_module(engine):
+def test_ops_are_counted_for_the_innermost_module(engine):
     net = model()
     with torch.no_grad(), polycast.observe(net) as seen, polycast.autocast("cpu"):
         net(torch.ones(1, 4))
@@ -33,7 +33,7 @@ def test_ops_are_told_by_the_innermost_module(engine):
     assert calls(seen, "1.0", "aten::relu") == 1
 
 
-def test_a_module_has_the_counts_of_those_inside_it_as_its_total(engine):
+def test_total_includes_inner_modules(engine):
     net = model()
     with torch.no_grad(), polycast.observe(net) as seen, polycast.autocast("cpu"):
         net(torch.ones(1, 4))
@@ -43,7 +43,7 @@ def test_a_module_has_the_counts_of_those_inside_it_as_its_total(engine):
     assert {module.module: module.casts for module in seen.modules}["1"] == 0
 
 
-def test_ops_of_the_backward_pass_belong_to_the_module_that_made_their_node(engine):
+def test_backward_ops_belong_to_the_module_of_their_node(engine):
     net = model()
     with polycast.observe(net) as seen:
         with polycast.autocast("cpu"):
@@ -53,7 +53,7 @@ def test_ops_of_the_backward_pass_belong_to_the_module_that_made_their_node(engi
     assert calls(seen, "1.0", "aten::threshold_backward", "backward") == 1
 
 
-def test_a_gradient_that_is_accumulated_belongs_to_the_module_of_its_parameter(engine):
+def test_accumulated_gradient_belongs_to_the_module_of_its_parameter(engine):
     net = model()
     with polycast.observe(net) as seen:
         for _ in range(2):
@@ -61,7 +61,7 @@ def test_a_gradient_that_is_accumulated_belongs_to_the_module_of_its_parameter(e
     assert [calls(seen, name, "aten::add_.Tensor", "backward") for name in ("0", "1.1", "2")] == [2, 2, 2]
 
 
-def test_what_a_checkpoint_computes_again_belongs_to_its_module_in_the_backward_pass(engine):
+def test_recomputed_ops_belong_to_their_module_in_the_backward_pass(engine):
     net = model()
     with polycast.observe(net) as seen:
         checkpoint(net[1], torch.ones(1, 4, requires_grad=True), use_reentrant=False).sum().backward()
@@ -69,7 +69,7 @@ def test_what_a_checkpoint_computes_again_belongs_to_its_module_in_the_backward_
     assert calls(seen, "1.1", "aten::linear", "backward") == 1
 
 
-def test_a_reentrant_checkpoint_is_seen(engine):
+def test_reentrant_checkpoint_is_observed(engine):
     net = model()
     with polycast.observe(net) as seen:
         checkpoint(net[1], torch.ones(1, 4, requires_grad=True), use_reentrant=True).sum().backward()
@@ -77,7 +77,7 @@ def test_a_reentrant_checkpoint_is_seen(engine):
     assert calls(seen, "1.1", "aten::mm", "backward") >= 1
 
 
-def test_ops_outside_of_modules_are_in_none(engine):
+def test_ops_outside_of_modules_have_no_module(engine):
     net = model()
     with torch.no_grad(), polycast.observe(net) as seen:
         net(torch.ones(1, 4))
@@ -87,7 +87,7 @@ def test_ops_outside_of_modules_are_in_none(engine):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_a_module_that_an_exception_leaves_is_left(engine, error):
+def test_exception_leaves_a_module(engine, error):
     class Raises(nn.Module):
         def forward(self, x):
             if x.numel() == 1:
@@ -105,7 +105,7 @@ def test_a_module_that_an_exception_leaves_is_left(engine, error):
 
 
 @pytest.mark.slow
-def test_a_model_may_die_while_it_is_observed(engine):
+def test_model_may_be_collected_while_observed(engine):
     net = model()
     kept, died = net[2], weakref.ref(net)
     with torch.no_grad(), polycast.observe(net) as seen:
@@ -121,7 +121,7 @@ def test_a_model_may_die_while_it_is_observed(engine):
     assert calls(seen, "2", "aten::linear") == 2
 
 
-def test_modules_that_are_not_the_models_are_part_of_the_module_that_calls_them(engine):
+def test_unknown_modules_are_part_of_their_caller(engine):
     class Calls(nn.Module):
         def forward(self, x):
             return copy.deepcopy(helper)(x)
@@ -141,7 +141,7 @@ def test_two_observers_each_have_their_own_model(engine):
     assert sum(op.calls for op in inner.ops) == sum(op.calls for op in outer.ops)
 
 
-def test_casts_are_told_by_module(engine):
+def test_casts_are_counted_by_module(engine):
     net = model()
     with torch.no_grad(), polycast.observe(net) as seen, polycast.autocast("cpu"):
         net(torch.ones(1, 4))
@@ -163,7 +163,7 @@ def test_nothing_is_left_in_torch(engine):
     assert nn.Module.__call__ is call
 
 
-def test_who_wraps_the_call_of_modules_meanwhile_may_leave_it_wrapped(engine):
+def test_another_wrapper_of_module_calls_may_stay(engine):
     net = nn.Sequential(nn.ReLU())
     told = []
     with polycast.observe(net):

@@ -1,4 +1,4 @@
-"""Finding the first op that turns finite inputs into inf or nan."""
+"""The first op that turns finite inputs into inf or nan."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ class Overflows(nn.Module):
         return (x * 100).exp()
 
 
-def test_the_first_op_and_its_module_are_told_with_the_stack(engine):
+def test_first_op_is_found_with_module_and_stack(engine):
     net = nn.Sequential(nn.ReLU(), Overflows())
     with polycast.observe(net, nonfinite="record") as seen:
         net(torch.ones(4)).log()
@@ -29,26 +29,26 @@ def test_the_first_op_and_its_module_are_told_with_the_stack(engine):
     assert found.count == 1
 
 
-def test_it_is_not_looked_for_by_default(engine):
+def test_nothing_is_checked_by_default(engine):
     with polycast.observe() as seen:
         torch.zeros(4).log()
     assert seen.nonfinite is None
 
 
-def test_an_op_of_the_backward_pass_is_told(engine):
+def test_op_of_backward_pass_is_found(engine):
     weight = torch.zeros(4, requires_grad=True)
     with polycast.observe(nonfinite="record") as seen:
         weight.sqrt().sum().backward()
     assert (seen.nonfinite.phase, seen.nonfinite.what) == ("backward", "inf")
 
 
-def test_an_input_that_overflows_as_it_is_cast_is_told(engine):
+def test_overflow_in_a_cast_is_found(engine):
     with polycast.observe(nonfinite="record") as seen, polycast.autocast("cpu", torch.float16):
         torch.mm(torch.full((2, 2), 1e5), torch.ones(2, 2))
     assert (seen.nonfinite.op, seen.nonfinite.dtype) == ("aten::mm", "float16")
 
 
-def test_inf_that_was_asked_for_is_none(engine):
+def test_inf_written_by_the_program_is_ignored(engine):
     with polycast.observe(nonfinite="record") as seen:
         mask = torch.full((4, 4), float("-inf")).triu(1)
         scores = torch.ones(4, 4) + mask
@@ -58,7 +58,7 @@ def test_inf_that_was_asked_for_is_none(engine):
     assert seen.nonfinite is None
 
 
-def test_an_op_that_writes_to_its_input_is_told(engine):
+def test_in_place_op_is_found(engine):
     x = torch.ones(4)
     with polycast.observe(nonfinite="record") as seen:
         x.mul_(2)
@@ -69,19 +69,19 @@ def test_an_op_that_writes_to_its_input_is_told(engine):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("divisor", "what"), [(0, "inf"), (float("nan"), None)])
-def test_every_dtype_is_looked_at(engine, dtype, divisor, what):
+def test_every_dtype_is_checked(engine, dtype, divisor, what):
     with polycast.observe(nonfinite="record") as seen:
         torch.ones(5000, dtype=dtype) / torch.full((5000,), divisor, dtype=dtype)
     assert (seen.nonfinite and seen.nonfinite.what) == what
 
 
-def test_nan_is_told_from_inf(engine):
+def test_nan_and_inf_are_distinguished(engine):
     with polycast.observe(nonfinite="record") as seen:
         torch.zeros(4) / torch.zeros(4)
     assert seen.nonfinite.what == "nan"
 
 
-def test_raising_names_op_and_module_and_leaves_the_state_as_it_was(engine):
+def test_error_names_op_and_module_and_restores_the_state(engine):
     net, later = nn.Sequential(Overflows(), nn.ReLU()), []
     net[1].register_forward_hook(lambda *_: later.append(1))
     with (
@@ -100,7 +100,7 @@ def test_raising_names_op_and_module_and_leaves_the_state_as_it_was(engine):
     torch.zeros(4).log()  # nobody looks any more
 
 
-def test_raising_at_the_end_of_the_block_where_no_module_ends(engine):
+def test_error_is_raised_at_the_end_of_the_block(engine):
     with pytest.raises(FloatingPointError, match="outside of the model's modules"), polycast.observe(nonfinite="raise"):
         torch.zeros(4).log()
 
@@ -124,14 +124,14 @@ def test_another_exception_is_not_replaced(engine):
         (lambda x, y: y.copy_(x).neg_().log_(), "aten::log_"),
     ],
 )
-def test_what_an_op_writes_is_no_input_unless_it_is_read(engine, compute, op):
+def test_written_tensor_is_an_input_only_if_read(engine, compute, op):
     x, y = torch.zeros(4), torch.full((4,), float("inf"))
     with polycast.observe(nonfinite="record") as seen:
         compute(x, y)
     assert (seen.nonfinite and seen.nonfinite.op) == op
 
 
-def test_inf_in_other_memory_of_what_is_written_is_an_input(engine):
+def test_inf_elsewhere_in_written_memory_is_an_input(engine):
     both = torch.tensor([[1.0], [float("inf")]])
     with polycast.observe(nonfinite="record") as seen:
         both[0].add_(both[1])
@@ -142,13 +142,13 @@ def test_inf_in_other_memory_of_what_is_written_is_an_input(engine):
     ("dtype", "what"),
     [(torch.complex64, "inf and nan"), (torch.complex128, "inf and nan"), (torch.float8_e5m2, "inf")],
 )
-def test_dtypes_that_are_no_usual_floats_are_looked_at(engine, dtype, what):
+def test_float8_and_complex_are_checked(engine, dtype, what):
     with polycast.observe(nonfinite="record") as seen:
         torch.full((4,), 1e9).to(dtype) if what == "inf" else torch.ones(4, dtype=dtype).div(0)
     assert (seen.nonfinite.what, seen.nonfinite.dtype) == (what, str(dtype).removeprefix("torch."))
 
 
-def test_values_between_others_in_memory_are_those_that_are_looked_at(engine):
+def test_strided_values_are_checked(engine):
     every = torch.zeros(8, 8)
     every[:, 1::2] = float("inf")
     with polycast.observe(nonfinite="record") as seen:
@@ -159,7 +159,7 @@ def test_values_between_others_in_memory_are_those_that_are_looked_at(engine):
     assert seen.nonfinite.what == "nan"
 
 
-def test_a_mode_does_not_see_that_it_is_looked_for(engine):
+def test_modes_do_not_see_the_checks(engine):
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
@@ -177,7 +177,7 @@ def test_a_mode_does_not_see_that_it_is_looked_for(engine):
     assert (seen.nonfinite.what, seen.nonfinite.count) == ("inf", 1)
 
 
-def test_raising_as_the_module_is_done_without_a_model_too(engine):
+def test_error_is_raised_after_the_module_without_a_model_too(engine):
     after = []
     with pytest.raises(FloatingPointError, match=r"^aten::exp outside of the model's modules "):  # noqa: PT012, SIM117
         with polycast.observe(nonfinite="raise"):

@@ -1,4 +1,4 @@
-"""Observations as values: written, read, added, subtracted, printed."""
+"""Observations as values: saving, loading, adding, subtracting, printing."""
 
 import copy
 import json
@@ -37,7 +37,7 @@ def calls(seen):
     return {row.op: row.calls for row in seen.ops}
 
 
-def test_a_dict_of_it_is_json_and_has_a_schema(run):
+def test_to_dict_is_json_with_a_schema(run):
     said = run(3).to_dict()
     assert json.loads(json.dumps(said)) == said
     assert said["schema"] == 1
@@ -49,7 +49,7 @@ def test_a_dict_of_it_is_json_and_has_a_schema(run):
     assert said["run"]["devices"] == {"cpu": ["bfloat16"]}
 
 
-def test_the_sample_has_the_fields_of_today(run):
+def test_sample_has_the_current_fields(run):
     sample, said = json.loads(SAMPLE.read_text(encoding="utf-8")), run(2).to_dict()
     assert list(sample) == list(said)
     for name in ("run", "total"):
@@ -58,7 +58,7 @@ def test_the_sample_has_the_fields_of_today(run):
         assert list(sample[name][0]) == list(said[name][0])
 
 
-def test_what_is_saved_is_read_back(run, tmp_path):
+def test_saved_observation_is_loaded(run, tmp_path):
     seen = run(2)
     seen.save(tmp_path / "seen.json")
     assert Observation.load(tmp_path / "seen.json") == seen
@@ -75,7 +75,7 @@ def test_what_is_saved_is_read_back(run, tmp_path):
         ('{"schema": 1}', "it is not an observation: KeyError: 'ops'"),
     ],
 )
-def test_what_is_no_observation_is_refused_with_the_file(tmp_path, text, problem):
+def test_invalid_file_is_refused_by_name(tmp_path, text, problem):
     path = tmp_path / "seen.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=r"seen\.json") as raised:
@@ -84,12 +84,12 @@ def test_what_is_no_observation_is_refused_with_the_file(tmp_path, text, problem
     assert problem in str(raised.value)
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path):
+def test_missing_file_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError):
         Observation.load(tmp_path / "none.json")
 
 
-def test_a_newer_polycasts_fields_are_passed_over():
+def test_unknown_fields_are_ignored():
     said = json.loads(SAMPLE.read_text(encoding="utf-8"))
     said["ops"][0]["news"] = 1
     assert Observation.from_dict(said) == Observation.load(SAMPLE)
@@ -112,7 +112,7 @@ def test_runs_subtract(run):
     assert calls(run(1) - run(2))["aten::relu"] == -1
 
 
-def test_a_difference_has_the_findings_that_are_more(run):
+def test_difference_has_the_additional_findings(run):
     kinds = [[found.kind for found in seen.findings] for seen in (run(3) - run(2), run(2) - run(3))]
     assert "weights_cast_again" in kinds[0]
     assert "weights_cast_again" not in kinds[1]
@@ -125,7 +125,7 @@ def test_nothing_else_can_be_added(run):
         run(1) - None
 
 
-def test_it_prints_as_a_table_with_the_findings(run):
+def test_print_shows_a_table_and_findings(run):
     text = str(run(2))
     lines = text.splitlines()
     assert lines[0].startswith("cpu in bfloat16; ")
@@ -153,21 +153,21 @@ def large():
     return Observation(facts)
 
 
-def test_findings_that_are_alike_are_printed_once_with_their_number(large):
+def test_similar_findings_are_printed_once_and_counted(large):
     text = " ".join(str(large).split())
     assert "- layers.2799.norm: aten::mul.Tensor has no policy and runs in float32, once, between" in text
     assert " The same in layers.2798.norm, layers.2797.norm, layers.2796.norm and 2,896 more places. This obs" in text
     assert text.count("has no policy") == 1
 
 
-def test_what_is_printed_is_bounded_and_says_how_much_more_there_is(large):
+def test_printed_text_is_bounded_and_counts_the_rest(large):
     text = str(large)
     assert 2000 < len(text) < 8000
     assert "... and 280 more, inner ops included: see seen.ops" in text
     assert "... and 92 more: see seen.low_bit" in text
 
 
-def test_findings_that_are_too_many_are_counted():
+def test_excess_findings_are_counted():
     said = json.loads(SAMPLE.read_text(encoding="utf-8"))
     said["run"]["emulated"] = {f"device{i} bfloat16": f"reason {i}" for i in range(20)}
     said["regions"], said["chains"] = [_region(f"file.py:{i}") for i in range(20)], []
@@ -178,7 +178,7 @@ def test_findings_that_are_too_many_are_counted():
     assert len(groups) > len(found) or "see seen.findings" not in str(seen)
 
 
-def test_what_is_printed_is_bounded_whatever_the_names_are(large):
+def test_printed_text_is_bounded_for_long_names(large):
     name = "x" * 20_000
     seen = Observation(
         replace(
@@ -194,7 +194,7 @@ def test_what_is_printed_is_bounded_whatever_the_names_are(large):
     assert len(seen._repr_html_()) < 100_000
 
 
-def test_what_is_printed_can_be_written_to_any_stream(large):
+def test_printed_text_is_ascii(large):
     said = json.loads(SAMPLE.read_text(encoding="utf-8"))
     seen = Observation.from_dict({**said, "regions": [_region("größe\udcc3.py:1")]})
     for text in (str(seen), repr(seen), *map(str, seen.findings), str(large)):
@@ -202,7 +202,7 @@ def test_what_is_printed_can_be_written_to_any_stream(large):
     assert "gr\\xf6\\xdfe\\udcc3.py:1: no op in the region for cpu reached" in str(seen)
 
 
-def test_a_notebook_shows_what_is_escaped():
+def test_notebook_html_is_escaped():
     html = Observation.load(SAMPLE)._repr_html_()
     assert html.startswith("<pre")
     seen = Observation.from_dict({**json.loads(SAMPLE.read_text()), "regions": [_region("<b>.py:1")]})
@@ -214,7 +214,7 @@ def _region(where):
     return {"where": where, "device": "cpu", "enabled": True, "dtype": "bfloat16", "entries": 1, "unused": 1}
 
 
-def test_its_repr_is_short():
+def test_repr_is_short():
     assert repr(Observation.load(SAMPLE)) == "<Observation of 42 calls of 10 ops>"
 
 
@@ -226,7 +226,7 @@ def test_shares_are_of_the_fast_dtypes(run):
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda seen: pickle.loads(pickle.dumps(seen))])
-def test_copies_have_what_was_counted_so_far(duplicate):
+def test_copies_have_the_counts_so_far(duplicate):
     with polycast.observe(torch.nn.Sequential(torch.nn.ReLU())) as seen:
         torch.ones(2).relu()
         taken = duplicate(seen)
@@ -261,7 +261,7 @@ def _of(name, **values):
         ),
     ],
 )
-def test_a_file_with_values_that_cannot_be_is_refused(spoil, problem):
+def test_file_with_invalid_values_is_refused(spoil, problem):
     said = json.loads(Path(__file__).with_name("sample.json").read_text())
     spoil(said)
     with pytest.raises(ValueError, match="it is not an observation: ") as refused:
@@ -269,13 +269,13 @@ def test_a_file_with_values_that_cannot_be_is_refused(spoil, problem):
     assert problem in str(refused.value)
 
 
-def test_a_file_that_is_nested_too_deep_is_refused(tmp_path):
+def test_deeply_nested_file_is_refused(tmp_path):
     (tmp_path / "deep.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match=r"deep\.json: "):
         Observation.load(tmp_path / "deep.json")
 
 
-def test_a_finding_that_a_later_polycast_knows_is_passed_over():
+def test_unknown_findings_are_ignored():
     said = json.loads(Path(__file__).with_name("sample.json").read_text())
     said["chains"].append({"kind": "later", "ops": ["a"], "module": None, "dtype": "", "count": 1})
     assert "later" not in {finding.kind for finding in Observation.from_dict(said).findings}

@@ -1,4 +1,4 @@
-"""Observing tensors that are not plain ones: they are counted, and nothing that others override is asked of them."""
+"""Subclasses, sparse, nested and fake tensors are counted without extra calls of overridden methods."""
 
 import warnings
 
@@ -40,7 +40,7 @@ class Asked(torch.Tensor):
         return cls(found) if isinstance(found, torch.Tensor) else found
 
 
-def test_a_subclass_is_asked_nothing_more(engine):
+def test_subclass_sees_no_extra_calls(engine):
     def compute():
         Asked.asked.clear()
         x = Asked(torch.zeros(2, 2))
@@ -104,7 +104,7 @@ def test_dtypes_that_torch_does_not_promote_are_counted(engine, dtype, capfd):
     assert "Exception in RecordFunction callback" not in capfd.readouterr().err
 
 
-def test_memory_that_is_not_there_is_not_read(engine):
+def test_missing_memory_is_not_read(engine):
     freed, short = torch.ones(4), torch.ones(4)
     freed.untyped_storage().resize_(0)
     short.untyped_storage().resize_(4)
@@ -115,14 +115,14 @@ def test_memory_that_is_not_there_is_not_read(engine):
     assert seen.nonfinite is None
 
 
-def test_what_is_expanded_is_not_written_out(engine):
+def test_expanded_tensor_is_not_materialized(engine):
     with polycast.observe(nonfinite="record") as seen:
         torch.zeros(1).expand(1 << 40).as_strided((2, 2), (0, 0)).log()
         torch.diagonal(torch.zeros(1, 1).expand(1 << 18, 1 << 18)).unsqueeze(0).expand(1 << 20, -1)[:, :1].log()
     assert seen.nonfinite.count == 2
 
 
-def test_the_schema_of_an_op_that_is_defined_anew_is_read_anew(engine):
+def test_redefined_op_has_its_new_schema(engine):
     def define(schema, function):
         library = torch.library.Library("polycast_observe_anew", "DEF")
         library.define(f"op{schema}")
@@ -142,7 +142,7 @@ def test_the_schema_of_an_op_that_is_defined_anew_is_read_anew(engine):
     assert [op.output_dtypes for op in ops] == [{"float32": 1}, {"float32": 2}]
 
 
-def test_casts_of_a_subclass_ask_it_nothing_more(engine):
+def test_casting_a_subclass_makes_no_extra_calls(engine):
     def compute():
         Asked.asked.clear()
         x = Asked(torch.ones(2, 2))

@@ -1,4 +1,4 @@
-"""Observing a program: its modules are named as they are called, by the class of the model and their place in it."""
+"""Models of a program are named after their classes when they are called."""
 
 import gc
 
@@ -26,7 +26,7 @@ def entries(seen):
     return {module.module: module.entries for module in seen.modules if module.entries}
 
 
-def test_a_model_has_the_name_of_its_class(engine):
+def test_model_is_named_after_its_class(engine):
     net = Net()
     with observe_program() as seen:
         net(X)
@@ -44,7 +44,7 @@ def test_a_model_has_the_name_of_its_class(engine):
     assert top.total.calls > 0
 
 
-def test_models_of_one_class_are_told_apart(engine):
+def test_models_of_one_class_are_numbered(engine):
     one, other = nn.ReLU(), nn.ReLU()
     with observe_program() as seen:
         for each in (one, other, one):
@@ -53,7 +53,7 @@ def test_models_of_one_class_are_told_apart(engine):
 
 
 @pytest.mark.slow
-def test_models_that_come_and_go_take_no_more_memory(engine):
+def test_temporary_models_do_not_grow_memory(engine):
     observer = observe_program()
     with observer as seen:
         for _ in range(200):
@@ -64,7 +64,7 @@ def test_models_that_come_and_go_take_no_more_memory(engine):
     assert entries(seen) == {"Sequential": 200, "Sequential.0": 200}
 
 
-def test_a_module_that_is_called_before_its_model_has_its_place_in_it_then(engine):
+def test_module_called_before_its_model_is_renamed(engine):
     net = Net()
     with observe_program() as seen:
         net.first(X)
@@ -72,7 +72,7 @@ def test_a_module_that_is_called_before_its_model_has_its_place_in_it_then(engin
     assert (entries(seen)["Linear"], entries(seen)["Net.first"]) == (1, 1)
 
 
-def test_a_module_that_is_added_is_known_when_it_is_called(engine):
+def test_added_module_is_named_when_called(engine):
     net = nn.Sequential(nn.ReLU())
     with observe_program() as seen:
         net(X)
@@ -83,7 +83,7 @@ def test_a_module_that_is_added_is_known_when_it_is_called(engine):
     assert entries(seen) == {"Sequential": 3, "Sequential.0": 3, "Sequential.1": 2}
 
 
-def test_a_module_that_is_in_no_model_is_part_of_what_calls_it(engine):
+def test_module_outside_of_models_is_part_of_its_caller(engine):
     class Calls(nn.Module):
         def forward(self, x):
             return hidden[0](x)
@@ -95,7 +95,7 @@ def test_a_module_that_is_in_no_model_is_part_of_what_calls_it(engine):
     assert [op.op for op in seen.modules[0].ops] == ["aten::relu"]
 
 
-def test_a_model_that_cannot_be_walked_runs_as_it_does(engine):
+def test_model_that_cannot_be_traversed_runs(engine):
     class Fails(nn.Module):
         def named_modules(self, *args, **kwargs):
             raise ValueError
@@ -109,7 +109,7 @@ def test_a_model_that_cannot_be_walked_runs_as_it_does(engine):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_a_model_that_raises_is_left(engine, error):
+def test_model_that_raises_is_left(engine, error):
     class Raises(nn.Module):
         def forward(self, x):
             raise error

@@ -1,4 +1,4 @@
-"""The report: what its page shows, of one run and of two, and that it is one page that needs nothing else."""
+"""The contents of a report of one run and of two."""
 
 import json
 import re
@@ -67,20 +67,20 @@ def changed(seen, **fields):
     return polycast.Observation(replace(seen.facts, ops=ops))
 
 
-def test_the_run_is_told_in_five_lines(sample):
+def test_run_is_summarized_in_five_lines(sample):
     text = page(sample).text
     assert "Device cpu Fast dtype bfloat16 cpu bfloat16 is emulated Engine native Versions polycast 0.1.0, " in text
     assert re.search(r"In the fast dtype 67% of the ops \(28 of 42 calls\), \d+% of their time", text)
 
 
-def test_each_finding_is_there_with_what_to_do(sample):
+def test_each_finding_has_its_remedy(sample):
     text = page(sample).text
     for finding in sample.findings:
         assert " ".join(finding.what.split()) in text
         assert " ".join(finding.remedy.split()) in text
 
 
-def test_a_finding_leads_to_its_module(sample):
+def test_finding_links_to_its_module(sample):
     read = page(sample)
     targets = {attributes["href"][1:] for tag, attributes in read.elements if tag == "a"}
     assert targets <= {attributes.get("id") for _, attributes in read.elements}  # those of modules: without script
@@ -88,7 +88,7 @@ def test_a_finding_leads_to_its_module(sample):
     assert {rows["head"], rows["layers.0"]} <= targets
 
 
-def test_findings_that_one_thing_is_to_be_done_about_are_told_together():
+def test_findings_with_one_remedy_are_grouped():
     net = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1)) for _ in range(3)))
     with polycast.observe(net) as seen, polycast.autocast("cpu"):
         net(torch.ones(1, 4))
@@ -108,7 +108,7 @@ def test_modules_are_a_tree(sample):
     assert [row.label for row in rows][:3] == ["TinyGPT", "layers", "0"]
 
 
-def test_the_bars_of_a_module_are_its_share_of_what_is_around_it(sample):
+def test_bars_are_shares_of_the_enclosing_module(sample):
     rows = {row.name: row for row in page_of(sample.facts).modules}
     assert rows[""].bytes == (1.0,)
     assert rows["layers"].bytes == (180224 / 311296,)
@@ -116,14 +116,14 @@ def test_the_bars_of_a_module_are_its_share_of_what_is_around_it(sample):
 
 
 @pytest.mark.slow
-def test_modules_that_are_nested_deeper_than_the_stack_of_python():
+def test_modules_nested_deeper_than_the_python_stack_are_rendered():
     names = [".".join(["m"] * depth) for depth in range(1500)]
     modules = tuple(Module(module=name, kind="Deep", entries=1, calls=1, total=Counts(calls=1)) for name in names)
     read = page(polycast.Observation(Facts(modules=modules)))
     assert [module[0] for module in read.data["modules"]] == list(range(1500))
 
 
-def test_forward_and_backward_are_told_apart(sample):
+def test_forward_and_backward_are_separate(sample):
     text = page(sample).text
     forward, backward = (sum(op.calls for op in sample.ops if op.phase == phase) for phase in ("forward", "backward"))
     assert re.search(rf"Forward bfloat16 \d+ , float32 \d+ Op calls {forward} ", text)
@@ -135,7 +135,7 @@ def test_ops_are_in_the_order_of_their_calls(sample):
     assert calls == sorted(calls, reverse=True)
 
 
-def test_ops_that_only_other_ops_called_are_marked():
+def test_inner_ops_are_marked():
     with polycast.observe() as seen, polycast.autocast("cpu"):
         torch.einsum("ij,jk->ik", torch.ones(2, 2), torch.ones(2, 2))
     inner = {row.op: row.inner for row in page_of(seen.facts).ops}
@@ -143,24 +143,24 @@ def test_ops_that_only_other_ops_called_are_marked():
     assert inner["aten::permute"]
 
 
-def test_two_runs_are_told_side_by_side(sample):
+def test_two_runs_are_side_by_side(sample):
     text = page(changed(sample, calls=11, casts=2), before=sample).text
     assert "TinyGPT, before and after" in text
     assert re.search(r"linear (first call .+? )?forward before: 8 after: 11 ", text)
 
 
-def test_what_two_runs_share_is_told_once(sample):
+def test_equal_values_of_two_runs_are_shown_once(sample):
     text = page(sample, before=sample).text
     assert "before:" not in text
     assert not any(row.changed for row in page_of(sample.facts, before=sample.facts).ops)
 
 
-def test_times_are_no_difference_between_two_runs(sample):
+def test_times_are_not_compared(sample):
     other = changed(sample, cast_seconds=9.0, seconds={"bfloat16": 9.0}, stack=("elsewhere.py:1 f",))
     assert not any(row.changed for row in page_of(other.facts, before=sample.facts).ops)
 
 
-def test_findings_of_one_of_two_runs_are_marked(sample):
+def test_findings_of_one_run_are_marked(sample):
     after = polycast.Observation(replace(sample.facts, nonfinite=None))
     states = {each.kind: each.state for each in page_of(after.facts, before=sample.facts).found}
     assert states["nonfinite"] == "gone"
@@ -169,13 +169,13 @@ def test_findings_of_one_of_two_runs_are_marked(sample):
     assert "Nonfinite only before" in page(after, before=sample).text
 
 
-def test_an_op_of_one_of_two_runs_is_none_in_the_other(sample):
+def test_missing_op_of_a_run_is_none(sample):
     after = polycast.Observation(replace(sample.facts, ops=(*sample.ops, Op(op="acme::new", calls=3))))
     assert "acme::new forward before: none after: 3 " in page(after, before=sample).text
 
 
 @pytest.mark.parametrize("name", [HOSTILE, "x" * 20_000, "ünï‮cödé\n"], ids=["hostile", "long", "unicode"])
-def test_names_are_shown_and_not_obeyed(sample, name):
+def test_names_are_escaped(sample, name):
     facts = replace(
         sample.facts,
         run=replace(sample.run, model=name),
@@ -209,7 +209,7 @@ def test_the_page_loads_nothing(sample):
     assert "script-src 'sha256-" in policy
 
 
-def test_an_observation_of_nothing_is_a_page_too():
+def test_empty_observation_has_a_page():
     text = page(polycast.Observation(Facts(run=Run()))).text
     assert "Nothing that costs time or accuracy was found." in text
     assert "No op ran." in text
@@ -230,7 +230,7 @@ def test_the_page_of_two_runs_of_thousands_of_modules_stays_small(seen_of_thousa
     assert len(Reader(text).elements) < 12_000
 
 
-def test_what_modules_and_stacks_have_in_common_is_in_the_data_once(seen_of_thousands):
+def test_shared_data_is_stored_once(seen_of_thousands):
     data = page(seen_of_thousands).data
     assert len(data["modules"]) == len(seen_of_thousands.modules)
     assert len(data["ops"]) < 100
@@ -241,7 +241,7 @@ def test_what_modules_and_stacks_have_in_common_is_in_the_data_once(seen_of_thou
     assert {tuple(data["lines"][line] for line in stack) for stack in data["stacks"]} == stacks
 
 
-def test_places_and_modules_that_are_too_many_without_script_are_counted(seen_of_thousands):
+def test_excess_places_and_modules_are_counted_without_script(seen_of_thousands):
     text = page(seen_of_thousands).text
     assert "Unlisted float32 op 800 places" in text
     assert "and 750 more, in seen.findings" in text
@@ -263,7 +263,7 @@ def test_to_html_writes_the_page(sample, tmp_path):
     assert "before and after" in (tmp_path / "two.html").read_text(encoding="utf-8")
 
 
-def test_to_html_into_a_folder_that_is_not_there(sample, tmp_path):
+def test_to_html_refuses_missing_folder(sample, tmp_path):
     with pytest.raises(FileNotFoundError):
         sample.to_html(tmp_path / "missing" / "report.html")
 
@@ -274,7 +274,7 @@ def test_to_html_compares_with_observations_only(sample, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_can_be_written_is_left_as_it_is(tmp_path):
+def test_check_target_leaves_a_writable_file_unchanged(tmp_path):
     (tmp_path / "there.html").write_text("old")
     check_target(tmp_path / "there.html")
     check_target(tmp_path / "new.html")
@@ -293,7 +293,7 @@ def test_a_file_that_can_be_written_is_left_as_it_is(tmp_path):
         ("/proc/report.html", "/proc/report.html cannot be written: "),
     ],
 )
-def test_a_file_that_cannot_be_written_is_told(tmp_path, path, said):
+def test_check_target_refuses_unwritable_paths(tmp_path, path, said):
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     if path.startswith("/proc") and not Path("/proc/self").exists():
@@ -302,7 +302,7 @@ def test_a_file_that_cannot_be_written_is_told(tmp_path, path, said):
         check_target(tmp_path / path)
 
 
-def test_the_line_of_a_run(sample):
+def test_headline_of_a_run(sample):
     assert re.fullmatch(
         r"67% of the floating-point ops( and \d+% of their time)? in bfloat16; 18 casts of 319\.5 KB; "
         r"findings: nonfinite, slow dtype, .+",
@@ -310,7 +310,7 @@ def test_the_line_of_a_run(sample):
     )
 
 
-def test_the_line_of_a_run_without_a_region():
+def test_headline_of_a_run_without_a_region():
     with polycast.observe() as seen:
         torch.ones(1).exp()
     assert headline(seen).endswith(" calls of ops, no region was enabled; 0 casts of 0 bytes; no findings")

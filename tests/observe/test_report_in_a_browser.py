@@ -1,4 +1,4 @@
-"""The report in a real browser: what its script does, what it is to a screen reader, and that it fetches nothing."""
+"""The report in a real browser: its script, its accessibility, and that it fetches nothing."""
 
 import base64
 import importlib.util
@@ -137,7 +137,7 @@ def test_headers_sort_by_the_keyboard(page):
     assert page.column(0) == sorted(page.column(0))
 
 
-def test_what_is_typed_filters_the_ops(page):
+def test_typed_text_filters_ops(page):
     page.one("#filter-text").send_keys("LINEAR")
     assert page.column(0) == ["linear"]
     assert page.one("#ops-status").text.startswith("1 of 10 ops shown")
@@ -149,7 +149,7 @@ def test_what_is_typed_filters_the_ops(page):
 @pytest.mark.parametrize(
     ("select", "choice", "column"), [("filter-pass", "backward", "pass"), ("filter-dtype", "float32", "computes in")]
 )
-def test_what_is_chosen_filters_the_ops(page, select, choice, column):
+def test_selection_filters_ops(page, select, choice, column):
     every = page.column(0)
     (option,) = (option for option in page.all(f"#{select} option") if option.text == choice)
     option.click()
@@ -158,7 +158,7 @@ def test_what_is_chosen_filters_the_ops(page, select, choice, column):
     assert all(choice in cell.text for cell in cells)
 
 
-def test_what_differs_between_two_runs_can_be_filtered(two):
+def test_changed_ops_can_be_filtered(two):
     two.one("#filter-changed").click()
     assert two.column(0) == ["gelu"]
 
@@ -209,7 +209,7 @@ def until(page, condition):
     page.browser.execute_async_script(wait % condition)
 
 
-def test_what_is_in_thousands_of_modules_is_made_as_it_is_opened(thousands):
+def test_contents_of_modules_are_made_when_opened(thousands):
     before = elements(thousands)
     assert before < 10_000
     opened, closed = thousands.all("[data-open]")
@@ -221,7 +221,7 @@ def test_what_is_in_thousands_of_modules_is_made_as_it_is_opened(thousands):
     assert thousands.js("document.querySelectorAll('#tree details.module[open]').length") == 0
 
 
-def test_what_is_open_is_made_as_it_comes_near_to_what_is_seen(thousands):
+def test_open_modules_are_made_near_the_viewport(thousands):
     thousands.js(
         "window.isSeen = (e) => e.getBoundingClientRect().bottom > 0 && e.getBoundingClientRect().top < innerHeight"
     )
@@ -235,7 +235,7 @@ def test_what_is_open_is_made_as_it_comes_near_to_what_is_seen(thousands):
     assert elements(thousands) < 30_000
 
 
-def test_a_module_that_is_found_is_opened(thousands):
+def test_found_module_is_opened(thousands):
     thousands.one("#module-find").send_keys("LAYERS.399.mlp linear")
     assert thousands.one("#module-found p").text == "3 of 5,602 modules found."
     assert [each.text for each in thousands.all("#module-found li")] == [
@@ -254,7 +254,7 @@ def test_a_module_that_is_found_is_opened(thousands):
     assert len(thousands.all("#module-found li")) == 20
 
 
-def test_keys_reach_modules_that_are_yet_to_be_made(thousands):
+def test_keys_reach_modules_that_are_not_made_yet(thousands):
     thousands.js("document.querySelector('#tree summary.line').focus()")
     down, right, end, home = "\ue015", "\ue014", "\ue010", "\ue011"
     for key in (down, right, end):
@@ -264,7 +264,7 @@ def test_keys_reach_modules_that_are_yet_to_be_made(thousands):
     assert thousands.active().startswith("Large")
 
 
-def test_a_stack_is_made_as_it_is_opened(page):
+def test_stack_is_made_when_opened(page):
     trace = page.one("#ops-table details[data-stack]")
     last = trace.find_element("css selector", "code").get_attribute("textContent")
     trace.find_element("css selector", "summary").click()
@@ -274,7 +274,7 @@ def test_a_stack_is_made_as_it_is_opened(page):
     assert lines[-1] == last
 
 
-def test_modules_that_are_not_on_paper_are_counted(thousands):
+def test_modules_that_are_not_printed_are_counted(thousands):
     thousands.all("[data-open]")[0].click()
     until(thousands, "document.querySelectorAll('#tree .module').length > 50")
     thousands.js("dispatchEvent(new Event('beforeprint'))")
@@ -284,7 +284,7 @@ def test_modules_that_are_not_on_paper_are_counted(thousands):
     assert elements(thousands) < 50_000
 
 
-def test_a_finding_opens_the_module_that_it_is_about(page):
+def test_finding_opens_its_module(page):
     page.js("document.querySelectorAll('#tree details').forEach((each) => (each.open = false))")
     (link, *_) = page.all(".finding .where a")
     target = page.js("arguments[0].hash.slice(1)", link)
@@ -301,7 +301,7 @@ def test_nothing_is_fetched(page):
 @pytest.mark.parametrize("width", [1280, NARROW])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("name", ["one", "two"])
-def test_the_rules_of_axe_hold(chromium, pages, name, dark, width):
+def test_axe_finds_no_violations(chromium, pages, name, dark, width):
     spec = importlib.util.find_spec("axe_core_python")
     if spec is None:
         pytest.skip("axe-core-python, which has axe's rules, is not installed")
@@ -327,7 +327,7 @@ def test_each_part_has_a_name_for_a_screen_reader(page):
     assert all(after - before <= 1 for before, after in itertools.pairwise(headings))
 
 
-def test_all_that_can_be_used_is_reached_by_the_tab_key(page):
+def test_controls_are_reached_by_tab(page):
     wanted = page.js(
         "[...document.querySelectorAll('a, button, input, select, summary')].filter((e) => e.checkVisibility()).length"
     )
@@ -368,7 +368,7 @@ def test_without_script_the_page_is_readable(chromium, pages):
     page.open()
 
 
-def test_on_paper_there_is_nothing_to_click(page):
+def test_print_has_no_controls(page):
     page.open(medium="print")
     assert not page.one("nav").is_displayed()
     assert not page.one("#filter").is_displayed()

@@ -1,4 +1,4 @@
-"""Who sees which threads, observers in observers, and observers that end at the wrong time."""
+"""Observed threads, nested observers, and observers that end early."""
 
 import os
 import subprocess
@@ -23,13 +23,13 @@ def calls(seen, op="aten::relu"):
 X = torch.ones(4)
 
 
-def test_other_threads_are_not_seen(engine, in_thread):
+def test_other_threads_are_not_observed_by_default(engine, in_thread):
     with polycast.observe() as seen:
         in_thread(lambda: X.relu())
     assert calls(seen) == 0
 
 
-def test_all_threads_are_seen_where_that_is_asked_for(engine, in_thread):
+def test_all_threads_are_observed_on_request(engine, in_thread):
     def compute():
         with polycast.autocast("cpu"):
             torch.mm(torch.ones(2, 2), torch.ones(2, 2))
@@ -46,14 +46,14 @@ def test_all_threads_are_seen_where_that_is_asked_for(engine, in_thread):
     assert sum(region.entries for region in seen.regions) == 3
 
 
-def test_modules_are_told_on_all_threads(engine, in_thread):
+def test_modules_are_counted_on_all_threads(engine, in_thread):
     net = torch.nn.Sequential(torch.nn.ReLU())
     with polycast.observe(net, threads="all") as seen:
         in_thread(lambda: net(X))
     assert [module.entries for module in seen.modules] == [1, 1]
 
 
-def test_a_thread_that_runs_on_after_the_block_is_counted_no_more(engine):
+def test_thread_is_not_counted_after_the_block(engine):
     go, on = threading.Barrier(2), threading.Barrier(2)
 
     def compute():
@@ -71,7 +71,7 @@ def test_a_thread_that_runs_on_after_the_block_is_counted_no_more(engine):
     assert calls(seen) == 1
 
 
-def test_observers_in_observers_all_see_all(engine):
+def test_nested_observers_each_see_everything(engine):
     with polycast.observe() as outer:
         X.relu()
         with polycast.observe(threads="all") as middle:
@@ -83,7 +83,7 @@ def test_observers_in_observers_all_see_all(engine):
     assert [calls(seen) for seen in (outer, middle, inner)] == [5, 3, 1]
 
 
-def test_one_observer_can_be_used_again_and_in_itself(engine):
+def test_observer_can_be_reused_and_nested_in_itself(engine):
     observer = polycast.observe()
     with observer as first:
         X.relu()
@@ -106,7 +106,7 @@ def test_an_observer_can_be_left_on_another_thread(engine, in_thread):
     assert calls(again) == 1
 
 
-def test_a_thread_may_end_while_it_is_observed(engine, in_thread):
+def test_thread_may_end_while_observed(engine, in_thread):
     observer = polycast.observe()
 
     def begin():
@@ -132,13 +132,13 @@ print(len(kept[0].ops))
 
 
 @pytest.mark.slow
-def test_an_observer_that_is_never_left_ends_with_the_process(engine):
+def test_observer_that_is_never_left_ends_with_the_process(engine):
     environment = {**os.environ, "POLYCAST_ENGINE": engine}
     done = subprocess.run([sys.executable, "-c", NEVER_LEFT], capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 
-def test_an_observer_whose_thread_has_ended_sees_no_thread_that_comes_after_it(engine, in_thread):
+def test_observer_of_ended_thread_sees_no_later_thread(engine, in_thread):
     def observe_another():
         with polycast.observe():
             X.relu()
@@ -151,7 +151,7 @@ def test_an_observer_whose_thread_has_ended_sees_no_thread_that_comes_after_it(e
     assert calls(seen) == 0
 
 
-def test_an_exception_ends_the_inner_observer_alone(engine):
+def test_exception_ends_the_inner_observer_only(engine):
     with polycast.observe() as outer:
         observer = polycast.observe()
         with pytest.raises(RuntimeError, match="shape"), observer as inner:
@@ -160,7 +160,7 @@ def test_an_exception_ends_the_inner_observer_alone(engine):
     assert (calls(outer), calls(inner)) == (2, 1)
 
 
-def test_the_backward_pass_on_threads_of_its_own_is_seen(engine):
+def test_backward_pass_on_other_threads_is_observed(engine):
     class Reenters(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -184,7 +184,7 @@ def test_the_backward_pass_on_threads_of_its_own_is_seen(engine):
 
 
 @pytest.mark.slow
-def test_a_million_ops_take_no_more_memory_than_a_thousand(engine):
+def test_memory_does_not_grow_with_calls(engine):
     weight, x = torch.ones(1), torch.ones(1)
 
     def size(rounds):
@@ -207,7 +207,7 @@ def _resident():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_a_child_that_is_forked_goes_on_by_itself(engine):
+def test_forked_child_observes_separately(engine):
     with polycast.observe() as seen:
         X.relu()
         child = os.fork()
@@ -218,7 +218,7 @@ def test_a_child_that_is_forked_goes_on_by_itself(engine):
     assert calls(seen) == 1
 
 
-def test_threads_that_end_leave_their_counts_and_no_more(engine):
+def test_ended_threads_leave_only_their_counts(engine):
     def compute():
         X.relu()
 
@@ -233,7 +233,7 @@ def test_threads_that_end_leave_their_counts_and_no_more(engine):
     assert len(rows) < 10  # the last of them may be about to end
 
 
-def test_a_graph_of_a_thread_that_has_ended_knows_its_modules(engine):
+def test_graph_of_ended_thread_has_its_modules(engine):
     net, results = torch.nn.Sequential(torch.nn.Tanh()), []
     x = torch.ones(4, requires_grad=True)
     with polycast.observe(net, threads="all") as seen:
@@ -245,7 +245,7 @@ def test_a_graph_of_a_thread_that_has_ended_knows_its_modules(engine):
     assert (tanh.calls, tanh.phase) == (1, "backward")
 
 
-def test_the_name_of_a_file_need_not_be_text(engine):
+def test_file_name_may_be_invalid_unicode(engine):
     code = "with polycast.autocast('cpu'):\n    X.relu()"
     with polycast.observe(stacks=True) as seen:
         exec(compile(code, "gr\udcc3\udcb6ße.py", "exec"), {"polycast": polycast, "X": X})
@@ -253,7 +253,7 @@ def test_the_name_of_a_file_need_not_be_text(engine):
     assert any(line.startswith("gr\\udcc3\\udcb6ße.py:2") for op in seen.ops for line in op.stack)
 
 
-def test_observers_may_come_and_go_while_a_stack_is_taken(engine, monkeypatch):
+def test_observers_may_start_and_stop_while_a_stack_is_taken(engine, monkeypatch):
     def observe_others():
         monkeypatch.undo()
         for _ in range(3):
@@ -268,7 +268,7 @@ def test_observers_may_come_and_go_while_a_stack_is_taken(engine, monkeypatch):
     assert calls(outer, "aten::tanh") == calls(inner, "aten::tanh") == 3
 
 
-def test_what_a_signal_raises_while_a_stack_is_taken_is_raised(engine, monkeypatch):
+def test_error_of_signal_handler_while_a_stack_is_taken_is_raised(engine, monkeypatch):
     def interrupted():
         monkeypatch.undo()
         raise KeyboardInterrupt
@@ -280,7 +280,7 @@ def test_what_a_signal_raises_while_a_stack_is_taken_is_raised(engine, monkeypat
     assert calls(seen) == 1
 
 
-def test_an_observation_whose_beginning_is_interrupted_leaves_nothing_in_torch(engine, monkeypatch):
+def test_interrupted_start_leaves_nothing_in_torch(engine, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
@@ -292,7 +292,7 @@ def test_an_observation_whose_beginning_is_interrupted_leaves_nothing_in_torch(e
     assert (torch.nn.Module.__call__, handler.install_callbacks) == before
 
 
-def test_each_op_is_counted_while_other_threads_begin_to_observe_all_and_end(engine):
+def test_each_op_is_counted_while_other_recorders_start_and_stop(engine):
     counted, observer = threading.Event(), load_observer()
 
     def observe_all():

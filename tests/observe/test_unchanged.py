@@ -1,4 +1,4 @@
-"""A run that is observed is the one that is not: results, casts, kept casts, graphs, compiled code."""
+"""Observing changes no result, cast, cached cast, graph or compiled code."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_results_graphs_and_cached_casts_are_the_same(engine, options, make_cach
     assert plain_stats == seen_stats
 
 
-def test_weights_are_cast_as_often(engine, in_thread):
+def test_number_of_casts_is_the_same(engine, in_thread):
     """Told by torch's own profiler, which sees all in an observed block too; a thread remembers what it cast before."""
 
     def copies(observed):
@@ -63,7 +63,7 @@ def test_weights_are_cast_as_often(engine, in_thread):
     assert in_thread(lambda: copies(observed=True)) == in_thread(lambda: copies(observed=False))
 
 
-def test_nothing_holds_the_tensors_that_were_seen(engine):
+def test_observed_tensors_are_not_held(engine):
     with polycast.observe(nonfinite="record"), polycast.autocast("cpu"):
         x = torch.ones(4, 4)
         storage = torch.multiprocessing.reductions.StorageWeakRef(x.untyped_storage())
@@ -73,7 +73,7 @@ def test_nothing_holds_the_tensors_that_were_seen(engine):
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
-def test_compiled_code_is_the_same_and_is_told(engine, fullgraph):
+def test_compiled_code_is_the_same_and_counted(engine, fullgraph):
     counter = torch._dynamo.testing.CompileCounter()
     net, x = model(), torch.ones(4, 8)
     compiled = torch.compile(net, backend=counter, fullgraph=fullgraph)
@@ -89,7 +89,7 @@ def test_compiled_code_is_the_same_and_is_told(engine, fullgraph):
     torch._dynamo.reset()
 
 
-def test_what_the_compiler_runs_is_not_counted(engine):
+def test_ops_of_the_compiler_are_not_counted(engine):
     net, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
     compiled = torch.compile(net, backend="aot_eager")
     with torch.no_grad(), polycast.observe() as first, polycast.autocast("cpu"):
@@ -100,7 +100,7 @@ def test_what_the_compiler_runs_is_not_counted(engine):
     torch._dynamo.reset()
 
 
-def test_what_is_exported_is_the_same_and_not_counted(engine):
+def test_exported_graph_is_the_same_and_not_counted(engine):
     net, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
     plain = torch.export.export(net, (x,)).graph_module.code
     with polycast.observe(net) as seen:
@@ -109,7 +109,7 @@ def test_what_is_exported_is_the_same_and_not_counted(engine):
     assert "aten::relu" not in {op.op for op in seen.ops}
 
 
-def test_a_traced_module_is_the_same(engine):
+def test_traced_module_is_the_same(engine):
     net, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
     plain = str(torch.fx.symbolic_trace(net).graph)
     with polycast.observe(net) as seen:

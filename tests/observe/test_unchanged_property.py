@@ -1,4 +1,4 @@
-"""Whatever runs, and however it is observed, it leaves bit for bit what it leaves unobserved."""
+"""Observed runs are bitwise equal to unobserved ones, for generated models and options."""
 
 import torch
 from hypothesis import HealthCheck, example, given, settings
@@ -69,7 +69,7 @@ def left_by(run, layers, policy, caches, checkpoints, grad):
     ),
 )
 @example(layers=["inplace", "inplace"], policy=None, caches=False, checkpoints=False, grad=True, options={})
-def test_a_run_leaves_what_it_leaves_unobserved(engine, layers, policy, caches, checkpoints, grad, options):
+def test_observed_run_has_the_same_results(engine, layers, policy, caches, checkpoints, grad, options):
     arguments = layers, policy, caches, checkpoints, grad
     plain = left_by(lambda net: torch.enable_grad(), *arguments)
     observed = left_by(lambda net: polycast.observe(net, **options), *arguments)

@@ -1,0 +1,116 @@
+"""Entering an observation: options, and the observer's C++ that is loaded for it."""
+
+import types
+import typing
+
+import pytest
+import torch
+
+import polycast
+from polycast.engine import choice, installation
+from polycast.observer import loading, recorder
+from polycast.toolchain import load
+from polycast.toolchain.cpp_library import BuildError, CppLibrary
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"model": 3}, TypeError, "model must be a torch.nn.Module or None, got int"),
+        ({"timing": 1}, TypeError, "timing must be a bool, got 1"),
+        ({"stacks": "yes"}, TypeError, "stacks must be a bool, got 'yes'"),
+        ({"nonfinite": "stop"}, ValueError, "nonfinite must be one of 'ignore', 'record', 'raise', got 'stop'"),
+        ({"threads": 4}, ValueError, "threads must be one of 'this', 'all', got 4"),
+    ],
+)
+def test_invalid_options_are_refused(arguments, error, text):
+    with pytest.raises(error) as raised:
+        polycast.observe(**arguments)
+    assert str(raised.value) == text
+
+
+def test_leaving_before_entering_is_refused():
+    with pytest.raises(RuntimeError, match="this observer was not entered"):
+        polycast.observe().__exit__(None, None, None)
+
+
+@pytest.fixture
+def choose_engine(monkeypatch):
+    """Return a function that sets POLYCAST_ENGINE and chooses the engine again."""
+
+    def choose(name):
+        monkeypatch.setenv("POLYCAST_ENGINE", name)
+        installation.forget_choice()
+        return choice.choose()
+
+    yield choose
+    installation.forget_choice()
+
+
+def test_the_reference_engine_cannot_be_observed(choose_engine):
+    choose_engine("reference")
+    with pytest.raises(RuntimeError) as raised:
+        polycast.observe().__enter__()
+    assert str(raised.value) == (
+        "polycast.observe needs the native engine, and this process runs on the reference engine, which cannot be "
+        "observed: POLYCAST_ENGINE=reference. Unset it."
+    )
+
+
+def test_without_a_compiler_the_error_gives_the_reason(choose_engine, monkeypatch):
+    monkeypatch.setattr(load, "try_build", lambda _: BuildError("no C++ compiler is found. Install one (c++)."))
+    with pytest.warns(UserWarning, match="no C\\+\\+ compiler is found"):
+        choose_engine("auto")
+    with pytest.raises(RuntimeError) as raised:
+        polycast.observe().__enter__()
+    assert str(raised.value) == (
+        "polycast.observe needs the native engine, and this process runs on the reference engine, which cannot be "
+        "observed: the native engine cannot be built: no C++ compiler is found. Install one (c++)."
+    )
+
+
+def test_without_the_observer_regions_run_and_the_error_gives_the_reason(choose_engine, monkeypatch):
+    def fails(*_, **options):
+        raise BuildError("no room is left.")
+
+    choose_engine("native")
+    monkeypatch.setattr(loading, "_observers", {})
+    monkeypatch.setattr(load, "get_or_build", fails)
+    with polycast.autocast("cpu"):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match=r"^polycast.observe needs C\+\+ that cannot be built: no room is left\.$"):
+        polycast.observe().__enter__()
+
+
+def test_observer_from_other_sources_than_the_engine_is_not_loaded(choose_engine, monkeypatch):
+    choose_engine("native")
+    monkeypatch.setattr(loading, "_observers", {})
+    monkeypatch.setattr(CppLibrary, "read_sources", lambda _: {"binding.cpp": b"// of the next version"})
+    with pytest.raises(RuntimeError, match=r"has changed since its engine was loaded\. Restart the program\.$"):
+        polycast.observe().__enter__()
+
+
+def test_enumerations_are_checked_when_the_observer_is_loaded(choose_engine, monkeypatch):
+    choose_engine("native")
+    monkeypatch.setattr(loading, "_observers", {})
+    monkeypatch.setattr(loading, "CHAIN_KINDS", ("round_trip", "loss"))
+    with pytest.raises(RuntimeError, match="the names of an enumeration differ"):
+        polycast.observe().__enter__()
+
+
+def test_rows_of_counts_have_the_declared_types(engine):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.LayerNorm(4), torch.nn.Linear(4, 4))
+    observer = polycast.observe(model, nonfinite="record", stacks=True, timing=True)
+    with observer, polycast.autocast("cpu"):
+        model(torch.ones(2, 4)).log().sum().backward()
+        torch.ones(2).log().div(0)
+        reading = recorder.read(observer._running[-1]._recorder)
+    casts, sources = ([each for row in reading.counts for each in getattr(row, name)] for name in ("casts", "sources"))
+    for rows in (reading.counts, casts, sources, reading.chains, reading.regions, [reading.nonfinite]):
+        assert rows
+        for row in rows:
+            for name, hint in typing.get_type_hints(type(row)).items():
+                kinds = [typing.get_origin(each) or each for each in typing.get_args(hint) or [hint]]
+                if typing.get_origin(hint) is not None and typing.get_origin(hint) is not types.UnionType:
+                    kinds = [typing.get_origin(hint)]
+                assert isinstance(getattr(row, name), tuple(kinds)), (type(row).__name__, name)
