@@ -24,7 +24,7 @@ _ABSENT: Any = object()
 Values = list[Any]
 
 
-class Slot(NamedTuple):
+class StateSlot(NamedTuple):
     """An attribute or a buffer of a module: one of its dicts, and the key."""
 
     owner: dict[str, Any]
@@ -56,7 +56,7 @@ def isolated() -> Iterator[None]:
 class ModelState:
     """The attributes and buffers of a model that its forward writes."""
 
-    def __init__(self, slots: list[Slot]) -> None:
+    def __init__(self, slots: list[StateSlot]) -> None:
         self._slots = slots
 
     def current(self) -> Values:
@@ -93,7 +93,7 @@ def find_writes(model: torch.nn.Module, run: Callable[[], Any]) -> tuple[Any, Mo
     dicts = [owner for module in model.modules() for owner in (vars(module), vars(module).get("_buffers"))]
     before = [(owner, dict(owner)) for owner in dicts if type(owner) is dict]
     parameters = [(name, parameter, version_of(parameter)) for name, parameter in model.named_parameters()]
-    tensors = [Slot(owner, key) for owner, values in before for key, value in values.items() if _is_tensor(value)]
+    tensors = [StateSlot(owner, key) for owner, values in before for key, value in values.items() if _is_tensor(value)]
     originals, clones = [slot.get() for slot in tensors], dict[int, Any]()
     for slot in tensors:
         slot.put(_clone(slot.get(), clones))
@@ -107,7 +107,7 @@ def find_writes(model: torch.nn.Module, run: Callable[[], Any]) -> tuple[Any, Mo
             for key in {**values, **owner}:
                 is_other = owner.get(key, _ABSENT) is not values.get(key, _ABSENT)
                 if is_other and (id(owner), key) not in tensors_at:
-                    slots.append(Slot(owner, key))
+                    slots.append(StateSlot(owner, key))
     finally:
         for owner, values in before:
             for key in [key for key in owner if key not in values]:

@@ -16,7 +16,7 @@ from .compare import enabled_region, wanted_recipe
 from .evidence import Tuned, machine
 from .fingerprint import Fingerprint, hash_of_table, name_of_function
 from .state_file import StateFile, StatePath
-from .tuner import Metric, Settings, Tuner
+from .tuner import Metric, TuneArguments, Tuner
 
 _OVER = ("modules", "ops")
 _OBJECTIVES = ("accuracy", "time")
@@ -104,9 +104,9 @@ def tune(
     call = Call.of(model, inputs)
     region = enabled_region(device_type, dtype, recipe=wanted)
     name = "relative L2 error" if metric is None else name_of_function(metric)
-    settings = Settings(metric, name, region, float(tolerance), over, objective, wanted)
-    file = None if state is None else _state_file(state, model, call, settings)
-    tuner = Tuner(model, call, settings)
+    arguments = TuneArguments(metric, name, region, float(tolerance), over, objective, wanted)
+    file = None if state is None else _state_file(state, model, call, arguments)
+    tuner = Tuner(model, call, arguments)
     return tuner.run(max(min_budget, 4 * len(tuner.names) + 16) if budget is None else budget, file)
 
 
@@ -125,18 +125,18 @@ def _check(metric: object, tolerance: object, over: str, objective: str, budget:
         raise ValueError(f"budget must be a number of evaluations, at least {min_budget} ({runs}); got {budget!r}")
 
 
-def _state_file(state: StatePath, model: torch.nn.Module, call: Call, settings: Settings) -> StateFile:
+def _state_file(state: StatePath, model: torch.nn.Module, call: Call, arguments: TuneArguments) -> StateFile:
     """Return the state file of a search, identified by everything that its result depends on."""
-    region, recipe = settings.region, settings.recipe
+    region, recipe = arguments.region, arguments.recipe
     backend = get_backend(region.device)
     policies = ((name, policy.value) for name, policy in backend.policies.items())
     registered = sorted(policies_for(region.device).items())
     of = {
-        "tolerance": settings.tolerance,
+        "tolerance": arguments.tolerance,
         "device_type": region.device,
         "dtype": dtype_name(region.fast_dtype),
-        "over": settings.over,
-        "objective": settings.objective,
+        "over": arguments.over,
+        "objective": arguments.objective,
         "recipe": None if recipe is None else recipe.text,
         "default_dtype": dtype_name(torch.get_default_dtype()),
         "register_op": {name: policy.value for name, policy in registered},
@@ -144,7 +144,7 @@ def _state_file(state: StatePath, model: torch.nn.Module, call: Call, settings: 
         **versions(),
         **machine(region.device),
     }
-    fingerprint = Fingerprint(model, call, settings.metric)
+    fingerprint = Fingerprint(model, call, arguments.metric)
     file = StateFile(state, of, fingerprint)
     if fingerprint.unknown:
         unknown = fingerprint.unknown

@@ -33,7 +33,7 @@ Metric = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
-class Settings:
+class TuneArguments:
     """The arguments of ``tune``, apart from the model and its inputs.
 
     Attributes:
@@ -62,30 +62,30 @@ class _Found(NamedTuple):
 class Tuner:
     """Searches a policy for a model."""
 
-    def __init__(self, model: torch.nn.Module, call: Call, settings: Settings) -> None:
+    def __init__(self, model: torch.nn.Module, call: Call, arguments: TuneArguments) -> None:
         """Profile the model and find the candidates.
 
         Raises:
             ValueError: there is no metric, and nothing to compare in the output.
         """
-        self._model, self._call, self._settings = model, call, settings
-        region = settings.region
-        self._region, self._metric = region, settings.metric or relative_error
-        self._fast = None if settings.recipe is None else autocast(region.device, region.fast_dtype)
+        self._model, self._call, self._arguments = model, call, arguments
+        region = arguments.region
+        self._region, self._metric = region, arguments.metric or relative_error
+        self._fast = None if arguments.recipe is None else autocast(region.device, region.fast_dtype)
         self._generators = RandomState(region.device)
         self._profile, self._reference = profile_run(model, call, region.device)
         self._check_reference()
         self._candidates: Modules | Ops
-        if settings.over == "modules":
-            self._candidates = Modules(self._profile, region.fast_dtype, settings.recipe)
+        if arguments.over == "modules":
+            self._candidates = Modules(self._profile, region.fast_dtype, arguments.recipe)
             self.names = list(self._profile.by_name())
         else:
-            self._candidates = Ops(settings.recipe)
+            self._candidates = Ops(arguments.recipe)
             with self._without_side_effects():
                 self.names = ops_seen(model, call, self._fast or region)
 
     def _check_reference(self) -> None:
-        has_metric = self._settings.metric is not None
+        has_metric = self._arguments.metric is not None
         if not has_metric and not has_floats(self._reference):
             raise ValueError(
                 f"the model returned no floating-point tensor, but {type(self._reference).__name__}, which the default "
@@ -112,7 +112,7 @@ class Tuner:
                 trial = self._evaluate(choice)
                 if file is not None:
                     file.note_evaluation()
-                kept = f", {len(choice.kept)} kept" if self._settings.recipe is not None else ""
+                kept = f", {len(choice.kept)} kept" if self._arguments.recipe is not None else ""
                 advance(f"{len(choice.members)} in float32{kept}: {trial.distance:.3g}")
                 return trial
 
@@ -123,13 +123,13 @@ class Tuner:
                 return trial
 
             if file is not None:
-                file.check_names(self.names, self._settings.over)
+                file.check_names(self.names, self._arguments.over)
                 file.check_again(NO_POLICY, evaluate)
             order = CandidateOrder(self._order(file), self._candidates.can_leave_recipe)
             trials = Trials(evaluate_and_save, budget, None if file is None else file.trials)
             found = self._minimal(order, trials)
             timings = None
-            if self._settings.objective == "time" and found.met:
+            if self._arguments.objective == "time" and found.met:
                 found, timings = self._fastest(order, trials, found, advance)
         return self._tuned(order, found, trials, timings, budget)
 
@@ -143,7 +143,7 @@ class Tuner:
 
     def _propose(self) -> list[str]:
         """Return the candidates, beginning with the largest addition to the error."""
-        if self._settings.over == "ops":
+        if self._arguments.over == "ops":
             return self.names
         try:
             return [module.name for module in compared(self._model, self._call, self._region, self._profile).modules]
@@ -169,7 +169,7 @@ class Tuner:
         everything = Choice(order.names)
         trials.of(NO_POLICY)
         trials.of(everything)
-        found = minimal_choice(order, lambda choice: trials.of(choice).distance <= self._settings.tolerance)
+        found = minimal_choice(order, lambda choice: trials.of(choice).distance <= self._arguments.tolerance)
         if found is None:
             best = min(trials.made.values(), key=lambda trial: (trial.distance, len(trial.members), len(trial.kept)))
             return _Found(best.choice, False, False, self._why_not_met(trials.of(everything)))
@@ -184,7 +184,7 @@ class Tuner:
             itself = distance_of(self._metric(self._reference, self._reference))
         if math.isinf(itself):
             return "no policy keeps the tolerance: the metric of float32's own output and itself is not finite"
-        with_all = f"no policy keeps the tolerance: with all {self._settings.over} in float32"
+        with_all = f"no policy keeps the tolerance: with all {self._arguments.over} in float32"
         if everything.error:
             return f"{with_all} the model raises: {everything.error}"
         return f"{with_all} the distance is {everything.distance:.3g}"
@@ -193,7 +193,7 @@ class Tuner:
         self, order: CandidateOrder, trials: Trials, found: _Found, advance: Callable[[str], None]
     ) -> tuple[_Found, Timings]:
         """Return the fastest of the proposed choices that keep the tolerance, and the timings."""
-        has_recipe, over = self._settings.recipe is not None, self._settings.over
+        has_recipe, over = self._arguments.recipe is not None, self._arguments.over
         with self._without_side_effects():
             watch = Stopwatch(self._model, self._call, self._region, self._profile, self._fast)
             proposed = {PLAIN_REGION: NO_POLICY, "all in float32": Choice(order.names)}
@@ -220,24 +220,24 @@ class Tuner:
 
     def _keeps_tolerance(self, trials: Trials, choice: Choice) -> bool:
         try:
-            return trials.of(choice).distance <= self._settings.tolerance
+            return trials.of(choice).distance <= self._arguments.tolerance
         except OutOfBudget:
             return False
 
     def _tuned(
         self, order: CandidateOrder, found: _Found, trials: Trials, timings: Timings | None, budget: int
     ) -> Tuned:
-        settings = self._settings
-        all_fast = None if settings.recipe is None else trials.made.get(order.all_fast())
+        arguments = self._arguments
+        all_fast = None if arguments.recipe is None else trials.made.get(order.all_fast())
         evidence = Evidence(
             model=type(self._model).__qualname__,
             device_type=self._region.device,
             dtype=self._region.fast_dtype,
             inputs=str(self._call),
-            over=settings.over,
-            objective=settings.objective,
-            metric=settings.metric_name,
-            tolerance=settings.tolerance,
+            over=arguments.over,
+            objective=arguments.objective,
+            metric=arguments.metric_name,
+            tolerance=arguments.tolerance,
             budget=budget,
             members=found.choice.members,
             candidates=len(self.names),
@@ -249,7 +249,7 @@ class Tuner:
             trials=tuple(trials.made.values()),
             timings=timings,
             machine=MappingProxyType(machine(self._region.device)),
-            recipe=settings.recipe,
+            recipe=arguments.recipe,
             kept=found.choice.kept,
             fast=None if all_fast is None else all_fast.distance,
         )
