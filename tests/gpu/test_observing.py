@@ -1,4 +1,4 @@
-"""Observing on a device that computes by itself, and records graphs. Runs where torch sees a CUDA device."""
+"""Observing an asynchronous device, which records graphs. Needs a CUDA device."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ import polycast
 
 pytestmark = [
     pytest.mark.usefixtures("engine"),
+    pytest.mark.parametrize("engine", ["native"], indirect=True),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
 
@@ -17,7 +18,7 @@ def train(model, x):
     loss.backward()
 
 
-def test_ops_of_both_passes_are_told_by_module():
+def test_ops_of_both_passes_are_counted_by_module():
     model, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()).cuda(), torch.ones(8, 64, device="cuda")
     with polycast.observe(model, timing=True) as seen:
         train(model, x)
@@ -27,13 +28,13 @@ def test_ops_of_both_passes_are_told_by_module():
     assert {op.phase for op in module.ops} == {"forward", "backward"}
 
 
-def test_inf_on_the_device_is_told():
+def test_inf_on_the_device_is_found():
     with polycast.observe(nonfinite="record") as seen:
         torch.zeros(4, device="cuda").log()
     assert (seen.nonfinite.op, seen.nonfinite.what) == ("aten::log", "inf")
 
 
-def test_a_graph_can_be_recorded_while_inf_is_looked_for():
+def test_graph_can_be_recorded_while_outputs_are_checked():
     x, graph = torch.ones(8, 8, device="cuda"), torch.cuda.CUDAGraph()
     torch.mm(x, x)
     with polycast.observe(nonfinite="record"), torch.cuda.graph(graph):

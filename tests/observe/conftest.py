@@ -1,5 +1,9 @@
 """Fixtures for tests of observations."""
 
+import base64
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 import polycast
@@ -77,3 +81,107 @@ def seen_of_thousands():
     names = {(op.op, op.phase): op for op in together}
     run = Run(seconds=9.0, engine="native", model="Large", devices={"cpu": ["bfloat16"]}, timing=True, stacks=True)
     return polycast.Observation(Facts(run=run, ops=tuple(names.values()), modules=(*outer, *modules), chains=chains))
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """Return the folder of two reports: one.html, of a run, and two.html, of two."""
+    folder = tmp_path_factory.mktemp("reports")
+    seen = polycast.Observation.load(Path(__file__).with_name("sample.json"))
+    ops = tuple(replace(op, calls=op.calls + 3) if op.op == "aten::gelu" else op for op in seen.ops)
+    seen.to_html(folder / "one.html")
+    polycast.Observation(replace(seen.facts, ops=ops)).to_html(folder / "two.html", before=seen)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chromium(start_chromium):
+    """Return a browser without network."""
+    browser = start_chromium()
+    browser.execute_cdp_cmd(
+        "Network.emulateNetworkConditions",
+        {"offline": True, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1},
+    )
+    return browser
+
+
+class Page:
+    """An open report."""
+
+    def __init__(self, browser, path):
+        self.browser = browser
+        self._path = path
+
+    def open(self, *, width=1280, dark=False, script=True, medium=""):
+        send = self.browser.execute_cdp_cmd
+        send("Emulation.setScriptExecutionDisabled", {"value": not script})
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        send("Emulation.setEmulatedMedia", {"media": medium, "features": [scheme]})
+        size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+        send("Emulation.setDeviceMetricsOverride", size)
+        for kind in ("browser", "performance"):
+            self.browser.get_log(kind)
+        self.browser.get(self._path.as_uri())
+        return self
+
+    def js(self, code, *arguments):
+        return self.browser.execute_script(f"return {code}", *arguments)
+
+    def all(self, selector):
+        return self.browser.find_elements("css selector", selector)
+
+    def one(self, selector):
+        return self.browser.find_element("css selector", selector)
+
+    def press(self, key):
+        self.browser.switch_to.active_element.send_keys(key)
+
+    def active(self):
+        return self.js("document.activeElement.textContent.trim()")
+
+    def column(self, number):
+        """Return the cells of a column in the visible rows of the op table."""
+        return self.js(
+            "[...document.querySelectorAll('#ops-table tbody tr')].filter((row) => !row.hidden)"
+            f".map((row) => row.cells[{number}].dataset.value || row.cells[{number}].firstChild.textContent.trim())"
+        )
+
+    def screenshot(self, path):
+        taken = self.browser.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": True})
+        path.write_bytes(base64.b64decode(taken["data"]))
+        return path.read_bytes()
+
+
+@pytest.fixture
+def open_report(chromium, pages):
+    """Return a function that opens one of the reports."""
+    return lambda name, **settings: Page(chromium, pages / name).open(**settings)
+
+
+@pytest.fixture
+def page(chromium, pages):
+    """Return the report of a run. The test fails if the console is not empty."""
+    yield Page(chromium, pages / "one.html").open()
+    assert [entry["message"] for entry in chromium.get_log("browser")] == []
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory, seen_of_thousands):
+    """Return the file of the report of 5,600 modules."""
+    path = tmp_path_factory.mktemp("large") / "large.html"
+    seen_of_thousands.to_html(path)
+    return path
+
+
+@pytest.fixture
+def thousands(chromium, large):
+    """Return the report of 5,600 modules, in the same way."""
+    yield Page(chromium, large).open()
+    assert [entry["message"] for entry in chromium.get_log("browser")] == []
+
+
+@pytest.fixture
+def two(chromium, pages):
+    """Return the report of two runs, in the same way."""
+    yield Page(chromium, pages / "two.html").open()
+    assert [entry["message"] for entry in chromium.get_log("browser")] == []
