@@ -12,7 +12,7 @@ def _main_thread_compiles_first():
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo():
-    """Have no code compiled, and what compiled code calls be compiled, which it is not below fullgraph=True.
+    """Reset Dynamo, and let it compile the callees of compiled code, which it does not below fullgraph=True.
 
     Of threads that call such functions at once, one may put back what another has set, and that stays.
     """

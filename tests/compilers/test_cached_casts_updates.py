@@ -22,7 +22,7 @@ def model():
 
 
 def in_step(model, change):
-    """Check that compiled code with kept casts sees what a change does, as eager code in a region without a cache."""
+    """Check that compiled code with cached casts sees a change, as eager code in a region without a cache does."""
     cache, x = WeightCache(verify=True), torch.randn(4, SIZE)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     seen = []

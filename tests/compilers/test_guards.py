@@ -26,7 +26,7 @@ X = torch.ones(2, 2)
 
 
 def dtypes(x):
-    """What the policies decide: bfloat16 and float32 under the table, another pair under each of the two above."""
+    """Compute two ops: in bfloat16 and float32 by the table, in another pair of dtypes under each policy above."""
     return torch.mm(x, x), torch.tanh(x)
 
 
@@ -127,7 +127,7 @@ def test_a_recursive_function_has_its_policies_at_every_depth(policies):
 
 
 def square(compiled, calls):
-    """A Function whose backward calls what is compiled."""
+    """A Function whose backward calls compiled code."""
 
     class Square(torch.autograd.Function):
         @staticmethod
@@ -205,7 +205,7 @@ def test_a_suspended_generator_that_is_collected_takes_its_policies_with_it():
 
 
 def test_a_disabled_region_in_policies_hands_them_to_a_region_in_compiled_code():
-    """Autocast is off, as it is outside of all; but what is compiled switches it on again."""
+    """Autocast is off, as outside of all regions, but the compiled code enables it."""
 
     def function(x):
         with polycast.autocast("cpu"):

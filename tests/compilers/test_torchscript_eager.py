@@ -39,12 +39,12 @@ def in_turn(function, autocast):
 
 @pytest.mark.parametrize("compiled", ["scripted", "traced"])
 def test_a_call_in_a_region_is_as_with_torch(compiled):
-    def compile_anew():
+    def recompile():
         f = several_ops()
         return torch.jit.script(f) if compiled == "scripted" else torch.jit.trace(f, (A, B, LOW.float()))
 
-    expected = in_turn(compile_anew(), torch.autocast)
-    actual = in_turn(compile_anew(), polycast.autocast)
+    expected = in_turn(recompile(), torch.autocast)
+    actual = in_turn(recompile(), polycast.autocast)
     assert [tensor.dtype for tensor in actual] == [tensor.dtype for tensor in expected]
     assert all(map(torch.equal, actual, expected))
     assert {FLOAT, BFLOAT, torch.float16} == {tensor.dtype for tensor in actual}
@@ -251,7 +251,7 @@ def test_a_module_can_be_traced_in_a_region_with_a_cache(kernels_alone, convolut
     module, x = convolution
     with polycast.autocast("cpu"):
         module(x)
-        traced = torch.jit.trace(module, x)  # none of the kept casts gets into the trace as a constant
+        traced = torch.jit.trace(module, x)  # none of the cached casts gets into the trace as a constant
     module.convolution.weight.zero_()
     module.convolution.bias.zero_()
     with polycast.autocast("cpu"):

@@ -1,4 +1,4 @@
-"""Views of weights in compiled code: from a kept cast of all of the weight, and by recipes.
+"""Views of weights in compiled code: from a cached cast of the whole weight, and by recipes.
 
 As torch checks the first call of compiled code, it holds weights through ``.data``, and nothing is kept of them.
 """

@@ -1,4 +1,4 @@
-"""What a child finds that is forked while threads hold locks."""
+"""Forks while threads hold locks leave the child usable."""
 
 import os
 import subprocess

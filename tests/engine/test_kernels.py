@@ -296,5 +296,5 @@ def test_ops_of_an_override_have_their_kernels_after_a_change_of_backend(hand_ma
             assert torch.add(x, x).dtype is torch.float32
         change()
     suspended = polycast.autocast("cpu", torch.bfloat16)
-    with region, suspended:  # the inner region has no policy of its own, and the one around it is in force
+    with region, suspended:  # the inner region has no policy of its own, and the enclosing one applies
         assert torch.add(x, x).dtype is torch.float32

@@ -117,7 +117,7 @@ def test_a_checkpoint_that_does_not_stop_early_is_recomputed_with_its_policies(b
 
 @modes
 def test_a_wrapped_snapshot_takes_the_policies_along_too(block, reentrant):
-    """What was needed before checkpoints did it by themselves, and is for those of other libraries."""
+    """Wrapping the function is the remedy for checkpoints of other libraries."""
     seen = block.assert_same_gradients(
         lambda x: checkpoint(polycast.capture().wrap(block), x, use_reentrant=reentrant), block, in_policy
     )

@@ -1,1 +1,1 @@
-"""What compilers see of a region: TorchScript, Dynamo and torch.export, and the guard by which code knows policies."""
+"""Support for TorchScript, Dynamo and torch.export: regions in graphs, guards on overrides, cached casts."""

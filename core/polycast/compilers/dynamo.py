@@ -1,4 +1,4 @@
-"""Regions under torch.compile and torch.export: what Dynamo gets in place of a region that the code it traces makes.
+"""Replace the regions that traced code makes by regions that Dynamo can put into graphs.
 
 Dynamo knows torch.autocast. It puts the entering and the leaving of a region into its graph, and AOTAutograd traces the
 ops between them with the kernels at the Autocast key, which are polycast's. So a region becomes one of torch's in the

@@ -1,1 +1,1 @@
-"""What runs at the Autocast dispatch keys: two engines with one semantics, their kernels, and the casts they keep."""
+"""The kernels at the Autocast dispatch keys: two engines with one semantics, and their caches of casts."""

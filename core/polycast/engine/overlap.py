@@ -3,8 +3,7 @@
 import torch
 
 UNWRITTEN, WRITTEN, RECORDED, CONFLICT = range(4)
-"""How a cast was written: not at all; written; with autograd history; written like its argument, which was written
-too."""
+"""Writes to a cast: none; some; some with autograd history; some while its argument was written, too."""
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

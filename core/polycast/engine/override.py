@@ -15,7 +15,7 @@ from .disable_dynamo import disable_dynamo
 
 
 class Origin(NamedTuple):
-    """What asks for an override: the kind of rule, and its name, if it has one."""
+    """The origin of an override: the kind of rule, and its name, if it has one."""
 
     rule: str
     name: str = ""
@@ -28,12 +28,12 @@ MODULE_RULE = "module rule"
 class Override:
     """The policies and the recipe of regions for a device, with those of the regions around them merged in.
 
-    An op that has a policy here is not computed by the recipe, whatever asks for either.
+    An op that has a policy here is not computed by the recipe, in whichever layer.
 
     Attributes:
         policies: by op, its policy.
         recipe: the recipe; None: the one of no region.
-        origin: what asks for the innermost layer.
+        origin: the origin of the innermost layer.
         layers: the overrides that this one is merged of, each of one origin, the innermost first.
         native: the native engine's copy of it.
         plan: the recipe's kernels on the device.
@@ -58,7 +58,7 @@ class Override:
         self.ready_key: object = None
 
     def origin_of(self, op: str) -> Origin | None:
-        """Return what asks for the policy of an op, if it has one here."""
+        """Return the origin of the policy of an op, if it has one here."""
         return next((layer.origin for layer in self.layers if op in layer.policies), None)
 
     @cached_property

@@ -23,7 +23,7 @@ from .override import Override
 
 
 class Settings(NamedTuple):
-    """What a region sets. None leaves what the enclosing region has.
+    """The settings of a region. None inherits from the enclosing region.
 
     The override is merged over that of the enclosing region. An absolute region inherits neither override nor cache.
     """
@@ -43,7 +43,7 @@ class Settings(NamedTuple):
 
     @property
     def ready_key(self) -> object:
-        """What is in :data:`ready` if nothing is left to install for the region; None: it has not been entered yet."""
+        """The key in :data:`ready` while everything that the region needs is installed; None before its first entry."""
         if self.override is not None:
             return self.override.ready_key
         return self.device_type if self.cache is None else None

@@ -156,7 +156,7 @@ class autocast(Region, TorchAutocast):
 
     @property
     def _enabled(self) -> bool:  # type: ignore[override]
-        """Whether autocast is on: read by TorchScript and Dynamo, which reads the one below, too."""
+        """Return whether autocast is on, for TorchScript and Dynamo."""
         return self._settings.enabled
 
     @property

@@ -125,8 +125,7 @@ def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanati
 
 def deciding_rule(op: str, region: Settings, backend: Backend) -> _Rule:
     """Return the policy of an op, the rule that decides it, and the name of that: the innermost rule for the op."""
-    origin = None if region.override is None else region.override.origin_of(op)
-    if region.override is not None and origin is not None:
+    if region.override is not None and (origin := region.override.origin_of(op)) is not None:
         return region.override.policies[op], *origin
     for scope, rule in ((region.device_type, f"register_op for {region.device_type}"), (None, "register_op")):
         for registration in registrations:

@@ -25,7 +25,7 @@ _MEANING = {
 
 @dataclass(frozen=True)
 class Argument:
-    """What autocast does to one tensor among the arguments of an op.
+    """The effect of autocast on one tensor among the arguments of an op.
 
     Attributes:
         name: the argument's name in the op's schema, with the position in a list: ``tensors[1]``.
@@ -49,7 +49,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What autocast does to an op, and why; ``str()`` formats it.
+    """The effect of autocast on an op, and the rule that decides it; ``str()`` formats it.
 
     Attributes:
         op: the overload, by its name in the dispatcher.

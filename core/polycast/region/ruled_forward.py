@@ -33,7 +33,7 @@ class Rule(NamedTuple):
     cast_inputs: bool = False
     ops: OpPolicies | None = None
     policies: str = ""
-    """Those of `ops`, and the recipe, as the text of an override, for compiled code."""
+    """The policies of `ops` and the recipe, as the text of an override, for compiled code."""
     recipe: Recipe | None = None
 
 

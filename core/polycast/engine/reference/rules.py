@@ -1,6 +1,6 @@
-"""What each policy makes of a call: autocast's semantics, as functions of the call alone.
+"""Autocast's semantics: for each policy, a pure function from a call to the call that is run in its place.
 
-The reference engine runs what they return, and ``explain`` describes it.
+The reference engine runs that call, and ``explain`` describes it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
