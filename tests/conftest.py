@@ -1,6 +1,7 @@
 """What every test stands on: an engine, a clean thread afterwards, and devices that need no hardware."""
 
 import copy
+import gc
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from polycast.engine.low_bit.listeners import listeners as low_bit_listeners
 from polycast.observer.low_bit_counts import LowBitCounts
 from polycast.plugins.registry import registry
 
+gc.collect()
+gc.freeze()  # torch's many objects, so that collections are fast: many tests collect
 DEVICES = torch._C._autocast_supported_devices()
 
 
