@@ -1,7 +1,7 @@
 """What every test stands on: an engine, a clean thread afterwards, and devices that need no hardware."""
 
 import copy
-import gc
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import setuptools  # noqa: F401  # before anybody imports the distutils that it replaces: torch's compiler needs it
 import torch
+from filelock import FileLock
 from torch._subclasses import FakeTensorMode
 
 import polycast
@@ -18,8 +19,6 @@ from polycast.engine.low_bit.listeners import listeners as low_bit_listeners
 from polycast.observer.low_bit_counts import LowBitCounts
 from polycast.plugins.registry import registry
 
-gc.collect()
-gc.freeze()  # torch's many objects, so that collections are fast: many tests collect
 DEVICES = torch._C._autocast_supported_devices()
 
 
@@ -27,15 +26,21 @@ def pytest_addoption(parser):
     parser.addoption("--installed", action="store_true", help="fail where polycast is imported from the source tree")
 
 
-def pytest_collection_modifyitems(items):
-    """Refuse ids that differ between the processes of pytest-xdist, in words that say what to do."""
+def pytest_collection_modifyitems(config, items):
+    """Refuse ids that differ between the processes of pytest-xdist, and run the import check of the suite once."""
+    deselected = []
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(
                 f"{item.nodeid!r} holds an address, which each process has another of: pass ids=[...]"
             )
         if item.originalname == "test_import_leaves_torch_as_it_was":
-            item.add_marker(pytest.mark.slow)  # from the conformance suite, which has no markers of this project's
+            item.add_marker(pytest.mark.slow)  # the suite has no markers of this project
+            if getattr(item, "callspec", None) and item.callspec.params.get("engine") == "reference":
+                deselected.append(item)  # the process that it starts has no engine
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in deselected]
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +107,25 @@ def in_thread():
             return thread.submit(function).result()
 
     return call
+
+
+@pytest.fixture(scope="session")
+def make_once(tmp_path_factory):
+    """Return a function that makes a folder by name and returns it: once for all processes of a parallel run."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+    def make_once(name, make):
+        folder, made = root / name, root / f"{name}.made"
+        with FileLock(root / f"{name}.lock"):
+            if not made.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+                make(folder)
+                made.touch()
+        return folder
+
+    return make_once
 
 
 @pytest.fixture(scope="session")

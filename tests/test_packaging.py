@@ -24,15 +24,17 @@ DISTRIBUTION = importlib.metadata.distribution("polycast")
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """Build the sdist, and the wheel from it, of a copy of the checkout; return the folder that they are in."""
-    folder = tmp_path_factory.mktemp("built")
+def built(make_once):
+    """Return the folder of the sdist, and of the wheel built from it."""
+    return make_once("built", _build)
+
+
+def _build(folder):
     unwanted = shutil.ignore_patterns(".*", "build", "dist", "__pycache__", "*.egg-info")
     copy = shutil.copytree(ROOT, folder / "checkout", ignore=unwanted)
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(copy)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder)
     assert done.returncode == 0, done.stdout
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -35,10 +35,13 @@ def torchrun(*command, engine="reference"):
 
 
 @pytest.fixture(scope="module", params=["native", "reference"])
-def results(request, tmp_path_factory):
+def results(request, make_once):
     """Return the results of cases.py, run once per engine."""
-    path = tmp_path_factory.mktemp("distributed") / "results.json"
-    torchrun(str(HERE / "cases.py"), str(path), engine=request.param)
+
+    def make(folder):
+        torchrun(str(HERE / "cases.py"), str(folder / "results.json"), engine=request.param)
+
+    path = make_once(f"distributed-{request.param}", make) / "results.json"
     return json.loads(path.read_text(encoding="utf-8"))
 
 

@@ -47,6 +47,8 @@ def collect(phase, info):
         collections.append(polycast.autocast_nesting("cpu"))
 
 collections = []
+gc.collect()
+gc.freeze()  # torch's many objects, so that collections are fast
 gc.callbacks.append(collect)
 with torch.no_grad():
     for turn in range(200):

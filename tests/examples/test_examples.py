@@ -31,25 +31,29 @@ def accuracies(lines):
     return [float(accuracy) for line in lines if (accuracy := re.sub(r".*accuracy ([\d.]+)%", r"\1", line))]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_the_plain_loop_learns_in_each_dtype(run, dtype):
+def test_the_plain_loop_learns_in_float32(run):
     pytest.importorskip("sklearn", reason="what it trains on comes with scikit-learn")
-    (first, second) = accuracies(run("train.py", "--epochs", "2", "--dtype", dtype))
+    first, second = accuracies(run("train.py", "--epochs", "2", "--dtype", "float32"))
     assert 80 < first < second
 
 
-def test_recomputing_activations_changes_no_result(run):
+def test_the_plain_loop_learns_the_same_where_activations_are_recomputed(run):
     pytest.importorskip("sklearn", reason="what it trains on comes with scikit-learn")
-    arguments = ("train.py", "--epochs", "1", "--dtype", "float16")
-    assert run(*arguments, "--recompute") == run(*arguments)
+    arguments = ("train.py", "--epochs", "2", "--dtype", "bfloat16")
+    printed = run(*arguments)
+    first, second = accuracies(printed)
+    assert 80 < first < second
+    assert run(*arguments, "--recompute") == printed
 
 
-def test_what_is_resumed_goes_on_as_what_was_never_stopped(run):
+def test_the_plain_loop_learns_the_same_where_it_is_resumed(run):
     pytest.importorskip("sklearn", reason="what it trains on comes with scikit-learn")
     arguments = ("train.py", "--dtype", "float16")
+    whole = run(*arguments, "--epochs", "2")
+    first, second = accuracies(whole)
+    assert 80 < first < second
     stopped = run(*arguments, "--epochs", "1", "--resume", "digits.pt")
-    resumed = run(*arguments, "--epochs", "2", "--resume", "digits.pt")
-    assert stopped + resumed == run(*arguments, "--epochs", "2")
+    assert stopped + run(*arguments, "--epochs", "2", "--resume", "digits.pt") == whole
 
 
 def test_a_server_finds_the_casts_of_its_weights_and_casts_them_again_after_an_update(run):

@@ -5,6 +5,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import polycast
+from polycast.engine import installation
 
 
 def samples(dtype):
@@ -33,19 +34,24 @@ def outcome(function):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's samples call what torch has deprecated
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sampled_ops_give_the_same_bits(dtype, engine):
+def test_sampled_ops_give_the_same_bits(dtype, monkeypatch):
     calls = samples(dtype)
+    assert len(calls) > 100
     with torch.autocast("cpu"):
         theirs = [outcome(function) for _, function in calls]
-    with polycast.autocast("cpu"):
-        ours = [outcome(function) for _, function in calls]
-    different = [
-        name
-        for (name, _), their, our in zip(calls, theirs, ours, strict=True)
-        if not (their == our if isinstance(their, str) else same_bits(their, our))
-    ]
-    assert len(calls) > 100
-    assert different == []
+    for engine in ("native", "reference"):  # in one test, since torch's samples are slow to make
+        installation.forget_choice()
+        monkeypatch.setenv("POLYCAST_ENGINE", engine)
+        with polycast.autocast("cpu"):
+            ours = [outcome(function) for _, function in calls]
+        polycast.uninstall()
+        different = [
+            name
+            for (name, _), their, our in zip(calls, theirs, ours, strict=True)
+            if not (their == our if isinstance(their, str) else same_bits(their, our))
+        ]
+        assert (engine, different) == (engine, [])
+    installation.forget_choice()
 
 
 def same_bits(theirs, ours):

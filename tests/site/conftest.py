@@ -27,12 +27,14 @@ def build():
 
 
 @pytest.fixture(scope="session")
-def site(build, tmp_path_factory):
+def site(build, make_once):
     """Return the folder of the site, built as by `make docs`."""
-    folder = tmp_path_factory.mktemp("site")
-    done = build(ROOT / "docs", folder)
-    assert done.returncode == 0, done.stdout
-    return folder
+
+    def make(folder):
+        done = build(ROOT / "docs", folder)
+        assert done.returncode == 0, done.stdout
+
+    return make_once("site", make)
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
