@@ -101,13 +101,12 @@ def explain_in(
     call = _with_arguments(_without_arguments(chosen, region, backend), bound, backend)
     if not (call.recipe and call.enabled and call.reached):
         return call
-    assert region.override is not None
-    overload = find_op(chosen)
-    assert overload is not None
-    reason = low_bit.why_not(region.override, chosen, backend.device_type, flatten_arguments(overload, (), bound))
+    assert region.override is not None  # it has the recipe
+    assert call.arguments is not None
+    arguments = flatten_arguments(_existing(chosen), (), bound)
+    reason = low_bit.why_not(region.override, chosen, backend.device_type, arguments)
     if reason is not None:
         return replace(call, declined=reason)
-    assert call.arguments is not None
     return replace(call, arguments=tuple(replace(each, seen=each.dtype) for each in call.arguments))
 
 
@@ -168,9 +167,7 @@ def _overload_for(name: OpName, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _with_lists(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return arguments of an op with numbers repeated into lists, where its schema has lists of fixed length."""
-    overload = find_op(op)
-    assert overload is not None
-    arguments = overload._schema.arguments
+    arguments = _existing(op)._schema.arguments
 
     def as_list(argument: Any, value: Any) -> Any:
         is_one = type(value) is int or isinstance(value, torch.SymInt)
@@ -186,26 +183,30 @@ def _with_lists(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 
 def _does_not_take(name: str, overloads: Iterable[str]) -> TypeError:
-    schemas = [str(op._schema) for each in overloads if (op := find_op(each)) is not None]
-    return TypeError(f"{name!r} does not take these arguments. Its schemas: {'; '.join(schemas)}")
+    schemas = "; ".join(str(_existing(each)._schema) for each in overloads)
+    return TypeError(f"{name!r} does not take these arguments. Its schemas: {schemas}")
+
+
+def _existing(name: str) -> OpOverload:
+    op = find_op(name)
+    assert op is not None  # known_overloads named it
+    return op
 
 
 def _bound(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by their names in the op's schema."""
-    overload = find_op(op)
-    assert overload is not None
-    names = [argument.name for argument in overload._schema.arguments]
+    arguments = _existing(op)._schema.arguments
+    names = [argument.name for argument in arguments]
     lists, named_lists = _with_lists(op, args, kwargs)
     bound = {**dict(zip(names, lists, strict=False)), **named_lists}
-    required = [argument.name for argument in overload._schema.arguments if not argument.has_default_value()]
+    required = [argument.name for argument in arguments if not argument.has_default_value()]
     if len(args) > len(names) or len(bound) != len(args) + len(kwargs) or not set(required) <= set(bound) <= set(names):
         raise _does_not_take(op, [op])
     return bound
 
 
 def _with_arguments(told: Explanation, bound: dict[str, Any], backend: Backend) -> Explanation:
-    overload = find_op(told.op)
-    assert overload is not None
+    overload = _existing(told.op)
     tensors = [pair for name, value in bound.items() for pair in _tensors(name, value)]
     reached = any(_is_on(tensor, told.device_type) for _, tensor in tensors)
     policy = told.policy if told.enabled and reached else None
