@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -11,15 +10,12 @@ from ..engine.installation import installed
 from ..engine.kernels import autocast_key
 from ..engine.override import Override
 from ..engine.state import Settings
-from ..plugins.backend import Backend
-from ..plugins.checks import check_availability
-from ..plugins.registry import registry
 from ..policy.cast_policy import CastPolicy
 from ..policy.dtypes import dtype_name
-from ..region.autocast import why_disabled
 from ..region.explain import deciding_rule
 from ..region.explanation import NO_RULE, OTHERS_KERNEL
 from ..torch_internals.dispatcher import has_kernel_for_dispatch_key
+from .devices import find_backend, slow_reasons, why_not_enabled
 from .facts import Facts, Run, total_of
 from .known_modules import Known
 from .matmuls import FUSED
@@ -28,6 +24,16 @@ from .records import Cast, Chain, Compiled, Counts, Decision, Flow, Matmul, Modu
 from .sums import combine, with_main_decision
 
 AUTOCAST_IS_OFF = "autocast is off"
+_CAST_SUMS = {
+    "casts": "count",
+    "cast_bytes": "bytes",
+    "cast_seconds": "seconds",
+    "hits": "hits",
+    "misses": "misses",
+    "recasts": "recasts",
+    "recast_bytes": "recast_bytes",
+}
+"""The fields of an op that are sums of fields of its casts."""
 
 
 def facts_of(reading: Reading, modules: Sequence[Known], run: Run) -> Facts:
@@ -57,7 +63,7 @@ class _Counting:
         regions = self._regions()
         devices = self._fast_dtypes(regions)
         return Facts(
-            run=replace(run, devices=devices, emulated=_emulated(devices)),
+            run=replace(run, devices=devices, emulated=slow_reasons(devices)),
             ops=_sorted(ops),
             modules=tuple(self._module_records(by_module)),
             casts=tuple(sorted(combine((), casts), key=lambda cast: (-cast.bytes, cast.op, cast.module or ""))),
@@ -148,7 +154,7 @@ class _Counting:
         for row in self._reading.regions:
             reason = ""
             if not row.enabled:
-                reason = "a module rule asks for that" if row.by_module_rule else _refusal(row.device, row.dtype)
+                reason = "a module rule asks for that" if row.by_module_rule else why_not_enabled(row.device, row.dtype)
             found.append(
                 Region(
                     where=f"{row.call_site} (module rule)" if row.by_module_rule else row.call_site,
@@ -259,7 +265,7 @@ class _Counting:
             return None, AUTOCAST_IS_OFF, ""
         key = op, device, override
         if key not in self._decisions:
-            backend = _backend(device)
+            backend = find_backend(device)
             if backend is None or device not in installed:
                 others = has_kernel_for_dispatch_key(op, autocast_key(device))
                 self._decisions[key] = None, OTHERS_KERNEL if others else NO_RULE, ""
@@ -279,13 +285,7 @@ def _op(row: CountRow, decision: Decision, casts: Sequence[Cast]) -> Op:
             compute_dtypes=_by_name(row.computes),
             output_dtypes=_by_name(row.outputs),
             seconds={_name_or_empty(dtype): seconds for dtype, seconds in row.seconds},
-            casts=sum(cast.count for cast in casts),
-            cast_bytes=sum(cast.bytes for cast in casts),
-            cast_seconds=sum(cast.seconds for cast in casts),
-            hits=sum(cast.hits for cast in casts),
-            misses=sum(cast.misses for cast in casts),
-            recasts=sum(cast.recasts for cast in casts),
-            recast_bytes=sum(cast.recast_bytes for cast in casts),
+            **{field: sum(getattr(cast, each) for cast in casts) for field, each in _CAST_SUMS.items()},
             op=row.op,
             phase=_phase(row.backward),
             decisions=(decision,),
@@ -321,35 +321,3 @@ def _by_name(dtypes: Iterable[tuple[torch.dtype, int]]) -> dict[str, int]:
 def _letters(name: str) -> str:
     base = name.removeprefix("aten::").partition(".")[0].rstrip("0123456789").removesuffix("Backward")
     return base.replace("_", "").lower()
-
-
-def _backend(device: str) -> Backend | None:
-    try:
-        return registry.find(device)
-    except RuntimeError:  # it has no backend, or a broken one: torch's own autocast may have run
-        return None
-
-
-def _refusal(device: str, dtype: torch.dtype) -> str:
-    """Return why a region cannot be enabled; empty if it can, so that the program disabled it."""
-    backend = _backend(device)
-    if backend is None:
-        return ""
-    refusal = why_disabled(backend, dtype, check_availability(backend)) or ""
-    return refusal.replace("Disabling autocast.", "").replace("\n", "").strip().rstrip(".")
-
-
-def _emulated(devices: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    """Return by device and dtype, as ``"cpu bfloat16"``, why a fast dtype is slow there."""
-    found = {}
-    for device, names in devices.items():
-        backend = _backend(device)
-        for name in names if backend is not None else ():
-            assert backend is not None
-            try:
-                reason: Any = backend.slow_reason(getattr(torch, name))
-            except Exception:  # a plugin's
-                reason = None
-            if isinstance(reason, str) and reason:
-                found[f"{device} {name}"] = reason
-    return found

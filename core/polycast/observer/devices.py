@@ -1,0 +1,45 @@
+"""Ask the backends about the devices of an observation; errors of plugins are ignored."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from ..plugins.backend import Backend
+from ..plugins.checks import check_availability
+from ..plugins.registry import registry
+from ..region.autocast import why_disabled
+
+
+def find_backend(device: str) -> Backend | None:
+    """Return the backend of a device; None if it has none, or a broken one. Then torch's own autocast may have run."""
+    try:
+        return registry.find(device)
+    except RuntimeError:
+        return None
+
+
+def why_not_enabled(device: str, dtype: torch.dtype) -> str:
+    """Return why a region cannot be enabled; empty if it can, so that the program disabled it."""
+    backend = find_backend(device)
+    if backend is None:
+        return ""
+    refusal = why_disabled(backend, dtype, check_availability(backend)) or ""
+    return refusal.replace("Disabling autocast.", "").replace("\n", "").strip().rstrip(".")
+
+
+def slow_reasons(devices: Mapping[str, Iterable[str]]) -> dict[str, str]:
+    """Return by device and dtype, as ``"cpu bfloat16"``, why a fast dtype is slow there."""
+    found = {}
+    for device, names in devices.items():
+        backend = find_backend(device)
+        if backend is None:
+            continue
+        for name in names:
+            try:
+                reason: Any = backend.slow_reason(getattr(torch, name))
+            except Exception:  # a plugin's
+                reason = None
+            if isinstance(reason, str) and reason:
+                found[f"{device} {name}"] = reason
+    return found
