@@ -1,5 +1,7 @@
 """Products in int8 by a recipe: near float32's, of what is unusual too, and on a weight that is packed once."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,11 @@ def product(scales, op, *args):
     args = [arg.to("npy") if isinstance(arg, torch.Tensor) else arg for arg in args]
     assert kernel.unsupported_reason(*args) is None
     return kernel.run(kernel.prepack(args[kernel.weight]), *args).cpu()
+
+
+def observed(engine):
+    """Return an observer, which needs the native engine."""
+    return polycast.observe() if engine == "native" else contextlib.nullcontext()
 
 
 @pytest.fixture(params=["row", "tensor"])
@@ -38,11 +45,12 @@ def test_a_region_with_the_recipe_runs_the_kernels(engine):
     x = torch.randn(5, 64).to("npy")
     with torch.no_grad():
         expected = layer(x).cpu()
-        with polycast.observe() as seen, polycast.autocast("npy", recipe=RECIPE):
+        with observed(engine) as seen, polycast.autocast("npy", recipe=RECIPE):
             actual = layer(x)
         with polycast.autocast("npy"):
             plain = layer(x).cpu()
-    assert [(each.op, each.declined, each.calls) for each in seen.low_bit] == [("aten::linear", "", 1)]
+    if seen is not None:
+        assert [(each.op, each.declined, each.calls) for each in seen.low_bit] == [("aten::linear", "", 1)]
     assert actual.dtype is torch.float16
     assert not torch.equal(actual.cpu(), plain)
     torch.testing.assert_close(actual.cpu().float(), expected, rtol=0.05, atol=0.02)
@@ -68,9 +76,10 @@ def test_a_weight_is_packed_once_and_again_when_it_changes(engine):
 def test_where_gradients_are_recorded_the_op_runs_in_float16(engine):
     layer = torch.nn.Linear(64, 32).to("npy")
     x = torch.randn(5, 64).to("npy")
-    with polycast.observe() as seen, polycast.autocast("npy", recipe=RECIPE):
+    with observed(engine) as seen, polycast.autocast("npy", recipe=RECIPE):
         layer(x).sum().backward()
-    assert [each.declined for each in seen.low_bit] == ["autograd records it, and low bit is for inference"]
+    if seen is not None:
+        assert [each.declined for each in seen.low_bit] == ["autograd records it, and low bit is for inference"]
     assert layer.weight.grad.dtype is torch.float32
 
 
