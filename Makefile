@@ -1,19 +1,18 @@
-# Set-up, tests, checks, the demo and the benchmarks. Each target makes what it needs in $(VENV), and is safe to run
-# twice.
+# Each target installs what it needs in $(VENV), and is safe to run twice.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 TESTS ?= tests
 
-# Folders too: one is newer than the stamp when a file in it was removed.
+# Folders too, since removing a file updates its folder.
 SOURCES := pyproject.toml MANIFEST.in README.md $(wildcard LICENSE) $(shell find core backends \
 	\( -name __pycache__ -o -name '*.egg-info' \) -prune -o -print)
 
 .PHONY: test test-all matrix check demo compiled docs stress asan tsan bench wheels clean FORCE
 
-# The tests run on the installed wheel, not on the source tree, in a process for each core. Two OpenMP threads in each of
-# them keep the cores busy and still make teams. `make test-all` runs the slow tests too (see the marker in pyproject.toml).
+# The tests run on the installed wheel, in a process for each core with two OpenMP threads each. `make test-all` includes
+# the tests with the marker `slow`.
 WORKERS ?= auto
 pytest = OMP_NUM_THREADS=2 $(VENV)/bin/pytest --installed -n $(WORKERS) --dist worksteal
 
@@ -24,7 +23,7 @@ test: $(VENV)/polycast.stamp
 test-all: $(VENV)/polycast.stamp
 	$(pytest) $(TESTS)
 
-# All tests on each Python and torch of the table in pyproject.toml; an interpreter that is not on the path is skipped.
+# All tests on each Python and torch of the table in pyproject.toml, except interpreters that are not on the path.
 # NOX takes options: make matrix NOX="-s 'tests(3.10, torch==2.11.*)'".
 matrix: $(VENV)-nox/bin/nox
 	$(VENV)-nox/bin/nox $(NOX)
@@ -43,8 +42,8 @@ check: $(VENV)/polycast.stamp
 	$(VENV)/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(VENV)/bin/zizmor --offline --quiet .github
 
-# It installs what the demo needs and no more, compiles meanwhile, and says how long that took and the demo. The bytecode of
-# what it imports is kept in $(VENV) whatever the environment says, for pip made none.
+# Installs only what the demo needs, compiles in parallel, and prints both times. Bytecode is written to $(VENV) in any case,
+# since pip wrote none.
 demo: export PYTHONDONTWRITEBYTECODE =
 demo:
 	@set -e; started=$$(date +%s); \
@@ -54,27 +53,25 @@ demo:
 	ended=$$(date +%s); \
 	echo "Installed in $$((installed - started)) s, and run in $$((ended - installed)) s."
 
-# The C++, ahead of its first use. Where it cannot be compiled that is said, and again by whoever does without it.
+# The C++, ahead of its first use. A failure is printed, and ignored.
 compiled: $(VENV)/package.stamp
 	$(VENV)/bin/polycast build || true
 
-# The site, from docs/, the docstrings and docs/figures; what is wrong with a page or a link ends it. Open site/index.html.
+# The site, from docs/, the docstrings and docs/figures. A wrong page or link is an error. Open site/index.html.
 docs: $(VENV)/docs.stamp
 	$(VENV)/bin/python -m docs
 	$(VENV)/bin/python -m sphinx -W --keep-going --quiet docs site
 
-# Threads, caches, casts and packings of weights that change and die, generators that are collected, and forks, for longer
-# than a test has.
+# A stress test: threads, caches, weights that change and die, collected generators, and forks.
 STEPS ?= 20000
 stress: $(VENV)/polycast.stamp
 	POLYCAST_ENGINE=native $(VENV)/bin/python tests/engine/stress.py $(STEPS)
 	POLYCAST_ENGINE=reference $(VENV)/bin/python tests/engine/stress.py $(STEPS)
 
-# The native engine's tests on a build that finds errors of memory and, for what threads share, races. Another command of
-# the compiler makes another build, so nothing needs to be cleaned before or after. Neither runs children that are forked
-# while threads run: the sanitizers' own locks are not held over a fork. Nor does AddressSanitizer give back what is freed,
-# which a test of memory takes for growth. ThreadSanitizer wants a program's memory where it
-# expects it, so setarch.
+# The native engine's tests under AddressSanitizer and ThreadSanitizer. Another compiler command makes another build, so
+# nothing needs cleaning. Tests that fork while threads run are left out: the sanitizers do not hold their locks over a
+# fork. So is a test of memory: AddressSanitizer does not return freed memory. setarch turns off address randomization,
+# which ThreadSanitizer does not support.
 SANITIZED ?= tests/engine tests/observe tests/region
 RACE_STEPS ?= 1000
 preloading = LD_PRELOAD="$$($(CXX) -print-file-name=lib$(1).so) $$($(CXX) -print-file-name=libstdc++.so)"
@@ -89,16 +86,15 @@ tsan: $(VENV)/polycast.stamp
 		TSAN_OPTIONS="suppressions=$(CURDIR)/tests/engine/races_of_torch.txt" $(call preloading,tsan) \
 		POLYCAST_ENGINE=native setarch -R $(VENV)/bin/python tests/engine/stress.py $(RACE_STEPS) 0 0
 
-# BENCH takes options: make bench BENCH="--quick --json figures.json". With --save the figures are kept in docs/figures, and
-# the tables, the pictures and what the README says of them are made of them. This also makes again what a run and `polycast
-# devices` say here.
+# BENCH takes options: make bench BENCH="--quick --json figures.json". --save writes the figures to docs/figures and updates
+# the tables, the pictures and the README. This also updates the pictured outputs of a run and of `polycast devices`.
 bench: $(VENV)/bench.stamp
 	$(VENV)/bin/python -m benchmarks $(BENCH)
 	$(VENV)/bin/python -m docs.figures
 	$(VENV)/bin/python -m docs
 
-# A wheel with an engine for each torch of TORCHES, beside the pure one: where it is installed, no compiler is needed. Each is
-# built under its torch, in an environment that is made for it and removed.
+# A wheel with an engine for each torch of TORCHES, beside the pure one: it needs no compiler. Each engine is built in a
+# temporary environment with its torch.
 TORCHES ?= $(TORCH)
 wheels: $(VENV)/polycast.stamp
 	$(VENV)/bin/python -m pip install --quiet 'auditwheel>=6'
@@ -116,10 +112,9 @@ wheels: $(VENV)/polycast.stamp
 clean:
 	rm -rf $(VENV) $(VENV)-engine $(VENV)-nox .nox build dist site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
-# torch first: what is installed satisfies polycast's requirement, and nothing takes another build of it. pip would compile
-# to bytecode all of it, of which the demo imports a part: that is compiled as it is imported, and the rest with the tests.
-# numpy is what torch looks for as it is imported, which it is while more is installed.
-# The stamp holds the requirement, so that it is newer only when TORCH is another.
+# torch first, so that pip does not replace it with another build. Without bytecode: the demo imports only a part of torch,
+# and the tests compile the rest. numpy, because torch looks for it when it is imported.
+# The stamp contains the requirement, so that it is newer only if TORCH has changed.
 $(VENV)/torch.stamp: FORCE
 	@test "$$(cat $@ 2>/dev/null)" = "$(TORCH)" || { \
 		set -ex; \
@@ -128,8 +123,8 @@ $(VENV)/torch.stamp: FORCE
 		echo "$(TORCH)" > $@; \
 	}
 
-# The wheel is built from the sdist, so that both are whole and nothing left in build/ gets in. The metadata that
-# building leaves here would be found before that of the installed wheel by whatever runs in this folder.
+# The wheel is built from the sdist, so that both are complete and contain nothing left in build/. The *.egg-info that
+# building leaves here would shadow the metadata of the installed wheel.
 $(VENV)/wheel.stamp: $(VENV)/torch.stamp $(SOURCES)
 	rm -rf dist
 	$(VENV)/bin/python -m build --no-isolation
@@ -141,15 +136,13 @@ $(VENV)/package.stamp: $(VENV)/wheel.stamp
 	$(VENV)/bin/python -m pip install --no-compile "$$(echo dist/*-none-any.whl)"
 	touch $@
 
-# The wheel once more, for what its extras ask for. What the demo imports, torch.optim's part of torch among it, is imported
-# here, to be compiled beside the C++.
+# The wheel again, with its extras. Importing what the demo imports compiles its bytecode, in parallel with the C++.
 $(VENV)/demo.stamp: $(VENV)/package.stamp
 	$(VENV)/bin/python -m pip install --no-compile "$$(echo dist/*-none-any.whl)[demo]"
 	$(VENV)/bin/python -c "import sklearn.datasets, torch._dynamo"
 	touch $@
 
-# The tests start many processes, which may not write bytecode. What pip passes over, for it cannot be compiled, is
-# passed over here too.
+# Compile all bytecode, since the processes of the tests may not write it. Files that cannot be compiled are ignored.
 $(VENV)/polycast.stamp: $(VENV)/package.stamp
 	$(VENV)/bin/python -m pip install "$$(echo dist/*-none-any.whl)[dev]"
 	$(VENV)/bin/python -m compileall -qq -j0 $(VENV)/lib || true

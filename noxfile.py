@@ -1,4 +1,4 @@
-"""The tests on each Python and torch of the table in pyproject.toml: `make matrix`, or `nox` for single rows of it."""
+"""Run the tests on each Python and torch of the table in pyproject.toml: `make matrix`."""
 
 import shutil
 
@@ -14,8 +14,8 @@ MATRIX = nox.project.load_toml("pyproject.toml")["tool"]["polycast"]["matrix"]
     ids=[f"{row['python']}, {row['torch']}" for row in MATRIX],
 )
 def tests(session: nox.Session, torch: str) -> None:
-    """Run the tests on one Python and one torch; what stands after `--` is tested in place of all."""
-    environment = f".venv-matrix-{session.python}"  # make's own; `python` is the interpreter that nox found
+    """Run the tests, or those named after `--`, on one Python and one torch."""
+    environment = f".venv-matrix-{session.python}"  # of make; `python` is the interpreter that nox found
     chosen = [f"TESTS={' '.join(session.posargs)}"] if session.posargs else []
     try:
         session.run(

@@ -1,4 +1,4 @@
-"""What every test stands on: an engine, a clean thread afterwards, and devices that need no hardware."""
+"""Fixtures for all tests: engines, devices without hardware, and a check that each test cleans up."""
 
 import copy
 import os
@@ -27,7 +27,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Refuse ids that differ between the processes of pytest-xdist, and run the import check of the suite once."""
+    """Refuse ids that differ between the processes of pytest-xdist, and run the suite's import check once."""
     deselected = []
     for item in items:
         if " at 0x" in item.nodeid:
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind():
-    """After each test: this thread is in no region, autocast is off everywhere, torch has its own kernels."""
+    """Check after each test that no region is open and autocast is off; uninstall the kernels."""
     yield
     left = [name for name in DEVICES if polycast.autocast_nesting(name) or torch.is_autocast_enabled(name)]
     by_hand = [name for name, loader in registry._loaders().items() if loader.by_hand is not None]

@@ -1,8 +1,7 @@
-"""Put engines that were built beforehand into a wheel: ``python tools/platform_wheel.py PURE_WHEEL ENGINES FOLDER``.
+"""Add prebuilt engines to a wheel: ``python tools/platform_wheel.py PURE_WHEEL ENGINES FOLDER``.
 
-ENGINES is the folder that ``python -m polycast.cli.prebuild`` has filled, once under each version of torch.
-The wheel is for every Python from 3.10 on that has the limited API, and for the oldest Linux that auditwheel finds the
-engines to run on.
+ENGINES is the folder that ``python -m polycast.cli.prebuild`` has filled, once for each version of torch. The wheel is
+for Python 3.10 and later, and for the oldest Linux that auditwheel allows.
 """
 
 import argparse
@@ -20,11 +19,11 @@ from pathlib import Path
 
 PLACE = "polycast/toolchain/prebuilt"
 MOST_BYTES = 250_000
-"""What a wheel may grow by for the engine and its observer, for one version of torch."""
+"""The largest size of an engine and its observer in a wheel, for one version of torch."""
 
 
 def main() -> None:
-    """Write the wheel, and say what auditwheel says of it."""
+    """Write the wheel, and print what auditwheel says of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("pure_wheel", "engines", "folder"):
         parser.add_argument(name, type=Path)
@@ -40,13 +39,13 @@ def main() -> None:
     ).stdout
     print(told)
     first.unlink()
-    # It calls a wheel that needs torch's libraries one for this machine; what counts is what else it needs.
+    # torch's libraries tie the wheel to this machine; what counts is what else it needs.
     tag = re.search(r'constrains\s+the\s+platform\s+tag\s+to\s+"(\w+)"', told)
     print(write_wheel(given.pure_wheel, given.engines, given.folder, platform if tag is None else tag[1]))
 
 
 def check_sizes(engines: Path) -> None:
-    """Say what each library adds to a wheel, and stop where an engine is too much."""
+    """Print the size of each library in a wheel, and exit if an engine is too large."""
     of_engine = Counter[str]()
     for library in sorted(engines.rglob("*.so")):
         compressed = len(zlib.compress(library.read_bytes(), 9))

@@ -1,1 +1,1 @@
-"""Standing in for torch's autocast: the patch, and running a program that nobody changed."""
+"""Running code that uses torch.autocast: ``patch_torch``, and ``polycast run``."""

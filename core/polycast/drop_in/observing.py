@@ -1,4 +1,4 @@
-"""Observing a program that nobody changed, and the processes that it starts, each until it ends."""
+"""Observing a program under ``polycast run``, and the processes that it starts."""
 
 import atexit
 import multiprocessing
@@ -17,13 +17,13 @@ from ..observer.observe import observe, observe_program
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be written of each process.
+    """The output of each observed process.
 
     Attributes:
-        table: a table on stderr.
-        report: the file of the report, of the process that was started first; None for no report.
-        quiet: no line that says where the report is.
-        since: when the first process began, by ``time.time()``: reports that are older are of another run.
+        table: print a table on stderr.
+        report: the file of the first process's report; None: no report.
+        quiet: do not print where the report is.
+        since: when the first process started (``time.time()``); older reports belong to other runs.
     """
 
     table: bool = False
@@ -33,7 +33,7 @@ class Wanted:
 
 
 class ObservedProcess:
-    """This process, observed from :meth:`start` until it ends, as are those that it forks."""
+    """This process and its forks, observed from :meth:`start` until they end."""
 
     def __init__(self, wanted: Wanted, *, is_first: bool) -> None:
         self._wanted = wanted
@@ -46,12 +46,11 @@ class ObservedProcess:
         self._observer: observe | None = observe_program(threads="all", timing=True, stacks=True)
 
     def start(self) -> None:
-        """Observe from now on."""
+        """Start observing."""
         self._enter()
         atexit.register(self._end)
         os.register_at_fork(after_in_child=self._begin_in_fork)
-        # A process of multiprocessing, forked or spawned, ends without what is registered with atexit, and as it begins
-        # it forgets what its finalizers were.
+        # Processes of multiprocessing skip atexit when they end, and clear their finalizers when they start.
         multiprocessing.util.register_after_fork(self, ObservedProcess._end_with_process)
 
     def _enter(self) -> None:
@@ -60,7 +59,7 @@ class ObservedProcess:
 
     def _begin_in_fork(self) -> None:
         if self._observer is not None:
-            self._observer.__exit__(None, None, None)  # what was counted until here is its parent's
+            self._observer.__exit__(None, None, None)  # these counts belong to the parent
         self._is_first = False
         self._begin()
         self._enter()
@@ -90,10 +89,10 @@ class ObservedProcess:
             print("\n".join(lines), file=sys.stderr, flush=True)
 
     def _name(self) -> str:
-        """Return the rank of this process, or the name that multiprocessing has for it; nothing for the first one."""
+        """Return the rank of this process, or its name in multiprocessing; empty for the first one."""
         rank = os.environ.get("RANK")
         ranked = [] if rank is None else [f"rank{rank}"]
-        if self._is_first or rank != self._rank:  # a process that sets its rank itself is no worker of another rank
+        if self._is_first or rank != self._rank:  # a process that sets its own rank is not a worker
             return "".join(ranked)
         process = multiprocessing.current_process().name
         return ".".join([*ranked, process if process != "MainProcess" else f"process{self._process}"])
@@ -103,6 +102,8 @@ class ObservedProcess:
         if not name:
             return report
         path = report.with_name(f"{report.stem}.{name}{report.suffix}")
-        if not self._is_first and path.exists() and path.stat().st_mtime >= self._wanted.since:  # another of this name
+        if (
+            not self._is_first and path.exists() and path.stat().st_mtime >= self._wanted.since
+        ):  # of another process with this name
             path = report.with_name(f"{report.stem}.{name}.{self._process}{report.suffix}")
         return path

@@ -68,7 +68,7 @@ class RunOverrides:
         return settings._replace(cache=self.cache if caches else None, override=override)
 
     def counts(self) -> dict[str, int]:
-        """Return how many regions were entered by device and dtype; ask once, for the counters count the question."""
+        """Return how many regions were entered, by device and dtype. Call it once: it advances the counters."""
         return {
             f"{device} {dtype_name(dtype) if dtype else 'disabled'}": next(counter)
             for (device, dtype), counter in sorted(self._regions.items(), key=str)

@@ -1,4 +1,4 @@
-"""Run a program as ``python`` itself would: its ``__main__``, its arguments and path, how it fails and how it ends."""
+"""Run a program as ``python`` would: with its ``__main__``, arguments, path, tracebacks and exit status."""
 
 import builtins
 import importlib.machinery
@@ -17,13 +17,13 @@ _STANDARD_INPUT = "<stdin>"
 
 @dataclass(frozen=True)
 class Program:
-    """A program, as the command line of ``python`` names it.
+    """A program on the command line of ``python``.
 
     Attributes:
         name: the path of a script, of a folder or an archive with a ``__main__``, or ``-`` for the standard input; a
             module's name if `is_module`.
-        arguments: what ``sys.argv`` holds after the program.
-        is_module: whether it is what ``python -m`` runs.
+        arguments: its arguments.
+        is_module: whether to run it like ``python -m``.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Program:
         return os.path.join(os.getcwd(), self.name)
 
     def prepare(self) -> Callable[[], None]:
-        """Return what runs it, to be called where nothing stands between it and the interpreter.
+        """Return a function that runs the program, to call without any handler of exceptions around it.
 
         Raises:
             OSError: the script cannot be read.
@@ -59,10 +59,10 @@ class Program:
         sys.argv = [argv0, *self.arguments]
         if not getattr(sys.flags, "safe_path", False):
             sys.path[:1] = [folder]
-        elif found_in:  # what is run is found in the folder, so that is in the path all the same
+        elif found_in:  # its modules are found in the folder
             sys.path.insert(0, folder)
-        # The module that runs this one stays alive: its functions are still to return.
-        _were_main.append(sys.modules["__main__"])
+        # Keep the current main module alive: its functions have not returned.
+        _former_mains.append(sys.modules["__main__"])
         main = sys.modules["__main__"] = ModuleType("__main__")
         vars(main).update(__builtins__=builtins, __annotations__={})
         try:
@@ -82,7 +82,7 @@ class Program:
             raise
 
 
-_were_main: list[ModuleType] = []
+_former_mains: list[ModuleType] = []
 
 
 def _execute(execute: Callable[[], None]) -> None:
@@ -95,7 +95,7 @@ def _run_module(name: str, *, alter_argv: bool) -> None:
 
 def _run_code(content: bytes, filename: str) -> None:
     code = pkgutil.read_code(io.BytesIO(content))
-    loader: Any = importlib.machinery.BuiltinImporter  # what python has for its standard input
+    loader: Any = importlib.machinery.BuiltinImporter  # as python has for the standard input
     if filename != _STANDARD_INPUT:
         kind = importlib.machinery.SourceFileLoader if code is None else importlib.machinery.SourcelessFileLoader
         loader = kind("__main__", filename)
@@ -107,7 +107,7 @@ def _run_code(content: bytes, filename: str) -> None:
 
 
 def _below(traceback: TracebackType | None) -> TracebackType | None:
-    """Return a traceback from the program's first frame on: without those of this module and what called it."""
+    """Return a traceback without the frames of this module and its callers."""
     ours = {function.__code__ for function in (_run_code, _run_module)}
     link = traceback
     while link is not None:
