@@ -1,0 +1,52 @@
+"""docs/architecture.md and docs/modules.md name modules and functions that exist."""
+
+import importlib
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+CORE = ROOT / "core" / "polycast"
+SOURCES = [
+    path
+    for source in ("core", "backends")
+    for path in (ROOT / source).rglob("*")
+    if path.suffix in (".py", ".h", ".cpp")
+]
+
+
+def resolved(name):
+    """Return a path that the page names: one in the core, or one in the repository."""
+    return next((folder / name for folder in (CORE, ROOT) if (folder / name).exists()), None)
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`([\w/]+/[\w/.]*)`", PAGE))))
+def test_path_exists(name):
+    assert resolved(name) is not None
+
+
+@pytest.mark.parametrize(("name", "inside"), sorted(set(re.findall(r"`([\w/]+\.(?:py|h|cpp))` `(\w+)`", PAGE))))
+def test_name_is_in_its_file(name, inside):
+    assert re.search(rf"\b{inside}\b", resolved(name).read_text(encoding="utf-8"))
+
+
+def test_names_are_in_the_sources():
+    text = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
+    names = set(re.findall(r"`(\w+)`", PAGE)) - {"mm", "softmax", "linear", "weight", "x", "operator"}
+    assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", text) and resolved(name) is None] == []
+
+
+def test_rooms_are_in_order():
+    floors = runpy.run_path(str(ROOT / "tests" / "test_rooms.py"))["FLOORS"]
+    table = PAGE.partition("| room |")[2].partition("\n\n")[0]
+    rows = [set(re.findall(r"`(\w+)`", row.split("|")[1])) for row in table.splitlines()[2:]]
+    assert rows == floors
+
+
+def test_table_of_modules_is_up_to_date(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    modules = importlib.import_module("docs.modules")
+    assert modules.PAGE.read_text(encoding="utf-8") == modules.page(), "run `python -m docs`"
