@@ -1,4 +1,4 @@
-"""The kernels of accelerators that are not here: their tables, limits, shapes and dtypes."""
+"""The kernels of accelerators that are absent: their tables, limits, shapes and dtypes."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The backends that come with polycast: their dtypes, and the reason that each gives where its device is absent."""
+"""The built-in backends: their dtypes, and the reason that each gives if its device is absent."""
 
 import re
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Which fast dtypes the CPU's backend says are emulated."""
+"""The fast dtypes that the CPU's backend reports as slow."""
 
 import platform
 

@@ -1,4 +1,4 @@
-"""CUDA's float8 kernels without a GPU: values on the CPU, dtypes and shapes on fake tensors, reasons to decline."""
+"""CUDA's float8 kernels without a GPU: values on the CPU, dtypes and shapes on fake tensors, unsupported calls."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Where the CPU's backend has int8, and what it says where it has none."""
+"""Where the CPU's backend has int8, and the reason where it has not."""
 
 import platform
 

@@ -1,4 +1,4 @@
-"""The int8 convolution: its error, torch's memory formats, degenerate sizes, inf and nan, and what it declines."""
+"""The int8 convolution: its error, torch's memory formats, degenerate sizes, inf and nan, unsupported calls."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""The CPU's int8 kernels on what is unusual: inf, nan, zeros, very small and very large rows; and what they decline."""
+"""The CPU's int8 kernels on unusual inputs: inf, nan, zeros, very small and very large rows; unsupported calls."""
 
 import pytest
 import torch

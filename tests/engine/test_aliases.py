@@ -1,4 +1,4 @@
-"""Writes through aliases that count no version of the weight: .data, arrays, storages, pointers. Each is seen."""
+"""Writes through aliases that share no version counter with the weight: .data, arrays, storages, pointers."""
 
 import contextlib
 import ctypes
@@ -175,7 +175,7 @@ ALIASES = {
 @keeping
 @pytest.mark.parametrize("made", ["before", "after"])
 @pytest.mark.parametrize(("alias_of", "write"), ALIASES.values(), ids=ALIASES)
-def test_an_alias_that_lives_is_seen_whenever_it_writes(keeper, made, alias_of, write):
+def test_writes_through_a_live_alias_are_seen(keeper, made, alias_of, write):
     weight = frozen()
     polycast.install("cpu")
     alias = alias_of(weight) if made == "before" else None
@@ -195,7 +195,7 @@ def test_an_alias_that_lives_is_seen_whenever_it_writes(keeper, made, alias_of, 
 
 
 @pytest.mark.parametrize("alias", ["data", "an array", "the storage"])
-def test_an_alias_that_was_made_before_polycast_was_used_is_seen_in_a_plain_region(alias):
+def test_writes_through_an_alias_older_than_polycasts_hooks_are_seen_in_a_plain_region(alias):
     alias_of, write = ALIASES[alias]
     polycast.uninstall()
     weight = frozen()
@@ -209,7 +209,7 @@ def test_an_alias_that_was_made_before_polycast_was_used_is_seen_in_a_plain_regi
 
 
 @pytest.mark.parametrize("keeper", [regions_with_cache, regions_with_recipe])
-def test_an_alias_that_was_made_before_polycast_was_used_is_seen_where_casts_are_kept_beyond_regions(keeper):
+def test_writes_through_an_alias_older_than_polycasts_hooks_are_seen_with_a_cache(keeper):
     polycast.uninstall()
     weight = frozen()
     alias = weight.data
@@ -223,7 +223,7 @@ def test_an_alias_that_was_made_before_polycast_was_used_is_seen_where_casts_are
                 assert is_right(weight)
 
 
-def test_the_memory_of_an_array_that_is_a_frozen_weight_is_not_kept_in_a_plain_region():
+def test_a_plain_region_caches_no_frozen_weight_on_the_memory_of_an_array():
     array = np.ones((SIZE, SIZE), np.float32)
     weight = nn.Parameter(torch.from_numpy(array), requires_grad=False)
     with polycast.autocast("cpu"):
@@ -234,7 +234,7 @@ def test_the_memory_of_an_array_that_is_a_frozen_weight_is_not_kept_in_a_plain_r
         assert is_right(weight)
 
 
-def test_a_weight_that_is_frozen_in_a_region_has_its_writes_seen_from_then_on():
+def test_writes_of_a_weight_are_seen_once_it_is_frozen_inside_a_region():
     weight = nn.Parameter(torch.ones(SIZE, SIZE))
     alias = weight.data
     with polycast.autocast("cpu"):
@@ -245,7 +245,7 @@ def test_a_weight_that_is_frozen_in_a_region_has_its_writes_seen_from_then_on():
         assert is_right(weight)
 
 
-def test_a_write_is_seen_in_grad_mode_where_a_cache_is():
+def test_a_write_is_seen_in_grad_mode_with_a_cache():
     weight = nn.Parameter(torch.ones(SIZE, SIZE))
     alias = weight.data
     with polycast.autocast("cpu", cache=polycast.WeightCache()):
@@ -267,7 +267,7 @@ def merge_adapter(layer, a, b):
     layer.weight.data += delta
 
 
-def test_an_adapter_that_is_merged_inside_a_region_has_effect():
+def test_an_adapter_merged_inside_a_region_takes_effect():
     torch.manual_seed(0)
     layer = nn.Linear(16, 16, bias=False).requires_grad_(False)
     a, b, x = torch.randn(4, 16), torch.randn(16, 4), torch.randn(2, 16)
@@ -328,7 +328,7 @@ def test_a_write_through_data_in_compiled_code_is_seen(backend, engine):
                 assert is_right(weight)
 
 
-def test_an_alias_that_is_gone_lets_casts_be_kept_again():
+def test_casts_are_cached_again_once_an_alias_is_freed():
     weight, cache = frozen(), polycast.WeightCache()
     alias = weight.data
 
@@ -343,7 +343,7 @@ def test_an_alias_that_is_gone_lets_casts_be_kept_again():
     assert (cache.stats().entries, cache.stats().hits) == (1, 1)
 
 
-def test_a_storage_that_was_asked_for_and_dropped_lets_casts_be_kept():
+def test_casts_are_cached_after_a_storage_object_is_dropped():
     weight, cache = frozen(), polycast.WeightCache()
     weight.untyped_storage()
     for _ in range(3):
@@ -352,7 +352,7 @@ def test_a_storage_that_was_asked_for_and_dropped_lets_casts_be_kept():
     assert cache.stats().hits == 2
 
 
-def test_aliases_of_one_weight_leave_the_casts_of_others():
+def test_an_alias_of_one_weight_does_not_drop_the_casts_of_others():
     one, other, cache = frozen(), frozen(), polycast.WeightCache()
     for weight in (one, other):
         with torch.no_grad(), polycast.autocast("cpu", cache=cache):
@@ -364,7 +364,7 @@ def test_aliases_of_one_weight_leave_the_casts_of_others():
     assert cache.stats().hits == 1
 
 
-def test_a_kernel_that_reads_the_weight_as_an_array_has_it_packed_once(int8_kernels):
+def test_a_kernel_that_reads_the_weight_as_an_array_prepacks_it_once(int8_kernels):
     class ReadsAnArray(type(int8_kernels["aten::linear"])):
         def prepack(self, weight):
             return super().prepack(torch.from_numpy(weight.numpy().copy()))
@@ -384,7 +384,7 @@ def versioned_aliases(weight):
     return [layer.state_dict(), weight.detach(), weight.view(-1), weight[:2], nn.Parameter(weight)]
 
 
-def test_aliases_that_count_their_writes_with_the_weight_let_a_cache_keep_casts(engine):
+def test_a_cache_caches_casts_beside_aliases_that_share_the_version_counter(engine):
     if engine == "reference":
         pytest.skip("Python cannot tell which aliases share the weight's version counter: nothing is kept")
     weight, cache = frozen(), polycast.WeightCache()
@@ -414,7 +414,7 @@ def test_a_held_state_dict_of_other_memory_is_not_taken_for_an_alias():
     assert held[0, 0] == 1
 
 
-def test_a_recipe_says_that_something_else_may_write_the_weight(engine, low_bit_counts):
+def test_a_recipe_reports_that_something_else_may_write_the_weight(engine, low_bit_counts):
     weight = frozen()
     alias = weight.data
     with (
@@ -428,7 +428,7 @@ def test_a_recipe_says_that_something_else_may_write_the_weight(engine, low_bit_
 
 
 @keeping
-def test_a_kept_frozen_weight_can_be_swapped(keeper):
+def test_a_cached_frozen_weight_can_be_swapped(keeper):
     weight = frozen()
     with keeper() as region:
         for _ in range(3):
@@ -450,7 +450,7 @@ def attributes():
     return [vars(torch.Tensor).get(name) for name in HOOKED], others, preserve.__exit__
 
 
-def test_hooks_are_taken_out_by_uninstall():
+def test_uninstall_removes_the_hooks():
     polycast.clear_autocast_cache()
     polycast.uninstall()
     gc.collect()
@@ -462,7 +462,7 @@ def test_hooks_are_taken_out_by_uninstall():
     assert attributes() == before
 
 
-def test_what_somebody_has_put_over_a_hook_stays():
+def test_uninstall_leaves_a_replaced_hook():
     polycast.install("cpu")
     mine = property(lambda tensor: torch._C.TensorBase.data.__get__(tensor))
     torch.Tensor.data = mine
@@ -476,7 +476,7 @@ def test_what_somebody_has_put_over_a_hook_stays():
 
 
 @pytest.mark.parametrize("name", HOOKED)
-def test_a_hook_is_called_and_named_as_what_it_stands_for(name):
+def test_a_hook_has_the_name_and_signature_of_torchs_method(name):
     polycast.install("cpu")
     hook, torchs = vars(torch.Tensor)[name], vars(torch._C.TensorBase)[name]
     assert hook is not torchs
@@ -484,14 +484,14 @@ def test_a_hook_is_called_and_named_as_what_it_stands_for(name):
     assert getattr(hook, "__name__", name) == torchs.__name__ == name
 
 
-def test_torch_knows_the_methods_of_tensors_with_and_without_hooks():
+def test_torch_lists_the_methods_of_tensors_with_and_without_hooks():
     polycast.clear_autocast_cache()
     for change in (polycast.uninstall, lambda: polycast.install("cpu"), polycast.uninstall):
         change()
         assert all(torch.overrides.is_tensor_method_or_property(getattr(torch.Tensor, name)) for name in HOOKED[1:])
 
 
-def test_a_tensor_without_memory_has_what_it_had():
+def test_hooks_work_on_a_tensor_without_memory():
     polycast.install("cpu")
     sparse = torch.eye(2).to_sparse()
     assert torch.equal(sparse.data.to_dense(), torch.eye(2))
@@ -501,7 +501,7 @@ def test_a_tensor_without_memory_has_what_it_had():
         torch.ones(1, requires_grad=True).numpy()
 
 
-def test_a_write_of_another_weight_while_one_is_packed_is_seen():
+def test_a_write_of_another_weight_during_prepacking_is_seen():
     def use(weight):
         with torch.no_grad(), polycast.autocast("cpu", cache=cache):
             return is_right(weight)

@@ -1,4 +1,4 @@
-"""``polycast::cached_cast``, called by itself. What compilers make of it is in tests/compilers/test_cached_casts.py."""
+"""The operator ``polycast::cached_cast`` itself. See tests/compilers/test_cached_casts.py for compiled code."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from polycast.engine.kernels import autocast_key
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "maia", "mps", "mtia", "xpu"])
 @pytest.mark.usefixtures("engine")
-def test_each_device_has_a_kernel_of_its_own_and_one_at_autograds_key(device):
+def test_each_device_has_its_own_kernel_and_one_at_the_autograd_key(device):
     """Tensors with a gradient are made on devices that are there only, so what is called for them is read."""
     polycast.install(device)
     table = torch._C._dispatch_dump_table("polycast::cached_cast").splitlines()
@@ -19,7 +19,7 @@ def test_each_device_has_a_kernel_of_its_own_and_one_at_autograds_key(device):
     assert called["Autograd" + key].endswith(("[kernel]", "[autograd kernel]"))
 
 
-def test_it_has_the_history_of_a_cast_where_no_kernels_are_in_place():
+def test_it_has_the_history_of_a_cast_without_installed_kernels():
     weight = torch.ones(2, 2, requires_grad=True)
     cast = torch.ops.polycast.cached_cast(weight, torch.bfloat16)
     assert cast.dtype is torch.bfloat16

@@ -1,4 +1,4 @@
-"""A weight's cast has the bits that torch's kernel gives it, whatever its numbers, sizes, strides and memory."""
+"""The casts of weights on the CPU, bit for bit those of torch's kernel for all values, sizes, strides and memory."""
 
 import ctypes
 import mmap
@@ -60,14 +60,14 @@ def assert_as_torch_casts(cast, weight):
 @pytest.mark.parametrize("cached", [False, True], ids=["", "cached"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 63, 64, 65, 200, 32768, 65537])
-def test_numbers_of_all_kinds_and_any_count_of_them(cast_of, size, dtype, cached):
+def test_values_of_all_kinds_in_any_number(cast_of, size, dtype, cached):
     weight = frozen(any_bits(size))
     cache = polycast.WeightCache() if cached else None
     assert_as_torch_casts(cast_of(weight, dtype, cache=cache), weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_what_several_threads_cast_together(cast_of, dtype, threads):
+def test_a_cast_on_several_threads(cast_of, dtype, threads):
     weight = frozen(any_bits(300_001))
     assert_as_torch_casts(cast_of(weight, dtype), weight)
 
@@ -101,7 +101,7 @@ def test_what_several_threads_cast_together(cast_of, dtype, threads):
         "shared",
     ],
 )
-def test_weights_that_lie_in_any_way(cast_of, lay):
+def test_weights_with_any_strides(cast_of, lay):
     weight = frozen(lay(torch.randn(64, 32)))
     assert_as_torch_casts(cast_of(weight), weight)
 
@@ -114,7 +114,7 @@ def test_weights_at_any_address(cast_of, offset):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_numbers_that_the_processor_takes_for_zero(cast_of, dtype):
+def test_denormal_values_that_the_processor_flushes_to_zero(cast_of, dtype):
     weight = frozen(any_bits(1000).view(torch.int32).bitwise_and(0x7FFFFF).view(torch.float32))
     torch.set_flush_denormal(True)
     try:
@@ -123,7 +123,7 @@ def test_numbers_that_the_processor_takes_for_zero(cast_of, dtype):
         torch.set_flush_denormal(False)
 
 
-def test_a_weight_whose_memory_is_gone_fails_as_with_torch(cast_of):
+def test_a_weight_without_memory_raises_torchs_error(cast_of):
     weight = frozen(torch.randn(64, 64))
     weight.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError):
@@ -144,7 +144,7 @@ def test_gradients_go_through_as_through_torchs_cast():
 
 
 @pytest.mark.parametrize("engine", ["native"], indirect=True)
-def test_torchs_kernel_is_not_waited_for(cast_of):
+def test_torchs_kernel_is_not_called(cast_of):
     capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     if not capabilities.get("avx2"):
         pytest.skip("the processor has no AVX2, for which the cast is written")

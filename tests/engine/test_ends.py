@@ -1,4 +1,4 @@
-"""Regions, threads and processes that end where nobody expects it."""
+"""Regions, threads and processes that end at unexpected times."""
 
 import os
 import subprocess
@@ -71,7 +71,7 @@ print(max(collections))
 
 
 @pytest.mark.parametrize("engine", ["native", "reference"])
-def test_a_region_may_be_collected_while_an_op_keeps_a_cast_in_its_cache(engine):
+def test_a_region_may_be_collected_while_an_op_adds_a_cast_to_its_cache(engine):
     assert run(COLLECTED, engine) == (0, "1\n", "")
 
 
@@ -148,7 +148,7 @@ print([reference() for reference in left])
 """
 
 
-def test_what_a_thread_leaves_behind_as_it_ends_is_freed_by_the_next_one():
+def test_deferred_destruction_of_an_ended_thread_runs_on_the_next_one():
     assert run(LEFT, "native") == (0, "[None]\n", "")
 
 

@@ -1,4 +1,4 @@
-"""What recipes pack weights into: how long it is kept, and when it is made anew."""
+"""Prepacked weights: how long they are cached, and when they are made again."""
 
 import copy
 import gc
@@ -45,7 +45,7 @@ def expected(layer):
     return nn.functional.linear(X, rows, layer.bias).bfloat16()
 
 
-def test_a_packing_outlives_the_region_and_serves_every_region(layer, linear):
+def test_a_prepacked_weight_outlives_the_region_and_serves_every_region(layer, linear):
     for _ in range(3):
         assert torch.equal(run(layer), expected(layer))
     assert (linear.prepared, linear.ran) == (1, 3)
@@ -85,7 +85,7 @@ def test_an_update_of_the_weight_is_seen_at_the_next_use(layer, update, cache):
     assert torch.equal(run(layer, **settings), expected(layer))
 
 
-def test_a_write_that_is_not_seen_is_found_by_a_cache_that_verifies(layer, double_unseen):
+def test_verify_finds_an_unseen_write_of_a_prepacked_weight(layer, double_unseen):
     cache = WeightCache(verify=True)
     run(layer, cache=cache)
     run(layer, cache=cache)
@@ -96,7 +96,7 @@ def test_a_write_that_is_not_seen_is_found_by_a_cache_that_verifies(layer, doubl
     assert torch.equal(run(layer, cache=cache), expected(layer))
 
 
-def test_a_cache_tells_the_memory_of_casts_and_of_packings_apart(layer):
+def test_statistics_count_casts_and_prepacked_weights_separately(layer):
     cache = WeightCache()
     run(layer, cache=cache)
     stats = cache.stats()
@@ -123,7 +123,7 @@ def declined(low_bit_counts):
     return declined
 
 
-def test_a_cache_bounds_both_together(layer, linear, declined):
+def test_max_bytes_limits_casts_and_prepacked_weights_together(layer, linear, declined):
     cache = WeightCache(max_bytes=PACKED + 2 * 8 * 8 + 2 * 8)
     with autocast("cpu", cache=cache):
         layer(X)
@@ -134,7 +134,7 @@ def test_a_cache_bounds_both_together(layer, linear, declined):
     assert (cache.stats().packings, linear.prepared) == (1, 1)
 
 
-def test_a_weight_without_room_runs_in_the_fast_dtype_and_is_not_packed(layer, linear):
+def test_a_weight_without_room_runs_in_the_fast_dtype_and_is_not_prepacked(layer, linear):
     cache = WeightCache(max_bytes=50)
     with autocast("cpu"):
         fast = layer(X)
@@ -143,7 +143,7 @@ def test_a_weight_without_room_runs_in_the_fast_dtype_and_is_not_packed(layer, l
     assert (linear.prepared, linear.ran) == (0, 0)
 
 
-def test_a_weight_whose_packing_had_no_room_is_packed_once(layer, linear, declined):
+def test_a_weight_whose_prepacked_form_had_no_room_is_prepacked_once(layer, linear, declined):
     cache = WeightCache(max_bytes=PACKED - 1)
     assert torch.equal(run(layer, cache=cache), expected(layer))
     for _ in range(3):
@@ -151,7 +151,7 @@ def test_a_weight_whose_packing_had_no_room_is_packed_once(layer, linear, declin
     assert (linear.prepared, linear.ran, cache.stats().packings) == (1, 1, 0)
 
 
-def test_a_model_that_is_too_large_for_the_cache_keeps_the_packings_that_fit(linear):
+def test_a_model_larger_than_the_cache_keeps_the_prepacked_weights_that_fit(linear):
     cache = WeightCache(max_bytes=4 * PACKED)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(9)))
     for _ in range(40):
@@ -159,7 +159,7 @@ def test_a_model_that_is_too_large_for_the_cache_keeps_the_packings_that_fit(lin
     assert (linear.prepared, linear.ran, cache.stats().evictions) == (4, 40 * 4, 0)
 
 
-def test_models_that_take_turns_are_seldom_packed_again(linear):
+def test_alternating_models_are_seldom_prepacked_again(linear):
     cache = WeightCache(max_bytes=PACKED)
     one, other = nn.Linear(8, 8), nn.Linear(8, 8)
     for _ in range(20):
@@ -168,7 +168,7 @@ def test_models_that_take_turns_are_seldom_packed_again(linear):
     assert (linear.prepared, cache.stats().evictions) == (1, 0)
 
 
-def test_a_model_that_is_used_no_more_gives_way(layer, linear, declined):
+def test_an_unused_model_is_evicted(layer, linear, declined):
     cache = WeightCache(max_bytes=2 * PACKED)
     run(layer, cache=cache)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -201,7 +201,7 @@ def _flatten(layer):
 
 @pytest.mark.parametrize("put", [_share, _flatten], ids=["in shared memory", "in a flat buffer"])
 @pytest.mark.parametrize("cache", [None, WeightCache])
-def test_a_weight_whose_packing_may_not_be_kept_is_not_packed(layer, linear, put, cache, declined):
+def test_a_weight_that_may_not_be_cached_is_not_prepacked(layer, linear, put, cache, declined):
     put(layer)
     settings = {} if cache is None else {"cache": cache()}
     with autocast("cpu"):
@@ -212,7 +212,7 @@ def test_a_weight_whose_packing_may_not_be_kept_is_not_packed(layer, linear, put
 
 
 @pytest.mark.slow
-def test_a_packing_dies_with_its_weight(linear):
+def test_a_prepacked_weight_is_freed_with_its_weight(linear):
     layer, cache = nn.Linear(8, 8), WeightCache()
     run(layer, cache=cache)
     run(layer)
@@ -224,7 +224,7 @@ def test_a_packing_dies_with_its_weight(linear):
     assert kept.stats().packings == before - 1
 
 
-def test_clearing_drops_what_is_kept_for_the_process(layer, linear):
+def test_clearing_empties_the_process_cache(layer, linear):
     run(layer)
     polycast.clear_autocast_cache()
     assert process_cache.cache.stats().packings == 0
@@ -232,7 +232,7 @@ def test_clearing_drops_what_is_kept_for_the_process(layer, linear):
     assert linear.prepared == 2
 
 
-def test_uninstalling_drops_it_too(layer, linear):
+def test_uninstalling_deletes_the_process_cache(layer, linear):
     run(layer)
     polycast.uninstall()
     run(layer)
@@ -241,14 +241,14 @@ def test_uninstalling_drops_it_too(layer, linear):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("frozen", [True, False])
-def test_weights_of_each_float_dtype_are_packed(layer, linear, dtype, frozen):
+def test_weights_of_each_float_dtype_are_prepacked(layer, linear, dtype, frozen):
     layer.requires_grad_(not frozen).to(dtype)
     assert run(layer).dtype is torch.bfloat16
     assert run(layer).dtype is torch.bfloat16
     assert (linear.prepared, linear.ran) == (1, 2)
 
 
-def test_one_that_is_made_in_any_mode_serves_in_all(layer, linear):
+def test_a_prepacked_weight_made_in_any_grad_mode_serves_all(layer, linear):
     layer.requires_grad_(False)
     with torch.inference_mode():
         run(layer)
@@ -258,7 +258,7 @@ def test_one_that_is_made_in_any_mode_serves_in_all(layer, linear):
     assert (linear.prepared, linear.ran) == (1, 3)
 
 
-def test_kernels_share_a_packing_where_they_say_so(engine, int8_kernels):
+def test_kernels_with_the_same_key_share_a_prepacked_weight(engine, int8_kernels):
     weight = nn.Parameter(torch.randn(8, 4))
     with autocast("cpu", recipe=Int8(min_size=1)):
         assert torch.equal(torch.mm(X, weight), torch.matmul(X, weight))
@@ -266,7 +266,7 @@ def test_kernels_share_a_packing_where_they_say_so(engine, int8_kernels):
     assert [int8_kernels[f"aten::{op}"].prepared for op in ("mm", "matmul", "linear")] == [1, 0, 1]
 
 
-def test_a_tied_weight_has_a_packing_for_each_use(engine, int8_kernels):
+def test_a_tied_weight_is_prepacked_for_each_kind_of_use(engine, int8_kernels):
     weight = nn.Parameter(torch.randn(8, 8))
     with autocast("cpu", recipe=Int8(min_size=1)):
         for _ in range(2):
@@ -276,7 +276,7 @@ def test_a_tied_weight_has_a_packing_for_each_use(engine, int8_kernels):
     assert [int8_kernels[f"aten::{op}"].prepared for op in ("linear", "mm")] == [1, 1]
 
 
-def test_a_weight_that_cannot_be_packed_is_asked_for_once(layer, linear):
+def test_a_weight_that_cannot_be_prepacked_is_tried_once(layer, linear):
     layer.weight[0, 0] = float("inf")
     with autocast("cpu"):
         fast = layer(X)
@@ -302,7 +302,7 @@ class Subclass(nn.Parameter):
         (nn.Parameter(torch.randn(4, 7)), "its features are odd in number"),
     ],
 )
-def test_what_is_declined_runs_as_without_a_recipe_and_is_counted(linear, low_bit_counts, weight, reason):
+def test_an_unsupported_call_runs_in_the_fast_dtype_and_is_counted(linear, low_bit_counts, weight, reason):
     x = torch.randn(3, weight.shape[1])
     if weight.dtype is torch.float64:
         x = x.double()
@@ -316,19 +316,19 @@ def test_what_is_declined_runs_as_without_a_recipe_and_is_counted(linear, low_bi
     assert linear.prepared == 0
 
 
-def test_where_nothing_is_to_be_kept_it_is_declined(layer, linear):
+def test_calls_fall_back_where_weights_are_not_cached(layer, linear):
     run(layer, cache_enabled=False)
     assert (linear.prepared, linear.ran) == (0, 0)
 
 
-def test_what_it_is_computed_from_is_not_written_by_those_who_write_the_result(layer):
+def test_writing_the_result_does_not_write_the_prepacked_weight(layer):
     first = run(layer)
     first.add_(1)
     assert torch.equal(run(layer), expected(layer))
 
 
 @pytest.mark.parametrize("part", ["prepack", "run", "unsupported_reason"])
-def test_what_a_kernel_raises_passes_and_leaves_nothing(layer, linear, monkeypatch, part):
+def test_an_error_of_a_kernel_propagates_and_caches_nothing(layer, linear, monkeypatch, part):
     def fails(*args):
         raise ZeroDivisionError(part)
 
@@ -343,7 +343,7 @@ def test_what_a_kernel_raises_passes_and_leaves_nothing(layer, linear, monkeypat
     assert torch.equal(run(layer), expected(layer))
 
 
-def test_threads_share_it(layer, linear):
+def test_threads_share_a_prepacked_weight(layer, linear):
     run(layer)
     wrong = []
 
@@ -392,7 +392,7 @@ def test_after_clearing_weights_can_be_swapped(layer):
     assert torch.equal(run(layer), expected(layer))
 
 
-def test_equal_recipes_share_what_is_made_of_them(layer, linear):
+def test_equal_recipes_share_derived_objects(layer, linear):
     for _ in range(3):
         with autocast("cpu", recipe=Int8(min_size=1)):
             layer(X)
@@ -403,7 +403,7 @@ def test_equal_recipes_share_what_is_made_of_them(layer, linear):
 
 @pytest.mark.parametrize("name", ["native", "reference", "override"])
 @pytest.mark.usefixtures("engine")
-def test_what_is_made_for_a_device_of_any_name_is_its_own(monkeypatch, name):
+def test_devices_with_unusual_names_have_plans_of_their_own(monkeypatch, name):
     backend = copy.copy(polycast.get_backend("cpu"))
     vars(backend)["device_type"] = name
     with polycast.autocast("cpu", recipe=Int8(min_size=3)):

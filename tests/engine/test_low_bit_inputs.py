@@ -1,4 +1,4 @@
-"""What recipes leave to the fast dtype: tensors that are odd, and who watches or differentiates."""
+"""Calls that recipes leave to the fast dtype: unusual tensors, modes, transforms and autograd."""
 
 import copy
 import warnings
@@ -170,14 +170,14 @@ def test_a_checkpoint_computes_what_autograd_does_not_record_twice_in_the_same_w
 
 
 @pytest.mark.parametrize("packing", [None, "rows"])
-def test_equal_recipes_share_what_is_packed(layer, linear, packing, monkeypatch):
+def test_equal_recipes_share_prepacked_weights(layer, linear, packing, monkeypatch):
     monkeypatch.setattr(type(linear), "prepack_key", packing)
     for _ in range(3):
         run(lambda: layer(X))
     assert (linear.prepared, linear.ran) == (1, 3)
 
 
-def test_another_instance_of_a_backends_class_packs_for_itself(layer, linear):
+def test_another_instance_of_a_backends_class_prepacks_for_itself(layer, linear):
     cache = polycast.WeightCache()
     with autocast("cpu", cache=cache):
         run(lambda: layer(X))
@@ -193,14 +193,14 @@ def test_another_instance_of_a_backends_class_packs_for_itself(layer, linear):
 
 
 @pytest.mark.parametrize("nothing", [(), []])
-def test_nothing_to_keep_is_a_weight_that_cannot_be_packed(layer, linear, monkeypatch, nothing):
+def test_an_empty_result_of_prepack_means_that_it_cannot(layer, linear, monkeypatch, nothing):
     monkeypatch.setattr(type(linear), "prepack", lambda *args: nothing)
     for _ in range(2):
         assert run(lambda: layer(X)).dtype is torch.bfloat16
     assert linear.ran == 0
 
 
-def test_a_bare_tensor_is_no_packing(layer, linear, monkeypatch):
+def test_prepack_must_not_return_a_bare_tensor(layer, linear, monkeypatch):
     monkeypatch.setattr(type(linear), "prepack", lambda kernel, weight: weight.clone())
     with pytest.raises(TypeError, match="must return a tuple"):
         run(lambda: layer(X))

@@ -1,4 +1,4 @@
-"""Recipes compute by views of weights, such as ``w.T``, ``w[:4]`` and an expert ``w[i]``."""
+"""Recipes on views of weights, such as ``w.T``, ``w[:4]`` and an expert ``w[i]``."""
 
 import ctypes
 import gc
@@ -58,7 +58,7 @@ PRODUCTS = {
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("cached", [False, True], ids=["", "cached"])
-def test_a_view_is_packed_once(kernels, name, mode, frozen, cached):
+def test_a_view_is_prepacked_once(kernels, name, mode, frozen, cached):
     op, product, rows = PRODUCTS[name]
     w = new_weight(frozen=frozen)
     settings = {"cache": WeightCache()} if cached else {}
@@ -72,14 +72,14 @@ def test_a_view_is_packed_once(kernels, name, mode, frozen, cached):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_views_of_narrower_weights_are_packed_too(kernels, dtype):
+def test_views_of_16_bit_weights_are_prepacked(kernels, dtype):
     w = nn.Parameter(new_weight().to(dtype))
     for _ in range(2):
         run(lambda: X.to(dtype) @ w.T)
     assert (kernels["aten::matmul"].prepared, kernels["aten::matmul"].ran) == (1, 2)
 
 
-def test_experts_are_packed_one_by_one(kernels):
+def test_experts_are_prepacked_one_by_one(kernels):
     experts, cache = new_weight(4, 8, 8), WeightCache()
     for _ in range(2):
         for index in (2, 0, 3, 1, 2):
@@ -119,7 +119,7 @@ def test_new_memory_of_the_weight_is_seen(kernels):
     assert not torch.equal(run(linear, X, w[:4]), before)
 
 
-def test_packings_of_views_die_with_the_weight(kernels):
+def test_prepacked_views_are_freed_with_the_weight(kernels):
     w, cache = new_weight(), WeightCache()
     run(linear, X, w[:4], cache=cache)
     run(linear, X, w.T, cache=cache)
@@ -129,7 +129,7 @@ def test_packings_of_views_die_with_the_weight(kernels):
     assert (cache.stats().packings, cache.stats().packed_bytes) == (0, 0)
 
 
-def test_where_each_call_takes_another_slice_they_run_in_the_fast_dtype_in_the_end(kernels, low_bit_counts):
+def test_ever_new_slices_fall_back_to_the_fast_dtype_eventually(kernels, low_bit_counts):
     w, cache = new_weight(32, 8), WeightCache()
     with low_bit_counts() as counts:
         for length in range(2, 31):
@@ -143,7 +143,7 @@ def test_where_each_call_takes_another_slice_they_run_in_the_fast_dtype_in_the_e
     assert reasons == {"", "the prepacked views of its weight take as much memory as the weight"}
 
 
-def test_a_cache_that_verifies_finds_a_write_that_was_not_seen(kernels):
+def test_verify_finds_an_unseen_write(kernels):
     w, cache = new_weight(), WeightCache(verify=True)
     pointer = ctypes.cast(w.data_ptr(), ctypes.POINTER(ctypes.c_float))
     for _ in range(2):
@@ -153,7 +153,7 @@ def test_a_cache_that_verifies_finds_a_write_that_was_not_seen(kernels):
         run(linear, X, w[:4], cache=cache)
 
 
-def test_min_size_is_that_of_the_view(kernels):
+def test_min_size_applies_to_the_view(kernels):
     w = new_weight()
     run(linear, X, w[:4], min_size=33)
     assert kernels["aten::linear"].ran == 0
@@ -173,7 +173,7 @@ def test_min_size_is_that_of_the_view(kernels):
     ],
     ids=["detached", "another dtype", "negative", "computed", "view of computed", "more elements than the weight"],
 )
-def test_what_is_no_plain_view_runs_in_the_fast_dtype(kernels, low_bit_counts, take):
+def test_other_tensors_than_plain_views_run_in_the_fast_dtype(kernels, low_bit_counts, take):
     with low_bit_counts() as counts:
         run(linear, X, take(new_weight()))
     assert kernels["aten::linear"].ran == 0
@@ -189,7 +189,7 @@ def test_where_autograd_records_views_run_in_the_fast_dtype(kernels):
 
 
 @pytest.mark.parametrize("take", [lambda w: w.T, lambda w: w[:4].T], ids=["all", "part"])
-def test_explain_says_the_same_of_views_and_of_fake_ones(kernels, take):
+def test_explain_agrees_on_views_and_fake_views(kernels, take):
     def told(x, weight):
         with autocast("cpu"):
             return polycast.explain("mm", "cpu", x, weight, recipe=Int8(min_size=1)).declined
@@ -201,7 +201,7 @@ def test_explain_says_the_same_of_views_and_of_fake_ones(kernels, take):
         assert told(mode.from_tensor(X), take(mode.from_tensor(w))) is None
 
 
-def test_views_are_packed_for_the_process_without_a_cache(kernels):
+def test_views_are_prepacked_in_the_process_cache_without_a_cache(kernels):
     w = new_weight()
     before = process_cache.cache.stats().packings
     run(lambda: X @ w.T)
@@ -209,7 +209,7 @@ def test_views_are_packed_for_the_process_without_a_cache(kernels):
     assert process_cache.cache.stats().packings == before + 2
 
 
-def test_a_view_whose_packing_does_not_fit_beside_others_is_packed_once(kernels):
+def test_a_prepacked_view_that_does_not_fit_beside_others_is_made_once(kernels):
     w, cache = new_weight(32, 8), WeightCache()
     run(linear, X, w[:30], cache=cache)
     run(linear, X, w[1:31], cache=cache)

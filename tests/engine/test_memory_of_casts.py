@@ -1,4 +1,4 @@
-"""How many bytes of casts are alive while threads are in regions over a frozen model, and after them."""
+"""The memory of casts while threads run a frozen model in regions, and after them."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Loops over torch's threads start torch's full team, whatever there is to do, and give the same result on any team."""
+"""Loops on torch's threads start torch's full team, and give the same result on any team."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What the native engine keeps of a region's casts: those of weights that are used again, and a few recent ones."""
+"""The casts that a region of the native engine caches: those of reused weights, and a few on probation."""
 
 import gc
 import resource
@@ -90,13 +90,13 @@ def test_a_cast_that_an_op_has_resized_leaves_room_for_the_next_ones(registered)
     assert events(in_region(one, other, one))[1] == 2
 
 
-def test_a_weight_that_is_used_again_is_kept_and_in_the_next_region_from_its_first_use_on(in_thread):
+def test_a_reused_weight_is_cached_and_in_the_next_region_from_its_first_use(in_thread):
     a, b = large(), large()
     run = in_region(a, b, a, b, a, b)
     assert in_thread(lambda: (events(run)[1], events(run)[1])) == (3, 2)
 
 
-def test_a_region_that_does_not_use_a_weight_again_has_it_kept_no_longer(in_thread):
+def test_a_weight_is_not_cached_after_a_region_that_used_it_once(in_thread):
     a, b = large(), large()
     once, again = in_region(a, b), in_region(a, b, a, b)
 
@@ -107,7 +107,7 @@ def test_a_region_that_does_not_use_a_weight_again_has_it_kept_no_longer(in_thre
     assert in_thread(copies) == 3
 
 
-def test_nothing_is_kept_after_the_region():
+def test_nothing_is_cached_after_the_region():
     run = in_region(frozen())
     assert events(run) == (1, 1)
     assert events(run) == (1, 1)
@@ -121,7 +121,7 @@ class Mark:
 
 
 @pytest.mark.parametrize("updates", [1, 50])
-def test_what_is_kept_for_the_graph_does_not_grow_with_the_updates_of_a_weight(updates):
+def test_casts_with_history_do_not_accumulate_over_updates_of_a_weight(updates):
     weight = nn.Parameter(torch.ones(4, 4))
     with polycast.autocast("cpu"):
         for _ in range(updates):
@@ -137,7 +137,7 @@ def test_what_is_kept_for_the_graph_does_not_grow_with_the_updates_of_a_weight(u
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["recent", "kept"])
-def test_a_cast_lies_as_the_weight_does(kept):
+def test_a_cast_has_the_strides_of_the_weight(kept):
     weight = nn.Parameter(torch.randn(8, 4, 3, 3), requires_grad=False)
     x = torch.randn(1, 4, 5, 5).to(memory_format=torch.channels_last)
 
@@ -152,7 +152,7 @@ def test_a_cast_lies_as_the_weight_does(kept):
     assert strides() == torch.conv2d(x.bfloat16(), weight.detach().bfloat16()).stride()
 
 
-def test_threads_share_the_casts_that_they_keep():
+def test_threads_share_cached_casts():
     weight, start = large(), threading.Barrier(4)
 
     def work():
@@ -201,7 +201,7 @@ def test_weights_whose_casts_threads_shared_can_be_swapped_after_their_regions(w
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the memory of the process is read from /proc")
-def test_all_threads_together_hold_two_recent_casts_of_the_largest_weight():
+def test_all_threads_together_have_two_casts_of_the_largest_weight_on_probation():
     weight = large(shape=(4, 2**23))  # 64 MiB as a cast: malloc gives so much back at once
     used, looked_at = threading.Barrier(9), threading.Barrier(9)
 
@@ -248,7 +248,7 @@ class ClearsWhenItDies:
         polycast.clear_autocast_cache()
 
 
-def test_casts_that_are_cleared_as_those_of_dead_weights_are_swept_are_not_looked_for_any_more():
+def test_clearing_while_dead_weights_are_swept_drops_all_casts():
     def mark(cast):
         cast.mark = ClearsWhenItDies()
         return cast.clone()
@@ -278,13 +278,13 @@ def test_the_next_region_sees_a_write_through_data():
 
 
 @pytest.mark.parametrize("options", [{}, {"mmap": True}], ids=["read", "mapped"])
-def test_the_cast_of_a_frozen_weight_from_a_file_is_kept(options, tmp_path):
+def test_the_cast_of_a_frozen_weight_from_a_file_is_cached(options, tmp_path):
     torch.save([torch.ones(4, 4), torch.ones(4, 4)], tmp_path / "weights.pt")
     weight = nn.Parameter(torch.load(tmp_path / "weights.pt", **options)[1], requires_grad=False)
     assert events(in_region(weight, weight, weight))[1] == 1
 
 
-def test_memory_that_a_graph_holds_is_not_written():
+def test_memory_that_a_graph_holds_is_not_reused():
     weight = frozen(1.0)
 
     def forward():
@@ -302,7 +302,7 @@ def test_memory_that_a_graph_holds_is_not_written():
     assert torch.equal(other_x.grad, torch.full((4, 4), 12.0, dtype=torch.bfloat16))
 
 
-def test_memory_that_somebody_keeps_is_not_written():
+def test_memory_that_is_still_referenced_is_not_reused():
     weight = frozen(1.0)
     with polycast.autocast("cpu"):
         _, saved = casts_saved(lambda: torch.mm(X.clone().requires_grad_(), weight))
@@ -314,7 +314,7 @@ def test_memory_that_somebody_keeps_is_not_written():
     assert torch.equal(kept, torch.ones(4, 4, dtype=torch.bfloat16))
 
 
-def test_casts_with_history_are_given_back_as_the_region_ends():
+def test_casts_with_history_are_freed_when_the_region_ends():
     weight = nn.Parameter(torch.ones(4, 4))
     with polycast.autocast("cpu"):
         out = torch.mm(X, weight)

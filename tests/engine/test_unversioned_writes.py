@@ -1,4 +1,4 @@
-"""Writes of weights that count no version: each is seen, or its weight's cast is not kept."""
+"""Writes of weights that change no version: each is seen, or the weight's cast is not cached."""
 
 import multiprocessing
 import subprocess
@@ -184,7 +184,7 @@ def test_memory_that_another_process_writes_is_cast_at_every_use_for_a_gradient(
         assert is_right(torch.mm(X, weight), weight)
 
 
-def test_memory_that_is_mapped_for_this_process_alone_is_kept(tmp_path, engine):
+def test_weights_in_privately_mapped_memory_are_cached(tmp_path, engine):
     if engine == "reference":
         pytest.skip("Python cannot tell it from memory that is shared: it is cast at every use")
     torch.save({"weight": torch.ones(4, 4)}, tmp_path / "weights.pt")
@@ -195,7 +195,7 @@ def test_memory_that_is_mapped_for_this_process_alone_is_kept(tmp_path, engine):
 
 
 @pytest.mark.parametrize("where", ["cast", "packing"])
-def test_nothing_is_kept_of_a_weight_that_is_a_part_of_a_buffer(where):
+def test_no_cast_is_cached_of_a_weight_in_a_larger_buffer(where):
     options = {"recipe": polycast.Int8(min_size=1)} if where == "packing" else {}
     if options and not polycast.get_backend("cpu").recipe_availability(options["recipe"]):
         pytest.skip("this processor has no int8 products")
@@ -207,7 +207,7 @@ def test_nothing_is_kept_of_a_weight_that_is_a_part_of_a_buffer(where):
     assert (cache.stats().entries, cache.stats().packings, cache.stats().hits) == (0, 0, 0)
 
 
-def test_a_cast_is_kept_of_a_weight_that_is_all_that_is_left_of_a_buffer():
+def test_a_cast_is_cached_of_the_only_remaining_holder_of_a_buffer():
     weight, cache = weight_of(), polycast.WeightCache()
     weight.data = torch.ones(20)[4:].view(4, 4)
     forward(weight, cache=cache), forward(weight, cache=cache)
@@ -229,7 +229,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("change", WRITES.values(), ids=WRITES)
-def test_what_else_writes_is_seen(change):
+def test_other_writes_are_seen(change):
     weight, cache = weight_of(), polycast.WeightCache()
     with torch.no_grad(), polycast.autocast("cpu"):
         for _ in range(2):
@@ -239,7 +239,7 @@ def test_what_else_writes_is_seen(change):
         assert is_right(forward(weight, cache=cache), weight)
 
 
-def test_what_cannot_be_seen_is_found_by_verify_and_mended_by_clear(double_unseen):
+def test_unseen_writes_are_found_by_verify_and_mended_by_clear(double_unseen):
     weight, cache = weight_of(), polycast.WeightCache(verify=True)
     forward(weight, cache=cache)
     double_unseen(weight)

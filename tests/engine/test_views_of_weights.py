@@ -1,4 +1,4 @@
-"""Views of weights, such as ``w.T``, ``w[:2]`` and an expert ``w[i]``, are served from kept casts."""
+"""Views of weights, such as ``w.T``, ``w[:2]`` and an expert ``w[i]``, are served from cached casts."""
 
 import ctypes
 import gc
@@ -114,7 +114,7 @@ def test_a_weight_and_its_transposes_are_cast_once_in_a_region(mode, frozen):
     assert count_casts(run) == 1
 
 
-def test_a_view_that_is_all_of_a_weight_is_served_the_weights_cast(cache):
+def test_a_view_of_the_whole_weight_is_served_from_the_weights_cast(cache):
     w = new_weight()
     for take in (torch.t, lambda w: w, lambda w: w.view(64).view(8, 8)) * 2:
         assert torch.equal(use(cache, take(w))[0], expected(take(w))[0])
@@ -141,7 +141,7 @@ def test_views_that_live_at_the_same_time_are_served_too(cache, take, engine):
     assert counts(cache) == ((len(take(w)), len(take(w))) if engine == "native" else (0, 2 * len(take(w))))
 
 
-def test_parts_at_one_place_that_lie_in_other_ways_are_told_apart(cache):
+def test_parts_at_the_same_offset_with_other_strides_are_told_apart(cache):
     w = new_weight(24, 8)
     views = [
         lambda w: w[:8],
@@ -241,7 +241,7 @@ def test_a_view_outlives_the_name_of_its_weight(cache):
 
 
 @pytest.mark.parametrize("take", [lambda w: w.T, lambda w: w[:4]], ids=["all", "part"])
-def test_casts_die_with_the_weight_and_keep_it_not_alive(cache, take):
+def test_casts_are_freed_with_the_weight_and_do_not_keep_it_alive(cache, take):
     w = new_weight()
     use(cache, take(w), size=len(take(w)))
     assert cache.stats().entries == 1
@@ -270,7 +270,7 @@ NOT_KEPT = {
 
 @pytest.mark.parametrize("name", NOT_KEPT)
 @pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
-def test_what_is_no_plain_view_is_cast_at_each_use(cache, name, frozen):
+def test_other_tensors_than_plain_views_are_cast_at_each_use(cache, name, frozen):
     with torch.no_grad():
         view = NOT_KEPT[name](new_weight(frozen=frozen))
     for _ in range(2):
@@ -279,7 +279,7 @@ def test_what_is_no_plain_view_is_cast_at_each_use(cache, name, frozen):
     assert counts(cache) == (0, 0)
 
 
-def test_a_view_of_what_is_no_weight_is_cast_at_each_use(cache):
+def test_views_of_other_tensors_than_weights_are_cast_at_each_use(cache):
     use(cache, torch.ones(8, 8).T, (new_weight() * 2).T, new_weight().double().T.float(), new_weight().bfloat16().T)
     with torch.inference_mode():
         made = nn.Parameter(torch.ones(8, 8)).T
@@ -351,7 +351,7 @@ def test_a_view_that_requires_grad_itself_gets_its_gradient(cache):
     assert w.grad is None
 
 
-def test_max_bytes_bounds_parts_too():
+def test_max_bytes_limits_parts():
     w = new_weight(4, 8, 8)
     cache = polycast.WeightCache(max_bytes=2 * 64 * 2)
     for index in (0, 1, 2, 3) * 3:
@@ -377,7 +377,7 @@ def test_parts_of_a_weight_take_no_more_memory_than_the_weight(cache):
 
 
 @pytest.mark.parametrize("take", [lambda w: w.T, lambda w: w[:4].T], ids=["all", "part"])
-def test_a_cache_that_verifies_finds_a_write_that_was_not_seen(take):
+def test_verify_finds_an_unseen_write(take):
     w, cache = new_weight(), polycast.WeightCache(verify=True)
     pointer = ctypes.cast(w.data_ptr(), ctypes.POINTER(ctypes.c_float))
     use(cache, take(w))
@@ -421,7 +421,7 @@ def test_two_dtypes_of_a_part_live_side_by_side(cache):
     assert counts(cache) == (2, 2)
 
 
-def test_a_cast_that_somebody_writes_is_not_used_again(cache):
+def test_a_written_cast_is_not_used_again(cache):
     w, library = new_weight(), torch.library.Library("polycast_test", "FRAGMENT")
     library.define("spoil(Tensor x) -> Tensor")
     library.impl("spoil", lambda x: x.mul_(0).clone(), "CompositeExplicitAutograd")

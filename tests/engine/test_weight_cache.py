@@ -1,4 +1,4 @@
-"""WeightCache: casts that outlive regions, and stay right."""
+"""WeightCache: casts that outlive regions, and are never stale."""
 
 import gc
 import weakref
@@ -189,7 +189,7 @@ def test_load_state_dict_and_to_are_seen(cache):
         assert torch.equal(model(X), torch.full((4, 4), 24.0, dtype=torch.bfloat16))
 
 
-def test_a_write_that_is_not_seen_is_mended_by_clear(cache, double_unseen):
+def test_clear_mends_an_unseen_write(cache, double_unseen):
     weight = parameter(1.0)
     with torch.no_grad():
         before = use(cache, weight)
@@ -220,7 +220,7 @@ def test_weights_keep_no_cache_alive():
     del weight
 
 
-def test_clear_gives_everything_back(cache):
+def test_clear_frees_all_memory(cache):
     weights = [parameter() for _ in range(3)]
     for weight in weights:
         use(cache, weight)

@@ -1,4 +1,4 @@
-"""WeightCache: its bounds, verifying, and what it refuses."""
+"""The arguments of WeightCache: limits, verification, errors."""
 
 import copy
 import pickle
@@ -40,7 +40,7 @@ def test_verify_finds_a_write_that_is_not_seen(double_unseen):
     assert torch.equal(use(cache, weight), torch.full((4, 4), 8.0, dtype=torch.bfloat16))
 
 
-def test_at_max_bytes_those_go_first_that_are_not_used_any_more():
+def test_unused_entries_are_evicted_first():
     cache = polycast.WeightCache(max_bytes=2 * BYTES)
     former, model = [parameter() for _ in range(2)], [parameter() for _ in range(2)]
     for _ in range(9):
@@ -57,7 +57,7 @@ def test_at_max_bytes_those_go_first_that_are_not_used_any_more():
 
 
 @pytest.mark.parametrize("fits", [7, 4, 1])
-def test_a_cache_that_is_too_small_for_a_model_has_hits_on_the_part_that_fits(fits):
+def test_a_cache_smaller_than_the_model_has_hits_on_the_part_that_fits(fits):
     cache = polycast.WeightCache(max_bytes=fits * BYTES)
     model = [parameter() for _ in range(8)]
     for _ in range(3):
@@ -66,7 +66,7 @@ def test_a_cache_that_is_too_small_for_a_model_has_hits_on_the_part_that_fits(fi
     assert cache.stats() == polycast.WeightCacheStats(fits, fits * BYTES, 2 * fits, 24 - 2 * fits, 0)
 
 
-def test_a_cast_larger_than_max_bytes_is_not_kept():
+def test_a_cast_larger_than_max_bytes_is_not_cached():
     cache = polycast.WeightCache(max_bytes=BYTES - 1)
     weight = parameter()
     for _ in range(2):
@@ -106,14 +106,14 @@ def test_bad_arguments_are_refused(arguments, error, message):
         polycast.WeightCache(**arguments)
 
 
-def test_a_region_refuses_what_is_no_cache_and_a_cache_that_is_switched_off(cache):
+def test_a_region_rejects_other_objects_than_caches_and_a_cache_with_caching_disabled(cache):
     with pytest.raises(TypeError, match=r"^cache must be a polycast.WeightCache or None, got \{\}$"):
         polycast.autocast("cpu", cache={})
     with pytest.raises(ValueError, match="^cache= asks to keep casts and cache_enabled=False not to"):
         polycast.autocast("cpu", cache=cache, cache_enabled=False)
 
 
-def test_verify_takes_a_nan_for_what_it_is():
+def test_verify_handles_nan():
     cache, weight = polycast.WeightCache(verify=True), parameter(float("nan"))
     use(cache, weight)
     assert torch.all(torch.isnan(use(cache, weight)))

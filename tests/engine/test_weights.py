@@ -1,4 +1,4 @@
-"""The casts of weights that a region keeps."""
+"""The casts of weights that a region caches."""
 
 import gc
 import weakref
@@ -66,7 +66,7 @@ def test_without_the_cache_a_weight_is_cast_at_every_use(weight):
     assert profile_casts(run) == 2
 
 
-def test_an_input_that_is_no_weight_is_cast_at_every_use():
+def test_other_inputs_than_weights_are_cast_at_every_use():
     plain = torch.ones(4, 4)
     computed = parameter() * 2
 
@@ -92,7 +92,7 @@ def test_an_update_inside_the_region_is_seen(weight, update):
         assert torch.equal(torch.mm(X, weight), 2 * before)
 
 
-def test_a_weight_that_comes_to_lie_another_way_in_its_memory_is_cast_again(weight):
+def test_a_weight_with_new_strides_on_its_memory_is_cast_again(weight):
     with polycast.autocast("cpu"), torch.no_grad():
         weight.copy_(torch.arange(16.0).view(4, 4))
         before = [torch.mm(X, weight) for _ in range(2)][-1]
@@ -233,7 +233,7 @@ def test_the_subclass_of_a_weight_sees_its_casts():
     assert seen.count(torch.ops.aten._to_copy.default) == 2
 
 
-def test_nothing_is_kept_under_functorch_or_while_tracing():
+def test_nothing_is_cached_under_functorch_or_while_tracing():
     weight = parameter()
     with polycast.autocast("cpu"):
         torch.func.grad(lambda w: torch.mm(X, w).float().sum())(weight.detach())
@@ -242,7 +242,7 @@ def test_nothing_is_kept_under_functorch_or_while_tracing():
         assert profile_casts(lambda: torch.mm(X, weight)) == 1
 
 
-def test_nothing_is_kept_while_a_graph_is_captured(hand_made):
+def test_nothing_is_cached_while_a_graph_is_captured(hand_made):
     hand_made("cpu", is_capturing=lambda: True)
     weight = parameter()
 
@@ -280,7 +280,7 @@ def test_weights_can_be_swapped_once_their_casts_are_cleared():
 
 
 @pytest.mark.usefixtures("engine")
-def test_a_weight_that_only_its_cast_still_holds_ends_with_the_region():
+def test_a_weight_held_only_by_its_cast_is_freed_with_the_region():
     model = torch.nn.Linear(2, 2)
     alive = weakref.ref(model.weight)
     with polycast.autocast("cpu"):

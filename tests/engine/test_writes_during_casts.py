@@ -1,4 +1,4 @@
-"""Weights that are written while they are cast: the cast may have some of the new numbers, and serves no later op."""
+"""Weights that are written during a cast: the cast may be torn, and serves no later op."""
 
 import threading
 
@@ -32,7 +32,7 @@ def region(cache):
 @pytest.mark.usefixtures("_threads")
 @CACHES
 @TRAINED
-def test_what_another_thread_has_written_meanwhile_is_seen_once_it_has_ended(requires_grad, cached):
+def test_writes_of_another_thread_during_a_cast_are_seen(requires_grad, cached):
     weight = nn.Parameter(torch.zeros(ROWS, COLUMNS), requires_grad=requires_grad)
     cache = polycast.WeightCache() if cached else None
     begin = threading.Barrier(2)
@@ -92,7 +92,7 @@ def fill(weight, value):
 
 @CACHES
 @TRAINED
-def test_what_is_written_as_an_older_cast_is_freed_is_seen_by_the_next_op(mark, requires_grad, cached):
+def test_a_write_while_an_older_cast_is_freed_is_seen(mark, requires_grad, cached):
     weight = nn.Parameter(torch.ones(2, 4), requires_grad=requires_grad)
     with region(polycast.WeightCache() if cached else None):
         with torch.no_grad():
@@ -104,7 +104,7 @@ def test_what_is_written_as_an_older_cast_is_freed_is_seen_by_the_next_op(mark, 
         assert torch.mm(X, weight)[0, 0] == 6
 
 
-def test_what_is_written_as_room_is_made_for_a_cast_is_seen_by_the_next_op(mark):
+def test_a_write_while_room_is_made_for_a_cast_is_seen(mark):
     weight, large, larger = (nn.Parameter(torch.ones(2, size), requires_grad=False) for size in (4, 2**16, 2**17))
     with torch.no_grad(), region(None):
         torch.mm(X, weight), torch.mm(X, weight)

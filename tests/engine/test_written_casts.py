@@ -1,4 +1,4 @@
-"""Casts that somebody has written: what an op returns may be its input, so the cast that is kept."""
+"""Casts that are written: an op may return its input, and so a cached cast."""
 
 import pytest
 import torch
