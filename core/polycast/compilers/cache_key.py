@@ -17,7 +17,7 @@ from . import backward
 
 _MARK = "polycast"
 """An attribute of the objects that keys are hashes of."""
-_CODE = 1
+_CODE = 2
 """The version of the code that polycast's operators and regions compile to; raise it when that changes."""
 
 
