@@ -81,7 +81,7 @@ BENCHMARKS: Mapping[str, Entry] = {
     "once": Entry("once:by_size", one, apart=True, least=True),
     "rates": Entry("once:rates", each, apart=True),
     "peak": Entry("once:PeakOfThreads", one),
-    "scenarios": Entry("scenarios:scenarios", each, apart=True),
+    "scenarios": Entry("scenarios:scenarios", each, apart=True, least=True),
     "linears": Entry("models:linears", each, apart=True),
     "gpt2": Entry("models:gpt2", each, apart=True),
     "training": Entry("training:training", all_of_them, apart=True),
