@@ -15,6 +15,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -68,8 +69,8 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
   // Return a weight or a view of one in another dtype, without history; set `made` if it was cast now.
   Tensor cast(const Source& source, ScalarType dtype, bool& made) {
     const Key key = source.key(dtype);
-    if (std::optional<Tensors> found = find(source.tensor, key)) {
-      return std::move(found->front());
+    if (std::optional<Tensor> found = find<Tensor>(source.tensor, key)) {
+      return *std::move(found);
     }
     PendingCollectives::instance().drop_finished();  // a finished one holds the memory of its weights until then
     const uint64_t position = InvalidationLog::instance().length();
@@ -82,7 +83,7 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
 
   // Return the prepacked weight, empty if the kernel cannot prepack it, or nothing if none is cached.
   std::optional<Tensors> find_prepacked(const Source& source, int kind) {
-    return find(source.tensor, source.key(ScalarType::Undefined, kind));
+    return find<Tensors>(source.tensor, source.key(ScalarType::Undefined, kind));
   }
 
   // Cache a prepacked weight if it is admitted. The stamp and the position in the log are from before it was made.
@@ -185,10 +186,12 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
     }
   };
 
-  std::optional<Tensors> find(const Tensor& tensor, const Key& key) {
+  // Found is Tensor for a cast and Tensors for a prepacked weight, so that a hit copies no vector.
+  template <class Found>
+  std::optional<Found> find(const Tensor& tensor, const Key& key) {
     const std::optional<c10::Stream> stream = current_stream(tensor);
     std::optional<c10::Stream> made_on;
-    std::optional<Tensors> tensors;
+    std::optional<Found> found;
     Tensor original;
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -198,31 +201,36 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
       }
       ++hits_;
       table_.budget.note_hit(entry->usage);
-      tensors = entry->tensors;
+      if constexpr (std::is_same_v<Found, Tensor>) {
+        found = entry->tensors.front();
+      } else {
+        found = entry->tensors;
+      }
       original = entry->original;
       if (stream && std::find(entry->streams.begin(), entry->streams.end(), *stream) == entry->streams.end()) {
         made_on = entry->streams.front();
       }
     }
-    if (made_on && !tensors->empty()) {
-      for (const Tensor& each : *tensors) {
+    const at::ArrayRef<Tensor> tensors(*found);
+    if (made_on && !tensors.empty()) {
+      for (const Tensor& each : tensors) {
         synchronize_streams(each, *made_on, *stream);
       }
       std::lock_guard<std::mutex> lock(mutex_);
       Entry* const entry = table_.find(key);
-      if (entry != nullptr && !entry->tensors.empty() && entry->tensors.front().is_same(tensors->front())) {
+      if (entry != nullptr && !entry->tensors.empty() && entry->tensors.front().is_same(tensors.front())) {
         entry->streams.push_back(*stream);
       }
     }
-    if (verify_ && !is_fresh(tensor, *tensors, original)) {
+    if (verify_ && !is_fresh(tensor, tensors, original)) {
       const Gil gil;
       PyErr_SetString(stale_weight_error, stale_weight_message.c_str());
       raise();
     }
-    return tensors;
+    return found;
   }
 
-  static bool is_fresh(const Tensor& weight, const Tensors& tensors, const Tensor& original) {
+  static bool is_fresh(const Tensor& weight, at::ArrayRef<Tensor> tensors, const Tensor& original) {
     const at::NoGradGuard no_grad;
     const Tensor& kept = original.defined() ? original : tensors.front();
     const Tensor expected = original.defined() ? weight.detach() : weight.detach().to(kept.scalar_type());
