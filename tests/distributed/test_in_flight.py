@@ -48,9 +48,20 @@ def test_a_weight_with_a_pending_collective_is_not_prepacked(int8_kernels):
     layer, x = torch.nn.Linear(8, 8), torch.ones(3, 8)
     enter_a_region()
     work = distributed.all_reduce(layer.weight.data, async_op=True)
+    with torch.no_grad(), polycast.autocast("cpu", recipe=polycast.Int8(min_size=1)):
+        layer(x)
+    assert int8_kernels["aten::linear"].prepared == 0
+    work.wait()
+
+
+@pytest.mark.parametrize("engine", ["native"], indirect=True)  # observe needs the native engine
+@pytest.mark.usefixtures("engine", "int8_kernels")
+def test_the_reason_why_it_is_not_prepacked():
+    layer, x = torch.nn.Linear(8, 8), torch.ones(3, 8)
+    enter_a_region()
+    work = distributed.all_reduce(layer.weight.data, async_op=True)
     (record,) = low_bit_of(layer, x)
     assert record.declined.startswith("something else holds the weight's memory")
-    assert int8_kernels["aten::linear"].prepared == 0
     work.wait()
 
 

@@ -19,6 +19,14 @@ CALLS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def interrupts_raise():
+    """Install Python's handler: a shell has a background process ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
