@@ -176,6 +176,41 @@ def test_a_subclass_made_before_makes_polycasts_regions_while_patched():
     assert not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.usefixtures("engine")
+def test_a_region_of_a_subclass_can_be_left_after_the_patch_has_ended():
+    class Half(torch.autocast):
+        def __exit__(self, *exc_info):
+            return super().__exit__(*exc_info)
+
+    torchs = torch.autocast.__exit__
+    patching = polycast.patch_torch()
+    patching.start()
+    by_hand = Half("cpu")
+    by_hand.__enter__()
+    with Half("cpu"):
+        patching.stop()
+        with polycast.patch_torch(), Half("cpu"):
+            pass
+    assert polycast.autocast_nesting("cpu") == 1
+    by_hand.__exit__(None, None, None)
+    assert polycast.autocast_nesting("cpu") == 0
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.autocast.__exit__ is torchs
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_region_of_a_subclass_that_was_entered_between_patches_can_be_left():
+    class Half(torch.autocast):
+        pass
+
+    with polycast.patch_torch():
+        region = Half("cpu")
+    region.__enter__()
+    with polycast.patch_torch():
+        region.__exit__(None, None, None)
+    assert not torch.is_autocast_enabled("cpu")
+
+
 @pytest.mark.usefixtures("patched", "engine")
 @pytest.mark.parametrize(("module", "device", "dtype"), [("cpu", "cpu", "bfloat16"), ("cuda", "cuda", "float16")])
 def test_the_deprecated_classes_warn_and_default_as_torchs(module, device, dtype):

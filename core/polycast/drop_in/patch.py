@@ -68,7 +68,9 @@ class patch_torch:
             self._started -= 1
             _patches -= 1
             if _patches == 0:
+                shim.keep_exit()
                 changes.undo(changes.PATCH_TORCH)
+                shim.restore_exit()
 
     def __enter__(self) -> Self:
         self.start()

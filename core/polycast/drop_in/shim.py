@@ -6,6 +6,7 @@ device without a backend keeps torch's behavior, and so do the regions that comp
 
 import functools
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -14,8 +15,10 @@ from torch.amp import autocast_mode
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
+from ..common.atfork import hold_during_fork
 from ..compilers.export import record_entry
 from ..compilers.torch_autocast import TorchAutocast, UnpatchedAutocast
+from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.state import Settings
 from ..errors import BackendNotFoundError
@@ -123,7 +126,15 @@ def _enter(self: Any) -> Any:
     region = _region_of(self)
     if region is None:
         return _torch_methods["__enter__"](self)
-    region.__enter__()
+    if region is self:
+        region.__enter__()
+        return self
+    _count_open(1)
+    try:
+        region.__enter__()
+    except BaseException:
+        _count_open(-1)
+        raise
     return self
 
 
@@ -133,7 +144,48 @@ def _exit(self: Any, *exc_info: Any) -> Any:
     region = _region_of(self)
     if region is None:
         return _torch_methods["__exit__"](self, *exc_info)
-    return region.__exit__(*exc_info)
+    if region is self:
+        return region.__exit__(*exc_info)
+    recorded = state.machine.leave(region)
+    if recorded is None and hasattr(self, "prev"):  # entered while torch was not patched
+        return _torch_methods["__exit__"](self, *exc_info)
+    if recorded is not None:
+        _count_open(-1)
+    if recorded is not False:
+        region._complete_exit(recorded)
+    return None
+
+
+@functools.wraps(_torch_methods["__exit__"])
+def _exit_after_patch(self: Any, *exc_info: Any) -> Any:
+    return _exit(self, *exc_info)
+
+
+_lock = threading.RLock()
+hold_during_fork(lambda: [_lock])
+_open = 0
+"""How many regions of subclasses of torch's class are entered, on all threads."""
+
+
+def _count_open(change: int) -> None:
+    global _open
+    with _lock:
+        _open += change
+        restore_exit()
+
+
+def keep_exit() -> None:
+    """Let regions of subclasses that are entered be left after torch is no longer patched."""
+    with _lock:
+        if _open and vars(TorchAutocast)["__exit__"] is _exit:
+            setattr(TorchAutocast, "__exit__", _exit_after_patch)
+
+
+def restore_exit() -> None:
+    """Undo :func:`keep_exit`, if all these regions have been left."""
+    with _lock:
+        if not _open and vars(TorchAutocast)["__exit__"] is _exit_after_patch:
+            setattr(TorchAutocast, "__exit__", _torch_methods["__exit__"])
 
 
 METHODS = {"__init__": _init, "__enter__": _enter, "__exit__": _exit}
