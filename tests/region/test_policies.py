@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import os
+import sys
+import time
 
 import pytest
 import torch
@@ -81,6 +83,18 @@ def test_a_file_that_was_changed_is_read_again(tmp_path):
     os.utime(path, ns=(1, 1))
     assert set(before.policies.values()) == {CastPolicy.FP32}
     assert set(polycast.autocast("cpu", policy=path)._settings.override.policies.values()) == {CastPolicy.PROMOTE}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="files have no time of their last change there")
+def test_a_file_that_was_changed_to_one_of_its_size_and_time_is_read_again(tmp_path):
+    path = tmp_path / "policy.toml"
+    found = []
+    for op in ("exp", "log"):
+        path.write_text(f'schema = 1\n[ops]\n{op} = "fp32"\n')
+        os.utime(path, ns=(1, 1))
+        found.append(polycast.autocast("cpu", policy=path)._settings.override.policies)
+        time.sleep(0.05)  # longer than a tick of the file system's clock
+    assert found[0].keys() != found[1].keys()
 
 
 def test_equal_policies_share_what_was_made_of_them():

@@ -50,7 +50,9 @@ def _read(given: Any) -> Policy:
     try:
         if is_file:
             status = os.stat(given)
-            key: tuple[Any, ...] = (os.path.abspath(given), status.st_mtime_ns, status.st_size, status.st_ino)
+            # A copy that keeps the time of its source, such as that of rsync, may be written with the old one's.
+            times = status.st_mtime_ns, status.st_ctime_ns
+            key: tuple[Any, ...] = (os.path.abspath(given), *times, status.st_size, status.st_ino)
         else:
             key = tuple(given.items())
         found = _policies.get(key)
