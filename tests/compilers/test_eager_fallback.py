@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import polycast
 from polycast import CastPolicy
+from polycast.compilers import eager_fallback
 
 pytestmark = [
     pytest.mark.usefixtures("engine"),
@@ -117,3 +118,13 @@ def test_a_torch_that_is_known_has_no_warning_and_its_stance_untouched():
         with policy(MM_UP):
             torch.compile(product, backend="eager", fullgraph=True)(X)
     assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+@pytest.mark.usefixtures("known_as_unknown")
+def test_setting_the_stance_again_keeps_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(10):
+            with torch.compiler.set_stance("default"), polycast.autocast("cpu", policy=MM_UP):
+                pass
+    assert len(eager_fallback._replaced) == 1

@@ -17,7 +17,7 @@ from ..torch_internals import changes
 
 _EAGER = "force_eager"
 _replaced: list[Any] = []
-"""The stances that were set, each of which knows the one before it."""
+"""The stance that was set first, which knows the one before it; empty while none is set."""
 
 
 def start(reason: str) -> None:
@@ -36,7 +36,9 @@ def start(reason: str) -> None:
 def keep() -> None:
     """Set the stance, if somebody has set another one since."""
     if _stance() != _EAGER or not _replaced:
-        _replaced.append(torch.compiler.set_stance(_EAGER))
+        ours = torch.compiler.set_stance(_EAGER)
+        if not _replaced:
+            _replaced.append(ours)
 
 
 def stop() -> None:
