@@ -110,7 +110,7 @@ def _training(name: str, *, batches: int = 1) -> Race:
     sides = {label: Side("step()", {"step": step(amp)}, kernels=label) for label, amp in LIBRARIES.items()}
     what = f"{name}, training step" + (f" of {batches} batches" if batches > 1 else "")
     return Race(
-        sides=sides, ratios=[Ratio(what, "torch.autocast", "polycast", "torch", NOT_SLOWER)], rounds=24, seconds=0.05
+        sides=sides, ratios=[Ratio(what, "torch.autocast", "polycast", "torch", NOT_SLOWER)], rounds=14, seconds=0.05
     )
 
 
@@ -127,7 +127,7 @@ def _region_for_each_layer() -> Race:
         for label, amp in LIBRARIES.items()
     }
     what = "24 small layers, frozen, a region for each"
-    return Race(sides=sides, ratios=[Ratio(what, "torch.autocast", "polycast", "torch", NOT_SLOWER)], rounds=24)
+    return Race(sides=sides, ratios=[Ratio(what, "torch.autocast", "polycast", "torch", NOT_SLOWER)], rounds=14)
 
 
 def _float16() -> Race:
@@ -139,7 +139,7 @@ def _float16() -> Race:
         for label, amp in LIBRARIES.items()
     }
     what = "24 small layers, frozen, float16"
-    return Race(sides=sides, ratios=[Ratio(what, "torch.autocast", "polycast", "torch", NOT_SLOWER)], rounds=24)
+    return Race(sides=sides, ratios=[Ratio(what, "torch.autocast", "polycast", "torch", NOT_SLOWER)], rounds=14)
 
 
 def _all() -> Iterator[Race]:
@@ -147,14 +147,14 @@ def _all() -> Iterator[Race]:
         model, x = MODELS[name]()
         model.requires_grad_(kind == "trainable")
         what = f"{name}, {kind}, {mode.__name__}"
-        yield duel(what, functools.partial(model, x), NOT_SLOWER, mode, rounds=24, seconds=0.03)
+        yield duel(what, functools.partial(model, x), NOT_SLOWER, mode, rounds=14, seconds=0.03)
     for name in ("BERT", "ResNet", "LSTM", "24 small layers"):
         yield _training(name)
     yield _training("BERT", batches=4)
     yield _region_for_each_layer()
     yield _float16()
     model, x = _bert()
-    yield duel("BERT, trainable, forward with grad", functools.partial(model, x), NOT_SLOWER, nullcontext, rounds=24)
+    yield duel("BERT, trainable, forward with grad", functools.partial(model, x), NOT_SLOWER, nullcontext, rounds=14)
 
 
 scenarios = functools.partial(Several, _all)
