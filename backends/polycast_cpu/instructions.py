@@ -1,4 +1,4 @@
-"""Which fast dtypes the processor supports natively; others are converted to float32 and back."""
+"""Find the fast dtypes that the processor supports natively; others are converted to float32 and back."""
 
 import platform
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class RunOverrides:
-    """What a program's regions get besides their own arguments, and how many it has entered.
+    """Add policy, recipe and cache to the regions of a program, and count the regions.
 
     Args:
         policy: a policy for each outermost region.

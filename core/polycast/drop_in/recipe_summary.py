@@ -1,4 +1,4 @@
-"""What a recipe computed of a program, for the summary of ``polycast run --recipe``."""
+"""Measure the share of a program that a recipe computed, for the summary of ``polycast run --recipe``."""
 
 import itertools
 import time
@@ -10,7 +10,7 @@ from ..observer.matmuls import matmul_lines
 from ..observer.observe import observe_program
 
 SECONDS = 10.0
-"""How long a program is observed, so that one that runs for longer is not slowed for longer."""
+"""Seconds for which a program is observed: observing slows it."""
 
 
 class RecipeSummary:

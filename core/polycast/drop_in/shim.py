@@ -46,7 +46,7 @@ class Region(autocast):
     """A region that was made by one of torch's names."""
 
     overrides: ClassVar[RunOverrides | None] = None
-    """What ``polycast run`` adds to each region; None outside of it."""
+    """The overrides of ``polycast run``, if it runs the program."""
 
     _enabled = True  # attributes, as torch's regions have them
     _cache_enabled = True
@@ -164,7 +164,7 @@ def _exit_after_patch(self: Any, *exc_info: Any) -> Any:
 _lock = threading.RLock()
 hold_during_fork(lambda: [_lock])
 _open = 0
-"""How many regions of subclasses of torch's class are entered, on all threads."""
+"""The number of open regions of subclasses of torch's class, on all threads."""
 
 
 def _count_open(change: int) -> None:

@@ -26,7 +26,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Evidence:
-    """How a policy was found.
+    """The search that found a policy.
 
     Attributes:
         model: the class of the model.

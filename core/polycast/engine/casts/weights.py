@@ -1,4 +1,4 @@
-"""Which tensors are weights or views of weights, and when a cast of one may be cached."""
+"""Recognize weights and views of weights, and decide when a cast of one may be cached."""
 
 import functools
 import sys

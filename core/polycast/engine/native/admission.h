@@ -22,7 +22,8 @@ namespace {
 c10::DeleterFnPtr storage_part_deleter = nullptr;  // of a part of a storage, as files are read and mapped
 PyObject* storages_are_rewritten = nullptr;        // see casts/weights.py
 
-// Who else may write a storage without a tensor: nobody, this process (the memory of a NumPy array, say), or other processes.
+// The owner of a storage's memory. Without a tensor, only foreign memory (of a NumPy array, say) can be written by this
+// process, and only shared memory by other processes.
 enum class Memory : uint8_t { kTorch, kForeign, kShared };
 
 // torch's own memory has a deleter of torch's. May run Python for other memory.

@@ -1,4 +1,4 @@
-// Which tensors are cast, which of them are weights, and whether a cast comes from a cache.
+// Select the tensors to cast, recognize weights among them, and look casts up in a cache.
 
 #pragma once
 
@@ -92,7 +92,7 @@ Tensor cast_of_traced(const Tensor& tensor, ScalarType dtype, DeviceType device)
   return cast.is_none() ? Tensor() : tensor_of(cast.get());
 }
 
-// How the inputs of a call are cast.
+// The dtype and the device that the inputs of a call are cast for.
 struct CastSpec {
   ScalarType dtype;  // Undefined: none is cast
   DeviceType device;

@@ -66,7 +66,7 @@ std::array<std::atomic<int>, c10::COMPILE_TIME_MAX_DEVICE_TYPES> open_count{};
 
 std::atomic<int>& open_count_of(DeviceType device) { return open_count[static_cast<size_t>(device)]; }
 
-// What kernels read of a device's innermost region on this thread, whose frame owns it.
+// The part that kernels read of a device's innermost region on this thread, whose frame owns it.
 struct DeviceRegion {
   Frame* innermost = nullptr;
   const Override* override = nullptr;

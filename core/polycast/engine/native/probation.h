@@ -23,7 +23,7 @@
 
 namespace {
 
-// Which weights are used more than once in a region. Hints by address: a weight may have died.
+// Remember the weights that are used more than once in a region. Hints by address: a weight may have died.
 class UseHistory {
  public:
   // Note a use that found no cast; return whether to cache the weight at once.

@@ -24,7 +24,7 @@
 
 namespace {
 
-// What a cast is needed for.
+// The use of a cast.
 struct Use {
   bool history;         // it needs autograd history
   bool held_by_graph;   // a graph holds its memory, so that dropping it from the cache frees nothing

@@ -1,4 +1,4 @@
-// What is recorded when an op begins: which op it is, its inputs, and whose autocast looks at it.
+// Record the beginning of an op: its schema, its inputs, and whose autocast looks at it.
 //
 // Locks: a table's.
 

@@ -1,4 +1,4 @@
-// What is recorded when an op ends: its outputs, inf and nan among them, and the counts.
+// Record the end of an op: its outputs, inf and nan among them, and the counts.
 //
 // Locks: a table's and a recorder's. The GIL is taken to keep a stack and to hold an override that was not seen before, with no lock held.
 

@@ -1,4 +1,4 @@
-// What a thread knows of its observers, of the op that it is in, and of the last outputs of ops.
+// The state of an observed thread: its observers, the op that it runs, and the last outputs of ops.
 //
 // Owns the watch of each thread. Locks: Recorders::mutex, when the list of recorders has changed.
 
@@ -171,7 +171,7 @@ struct Watch {
   }
 };
 
-// What torch keeps from the beginning of an event to its end.
+// The context that torch passes from the beginning of an event to its end.
 enum class ObservedKind : int8_t { kNode, kOp, kPart };
 
 struct Observed : at::ObserverContext {

@@ -1,4 +1,4 @@
-// What a Python module in C++ consists of: functions that translate exceptions, and classes that hold a C++ object.
+// Building blocks of a Python module in C++: functions that translate exceptions, and classes that hold a C++ object.
 
 #pragma once
 

@@ -20,7 +20,7 @@ struct ObservedCall {
   bool is_timed = false;
 };
 
-// How the engine got the cast of an input.
+// The origin of an input's cast.
 struct SeenCast {
   bool of_weight;
   bool looked_for = false;        // in a cache
