@@ -69,6 +69,9 @@ class _Unchosen:
     def prepacked(self, *args: Any) -> Any:
         return choose().prepacked(*args)
 
+    def forget_actions(self) -> None:
+        pass
+
     def clear_own_casts(self, all_threads: bool) -> None:
         pass
 

@@ -93,6 +93,9 @@ class StateMachine(Protocol):
         NOT_PREPACKED.
         """
 
+    def forget_actions(self) -> None:
+        """Ask Python again how to compute each call by a recipe; see low_bit/actions.py."""
+
     def clear_own_casts(self, all_threads: bool, /) -> None:
         """Drop the casts that the regions of this thread, or of all threads, keep outside of a :class:`WeightCache`."""
 

@@ -52,10 +52,16 @@ class LowBitKernel:
     Attributes:
         weight: the position of the weight among the op's arguments.
         prepack_key: a backend's kernels with equal keys share prepacked weights. None: the kernel does not share.
+        operator: optional; an operator in C++ that computes the op: ``operator(*args, *prepacked, dtype, *constants)``,
+            with the op's arguments and the fast dtype. The native engine calls it without entering Python once the
+            weight is prepacked.
+        constants: the last arguments of `operator`: numbers, strings, dtypes or None.
     """
 
     weight: int = 1
     prepack_key: Hashable = None
+    operator: OpOverload | None = None
+    constants: Sequence[Any] = ()
 
     def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         """Return the prepacked weight, tensors with memory of their own; None if this weight cannot be prepacked.
@@ -70,16 +76,22 @@ class LowBitKernel:
     def unsupported_reason(self, *args: Any) -> str | None:
         """Return why the kernel does not support a call, for messages; None if it does.
 
-        Called for every call, with fake tensors too: it may read dtypes, sizes and strides, but no values.
+        Called with fake tensors too. It may read dtypes, sizes, strides and devices, but no values, and must return the
+        same for the same: the native engine keeps the answer.
         """
         return None
 
     def run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
         """Return the op's result in the fast dtype: ``torch.get_autocast_dtype`` of the device.
 
-        Called outside of autocast, when autograd has nothing to record. It must not read the weight itself.
+        Called outside of autocast, when autograd has nothing to record. It must not read the weight itself. The default
+        calls `operator`.
         """
-        raise NotImplementedError
+        if self.operator is None:
+            raise NotImplementedError(f"{type(self).__name__} has neither an operator nor run()")
+        dtype = torch.get_autocast_dtype(args[self.weight].device.type)
+        result: torch.Tensor = self.operator(*args, *prepacked, dtype, *self.constants)
+        return result
 
 
 class Backend:

@@ -1,11 +1,13 @@
 """`LowBitMatmul`: the kernels of linear, matmul, mm and addmm, from one matrix multiplication in low bit."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
 from typing_extensions import override
 
+from ..torch_internals.dispatcher import OpOverload
 from .backend import LowBitKernel
 
 _Prepacked: TypeAlias = "tuple[torch.Tensor, ...]"
@@ -22,6 +24,9 @@ class LowBitMatmul:
 
     Attributes:
         takes_batches: whether `multiply` takes activations of any number of dimensions. If not, it gets matrices.
+        operators: optional; by op, such as ``"aten::linear"``, an operator in C++ that computes it, in place of
+            `multiply`; see :class:`LowBitKernel`.
+        constants: the last arguments of these operators.
 
     Example:
         >>> import polycast
@@ -35,6 +40,8 @@ class LowBitMatmul:
     """
 
     takes_batches: bool = False
+    operators: Mapping[str, OpOverload] = MappingProxyType({})
+    constants: Sequence[Any] = ()
 
     def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         """Return the prepacked weight, tensors with memory of their own; None if this weight cannot be prepacked.
@@ -65,7 +72,8 @@ class LowBitMatmul:
     def unsupported_reason(self, x: torch.Tensor, size: Sequence[int], bias: torch.Tensor | None) -> str | None:
         """Return why `multiply` does not support a call with matching, nonzero sizes; None if it does.
 
-        Called for every call, with fake tensors too: it may read dtypes, sizes and strides, but no values.
+        Called with fake tensors too. It may read dtypes, sizes, strides and devices, but no values, and must return the
+        same for the same: the native engine keeps the answer.
 
         Args:
             x: activations, [..., K].
@@ -76,12 +84,16 @@ class LowBitMatmul:
 
     def kernels(self) -> Mapping[str, LowBitKernel]:
         """Return the kernels by op, for ``Backend.low_bit_kernels`` to return alone or with others."""
-        return {
+        kernels: dict[str, _Kernel] = {
             "aten::linear": _Linear(self),
             "aten::matmul": _Matmul(self),
             "aten::mm": _Mm(self),
             "aten::addmm": _Addmm(self),
         }
+        for op, kernel in kernels.items():
+            kernel.operator = self.operators.get(op)
+            kernel.constants = self.constants
+        return kernels
 
 
 class _Kernel(LowBitKernel):
@@ -92,6 +104,13 @@ class _Kernel(LowBitKernel):
         self._unsupported_reason = matmul.unsupported_reason
         self._multiply = matmul.multiply if matmul.takes_batches else _flatten_batches(matmul.multiply)
         self.prepack_key: Hashable = type(matmul), self.weight_layout
+
+    @override
+    def run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
+        return self._run(prepacked, *args) if self.operator is None else super().run(prepacked, *args)
+
+    def _run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
+        raise NotImplementedError
 
 
 class _Linear(_Kernel):
@@ -112,7 +131,7 @@ class _Linear(_Kernel):
         return self._prepack(weight)
 
     @override
-    def run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
+    def _run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
         x, _, bias = args
         return self._multiply(x, prepacked, bias, 1.0)
 
@@ -133,7 +152,7 @@ class _Matmul(_Kernel):
         return self._prepack(weight.t())
 
     @override
-    def run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
+    def _run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
         return self._multiply(args[0], prepacked, None, 1.0)
 
 
@@ -164,7 +183,7 @@ class _Addmm(_Matmul):
         return self._unsupported_reason(x, size, bias)
 
     @override
-    def run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
+    def _run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
         bias, x, _, beta, alpha = args
         if beta == 0:  # torch then ignores the bias, nan included
             bias = None

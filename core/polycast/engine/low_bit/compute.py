@@ -1,7 +1,7 @@
 """Ops that a recipe computes. The kernels at the Autocast keys call `perform` in regions with a recipe."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -12,16 +12,20 @@ from ..casts.weights import parameter_of
 from ..disable_dynamo import disable_dynamo
 from ..inference import in_function
 from ..override import Override
-from .listeners import notify
+from .actions import Action
+from .listeners import listeners, notify
 from .operators import traced
 from .plan import NO_KERNEL, plan_of
 
 IN_FUNCTION = "an autograd.Function computes it, and low bit is for inference (what torch.inference_mode() says)"
 
+Performed: TypeAlias = tuple[torch.Tensor | None, Action | None]
+"""The result of an op, None if it falls back; and how to compute like calls, None if Python decides each time."""
+
 
 @disable_dynamo
-def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False) -> torch.Tensor | None:
-    """Compute an op by the recipe of this thread's region, and notify listeners; return None if it falls back.
+def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False) -> Performed:
+    """Compute an op by the recipe of this thread's region, and notify listeners.
 
     Called with autocast off for the device.
 
@@ -33,25 +37,28 @@ def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False)
     """
     region = state.machine.innermost(device_type)
     if region is None or region[0] is None:
-        return None
+        return None, None
     cache = region[1]
     plan = plan_of(region[0], device_type)
     if plan is None:
-        return None
+        return None, None
     result: torch.Tensor | str
+    action: Action | None = None
     if in_function():
         result = IN_FUNCTION
     elif not plain and (is_forward_ad_active() or are_functorch_transforms_active() or is_tracing()):
         result = INTERCEPTED
     else:
-        result = plan.compute(op, args, cache, plain)
+        result, action = plan.compute(op, args, cache, plain)
         if result is INTERCEPTED:
             result = traced(op, plan, args, cache)
             if isinstance(result, torch.Tensor):
-                return result  # the operator notifies listeners when it runs
+                return result, None  # the operator notifies listeners when it runs
+    if listeners:
+        action = None  # they are notified of each call
     reason = result if isinstance(result, str) else None
     notify(device_type, plan.recipe, op, reason)
-    return None if isinstance(result, str) else result
+    return None if isinstance(result, str) else result, action
 
 
 def why_no_kernel(override: Override, op: str, device_type: str) -> str | None:

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from ...common.listeners import Listeners
 from ...policy.recipe import Recipe
 from ...torch_internals.names import tracing_context
+from .actions import forget_actions
 
-listeners: Listeners[Callable[[str, str, str, str | None], object]] = Listeners()
+# No action is kept while there are listeners: the engine then notifies them of each call.
+listeners: Listeners[Callable[[str, str, str, str | None], object]] = Listeners(start=forget_actions)
 """They get the device type, the recipe, the op's name in the dispatcher, and the reason if the recipe declined it."""
 
 

@@ -99,9 +99,9 @@ def _run_in_compiled(op: str, args: Sequence[Any], recipe: str, cache: int, dtyp
         with disable_autocast():
             if torch.is_grad_enabled():
                 with torch.no_grad():
-                    result = plan.compute(op, args, found)
+                    result, _ = plan.compute(op, args, found)
             else:
-                result = plan.compute(op, args, found)
+                result, _ = plan.compute(op, args, found)
             notify(device_type, plan.recipe, op, result if isinstance(result, str) else None)
             return _in_fast_dtype(op, args, dtype) if isinstance(result, str) else result
     finally:

@@ -23,6 +23,7 @@ from ..casts.not_prepacked import NOT_CACHED
 from ..casts.weight_cache import WeightCache
 from ..casts.weights import caching_is_safe
 from ..override import Override
+from .actions import FALL_BACK, Action, ActionKind
 
 NO_KERNEL = "the backend has no kernel for it"
 RECORDS = "autograd records it, and low bit is for inference"
@@ -52,6 +53,11 @@ class _ProcessCache:
         if found is None:
             found = self._cache = WeightCache()
         return found
+
+    @property
+    def made(self) -> WeightCache | None:
+        """The cache, if it is used already."""
+        return self._cache
 
     def clear(self) -> None:
         """Empty the cache."""
@@ -88,6 +94,13 @@ class Plan:
             self.refusal = answer.reason
         self._kinds = {op: _kind_of(backend, recipe, op, kernel) for op, kernel in self.kernels.items()}
         self._prepack = {op: _checked_prepack(kernel) for op, kernel in self.kernels.items()}
+        self._actions = {op: self._action(op, kernel) for op, kernel in self.kernels.items()}
+
+    def _action(self, op: str, kernel: LowBitKernel) -> Action | None:
+        """Return the action that calls a kernel's operator; None if it has none, or Python asks whether to call it."""
+        if kernel.operator is None or self._may_capture:
+            return None
+        return Action(ActionKind.OPERATOR, kernel.weight, self._kinds[op], kernel.operator, tuple(kernel.constants))
 
     def unsupported_reason(self, op: str, args: Sequence[Any], plain: bool = False) -> str | None:
         """Return why an op falls back to the fast dtype; None if it does not, if its weight can be prepacked.
@@ -125,27 +138,32 @@ class Plan:
 
     def compute(
         self, op: str, args: Sequence[Any], cache: WeightCache | None, plain: bool = False
-    ) -> torch.Tensor | str:
-        """Return the result of an op, or why it falls back; see :meth:`unsupported_reason`."""
+    ) -> tuple[torch.Tensor | str, Action | None]:
+        """Compute an op.
+
+        Returns:
+            Its result, or why it falls back (see :meth:`unsupported_reason`); and the action that does the same for
+            calls with the same metadata, or None if there is none.
+        """
         reason = self.unsupported_reason(op, args, plain)
         if reason is not None:
-            return reason
+            return reason, FALL_BACK
         kernel = self.kernels[op]
         weight: torch.Tensor = args[kernel.weight]
         if self._may_capture and self.backend.is_capturing():
-            return NOT_CACHED
+            return NOT_CACHED, None
         # Traced tensors are of subclasses too, but caching is not safe then.
         if not plain and any(isinstance(arg, torch.Tensor) and _is_special(arg) for arg in args) and caching_is_safe():
-            return SUBCLASS
+            return SUBCLASS, None
         where = process_cache.cache if cache is None else cache
         prepared = state.machine.prepacked(where, weight, self._kinds[op], self._prepack[op])
         if prepared is None:
-            return UNPACKABLE
+            return UNPACKABLE, None
         if isinstance(prepared, str):
-            return prepared
+            return prepared, None
         result = kernel.run(prepared, *args)
         dtype = torch.get_autocast_dtype(self.device_type)
-        return result if result.dtype is dtype else result.to(dtype)
+        return result if result.dtype is dtype else result.to(dtype), self._actions[op]
 
 
 def _checked_prepack(kernel: LowBitKernel) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...] | None]:

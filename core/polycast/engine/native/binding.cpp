@@ -172,6 +172,9 @@ PyObject* forget(PyObject*, PyObject* tensors) {
   return Py_NewRef(Py_None);
 }
 
+// forget_actions()
+PyObject* forget_actions(PyObject*, PyObject*) { return Py_NewRef(Py_None); }
+
 // bind(policies, reasons, override, store, rewritten, error, text, of_traced, by_identity, low_bit, part): the names of CastPolicy
 // and NOT_PREPACKED, functions that the engine calls, and a part of a storage
 PyObject* bind(PyObject*, PyObject* arguments) {
@@ -214,6 +217,7 @@ PyMethodDef functions[] = {
     {"note_writes", &raising<&note_writes>, METH_O, "Drop what is cached of tensors that were written."},
     {"forget", &raising<&forget>, METH_O, "Drop the entries of weights and the references to them."},
     {"prepacked", &raising<&prepacked>, METH_VARARGS, "Return a prepacked weight."},
+    {"forget_actions", &raising<&forget_actions>, METH_NOARGS, "Ask Python again how to compute calls by recipes."},
     {"observing", &raising<&observing>, METH_NOARGS, "Return what an observer is bound to."},
     {"bind", &raising<&bind>, METH_VARARGS, "Set the functions that the engine calls."},
     {nullptr, nullptr, 0, nullptr}};

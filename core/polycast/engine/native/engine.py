@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from typing_extensions import override
@@ -21,6 +21,7 @@ from ..casts.weights import STALE, storages_are_rewritten
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, autocast_key, refusal
 from ..low_bit import compute as low_bit
+from ..low_bit.plan import process_cache
 from ..override import Override
 from ..state import Settings
 
@@ -33,6 +34,8 @@ _names: dict[int, str] = {}
 _unused_numbers = itertools.count()
 _LOW_BIT = len(CastPolicy)
 _NOT_PREPACKED = tuple(NOT_PREPACKED.values())
+
+_Performed: TypeAlias = "tuple[torch.Tensor | None, tuple[Any, ...] | None]"
 
 
 class NativeEngine:
@@ -69,6 +72,7 @@ class NativeEngine:
         self.dtype: Callable[[str], torch.dtype] = extension.dtype
         self.excluded_keys: Callable[[], int] = extension.excluded_keys
         self.clear_own_casts = extension.clear_own_casts
+        self.forget_actions: Callable[[], None] = extension.forget_actions
         self.region_methods = extension.region_methods
         self.observing: Callable[[], object] = extension.observing
         """Return the capsule that an observer binds to."""
@@ -80,8 +84,13 @@ class NativeEngine:
         return number
 
     @disable_dynamo
-    def _perform_low_bit(self, op: int, device_type: str, plain: bool, *args: Any) -> torch.Tensor | None:
-        return low_bit.perform(_names[op], device_type, args, plain)
+    def _perform_low_bit(self, op: int, device_type: str, plain: bool, *args: Any) -> _Performed:
+        result, action = low_bit.perform(_names[op], device_type, args, plain)
+        if action is None or action.operator is None:
+            return result, action
+        schema, made = action.operator._schema, process_cache.made
+        store = None if made is None else self._native_store(made)
+        return result, (*action[:3], schema.name, schema.overload_name, action.constants, store)
 
     def prepacked(
         self, cache: WeightCache, weight: torch.Tensor, kind: int, prepack: Callable[[torch.Tensor], Any]

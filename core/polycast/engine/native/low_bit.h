@@ -86,8 +86,10 @@ C10_NOINLINE Tensor low_bit(int64_t op, DeviceType device, c10::ArrayRef<c10::IV
     }
     PyTuple_SetItem(given.get(), static_cast<Py_ssize_t>(i + kBefore), argument.release());
   }
-  const Object result = Object::made(PyObject_CallObject(perform_low_bit, given.get()));
-  return result.is_none() ? Tensor() : tensor_of(result.get());
+  const Object performed = Object::made(PyObject_CallObject(perform_low_bit, given.get()));
+  PyObject *result, *action;
+  parse(performed.get(), "OO", &result, &action);
+  return result == Py_None ? Tensor() : tensor_of(result);
 }
 
 // Whether low-bit kernels take the arguments of a signature.

@@ -104,7 +104,7 @@ class _Kernel:
             if policy is CastPolicy.LOWER_PRECISION_FP and self._machine.computes_low_bit(
                 self._name, self._device_type
             ):
-                result = low_bit.perform(self._name, self._device_type, flatten_arguments(self._op, args, kwargs))
+                result, _ = low_bit.perform(self._name, self._device_type, flatten_arguments(self._op, args, kwargs))
                 if result is not None:
                     return result
             fast = torch.get_autocast_dtype(self._device_type)

@@ -197,6 +197,9 @@ class PythonStateMachine:
         """Return the dispatch keys that this thread excludes."""
         return excluded_keys()
 
+    def forget_actions(self) -> None:
+        """Do nothing: this engine keeps no actions."""
+
     def clear_own_casts(self, all_threads: bool) -> None:
         """Drop the casts of this thread's regions, or of all threads'."""
         for regions in self._living() if all_threads else [self._regions]:

@@ -1,0 +1,58 @@
+"""`Action`: how the native engine computes calls like one that Python has decided, without asking Python again."""
+
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from ...torch_internals.dispatcher import OpOverload
+from .. import state
+
+
+class ActionKind(IntEnum):
+    """The kinds of actions, with the numbers that the native engine gives them (native/decisions.h)."""
+
+    FALL_BACK = 0
+    """Compute the op in the fast dtype, as without the recipe."""
+    FLOAT32 = 1
+    """Cast the tensors to float32, compute the op, and cast the result to the fast dtype. Not for calls that autograd
+    records: they ask Python."""
+    OPERATOR = 2
+    """Call an operator with the op's arguments, the prepacked weight or its cached cast, the fast dtype and constants.
+    Calls that autograd records ask Python, and so do those whose weight is not cached or cannot be."""
+
+
+class Action(NamedTuple):
+    """How to compute calls of an op in regions with an override.
+
+    :meth:`Plan.compute` returns it with the result of a call. The native engine keeps it for calls with the same
+    metadata, until :func:`forget_actions`, so it must depend on nothing but
+
+    - the op, the plan and the fast dtype;
+    - of each tensor: dtype, sizes, strides, device, and whether it is a weight or a view of one;
+    - the other arguments;
+    - whether autograd records the call, whether the region has a WeightCache, and whether autocast caches casts.
+
+    Attributes:
+        kind: what to do.
+        weight: for OPERATOR, the position of the weight among the op's arguments.
+        prepack_kind: for OPERATOR, the kind of the prepacked weight; 0: the operator takes the weight's cached cast.
+        operator: for OPERATOR, the operator.
+        constants: for OPERATOR, its last arguments.
+    """
+
+    kind: ActionKind
+    weight: int = 0
+    prepack_kind: int = 0
+    operator: OpOverload | None = None
+    constants: tuple[Any, ...] = ()
+
+
+FALL_BACK = Action(ActionKind.FALL_BACK)
+FLOAT32 = Action(ActionKind.FLOAT32)
+
+
+def forget_actions() -> None:
+    """Make the native engine ask Python again for each call; to call after a change of what actions depend on.
+
+    A change of a device's backend does so by itself, since the kernels are installed again.
+    """
+    state.machine.forget_actions()
