@@ -3,18 +3,20 @@
 import pytest
 import torch
 
+import polycast
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _main_thread_compiles_first():
-    """Compile something: torch 2.11 crashes where the first thread that compiled has ended and another does."""
+    """Compile something: torch 2.11 crashes if another thread compiles after the first that did has ended."""
     torch.compile(lambda x: x.sin(), backend="eager")(torch.ones(1))
 
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo():
-    """Reset Dynamo, and let it compile the callees of compiled code, which it does not below fullgraph=True.
+    """Reset Dynamo, and the setting by which it does not compile the callees of code compiled with fullgraph=True.
 
-    Of threads that call such functions at once, one may put back what another has set, and that stays.
+    When threads call such code at once, one may restore the setting of another, and then it stays.
     """
     torch.compiler.reset()
     yield
@@ -25,7 +27,24 @@ def _fresh_dynamo():
 
 
 @pytest.fixture
+def cache():
+    """Return a cache that compares a cast with its weight at every hit."""
+    return polycast.WeightCache(verify=True)
+
+
+@pytest.fixture
+def in_region():
+    """Return a function that calls another in a region."""
+
+    def in_region(function, *args, cache=None, **settings):
+        with polycast.autocast("cpu", cache=cache, **settings):
+            return function(*args)
+
+    return in_region
+
+
+@pytest.fixture
 def data():
-    """An input and a layer for it."""
+    """Return an input and a layer for it."""
     torch.manual_seed(0)
     return torch.randn(3, 8), torch.nn.Linear(8, 8)

@@ -1,4 +1,4 @@
-"""Cached casts in graphs: with regions from outside, as outputs, and in graphs that cannot be traced."""
+"""Cached casts in graphs whose region was made outside, and in graphs that cannot be traced."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import polycast
-from polycast import WeightCache
 from polycast.engine import state
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -15,18 +14,8 @@ SIZE = 64
 
 
 @pytest.fixture
-def cache():
-    return WeightCache(verify=True)
-
-
-@pytest.fixture
 def model():
     return nn.Linear(SIZE, SIZE, bias=False)
-
-
-def in_region(function, *args, cache=None, **settings):
-    with polycast.autocast("cpu", cache=cache, **settings):
-        return function(*args)
 
 
 def counts(cache):
@@ -77,55 +66,6 @@ def test_a_region_that_was_made_outside_has_it_after_a_graph_break(model, cache)
         for _ in range(3):
             function(torch.ones(2, SIZE))
     assert counts(cache) == (3, 3)
-
-
-def _the_cast(w):
-    return torch.einsum("ij->ij", w)
-
-
-def _a_view(w):
-    return torch.einsum("ij->ji", w)
-
-
-def _a_part(w):
-    return torch.einsum("ij->ij", w)[3:5, 2:]
-
-
-def _several_parts(w):
-    return torch.einsum("ij->ij", w).chunk(2)[1]
-
-
-def _from_a_branch(w):
-    return torch.cond(
-        w.sum() > -1e9, lambda w: torch.einsum("ij->ij", w), lambda w: torch.einsum("ij->ij", w) * 2, (w,)
-    )
-
-
-@pytest.mark.slow
-@BACKENDS
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("function", [_the_cast, _a_view, _a_part, _several_parts, _from_a_branch])
-def test_who_calls_compiled_code_may_write_what_it_returns(backend, grad, function, cache):
-    w = nn.Parameter(torch.randn(SIZE, SIZE))
-    policy = {"einsum": "lower_precision_fp"}
-    compiled = torch.compile(function, backend=backend, fullgraph=True)
-    with torch.set_grad_enabled(grad):
-        expected = in_region(torch.compile(function, backend="aot_eager"), w, policy=policy)
-        for _ in range(3):
-            y = in_region(compiled, w, cache=cache, policy=policy)
-            assert torch.equal(y, expected)
-            assert y.stride() == expected.stride()
-            y.detach().zero_()
-
-
-@pytest.mark.parametrize("grad", [False, True])
-def test_what_compiled_code_returns_twice_is_not_one_memory(grad, cache):
-    w = nn.Parameter(torch.randn(SIZE, SIZE))
-    compiled = torch.compile(lambda w: (_the_cast(w), _the_cast(w)), backend="aot_eager", fullgraph=True)
-    with torch.set_grad_enabled(grad):
-        one, other = in_region(compiled, w, cache=cache, policy={"einsum": "lower_precision_fp"})
-    one.detach().zero_()
-    assert torch.equal(other, w.bfloat16())
 
 
 class _Failing(torch.fx.Interpreter):

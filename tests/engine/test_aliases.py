@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import gc
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 import polycast
-from polycast.engine import installation, state
 
 pytestmark = pytest.mark.usefixtures("engine", "int8_kernels")
 
@@ -27,7 +25,7 @@ def product(weight):
 
 
 def is_right(weight):
-    """Say whether what the region computes is of what the weight holds."""
+    """Return whether the result of an op is that of the weight's current value."""
     with torch.no_grad():
         out = product(weight)
         expected = SIZE * weight.detach()[0, 0].float()
@@ -35,7 +33,7 @@ def is_right(weight):
     return abs(out[0, 0].item() - expected.item()) <= 0.01 * abs(expected.item())
 
 
-# What keeps something of a weight: each gives a function that makes what a use of the weight is in.
+# Each way to cache something of a weight yields a function that returns the context of one use.
 @contextlib.contextmanager
 def plain_region():
     with polycast.autocast("cpu"):
@@ -55,12 +53,12 @@ def regions_with_recipe():
     polycast.clear_autocast_cache()
 
 
-KEEPERS = {
+CACHES = {
     "a plain region": plain_region,
     "a cache": regions_with_cache,
     "a recipe": regions_with_recipe,
 }
-keeping = pytest.mark.parametrize("keeper", KEEPERS.values(), ids=KEEPERS)
+with_each_cache = pytest.mark.parametrize("regions", CACHES.values(), ids=CACHES)
 
 
 def add_to_data(weight):
@@ -138,11 +136,11 @@ WRITES = {
 }
 
 
-@keeping
+@with_each_cache
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_a_write_is_seen(keeper, write):
+def test_a_write_is_seen(regions, write):
     weight = frozen()
-    with keeper() as region:
+    with regions() as region:
         for turn in range(3):
             for _ in range(3):
                 with region():
@@ -172,14 +170,14 @@ ALIASES = {
 }
 
 
-@keeping
+@with_each_cache
 @pytest.mark.parametrize("made", ["before", "after"])
 @pytest.mark.parametrize(("alias_of", "write"), ALIASES.values(), ids=ALIASES)
-def test_writes_through_a_live_alias_are_seen(keeper, made, alias_of, write):
+def test_writes_through_a_live_alias_are_seen(regions, made, alias_of, write):
     weight = frozen()
     polycast.install("cpu")
     alias = alias_of(weight) if made == "before" else None
-    with keeper() as region:
+    with regions() as region:
         if made == "after":
             for _ in range(3):
                 with region():
@@ -208,12 +206,12 @@ def test_writes_through_an_alias_older_than_polycasts_hooks_are_seen_in_a_plain_
         assert is_right(weight)
 
 
-@pytest.mark.parametrize("keeper", [regions_with_cache, regions_with_recipe])
-def test_writes_through_an_alias_older_than_polycasts_hooks_are_seen_with_a_cache(keeper):
+@pytest.mark.parametrize("regions", [regions_with_cache, regions_with_recipe])
+def test_writes_through_an_alias_older_than_polycasts_hooks_are_seen_with_a_cache(regions):
     polycast.uninstall()
     weight = frozen()
     alias = weight.data
-    with keeper() as region:
+    with regions() as region:
         for turn in range(4):
             for _ in range(2):
                 with region():
@@ -280,157 +278,10 @@ def test_an_adapter_merged_inside_a_region_takes_effect():
     assert torch.equal(merged, layer.bfloat16()(x.bfloat16()))
 
 
-@pytest.mark.parametrize("call", [torch.compile, None], ids=["compiled", "eager"])
-def test_a_write_is_seen_where_compiled_code_looks_a_cast_up(call, engine):
-    weight, cache = nn.Parameter(torch.ones(64, 64), requires_grad=False), polycast.WeightCache()
-    x = torch.ones(1, 64)
-
-    def forward(x):
-        return torch.nn.functional.linear(x, weight)
-
-    torch._dynamo.reset()
-    forward = torch.compile(forward, backend="aot_eager", fullgraph=True) if call else forward
-    alias = None
-    with torch.no_grad():
-        for turn in range(6):
-            with polycast.autocast("cpu", cache=cache):
-                assert forward(x)[0, 0] == 64 * weight[0, 0].item()
-                assert forward(x)[0, 0] == 64 * weight[0, 0].item()
-            if turn == 3:
-                alias = weight.data
-            (weight.data if alias is None else alias).add_(1)
-    assert cache.stats().hits > 0
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_write_through_data_in_compiled_code_is_seen(backend, engine):
-    if (engine, backend) == ("reference", "eager"):
-        pytest.skip("only a function in C++ may stand in for the one that Dynamo writes into such graphs")
-    weight, cache = frozen(), polycast.WeightCache()
-    polycast.install("cpu")
-    torch._dynamo.reset()
-
-    @torch.compile(backend=backend, fullgraph=True)
-    def write():
-        weight.data.add_(1)
-
-    with torch.no_grad():
-        for _ in range(3):
-            with polycast.autocast("cpu", cache=cache):
-                assert is_right(weight)
-                assert is_right(weight)
-                write()
-                assert is_right(weight)
-            with polycast.autocast("cpu"):
-                assert is_right(weight)
-                assert is_right(weight)
-                write()
-                assert is_right(weight)
-
-
-def test_casts_are_cached_again_once_an_alias_is_freed():
-    weight, cache = frozen(), polycast.WeightCache()
-    alias = weight.data
-
-    def use():
-        with torch.no_grad(), polycast.autocast("cpu", cache=cache):
-            product(weight)
-
-    use(), use()
-    assert (cache.stats().entries, cache.stats().hits) == (0, 0)
-    del alias
-    use(), use()
-    assert (cache.stats().entries, cache.stats().hits) == (1, 1)
-
-
-def test_casts_are_cached_after_a_storage_object_is_dropped():
-    weight, cache = frozen(), polycast.WeightCache()
-    weight.untyped_storage()
-    for _ in range(3):
-        with torch.no_grad(), polycast.autocast("cpu", cache=cache):
-            product(weight)
-    assert cache.stats().hits == 2
-
-
-def test_an_alias_of_one_weight_does_not_drop_the_casts_of_others():
-    one, other, cache = frozen(), frozen(), polycast.WeightCache()
-    for weight in (one, other):
-        with torch.no_grad(), polycast.autocast("cpu", cache=cache):
-            product(weight)
-    one.data.add_(1)
-    assert cache.stats().entries == 1
-    with torch.no_grad(), polycast.autocast("cpu", cache=cache):
-        product(other)
-    assert cache.stats().hits == 1
-
-
-def test_a_kernel_that_reads_the_weight_as_an_array_prepacks_it_once(int8_kernels):
-    class ReadsAnArray(type(int8_kernels["aten::linear"])):
-        def prepack(self, weight):
-            return super().prepack(torch.from_numpy(weight.numpy().copy()))
-
-    int8_kernels["aten::linear"] = ReadsAnArray()
+@with_each_cache
+def test_a_cached_frozen_weight_can_be_swapped(regions):
     weight = frozen()
-    with regions_with_recipe() as region:
-        for _ in range(3):
-            with region():
-                assert is_right(weight)
-    assert int8_kernels["aten::linear"].prepared == 1
-
-
-def versioned_aliases(weight):
-    layer = nn.Linear(SIZE, SIZE, bias=False)
-    layer.weight = weight
-    return [layer.state_dict(), weight.detach(), weight.view(-1), weight[:2], nn.Parameter(weight)]
-
-
-def test_a_cache_caches_casts_beside_aliases_that_share_the_version_counter(engine):
-    if engine == "reference":
-        pytest.skip("Python cannot tell which aliases share the weight's version counter: nothing is kept")
-    weight, cache = frozen(), polycast.WeightCache()
-    held = versioned_aliases(weight)
-    with torch.no_grad():
-        for turn in range(3):
-            for _ in range(3):
-                with polycast.autocast("cpu", cache=cache):
-                    assert is_right(weight)
-            held[1].fill_(turn + 2)
-    assert (cache.stats().misses, cache.stats().hits) == (3, 6)
-
-
-def test_a_held_state_dict_of_other_memory_is_not_taken_for_an_alias():
-    weight, cache = frozen(), polycast.WeightCache()
-    polycast.install("cpu")
-    held = weight.detach()
-    weight.data = torch.full((SIZE, SIZE), 2.0)  # `held` has the version counter still, and not the memory
-    alias = weight.data
-    for turn in range(4):
-        for _ in range(2):
-            with polycast.autocast("cpu", cache=cache):
-                assert is_right(weight)
-        alias.fill_(turn + 3)
-    with polycast.autocast("cpu", cache=cache):
-        assert is_right(weight)
-    assert held[0, 0] == 1
-
-
-def test_a_recipe_reports_that_something_else_may_write_the_weight(engine, low_bit_counts):
-    weight = frozen()
-    alias = weight.data
-    with (
-        torch.no_grad(),
-        low_bit_counts() as counts,
-        polycast.autocast("cpu", recipe=polycast.Int8(min_size=1)),
-    ):
-        product(weight)
-    assert ["made through .data" in each.declined for each in counts.records()] == [True]
-    assert alias.numel() == weight.numel()  # it lives
-
-
-@keeping
-def test_a_cached_frozen_weight_can_be_swapped(keeper):
-    weight = frozen()
-    with keeper() as region:
+    with regions() as region:
         for _ in range(3):
             with region():
                 assert is_right(weight)
@@ -439,79 +290,3 @@ def test_a_cached_frozen_weight_can_be_swapped(keeper):
         for _ in range(3):
             with region():
                 assert is_right(weight)
-
-
-HOOKED = ("data", "numpy", "untyped_storage", "data_ptr", "set_")
-
-
-def attributes():
-    others = (torch.utils.swap_tensors, torch.utils.dlpack.to_dlpack, torch.to_dlpack, torch.Tensor.__dlpack__)
-    preserve = torch.autograd.grad_mode._unsafe_preserve_version_counter
-    return [vars(torch.Tensor).get(name) for name in HOOKED], others, preserve.__exit__
-
-
-def test_uninstall_removes_the_hooks(monkeypatch):
-    monkeypatch.setattr(installation, "caches_alive", ())  # a cache that another test leaves keeps the hooks
-    polycast.clear_autocast_cache()
-    polycast.uninstall()
-    gc.collect()
-    before = attributes()
-    with polycast.autocast("cpu"):
-        used = attributes()
-    polycast.uninstall()
-    assert used != before
-    assert attributes() == before
-
-
-def test_uninstall_leaves_a_replaced_hook():
-    polycast.install("cpu")
-    mine = property(lambda tensor: torch._C.TensorBase.data.__get__(tensor))
-    torch.Tensor.data = mine
-    try:
-        polycast.uninstall()
-        assert vars(torch.Tensor)["data"] is mine
-        with polycast.autocast("cpu"):
-            assert vars(torch.Tensor)["data"] is mine
-    finally:
-        del torch.Tensor.data
-
-
-@pytest.mark.parametrize("name", HOOKED)
-def test_a_hook_has_the_name_and_signature_of_torchs_method(name):
-    polycast.install("cpu")
-    hook, torchs = vars(torch.Tensor)[name], vars(torch._C.TensorBase)[name]
-    assert hook is not torchs
-    assert hook.__doc__ == torchs.__doc__
-    assert getattr(hook, "__name__", name) == torchs.__name__ == name
-
-
-def test_torch_lists_the_methods_of_tensors_with_and_without_hooks():
-    polycast.clear_autocast_cache()
-    for change in (polycast.uninstall, lambda: polycast.install("cpu"), polycast.uninstall):
-        change()
-        assert all(torch.overrides.is_tensor_method_or_property(getattr(torch.Tensor, name)) for name in HOOKED[1:])
-
-
-def test_hooks_work_on_a_tensor_without_memory():
-    polycast.install("cpu")
-    sparse = torch.eye(2).to_sparse()
-    assert torch.equal(sparse.data.to_dense(), torch.eye(2))
-    with pytest.raises(NotImplementedError, match="storage"):
-        sparse.untyped_storage()
-    with pytest.raises(RuntimeError, match="requires grad"):
-        torch.ones(1, requires_grad=True).numpy()
-
-
-def test_a_write_of_another_weight_during_prepacking_is_seen():
-    def use(weight):
-        with torch.no_grad(), polycast.autocast("cpu", cache=cache):
-            return is_right(weight)
-
-    def pack(weight):
-        written.data.fill_(3)
-        return (weight.clone(),)
-
-    cache, written = polycast.WeightCache(), frozen()
-    assert use(written)
-    state.machine.prepacked(cache, frozen(), 1, pack)
-    assert use(written)

@@ -1,7 +1,9 @@
-"""Models and modes for the tests of checkpoints."""
+"""Models for the tests of checkpoints and of module rules."""
 
 import pytest
 import torch
+
+import polycast
 
 
 class Block(torch.nn.Module):
@@ -48,3 +50,37 @@ def _block():
 def _blocks():
     """A block of many layers; each is called by its number."""
     return Block(layers=64)
+
+
+class Does(torch.nn.Module):
+    """A module whose forward is a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+
+@pytest.fixture
+def under():
+    """Return a function that makes a module under a rule, whose forward is a function."""
+
+    def under(function, rule="fp32"):
+        module = Does(function)
+        polycast.apply_policy(module, polycast.Policy(modules={"": rule}))
+        return module
+
+    return under
+
+
+@pytest.fixture
+def call(under):
+    """Return a function that calls a function as the forward of a module under a rule, in a region."""
+
+    def call(function, *args, rule="fp32", **kwargs):
+        with polycast.autocast("cpu"):
+            return under(function, rule)(*args, **kwargs)
+
+    return call

@@ -16,30 +16,6 @@ pytestmark = pytest.mark.usefixtures("engine")
 Pair = namedtuple("Pair", "one two")
 
 
-class Does(nn.Module):
-    """A module whose forward is a function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args, **kwargs):
-        return self.function(*args, **kwargs)
-
-
-def under(function, rule="fp32"):
-    """Return a module under a rule that calls a function."""
-    module = Does(function)
-    polycast.apply_policy(module, Policy(modules={"": rule}))
-    return module
-
-
-def call(function, *args, rule="fp32", **kwargs):
-    """Call a function as the forward of a module under a rule, in a region."""
-    with polycast.autocast("cpu"):
-        return under(function, rule)(*args, **kwargs)
-
-
 def reduced(*values, **kwargs):
     return torch.tensor(values, dtype=torch.bfloat16, **kwargs)
 
@@ -58,7 +34,7 @@ def test_a_relu_in_place_whose_result_is_unused_is_seen_by_the_caller(rule, dtyp
 @pytest.mark.parametrize(
     "mode", [nullcontext, torch.no_grad, torch.inference_mode], ids=["grad", "no grad", "inference"]
 )
-def test_attention_fills_the_cache_that_it_is_given(mode):
+def test_attention_fills_the_cache_that_it_is_given(mode, call):
     def attend(q, k, v, *, cache):
         cache["k"][:, 1] = k
         cache["v"].index_copy_(1, torch.tensor([1]), v[:, None])
@@ -90,7 +66,7 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.parametrize("inference", [False, True])
-def test_however_a_module_writes_the_argument_has_what_was_written(write, inference):
+def test_however_a_module_writes_the_argument_has_what_was_written(write, inference, call):
     with torch.inference_mode(inference):
         k, expected = torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(2, 3, dtype=torch.bfloat16)
         write(expected)
@@ -98,14 +74,14 @@ def test_however_a_module_writes_the_argument_has_what_was_written(write, infere
         assert torch.equal(k, expected)
 
 
-def test_an_argument_that_is_not_written_to_keeps_its_version_and_history():
+def test_an_argument_that_is_not_written_to_keeps_its_version_and_history(call):
     x = reduced(1, 2, requires_grad=True) * 1
     version, history = x._version, x.grad_fn
     call(lambda x: (x + 1, x.view(-1), x.detach()), x)
     assert (x._version, x.grad_fn) == (version, history)
 
 
-def test_elements_that_are_not_written_keep_their_bits():
+def test_elements_that_are_not_written_keep_their_bits(call):
     bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
     for dtype in (torch.bfloat16, torch.float16):
         x = bits.view(dtype)[~bits.view(dtype).isnan()].clone()
@@ -115,7 +91,7 @@ def test_elements_that_are_not_written_keep_their_bits():
 
 
 @pytest.mark.parametrize("leaf", ["the argument", "a weight", "both"])
-def test_gradients_through_a_written_argument_equal_those_without_the_rule(leaf):
+def test_gradients_through_a_written_argument_equal_those_without_the_rule(leaf, call):
     def gradients(run):
         x = reduced(1, -2, 3, requires_grad=leaf != "a weight")
         w = torch.tensor([2.0, 2.0, 4.0], requires_grad=leaf != "the argument")
@@ -134,7 +110,7 @@ def test_gradients_through_a_written_argument_equal_those_without_the_rule(leaf)
         torch.testing.assert_close(one, two, rtol=2e-2, atol=1e-2)
 
 
-def test_gradients_flow_through_the_result_and_the_written_argument():
+def test_gradients_flow_through_the_result_and_the_written_argument(call):
     x = reduced(1.5, -2, requires_grad=True)
     h = x * 1
     y = call(lambda h: h.relu_(), h)
@@ -142,7 +118,7 @@ def test_gradients_flow_through_the_result_and_the_written_argument():
     assert x.grad.tolist() == [2, 0]
 
 
-def test_a_write_under_no_grad_leaves_the_history_as_it_is():
+def test_a_write_under_no_grad_leaves_the_history_as_it_is(under):
     x = reduced(1, 2, requires_grad=True)
     h = x * 3
     history = h.grad_fn
@@ -153,7 +129,7 @@ def test_a_write_under_no_grad_leaves_the_history_as_it_is():
     assert (h.tolist(), x.tolist()) == ([7, 7], [5, 5])
 
 
-def test_a_write_that_enable_grad_records_is_recorded_under_no_grad_too():
+def test_a_write_that_enable_grad_records_is_recorded_under_no_grad_too(call):
     x, w = reduced(1, 2), torch.ones(2, requires_grad=True)
     with torch.no_grad():
         call(lambda x: torch.enable_grad()(lambda: x.mul_(w))(), x)
@@ -161,7 +137,7 @@ def test_a_write_that_enable_grad_records_is_recorded_under_no_grad_too():
     assert w.grad.tolist() == [1, 2]
 
 
-def test_autograd_refuses_a_value_that_was_saved_before_the_write():
+def test_autograd_refuses_a_value_that_was_saved_before_the_write(call):
     x = reduced(1, 2, requires_grad=True)
     h = x.exp()  # saves its result
     call(lambda h: h.zero_(), h)
@@ -192,7 +168,7 @@ def test_a_checkpoint_writes_as_the_forward_did(reentrant):
         assert gradients(lambda f, x: checkpoint(f, x, use_reentrant=reentrant)).tolist() == [6, 0, 6]
 
 
-def test_a_tensor_that_is_given_twice_is_one_tensor_in_the_module():
+def test_a_tensor_that_is_given_twice_is_one_tensor_in_the_module(call):
     x = reduced(1, 2)
 
     def forward(one, two, *, three):
@@ -203,7 +179,7 @@ def test_a_tensor_that_is_given_twice_is_one_tensor_in_the_module():
     assert x.tolist() == [2, 3]
 
 
-def test_a_write_to_an_argument_whose_memory_another_one_shares_is_refused():
+def test_a_write_to_an_argument_whose_memory_another_one_shares_is_refused(call):
     x = reduced(1, 2)
     expected = (
         "Does ('' = 'fp32') wrote to an argument that was cast from torch.bfloat16 to torch.float32, and the "
@@ -217,7 +193,7 @@ def test_a_write_to_an_argument_whose_memory_another_one_shares_is_refused():
     call(lambda one, two: one + two, x, x[:1])  # reading is no harm
 
 
-def test_arguments_that_are_columns_of_one_matrix_can_be_written_to():
+def test_arguments_that_are_columns_of_one_matrix_can_be_written_to(call):
     qkv = torch.ones(2, 6, dtype=torch.bfloat16)
     q, k, v = qkv.split(2, dim=1)
 
@@ -230,29 +206,29 @@ def test_arguments_that_are_columns_of_one_matrix_can_be_written_to():
     assert qkv.tolist() == [[2, 2, 3, 3, 1, 1]] * 2
 
 
-def test_a_resized_argument_is_refused():
+def test_a_resized_argument_is_refused(call):
     with pytest.raises(RuntimeError, match=r"it has the shape \(2,\), and was resized to \(3,\)"):
         call(lambda x: x.resize_(3), reduced(1, 2))
 
 
-def test_a_recorded_write_to_a_leaf_is_refused_as_without_the_rule():
+def test_a_recorded_write_to_a_leaf_is_refused_as_without_the_rule(call):
     x = reduced(1, 2, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"cannot be copied back.*: a leaf Variable that requires grad"):
         call(lambda x: x.mul_(2), x)
 
 
-def test_a_write_to_an_argument_of_which_one_element_is_several_is_refused():
+def test_a_write_to_an_argument_of_which_one_element_is_several_is_refused(call):
     with pytest.raises(RuntimeError, match=r"cannot be copied back.*single memory location"):
         call(lambda x: x.mul_(2), reduced(1).expand(3))
 
 
-def test_a_write_to_one_of_the_views_that_chunk_makes_is_refused_where_it_is_recorded():
+def test_a_write_to_one_of_the_views_that_chunk_makes_is_refused_where_it_is_recorded(call):
     x = reduced(1, 2, requires_grad=True) * 1
     with pytest.raises(RuntimeError, match=r"cannot be copied back.*returns multiple views"):
         call(lambda x: x.mul_(2), x.chunk(2)[0])
 
 
-def test_a_write_to_an_inference_tensor_is_refused_outside_of_that_mode():
+def test_a_write_to_an_inference_tensor_is_refused_outside_of_that_mode(call):
     with torch.inference_mode():
         x = reduced(1, 2)
     with (
@@ -262,7 +238,7 @@ def test_a_write_to_an_inference_tensor_is_refused_outside_of_that_mode():
         call(lambda x: x.mul_(2), x)
 
 
-def test_writes_to_a_cast_and_to_its_argument_are_refused():
+def test_writes_to_a_cast_and_to_its_argument_are_refused(call):
     x = reduced(1, 2)
 
     def forward(cast):
@@ -274,7 +250,7 @@ def test_writes_to_a_cast_and_to_its_argument_are_refused():
 
 
 @pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f))])
-def test_a_transform_sees_the_write(transform):
+def test_a_transform_sees_the_write(transform, under):
     module = under(lambda h: h.mul_(3))
 
     def f(x):
@@ -290,7 +266,7 @@ def test_a_transform_sees_the_write(transform):
         assert torch.equal(transform(f)(x), transform(plain)(x))
 
 
-def test_jit_trace_records_the_write():
+def test_jit_trace_records_the_write(under):
     module = under(lambda h: h.mul_(3))
 
     def f(x):
@@ -303,26 +279,21 @@ def test_jit_trace_records_the_write():
     assert traced(reduced(3, 4)).tolist() == [9, 12]
 
 
-def test_a_rule_inside_a_rule_writes_through_both():
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Does(lambda x, seen: (seen.append(x.dtype), x.add_(1)))
+def test_a_rule_inside_a_rule_writes_through_both(call, under):
+    inner = under(lambda x, seen: (seen.append(x.dtype), x.add_(1)))
 
-        def forward(self, x, seen):
-            with polycast.autocast("cpu", torch.float16):
-                half = x.half()
-                self.inner(half, seen)
-            x.copy_(half)
+    def forward(x, seen):
+        with polycast.autocast("cpu", torch.float16):
+            half = x.half()
+            inner(half, seen)
+        x.copy_(half)
 
-    x, seen, module = reduced(1, 2), [], Outer()
-    polycast.apply_policy(module, Policy(modules={"": "fp32", "inner": "fp32"}))
-    with polycast.autocast("cpu"):
-        module(x, seen)
+    x, seen = reduced(1, 2), []
+    call(forward, x, seen)
     assert (x.tolist(), seen) == ([2, 3], [torch.float32])
 
 
-def test_what_forward_returns_is_float32_also_where_it_is_an_argument():
+def test_what_forward_returns_is_float32_also_where_it_is_an_argument(call):
     x = reduced(-1, 2)
     y = call(lambda x: x.relu_(), x)
     assert (y.dtype, y.tolist(), x.dtype, x.tolist()) == (torch.float32, [0, 2], torch.bfloat16, [0, 2])

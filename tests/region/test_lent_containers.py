@@ -7,38 +7,12 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from torch import nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 import polycast
-from polycast import Policy
 
 pytestmark = pytest.mark.usefixtures("engine")
 Pair = namedtuple("Pair", "one two")
-
-
-class Does(nn.Module):
-    """A module whose forward is a function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args, **kwargs):
-        return self.function(*args, **kwargs)
-
-
-def under(function, rule="fp32"):
-    """Return a module under a rule that calls a function."""
-    module = Does(function)
-    polycast.apply_policy(module, Policy(modules={"": rule}))
-    return module
-
-
-def call(function, *args, rule="fp32", **kwargs):
-    """Call a function as the forward of a module under a rule, in a region."""
-    with polycast.autocast("cpu"):
-        return under(function, rule)(*args, **kwargs)
 
 
 def reduced(*values, **kwargs):
@@ -64,7 +38,7 @@ containers = pytest.mark.parametrize(("make", "key"), CONTAINERS.values(), ids=C
 
 
 @containers
-def test_a_mutable_container_stays_itself_and_keeps_its_items(make, key):
+def test_a_mutable_container_stays_itself_and_keeps_its_items(make, key, call):
     x, kept = reduced(-1, 2), []
     container = make(x)
 
@@ -83,7 +57,7 @@ def test_a_mutable_container_stays_itself_and_keeps_its_items(make, key):
 
 
 @containers
-def test_what_a_module_changes_in_a_container_stays_changed(make, key):
+def test_what_a_module_changes_in_a_container_stays_changed(make, key, call):
     x = reduced(1, 2)
     container = make(x)
 
@@ -105,7 +79,7 @@ def test_what_a_module_changes_in_a_container_stays_changed(make, key):
     assert len(values) == 3
 
 
-def test_a_list_without_tensors_can_be_appended_to():
+def test_a_list_without_tensors_can_be_appended_to(call):
     seen = []
     x = reduced(1, 2)
     call(lambda x, seen: seen.extend([x, x * 2]), x, seen)
@@ -113,7 +87,7 @@ def test_a_list_without_tensors_can_be_appended_to():
     assert seen[1].dtype is torch.float32
 
 
-def test_lists_in_tuples_and_dicts_and_in_themselves_are_entered():
+def test_lists_in_tuples_and_dicts_and_in_themselves_are_entered(call):
     x = reduced(1, 2)
     inner = [x]
     inner.append(inner)
@@ -132,7 +106,7 @@ def test_lists_in_tuples_and_dicts_and_in_themselves_are_entered():
     assert x.tolist() == [2, 3]
 
 
-def test_a_tuple_in_a_list_comes_back_itself():
+def test_a_tuple_in_a_list_comes_back_itself(call):
     layers = [(reduced(1), reduced(2)), Pair(reduced(3), None)]
     before = list(layers)
 
@@ -147,7 +121,7 @@ def test_a_tuple_in_a_list_comes_back_itself():
     assert before[0][0].tolist() == [0]
 
 
-def test_a_set_of_tensors_keeps_its_elements():
+def test_a_set_of_tensors_keeps_its_elements(call):
     x = reduced(1, 2)
     given = {x}
 
@@ -165,7 +139,7 @@ def test_a_set_of_tensors_keeps_its_elements():
 @pytest.mark.parametrize(
     "make", [immutable_list, lambda x: immutable_dict({0: x[0]}), lambda x: MappingProxyType({0: x[0]}), tuple]
 )
-def test_a_frozen_container_is_given_as_a_copy(make):
+def test_a_frozen_container_is_given_as_a_copy(make, call):
     x = reduced(-1, 2)
     container = make([x])
     assert call(lambda given: given[0].relu_().dtype, container) is torch.float32
@@ -173,7 +147,7 @@ def test_a_frozen_container_is_given_as_a_copy(make):
     assert x.tolist() == [0, 2]
 
 
-def test_what_a_generator_yields_is_cast_and_written_back():
+def test_what_a_generator_yields_is_cast_and_written_back(call):
     x = reduced(-1, 2)
 
     def forward(items):
@@ -199,7 +173,7 @@ class Cache:
         self.keys = torch.cat([self.keys, keys])
 
 
-def test_an_object_of_another_class_is_given_itself():
+def test_an_object_of_another_class_is_given_itself(call):
     cache, queue = Cache(reduced(1)), deque([reduced(1)])
 
     def forward(cache, queue):
@@ -213,7 +187,7 @@ def test_an_object_of_another_class_is_given_itself():
     assert queue[1] is cache
 
 
-def test_the_cache_of_transformers_is_filled():
+def test_the_cache_of_transformers_is_filled(call):
     from transformers import DynamicCache
 
     def attend(k, v, cache):
@@ -227,7 +201,7 @@ def test_the_cache_of_transformers_is_filled():
     assert torch.equal(cache.layers[0].keys[:, :, 3:], k.float())
 
 
-def test_an_exception_takes_the_casts_out_and_keeps_the_writes():
+def test_an_exception_takes_the_casts_out_and_keeps_the_writes(call):
     x = reduced(-1, 2)
     container = [x]
 
@@ -241,7 +215,7 @@ def test_an_exception_takes_the_casts_out_and_keeps_the_writes():
     assert x.tolist() == [0, 2]
 
 
-def test_a_container_that_threads_share_has_casts_until_the_last_is_done(in_thread):
+def test_a_container_that_threads_share_has_casts_until_the_last_is_done(in_thread, call):
     x = reduced(1, 2)
     shared, dtypes = [x], []
 
@@ -299,3 +273,17 @@ def test_what_a_function_with_cast_inputs_changes_in_a_container_stays_changed()
     assert options["kept"] is x
     y.sum().backward()
     assert x.grad.tolist() == [1, 1]
+
+
+def test_containers_keep_their_classes_and_those_without_casts_their_identity(call):
+    def forward(cache, output, pair, *, options):
+        cache.append(output["x"].dtype)
+        return type(output), output.x.dtype, type(pair), pair.one.dtype, options
+
+    half = reduced(1, 1)
+    output, cache, options = Output(x=half), [], {"ids": torch.tensor([1])}
+    found = call(forward, cache, output, Pair(half, None), options=options)
+    assert found[:4] == (Output, torch.float32, Pair, torch.float32)
+    assert found[4] is options
+    assert cache == [torch.float32]
+    assert output.x is half

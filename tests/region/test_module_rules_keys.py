@@ -1,4 +1,4 @@
-"""Keys of module rules, and modules that cannot be under one, which leave everything unchanged."""
+"""Keys of module rules, and modules that cannot be under a rule: refusals change nothing."""
 
 import functools
 import pickle
@@ -136,3 +136,26 @@ def test_a_model_from_where_torch_knows_a_device_more_runs_here(monkeypatch):
         saved = pickle.dumps(model)
     with polycast.autocast("cpu"):
         assert pickle.loads(saved)(torch.ones(1, 2)).dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "text"),
+    [
+        (torch.jit.script(nn.Linear(2, 2)), "**", "the model is a ScriptModule, whose forward is not Python"),
+        (nn.Sequential(torch.jit.script(nn.Linear(2, 2))), "0", "the module '0' is a ScriptModule"),
+        (nn.DataParallel(nn.Linear(2, 2)), "**", "nn.DataParallel, whose replicas would call the original's forward"),
+        ("model", "**", "model must be a torch.nn.Module, got str"),
+    ],
+)
+def test_what_cannot_be_under_rules_is_refused(model, key, text):
+    with pytest.raises(TypeError, match=text):
+        polycast.apply_policy(model, Policy(modules={key: "fp32"}))
+
+
+def test_a_forward_that_is_suspended_is_refused():
+    class Yields(nn.Module):
+        def forward(self, x):
+            yield x
+
+    with pytest.raises(TypeError, match="the model has a forward that is suspended in the middle"):
+        polycast.apply_policy(Yields(), Policy(modules={"**": "fp32"}))

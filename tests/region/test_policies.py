@@ -258,3 +258,23 @@ def test_a_policy_with_rules_for_modules_is_refused_and_apply_policy_is_named(po
                 polycast.autocast("cpu", policy=form)
         with refused:
             polycast.explain("mm", "cpu", policy=form)
+
+
+def test_policies_do_not_change_the_state_of_other_devices(engine):
+    def state():
+        return [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in others]
+
+    others = [name for name in torch._C._autocast_supported_devices() if name != "cpu"]
+    before = state()
+    with polycast.autocast("cpu", policy={"mm": "fp32"}):
+        assert state() == before
+
+
+def test_a_backend_registered_after_policies_were_used_finds_its_device_unchanged(engine, hand_made):
+    for name in ("ipu", "xla"):
+        with polycast.autocast("cpu", policy={"mm": "fp32"}):
+            pass
+        hand_made(name)
+        with polycast.autocast("cpu", policy={"tanh": "lower_precision_fp"}):
+            assert not torch.is_autocast_enabled(name)
+            assert torch.get_autocast_dtype(name).is_floating_point

@@ -1,0 +1,290 @@
+"""Views of weights in a WeightCache: which are cached, as casts of the weight or of a part, and for how long."""
+
+import ctypes
+import gc
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import polycast
+
+
+def counts(cache):
+    stats = cache.stats()
+    return stats.hits, stats.misses
+
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+
+@pytest.fixture
+def cache():
+    return polycast.WeightCache()
+
+
+def new_weight(*shape, frozen=False):
+    generator = torch.Generator().manual_seed(len(shape))
+    return nn.Parameter(torch.randn(*(shape or (8, 8)), generator=generator), requires_grad=not frozen)
+
+
+def inputs(size=8):
+    return torch.linspace(-1, 1, 3 * size).reshape(3, size)
+
+
+def expected(*views, size=8):
+    return [torch.mm(inputs(size).bfloat16(), view.detach().bfloat16()) for view in views]
+
+
+def test_views_in_functorch_transforms_are_not_cached(cache):
+    w, x = new_weight(), inputs()
+
+    def loss(w):
+        with polycast.autocast("cpu", cache=cache):
+            return torch.mm(x, w.T).float().sum()
+
+    def with_closure(x):
+        with polycast.autocast("cpu", cache=cache):
+            return x @ w.T
+
+    gradient = torch.func.grad(loss)(w.detach())
+    assert torch.equal(gradient, torch.autograd.grad(loss(w), w)[0])
+    cache.clear()
+    batched = torch.func.vmap(with_closure)(x[None])
+    assert torch.equal(batched[0], torch.mm(x.bfloat16(), w.detach().T.bfloat16()))
+    assert cache.stats().entries == 0
+
+
+def test_a_tangent_of_a_view_is_kept(cache):
+    import torch.autograd.forward_ad as forward_ad
+
+    w = new_weight()
+    use(cache, w.T)
+    before = counts(cache)
+    with forward_ad.dual_level(), polycast.autocast("cpu", cache=cache):
+        dual = forward_ad.make_dual(w, torch.ones(8, 8))
+        views = dual.T, forward_ad.make_dual(w.T, torch.ones(8, 8)), w.view(8, 8)
+        tangents = [forward_ad.unpack_dual(torch.mm(torch.ones(1, 8), view)).tangent for view in views]
+    assert torch.equal(tangents[0], torch.full((1, 8), 8.0, dtype=torch.bfloat16))
+    assert torch.equal(tangents[1], tangents[0])
+    assert tangents[2] is None
+    assert counts(cache)[1] == before[1]
+
+
+def use(cache, *views, x=None, size=8):
+    """Multiply by each of some tensors in a region with a cache, without grad."""
+    with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+        return [torch.mm(inputs(size) if x is None else x, view) for view in views]
+
+
+def test_a_view_of_the_whole_weight_is_served_from_the_weights_cast(cache):
+    w = new_weight()
+    for take in (torch.t, lambda w: w, lambda w: w.view(64).view(8, 8)) * 2:
+        assert torch.equal(use(cache, take(w))[0], expected(take(w))[0])
+    assert counts(cache) == (5, 1)
+    assert cache.stats().bytes == 64 * 2
+
+
+def test_parts_of_a_weight_have_casts_of_their_own_in_a_cache(cache):
+    w = new_weight(4, 8, 8)
+    for index in (0, 1, 2, 3, 1) * 3:
+        assert torch.equal(use(cache, w[index])[0], expected(w[index])[0])
+    assert counts(cache) == (11, 4)
+    assert (cache.stats().entries, cache.stats().bytes) == (4, 4 * 64 * 2)
+
+
+@pytest.mark.parametrize("take", [lambda w: w.chunk(4), lambda w: w.split([8, 24]), lambda w: w.view(4, 8, 8).unbind()])
+def test_views_that_live_at_the_same_time_are_served_too(cache, take, engine):
+    w = new_weight(32, 8)
+    for _ in range(2):
+        parts = [part.T for part in take(w)]
+        assert all(map(torch.equal, use(cache, *parts), expected(*parts)))
+        del parts
+    # The reference engine caches nothing beside other tensors that could write the weight.
+    assert counts(cache) == ((len(take(w)), len(take(w))) if engine == "native" else (0, 2 * len(take(w))))
+
+
+def test_parts_at_the_same_offset_with_other_strides_are_told_apart(cache):
+    w = new_weight(24, 8)
+    views = [
+        lambda w: w[:8],
+        lambda w: w[:8].T,
+        lambda w: w[:8, :4],
+        lambda w: w[8:16],
+        lambda w: w.view(8, 24)[:, :8],
+    ]
+    for take in views * 2:
+        size = len(take(w))
+        assert torch.equal(use(cache, take(w), size=size)[0], expected(take(w), size=size)[0])
+    assert counts(cache) == (5, 5)
+
+
+@pytest.mark.parametrize("take", [lambda w: w.view(8, 16), lambda w: w[:8]], ids=["all", "part"])
+def test_a_view_of_the_former_memory_of_a_weight_is_cast_from_it(cache, take):
+    w = new_weight(16, 8)
+    old = take(w)
+    use(cache, old)
+    w.data = torch.ones_like(w)
+    assert torch.equal(use(cache, old)[0], expected(old)[0])
+    assert torch.equal(use(cache, take(w))[0], expected(take(w))[0])
+    assert not torch.equal(old, take(w))
+
+
+def test_a_view_keeps_its_weight_and_the_cast_alive(cache):
+    view = new_weight().T
+    for _ in range(2):
+        assert torch.equal(use(cache, view)[0], expected(view)[0])
+    gc.collect()
+    use(cache, view)
+    assert counts(cache) == (2, 1)
+
+
+@pytest.mark.parametrize("take", [lambda w: w.T, lambda w: w[:4]], ids=["all", "part"])
+def test_casts_are_freed_with_the_weight_and_do_not_keep_it_alive(cache, take):
+    w = new_weight()
+    use(cache, take(w), size=len(take(w)))
+    assert cache.stats().entries == 1
+    dead = weakref.ref(w)
+    del w
+    gc.collect()
+    assert dead() is None
+    assert (cache.stats().entries, cache.stats().bytes) == (0, 0)
+
+
+class Tagged(torch.Tensor):
+    """A subclass that adds nothing."""
+
+
+NOT_CACHED = {
+    "detached": lambda w: w.detach(),
+    "detached view": lambda w: w.T.detach(),
+    "another dtype": lambda w: w.view(torch.int32).view(torch.float32),
+    "negative": torch._neg_view,
+    "conjugate": lambda w: torch.view_as_complex(w.view(8, 4, 2)).conj().imag,
+    "data": lambda w: w.data,
+    "more elements than the weight": lambda w: w[0].expand(9, 8),
+    "subclass": lambda w: w.T.as_subclass(Tagged),
+}
+
+
+@pytest.mark.parametrize("name", NOT_CACHED)
+@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen"])
+def test_other_tensors_than_plain_views_are_cast_at_each_use(cache, name, frozen):
+    with torch.no_grad():
+        view = NOT_CACHED[name](new_weight(frozen=frozen))
+    for _ in range(2):
+        product = use(cache, view, size=len(view))[0]
+        assert torch.equal(*(each.as_subclass(torch.Tensor) for each in (product, *expected(view, size=len(view)))))
+    assert counts(cache) == (0, 0)
+
+
+def test_views_of_other_tensors_than_weights_are_cast_at_each_use(cache):
+    use(cache, torch.ones(8, 8).T, (new_weight() * 2).T, new_weight().double().T.float(), new_weight().bfloat16().T)
+    with torch.inference_mode():
+        made = nn.Parameter(torch.ones(8, 8)).T
+        use(cache, made)
+    assert counts(cache) == (0, 0)
+
+
+class Casts(TorchDispatchMode):
+    """Count the casts made in it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_every_cast_of_a_view(cache):
+    w = new_weight()
+    x = inputs().bfloat16()
+    use(cache, w.T, x=x)
+    with Casts() as casts:
+        use(cache, w.T, w.T, x=x)
+    assert casts.count == 2
+
+
+def test_max_bytes_limits_parts():
+    w = new_weight(4, 8, 8)
+    cache = polycast.WeightCache(max_bytes=2 * 64 * 2)
+    for index in (0, 1, 2, 3) * 3:
+        assert torch.equal(use(cache, w[index])[0], expected(w[index])[0])
+    assert cache.stats().bytes == 2 * 64 * 2
+
+
+def test_parts_of_a_weight_take_no_more_memory_than_the_weight(cache):
+    w = new_weight(32, 8)
+    for length in range(1, 32):
+        use(cache, w[:length].T)
+    assert 0 < cache.stats().bytes <= w.nbytes
+    entries = cache.stats().entries
+    with torch.no_grad():
+        w.add_(1)  # the cached casts are stale, and are evicted
+    for length in range(24, 32):
+        assert torch.equal(use(cache, w[:length].T)[0], expected(w[:length].T)[0])
+    hits = cache.stats().hits
+    use(cache, w[:24].T)
+    assert cache.stats().hits == hits + 1
+    assert cache.stats().bytes <= w.nbytes
+    assert entries > 1
+
+
+@pytest.mark.parametrize("take", [lambda w: w.T, lambda w: w[:4].T], ids=["all", "part"])
+def test_verify_finds_an_unseen_write(take):
+    w, cache = new_weight(), polycast.WeightCache(verify=True)
+    pointer = ctypes.cast(w.data_ptr(), ctypes.POINTER(ctypes.c_float))
+    use(cache, take(w))
+    use(cache, take(w))
+    pointer[0] += 1
+    with pytest.raises(polycast.StaleWeightError):
+        use(cache, take(w))
+
+
+def test_threads_share_views_while_weights_change_and_die():
+    cache = polycast.WeightCache(max_bytes=5 * 64 * 2)
+    weights = [nn.Parameter(torch.full((2, 8, 8), 1.0)) for _ in range(4)]
+
+    def read(number):
+        for turn in range(60):
+            weight = weights[(number + turn) % 4]
+            for view in (weight[turn % 2], weight[1].T, weight.view(16, 8).T[:8, :8]):
+                (out,) = use(cache, view, x=torch.ones(1, 8))
+                assert torch.all(out == out[0, 0])  # never half of one value and half of another
+        return True
+
+    def write():
+        for turn in range(60):
+            weights[turn % 4] = nn.Parameter(torch.full((2, 8, 8), 1.0 + turn % 3))
+            if turn % 20 == 0:
+                cache.clear()
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(read, number) for number in range(3)] + [pool.submit(write)]
+        assert all(future.result() for future in futures)
+    for weight in weights:
+        assert torch.equal(use(cache, weight[1])[0], expected(weight[1])[0])
+
+
+def test_two_dtypes_of_a_part_live_side_by_side(cache):
+    w = new_weight(2, 8, 8)
+    for dtype in (torch.bfloat16, torch.float16) * 2:
+        with torch.no_grad(), polycast.autocast("cpu", dtype, cache=cache):
+            assert torch.equal(linear(inputs(), w[1]), linear(inputs().to(dtype), w[1].to(dtype)))
+    assert counts(cache) == (2, 2)
+
+
+def test_a_written_cast_is_not_used_again(cache):
+    w, library = new_weight(), torch.library.Library("polycast_test", "FRAGMENT")
+    library.define("spoil(Tensor x) -> Tensor")
+    library.impl("spoil", lambda x: x.mul_(0).clone(), "CompositeExplicitAutograd")
+    register = polycast.register_op("polycast_test::spoil", polycast.CastPolicy.LOWER_PRECISION_FP)
+    with register, torch.no_grad(), polycast.autocast("cpu", cache=cache):
+        torch.ops.polycast_test.spoil(w.T)
+    library._destroy()
+    assert torch.equal(use(cache, w.T)[0], expected(w.T)[0])

@@ -1,0 +1,96 @@
+"""Module rules and the regions around and inside modules: which of them decides."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+from polycast import Policy
+
+pytestmark = pytest.mark.usefixtures("engine")
+X = torch.ones(2, 2)
+
+
+def square(x):
+    return torch.mm(x, x)
+
+
+@pytest.mark.parametrize("rule", ["fp32", "float16"])
+def test_outside_of_an_enabled_region_a_rule_has_no_effect(under, rule):
+    model = under(square, rule)
+    assert model(X).dtype is torch.float32
+    with polycast.autocast("cpu", enabled=False):
+        assert model(X).dtype is torch.float32
+        assert model(X.bfloat16()).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("rule", ["fp32", "float16"])
+def test_where_the_model_disables_autocast_a_rule_has_no_effect(call, under, rule):
+    inner = under(square, rule)
+
+    def forward(x):
+        with polycast.autocast("cpu", enabled=False):
+            return inner(x), inner(x.bfloat16())
+
+    assert [y.dtype for y in call(forward, X)] == [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize(("rule", "dtype"), [("fp32", torch.float32), ("float16", torch.float16)])
+def test_rules_apply_in_torchs_regions(under, rule, dtype):
+    model = under(square, rule)
+    polycast.install("cpu")
+    with torch.autocast("cpu"):
+        assert square(X).dtype is torch.bfloat16
+        assert model(X).dtype is dtype
+
+
+def test_a_rule_decides_before_the_policies_of_regions_outside_and_inside():
+    class Inside(nn.Module):
+        def forward(self, x):
+            with polycast.autocast("cpu", policy={"mm": "fp32", "bmm": "fp32"}):
+                return torch.mm(x, x), torch.bmm(x[None], x[None])
+
+    model = Inside()
+    polycast.apply_policy(model, Policy(modules={"**": {"mm": "passthrough"}}))
+    with polycast.autocast("cpu", policy={"mm": "fp32"}):
+        product, batched = model(torch.ones(2, 2, dtype=torch.bfloat16))
+        assert polycast.explain("mm", "cpu").rule == "region's policy"
+    assert (product.dtype, batched.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_explain_names_the_rule_of_a_module():
+    class Explaining(nn.Module):
+        def forward(self):
+            return polycast.explain("mm", "cpu")
+
+    model = nn.ModuleDict({"one": Explaining()})
+    polycast.apply_policy(model, Policy(modules={"one": {"mm": "fp32"}}))
+    with polycast.autocast("cpu"):
+        found = model["one"]()
+    assert (found.rule, found.policy) == ("module rule", polycast.CastPolicy.FP32)
+    assert "module rule" in str(found)
+    assert "one" in found.rule_name
+
+
+def test_two_threads_with_two_policies_over_one_model():
+    model = nn.Sequential(nn.Linear(4, 4))
+    polycast.apply_policy(model, Policy(modules={"0": {"layer_norm": "fp32"}}))
+    policies = {"fp32": torch.float32, "lower_precision_fp": torch.bfloat16}
+    together, found = threading.Barrier(2), {}
+
+    def work(policy):
+        seen = set()
+        for _ in range(50):
+            together.wait()
+            with polycast.autocast("cpu", policy={"linear": policy}):
+                seen.add(model(torch.ones(1, 4)).dtype)
+        found[policy] = seen
+
+    threads = [threading.Thread(target=work, args=[policy]) for policy in policies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {policy: {dtype} for policy, dtype in policies.items()}
