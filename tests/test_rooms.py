@@ -1,4 +1,4 @@
-"""The architecture of the core: which folders there are, and that arrows between them go down only."""
+"""The architecture: the folders of the core, the imports between them, and the length of files."""
 
 import ast
 from pathlib import Path
@@ -8,6 +8,8 @@ import pytest
 import polycast
 
 ROOT = Path(polycast.__file__).parent
+SOURCES = Path(__file__).parent.parent
+GENERATED = {"docs/modules.md", "docs/benchmarks.md"}
 FLOORS = [
     {"cli", "testing"},
     {"drop_in"},
@@ -98,3 +100,16 @@ def test_no_modules_import_each_other_on_any_way():
 @pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}), ids=lambda path: path.name)
 def test_a_room_says_what_it_is_for(folder):
     assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("folder", ["backends", "benchmarks", "core", "docs", "examples", "tests", "tools"])
+def test_no_file_has_more_than_350_lines(folder):
+    written = {".py", ".h", ".cpp", ".md", ".js", ".css", ".html", ".template"}
+    paths = {path.relative_to(SOURCES).as_posix(): path for path in (SOURCES / folder).rglob("*.*")}
+    lines = {
+        name: path.read_text(encoding="utf-8").count("\n")
+        for name, path in paths.items()
+        if path.suffix in written and name not in GENERATED
+    }
+    assert {name: count for name, count in lines.items() if count > 350} == {}
+    assert lines

@@ -10,7 +10,7 @@ import polycast
 
 @pytest.fixture
 def define():
-    """Return a function that defines ops of another library, that return their first argument's double."""
+    """Return a function that defines ops of another library, which return twice their first argument."""
     libraries = []
 
     def make(*schemas, namespace="polycast_test"):
@@ -28,7 +28,7 @@ def define():
 
 @pytest.fixture
 def double_unseen():
-    """Return a function that doubles a weight of float32 at its address, behind everybody's back."""
+    """Return a function that doubles a float32 weight at its address, which no hook sees."""
 
     def double(weight):
         memory = ctypes.c_float * weight.numel()
@@ -40,7 +40,7 @@ def double_unseen():
 
 @pytest.fixture
 def registered():
-    """Return register_op, of which all that is left is taken back in the end."""
+    """Return register_op; what it registers is removed after the test."""
     made = []
 
     def register(*args, **keywords):
@@ -50,3 +50,22 @@ def registered():
     yield register
     for registration in made:
         registration.remove()
+
+
+@pytest.fixture
+def linear(engine, int8_kernels):
+    """Return the kernel of int8 linears."""
+    return int8_kernels["aten::linear"]
+
+
+@pytest.fixture
+def declined(low_bit_counts):
+    """Return a function that runs a layer with int8 and returns why it fell back; empty if it did not."""
+
+    def declined(layer, **settings):
+        with low_bit_counts() as counts, polycast.autocast("cpu", recipe=polycast.Int8(min_size=1), **settings):
+            layer(torch.randn(3, 8))
+        (record,) = counts.records()
+        return record.declined
+
+    return declined

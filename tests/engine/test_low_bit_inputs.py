@@ -20,11 +20,6 @@ X = torch.randn(3, 8)
 
 
 @pytest.fixture
-def linear(engine, int8_kernels):
-    return int8_kernels["aten::linear"]
-
-
-@pytest.fixture
 def layer(linear):
     return nn.Linear(8, 8).requires_grad_(False)
 

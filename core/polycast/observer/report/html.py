@@ -13,6 +13,8 @@ from .data import data_of
 from .page import PHASES, Page
 from .words import duration, in_order, pattern, ruled
 
+_SCRIPTS = ("page.js", "page_modules.js", "page_ops.js")
+"""The parts of the page's script, in order: the later ones use the first."""
 _NAMES = ("before", "after")
 _MOST_MODULES = 200
 """The number of modules shown without script."""
@@ -22,7 +24,7 @@ _MOST_ROWS = 100
 
 def render(page: Page) -> str:
     """Return the HTML of a page."""
-    style, script = _dense(_part("page.css")), _dense(_part("page.js"))
+    style, script = _dense(_part("page.css")), _dense("".join(map(_part, _SCRIPTS)))
     data = data_of(page)
     # A script element ends at the first "</script", so the data must not contain "<".
     encoded = json.dumps(data.json, separators=(",", ":")).replace("<", "\\u003c")
