@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import polycast
 from polycast.engine import installation
@@ -19,6 +20,34 @@ def _engine(request, monkeypatch):
     monkeypatch.setenv("POLYCAST_ENGINE", request.param)
     yield request.param
     installation.forget_choice()
+
+
+@pytest.fixture
+def findings():
+    """Return a function that observes a run and returns the findings of one kind."""
+
+    def findings(kind, run, model=None, **options):
+        with polycast.observe(model, **options) as seen:
+            run()
+        return [found for found in seen.findings if found.kind == kind]
+
+    return findings
+
+
+@pytest.fixture
+def in_region():
+    """Return a function that returns another, which makes a call in a region of its own `count` times."""
+
+    def in_region(call, count=1, **arguments):
+        def run():
+            with torch.no_grad():
+                for _ in range(count):
+                    with polycast.autocast("cpu", **arguments):
+                        call()
+
+        return run
+
+    return in_region
 
 
 LAYERS = 400

@@ -10,23 +10,7 @@ from torch import nn
 import polycast
 
 
-def findings(kind, run, model=None, **options):
-    with polycast.observe(model, **options) as seen:
-        run()
-    return [found for found in seen.findings if found.kind == kind]
-
-
-def in_region(call, count=1, **arguments):
-    def run():
-        with torch.no_grad():
-            for _ in range(count):
-                with polycast.autocast("cpu", **arguments):
-                    call()
-
-    return run
-
-
-def test_repeated_casts_of_weights_are_found(engine):
+def test_repeated_casts_of_weights_are_found(engine, findings, in_region):
     net, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), torch.ones(1, 64)
     (found,) = findings("weights_cast_again", in_region(lambda: net(x), 3), net)
     again = 2 * 2 * (64 * 64 + 64 + 64 * 8 + 8)
@@ -37,7 +21,7 @@ def test_repeated_casts_of_weights_are_found(engine):
     assert findings("weights_cast_again", in_region(lambda: net(x), 3, cache=polycast.WeightCache()), net) == []
 
 
-def test_trained_weights_have_no_finding(engine):
+def test_trained_weights_have_no_finding(engine, findings):
     net, x = nn.Linear(8, 8), torch.ones(1, 8)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
@@ -58,7 +42,7 @@ class Norm(nn.Module):
         return x.float().exp().log()
 
 
-def test_round_trip_of_activation_is_found(engine):
+def test_round_trip_of_activation_is_found(engine, findings, in_region):
     net, x = nn.Sequential(Norm(), nn.Linear(8, 8), nn.LogSoftmax(-1)), torch.ones(2, 8)
     policy = {"log_softmax": "fp32", "exp": "fp32", "log": "fp32"}
     (found,) = findings("round_trip", in_region(lambda: net(x), 2, policy=policy), net)
@@ -82,7 +66,7 @@ class Scaled(nn.Module):
         return x * self.scale
 
 
-def test_op_in_float32_by_one_input_is_found(engine):
+def test_op_in_float32_by_one_input_is_found(engine, findings, in_region):
     x = torch.ones(2, 8)
     net = nn.Sequential(nn.Linear(8, 8), Scaled(torch.float32))
     (found,) = findings("float32_by_one_input", in_region(lambda: net(x)), net)
@@ -92,14 +76,14 @@ def test_op_in_float32_by_one_input_is_found(engine):
     assert findings("float32_by_one_input", in_region(lambda: net(x)), net) == []
 
 
-def test_promotion_by_one_input_is_found(engine):
+def test_promotion_by_one_input_is_found(engine, findings, in_region):
     narrow, wide = torch.ones(4).bfloat16(), torch.ones(4)
     (found,) = findings("float32_by_one_input", in_region(lambda: torch.cat([narrow, narrow, wide])))
     assert (found.where, found.ops) == ("outside of the model's modules", ("aten::cat",))
     assert findings("float32_by_one_input", in_region(lambda: torch.cat([narrow, narrow]))) == []
 
 
-def test_op_with_float32_policy_has_no_finding(engine):
+def test_op_with_float32_policy_has_no_finding(engine, findings, in_region):
     narrow, wide = torch.ones(2, 4).bfloat16(), torch.ones(2, 4)
     loss = nn.functional.mse_loss
     assert findings("float32_by_one_input", in_region(lambda: loss(narrow, wide))) == []
@@ -115,7 +99,7 @@ class Activation(nn.Module):
 
 
 @pytest.mark.parametrize("cast", [True, False])
-def test_unlisted_op_between_ops_in_fast_dtype_is_found(engine, cast):
+def test_unlisted_op_between_ops_in_fast_dtype_is_found(engine, cast, findings, in_region):
     net, x = nn.Sequential(nn.Linear(8, 8), Activation(cast), nn.Linear(8, 8)), torch.ones(2, 8)
     found = findings("unlisted_float32_op", in_region(lambda: net(x)), net)
     assert [each.ops for each in found] == [("aten::linear", "aten::gelu", "aten::linear")] * cast
@@ -153,7 +137,7 @@ class Attention(nn.Module):
         return x + sum(others, first)
 
 
-def test_unlisted_op_is_found_once_with_the_modules_that_cast_its_output(engine):
+def test_unlisted_op_is_found_once_with_the_modules_that_cast_its_output(engine, findings, in_region):
     net, x = nn.Sequential(nn.Linear(8, 8), Attention(RMSNorm())), torch.randn(4, 16, 8)
     (found,) = findings("unlisted_float32_op", in_region(lambda: net(x)), net)
     assert (found.where, found.module, found.count) == ("1.norm", "1.norm", 1)
@@ -161,7 +145,7 @@ def test_unlisted_op_is_found_once_with_the_modules_that_cast_its_output(engine)
     assert found.what.endswith("2.0 KB of outputs, cast 3 times, in 1.consumers.q, 1.consumers.k, 1.consumers.v.")
 
 
-def test_consumers_of_several_kinds_are_in_one_finding(engine):
+def test_consumers_of_several_kinds_are_in_one_finding(engine, findings, in_region):
     class Both(nn.Module):
         def __init__(self):
             super().__init__()
@@ -178,14 +162,14 @@ def test_consumers_of_several_kinds_are_in_one_finding(engine):
     assert found.what.endswith("256 bytes of outputs, cast 2 times, in 1.linear, 1.conv.")
 
 
-def test_many_consumers_are_counted(engine):
+def test_many_consumers_are_counted(engine, findings, in_region):
     names = [f"c{i}" for i in range(9)]
     net, x = nn.Sequential(nn.Linear(8, 8), Attention(RMSNorm(), names)), torch.randn(4, 16, 8)
     (found,) = findings("unlisted_float32_op", in_region(lambda: net(x)), net)
     assert found.what.endswith("cast 9 times, in " + ", ".join(f"1.consumers.c{i}" for i in range(4)) + " and 5 more.")
 
 
-def test_each_observer_names_the_producer_itself(engine):
+def test_each_observer_names_the_producer_itself(engine, findings, in_region):
     net, x = nn.Sequential(nn.Linear(8, 8), Attention(RMSNorm())), torch.randn(4, 16, 8)
     with polycast.observe(net[1]) as inner:
         (found,) = findings("unlisted_float32_op", in_region(lambda: net(x)), net)

@@ -7,23 +7,7 @@ from torch import nn
 import polycast
 
 
-def findings(kind, run, model=None, **options):
-    with polycast.observe(model, **options) as seen:
-        run()
-    return [found for found in seen.findings if found.kind == kind]
-
-
-def in_region(call, count=1, **arguments):
-    def run():
-        with torch.no_grad():
-            for _ in range(count):
-                with polycast.autocast("cpu", **arguments):
-                    call()
-
-    return run
-
-
-def test_inf_is_found(engine):
+def test_inf_is_found(engine, findings):
     (found,) = findings("nonfinite", lambda: torch.zeros(4).log(), nonfinite="record")
     assert found.remedy.startswith("It was computed in float32: a wider dtype does not help. Check its inputs")
     assert "policy" not in found.remedy
@@ -42,13 +26,13 @@ def test_inf_is_found(engine):
         (torch.bfloat16, "It was computed in bfloat16, which has the range of float32: a wider dtype does not help."),
     ],
 )
-def test_remedy_for_inf_depends_on_the_dtype(engine, dtype, remedy):
+def test_remedy_for_inf_depends_on_the_dtype(engine, dtype, remedy, findings):
     x = torch.full((4,), 6e4 if dtype is torch.float16 else 3e38, dtype=dtype)
     (found,) = findings("nonfinite", lambda: x * 10, nonfinite="record")
     assert found.remedy.startswith(remedy)
 
 
-def test_remedy_for_inf_in_backward_pass_is_not_a_policy(engine):
+def test_remedy_for_inf_in_backward_pass_is_not_a_policy(engine, findings):
     weight = torch.zeros(4, dtype=torch.float16, requires_grad=True)
     (found,) = findings("nonfinite", lambda: weight.sqrt().sum().backward(), nonfinite="record")
     assert (
@@ -56,7 +40,7 @@ def test_remedy_for_inf_in_backward_pass_is_not_a_policy(engine):
     )
 
 
-def test_emulated_dtype_is_found(engine, hand_made):
+def test_emulated_dtype_is_found(engine, hand_made, findings):
     def run():
         with polycast.autocast("cpu"):
             torch.mm(torch.ones(2, 2), torch.ones(2, 2))
@@ -70,7 +54,7 @@ def test_emulated_dtype_is_found(engine, hand_made):
     assert findings("slow_dtype", run) == []
 
 
-def test_error_of_backend_about_emulation_is_ignored(engine, hand_made):
+def test_error_of_backend_about_emulation_is_ignored(engine, hand_made, findings, in_region):
     def slow_reason(dtype):
         raise OSError("no such file")
 
@@ -78,7 +62,7 @@ def test_error_of_backend_about_emulation_is_ignored(engine, hand_made):
     assert findings("slow_dtype", in_region(lambda: torch.ones(2).relu())) == []
 
 
-def test_disabled_region_has_a_reason(engine, hand_made):
+def test_disabled_region_has_a_reason(engine, hand_made, findings, in_region):
     class Absent(type(hand_made("xpu"))):
         def availability(self):
             return polycast.Availability(False, "no device is plugged in")
@@ -91,7 +75,7 @@ def test_disabled_region_has_a_reason(engine, hand_made):
             pass
 
     (found,) = findings("disabled_region", refused)
-    assert "test_findings_of_runs.py:" in found.where
+    assert "conftest.py:" in found.where
     assert found.what == "the region for xpu is disabled, once: xpu is not available: no device is plugged in."
 
     def asked_for():
@@ -103,16 +87,16 @@ def test_disabled_region_has_a_reason(engine, hand_made):
     assert findings("disabled_region", in_region(lambda: torch.ones(2).relu())) == []
 
 
-def test_region_disabled_by_module_rule_has_a_reason(engine):
+def test_region_disabled_by_module_rule_has_a_reason(engine, findings, in_region):
     net = nn.Sequential(nn.Linear(2, 2))
     with polycast.apply_policy(net, polycast.Policy(modules={"0": "fp32"})):
         (found,) = findings("disabled_region", in_region(lambda: net(torch.ones(1, 2)), 2), net)
     assert found.what == "the region for cpu is disabled, 2 times: a module rule asks for that."
 
 
-def test_unused_region_is_found(engine):
+def test_unused_region_is_found(engine, findings, in_region):
     (found,) = findings("unused_region", in_region(lambda: None, 2))
-    assert "test_findings_of_runs.py:" in found.where
+    assert "conftest.py:" in found.where
     assert (found.count, found.what) == (
         2,
         "no op in the region for cpu reached autocast, every time.",
@@ -137,7 +121,7 @@ def test_region_around_compiled_code_is_used(engine):
     assert [found.count for found in seen.findings if found.kind == "unused_region"] == [1]
 
 
-def test_region_with_ops_in_inner_region_is_used(engine):
+def test_region_with_ops_in_inner_region_is_used(engine, findings):
     def nested():
         with polycast.autocast("cpu"), polycast.autocast("cpu", torch.float16):
             torch.ones(2).relu()
@@ -152,7 +136,7 @@ def test_region_with_ops_in_inner_region_is_used(engine):
         (lambda y: nn.functional.mse_loss(y, torch.zeros_like(y)), "aten::mse_loss"),
     ],
 )
-def test_loss_in_fast_dtype_is_found(engine, loss, op):
+def test_loss_in_fast_dtype_is_found(engine, loss, op, findings):
     net, x = nn.Linear(8, 8), torch.ones(2, 8)
     policy = {"mse_loss": "passthrough"}
 

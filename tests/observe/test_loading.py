@@ -2,6 +2,7 @@
 
 import types
 import typing
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -47,25 +48,22 @@ def choose_engine(monkeypatch):
     installation.forget_choice()
 
 
-def test_the_reference_engine_cannot_be_observed(choose_engine):
-    choose_engine("reference")
-    with pytest.raises(RuntimeError) as raised:
-        polycast.observe().__enter__()
-    assert str(raised.value) == (
-        "polycast.observe needs the native engine, and this process runs on the reference engine, which cannot be "
-        "observed: POLYCAST_ENGINE=reference. Unset it."
-    )
-
-
-def test_without_a_compiler_the_error_gives_the_reason(choose_engine, monkeypatch):
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("reference", "POLYCAST_ENGINE=reference. Unset it."),
+        ("auto", "the native engine cannot be built: no C++ compiler is found. Install one (c++)."),
+    ],
+)
+def test_the_reference_engine_cannot_be_observed(choose_engine, monkeypatch, setting, reason):
     monkeypatch.setattr(load, "try_build", lambda _: BuildError("no C++ compiler is found. Install one (c++)."))
-    with pytest.warns(UserWarning, match="no C\\+\\+ compiler is found"):
-        choose_engine("auto")
+    with nullcontext() if setting == "reference" else pytest.warns(UserWarning, match="no C\\+\\+ compiler is found"):
+        choose_engine(setting)
     with pytest.raises(RuntimeError) as raised:
         polycast.observe().__enter__()
     assert str(raised.value) == (
         "polycast.observe needs the native engine, and this process runs on the reference engine, which cannot be "
-        "observed: the native engine cannot be built: no C++ compiler is found. Install one (c++)."
+        f"observed: {reason}"
     )
 
 

@@ -1,10 +1,11 @@
-"""A CPU backend that computes recipes in Python, so that results do not depend on the processor."""
+"""A CPU backend that computes recipes in Python and races that take no time: results do not depend on the processor."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import polycast
+from polycast.precision.timing import Race
 from polycast_cpu import CpuBackend
 
 
@@ -43,3 +44,17 @@ class PythonCpu(CpuBackend):
 def int8_in_python():
     """Register a backend for the CPU whose recipes are computed in Python."""
     polycast.register_backend(PythonCpu())
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Replace races by ones that take no time, in which the given side is the fastest."""
+
+    def quick(faster):
+        def run(self, advance=None):
+            self.rounds = [{side: 1.0 if side == faster else 2.0 for side in self.sides}]
+            return self
+
+        monkeypatch.setattr(Race, "run", run)
+
+    return quick

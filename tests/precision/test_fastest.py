@@ -125,20 +125,6 @@ def test_a_module_is_timed_without_the_modules_that_it_calls():
     assert clock.seconds[model] < 0.02
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """Replace races by ones that take no time, in which the given side is the fastest."""
-
-    def quick(faster):
-        def run(self, advance=None):
-            self.rounds = [{side: 1.0 if side == faster else 2.0 for side in self.sides}]
-            return self
-
-        monkeypatch.setattr(Race, "run", run)
-
-    return quick
-
-
 def tune(model, x, **arguments):
     return polycast.tune(model, x, tolerance=1e-2, device_type="cpu", objective="time", **arguments)
 

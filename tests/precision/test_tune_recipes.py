@@ -14,7 +14,6 @@ from polycast.precision.candidates import Modules, Ops
 from polycast.precision.fastest import PLAIN_REGION
 from polycast.precision.minimal_set import Choice
 from polycast.precision.profiling_run import profile_run
-from polycast.precision.timing import Race
 
 pytestmark = pytest.mark.usefixtures("int8_in_python")
 RECIPE = Int8(min_size=0)
@@ -179,20 +178,6 @@ def test_invalid_arguments_are_refused(arguments, error, message):
 def test_the_recipe_none_is_a_search_without_a_recipe():
     model, x = planted()
     assert tune(model, x, recipe="none").evidence.recipe is None
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """Replace races by ones that take no time, in which the given side is the fastest."""
-
-    def quick(faster):
-        def run(self, advance=None):
-            self.rounds = [{side: 1.0 if side == faster else 2.0 for side in self.sides}]
-            return self
-
-        monkeypatch.setattr(Race, "run", run)
-
-    return quick
 
 
 @pytest.mark.parametrize("over", ["modules", "ops"])

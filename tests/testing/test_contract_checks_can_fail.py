@@ -1,6 +1,5 @@
 """Each check of the contract, of regions and of the suite itself, on a backend that is wrong in what it checks."""
 
-import inspect
 import itertools
 import re
 from functools import partial
@@ -59,22 +58,6 @@ def saying(**answers):
         return say
 
     return type("Wrong", (CpuBackend,), {name: method(answer) for name, answer in answers.items()})()
-
-
-def check(name, wrong, *arguments, break_later=None, **attributes):
-    """Run one check of the suite on a backend for the CPU."""
-    polycast.register_backend(wrong)
-    if break_later is not None:
-        break_later(wrong)
-    suite = type("TestWrong", (BackendConformance,), {"backend": "cpu", **attributes})()
-    method = getattr(suite, name)
-    try:
-        if "device" in inspect.signature(method).parameters:
-            with suite.opened() as device:
-                return method(device, *arguments)
-        return method(*arguments)
-    finally:
-        torch.set_autocast_enabled("cpu", False)
 
 
 CONTRACT = [
@@ -181,12 +164,12 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("name", "wrong", "message"), CONTRACT + REGIONS + OTHERS)
-def test_a_wrong_backend_fails_the_check(name, wrong, message, engine):
+def test_a_wrong_backend_fails_the_check(name, wrong, message, engine, check):
     with pytest.raises(AssertionError, match=re.escape(message)):
         check(name, wrong())
 
 
-def test_a_backend_that_breaks_the_contract_is_told_every_problem():
+def test_a_backend_that_breaks_the_contract_is_told_every_problem(check):
     def break_later(backend):
         backend.default_dtype, backend.remedies = torch.int8, None
 
@@ -203,7 +186,7 @@ def test_every_check_fails_in_one_of_these_files():
 
 
 @pytest.mark.parametrize("name", ["test_region_inside_a_compiled_function", "test_region_around_a_compiled_function"])
-def test_a_compiler_that_loses_the_region(monkeypatch, name, engine):
+def test_a_compiler_that_loses_the_region(monkeypatch, name, engine, check):
     monkeypatch.setattr(torch, "compile", lambda function, backend: lambda *inputs: function(*inputs).float())
     with pytest.raises(AssertionError, match="mm on cpu gave torch.float32; in eager mode it gives torch.bfloat16"):
         check(name, CpuBackend(), "eager")
@@ -219,20 +202,20 @@ def test_a_compiler_that_loses_the_region(monkeypatch, name, engine):
         ("aten::mm  no\n#\naten::mm  none\n", "line 3: 'aten::mm' is named twice. Remove one of the lines."),
     ],
 )
-def test_a_file_of_expected_failures_that_is_wrong(text, message, tmp_path):
+def test_a_file_of_expected_failures_that_is_wrong(text, message, tmp_path, check):
     file = tmp_path / "expected.txt"
     file.write_text(text)
     with pytest.raises((AssertionError, ValueError), match=re.escape(message)):
         check("test_expected_failures", CpuBackend(), expected_failures=file)
 
 
-def test_a_device_that_is_absent_is_skipped_with_its_reason():
+def test_a_device_that_is_absent_is_skipped_with_its_reason(check):
     message = re.escape("cpu is not available: gone. Set fake = True (--polycast-fake) to check it on fake")
     with pytest.raises(pytest.skip.Exception, match=message):
         check("test_exception_restores", saying(availability=Availability(False, "gone")))
 
 
-def test_a_suite_that_names_no_backend():
+def test_a_suite_that_names_no_backend(check):
     with pytest.raises(
         pytest.UsageError, match="TestWrong names no backend: set the attribute `backend` to its device"
     ):

@@ -1,6 +1,5 @@
 """Each check of ops and kernels, on a backend that is wrong in what it checks: it fails and says what is wrong."""
 
-import inspect
 import itertools
 import re
 
@@ -17,39 +16,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::polycast.AutocastDisabledWarnin
 MM_INT8 = (torch.ops.aten.mm.default, torch.int8, torch.int32)
 
 
-def saying(**answers):
-    """Return a backend whose methods give these answers, or raise them."""
-
-    def method(answer):
-        def say(self, *_):
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-        return say
-
-    return type("Wrong", (CpuBackend,), {name: method(answer) for name, answer in answers.items()})()
-
-
 def having(**attributes):
     """Return a backend with these attributes."""
     return type("Wrong", (CpuBackend,), attributes)()
-
-
-def check(name, wrong, *arguments, break_later=None, **attributes):
-    """Run one check of the suite on a backend for the CPU."""
-    polycast.register_backend(wrong)
-    if break_later is not None:
-        break_later(wrong)
-    suite = type("TestWrong", (BackendConformance,), {"backend": "cpu", **attributes})()
-    method = getattr(suite, name)
-    try:
-        if "device" in inspect.signature(method).parameters:
-            with suite.opened() as device:
-                return method(device, *arguments)
-        return method(*arguments)
-    finally:
-        torch.set_autocast_enabled("cpu", False)
 
 
 @pytest.mark.parametrize(
@@ -79,15 +48,18 @@ def test_an_op_that_does_not_do_what_its_policy_says(policies, op, message, engi
             suite.test_op(device, op)
 
 
-def test_an_op_that_the_device_lacks(engine):
+def test_an_op_that_the_device_lacks(engine, check):
     table = {"aten::cudnn_convolution": CastPolicy.LOWER_PRECISION_FP}
     message = r"the device cannot do what LOWER_PRECISION_FP says, outside of any region: .*If it lacks the op, add"
     with pytest.raises(AssertionError, match=rf"(?s)^aten::cudnn_convolution on cpu, with float32 .*{message}"):
         check("test_op", having(policies=table), "aten::cudnn_convolution")
 
 
-def test_an_op_that_fails_in_a_region_only(engine):
-    wrong = saying(is_capturing=OSError("no driver"))
+def test_an_op_that_fails_in_a_region_only(engine, check):
+    def fails(self):
+        raise OSError("no driver")
+
+    wrong = having(is_capturing=fails)
     samples = {"aten::mm": lambda make: (make(2, 2), torch.nn.Parameter(make(2, 2)))}
     with pytest.raises(
         AssertionError, match=r"LOWER_PRECISION_FP gives bfloat16\[2, 2\] on cpu, the region gave OSErr"
@@ -95,7 +67,7 @@ def test_an_op_that_fails_in_a_region_only(engine):
         check("test_op", wrong, "aten::mm", samples=samples)
 
 
-def test_an_op_whose_values_differ(engine):
+def test_an_op_whose_values_differ(engine, check):
     table = {"conformance::unsteady": CastPolicy.LOWER_PRECISION_FP}
     calls = itertools.count()
     with torch.library._scoped_library("conformance", "FRAGMENT") as library:
@@ -112,31 +84,31 @@ def test_an_op_whose_values_differ(engine):
             )
 
 
-def test_a_ban_that_does_not_say_what_to_do(engine):
+def test_a_ban_that_does_not_say_what_to_do(engine, check):
     wrong = having(policies={"aten::mm": CastPolicy.BANNED}, remedies={"aten::mm": ""})
     with pytest.raises(AssertionError, match="and says what to do, got RuntimeError"):
         check("test_op", wrong, "aten::mm")
 
 
-def test_an_op_without_known_arguments_is_reported_as_not_called():
+def test_an_op_without_known_arguments_is_reported_as_not_called(check):
     table = {"aten::celu": CastPolicy.FP32}
     with pytest.raises(pytest.skip.Exception, match="aten::celu was not called: no arguments for it are known. Give"):
         check("test_op", having(policies=table), "aten::celu")
 
 
-def test_an_op_that_this_torch_lacks_is_reported():
+def test_an_op_that_this_torch_lacks_is_reported(check):
     table = {"aten::of_another_torch": CastPolicy.FP32}
     with pytest.raises(pytest.skip.Exception, match="has no op aten::of_another_torch"):
         check("test_op", having(policies=table), "aten::of_another_torch")
 
 
-def test_a_table_that_lacks_an_op_of_torchs():
+def test_a_table_that_lacks_an_op_of_torchs(check):
     table = {name: policy for name, policy in CpuBackend.policies.items() if name != "aten::mm"}
     with pytest.raises(AssertionError, match="does not name, and runs them: aten::mm. Give"):
         check("test_no_op_of_torchs_table_is_missing", having(policies=table))
 
 
-def test_a_device_whose_in_place_updates_are_not_counted(monkeypatch, engine):
+def test_a_device_whose_in_place_updates_are_not_counted(monkeypatch, engine, check):
     unseen = torch._C._autograd._get_data_attr  # what .data calls, without what sees that it was asked for
     monkeypatch.setattr(torch.nn.Parameter, "fill_", lambda weight, value: unseen(weight).fill_(value), raising=False)
     with pytest.raises(AssertionError, match=re.escape("must be 6.0; it is [[2.0, 2.0], [2.0, 2.0]]. Do the device's")):
@@ -174,13 +146,13 @@ def test_a_device_whose_in_place_updates_are_not_counted(monkeypatch, engine):
         ),
     ],
 )
-def test_a_kernel_that_is_not_its_op(kernel, message):
+def test_a_kernel_that_is_not_its_op(kernel, message, check):
     with pytest.raises(AssertionError, match=re.escape(message)):
         check("test_kernel", having(kernels={MM_INT8: kernel}), "aten::mm:int8:int32")
 
 
 @pytest.mark.parametrize("fake", [False, True])
-def test_a_device_that_is_said_to_be_there_and_is_not(fake):
+def test_a_device_that_is_said_to_be_there_and_is_not(fake, check):
     def to_device(suite, tensor):
         raise RuntimeError("no such device")
 
@@ -193,18 +165,18 @@ def test_a_device_that_is_said_to_be_there_and_is_not(fake):
 
 @pytest.mark.parametrize("op", [torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default])
 @pytest.mark.parametrize(("taken", "given"), [(torch.int8, torch.int32), (torch.bfloat16, torch.float32)])
-def test_a_kernel_that_is_its_op_passes(op, taken, given):
+def test_a_kernel_that_is_its_op_passes(op, taken, given, check):
     right = having(kernels={(op, taken, given): lambda *inputs: op(*(value.to(given) for value in inputs))})
     check("test_kernel", right, f"{op.name()}:{str(taken)[6:]}:{str(given)[6:]}")
 
 
-def test_a_kernel_that_declines_the_arguments_is_reported_as_not_called():
+def test_a_kernel_that_declines_the_arguments_is_reported_as_not_called(check):
     wrong = having(kernels={MM_INT8: lambda x, y: NotImplemented})
     with pytest.raises(pytest.skip.Exception, match="aten::mm:int8:int32 does not take the suite's arguments. Give it"):
         check("test_kernel", wrong, "aten::mm:int8:int32")
 
 
-def test_kernels_without_known_arguments_are_reported_as_not_called():
+def test_kernels_without_known_arguments_are_reported_as_not_called(check):
     wrong = having(kernels={(torch.ops.aten.celu.default, torch.half, torch.float32): max})
     with pytest.raises(pytest.skip.Exception, match="aten::celu was not called: no arguments for it are known"):
         check("test_kernel", wrong, "aten::celu:float16:float32")
