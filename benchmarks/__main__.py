@@ -153,7 +153,9 @@ def main(
         results += figures
         scores += of_accuracy
         if save:
-            _save(name, {"quick": quick, "environment": about, **_written(figures, of_accuracy)})
+            variables = dict(BENCHMARKS[name].environment)
+            written = _written(figures, of_accuracy)
+            _save(name, {"quick": quick, "environment": about, "variables": variables, **written})
     if scores:
         out.print(table_of_accuracy(scores))
     if results:

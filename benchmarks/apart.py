@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -45,11 +45,10 @@ class Apart:
             with ExitStack() as stack:
                 players = [stack.enter_context(_Player(self.name, library)) for library in LIBRARIES]
                 race = 0
-                while plan := _together("next", players)[0]:
+                while all(told := _together("next", players)):
+                    plan = _merged(told)
                     if race == len(plans):
-                        ratios = [Ratio(**each) for each in plan.pop("ratios")]
-                        plan["most_seconds"] /= self.processes
-                        plans.append(Plan(ratios, **plan))
+                        plans.append(replace(plan, most_seconds=plan.most_seconds / self.processes))
                         taken.append([])
                     for _ in plans[race].turns(quick):
                         players.reverse()
@@ -99,17 +98,26 @@ def _together(request: str, players: list[_Player]) -> list[Any]:
     return [player.receive() for player in players]
 
 
+def _merged(plans: list[dict[str, Any]]) -> Plan:
+    """Return the plan of a race from those of all processes, each with the slow sides of its library."""
+    merged = dict(plans[0])
+    for each in ("once", "left_out"):
+        merged[each] = {name: value for plan in plans for name, value in plan[each].items()}
+    ratios = [Ratio(**each) for each in merged.pop("ratios")]
+    return Plan(ratios, **merged)
+
+
 def _play(name: str, library: str) -> None:
     requests = iter(sys.stdin.readline, "")
     next(requests, None)
     for race in pkgutil.resolve_name(name)().races():
-        sides = {name: side for name, side in race.sides.items() if side.kernels == library}
-        calls = {name: race.calls(side) for name, side in sides.items()}
+        race, calls = race.warmed_up(name for name, side in race.sides.items() if side.kernels == library)
         print(json.dumps(asdict(race.plan())), flush=True)
         for request in requests:
             if request.strip() == "next":
                 break
-            print(json.dumps({name: side.time(calls[name]) for name, side in sides.items()}), flush=True)
+            print(json.dumps({name: race.sides[name].time(number) for name, number in calls.items()}), flush=True)
+        del race  # before the next one is made: it may be large
     print(json.dumps(None), flush=True)
 
 

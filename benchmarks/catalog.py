@@ -10,7 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -50,12 +50,14 @@ class Entry:
         threads: returns the numbers of threads.
         apart: whether each library has processes of its own.
         least: whether the least times of all rounds count in these, or the median of the ratios.
+        environment: variables of the process that runs it.
     """
 
     function: str
     threads: Callable[[], tuple[int, ...]]
     apart: bool = False
     least: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def make(self) -> Benchmark:
         """Return the benchmark, for the threads of this process."""
@@ -63,6 +65,9 @@ class Entry:
         made: Benchmark = Apart(name, self.least) if self.apart else pkgutil.resolve_name(name)()
         return made
 
+
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+"""Limit torch to the instructions that most laptops have."""
 
 BENCHMARKS: Mapping[str, Entry] = {
     "small": Entry("small:eager", one, apart=True, least=True),
@@ -91,6 +96,9 @@ BENCHMARKS: Mapping[str, Entry] = {
     "tuned": Entry("tuned:tuned", all_of_them),
     "low-bit": Entry("low_bit:eager", each),
     "low-bit-compiled": Entry("low_bit:compiled", all_of_them),
+    "fastest": Entry("fastest:Fastest", each),
+    "fastest-avx2": Entry("fastest:Fastest", each, environment=AVX2),
+    "fastest-memory": Entry("fastest:Memory", all_of_them),
     "accuracy": Entry("accuracy:Accuracy", all_of_them),
 }
 
@@ -98,7 +106,7 @@ BENCHMARKS: Mapping[str, Entry] = {
 def measure(name: str, threads: int, quick: bool) -> tuple[list[Result], list[Scores]]:
     """Run a benchmark in a process with a number of threads; return its figures and its scores."""
     command = [sys.executable, "-m", __name__, name, *(["quick"] if quick else [])]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    environment = {**os.environ, **BENCHMARKS[name].environment, "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     said: dict[str, list[dict[str, Any]]] = json.loads(done.stdout.splitlines()[-1])
     return [Result(**each) for each in said["results"]], [Scores(**each) for each in said["accuracy"]]

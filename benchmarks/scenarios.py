@@ -1,7 +1,7 @@
 """Twenty scenarios against torch.autocast: common models, and common ways of running them."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,8 +18,9 @@ from transformers import (
     ViTModel,
 )
 
-from .once import LIBRARIES, NOT_SLOWER, duel
-from .timing import Race, Ratio, Several, Side
+from .once import NOT_SLOWER
+from .timing import Several
+from .ways import Autocast, Case, Inference, Training, races
 
 
 def _bert() -> tuple[nn.Module, torch.Tensor]:
@@ -84,77 +85,36 @@ INFERENCE = [
 ]
 
 
-def _loss(out: Any) -> torch.Tensor:
-    values = out if isinstance(out, torch.Tensor) else out[0]
-    loss: torch.Tensor = values.float().square().mean()
-    return loss
+def _region_for_each_layer(model: nn.Module, x: torch.Tensor, autocast: Autocast) -> object:
+    for layer in model.children():
+        with autocast("cpu"):
+            x = layer(x)
+    return x
 
 
-def _training(name: str, *, batches: int = 1) -> Race:
-    def step(amp: Any) -> Callable[[], None]:
-        torch.manual_seed(0)
-        model, x = MODELS[name]()
-        model.train()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-        def run() -> None:
-            optimizer.zero_grad()
-            for _ in range(batches):
-                with amp.autocast("cpu"):
-                    loss = _loss(model(x)) / batches
-                loss.backward()
-            optimizer.step()
-
-        return run
-
-    sides = {label: Side("step()", {"step": step(amp)}, kernels=label) for label, amp in LIBRARIES.items()}
-    what = f"{name}, training step" + (f" of {batches} batches" if batches > 1 else "")
-    return Race(
-        sides=sides, ratios=[Ratio(what, "torch.autocast", "polycast", "torch", NOT_SLOWER)], rounds=14, seconds=0.05
-    )
+def _float16(model: nn.Module, x: torch.Tensor, autocast: Autocast) -> object:
+    with autocast("cpu", torch.float16):
+        return model(x)
 
 
-def _region_for_each_layer() -> Race:
-    model, x = _small()
-    model.requires_grad_(False)
-    sides = {
-        label: Side(
-            "y = x\nfor layer in model:\n    with autocast('cpu'): y = layer(y)",
-            {"autocast": amp.autocast, "model": model, "x": x},
-            torch.no_grad,
-            kernels=label,
-        )
-        for label, amp in LIBRARIES.items()
-    }
-    what = "24 small layers, frozen, a region for each"
-    return Race(sides=sides, ratios=[Ratio(what, "torch.autocast", "polycast", "torch", NOT_SLOWER)], rounds=14)
+_SHORT, _LONG = {"rounds": 14, "seconds": 0.03}, {"rounds": 14, "seconds": 0.05}
+SCENARIOS: Sequence[Case] = (
+    *(
+        Inference(f"{name}, {kind}, {mode.__name__}", MODELS[name], kind == "trainable", mode, options=_SHORT)
+        for name, kind, mode in INFERENCE
+    ),
+    *(
+        Training(f"{name}, training step", MODELS[name], options=_LONG)
+        for name in ("BERT", "ResNet", "LSTM", "24 small layers")
+    ),
+    Training("BERT, training step of 4 batches", MODELS["BERT"], batches=4, options=_LONG),
+    Inference(
+        "24 small layers, frozen, a region for each", _small, forward=_region_for_each_layer, options={"rounds": 14}
+    ),
+    Inference(
+        "24 small layers, frozen, float16", _small, forward=_float16, dtype=torch.float16, options={"rounds": 14}
+    ),
+    Inference("BERT, trainable, forward with grad", _bert, trainable=True, around=nullcontext, options={"rounds": 14}),
+)
 
-
-def _float16() -> Race:
-    model, x = _small()
-    model.requires_grad_(False)
-    statement, names = "with autocast('cpu', float16): model(x)", {"float16": torch.float16, "model": model, "x": x}
-    sides = {
-        label: Side(statement, {**names, "autocast": amp.autocast}, torch.no_grad, kernels=label)
-        for label, amp in LIBRARIES.items()
-    }
-    what = "24 small layers, frozen, float16"
-    return Race(sides=sides, ratios=[Ratio(what, "torch.autocast", "polycast", "torch", NOT_SLOWER)], rounds=14)
-
-
-def _all() -> Iterator[Race]:
-    for name, kind, mode in INFERENCE:
-        model, x = MODELS[name]()
-        model.requires_grad_(kind == "trainable")
-        what = f"{name}, {kind}, {mode.__name__}"
-        yield duel(what, functools.partial(model, x), NOT_SLOWER, mode, rounds=14, seconds=0.03)
-    for name in ("BERT", "ResNet", "LSTM", "24 small layers"):
-        yield _training(name)
-    yield _training("BERT", batches=4)
-    yield _region_for_each_layer()
-    yield _float16()
-    model, x = _bert()
-    yield duel("BERT, trainable, forward with grad", functools.partial(model, x), NOT_SLOWER, nullcontext, rounds=14)
-
-
-scenarios = functools.partial(Several, _all)
+scenarios = functools.partial(Several, functools.partial(races, SCENARIOS, NOT_SLOWER))

@@ -1,5 +1,6 @@
 """Write the tables of docs/benchmarks.md from docs/figures/bench."""
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,9 @@ from typing import Any
 DOCS = Path(__file__).parent
 PAGE = DOCS / "benchmarks.md"
 FIGURES = DOCS / "figures" / "bench"
-_BETWEEN = re.compile(r"(?<=<!-- figures of )(?P<names>[\w -]+)(?P<start> -->\n).*?(?=<!-- end -->)", re.DOTALL)
+_BETWEEN = re.compile(
+    r"(?<=<!-- )(?P<kind>figures|bounds|times) of (?P<names>[\w -]+) -->\n.*?(?=<!-- end -->)", re.DOTALL
+)
 _MAX_ROWS = 60
 """Longer tables show only the rows that missed their bounds, and means."""
 
@@ -28,7 +31,13 @@ def has_results(name: str) -> bool:
 def machine(run: dict[str, Any]) -> str:
     """Return a description of the machine of a run."""
     about, quick = run["environment"], ", with fewer repeats (`--quick`)" if run["quick"] else ""
-    return f"{about['cpu']}, {about['cores']} cores, Python {about['python']}, torch {about['torch']}{quick}"
+    limits = "".join(f", {name}={value}" for name, value in run.get("variables", {}).items())
+    return f"{about['cpu']}, {about['cores']} cores, Python {about['python']}, torch {about['torch']}{limits}{quick}"
+
+
+def command(names: Sequence[str]) -> str:
+    """Return the command that measures some benchmarks."""
+    return f'`make bench BENCH="--save {" ".join(f"--only {name}" for name in names)}"`'
 
 
 def _number(value: float, unit: str) -> str:
@@ -38,6 +47,7 @@ def _number(value: float, unit: str) -> str:
 def _cells(result: dict[str, Any]) -> tuple[str, str, str, str]:
     """Return the cells of a row: threads, measured value, bound, verdict."""
     bound = "" if result["at_most"] is None else f"{result['at_most']:.4g}{result['unit']}"
+    bound = result.get("note") or bound
     if result["measured"] is None:
         return str(result["threads"]), "-", bound, result["skipped"]
     verdict = "" if result["at_most"] is None else "ok" if result["ok"] else "**missed**"
@@ -72,45 +82,87 @@ def _verdict(results: Sequence[dict[str, Any]], shown: int) -> str:
     return f"{verdict} Of the {len(results)} rows those that missed are shown, and means."
 
 
-def table(names: Sequence[str]) -> str:
-    """Return a Markdown table of some benchmarks, after their machines and the benchmarks without results."""
+def _intro(names: Sequence[str]) -> str:
+    """Return the machines of some benchmarks, the command, and the benchmarks without results."""
     missing = [name for name in names if not has_results(name)]
     machines: dict[str, list[str]] = {}
-    results: list[dict[str, Any]] = []
-    shown: list[dict[str, Any]] = []
     for name in names:
-        if name in missing:
-            continue
-        run = run_of(name)
-        machines.setdefault(machine(run), []).append(name)
-        results += run["results"]
-        shown += _shown(run["results"])
+        if name not in missing:
+            machines.setdefault(machine(run_of(name)), []).append(name)
     lines = [
         where if len(machines) == 1 else f"{', '.join(f'`{name}`' for name in of)}: {where}"
         for where, of in machines.items()
     ]
     if missing:
         lines.append(f"Not measured yet: {', '.join(f'`{name}`' for name in missing)}")
-    intro = "\n\n".join(f"{line}." for line in lines)
-    if not shown:
+    return "\n\n".join(f"{line}." for line in [*lines, f"Measured by {command(names)}"])
+
+
+def _results(names: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
+    for name in names:
+        if has_results(name):
+            yield run_of(name)["results"]
+
+
+def table(names: Sequence[str], *, only_bounds: bool = False) -> str:
+    """Return a Markdown table of some benchmarks, after what `_intro` returns.
+
+    Args:
+        names: the benchmarks.
+        only_bounds: whether to leave out figures without a bound.
+    """
+    results: list[dict[str, Any]] = []
+    shown: list[dict[str, Any]] = []
+    for run in _results(names):
+        kept = [each for each in run if not only_bounds or each["at_most"] is not None or each.get("note")]
+        results += kept
+        shown += _shown(kept)
+    intro = _intro(names)
+    if not results:
         return f"{intro}\n"
-    return "\n".join(
-        [
-            intro,
-            "",
-            "| what | against | threads | measured | at most | |",
-            "| --- | --- | --: | --: | --: | --- |",
-            *_rows(shown),
-            "",
-            _verdict(results, len(shown)),
-            "",
-        ]
-    )
+    header = ["| what | against | threads | measured | at most | |", "| --- | --- | --: | --: | --: | --- |"]
+    rows = [*header, *_rows(shown), ""] if shown else []
+    return "\n".join([intro, "", *rows, _verdict(results, len(shown)), ""])
+
+
+def times(names: Sequence[str]) -> str:
+    """Return a Markdown table for the fewest and the most threads: the times of all sides relative to float32's."""
+    parts = [_intro(names)]
+    for name, results in zip((each for each in names if has_results(each)), _results(names), strict=True):
+        numbers = {result["threads"] for result in results}
+        for threads in sorted({min(numbers), max(numbers)}):
+            title = f"`{name}`, {threads} thread{'s' if threads > 1 else ''}: time, where float32 takes 1:"
+            parts += [title, _times([each for each in results if each["threads"] == threads])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _times(results: Sequence[dict[str, Any]]) -> str:
+    """Return the table of one number of threads."""
+    cases: dict[str, dict[str, str]] = {}
+    for result in results:
+        if result["against"] != "float32":
+            continue
+        side = result["sides"][0]
+        cells = cases.setdefault(result["what"].removesuffix(f", {side}"), {})
+        cells[side] = "-" if result["measured"] is None else f"{result['measured']:.2f}"
+        if result["measured"] is not None:
+            cells["float32"] = f"{1000 * result['times'][1]:.3g} ms"
+    columns = list(dict.fromkeys(["float32", *(side for cells in cases.values() for side in cells)]))
+    lines = [["", *columns], ["---", *("--:" for _ in columns)]]
+    lines += [[case, *(cells.get(column, "") for column in columns)] for case, cells in cases.items()]
+    reasons = list(dict.fromkeys(each["skipped"] for each in results if each["skipped"]))
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{table}\n\n\\-: {'; '.join(reasons)}." if reasons else table
+
+
+_MAKE = {"figures": table, "bounds": functools.partial(table, only_bounds=True), "times": times}
 
 
 def updated(page: str) -> str:
     """Return the page with current tables."""
-    return _BETWEEN.sub(lambda found: found["names"] + found["start"] + table(found["names"].split()), page)
+    return _BETWEEN.sub(
+        lambda found: f"{found['kind']} of {found['names']} -->\n{_MAKE[found['kind']](found['names'].split())}", page
+    )
 
 
 def main() -> None:

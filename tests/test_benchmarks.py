@@ -2,14 +2,16 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-EACH = {"compiled", "gpt2", "linears", "low-bit", "ops", "rates", "scenarios"}
+EACH = {"compiled", "fastest", "fastest-avx2", "gpt2", "linears", "low-bit", "ops", "rates", "scenarios"}
 
 
 @pytest.fixture
@@ -42,6 +44,94 @@ def test_a_ratio_is_the_median_over_the_rounds_or_the_ratio_of_the_minima(timing
     assert [each.measured for each in plan.results(taken)] == [0.75, 0.75]
     assert [each.measured for each in plan.results(taken, least=True)] == [0.5, 0.5]
     assert [each.what for each in plan.results(taken)] == ["a", "all"]
+
+
+def test_the_fastest_of_several_sides_counts(timing):
+    plan = timing.Plan([timing.Ratio("a", "the fastest of b and c", "a", ("b", "c"), 1.0)])
+    taken = [{"a": 1.0, "b": 4.0, "c": 2.0}, {"a": 3.0, "b": 1.0, "c": 2.0}, {"a": 6.0, "b": 4.0, "c": 2.0}]
+    (median,), (least,) = plan.results(taken), plan.results(taken, least=True)
+    assert (median.measured, median.times, median.sides) == (1.5, (3.0, 2.0), ("a", "c"))
+    assert (least.measured, least.times, least.sides) == (1.0, (1.0, 1.0), ("a", "b"))
+
+
+def test_a_bound_may_hold_only_where_a_side_is_slow(timing):
+    plan = timing.Plan([timing.Ratio("a", "b", "a", "b", 0.7, ("b", "c", 1.0))])
+    for seconds, at_most in ((1.0, 0.7), (0.9, None)):
+        (result,) = plan.results([{"a": 1.0, "b": seconds, "c": 1.0}])
+        assert (result.at_most, result.note) == (at_most, "0.7 where b takes at least 1 of c's time")
+
+
+def test_a_side_that_is_left_out_is_named_and_counts_as_slow(timing):
+    ratios = [
+        timing.Ratio("a", "b", "a", "b", 0.7, ("b", "c", 1.0)),
+        timing.Ratio("a", "the fastest of b and c", "a", ("b", "c"), 1.0),
+    ]
+    plan = timing.Plan(ratios, left_out={"b": "it is slow"})
+    to_b, to_fastest = plan.results([{"a": 1.0, "c": 2.0}])
+    assert (to_b.measured, to_b.at_most, to_b.skipped) == (None, 0.7, "b is left out: it is slow")
+    assert (to_fastest.measured, to_fastest.sides) == (0.5, ("a", "c"))
+
+
+def test_a_slow_side_is_timed_once(timing):
+    plan = timing.Plan([timing.Ratio("a", "b", "a", "b", 1.0)], once={"b": 8.0})
+    assert [each.measured for each in plan.results([{"a": 1.0}, {"a": 4.0}, {"a": 2.0}])] == [0.25]
+
+
+def test_slow_sides_are_found_by_the_time_of_the_fastest_before_them(timing, monkeypatch):
+    seconds = {"fast": 1.0, "slow": 5.0, "never": 5.0, "faster": 0.5}
+    monkeypatch.setattr(timing.Side, "time", lambda side, calls: seconds[side.statement])
+    sides = {name: timing.Side(name, may_be_slow=name in {"slow", "faster"}) for name in seconds}
+    race, calls = timing.Race([], sides=sides, seconds=2.0).warmed_up(sides)
+    assert (race.once, race.left_out, calls) == ({"slow": 5.0}, {}, {"fast": 2, "never": 1, "faster": 4})
+
+
+def test_a_side_that_takes_too_long_is_interrupted_and_left_out(timing, monkeypatch):
+    limits = []
+
+    @contextmanager
+    def limited(seconds):
+        limits.append(seconds)
+        if len(limits) == 2:
+            raise TimeoutError
+        yield
+
+    monkeypatch.setattr(timing, "time_limit", limited)
+    monkeypatch.setattr(timing.Side, "time", lambda side, calls: 0.5)
+    sides = {name: timing.Side("", may_be_slow=True) for name in ("a", "b")}
+    race, calls = timing.Race([], sides=sides, seconds=1.0).warmed_up(sides)
+    assert (race.left_out, calls) == ({"b": "over 10 times the fastest side's time"}, {"a": 2})
+    assert limits == [float("inf"), 5.0]
+
+
+def test_time_limit_interrupts_the_block_and_restores_the_handler(timing):
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(TimeoutError), timing.time_limit(0.001):
+        signal.pause()
+    assert signal.getsignal(signal.SIGALRM) is before
+
+
+def test_a_benchmark_may_set_variables_of_its_process(catalog, monkeypatch):
+    environments = []
+
+    def run(command, *, env, **_):
+        environments.append(env)
+        return subprocess.CompletedProcess(command, 0, json.dumps({"results": [], "accuracy": []}))
+
+    monkeypatch.setattr(catalog.subprocess, "run", run)
+    for name in ("fastest", "fastest-avx2"):
+        catalog.measure(name, 2, quick=True)
+    assert [(each.get("ATEN_CPU_CAPABILITY"), each["OMP_NUM_THREADS"]) for each in environments] == [
+        (os.environ.get("ATEN_CPU_CAPABILITY"), "2"),
+        ("avx2", "2"),
+    ]
+
+
+def test_fastest_runs_the_scenarios_and_has_bounds_for_its_cases(catalog):
+    fastest = pytest.importorskip("benchmarks.fastest")
+    assert len(fastest.SCENARIOS) == 20
+    assert fastest.BOUNDS.keys() <= {case.what for case in fastest.MODELS}
+    of_libraries = {way.kernels for way in fastest.ways().values()}
+    assert of_libraries == {"torch", "polycast"}
 
 
 def test_a_figure_without_a_bound_is_ok(timing):

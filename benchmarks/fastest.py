@@ -1,0 +1,205 @@
+"""Recipe "fastest" beside the other ways to run a model: the scenarios, common models, and training steps.
+
+`python -m benchmarks.fastest polycast` is the process whose memory is measured.
+"""
+
+import functools
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
+    ViTConfig,
+    ViTModel,
+)
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+import polycast
+
+from .apart import Apart
+from .scenarios import SCENARIOS
+from .timing import LongSide, Race, Ratio, Result, Several
+from .ways import Case, Inference, Made, Training, Way, no_region
+
+FLOAT32, TORCH, COPY, PLAIN, CACHED = "float32", "torch.autocast", "a bfloat16 copy", "a plain region", "WeightCache"
+FASTEST, FASTEST_CACHED, INT8 = "fastest", "fastest, WeightCache", "int8"
+NOT_SLOWER = 1.08
+"""The time of the fastest other way, with a margin for noise."""
+_TRAINED = "GPT-2 of 6 layers, training step of 4 x 128 tokens"
+
+
+def ways() -> dict[str, Way]:
+    """Return all ways; the first of each library are never slow."""
+    amp = polycast.autocast
+    cached = {"cache": polycast.WeightCache()}
+    return {
+        FLOAT32: Way(no_region, "torch"),
+        FASTEST: Way(functools.partial(amp, recipe="fastest"), "polycast"),
+        FASTEST_CACHED: Way(
+            functools.partial(amp, recipe="fastest", cache=polycast.WeightCache()), "polycast", trains=False
+        ),
+        INT8: Way(functools.partial(amp, recipe="int8"), "polycast", trains=False),
+        COPY: Way(no_region, "torch", copied=True, trains=False, may_be_slow=True),
+        TORCH: Way(torch.autocast, "torch", may_be_slow=True),
+        PLAIN: Way(amp, "polycast", may_be_slow=True),
+        CACHED: Way(functools.partial(amp, **cached), "polycast", trains=False, may_be_slow=True),
+    }
+
+
+def _gpt2(tokens: int, layers: int = 12) -> Made:
+    config = GPT2Config(n_layer=layers, use_cache=False, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    return GPT2LMHeadModel(config).eval(), torch.randint(1000, (1, tokens))
+
+
+def _gpt2_to_train() -> Made:
+    return _gpt2(1, layers=6)[0], torch.randint(1000, (4, 128))
+
+
+def _bert(layers: int = 12) -> Made:
+    config = BertConfig(num_hidden_layers=layers, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
+    return BertModel(config).eval(), torch.randint(1000, (4, 128))
+
+
+def _vit() -> Made:
+    return ViTModel(ViTConfig()).eval(), torch.randn(2, 3, 224, 224)
+
+
+def _resnet(number: int) -> Made:
+    options: dict[int, dict[str, Any]] = {
+        18: {"hidden_sizes": [64, 128, 256, 512], "depths": [2, 2, 2, 2], "layer_type": "basic"},
+        50: {},
+    }
+    return ResNetForImageClassification(ResNetConfig(**options[number])).eval(), torch.randn(2, 3, 224, 224)
+
+
+def _llama() -> Made:
+    """Return a LLaMA of 1.1 billion random weights (TinyLlama's sizes), and one token, at one position."""
+    config = LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=22,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        use_cache=False,
+    )
+    with torch.device("meta"):  # initializing a billion weights takes longer than the race
+        model = LlamaForCausalLM(config)
+    model.to_empty(device="cpu")
+    model.model.rotary_emb = LlamaRotaryEmbedding(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.uniform_(-0.02, 0.02)
+    return model.eval(), torch.tensor([[464]])
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def _loss_of_logits(out: Any) -> torch.Tensor:
+    logits = out.logits
+    return nn.functional.cross_entropy(
+        logits.flatten(0, -2), logits.new_zeros(logits[..., 0].numel(), dtype=torch.long)
+    )
+
+
+TRAINED = Training(_TRAINED, _gpt2_to_train, _adamw, loss=_loss_of_logits)
+_GPT2, _TOKEN, _LLAMA = "GPT-2 small, 128 tokens", "GPT-2 small, 1 token", "LLaMA 1.1 B, 1 token"
+_BERT, _VIT = "BERT base, 4 x 128 tokens", "ViT base, 2 images"
+MODELS: tuple[Case, ...] = (
+    Inference(_GPT2, functools.partial(_gpt2, 128)),
+    Inference(_TOKEN, functools.partial(_gpt2, 1)),
+    Inference(_LLAMA, _llama),
+    Inference(_BERT, _bert),
+    Inference(_VIT, _vit),
+    *(Inference(f"ResNet-{number}, 2 images", functools.partial(_resnet, number)) for number in (18, 50)),
+    TRAINED,
+    Training("BERT of 4 layers, training step of 4 x 128 tokens", functools.partial(_bert, 4)),
+    Training("ResNet-18, training step of 2 images", functools.partial(_resnet, 18)),
+)
+
+_SLOW_COPY, _SLOW_TORCH = (COPY, FLOAT32, 1.0), (TORCH, FLOAT32, 1.0)
+_SLOW_ROW = (COPY, FLOAT32, 0.85)
+"""Half the bytes of float32 are read: the kernel takes as long to compute."""
+BOUNDS: Mapping[str, tuple[Ratio, ...]] = {
+    what: tuple(
+        Ratio(f"{what}, {ours}", against, ours, against, at_most, where) for ours, against, at_most, where in bounds
+    )
+    for what, bounds in {
+        _GPT2: [(FASTEST, TORCH, 0.7, _SLOW_COPY)],
+        _BERT: [(FASTEST, TORCH, 0.7, _SLOW_COPY)],
+        _VIT: [(FASTEST, TORCH, 0.7, _SLOW_COPY)],
+        _TOKEN: [(FASTEST_CACHED, COPY, 0.75, _SLOW_ROW), (INT8, COPY, 0.36, _SLOW_ROW)],
+        _LLAMA: [(FASTEST_CACHED, COPY, 0.65, _SLOW_ROW), (INT8, COPY, 0.33, _SLOW_ROW)],
+        _TRAINED: [(FASTEST, TORCH, 0.75, _SLOW_TORCH)],
+    }.items()
+}
+
+
+def _race(case: Case, **options: Any) -> Race:
+    all_ways = ways()
+    sides = case.sides(all_ways, LongSide)
+    others = "the fastest of float32, torch.autocast and a plain region"
+    ratios = [
+        *(
+            Ratio(f"{case.what}, {ours}", others, ours, (FLOAT32, TORCH, PLAIN), NOT_SLOWER)
+            for ours in (FASTEST, FASTEST_CACHED)
+            if ours in sides
+        ),
+        *BOUNDS.get(case.what, ()),
+        *(Ratio(f"{case.what}, {name}", FLOAT32, name, FLOAT32, None) for name in sides if name != FLOAT32),
+    ]
+    return Race(ratios, sides=sides, **options)
+
+
+def _all() -> Iterator[Race]:
+    for case in SCENARIOS:
+        yield _race(case, rounds=12, most_seconds=2.5, seconds=0.02)
+    for case in MODELS:
+        yield _race(case, rounds=8, most_seconds=5, seconds=0.05)
+
+
+races = functools.partial(Several, _all)
+
+
+@dataclass(frozen=True)
+class Fastest:
+    """All races, after a measurement of the profile with which the recipe chooses."""
+
+    def run(self, quick: bool) -> list[Result]:
+        """Return the results of all races."""
+        polycast.profile("cpu", refresh=True)
+        return Apart(f"{__name__}:races", least=True, processes=1).run(quick)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The peak memory of training steps with the recipe, relative to torch's."""
+
+    def run(self, quick: bool) -> list[Result]:
+        """Return the result of a process of each library."""
+        peaks = []
+        for name in (FASTEST, TORCH):
+            command = [sys.executable, "-m", __name__, name]
+            peaks.append(int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
+        return [Result(f"{_TRAINED}, peak memory, {FASTEST}", TORCH, peaks[0] / peaks[1], 1.02)]
+
+
+if __name__ == "__main__":
+    step = TRAINED.step(ways()[sys.argv[1]])
+    for _ in range(3):
+        step()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
