@@ -38,14 +38,17 @@ def int8_availability() -> Availability:
 class Product(LowBitMatmul):
     """The product of activations and a weight, with a scale for each row of the activations or one for all."""
 
-    takes_batches = True
-
     def __init__(self, by_row: bool, isa: int | None = None) -> None:
         ops = torch.ops.polycast_cpu
-        self._by_row = by_row
         self._isa = ops.best_isa() if isa is None else isa
         self._pack = ops.int8_pack.default
-        self._linear = ops.int8_linear.default
+        self.operators = {
+            "aten::linear": ops.int8_linear.default,
+            "aten::matmul": ops.int8_matmul.default,
+            "aten::mm": ops.int8_matmul.default,
+            "aten::addmm": ops.int8_addmm.default,
+        }
+        self.constants = (by_row, self._isa)
 
     @override
     def unsupported_reason(self, x: torch.Tensor, size: Sequence[int], bias: torch.Tensor | None) -> str | None:
@@ -54,14 +57,6 @@ class Product(LowBitMatmul):
     @override
     def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         return tuple(self._pack(weight, self._isa)) or None
-
-    @override
-    def multiply(
-        self, x: torch.Tensor, packed: tuple[torch.Tensor, ...], bias: torch.Tensor | None, alpha: float
-    ) -> torch.Tensor:
-        dtype = torch.get_autocast_dtype("cpu")
-        result: torch.Tensor = self._linear(x, *packed, bias, alpha, self._by_row, dtype, self._isa)
-        return result
 
 
 class Conv2d(LowBitKernel):
@@ -72,12 +67,12 @@ class Conv2d(LowBitKernel):
 
     prepack_key: Hashable = "rows are output channels"
 
-    def __init__(self, by_image: bool, isa: int | None = None) -> None:
+    def __init__(self, by_image: bool, isa: int | None = None, overload: str = "default") -> None:
         ops = torch.ops.polycast_cpu
-        self._by_image = by_image
         self._isa = ops.best_isa() if isa is None else isa
         self._pack = ops.int8_pack.default
-        self._convolve = ops.int8_conv2d.default
+        self.operator = getattr(ops.int8_conv2d, overload)
+        self.constants = (by_image, self._isa)
 
     @override
     def unsupported_reason(self, *args: Any) -> str | None:
@@ -105,28 +100,6 @@ class Conv2d(LowBitKernel):
     @override
     def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         return tuple(self._pack(weight.permute(0, 2, 3, 1).flatten(1), self._isa)) or None
-
-    @override
-    def run(self, prepared: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
-        x, weight, bias, *steps, _ = args
-        images = x if x.dim() == 4 else x.unsqueeze(0)
-        dtype = torch.get_autocast_dtype("cpu")
-        given = _steps(weight, *steps)
-        assert given is not None  # unsupported_reason() has checked them
-        stride, padding, dilation = given
-        result: torch.Tensor = self._convolve(
-            images,
-            weight,
-            *prepared,
-            bias,
-            stride,
-            [*padding[0], *padding[1]],
-            dilation,
-            self._by_image,
-            dtype,
-            self._isa,
-        )
-        return result if x.dim() == 4 else result.squeeze(0)
 
 
 _Numbers: TypeAlias = Sequence[int]
@@ -164,5 +137,8 @@ def int8_kernels(scales: str) -> Mapping[str, LowBitKernel]:
     if not int8_availability():
         return {}
     by_row = scales == "row"
-    convolution = Conv2d(by_row)
-    return {**Product(by_row).kernels(), "aten::conv2d": convolution, "aten::conv2d.padding": convolution}
+    return {
+        **Product(by_row).kernels(),
+        "aten::conv2d": Conv2d(by_row),
+        "aten::conv2d.padding": Conv2d(by_row, overload="padding"),
+    }

@@ -103,13 +103,13 @@ def test_one_number_may_stand_for_both_axes_and_an_image_for_a_batch():
     x, weight = torch.randn(8, 9, 9), torch.randn(5, 8, 3, 3)
     kernel = Conv2d(True)
     expected = run_kernel(kernel, x[None], weight, None, [2, 2], [1, 1], [1, 1], 1)[0]
-    assert torch.equal(run_kernel(kernel, x, weight, None, [2], 1, (1,), 1), expected)
+    assert torch.equal(run_kernel(kernel, x, weight, None, [2], [1], (1,), 1), expected)
 
 
 def test_padding_by_name_is_what_it_is_in_numbers():
     x, weight = torch.randn(2, 8, 9, 10), torch.randn(5, 8, 3, 5)
-    kernel = Conv2d(True)
-    same, valid = (run_kernel(kernel, x, weight, None, [1], name, [2, 1], 1) for name in ("same", "valid"))
+    kernel, by_name = Conv2d(True), Conv2d(True, overload="padding")
+    same, valid = (run_kernel(by_name, x, weight, None, [1], name, [2, 1], 1) for name in ("same", "valid"))
     assert torch.equal(same, run_kernel(kernel, x, weight, None, [1, 1], [2, 2], [2, 1], 1))
     assert torch.equal(valid, run_kernel(kernel, x, weight, None, [1, 1], [0, 0], [2, 1], 1))
 
@@ -120,12 +120,12 @@ def test_same_padding_of_an_even_kernel_pads_more_after_the_image(isa, layout, s
     x, weight = torch.randn(2, 8, 9, 10).to(memory_format=FORMATS[layout]), torch.randn(5, 8, *size)
     above, left = ((step * (length - 1)) // 2 for step, length in zip(dilation, size, strict=True))
     padded = F.pad(x, (left, dilation[1] * (size[1] - 1) - left, above, dilation[0] * (size[0] - 1) - above))
-    kernel = Conv2d(True, isa)
-    actual = run_kernel(kernel, x, weight, None, [1, 1], "same", list(dilation), 1)
+    kernel, by_name = Conv2d(True, isa), Conv2d(True, isa, overload="padding")
+    actual = run_kernel(by_name, x, weight, None, [1, 1], "same", list(dilation), 1)
     assert torch.equal(actual, run_kernel(kernel, padded, weight, None, [1, 1], [0, 0], list(dilation), 1))
     assert actual.shape[2:] == x.shape[2:]
     x[0, 3, 8, 9] = torch.inf
-    actual = run_kernel(kernel, x, weight, None, [1, 1], "same", list(dilation), 1)
+    actual = run_kernel(by_name, x, weight, None, [1, 1], "same", list(dilation), 1)
     assert not actual[0].isfinite().all()
     assert actual[1].isfinite().all()
 

@@ -32,7 +32,7 @@ inline bool may_use_tiles() {
 #endif
 }
 
-inline Isa best_isa() {
+inline Isa find_best_isa() {
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
       !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512vnni")) {
@@ -43,10 +43,16 @@ inline Isa best_isa() {
 
 #else
 
-inline Isa best_isa() {
+inline Isa find_best_isa() {
   return Isa::plain;
 }
 
 #endif
+
+// Ask the processor once: CPUID takes microseconds in a virtual machine.
+inline Isa best_isa() {
+  static const Isa best = find_best_isa();
+  return best;
+}
 
 }  // namespace polycast_cpu

@@ -2,8 +2,6 @@
 // each block is scaled into the output while it is in the cache.
 #pragma once
 
-#include <ATen/ops/empty.h>
-
 #include <atomic>
 #include <cmath>
 #include <optional>
@@ -12,6 +10,7 @@
 #include "pack.h"
 #include "product.h"
 #include "quantize.h"
+#include "scratch.h"
 #include "tensors.h"
 
 namespace polycast_cpu {
@@ -80,56 +79,61 @@ void product_of_nonfinite(const T* row, const Weight& weight, float alpha, const
 }
 
 // Return alpha * x @ weight.T + bias, for any number of dimensions of x.
-inline at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& values, const at::Tensor& scales,
-                       const at::Tensor& offsets, const std::optional<at::Tensor>& bias, double alpha, bool by_row,
-                       at::ScalarType dtype, int64_t isa_number) {
+inline at::Tensor int8_product(const at::Tensor& x, const at::Tensor& values, const at::Tensor& scales,
+                               const at::Tensor& offsets, const std::optional<at::Tensor>& bias, double alpha,
+                               at::ScalarType dtype, bool by_row, int64_t isa_number) {
   const auto isa = static_cast<Isa>(isa_number);
-  const int64_t terms = x.size(-1), columns = scales.size(0);
+  const int64_t columns = scales.size(0);
+  at::Tensor out = empty_product(x, columns, dtype);
+  const int64_t terms = x.size(-1);
   const Weight weight = weight_of(values, scales, offsets, terms);
-  std::vector<int64_t> shape = x.sizes().vec();
-  shape.back() = columns;
-  at::Tensor out = at::empty(shape, x.options().dtype(dtype));
   if (out.numel() == 0) {
     return out;
   }
   const at::Tensor matrix = with_dense_rows(x.dim() == 2 ? x : x.reshape({-1, terms}));
   const int64_t rows = matrix.size(0), stride = row_stride(terms);
-
-  at::Tensor added;
-  int64_t bias_step = 0;
-  if (bias.has_value()) {
-    added = bias->to(at::kFloat);
-    if (added.dim() != 1 || added.size(0) != columns) {  // rarely; a view costs time
-      added = added.expand({rows, columns});
-      bias_step = added.stride(0);
-    }
-    if (added.stride(-1) != 1) {
-      added = added.contiguous();
-      bias_step = added.dim() == 1 ? 0 : columns;
-    }
-  }
-  const float* const bias_values = bias.has_value() ? added.const_data_ptr<float>() : nullptr;
+  const Bias added(bias, rows, columns);
 
   const int64_t tiled_rows = (rows + kMostRows - 1) / kMostRows * kMostRows;
-  const at::Tensor quantized = at::empty({tiled_rows * stride}, at::kByte);
-  std::vector<float> row_scales(rows);
-  float* const scale = row_scales.data();
+  const size_t size = aligned(rows * sizeof(float));
+  const Scratch scratch(size + tiled_rows * stride);
+  float* const scale = scratch.at<float>(0);
+  uint8_t* const quantized = scratch.at<uint8_t>(size);
   with_elements(matrix, [&](const auto* elements) {
-    const std::vector<int64_t> others = quantize(isa, elements, matrix.stride(0), rows, terms, by_row,
-                                                 quantized.data_ptr<uint8_t>(), scale);
+    const std::vector<int64_t> others =
+        quantize(isa, elements, matrix.stride(0), rows, terms, by_row, quantized, scale);
     for (int64_t row = 0; alpha != 1 && row < rows; ++row) {
       scale[row] *= static_cast<float>(alpha);
     }
     with_elements(out, [&](auto* result) {
-      const Activations activations{quantized.data_ptr<uint8_t>(), scale, rows, stride};
-      product(isa, activations, weight, bias_values, bias_step, result);
+      product(isa, {quantized, scale, rows, stride}, weight, added.values(), added.step(), result);
       for (int64_t row : others) {
-        product_of_nonfinite(elements + row * matrix.stride(0), weight, static_cast<float>(alpha),
-                             bias_values == nullptr ? nullptr : bias_values + row * bias_step, result + row * columns);
+        product_of_nonfinite(elements + row * matrix.stride(0), weight, static_cast<float>(alpha), added.row(row),
+                             result + row * columns);
       }
     });
   });
   return out;
+}
+
+// The ops that stand for linear, matmul, mm and addmm do not read the weight itself.
+
+inline at::Tensor int8_linear(const at::Tensor& x, const at::Tensor&, const std::optional<at::Tensor>& bias,
+                              const at::Tensor& values, const at::Tensor& scales, const at::Tensor& offsets,
+                              at::ScalarType dtype, bool by_row, int64_t isa) {
+  return int8_product(x, values, scales, offsets, bias, 1, dtype, by_row, isa);
+}
+
+inline at::Tensor int8_matmul(const at::Tensor& x, const at::Tensor&, const at::Tensor& values,
+                              const at::Tensor& scales, const at::Tensor& offsets, at::ScalarType dtype, bool by_row,
+                              int64_t isa) {
+  return int8_product(x, values, scales, offsets, std::nullopt, 1, dtype, by_row, isa);
+}
+
+inline at::Tensor int8_addmm(const at::Tensor& bias, const at::Tensor& x, const at::Tensor&, const at::Scalar& beta,
+                             const at::Scalar& alpha, const at::Tensor& values, const at::Tensor& scales,
+                             const at::Tensor& offsets, at::ScalarType dtype, bool by_row, int64_t isa) {
+  return int8_product(x, values, scales, offsets, times_beta(bias, beta), alpha.toDouble(), dtype, by_row, isa);
 }
 
 }  // namespace polycast_cpu

@@ -1,29 +1,58 @@
-// The ops of this library: linear layers and convolutions with prepacked int8 weights.
+// The ops of this library. Most stand for an op of torch: they take its arguments, the prepacked weight, the fast dtype and
+// constants.
 
 #include <torch/library.h>
 
 #include "conv2d.h"
+#include "fake.h"
 #include "isa.h"
 #include "linear.h"
 #include "pack.h"
 
 namespace polycast_cpu {
 
+using at::ScalarType;
+using at::Tensor;
+
 TORCH_LIBRARY(polycast_cpu, library) {
   library.def("best_isa() -> int", [] { return static_cast<int64_t>(best_isa()); });
   library.def("int8_pack(Tensor weight, int isa) -> Tensor[]");
-  library.def(
-      "int8_linear(Tensor x, Tensor values, Tensor scales, Tensor offsets, Tensor? bias, float alpha, bool by_row, "
-      "ScalarType dtype, int isa) -> Tensor");
-  library.def(
-      "int8_conv2d(Tensor x, Tensor weight, Tensor values, Tensor scales, Tensor offsets, Tensor? bias, int[] stride, "
-      "int[] padding, int[] dilation, bool by_image, ScalarType dtype, int isa) -> Tensor");
+  const auto def_int8 = [&](const std::string& op) {
+    const std::string rest = ", Tensor values, Tensor scales, Tensor offsets, ScalarType dtype, bool by_row, int isa) -> Tensor";
+    library.def((op + rest).c_str());
+  };
+  def_int8("int8_linear(Tensor x, Tensor weight, Tensor? bias");
+  def_int8("int8_matmul(Tensor x, Tensor weight");
+  def_int8("int8_addmm(Tensor bias, Tensor x, Tensor weight, Scalar beta, Scalar alpha");
+  def_int8("int8_conv2d(Tensor x, Tensor weight, Tensor? bias, SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, "
+           "SymInt groups");
+  def_int8("int8_conv2d.padding(Tensor x, Tensor weight, Tensor? bias, SymInt[2] stride, str padding, SymInt[2] dilation, "
+           "SymInt groups");
 }
 
 TORCH_LIBRARY_IMPL(polycast_cpu, CPU, library) {
   library.impl("int8_pack", int8_pack);
   library.impl("int8_linear", int8_linear);
+  library.impl("int8_matmul", int8_matmul);
+  library.impl("int8_addmm", int8_addmm);
   library.impl("int8_conv2d", int8_conv2d);
+  library.impl("int8_conv2d.padding", int8_conv2d_padding);
+}
+
+TORCH_LIBRARY_IMPL(polycast_cpu, Meta, library) {
+  using T = const Tensor&;
+  library.impl("int8_linear", fake_linear<T, T, T, ScalarType, bool, int64_t>);
+  library.impl("int8_matmul", fake_matmul<T, T, T, ScalarType, bool, int64_t>);
+  library.impl("int8_addmm", fake_addmm<T, T, T, ScalarType, bool, int64_t>);
+  library.impl("int8_conv2d", fake_conv2d<c10::SymIntArrayRef, T, T, T, ScalarType, bool, int64_t>);
+  library.impl("int8_conv2d.padding", fake_conv2d<c10::string_view, T, T, T, ScalarType, bool, int64_t>);
+}
+
+// Nothing is recorded: skip torch's fallback, which would look for gradients.
+TORCH_LIBRARY_IMPL(polycast_cpu, Autograd, library) {
+  for (const char* op : {"int8_pack", "int8_linear", "int8_matmul", "int8_addmm", "int8_conv2d", "int8_conv2d.padding"}) {
+    library.impl(op, torch::CppFunction::makeFallthrough());
+  }
 }
 
 }  // namespace polycast_cpu

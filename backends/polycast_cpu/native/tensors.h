@@ -2,6 +2,10 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/SmallVector.h>
+
+#include <optional>
 
 namespace polycast_cpu {
 
@@ -21,8 +25,56 @@ void with_elements(const at::Tensor& tensor, const Function& function) {
 }
 
 // Return the matrix with contiguous rows.
-at::Tensor with_dense_rows(const at::Tensor& matrix) {
+inline at::Tensor with_dense_rows(const at::Tensor& matrix) {
   return matrix.stride(1) == 1 || matrix.size(1) == 1 ? matrix : matrix.contiguous();
+}
+
+// Return an uninitialized tensor for the product of x, [..., K], by a weight of so many columns.
+inline at::Tensor empty_product(const at::Tensor& x, const c10::SymInt& columns, at::ScalarType dtype) {
+  c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
+  TORCH_CHECK(!shape.empty(), "expected activations with at least one dimension, got a number");
+  shape.back() = columns;
+  return at::empty_symint(shape, x.options().dtype(dtype));
+}
+
+// A bias that is broadcast to a matrix, in float32; without values if there is none.
+class Bias {
+ public:
+  Bias(const std::optional<at::Tensor>& bias, int64_t rows, int64_t columns) {
+    if (!bias.has_value() || !bias->defined()) {
+      return;
+    }
+    tensor_ = bias->scalar_type() == at::kFloat ? *bias : bias->to(at::kFloat);
+    if (tensor_.dim() != 1 || tensor_.size(0) != columns) {  // rarely; a view costs time
+      tensor_ = tensor_.expand({rows, columns});
+      step_ = tensor_.stride(0);
+    }
+    if (tensor_.stride(-1) != 1) {
+      tensor_ = tensor_.contiguous();
+      step_ = tensor_.dim() == 1 ? 0 : columns;
+    }
+    values_ = tensor_.const_data_ptr<float>();
+  }
+
+  // Of a row; nullptr if there is no bias.
+  const float* row(int64_t number) const { return values_ == nullptr ? nullptr : values_ + number * step_; }
+
+  const float* values() const { return values_; }
+  int64_t step() const { return step_; }
+
+ private:
+  at::Tensor tensor_;
+  const float* values_ = nullptr;
+  int64_t step_ = 0;
+};
+
+// Return what addmm adds; nothing for a beta of 0, for which torch ignores the bias, nan included.
+inline std::optional<at::Tensor> times_beta(const at::Tensor& bias, const at::Scalar& beta) {
+  const double factor = beta.toDouble();
+  if (factor == 0) {
+    return std::nullopt;
+  }
+  return factor == 1 ? bias : bias.to(at::kFloat).mul(beta);
 }
 
 }  // namespace polycast_cpu

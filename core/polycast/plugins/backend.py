@@ -56,12 +56,15 @@ class LowBitKernel:
             with the op's arguments and the fast dtype. The native engine calls it without entering Python once the
             weight is prepacked.
         constants: the last arguments of `operator`: numbers, strings, dtypes or None.
+        uses_cast: whether the kernel multiplies the weight's cast to the fast dtype. `prepack` is not called then: the
+            prepacked weight is the cast, a tuple of one tensor, with the weight's strides if they are dense.
     """
 
     weight: int = 1
     prepack_key: Hashable = None
     operator: OpOverload | None = None
     constants: Sequence[Any] = ()
+    uses_cast: ClassVar[bool] = False
 
     def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         """Return the prepacked weight, tensors with memory of their own; None if this weight cannot be prepacked.
