@@ -12,12 +12,12 @@ _INSTRUCTIONS = {
 
 
 def missing_instructions(dtype: torch.dtype) -> str | None:
-    """Return which instructions for a dtype the processor lacks; None if it lacks none, or that is unknown."""
+    """Return which instructions for a dtype the processor lacks, and what ops do; None if none, or unknown."""
     wanted = _INSTRUCTIONS.get(dtype, ())
     present = _capabilities()
     if not wanted or not present or any(present.get(name) for name in wanted):
         return None
-    return f"the processor has none of {', '.join(wanted)}"
+    return f"the processor has none of {', '.join(wanted)}, so ops convert to float32 and back"
 
 
 def _capabilities() -> dict[str, object]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         BackendNotFoundError,
         InvalidBackendError,
         RecipeDisabledWarning,
+        SlowDtypeWarning,
         StaleWeightError,
     )
     from .observer.observation import Observation
@@ -100,6 +101,7 @@ _LAZY_NAMES = {
     "RecipeDisabledWarning": "errors",
     "STANDARD_POLICIES": "policy.standard",
     "STANDARD_REMEDIES": "policy.standard",
+    "SlowDtypeWarning": "errors",
     "Snapshot": "region.capture",
     "StaleWeightError": "errors",
     "Tuned": "precision.evidence",
@@ -167,6 +169,7 @@ __all__ = [
     "Policy",
     "Recipe",
     "RecipeDisabledWarning",
+    "SlowDtypeWarning",
     "Snapshot",
     "StaleWeightError",
     "Tuned",

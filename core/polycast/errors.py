@@ -33,6 +33,13 @@ class RecipeDisabledWarning(AutocastDisabledWarning):
     """The device does not support a recipe, so the region computes in the fast dtype."""
 
 
+class SlowDtypeWarning(UserWarning):
+    """The device emulates the fast dtype of a region, which makes most ops slower than in float32.
+
+    Issued once for each device and dtype in a process, at the first such region without a recipe.
+    """
+
+
 _SKIPPED_PACKAGES = {"contextlib", "polycast", "torch"}
 
 

@@ -162,6 +162,12 @@ def test_the_command_prints_its_measurements(monkeypatch):
     assert result.exit_code == 0
 
 
+def test_a_slow_dtype_is_told(monkeypatch, hand_made):
+    hand_made("cpu", default_dtype=torch.bfloat16, slow_reason=lambda dtype: "it has no such unit")
+    monkeypatch.setattr(demo, "measure", lambda *_: GOOD)
+    assert "\nbfloat16 is slow on cpu: it has no such unit.\n" in run_demo().stdout
+
+
 def test_the_command_prints_a_row_for_int8(monkeypatch):
     rounds = ({**GOOD.timing.rounds[0], INT8.name: 0.05},)
     accuracies = dict.fromkeys(rounds[0], 0.9722)

@@ -150,6 +150,53 @@ def test_what_a_region_raises_is_told(engine, examine, monkeypatch):
     assert status == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("limit", "value"), [("OMP_THREAD_LIMIT", "2"), ("OMP_DYNAMIC", "true")])
+def test_linear_layers_that_torch_gets_wrong_are_told(limit, value):
+    if os.cpu_count() < 4:
+        pytest.skip("OpenMP gives as many threads as torch asks for")
+    environment = {**os.environ, "OMP_NUM_THREADS": "4", limit: value}
+    if subprocess.run([sys.executable, "-c", WRONG_LINEAR], env=environment, check=False).returncode != 0:
+        pytest.skip("this torch gets them right")
+    command = [sys.executable, "-m", "polycast", "doctor", "--json"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    found = json.loads(result.stdout)
+    (name, problem) = *problems(found), *problems(found).values()
+    assert name == "linear layers on cpu are right"
+    assert problem.startswith("torch's results have a relative error of more than 0.1 (")
+    assert problem.endswith(f". Unset {limit}: torch needs as many threads as it asks for")
+    assert found["environment"][limit] == value
+    assert result.returncode == 1
+
+
+WRONG_LINEAR = """
+import sys, torch
+x, w = torch.ones(128, 1024), torch.ones(1024, 1024)
+sys.exit(torch.equal(torch.nn.functional.linear(x.bfloat16(), w.bfloat16()).float(), x @ w))
+"""
+
+
+def test_a_wrong_linear_is_told(examine, monkeypatch):
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(
+        torch.nn.functional, "linear", lambda x, *args: linear(x, *args) * (2 - (x.dtype is torch.float32))
+    )
+    monkeypatch.delenv("OMP_DYNAMIC", raising=False)
+    monkeypatch.delenv("OMP_THREAD_LIMIT", raising=False)
+    status, found = examine()
+    assert problems(found)["linear layers on cpu are right"] == (
+        "torch's results have a relative error of more than 0.1 (1 x 256: 1; 64 x 256: 1; 128 x 512: 1; 128 x 1024: 1)"
+    )
+    assert status == 1
+
+
+def test_a_slow_dtype_causes_no_warning(examine, hand_made):
+    hand_made("cpu", default_dtype=torch.bfloat16, slow_reason=lambda dtype: "it has no such unit")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        examine()
+
+
 def test_it_leaves_nothing_behind(engine, examine):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

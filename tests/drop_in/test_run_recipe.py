@@ -132,6 +132,46 @@ def test_a_summary_without_a_recipe_does_not_speak_of_one(run):
     assert run("forward()").stderr.endswith(" engine, 1 region (cpu bfloat16 1)\n")
 
 
+SLOW = """
+    import polycast
+
+    class Slow(type(polycast.get_backend("cpu"))):
+        def slow_reason(self, dtype):
+            return "it has no such unit"
+
+    polycast.register_backend(Slow())
+"""
+
+
+@pytest.mark.usefixtures("int8")
+def test_slow_dtypes_are_in_the_summary_and_not_warned_about(run):
+    program = (
+        SLOW
+        + """
+    for _ in range(2):
+        forward()
+    """
+    )
+    assert run(program).stderr.splitlines() == [
+        "polycast: native engine, 2 regions (cpu bfloat16 2)",
+        "  bfloat16 is slow on cpu: it has no such unit. Faster: --recipe int8 (inference only)",
+    ]
+    assert run(program, "--quiet").stderr == ""
+
+
+@pytest.mark.usefixtures("int8")
+def test_a_recipe_for_all_ops_is_not_told_of_slow_dtypes(run):
+    program = (
+        SLOW
+        + """
+    with torch.no_grad(), torch.autocast("cpu"):
+        large(x)
+    """
+    )
+    assert "slow" not in run(program, "--recipe", "int8").stderr
+    assert "  bfloat16 is slow on cpu: " in run(program + "    forward()", "--recipe", "int8").stderr
+
+
 @pytest.mark.usefixtures("int8_kernels")
 def test_a_long_program_is_observed_in_its_first_seconds(monkeypatch):
     now = 0.0

@@ -26,7 +26,7 @@ from ..plugins.registry import backends
 from ..region.autocast import autocast
 from .compiled import origins
 from .devices import known_devices
-from .terminal import print_json
+from .terminal import ignore_slow_dtypes, print_json
 
 _CPU_FEATURES = {
     "bfloat16": ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "sve_bf16"),
@@ -41,7 +41,9 @@ _VARIABLES = (
     "CXX",
     "LD_PRELOAD",
     "MKL_NUM_THREADS",
+    "OMP_DYNAMIC",
     "OMP_NUM_THREADS",
+    "OMP_THREAD_LIMIT",
     "ONEDNN_MAX_CPU_ISA",
     "TORCHDYNAMO_DISABLE",
     "TORCH_DEVICE_BACKEND_AUTOLOAD",
@@ -143,7 +145,7 @@ def _region_works(device_type: str) -> str | None:
     dtype = backends()[device_type].default_dtype
     layer, cache = torch.nn.Linear(64, 64).to(device_type), WeightCache()
     x = torch.ones(4, 64, device=device_type)
-    with autocast(device_type, cache=cache):
+    with ignore_slow_dtypes(), autocast(device_type, cache=cache):
         layer(x)
         y = layer(x)
     y.float().sum().backward()
@@ -157,11 +159,36 @@ def _region_works(device_type: str) -> str | None:
     return "; ".join(wrong) or None
 
 
+def _linears_are_right(device_type: str) -> str | None:
+    """Return how wrong torch's linear layers are in the fast dtype of a device; None: they are right."""
+    dtype = backends()[device_type].default_dtype
+    wrong = []
+    for rows, size in _LINEARS:
+        numbers = torch.randn(rows + size, size, generator=torch.Generator().manual_seed(0)).to(device_type)
+        x, weight = numbers[:rows], numbers[rows:]
+        exact = torch.nn.functional.linear(x, weight)
+        error = torch.nn.functional.linear(x.to(dtype), weight.to(dtype)).float() - exact
+        relative = float(error.norm() / exact.norm())
+        if not relative <= _MAX_ERROR:
+            wrong.append(f"{rows} x {size}: {relative:.2g}")
+    if not wrong:
+        return None
+    limits = [name for name in ("OMP_DYNAMIC", "OMP_THREAD_LIMIT") if name in os.environ]
+    remedy = f". Unset {' and '.join(limits)}: torch needs as many threads as it asks for" if limits else ""
+    return f"torch's results have a relative error of more than {_MAX_ERROR} ({'; '.join(wrong)}){remedy}"
+
+
+_LINEARS = ((1, 256), (64, 256), (128, 512), (128, 1024))
+"""Rows and features of the layers, among them such as oneDNN gets wrong with fewer threads than it was told."""
+_MAX_ERROR = 0.1
+
+
 def _checks() -> list[Check]:
     ready = _try(lambda: [name for name, status in backends().items() if status.state == "ready"])
     if isinstance(ready, str):
         return [Check("the backends are found", ready)]
     checks = [Check(f"a region on {name} works", _try(partial(_region_works, name))) for name in ready]
+    checks += [Check(f"linear layers on {name} are right", _try(partial(_linears_are_right, name))) for name in ready]
     broken = [status for status in backends().values() if status.state in ("broken", "conflict")]
     return checks + [Check(f"the backend of {status.device_type} is sound", status.reason) for status in broken]
 

@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from ..common import env
 from ..engine.choice import choose
+from ..errors import SlowDtypeWarning
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -50,6 +52,14 @@ def engine_and_origin() -> str:
     """Return the engine's name and where it comes from; raises as :func:`engine_name` does."""
     engine = choose()
     return f"{engine.name}, {engine.origin}" if engine.origin else engine.name
+
+
+@contextmanager
+def ignore_slow_dtypes() -> Iterator[None]:
+    """Ignore :class:`SlowDtypeWarning`, in a command that tells its user in another way."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SlowDtypeWarning)
+        yield
 
 
 @contextmanager

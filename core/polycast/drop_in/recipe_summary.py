@@ -27,8 +27,15 @@ class RecipeSummary:
     def _count(self, device_type: str, recipe: str, op: str, reason: str | None) -> None:
         next(self._ops.setdefault((op.removeprefix("aten::"), reason), itertools.count()))
 
+    def is_complete(self) -> bool:
+        """Return whether the recipe computed all ops that it is for."""
+        return all(reason is None for _, reason in self._ops)
+
     def text(self) -> str:
-        """Return the summary: how many ops ran by the recipe, then a line for each reason why others did not."""
+        """Return the summary: how many ops ran by the recipe, then a line for each reason why others did not.
+
+        Call it once: it advances the counters.
+        """
         counts = {key: next(counter) for key, counter in self._ops.items()}
         ran = sum(count for (_, reason), count in counts.items() if reason is None)
         others = sorted(

@@ -5,7 +5,7 @@ import functools
 import multiprocessing.spawn
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,9 @@ import torch
 
 from ..engine.casts.weight_cache import WeightCache
 from ..engine.choice import choose
+from ..plugins.registry import registry
 from ..policy.value import Policy
+from ..region import slow_dtype
 from ..torch_internals import changes
 from .overrides import RunOverrides
 from .patch import patch_torch
@@ -51,6 +53,7 @@ def start(options: Options, *, is_first: bool = True, reports: bool = False) -> 
         is_first: whether this is the process that the user started.
         reports: write the summary when this process ends, after all that the program writes.
     """
+    slow_dtype.leave_to_summary()
     cache = WeightCache() if options.weight_cache else None
     recipe = None
     if reports and options.recipe is not None:
@@ -93,7 +96,16 @@ def _summary(overrides: RunOverrides, recipe: "RecipeSummary | None") -> str:
         parts.append(f"weight cache: {stats.hits} hits, {stats.misses} misses, {stats.bytes / 2**20:.1f} MiB")
     if recipe is not None:
         parts.append(recipe.text())
-    return ", ".join(parts)
+    return "\n  ".join([", ".join(parts), *(() if recipe is not None and recipe.is_complete() else _slow_dtypes())])
+
+
+def _slow_dtypes() -> Iterator[str]:
+    """Yield a line for each device and dtype of the program's regions that is slow there."""
+    for device_type, dtype in slow_dtype.found:
+        backend = registry.find(device_type)
+        ways = [f"--recipe {kind}{note}" for kind, note in slow_dtype.faster_recipes(backend).items()]
+        faster = f". Faster: {', '.join(ways)}" if ways else ""
+        yield f"{slow_dtype.describe(backend, dtype)}{faster}"
 
 
 class _StartWhenUnpickled:

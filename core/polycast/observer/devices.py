@@ -1,12 +1,11 @@
 """Ask the backends about the devices of an observation; errors of plugins are ignored."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 
 from ..plugins.backend import Backend
-from ..plugins.checks import check_availability
+from ..plugins.checks import check_availability, find_slow_reason
 from ..plugins.registry import registry
 from ..region.autocast import why_disabled
 
@@ -36,10 +35,7 @@ def slow_reasons(devices: Mapping[str, Iterable[str]]) -> dict[str, str]:
         if backend is None:
             continue
         for name in names:
-            try:
-                reason: Any = backend.slow_reason(getattr(torch, name))
-            except Exception:  # a plugin's
-                reason = None
-            if isinstance(reason, str) and reason:
+            reason = find_slow_reason(backend, getattr(torch, name))
+            if reason is not None:
                 found[f"{device} {name}"] = reason
     return found

@@ -19,12 +19,13 @@ from ..errors import AutocastDisabledWarning, warn_user
 from ..plugins.backend import Availability, Backend
 from ..plugins.checks import check_availability, check_dtype
 from ..plugins.registry import registry
-from ..policy.recipe import RecipeLike
+from ..policy.recipe import NoRecipe, RecipeLike
 from ..policy.value import PolicyLike
 from .decorate import decorate
 from .entry import prepare
 from .policies import override_of
 from .recipes import usable_recipe
+from .slow_dtype import warn_if_slow
 from .suspend import Suspendable
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -68,6 +69,7 @@ class autocast(Region, TorchAutocast):
         AutocastDisabledWarning: the device is not available, or its backend does not support the dtype. The region
             runs with autocast disabled.
         RecipeDisabledWarning: the device does not support the recipe. The region runs in the fast dtype.
+        SlowDtypeWarning: the device emulates the dtype; once in a process.
 
     Example:
         >>> import torch, polycast
@@ -126,7 +128,9 @@ class autocast(Region, TorchAutocast):
         else:
             _check_cache(cache, cache_enabled)
             usable = None if recipe is None else usable_recipe(recipe, backend, bool(enabled))
-            override = override_of(policy, self.device, usable)
+            if enabled and (usable is None or isinstance(usable, NoRecipe)):
+                warn_if_slow(backend, dtype)
+            override = None if policy is None and usable is None else override_of(policy, self.device, usable)
             self._settings = Settings(self.device, bool(enabled), dtype, cache_enabled, override, cache)
             self._ready_key = self._settings.ready_key
 
@@ -214,8 +218,11 @@ def why_disabled(backend: Backend, dtype: torch.dtype, answer: Availability) -> 
     return None
 
 
-# A look-up is cheaper than a new tuple.
-_plain_settings = functools.lru_cache(maxsize=256)(Settings)
+@functools.lru_cache(maxsize=256)  # a look-up is cheaper than a new tuple
+def _plain_settings(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: bool | None) -> Settings:
+    if enabled:
+        warn_if_slow(registry.find(device_type), dtype)
+    return Settings(device_type, enabled, dtype, cache_enabled)
 
 
 def _check_cache(cache: WeightCache | None, cache_enabled: bool | None) -> None:

@@ -69,17 +69,29 @@ def _load(package: str, failure: Exception | None) -> Availability:
 
 def origin(package: str) -> str:
     """Return where the ops of a package are or would be loaded from, for messages; compile nothing."""
+    try:
+        return _find_origin(package) or "not compiled yet, as `polycast build` does"
+    except (BuildError, OSError) as error:
+        return f"none: {error}"
+
+
+def is_built(package: str) -> bool:
+    """Return whether the ops of a package can be loaded without compiling them."""
+    try:
+        return _find_origin(package) is not None
+    except (BuildError, OSError):
+        return False
+
+
+def _find_origin(package: str) -> str | None:
     if package in _origins:
         return _origins[package]
     library = CppLibrary.of_ops(package)
-    try:
-        prebuilt = find_prebuilt(library)
-        if prebuilt is not None:
-            return describe_prebuilt(prebuilt)
-        built = find_build(cache_directory(), library)
-    except (BuildError, OSError) as error:
-        return f"none: {error}"
-    return "not compiled yet, as `polycast build` does" if built is None else describe_built(built)
+    prebuilt = find_prebuilt(library)
+    if prebuilt is not None:
+        return describe_prebuilt(prebuilt)
+    built = find_build(cache_directory(), library)
+    return None if built is None else describe_built(built)
 
 
 def _register(path: Path) -> None:

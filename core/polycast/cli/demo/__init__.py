@@ -19,8 +19,9 @@ from ...observer.headline import headline
 from ...observer.observation import Observation
 from ...observer.observe import observe
 from ...observer.report.target import check_target
-from ...plugins.registry import backends
-from ..terminal import console, engine_name, library_errors
+from ...plugins.registry import backends, get_backend
+from ...region.slow_dtype import describe
+from ..terminal import console, engine_name, ignore_slow_dtypes, library_errors
 from .checks import MIN_ACCURACY, Result, problems
 from .digits import Digits, load_digits
 from .report import print_result
@@ -107,8 +108,12 @@ def run(
     if not ready:
         typer.echo("polycast: no device is available; see polycast devices", err=True)
         raise typer.Exit(1)
+    for name, dtype in ready.items():
+        slow = None if dtype is None else describe(get_backend(name), dtype)
+        if slow is not None:
+            out.print(f"{slow}.", soft_wrap=True)
     started = time.perf_counter()
-    with _progress(len(ready) * steps(digits, epochs)) as advance:
+    with ignore_slow_dtypes(), _progress(len(ready) * steps(digits, epochs)) as advance:
         results = [
             measure(name, dtype, digits, epochs, advance, unobserved is None)
             for name, dtype in ready.items()

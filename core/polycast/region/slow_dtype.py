@@ -1,0 +1,70 @@
+"""Warn once in a process, when a region is made, that its fast dtype is slow on the device."""
+
+import torch
+
+from ..engine import state
+from ..errors import SlowDtypeWarning, warn_user
+from ..plugins.backend import Backend
+from ..plugins.checks import PLUGIN_ERRORS, check_recipe, find_slow_reason
+from ..policy.dtypes import dtype_name
+from ..policy.recipe import read_recipe
+from ..toolchain.load_ops import is_built
+
+FASTER_RECIPES = {"int8": " (inference only)"}
+"""The recipes that replace a slow dtype, and what messages add to their names."""
+
+found: dict[tuple[str, torch.dtype], None] = {}
+"""The devices and slow dtypes of the regions so far."""
+_checked: set[tuple[str, torch.dtype]] = set()
+_is_left_to_summary = False
+
+
+def warn_if_slow(backend: Backend, dtype: torch.dtype) -> None:
+    """Warn if a dtype is slow on a device, at its first region in this process that has no recipe."""
+    key = backend.device_type, dtype
+    if key in _checked:
+        return
+    innermost = state.machine.innermost(backend.device_type)
+    override = None if innermost is None else innermost[0]
+    if override is not None and override.recipe is not None and override.recipe.kind in FASTER_RECIPES:
+        return
+    text = describe(backend, dtype)
+    if text is not None:
+        if not _is_left_to_summary:
+            ways = [f'recipe="{kind}"{note}' for kind, note in faster_recipes(backend).items()]
+            ways += [f"dtype={other}" for other in _faster_dtypes(backend)]
+            ways.append("float32, without a region")
+            warn_user(
+                f"{text}. It saves memory but no time. Faster: {', '.join(ways)}. To silence this: "
+                'warnings.simplefilter("ignore", polycast.SlowDtypeWarning).',
+                SlowDtypeWarning,
+            )
+        found[key] = None
+    _checked.add(key)
+
+
+def leave_to_summary() -> None:
+    """Do not warn in this process from now on, but fill :data:`found`."""
+    global _is_left_to_summary
+    _is_left_to_summary = True
+
+
+def describe(backend: Backend, dtype: torch.dtype) -> str | None:
+    """Return the beginning of a sentence that says why a dtype is slow on a device; None if it is not."""
+    reason = find_slow_reason(backend, dtype)
+    return None if reason is None else f"{dtype_name(dtype)} is slow on {backend.device_type}: {reason}"
+
+
+def faster_recipes(backend: Backend) -> dict[str, str]:
+    """Return the part of :data:`FASTER_RECIPES` that a device supports, as far as known without compiling C++."""
+    if not all(map(is_built, backend.ops_in_cpp)):
+        return {}
+    return {kind: note for kind, note in FASTER_RECIPES.items() if check_recipe(backend, read_recipe(kind))}
+
+
+def _faster_dtypes(backend: Backend) -> list[torch.dtype]:
+    try:
+        supported = backend.supported_dtypes()
+    except PLUGIN_ERRORS:
+        return []
+    return [each for each in supported if find_slow_reason(backend, each) is None]

@@ -1,0 +1,170 @@
+"""SlowDtypeWarning: at the first region whose dtype the device emulates, once."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import polycast
+from polycast.region import autocast as regions
+from polycast.region import slow_dtype
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch):
+    """Forget which dtypes regions have had in this process."""
+    monkeypatch.setattr(slow_dtype, "found", {})
+    monkeypatch.setattr(slow_dtype, "_checked", set())
+    regions._plain_settings.cache_clear()
+    yield
+    regions._plain_settings.cache_clear()
+
+
+@pytest.fixture
+def slow(hand_made):
+    """Serve cpu by a backend that emulates bfloat16 and has no recipes."""
+    return hand_made("cpu", default_dtype=torch.bfloat16, slow_reason=emulates_bfloat16)
+
+
+def emulates_bfloat16(dtype):
+    return "it has no such unit" if dtype is torch.bfloat16 else None
+
+
+def warned(make):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make()
+    return [each for each in caught if each.category is polycast.SlowDtypeWarning]
+
+
+def test_first_region_says_why_and_what_to_do(slow):
+    (found,) = warned(lambda: polycast.autocast("cpu"))
+    assert str(found.message) == (
+        "bfloat16 is slow on cpu: it has no such unit. It saves memory but no time. Faster: dtype=torch.float16, "
+        'float32, without a region. To silence this: warnings.simplefilter("ignore", polycast.SlowDtypeWarning).'
+    )
+    assert found.filename == __file__
+
+
+def test_recipes_that_the_device_supports_are_named(slow, monkeypatch):
+    monkeypatch.setattr(slow, "recipe_availability", lambda recipe: polycast.Availability(True), raising=False)
+    (found,) = warned(lambda: polycast.autocast("cpu"))
+    assert 'Faster: recipe="int8" (inference only), dtype=torch.float16' in str(found.message)
+
+
+def test_nothing_is_compiled_for_the_names(slow, monkeypatch):
+    def recipe_availability(recipe):
+        raise AssertionError("this would compile")
+
+    slow.ops_in_cpp = ("polycast_cpu.native",)
+    monkeypatch.setattr(slow, "recipe_availability", recipe_availability, raising=False)
+    monkeypatch.setattr(slow_dtype, "is_built", lambda package: False)
+    (found,) = warned(lambda: polycast.autocast("cpu"))
+    assert "Faster: dtype=torch.float16" in str(found.message)
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        {},
+        {"dtype": torch.bfloat16},
+        {"cache_enabled": False},
+        {"cache": polycast.WeightCache()},
+        {"policy": {"softmax": "fp32"}},
+        {"recipe": "none"},
+    ],
+    ids=lambda arguments: "".join(arguments) or "plain",
+)
+def test_later_regions_do_not_warn(slow, again):
+    assert len(warned(lambda: polycast.autocast("cpu", **again))) == 1
+    assert warned(lambda: polycast.autocast("cpu", **again)) == []
+    assert warned(lambda: polycast.autocast("cpu", cache=polycast.WeightCache())) == []
+
+
+def test_each_dtype_warns_for_itself(slow):
+    slow.slow_reason = lambda dtype: f"no {dtype}"
+    assert len(warned(lambda: [polycast.autocast("cpu"), polycast.autocast("cpu", torch.float16)])) == 2
+
+
+@pytest.mark.parametrize("arguments", [{"enabled": False}, {"dtype": torch.float16}], ids=str)
+def test_other_regions_do_not_warn(slow, arguments):
+    assert warned(lambda: polycast.autocast("cpu", **arguments)) == []
+    assert len(warned(lambda: polycast.autocast("cpu"))) == 1
+
+
+def test_region_with_a_recipe_does_not_warn(slow, engine, monkeypatch):
+    monkeypatch.setattr(slow, "recipe_availability", lambda recipe: polycast.Availability(True), raising=False)
+
+    def run():
+        with polycast.autocast("cpu", recipe="int8"), polycast.autocast("cpu", cache=polycast.WeightCache()):
+            pass
+
+    assert warned(run) == []
+    assert len(warned(lambda: polycast.autocast("cpu"))) == 1
+
+
+def test_region_whose_recipe_is_unavailable_warns(slow):
+    assert len(warned(lambda: polycast.autocast("cpu", recipe="int8"))) == 1
+
+
+def test_region_of_patched_torch_warns_at_the_line_of_the_program(slow):
+    with polycast.patch_torch():
+        (found,) = warned(lambda: [torch.autocast("cpu"), torch.autocast("cpu", cache_enabled=False)])
+    assert found.filename == __file__
+
+
+def test_warning_can_be_ignored_and_can_be_an_error(slow):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", polycast.SlowDtypeWarning)
+        for _ in range(2):  # each time, so that it does not depend on the order of tests
+            with pytest.raises(polycast.SlowDtypeWarning):
+                polycast.autocast("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", polycast.SlowDtypeWarning)
+        polycast.autocast("cpu")
+    assert warned(lambda: polycast.autocast("cpu")) == []
+
+
+def test_errors_of_the_backend_are_ignored(slow):
+    def slow_reason(dtype):
+        raise OSError("no such file")
+
+    slow.slow_reason = slow_reason
+    assert warned(lambda: polycast.autocast("cpu")) == []
+
+
+def test_region_in_compiled_code_warns(slow, engine):
+    @torch.compile(backend="eager")
+    def run(x):
+        with polycast.autocast("cpu"):
+            return x @ x
+
+    (found,) = warned(lambda: run(torch.ones(2, 2)))
+    assert found.filename == __file__
+    torch._dynamo.reset()
+
+
+PROGRAM = """
+import warnings, torch, polycast
+
+class Slow(type(polycast.get_backend("cpu"))):
+    def slow_reason(self, dtype):
+        return "it has no such unit"
+
+polycast.register_backend(Slow())
+with polycast.autocast("cpu"):
+    pass
+with polycast.autocast("cpu"):
+    pass
+"""
+
+
+@pytest.mark.slow
+def test_it_is_printed_once_by_default():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    assert done.stderr.count("SlowDtypeWarning: bfloat16 is slow on cpu: it has no such unit") == 1
+    assert done.stderr.startswith("<string>:9: ")
+    ignoring = [sys.executable, "-W", "ignore:bfloat16 is slow", "-c", PROGRAM]
+    assert subprocess.run(ignoring, capture_output=True, text=True, check=True).stderr == ""
