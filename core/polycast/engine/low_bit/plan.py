@@ -32,6 +32,7 @@ UNPACKABLE = "the weight cannot be packed"
 SUBCLASS = "a tensor is of a subclass that sees each op itself, or has no memory"
 
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
+_CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _lock = threading.RLock()  # reentrant: the garbage collector may run ops
@@ -100,6 +101,11 @@ class Plan:
         """Return the action that calls a kernel's operator; None if it has none, or Python asks whether to call it."""
         if kernel.operator is None or self._may_capture:
             return None
+        for constant in kernel.constants:
+            if not isinstance(constant, _CONSTANTS):
+                raise TypeError(
+                    f"{type(kernel).__name__}.constants must be numbers, strings, dtypes or None, got {constant!r}"
+                )
         return Action(ActionKind.OPERATOR, kernel.weight, self._kinds[op], kernel.operator, tuple(kernel.constants))
 
     def unsupported_reason(self, op: str, args: Sequence[Any], plain: bool = False) -> str | None:

@@ -2,7 +2,7 @@
 //
 // One translation unit with all headers, in anonymous namespaces: parsing torch's headers is most of the build. From the bottom:
 // version_stamp.h, invalidation.h, admission.h; user_store.h and region_store.h; frames.h, regions.h; casting.h, arguments.h,
-// kernel.h, unboxed.h, library.h.
+// prepacked.h, decisions.h, actions.h, low_bit.h, kernel.h, unboxed.h, library.h.
 
 #include "extension.h"
 
@@ -173,7 +173,10 @@ PyObject* forget(PyObject*, PyObject* tensors) {
 }
 
 // forget_actions()
-PyObject* forget_actions(PyObject*, PyObject*) { return Py_NewRef(Py_None); }
+PyObject* forget_actions(PyObject*, PyObject*) {
+  Decisions::forget_all();
+  return Py_NewRef(Py_None);
+}
 
 // bind(policies, reasons, override, store, rewritten, error, text, of_traced, by_identity, low_bit, part): the names of CastPolicy
 // and NOT_PREPACKED, functions that the engine calls, and a part of a storage

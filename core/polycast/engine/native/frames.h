@@ -32,6 +32,8 @@ constexpr std::array<const char*, 7> kPolicyNames = {
 // The policies by which a region overrides the table, by the op's number in this process.
 class Override {
  public:
+  const uint64_t id = next_id();  // of no other override, even of one that has died
+
   void set(int64_t number, Policy policy) {
     const auto index = static_cast<size_t>(number);
     policies_.resize(std::max(policies_.size(), index + 1));
@@ -46,6 +48,11 @@ class Override {
   }
 
  private:
+  static uint64_t next_id() {
+    static std::atomic<uint64_t> last{0};
+    return ++last;
+  }
+
   std::vector<std::optional<Policy>> policies_;
 };
 

@@ -44,6 +44,7 @@ class Kernel final : public c10::OperatorKernel {
  public:
   Kernel(Op op, const c10::OperatorHandle& handle, DeviceType device, DispatchKey key, IsCapturing is_capturing, void (*redispatch)() = nullptr)
       : op_(std::move(op)),
+        handle_(handle),
         device_(device),
         keys_(key),
         below_(c10::DispatchKeySet::FULL_AFTER, key),
@@ -71,18 +72,19 @@ class Kernel final : public c10::OperatorKernel {
   }
 
   // Compute the op by the recipe; return an undefined tensor if it falls back to the fast dtype.
-  Tensor low_bit(c10::ArrayRef<c10::IValue> arguments) const {
+  Tensor low_bit(c10::DispatchKeySet keys, torch::jit::Stack arguments) const {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(keys_);
-    return ::low_bit(op_.number, device_, arguments);
+    return ::low_bit({handle_, op_.number, device_, has_plain_keys(keys), is_capturing_}, std::move(arguments));
   }
 
   // The same for a kernel with an unboxed entry point.
-  C10_NOINLINE Tensor low_bit(const Box* boxes, const void* const* addresses, size_t count) const {
-    c10::SmallVector<c10::IValue, 8> arguments;
+  C10_NOINLINE Tensor low_bit(c10::DispatchKeySet keys, const Box* boxes, const void* const* addresses, size_t count) const {
+    torch::jit::Stack arguments;
+    arguments.reserve(count + kMostAdded);
     for (size_t i = 0; i < count; ++i) {
       arguments.push_back(boxes[i](addresses[i]));
     }
-    return low_bit(arguments);
+    return low_bit(keys, std::move(arguments));
   }
 
   // torch's redispatch function for an op with an unboxed entry point, of the op's signature.
@@ -91,7 +93,7 @@ class Kernel final : public c10::OperatorKernel {
   // The boxed entry point.
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
     if (C10_UNLIKELY(has_recipe())) {
-      if (Tensor result = low_bit(c10::ArrayRef<c10::IValue>(&argument(stack, 0), arity_)); result.defined()) {
+      if (Tensor result = low_bit(keys, torch::jit::Stack(&argument(stack, 0), &argument(stack, 0) + arity_)); result.defined()) {
         stack->erase(stack->end() - static_cast<int64_t>(arity_), stack->end());
         stack->emplace_back(std::move(result));
         return;
@@ -222,7 +224,10 @@ class Kernel final : public c10::OperatorKernel {
     }
   }
 
+  static constexpr size_t kMostAdded = 12;  // the number of arguments for which an operator needs no more memory
+
   const Op op_;
+  const c10::OperatorHandle handle_;
   const DeviceType device_;
   const c10::DispatchKeySet keys_;   // the Autocast key
   const c10::DispatchKeySet below_;  // all below it

@@ -25,7 +25,10 @@ struct NoWarnings : c10::WarningHandler {
 class Library {
  public:
   Library(const std::string& device_type, const std::string& key)
-      : device_(c10::Device(device_type).type()), key_(c10::parseDispatchKey(key)) {}
+      : device_(c10::Device(device_type).type()), key_(c10::parseDispatchKey(key)) {
+    Decisions::forget_with_operators();
+    Decisions::forget_all();  // the backend may be another one
+  }
 
   void impl(const std::string& name, Op op, const char* with_dtype, IsCapturing is_capturing) {
     const auto handle = find(name);

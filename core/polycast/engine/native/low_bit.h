@@ -1,4 +1,5 @@
-// Ops that a region's recipe computes: the call from a kernel to low_bit/compute.py, and prepacked weights.
+// Ops that a region's recipe computes: by the action that Python has decided for calls like this one, or by Python, in
+// low_bit/compute.py.
 //
 // Calling Python takes the GIL and may run anything, which may end the region.
 
@@ -13,8 +14,13 @@
 #include <utility>
 #include <vector>
 
+#include "actions.h"
 #include "casting.h"
-#include "user_store.h"
+#include "decisions.h"
+
+namespace torch::autograd {
+int get_current_graph_task_id();  // its header takes long to parse
+}
 
 namespace {
 
@@ -70,15 +76,26 @@ bool are_plain(c10::ArrayRef<c10::IValue> arguments, DeviceType device) {
   });
 }
 
-// Compute an op by the recipe of this thread's region; return an undefined tensor if it falls back to the fast dtype.
-C10_NOINLINE Tensor low_bit(int64_t op, DeviceType device, c10::ArrayRef<c10::IValue> arguments) {
+// Return whether what Python has decided holds for a call: nothing intercepts it, and no autograd.Function runs (see
+// engine/inference.py), for which Python decides each time.
+bool is_ordinary(const RecipeCall& call) {
+  const auto& autograd = c10::AutogradState::get_tls_state();
+  const bool is_outside_functions =
+      autograd.get_fw_grad_mode() ? torch::autograd::get_current_graph_task_id() == -1 : autograd.get_inference_mode();
+  return call.has_plain_keys && is_outside_functions && caching_is_safe() && observed_op == nullptr;
+}
+
+// Ask Python to compute a call, and keep what it decides for calls with the same metadata, if they are given. Return an undefined
+// tensor if the call falls back to the fast dtype.
+C10_NOINLINE Tensor ask_python(const RecipeCall& call, c10::ArrayRef<c10::IValue> arguments, const CallMetadata* metadata) {
+  const uint64_t epoch = Decisions::epoch();
   const Gil gil;
   constexpr size_t kBefore = 3;  // op, device, plain
   const Object given = Object::made(PyTuple_New(static_cast<Py_ssize_t>(arguments.size() + kBefore)));
-  PyTuple_SetItem(given.get(), 0, Object::made(PyLong_FromLongLong(op)).release());
-  const std::string name = c10::DeviceTypeName(device, /*lower_case=*/true);
+  PyTuple_SetItem(given.get(), 0, Object::made(PyLong_FromLongLong(call.op)).release());
+  const std::string name = c10::DeviceTypeName(call.device, /*lower_case=*/true);
   PyTuple_SetItem(given.get(), 1, Object::made(PyUnicode_FromString(name.c_str())).release());
-  PyTuple_SetItem(given.get(), 2, Py_NewRef(are_plain(arguments, device) ? Py_True : Py_False));
+  PyTuple_SetItem(given.get(), 2, Py_NewRef(are_plain(arguments, call.device) ? Py_True : Py_False));
   for (size_t i = 0; i < arguments.size(); ++i) {
     Object argument = for_python(arguments[i]);
     if (!argument) {
@@ -89,7 +106,31 @@ C10_NOINLINE Tensor low_bit(int64_t op, DeviceType device, c10::ArrayRef<c10::IV
   const Object performed = Object::made(PyObject_CallObject(perform_low_bit, given.get()));
   PyObject *result, *action;
   parse(performed.get(), "OO", &result, &action);
+  if (metadata != nullptr && action != Py_None) {
+    if (auto kept = action_of(action, arguments); kept != nullptr && (!metadata->records || kept->kind == Action::Kind::kFallBack)) {
+      Decisions::of_thread().keep(*metadata, std::move(kept), epoch);
+    }
+  }
   return result == Py_None ? Tensor() : tensor_of(result);
+}
+
+// Compute an op by the recipe of this thread's region; return an undefined tensor if it falls back to the fast dtype.
+C10_NOINLINE Tensor low_bit(const RecipeCall& call, torch::jit::Stack arguments) {
+  if (!is_ordinary(call)) {
+    return ask_python(call, arguments, nullptr);
+  }
+  CallMetadata metadata(region_of(call.device), call.device, call.op);
+  if (!std::all_of(arguments.begin(), arguments.end(), [&](const auto& argument) { return metadata.add(argument); }) ||
+      ((metadata.records || !metadata.has_plain_dtypes) && torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr)) {
+    return ask_python(call, arguments, nullptr);
+  }
+  metadata.finish();
+  if (const auto action = Decisions::of_thread().find(metadata)) {
+    if (std::optional<Tensor> result = compute(*action, call, arguments)) {
+      return *std::move(result);
+    }
+  }
+  return ask_python(call, arguments, &metadata);
 }
 
 // Whether low-bit kernels take the arguments of a signature.
@@ -99,80 +140,5 @@ constexpr bool is_for_low_bit = false;
 template <class... Args>
 constexpr bool is_for_low_bit<Tensor(const Tensor&, const Tensor&, Args...)> =
     (std::is_constructible_v<c10::IValue, const std::decay_t<Args>&> && ...);
-
-// The reasons of engine/state.py's NOT_PREPACKED, in its order, which bind() checks.
-enum class NotPrepacked : long { kIntercepted, kNoWeight, kNotCached, kWrittenUnseen, kNoRoom, kViewsAreFull };
-constexpr std::array<const char*, 6> kNotPrepackedNames = {
-    "INTERCEPTED", "NO_WEIGHT", "NOT_CACHED", "WRITTEN_UNSEEN", "NO_ROOM", "VIEWS_ARE_FULL"};
-
-PyObject* python_reason(NotPrepacked reason) { return PyLong_FromLong(static_cast<long>(reason)); }
-
-// prepacked(store, weight, kind, prepack) -> the prepacked weight, from a store or new; a NotPrepacked if it could not be cached,
-// in which case it is not made. See StateMachine in engine/state.py.
-PyObject* prepacked(PyObject*, PyObject* arguments) {
-  PyObject *store_object, *weight_object, *prepack;
-  int kind;
-  parse(arguments, "OOiO", &store_object, &weight_object, &kind, &prepack);
-  const std::shared_ptr<UserStore> store = Holder<UserStore>::of(store_object);
-  const Tensor tensor = tensor_of(weight_object);
-  if (!caching_is_safe()) {
-    return python_reason(NotPrepacked::kIntercepted);
-  }
-  const Tensor* const found_weight = weight_of(tensor, /*to_prepack=*/true);
-  if (found_weight == nullptr) {
-    return python_reason(NotPrepacked::kNoWeight);
-  }
-  const Tensor weight = *found_weight;
-  const Source source = found_weight == &tensor ? Source(weight) : Source(tensor, weight);
-  if (!at::autocast::is_autocast_cache_enabled()) {
-    return python_reason(NotPrepacked::kNotCached);
-  }
-  std::optional<Tensors> cached;
-  {
-    const WithoutGil others_may_run;
-    cached = store->find_prepacked(source, kind);
-  }
-  if (cached) {
-    if (cached->empty()) {
-      return Py_NewRef(Py_None);
-    }
-    Object parts = Object::made(PyTuple_New(static_cast<Py_ssize_t>(cached->size())));
-    for (size_t i = 0; i < cached->size(); ++i) {
-      PyTuple_SetItem(parts.get(), static_cast<Py_ssize_t>(i), python_tensor((*cached)[i]).release());
-    }
-    return parts.release();
-  }
-  PendingCollectives::instance().drop_finished();  // a finished one holds the memory of its weights until then
-  const uint64_t position = InvalidationLog::instance().length();
-  VersionStamp stamp(tensor);
-  if (!user_store_allows(weight, stamp)) {
-    return python_reason(NotPrepacked::kWrittenUnseen);
-  }
-  bool views_fit, has_room;
-  {
-    const WithoutGil others_may_run;
-    views_fit = store->views_fit_prepacked(source, kind);
-    has_room = views_fit && store->has_room_for_prepacked(source, kind);
-  }
-  if (!has_room) {
-    return python_reason(views_fit ? NotPrepacked::kNoRoom : NotPrepacked::kViewsAreFull);
-  }
-  Object made;
-  {
-    const PrepackGuard reading(weight);
-    made = call(prepack, "(O)", weight_object);
-  }
-  Tensors parts;
-  if (!made.is_none()) {
-    for (const Tensor& part : each_of(made.get(), &tensor_of)) {
-      parts.push_back(part);
-    }
-  }
-  {
-    const WithoutGil others_may_run;
-    store->insert_prepacked(source, kind, std::move(stamp), std::move(parts), position);
-  }
-  return made.release();
-}
 
 }  // namespace

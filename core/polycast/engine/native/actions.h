@@ -1,0 +1,164 @@
+// Actions: how calls of an op by a recipe are computed without Python.
+//
+// No Python runs and no GIL is taken, except where casting a weight takes it (see casting.h) or a cached one is stale.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "casting.h"
+#include "decisions.h"
+#include "extension.h"
+#include "prepacked.h"
+#include "user_store.h"
+
+namespace {
+
+// A call of an op in a region with a recipe, with autocast off for the device.
+struct RecipeCall {
+  const c10::OperatorHandle& handle;
+  int64_t op;  // its number
+  DeviceType device;
+  bool has_plain_keys;  // see Kernel::has_plain_keys()
+  const IsCapturing& is_capturing;
+};
+
+// Convert a constant of a kernel from Python; return nothing for other types.
+std::optional<c10::IValue> constant_of(PyObject* object) {
+  if (object == Py_None) {
+    return c10::IValue();
+  }
+  if (PyBool_Check(object)) {
+    return c10::IValue(object == Py_True);
+  }
+  if (PyLong_Check(object)) {
+    return c10::IValue(static_cast<int64_t>(PyLong_AsLongLong(object)));
+  }
+  if (PyFloat_Check(object)) {
+    return c10::IValue(PyFloat_AsDouble(object));
+  }
+  if (PyUnicode_Check(object)) {
+    return c10::IValue(string_of(object));
+  }
+  if (Py_TYPE(object) == Py_TYPE(python_dtype(at::kFloat))) {
+    return c10::IValue(dtype_of(object));
+  }
+  return std::nullopt;
+}
+
+// Complete an action with its operator; return false if it cannot be called with the types of the arguments.
+bool add_operator(Action& action, const char* name, const char* overload, c10::ArrayRef<c10::IValue> arguments) {
+  action.op = c10::Dispatcher::singleton().findSchema({name, overload});
+  if (!action.op) {
+    return false;
+  }
+  const auto& parameters = action.op->schema().arguments();
+  const size_t others = arguments.size() + 1 + action.constants.size();
+  if (parameters.size() < others || action.op->schema().returns().size() != 1) {
+    return false;
+  }
+  action.parts = parameters.size() - others;
+  const auto fits = [&](const c10::IValue& value, size_t position) {
+    const c10::Type& type = *parameters[position].type();
+    if (value.isInt() && type.kind() == c10::TypeKind::FloatType) {
+      action.floats.push_back(position);
+      return true;
+    }
+    return value.type()->isSubtypeOf(type);
+  };
+  size_t position = 0;
+  for (const c10::IValue& argument : arguments) {
+    if (!fits(argument, position++)) {
+      return false;
+    }
+  }
+  position += action.parts + 1;
+  return std::all_of(action.constants.begin(), action.constants.end(), [&](const auto& each) { return fits(each, position++); });
+}
+
+// Convert the action of NativeEngine._perform_low_bit() in engine.py; return null if it cannot be kept. The GIL must be held.
+std::shared_ptr<const Action> action_of(PyObject* given, c10::ArrayRef<c10::IValue> arguments) {
+  auto action = std::make_shared<Action>();
+  action->kind = static_cast<Action::Kind>(PyLong_AsLong(PyTuple_GetItem(given, 0)));
+  if (action->kind != Action::Kind::kOperator) {
+    return action;
+  }
+  int kind;
+  Py_ssize_t weight;
+  const char *name, *overload;
+  PyObject *constants, *store;
+  parse(given, "inissOO", &kind, &weight, &action->prepack_kind, &name, &overload, &constants, &store);
+  action->weight = static_cast<size_t>(weight);
+  for (std::optional<c10::IValue>& constant : each_of(constants, &constant_of)) {
+    if (!constant) {
+      return nullptr;
+    }
+    action->constants.push_back(*std::move(constant));
+  }
+  if (store != Py_None) {
+    action->process_store = Holder<UserStore>::of(store);
+  }
+  return add_operator(*action, name, overload, arguments) ? action : nullptr;
+}
+
+// Return the prepacked weight or the cached cast that an operator takes; nothing if it is not cached.
+std::optional<Tensors> find_parts(const Action& action, const RecipeCall& call, const Tensor& tensor) {
+  const DeviceRegion& region = region_of(call.device);
+  if (action.prepack_kind == 0) {
+    const ScalarType fast = at::autocast::get_autocast_dtype(call.device);
+    if (tensor.scalar_type() == fast) {
+      return Tensors{tensor};
+    }
+    if (cacheable_weight(tensor, fast, call.is_capturing) == nullptr) {
+      return std::nullopt;
+    }
+    return Tensors{cast(tensor, {fast, call.device, call.has_plain_keys, region, call.is_capturing})};
+  }
+  const std::shared_ptr<UserStore> store = region.store == nullptr ? action.process_store.lock() : region.store->shared_from_this();
+  NotPrepacked reason;
+  const Tensor* const weight = store == nullptr ? nullptr : weight_to_prepack(tensor, reason);
+  if (weight == nullptr) {
+    return std::nullopt;
+  }
+  return store->find_prepacked(weight == &tensor ? Source(tensor) : Source(tensor, *weight), action.prepack_kind);
+}
+
+// Compute a call as Python has decided. Return nothing if Python has to be asked; an undefined tensor if the call falls back.
+std::optional<Tensor> compute(const Action& action, const RecipeCall& call, torch::jit::Stack& arguments) {
+  if (action.kind == Action::Kind::kFallBack) {
+    return Tensor();
+  }
+  const ScalarType fast = at::autocast::get_autocast_dtype(call.device);
+  if (action.kind == Action::Kind::kOperator) {
+    const std::optional<Tensors> parts = find_parts(action, call, arguments[action.weight].toTensor());
+    if (!parts || parts->size() != action.parts) {
+      return std::nullopt;
+    }
+    arguments.insert(arguments.end(), parts->begin(), parts->end());
+    arguments.emplace_back(fast);
+    arguments.insert(arguments.end(), action.constants.begin(), action.constants.end());
+    for (const size_t position : action.floats) {
+      arguments[position] = static_cast<double>(arguments[position].toInt());
+    }
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (action.kind == Action::Kind::kFloat32) {
+    for (c10::IValue& argument : arguments) {
+      if (argument.isTensor() && is_eligible(argument.toTensor(), call.device)) {
+        argument = argument.toTensor().to(at::kFloat);
+      }
+    }
+  }
+  (action.op ? *action.op : call.handle).callBoxed(arguments);
+  const Tensor result = std::move(arguments.back()).toTensor();
+  return result.scalar_type() == fast ? result : result.to(fast);
+}
+
+}  // namespace

@@ -1,0 +1,193 @@
+// What Python has decided for the calls of a thread that a recipe may compute, by the metadata of their arguments.
+//
+// Each thread has a table of its own, so that nothing is locked. It holds no Python objects, and is emptied when it is full and when
+// anything changes that decisions depend on: kernels, listeners, a plan, or the operators that decisions name.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/SmallVector.h>
+
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "casting.h"
+#include "user_store.h"
+
+namespace {
+
+// An Action of low_bit/actions.py. Immutable.
+struct Action {
+  enum class Kind : long { kFallBack, kFloat32, kOperator };
+
+  Kind kind;
+  size_t weight = 0;
+  int prepack_kind = 0;  // 0: the operator takes the cached cast
+  std::optional<c10::OperatorHandle> op;
+  size_t parts = 0;  // the number of prepacked tensors that it takes
+  std::vector<c10::IValue> constants;
+  c10::SmallVector<size_t, 2> floats;  // the positions of integers that it takes as floating-point numbers
+  std::weak_ptr<UserStore> process_store;
+};
+
+// The metadata that an action may depend on, exactly.
+class CallMetadata {
+ public:
+  bool records = false;         // whether autograd records the call
+  bool has_plain_dtypes = true;  // whether all tensors have dtypes of weights
+
+  CallMetadata(const DeviceRegion& region, DeviceType device, int64_t op) {
+    add(static_cast<int64_t>(region.override->id));
+    add(op << 32 | static_cast<int64_t>(device) << 16 | static_cast<int64_t>(at::autocast::get_autocast_dtype(device)) << 8 |
+        (region.store != nullptr ? 1 : 0) | (at::autocast::is_autocast_cache_enabled() ? 2 : 0));
+  }
+
+  // Return false if the argument has metadata that are not compared, or forward-mode AD tracks it.
+  bool add(const c10::IValue& argument) {
+    if (argument.isTensor()) {
+      return add(argument.toTensor());
+    }
+    if (argument.isNone()) {
+      add(kNone);
+    } else if (argument.isBool()) {
+      add(argument.toBool() ? kTrue : kFalse);
+    } else if (argument.isInt()) {
+      add(kInt, argument.toInt());
+    } else if (argument.isDouble()) {
+      int64_t bits;
+      const double number = argument.toDouble();
+      std::memcpy(&bits, &number, sizeof bits);
+      add(kDouble, bits);
+    } else if (argument.isIntList()) {
+      const auto numbers = argument.toIntList();
+      add(kInts, static_cast<int64_t>(numbers.size()));
+      for (size_t i = 0; i < numbers.size(); ++i) {
+        add(numbers.get(i));
+      }
+    } else if (argument.isString()) {
+      const std::string& text = argument.toStringRef();
+      add(kString, static_cast<int64_t>(text.size()));
+      for (const char letter : text) {
+        add(letter);
+      }
+    } else {
+      return false;
+    }
+    return true;
+  }
+
+  void finish() {
+    words_[0] |= static_cast<int64_t>(records) << 62;
+    for (const int64_t word : words_) {
+      hash_ = (hash_ ^ static_cast<uint64_t>(word)) * 0x9E3779B97F4A7C15ull;
+      hash_ ^= hash_ >> 29;
+    }
+  }
+
+  uint64_t hash() const { return hash_; }
+  at::ArrayRef<int64_t> words() const { return words_; }
+
+ private:
+  enum Tag : int64_t { kUndefined, kTensor, kNone, kTrue, kFalse, kInt, kDouble, kInts, kString };
+
+  void add(int64_t word) { words_.push_back(word); }
+
+  void add(Tag tag, int64_t value) {
+    add(tag);
+    add(value);
+  }
+
+  bool add(const Tensor& tensor) {
+    if (!tensor.defined()) {
+      add(kUndefined);
+      return true;
+    }
+    const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
+    if (meta != nullptr) {
+      if (meta->fw_grad_ != nullptr) {
+        return false;
+      }
+      records = records || (grad_enabled_ && tensor.requires_grad());
+    }
+    const ScalarType dtype = tensor.scalar_type();
+    has_plain_dtypes = has_plain_dtypes && (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf);
+    const bool is_cacheable = weight_of(tensor, /*to_prepack=*/true) != nullptr;
+    add(kTensor | static_cast<int64_t>(dtype) << 8 | static_cast<int64_t>(is_cacheable) << 16 |
+        static_cast<int64_t>(tensor.get_device()) << 24 | tensor.dim() << 40);
+    words_.append(tensor.sizes().begin(), tensor.sizes().end());
+    words_.append(tensor.strides().begin(), tensor.strides().end());
+    return true;
+  }
+
+  const bool grad_enabled_ = at::GradMode::is_enabled();
+  c10::SmallVector<int64_t, 40> words_;
+  uint64_t hash_ = 0;
+};
+
+// The decisions for the calls of one thread.
+class Decisions {
+ public:
+  static Decisions& of_thread() {
+    thread_local Decisions decisions;
+    return decisions;
+  }
+
+  // Forget the decisions for all threads.
+  static void forget_all() { current_epoch.fetch_add(1, std::memory_order_release); }
+
+  // Forget them from now on when an operator is deregistered: handles to it become invalid.
+  static void forget_with_operators() {
+    [[maybe_unused]] static const auto* const registration =
+        new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>()));
+  }
+
+  // Return a number that increases when decisions are forgotten. Read it before Python decides.
+  static uint64_t epoch() { return current_epoch.load(std::memory_order_acquire); }
+
+  std::shared_ptr<const Action> find(const CallMetadata& call) {
+    if (const uint64_t now = epoch(); C10_UNLIKELY(epoch_ != now)) {
+      actions_.clear();
+      epoch_ = now;
+    }
+    const auto found = actions_.find(call.hash());
+    return found != actions_.end() && at::ArrayRef<int64_t>(found->second.words) == call.words() ? found->second.action : nullptr;
+  }
+
+  void keep(const CallMetadata& call, std::shared_ptr<const Action> action, uint64_t epoch) {
+    if (epoch != epoch_) {  // it was decided before a change
+      return;
+    }
+    if (actions_.size() >= kMost) {
+      actions_.clear();
+    }
+    actions_[call.hash()] = {call.words().vec(), std::move(action)};
+  }
+
+ private:
+  static constexpr size_t kMost = 2048;
+
+  struct Decision {
+    std::vector<int64_t> words;
+    std::shared_ptr<const Action> action;
+  };
+
+  struct Listener final : c10::OpRegistrationListener {
+    void onOperatorRegistered(const c10::OperatorHandle&) override {}
+    void onOperatorDeregistered(const c10::OperatorHandle&) override { forget_all(); }
+  };
+
+  static inline constinit std::atomic<uint64_t> current_epoch{1};
+
+  std::unordered_map<uint64_t, Decision> actions_;  // by hash; of two calls with one hash, the last
+  uint64_t epoch_ = 0;
+};
+
+}  // namespace

@@ -1,0 +1,106 @@
+// Prepacked weights: whether what is prepacked of a weight may be cached, and the function by which Python gets it.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "autocast.h"
+#include "casting.h"
+#include "user_store.h"
+
+namespace {
+
+// The reasons of engine/state.py's NOT_PREPACKED, in its order, which bind() checks.
+enum class NotPrepacked : long { kIntercepted, kNoWeight, kNotCached, kWrittenUnseen, kNoRoom, kViewsAreFull };
+constexpr std::array<const char*, 6> kNotPrepackedNames = {
+    "INTERCEPTED", "NO_WEIGHT", "NOT_CACHED", "WRITTEN_UNSEEN", "NO_ROOM", "VIEWS_ARE_FULL"};
+
+// Return the weight that a tensor is or is a view of, if what is prepacked of the tensor may be cached; else null, with the reason.
+const Tensor* weight_to_prepack(const Tensor& tensor, NotPrepacked& reason) {
+  if (!caching_is_safe()) {
+    reason = NotPrepacked::kIntercepted;
+    return nullptr;
+  }
+  const Tensor* const weight = weight_of(tensor, /*to_prepack=*/true);
+  if (weight == nullptr) {
+    reason = NotPrepacked::kNoWeight;
+    return nullptr;
+  }
+  if (!at::autocast::is_autocast_cache_enabled()) {
+    reason = NotPrepacked::kNotCached;
+    return nullptr;
+  }
+  return weight;
+}
+
+PyObject* python_reason(NotPrepacked reason) { return PyLong_FromLong(static_cast<long>(reason)); }
+
+// prepacked(store, weight, kind, prepack) -> the prepacked weight, from a store or new; a NotPrepacked if it could not be cached,
+// in which case it is not made. See StateMachine in engine/state.py.
+PyObject* prepacked(PyObject*, PyObject* arguments) {
+  PyObject *store_object, *weight_object, *prepack;
+  int kind;
+  parse(arguments, "OOiO", &store_object, &weight_object, &kind, &prepack);
+  const std::shared_ptr<UserStore> store = Holder<UserStore>::of(store_object);
+  const Tensor tensor = tensor_of(weight_object);
+  NotPrepacked reason;
+  const Tensor* const found_weight = weight_to_prepack(tensor, reason);
+  if (found_weight == nullptr) {
+    return python_reason(reason);
+  }
+  const Tensor weight = *found_weight;
+  const Source source = found_weight == &tensor ? Source(weight) : Source(tensor, weight);
+  std::optional<Tensors> cached;
+  {
+    const WithoutGil others_may_run;
+    cached = store->find_prepacked(source, kind);
+  }
+  if (cached) {
+    if (cached->empty()) {
+      return Py_NewRef(Py_None);
+    }
+    Object parts = Object::made(PyTuple_New(static_cast<Py_ssize_t>(cached->size())));
+    for (size_t i = 0; i < cached->size(); ++i) {
+      PyTuple_SetItem(parts.get(), static_cast<Py_ssize_t>(i), python_tensor((*cached)[i]).release());
+    }
+    return parts.release();
+  }
+  PendingCollectives::instance().drop_finished();  // a finished one holds the memory of its weights until then
+  const uint64_t position = InvalidationLog::instance().length();
+  VersionStamp stamp(tensor);
+  if (!user_store_allows(weight, stamp)) {
+    return python_reason(NotPrepacked::kWrittenUnseen);
+  }
+  bool views_fit, has_room;
+  {
+    const WithoutGil others_may_run;
+    views_fit = store->views_fit_prepacked(source, kind);
+    has_room = views_fit && store->has_room_for_prepacked(source, kind);
+  }
+  if (!has_room) {
+    return python_reason(views_fit ? NotPrepacked::kNoRoom : NotPrepacked::kViewsAreFull);
+  }
+  Object made;
+  {
+    const PrepackGuard reading(weight);
+    made = call(prepack, "(O)", weight_object);
+  }
+  Tensors parts;
+  if (!made.is_none()) {
+    for (const Tensor& part : each_of(made.get(), &tensor_of)) {
+      parts.push_back(part);
+    }
+  }
+  {
+    const WithoutGil others_may_run;
+    store->insert_prepacked(source, kind, std::move(stamp), std::move(parts), position);
+  }
+  return made.release();
+}
+
+}  // namespace
