@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from polycast import Availability, Backend, LowBitKernel, Recipe, hookimpl
 
+from .details import details
 from .instructions import missing_instructions
 from .kernels import KERNELS
 from .policies import POLICIES
@@ -39,6 +40,10 @@ class CpuBackend(Backend):
     @override
     def slow_reason(self, dtype: torch.dtype) -> str | None:
         return missing_instructions(dtype)
+
+    @override
+    def device_details(self) -> Mapping[str, str]:
+        return details()
 
     @override
     def recipe_availability(self, recipe: Recipe) -> Availability:

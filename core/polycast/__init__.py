@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from .precision.comparison import Comparison
     from .precision.evidence import Evidence, Tuned
     from .precision.tune import tune
+    from .profiling.device_profile import DeviceProfile
+    from .profiling.profile import profile
     from .region.autocast import autocast, autocast_decorator
     from .region.capture import Snapshot, capture
     from .region.custom_function import custom_bwd, custom_fwd
@@ -85,6 +87,7 @@ _LAZY_NAMES = {
     "BackendStatus": "plugins.loading",
     "CastPolicy": "policy.cast_policy",
     "Comparison": "precision.comparison",
+    "DeviceProfile": "profiling.device_profile",
     "Evidence": "precision.evidence",
     "Explanation": "region.explanation",
     "Float8": "policy.recipe",
@@ -132,6 +135,7 @@ _LAZY_NAMES = {
     "out_dtype": "out_dtype.operator",
     "patch_torch": "drop_in.patch",
     "policy_table": "policy.cast_policy",
+    "profile": "profiling.profile",
     "register_backend": "engine.register_backend",
     "register_op": "engine.register_op",
     "set_autocast_cache_enabled": "region.thread_state",
@@ -155,6 +159,7 @@ __all__ = [
     "BackendStatus",
     "CastPolicy",
     "Comparison",
+    "DeviceProfile",
     "Evidence",
     "Explanation",
     "Float8",
@@ -200,6 +205,7 @@ __all__ = [
     "out_dtype",
     "patch_torch",
     "policy_table",
+    "profile",
     "register_backend",
     "register_op",
     "set_autocast_cache_enabled",

@@ -14,7 +14,7 @@ from polycast.cli import app
 from polycast.cli.compiled import OWN
 from polycast.engine.native.loading import ENGINE
 from polycast.toolchain.build import find_build, get_or_build
-from polycast.toolchain.build_cache import cache_directory
+from polycast.toolchain.cache_folder import cache_directory
 from polycast.toolchain.cpp_library import BuildError, CppLibrary
 
 WRITES = "open(sys.argv[sys.argv.index('-o') + 1], 'w').write('a library')"

@@ -7,7 +7,7 @@ import pytest
 from polycast.engine import choice, installation
 from polycast.engine.native.loading import ENGINE
 from polycast.toolchain.build import get_or_build
-from polycast.toolchain.build_cache import cache_directory
+from polycast.toolchain.cache_folder import cache_directory
 
 COMPILER = """#!{python}
 import os, shutil, sys

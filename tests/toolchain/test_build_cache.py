@@ -10,7 +10,7 @@ import pytest
 from polycast.engine.native.loading import ENGINE
 from polycast.toolchain import load
 from polycast.toolchain.build import get_or_build
-from polycast.toolchain.build_cache import UntrustedCacheError, cache_directory
+from polycast.toolchain.cache_folder import UntrustedCacheError, cache_directory
 from polycast.toolchain.compiler import checksum
 
 only_posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system has other owners and permissions")
@@ -19,7 +19,7 @@ only_root = pytest.mark.skipif(
 )
 SOMEBODY = 12345
 REMEDY = (
-    ", so the libraries in it may be somebody else's. Remove {}, which polycast then creates again, or set "
+    ", so what is in it may be somebody else's. Remove {}, which polycast then creates again, or set "
     "XDG_CACHE_HOME to a "
 )
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import build, demo, devices, doctor, new_backend, ops, run, tune
+from . import build, demo, devices, doctor, new_backend, ops, profile, run, tune
 
 app = typer.Typer(
     add_completion=False,
@@ -19,6 +19,7 @@ app.command("devices")(devices.show)
 app.command("ops")(ops.show)
 app.command("build")(build.run)
 app.command("doctor")(doctor.run)
+app.command("profile")(profile.run)
 app.command("tune")(tune.run)
 app.command("new-backend")(new_backend.run)
 app.command("demo")(demo.run)

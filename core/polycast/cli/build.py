@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import typer
 
 from ..toolchain.build import get_or_build
-from ..toolchain.build_cache import cache_directory
+from ..toolchain.cache_folder import cache_directory
 from ..toolchain.cpp_library import BuildError, CppLibrary
 from ..toolchain.load import describe_built, describe_prebuilt
 from ..toolchain.prebuilt import find_prebuilt

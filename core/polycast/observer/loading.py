@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..common.atfork import hold_during_fork
 from ..engine.choice import build_failure, choose
-from ..toolchain.build_cache import cache_directory
+from ..toolchain.cache_folder import cache_directory
 from ..toolchain.cpp_library import BuildError, CppLibrary
 from .call_sites import call_site, call_stack
 from .recorder import CHAIN_KINDS, NONFINITE, Observer

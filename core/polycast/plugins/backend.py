@@ -148,6 +148,17 @@ class Backend:
         """Return why a fast dtype is slow on the device, for :func:`polycast.observe` to report; None if it is not."""
         return None
 
+    def device_details(self) -> Mapping[str, str]:
+        """Return the name of the device, under ``"name"``, and what else its speed depends on, such as a driver.
+
+        A profile of the device (:func:`polycast.profile`) is used only while these stay the same.
+        """
+        try:
+            name = torch.get_device_module(self.device_type).get_device_name()
+        except (AttributeError, AssertionError, RuntimeError):  # torch has no such module, or finds no device
+            name = self.device_type
+        return {"name": str(name)}
+
     def recipe_availability(self, recipe: Recipe) -> Availability:
         """Return whether the device supports a recipe now and, if not, why; the fast dtype is used then.
 

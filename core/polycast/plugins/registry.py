@@ -83,6 +83,10 @@ class Registry:
         """Return the loaders, if discovery has run."""
         return list((self._discovered or {}).values())
 
+    def status(self, name: str) -> BackendStatus:
+        """Return the status of the backend of a device type that has one."""
+        return self._loaders()[name].status()
+
     def statuses(self) -> Mapping[str, BackendStatus]:
         """See :func:`backends`."""
         loaders = self._loaders().copy()

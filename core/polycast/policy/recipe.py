@@ -202,6 +202,11 @@ def read_recipe(recipe: object) -> Recipe:
     return _kinds[kind](scales) if colon else _kinds[kind]()
 
 
+def all_recipes() -> list[Recipe]:
+    """Return a recipe of each kind except "none", with the default settings."""
+    return [kind() for name, kind in _kinds.items() if name != NoRecipe.kind]
+
+
 def is_recipe_name(text: str) -> bool:
     """Return whether a text names a recipe."""
     return text.partition(":")[0] in _kinds

@@ -10,14 +10,15 @@ import os
 import re
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from .build_cache import CachedBuild, make_folders
+from ..common.announce import announce
+from .build_cache import CachedBuild
+from .cache_folder import make_folders
 from .compiler import checksum, compile_library
 from .cpp_library import BuildError, CppLibrary
 
@@ -82,18 +83,12 @@ def _lock(build: CachedBuild) -> Iterator[None]:
     try:
         lock.acquire(timeout=_SILENT_WAIT)
     except Timeout:
-        _print(f"waiting for another process that builds {build.library.description}; its lock is {lock.lock_file}")
+        announce(f"waiting for another process that builds {build.library.description}; its lock is {lock.lock_file}")
         lock.acquire()
     try:
         yield
     finally:
         lock.release()
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # a daemon's stderr may be closed, or None
-        sys.stderr.write(f"polycast: {text}\n")
-        sys.stderr.flush()
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -105,7 +100,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 def _build(build: CachedBuild) -> Path:
     assert build.compiler is not None
-    _print(f"building {build.library.description}, once for this torch ...")
+    announce(f"building {build.library.description}, once for this torch ...")
     with tempfile.TemporaryDirectory(dir=build.folder) as folder:
         compiled = Path(folder) / build.path.name
         status, output = compile_library(build.compiler, build.library, build.sources, compiled)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from ..errors import warn_user
 from .build import get_or_build
-from .build_cache import UntrustedCacheError, cache_directory
+from .cache_folder import UntrustedCacheError, cache_directory
 from .cpp_library import BuildError, CppLibrary
 from .prebuilt import find_prebuilt
 

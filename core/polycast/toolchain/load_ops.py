@@ -8,7 +8,7 @@ import torch
 from ..common.atfork import hold_during_fork
 from ..plugins.backend import Availability
 from .build import find_build
-from .build_cache import cache_directory
+from .cache_folder import cache_directory
 from .cpp_library import BuildError, CppLibrary
 from .load import describe_built, describe_prebuilt, load_built, load_prebuilt, try_build
 from .prebuilt import find_prebuilt

@@ -3,7 +3,7 @@
 import functools
 from pathlib import Path
 
-from ...toolchain.build_cache import cache_directory
+from ...toolchain.cache_folder import cache_directory
 from ...toolchain.cpp_library import CppLibrary
 from ...toolchain.load import import_extension, load_built, load_prebuilt
 from .engine import NativeEngine

@@ -1,0 +1,11 @@
+"""Tell the user on stderr about work that takes long."""
+
+import contextlib
+import sys
+
+
+def announce(text: str) -> None:
+    """Print a line on stderr, if it is open."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a daemon's stderr may be closed, or None
+        sys.stderr.write(f"polycast: {text}\n")
+        sys.stderr.flush()

@@ -1,0 +1,219 @@
+"""`DeviceProfile`: how long ops take on a device in float32, in each fast dtype and by each recipe."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Self
+
+from ..common.cached_property import cached_property
+from ..common.plain_text import as_text
+from . import table
+from .interpolation import interpolated, interpolated_time
+from .measurement import Measurement, Omission, is_positive, is_valid
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from rich.console import RenderableType
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DeviceProfile:
+    """What is fast on a device, from :func:`profile`. Immutable; profiles with equal contents are equal.
+
+    ``print`` shows a table of times relative to float32: ``~`` marks noisy ones, ``*`` extrapolated ones.
+
+    Attributes:
+        device_type: the device type.
+        device: the name of the device, such as the processor's.
+        threads: torch's threads while it was measured.
+        versions: the versions of polycast, torch and the distribution of the backend.
+        details: what else the speed depends on, such as the instructions that torch uses; see
+            ``Backend.device_details``.
+        measurements: the times.
+        bandwidth: the rate at which memory is read, in bytes/s.
+        omissions: what was not measured, and why.
+    """
+
+    device_type: str
+    device: str
+    threads: int
+    versions: Mapping[str, str]
+    details: Mapping[str, str]
+    measurements: tuple[Measurement, ...]
+    bandwidth: float
+    omissions: tuple[Omission, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("versions", "details"):
+            object.__setattr__(self, name, MappingProxyType(dict(sorted(getattr(self, name).items()))))
+
+    @cached_property
+    def digest(self) -> str:
+        """The digest of the contents, 16 hexadecimal digits."""
+        return hashlib.sha256(json.dumps(self._contents(), sort_keys=True).encode()).hexdigest()[:16]
+
+    @cached_property
+    def _curves(self) -> Mapping[tuple[str, str], Mapping[int, Mapping[int, float]]]:
+        """The seconds by op and way, size, and rows; all in ascending order."""
+        curves: dict[tuple[str, str], dict[int, dict[int, float]]] = {}
+        for each in sorted(self.measurements, key=lambda each: (each.size, each.rows)):
+            curves.setdefault((each.op, each.way), {}).setdefault(each.size, {})[each.rows] = each.seconds
+        return curves
+
+    def ways(self, op: str) -> tuple[str, ...]:
+        """Return the ways in which an op was measured, float32 first."""
+        return tuple(way for of, way in dict.fromkeys((each.op, each.way) for each in self.measurements) if of == op)
+
+    def seconds(self, op: str, rows: int, way: str, size: int | None = None) -> float | None:
+        """Return the estimated time of a call in seconds; None if the op was not measured in this way.
+
+        It is interpolated between measurements on logarithmic scales. Beyond the largest, it grows with rows and size;
+        below the smallest, it is constant.
+
+        Args:
+            op, rows, way: as in a `Measurement`.
+            size: the elements of the weight. None: the largest that was measured.
+        """
+        curves = self._curves.get((op, way))
+        if curves is None:
+            return None
+        of_size = {each: interpolated_time(curve, rows) for each, curve in curves.items()}
+        return of_size[max(of_size)] if size is None else interpolated_time(of_size, size)
+
+    def ratio(self, op: str, rows: int, way: str, size: int | None = None) -> float | None:
+        """Return the time of a call relative to float32; None if the op was not measured in this way or in float32.
+
+        It is interpolated in the logarithms of rows and size; beyond the measurements, it is the nearest one's.
+
+        Args:
+            op, rows, way: as in a `Measurement`.
+            size: the elements of the weight. None: the largest that was measured.
+        """
+        curves, float32 = self._curves.get((op, way), {}), self._curves.get((op, table.FLOAT32), {})
+        of_size = {}
+        for each, curve in curves.items():
+            base = float32.get(each, {})
+            ratios = {measured: seconds / base[measured] for measured, seconds in curve.items() if measured in base}
+            if ratios:
+                of_size[each] = interpolated(ratios, rows)
+        if not of_size:
+            return None
+        return of_size[max(of_size)] if size is None else interpolated(of_size, size)
+
+    def to_json(self) -> str:
+        """Return the profile as JSON."""
+        return json.dumps({"format": _FORMAT, **self._contents(), "digest": self.digest}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return the profile in a text from :meth:`to_json`.
+
+        Raises:
+            ValueError: the text is not a profile, or was changed.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"it is not JSON: {error}") from None
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise ValueError(f"it is not a profile of format {_FORMAT}")
+        digest = data.pop("digest", None)
+        del data["format"]
+        try:
+            found = cls(
+                **{
+                    **data,
+                    "measurements": tuple(Measurement(**each) for each in data["measurements"]),
+                    "omissions": tuple(Omission(**each) for each in data["omissions"]),
+                }
+            )
+            found._check()
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"it is not a profile: {error}") from None
+        if found.digest != digest:
+            raise ValueError("it was changed: its digest differs")
+        return found
+
+    def save(self, path: "str | PathLike[str]") -> None:
+        """Write the profile to a file, as JSON.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: "str | PathLike[str]") -> Self:
+        """Return the profile in a file.
+
+        Raises:
+            ValueError: the file cannot be read, or is not a profile.
+        """
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+            raise ValueError(
+                f"{str(path)!r} cannot be used as a profile: {reason}. Write one with `polycast profile --output PATH`."
+            ) from error
+
+    def _check(self) -> None:
+        """Raise TypeError unless every value has its type and range."""
+        expected = {"device_type": str, "device": str, "threads": int}
+        wrong = [name for name, kind in expected.items() if not isinstance(getattr(self, name), kind)]
+        wrong += [
+            name
+            for name in ("versions", "details")
+            if not all(isinstance(value, str) for value in getattr(self, name).values())
+        ]
+        if not is_positive(self.bandwidth):
+            wrong.append("bandwidth")
+        if not all(map(is_valid, self.measurements)):
+            wrong.append("measurements")
+        if not all(isinstance(value, str) for each in self.omissions for value in asdict(each).values()):
+            wrong.append("omissions")
+        if wrong:
+            raise TypeError(f"wrong values of {', '.join(wrong)}")
+
+    def _contents(self) -> dict[str, Any]:
+        return {
+            "device_type": self.device_type,
+            "device": self.device,
+            "threads": self.threads,
+            "versions": dict(self.versions),
+            "details": dict(self.details),
+            "bandwidth": self.bandwidth,
+            "measurements": [asdict(each) for each in self.measurements],
+            "omissions": [asdict(each) for each in self.omissions],
+        }
+
+    def __eq__(self, other: object) -> bool:
+        return self.digest == other.digest if isinstance(other, DeviceProfile) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_json, (self.to_json(),)
+
+    @property
+    def _heading(self) -> str:
+        threads = f"{self.threads} thread{'s' * (self.threads != 1)}"
+        return f"{self.device_type}: {self.device}, {threads}, reads {self.bandwidth / 1e9:.3g} GB/s"
+
+    def __rich__(self) -> "RenderableType":
+        return table.as_rich(self._heading, self.measurements, self.omissions)
+
+    def __repr__(self) -> str:
+        return as_text(self.__rich__(), 160)
+
+    def _repr_html_(self) -> str:
+        return table.as_html(self._heading, self.measurements, self.omissions)

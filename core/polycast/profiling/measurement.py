@@ -1,0 +1,59 @@
+"""`Measurement`: the time of an op; and `Omission`: what was not measured, and why."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The time of an op of one size, computed in one way.
+
+    Attributes:
+        op: ``"linear"`` (a weight [N, K]), ``"matmul"`` (a weight [K, N]), ``"conv2d"``, ``"bmm"``,
+            ``"scaled_dot_product_attention"`` or ``"cast"``.
+        rows: the rows of the activations: for conv2d the positions of all output images, for bmm and attention the rows
+            of each matrix, for casts the elements.
+        way: ``"float32"``, a fast dtype such as ``"bfloat16"``, ``"bfloat16 kernel"`` for the backend's own kernel of
+            it, or the kind of a recipe. For casts ``"to bfloat16"`` and ``"from bfloat16"``.
+        seconds: of one call.
+        size: the elements of the weight, or of what stands for it: 1 for casts.
+        noisy: whether repeated measurements disagree.
+        extrapolated: whether it was computed from fewer rows, because measuring it would take too long.
+    """
+
+    op: str
+    rows: int
+    way: str
+    seconds: float
+    size: int = 1
+    noisy: bool = False
+    extrapolated: bool = False
+
+
+@dataclass(frozen=True)
+class Omission:
+    """A way in which an op was not measured, and why."""
+
+    op: str
+    way: str
+    reason: str
+
+
+def is_positive(value: object) -> bool:
+    """Return whether a value is a positive finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def is_valid(each: Measurement) -> bool:
+    """Return whether every attribute has its type and range."""
+    return (
+        isinstance(each.op, str)
+        and isinstance(each.way, str)
+        and isinstance(each.rows, int)
+        and each.rows > 0
+        and isinstance(each.size, int)
+        and each.size > 0
+        and is_positive(each.seconds)
+        and isinstance(each.noisy, bool)
+        and isinstance(each.extrapolated, bool)
+    )

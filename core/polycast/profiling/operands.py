@@ -1,0 +1,59 @@
+"""Activations and weights for measurements."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+_BYTES = 2**27
+"""The memory of the weights: more than a processor's cache, so that each weight is read from memory, as in a model."""
+_SMALL = 2**17
+_T = TypeVar("_T")
+
+
+class Operands:
+    """Activations and weights on a device. Weights of all shapes and dtypes lie in one buffer, and are used in turn."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device = torch.device(device_type)
+        generator = torch.Generator().manual_seed(0)
+        bits = torch.randint(-(2**15), 2**15, (2**20,), dtype=torch.int16, generator=generator, device="cpu")
+        # So each element is a normal number of moderate size as float32 (with its neighbour), bfloat16 and float16.
+        bits = bits.bitwise_and_(-0x7C01).bitwise_or_(0x3C00)
+        self._buffer = bits.to(self.device).repeat(_BYTES // bits.nbytes)
+        self._position = 0
+
+    def activation(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return numbers of moderate size."""
+        count = torch.Size(shape).numel()
+        return self._buffer.view(dtype)[:count].view(shape).clone()
+
+    def weights(self, *shape: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return all weights of a shape and dtype that the buffer has room for; of a small shape, one."""
+        count = torch.Size(shape).numel()
+        elements = self._buffer.view(dtype)
+        if count * dtype.itemsize < _SMALL:
+            return [elements[:count].view(shape)]
+        return list(elements[: elements.numel() // count * count].view(-1, *shape))
+
+    def whole(self) -> torch.Tensor:
+        """Return the buffer as float32."""
+        return self._buffer.view(torch.float32)
+
+    def in_turn(self, weights: Sequence[_T], nbytes: int) -> Callable[[], _T]:
+        """Return a function that returns the next weight, whose memory was read longest ago.
+
+        Args:
+            weights: the weights, or what they are prepacked into.
+            nbytes: the bytes that each takes in the buffer.
+        """
+        if len(weights) == 1:
+            (only,) = weights
+            return lambda: only
+
+        def next_weight() -> _T:
+            position = self._position
+            self._position = (position + nbytes) % _BYTES
+            return weights[position // nbytes % len(weights)]
+
+        return next_weight

@@ -1,0 +1,149 @@
+"""`profile` and `find`: the profile of a device, measured once for each machine."""
+
+import os
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from ..common import env
+from ..common.announce import announce
+from ..errors import warn_user
+from ..plugins.backend import Backend
+from ..plugins.registry import registry
+from . import profile_file
+from .conditions import Conditions
+from .device_profile import DeviceProfile
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The profile of a device, and why there is none."""
+
+    backend: Backend
+    profile: DeviceProfile | None
+    refusal: str | None = None
+
+
+_found: dict[tuple[str, int, str | None], Lookup] = {}
+"""By device type, number of threads, and POLYCAST_PROFILE."""
+_lock = threading.RLock()
+
+
+def profile(device_type: str, *, refresh: bool = False) -> DeviceProfile:
+    """Return what is fast on a device, measuring it if that has not been done on this machine.
+
+    Ops are timed in float32, in each fast dtype and by each recipe, which takes at most 3 s on a CPU. The result is
+    kept on disk, in ``$XDG_CACHE_HOME/polycast`` (``~/.cache/polycast``), for this device, number of threads, and
+    versions of torch, polycast and the backend. Call it while the machine is otherwise idle. A message on stderr says
+    that it measures.
+
+    If ``POLYCAST_PROFILE`` is the path of a saved profile of this device type, that one is returned, whichever machine
+    it is from.
+
+    Args:
+        device_type: the device type, such as ``"cpu"``.
+        refresh: measure again, and replace the profile on disk.
+
+    Raises:
+        ValueError: `device_type` is not a str, or ``POLYCAST_PROFILE`` is not the path of a profile.
+        RuntimeError: torch does not know the device, or it is not available.
+        BackendNotFoundError: no backend is installed for it.
+
+    Warns:
+        UserWarning: the profile cannot be kept on disk, so each process measures again.
+
+    Example:
+        >>> import polycast
+        >>> polycast.profile("cpu").ratio("linear", 128, "bfloat16")  # doctest: +SKIP
+        0.31
+    """
+    found = None if refresh else find(device_type)
+    if found is not None:
+        return found
+    with _lock:
+        found = None if refresh else find(device_type)  # another thread may have measured it
+        return _measured(registry.find(device_type), refresh) if found is None else found
+
+
+def find(device_type: str) -> DeviceProfile | None:
+    """Return the profile of a device if there is one; measure nothing.
+
+    The answer is kept in the process.
+
+    Raises:
+        ValueError: `device_type` is not a str, or ``POLYCAST_PROFILE`` is not the path of a profile.
+        RuntimeError: torch does not know the device.
+        BackendNotFoundError: no backend is installed for it.
+    """
+    return look_up(device_type).profile
+
+
+def look_up(device_type: str) -> Lookup:
+    """Return the profile of a device, or why the one on disk is not used; measure nothing. Raises as `find`."""
+    backend = registry.find(device_type)
+    key = backend.device_type, torch.get_num_threads(), env.profile()
+    known = _found.get(key)
+    if known is None or known.backend is not backend:
+        known = _found[key] = _look_up(backend)
+    return known
+
+
+def forget() -> None:
+    """Forget the profiles of this process, not those on disk."""
+    _found.clear()
+
+
+def _look_up(backend: Backend) -> Lookup:
+    named = _named_by_user(backend.device_type)
+    if named is not None:
+        return Lookup(backend, named)
+    try:
+        return Lookup(backend, profile_file.read(Conditions.now(backend)))
+    except profile_file.ProfileFileError as error:
+        return Lookup(backend, None, str(error))
+
+
+def _named_by_user(device_type: str) -> DeviceProfile | None:
+    """Return the profile that POLYCAST_PROFILE names, if it is of this device type."""
+    path = env.profile()
+    if path is None:
+        return None
+    try:
+        named = DeviceProfile.load(path)
+    except ValueError as error:
+        raise ValueError(f"POLYCAST_PROFILE: {error}") from error
+    return named if named.device_type == device_type else None
+
+
+def _measured(backend: Backend, refresh: bool) -> DeviceProfile:
+    from .measure import measure  # few programs measure
+
+    conditions = Conditions.now(backend)
+    with profile_file.locked(conditions):
+        if not refresh:
+            forget()
+            found = find(backend.device_type)  # another process may have measured it
+            if found is not None:
+                return found
+        threads = f"{conditions.threads} thread{'s' * (conditions.threads != 1)}"
+        announce(f"measuring what is fast on {backend.device_type} with {threads}, once for this torch ...")
+        measured = measure(backend)
+        try:
+            profile_file.write(conditions, measured)
+        except profile_file.ProfileFileError as error:
+            warn_user(f"polycast measured {backend.device_type} for this process alone, as each process will: {error}")
+    forget()
+    if find(backend.device_type) is None:
+        _found[backend.device_type, conditions.threads, env.profile()] = Lookup(backend, measured)
+    return measured
+
+
+def _reset_lock() -> None:
+    """Forget the parent's threads, one of which may be measuring; called in the child of a fork."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_lock)

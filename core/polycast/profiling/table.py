@@ -1,0 +1,90 @@
+"""Show measurements as a table: the time of float32, and the times of other ways relative to it."""
+
+import html
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ..common.plain_text import under_the_head
+from .measurement import Measurement, Omission
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+FLOAT32 = "float32"
+_LEGEND = "Times relative to float32. ~: noisy, *: extrapolated."
+
+
+def as_rich(heading: str, measurements: Sequence[Measurement], omissions: Iterable[Omission]) -> "RenderableType":
+    """Return a rich table with a heading, and a line for each omission."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=under_the_head(), show_edge=False)
+    columns, *rows = _cells(measurements)
+    for number, column in enumerate(columns):
+        shown.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+    for row in rows:
+        shown.add_row(*row)
+    return Group(Text(heading), Text(), shown, Text(), Text("\n".join([_LEGEND, *_sentences(omissions)])))
+
+
+def as_html(heading: str, measurements: Sequence[Measurement], omissions: Iterable[Omission]) -> str:
+    """Return an HTML table with a heading, and a line for each omission."""
+    columns, *rows = _cells(measurements)
+    lines = [
+        "<table>",
+        f"<caption>{html.escape(heading)}</caption>",
+        f"<thead><tr>{_html_row('th', columns)}</tr></thead>",
+        "<tbody>",
+        *(f"<tr>{_html_row('td', row)}</tr>" for row in rows),
+        "</tbody>",
+        "</table>",
+        *(f"<p>{html.escape(sentence)}</p>" for sentence in [_LEGEND, *_sentences(omissions)]),
+    ]
+    return "\n".join(lines)
+
+
+def _cells(measurements: Sequence[Measurement]) -> Iterator[list[str]]:
+    """Yield the rows of the table, the header first. Casts have a row for each number of elements."""
+    matmuls = [each for each in measurements if each.op != "cast"]
+    ways = [way for way in dict.fromkeys(each.way for each in matmuls) if way != FLOAT32]
+    yield ["op", "rows", "weight", FLOAT32, *ways]
+    found = {(each.op, each.rows, each.size, each.way): each for each in matmuls}
+    for op, rows, size in dict.fromkeys((each.op, each.rows, each.size) for each in matmuls):
+        base = found.get((op, rows, size, FLOAT32))
+        row = [_relative(found.get((op, rows, size, way)), base) for way in ways]
+        yield [op, str(rows), _count(size), "-" if base is None else _time(base.seconds) + _marks(base), *row]
+    for each in measurements:
+        if each.op == "cast":
+            cells = ["-"] * len(ways)
+            way = each.way.rpartition(" ")[2]
+            if way in ways:
+                cells[ways.index(way)] = _time(each.seconds) + _marks(each)
+            yield [f"cast {each.way.partition(' ')[0]}", str(each.rows), "-", "-", *cells]
+
+
+def _relative(each: Measurement | None, base: Measurement | None) -> str:
+    if each is None:
+        return "-"
+    return (_time(each.seconds) if base is None else f"{each.seconds / base.seconds:.2f}") + _marks(each)
+
+
+def _marks(each: Measurement) -> str:
+    return "~" * each.noisy + "*" * each.extrapolated
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+
+
+def _count(size: int) -> str:
+    return f"{size / 2**20:.3g} M" if size >= 2**20 else f"{size / 2**10:.3g} K" if size >= 2**10 else str(size)
+
+
+def _sentences(omissions: Iterable[Omission]) -> list[str]:
+    return [f"Not measured: {each.op} in {each.way}: {each.reason}" for each in omissions]
+
+
+def _html_row(tag: str, cells: Iterable[str]) -> str:
+    return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)

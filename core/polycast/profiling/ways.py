@@ -1,0 +1,72 @@
+"""The ways in which an op can be computed on a device: float32, the fast dtypes, kernels of the backend, recipes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ..plugins.backend import Backend, LowBitKernel
+from ..plugins.checks import PLUGIN_ERRORS, check_availability, check_dtype, check_recipe
+from ..policy.dtypes import dtype_name
+from ..policy.recipe import Recipe, all_recipes
+from .measurement import Omission
+
+FASTEST = "fastest"
+"""The kind of the recipe for which a backend returns its kernels of the fast dtype."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to compute ops.
+
+    Attributes:
+        name: as in a `Measurement`.
+        dtype: the dtype of the activations, and of the weights without kernels.
+        fast: the fast dtype that a kernel returns.
+        kernels: the backend's kernels, by op; None: torch's are used.
+    """
+
+    name: str
+    dtype: torch.dtype
+    fast: torch.dtype
+    kernels: Mapping[str, LowBitKernel] | None = field(default=None)
+
+
+def ways_of(backend: Backend) -> tuple[list[Way], list[Omission]]:
+    """Return the ways that a backend offers, and why others are not available. This may compile C++."""
+    ways = [Way("float32", torch.float32, backend.default_dtype)]
+    omitted = []
+    available = check_availability(backend)
+    if not available:
+        raise RuntimeError(f"{backend.device_type} cannot be measured: {available.reason}")
+    for dtype in backend.supported_dtypes():
+        answer = check_dtype(backend, dtype)
+        if answer:
+            ways.append(Way(dtype_name(dtype), dtype, dtype))
+        else:
+            omitted.append(Omission("all ops", dtype_name(dtype), answer.reason))
+    for recipe in all_recipes():
+        answer = check_recipe(backend, recipe)
+        if not answer:
+            omitted.append(Omission("all ops", recipe.kind, answer.reason))
+            continue
+        try:
+            kernels = backend.low_bit_kernels(recipe)
+        except PLUGIN_ERRORS as error:
+            omitted.append(Omission("all ops", recipe.kind, f"{type(error).__name__}: {error}"))
+        else:
+            ways += _ways_by(recipe, kernels, backend)
+    return ways, omitted
+
+
+def _ways_by(recipe: Recipe, kernels: Mapping[str, LowBitKernel], backend: Backend) -> list[Way]:
+    if recipe.kind != FASTEST:
+        return [Way(recipe.kind, backend.default_dtype, backend.default_dtype, kernels)]
+    if not kernels:
+        return []
+    return [Way(f"{dtype_name(dtype)} kernel", dtype, dtype, kernels) for dtype in backend.supported_dtypes()]
+
+
+def uses_cast(kernel: LowBitKernel) -> bool:
+    """Return whether a kernel takes the weight cast to the fast dtype, in place of a prepacked one."""
+    return bool(getattr(type(kernel), "uses_cast", False))
