@@ -8,9 +8,6 @@
 #pragma once
 
 #include <ATen/MapAllocator.h>
-#include <ATen/core/Tensor.h>
-
-#include <cstdint>
 
 #include "invalidation.h"
 #include "python.h"

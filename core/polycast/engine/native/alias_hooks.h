@@ -8,12 +8,8 @@
 
 #include "python.h"
 
-#include <array>
 #include <cstddef>
 #include <exception>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "invalidation.h"
 #include "version_stamp.h"

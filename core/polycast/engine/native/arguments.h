@@ -4,14 +4,6 @@
 
 #include <ATen/core/IListRef.h>
 #include <ATen/core/List.h>
-#include <ATen/core/Tensor.h>
-
-#include <algorithm>
-#include <array>
-#include <memory>
-#include <optional>
-#include <utility>
-#include <vector>
 
 #include "casting.h"
 

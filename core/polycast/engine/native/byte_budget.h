@@ -4,12 +4,7 @@
 
 #pragma once
 
-#include <c10/util/flat_hash_map.h>
-
-#include <algorithm>
-#include <cstdint>
 #include <list>
-#include <optional>
 
 #include "version_stamp.h"
 

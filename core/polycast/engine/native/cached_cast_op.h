@@ -2,12 +2,6 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-
-#include <memory>
-
 #include "casting.h"
 #include "regions.h"
 #include "user_store.h"

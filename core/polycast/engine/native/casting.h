@@ -2,14 +2,7 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/variable.h>
-
-#include <algorithm>
-#include <chrono>
-#include <memory>
-#include <optional>
 
 #include "autocast.h"
 #include "observed.h"

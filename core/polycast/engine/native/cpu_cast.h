@@ -8,14 +8,6 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/record_function.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-
-#include <array>
-#include <cstdint>
-#include <cstring>
-
 #include "parallel.h"
 
 #if defined(__x86_64__)

@@ -2,10 +2,7 @@
 
 #pragma once
 
-#include <memory>
-#include <mutex>
-#include <utility>
-#include <vector>
+#include "tensors.h"
 
 namespace {
 

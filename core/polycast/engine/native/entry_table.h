@@ -7,17 +7,6 @@
 
 #include <Python.h>
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/SmallVector.h>
-#include <c10/util/flat_hash_map.h>
-
-#include <algorithm>
-#include <memory>
-#include <optional>
-#include <unordered_map>
-#include <utility>
-#include <vector>
-
 #include "byte_budget.h"
 #include "version_stamp.h"
 

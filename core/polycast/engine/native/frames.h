@@ -6,15 +6,6 @@
 
 #pragma once
 
-#include <algorithm>
-#include <array>
-#include <atomic>
-#include <memory>
-#include <optional>
-#include <unordered_map>
-#include <utility>
-#include <vector>
-
 #include "extension.h"
 #include "region_store.h"
 #include "user_store.h"

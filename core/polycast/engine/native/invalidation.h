@@ -5,20 +5,6 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
-#include <c10/util/flat_hash_map.h>
-
-#include <algorithm>
-#include <array>
-#include <atomic>
-#include <functional>
-#include <iterator>
-#include <mutex>
-#include <optional>
-#include <utility>
-#include <vector>
-
 #include "tensors.h"
 
 namespace {

@@ -6,8 +6,6 @@
 
 #pragma once
 
-#include <optional>
-
 #include "extension.h"
 #include "regions.h"
 

@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <atomic>
-
 #include "observing.h"
 
 namespace {

@@ -8,16 +8,6 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <algorithm>
-#include <array>
-#include <atomic>
-#include <cstdint>
-#include <memory>
-#include <utility>
-#include <vector>
-
 #include "shared_casts.h"
 #include "version_stamp.h"
 

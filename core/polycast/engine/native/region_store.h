@@ -8,16 +8,6 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/SmallVector.h>
-#include <c10/util/flat_hash_map.h>
-
-#include <algorithm>
-#include <memory>
-#include <optional>
-#include <utility>
-#include <vector>
-
 #include "probation.h"
 #include "shared_casts.h"
 #include "weights.h"

@@ -7,14 +7,6 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 
-#include <algorithm>
-#include <array>
-#include <memory>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "autocast.h"
 #include "deferred_destruction.h"
 #include "extension.h"

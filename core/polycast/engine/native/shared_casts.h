@@ -5,17 +5,6 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/flat_hash_map.h>
-
-#include <algorithm>
-#include <atomic>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <utility>
-#include <vector>
-
 #include "admission.h"
 #include "weights.h"
 

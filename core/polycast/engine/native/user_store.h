@@ -8,17 +8,7 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <algorithm>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <string>
-#include <type_traits>
 #include <unordered_set>
-#include <utility>
-#include <vector>
 
 #include "admission.h"
 #include "deferred_destruction.h"

@@ -7,10 +7,7 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/variable.h>
-
-#include <cstdint>
 
 #include "python.h"
 #include "version_stamp.h"

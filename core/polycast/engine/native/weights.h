@@ -2,18 +2,12 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/Event.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
-
-#include <memory>
-#include <optional>
-#include <type_traits>
-#include <utility>
 
 #include "cpu_cast.h"
 #include "python.h"

@@ -2,14 +2,6 @@
 
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
-
-#include <memory>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "invalidation.h"
 
 namespace {

@@ -4,14 +4,6 @@
 
 #pragma once
 
-#include <ATen/record_function.h>
-
-#include <algorithm>
-#include <atomic>
-#include <cstring>
-#include <memory>
-#include <mutex>
-
 #include "nodes.h"
 #include "op_begins.h"
 #include "op_ends.h"

@@ -4,9 +4,6 @@
 
 #pragma once
 
-#include <optional>
-#include <utility>
-
 #include "nonfinite.h"
 #include "values.h"
 #include "watch.h"

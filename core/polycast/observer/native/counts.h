@@ -4,19 +4,8 @@
 
 #pragma once
 
-#include <ATen/core/ivalue.h>
-#include <c10/util/SmallVector.h>
-#include <c10/util/flat_hash_map.h>
-
-#include <array>
-#include <cstdint>
 #include <map>
-#include <memory>
-#include <string>
 #include <tuple>
-#include <unordered_map>
-#include <utility>
-#include <vector>
 
 #include "tensors.h"
 

@@ -4,11 +4,6 @@
 
 #pragma once
 
-#include <algorithm>
-#include <iterator>
-#include <mutex>
-#include <utility>
-
 #include "extension.h"
 #include "watch.h"
 

@@ -4,11 +4,7 @@
 
 #pragma once
 
-#include <ATen/core/ivalue.h>
-
-#include <algorithm>
 #include <string_view>
-#include <utility>
 
 #include "counts.h"
 #include "values.h"

@@ -4,14 +4,9 @@
 
 #pragma once
 
-#include <ATen/record_function.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
-
-#include <algorithm>
-#include <memory>
-#include <mutex>
 
 #include "op_infos.h"
 #include "values.h"

@@ -7,14 +7,8 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/SparseCsrTensorImpl.h>
 #include <ATen/SparseTensorImpl.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
-#include <ATen/record_function.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <algorithm>
 #include <cmath>
-#include <utility>
 
 #include "python.h"
 #include "streams.h"

@@ -3,9 +3,6 @@
 // Compiled as one unit with the files that it includes. From the bottom: counts.h, op_infos.h, flops.h, table.h, recorder.h and watch.h hold
 // the counts; nonfinite.h, entered_regions.h, nodes.h, casts.h, op_begins.h, op_ends.h and callbacks.h make them; reading.h returns them.
 
-#include <algorithm>
-#include <memory>
-#include <mutex>
 #include <set>
 
 #include "callbacks.h"

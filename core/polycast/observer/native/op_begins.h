@@ -4,18 +4,7 @@
 
 #pragma once
 
-#include <ATen/record_function.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-
-#include <algorithm>
-#include <array>
-#include <chrono>
-#include <cstring>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <utility>
 
 #include "autocast.h"
 #include "entered_regions.h"

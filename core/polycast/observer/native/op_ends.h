@@ -4,14 +4,6 @@
 
 #pragma once
 
-#include <ATen/record_function.h>
-
-#include <algorithm>
-#include <chrono>
-#include <memory>
-#include <mutex>
-#include <utility>
-
 #include "nonfinite.h"
 #include "python.h"
 #include "values.h"

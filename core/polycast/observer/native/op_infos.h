@@ -4,17 +4,6 @@
 
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/record_function.h>
-
-#include <atomic>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <unordered_map>
-#include <utility>
-#include <vector>
-
 #include "counts.h"
 #include "flops.h"
 

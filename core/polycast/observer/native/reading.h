@@ -4,10 +4,6 @@
 
 #pragma once
 
-#include <mutex>
-#include <optional>
-#include <unordered_map>
-
 #include "python.h"
 #include "recorder.h"
 

@@ -7,19 +7,8 @@
 
 #pragma once
 
-#include <ATen/record_function.h>
-#include <c10/util/flat_hash_map.h>
-
-#include <algorithm>
-#include <atomic>
 #include <deque>
-#include <memory>
-#include <mutex>
-#include <optional>
 #include <tuple>
-#include <unordered_map>
-#include <utility>
-#include <vector>
 
 #include "observing.h"
 #include "python.h"

@@ -7,12 +7,7 @@
 
 #include <ATen/SequenceNumber.h>
 
-#include <algorithm>
-#include <atomic>
 #include <deque>
-#include <mutex>
-#include <utility>
-#include <vector>
 
 #include "counts.h"
 

@@ -2,10 +2,6 @@
 
 #pragma once
 
-#include <ATen/core/ivalue.h>
-
-#include <algorithm>
-
 #include "tensors.h"
 
 namespace {

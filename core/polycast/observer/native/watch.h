@@ -4,20 +4,6 @@
 
 #pragma once
 
-#include <ATen/record_function.h>
-#include <c10/util/SmallVector.h>
-#include <c10/util/flat_hash_map.h>
-
-#include <atomic>
-#include <chrono>
-#include <iterator>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <unordered_map>
-#include <utility>
-#include <vector>
-
 #include "version_stamp.h"
 #include "observing.h"
 #include "recorder.h"

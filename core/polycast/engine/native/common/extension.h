@@ -2,10 +2,7 @@
 
 #pragma once
 
-#include <cstring>
 #include <exception>
-#include <memory>
-#include <utility>
 
 #include "python.h"
 

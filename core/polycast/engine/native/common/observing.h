@@ -6,11 +6,6 @@
 
 #include <Python.h>
 
-#include <ATen/core/Tensor.h>
-
-#include <cstdint>
-#include <memory>
-
 #include "tensors.h"
 
 namespace {

@@ -9,13 +9,7 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 
-#include <ATen/core/Tensor.h>
-
 #include <exception>
-#include <string>
-#include <unordered_map>
-#include <utility>
-#include <vector>
 
 #include "tensors.h"
 

@@ -2,12 +2,7 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-
-#include <optional>
-#include <string>
-#include <utility>
 
 #include "python.h"
 

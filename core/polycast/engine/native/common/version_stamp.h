@@ -8,18 +8,6 @@
 
 #include <Python.h>
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/SmallVector.h>
-#include <c10/util/flat_hash_map.h>
-
-#include <algorithm>
-#include <cstdint>
-#include <functional>
-#include <iterator>
-#include <mutex>
-#include <type_traits>
-#include <utility>
-
 #include "tensors.h"
 
 namespace {
