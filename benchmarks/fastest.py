@@ -199,7 +199,7 @@ class Memory:
 
 
 if __name__ == "__main__":
-    step = TRAINED.step(ways()[sys.argv[1]])
+    _, step = TRAINED.functions(ways()[sys.argv[1]])
     for _ in range(3):
         step()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

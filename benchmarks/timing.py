@@ -62,6 +62,10 @@ def kernels_of(library: str) -> None:
         polycast.install("cpu")
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 @dataclass(frozen=True)
 class Side:
     """A statement with its names, and a context manager around it, which is not timed.
@@ -73,6 +77,7 @@ class Side:
         kernels: the library whose kernels its ops run on.
         per: how many times the statement does the measured work.
         may_be_slow: whether it is timed only once, or left out, if it takes many times the fastest side's time.
+        prepare: makes what the statement needs, before the first time.
     """
 
     statement: str
@@ -81,6 +86,7 @@ class Side:
     kernels: str = "polycast"
     per: int = 1
     may_be_slow: bool = False
+    prepare: Callable[[], object] = nothing
 
     def time(self, calls: int) -> float:
         """Return the seconds of a call."""
@@ -253,12 +259,16 @@ class Race(Plan):
         fastest = math.inf
         for name in names:
             side = self.sides[name]
-            limit = max(_VERY_SLOW * fastest, min(_MOST * fastest, _SHORT)) if side.may_be_slow else math.inf
+            side.prepare()
+            limit = max(_VERY_SLOW * fastest, _SHORT) if side.may_be_slow else math.inf
             try:
                 with time_limit(limit):
                     seconds = side.time(1)
             except TimeoutError:
                 left_out[name] = f"over {limit / fastest:.0f} times the fastest side's time"
+                continue
+            except RuntimeError as error:
+                left_out[name] = f"torch raises {str(error).partition('. ')[0]!r}"
                 continue
             if side.may_be_slow and seconds > _SLOW * fastest:
                 seconds = min(seconds, side.time(1))
@@ -272,9 +282,9 @@ class Race(Plan):
         return replace(self, once=once, left_out=left_out), calls
 
 
-_SLOW, _VERY_SLOW, _MOST, _SHORT = 4, 10, 50, 2.0
-"""A side that may be slow is timed once beyond `_SLOW` times the fastest side's time. It is left out beyond `_MOST`
-times, or beyond `_VERY_SLOW` times if that takes over `_SHORT` seconds."""
+_SLOW, _VERY_SLOW, _SHORT = 4, 10, 2.0
+"""A side that may be slow is timed once beyond `_SLOW` times the fastest side's time, and left out beyond `_VERY_SLOW`
+times if that takes over `_SHORT` seconds."""
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import nn
 
 import polycast
 
-from .timing import Race, Ratio, Side
+from .timing import Race, Ratio, Side, nothing
 
 Made = tuple[nn.Module, torch.Tensor]
 """A model and its input."""
@@ -102,15 +102,14 @@ class Inference:
 
         narrow = x.to(self.dtype) if x.is_floating_point() else x
 
-        def statement(way: Way) -> Callable[[], object]:
-            if way.copied:
-                return lambda: self.forward(copied(), narrow, way.autocast)
-            return lambda: self.forward(model, x, way.autocast)
+        def side(way: Way) -> Side:
+            def run() -> object:
+                return self.forward(copied() if way.copied else model, narrow if way.copied else x, way.autocast)
 
-        return {
-            name: kind("run()", {"run": statement(way)}, self.around, way.kernels, may_be_slow=way.may_be_slow)
-            for name, way in ways.items()
-        }
+            about = {"kernels": way.kernels, "may_be_slow": way.may_be_slow}
+            return kind("run()", {"run": run}, self.around, **about, prepare=copied if way.copied else nothing)
+
+        return {name: side(way) for name, way in ways.items()}
 
 
 @dataclass(frozen=True)
@@ -133,8 +132,8 @@ class Training:
     loss: Callable[[Any], torch.Tensor] = loss_of
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def step(self, way: Way) -> Callable[[], None]:
-        """Return a function that makes a step."""
+    def functions(self, way: Way) -> tuple[Callable[[], object], Callable[[], None]]:
+        """Return a function that makes the model, and one that makes a step."""
 
         @functools.cache
         def made() -> tuple[nn.Module, torch.Tensor, torch.optim.Optimizer]:
@@ -151,15 +150,17 @@ class Training:
                 loss.backward()
             optimizer.step()
 
-        return step
+        return made, step
 
     def sides(self, ways: Mapping[str, Way], kind: type[Side] = Side) -> dict[str, Side]:
         """Return a side for each way in which models are trained."""
-        return {
-            name: kind("step()", {"step": self.step(way)}, kernels=way.kernels, may_be_slow=way.may_be_slow)
-            for name, way in ways.items()
-            if way.trains
-        }
+        sides = {}
+        for name, way in ways.items():
+            if way.trains:
+                prepare, step = self.functions(way)
+                about = {"kernels": way.kernels, "may_be_slow": way.may_be_slow, "prepare": prepare}
+                sides[name] = kind("step()", {"step": step}, **about)
+        return sides
 
 
 Case = Inference | Training

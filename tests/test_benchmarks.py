@@ -103,6 +103,15 @@ def test_a_side_that_takes_too_long_is_interrupted_and_left_out(timing, monkeypa
     assert limits == [float("inf"), 5.0]
 
 
+def test_a_side_that_raises_is_left_out(timing):
+    def run():
+        raise RuntimeError("could not create a primitive. Run workload with ONEDNN_VERBOSE.")
+
+    sides = {"a": timing.Side("pass"), "b": timing.Side("run()", {"run": run})}
+    race, calls = timing.Race([], sides=sides).warmed_up(sides)
+    assert (race.left_out, calls.keys()) == ({"b": "torch raises 'could not create a primitive'"}, {"a"})
+
+
 def test_time_limit_interrupts_the_block_and_restores_the_handler(timing):
     before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(TimeoutError), timing.time_limit(0.001):
