@@ -1,9 +1,14 @@
 """The architecture: the folders of the core, the imports between them, and the length of files."""
 
 import ast
+import contextlib
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import polycast
 
@@ -96,6 +101,65 @@ def test_no_modules_import_each_other_on_any_way():
 
     for module in MODULES:
         visit(module, [])
+
+
+CALLS_UP = {
+    "common.cached_property",
+    "common.listeners",
+    "engine.state",  # calls the methods that region.autocast overrides
+    "torch_internals.patcher",  # calls the functions that the table of changes names
+}
+"""The modules that call functions which rooms above have given them."""
+
+
+def use_everything(model, x):
+    """Use each room, so that each way to call another room is taken."""
+    compiled = torch.compile(model, backend="aot_eager")
+    for settings in ({}, {"policy": {"mm": "fp32"}}, {"cache": polycast.WeightCache()}, {"recipe": "int8"}):
+        with polycast.autocast("cpu", **settings):
+            checkpoint(model, x, use_reentrant=False).sum().backward()
+            checkpoint(compiled, x, use_reentrant=False).sum().backward()
+            with torch.no_grad():
+                model(x), compiled(x)
+    with polycast.apply_policy(model, polycast.Policy(modules={"0": "fp32"})), polycast.autocast("cpu"):
+        with polycast.observe(model, timing=True, stacks=True) as seen:
+            model(x)
+        seen.to_dict()
+        polycast.explain("mm", "cpu", x, x)
+    polycast.tune(model, x, tolerance=1.0, device_type="cpu")
+    with polycast.patch_torch(), torch.autocast("cpu"):
+        model(x)
+    with polycast.register_op("aten::tanh", "fp32"), polycast.capture().apply():
+        x.tanh()
+    polycast.clear_autocast_cache()
+    polycast.uninstall()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::polycast.RecipeDisabledWarning")  # of a processor without int8
+def test_rooms_call_upwards_only_through_callbacks():
+    upwards = set()
+
+    def module_of(frame):
+        return frame.f_globals.get("__name__", "").removeprefix("polycast.")
+
+    def note(frame, event, _):
+        if event != "call" or frame.f_back is None:
+            return
+        caller, called = module_of(frame.f_back), module_of(frame)
+        if caller in MODULES and called in MODULES:
+            is_other_room = caller.partition(".")[0] != called.partition(".")[0]
+            if is_other_room and floor(called) <= floor(caller):
+                upwards.add((caller, called))
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.compiler.reset)
+        stack.callback(sys.setprofile, sys.getprofile())
+        sys.setprofile(note)
+        use_everything(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.ones(2, 8))
+    from_cpp = {(caller, called) for caller, called in upwards if called.startswith("observer.")}
+    assert {caller for caller, _ in upwards - from_cpp} == CALLS_UP
+    assert {called for caller, called in from_cpp if caller not in CALLS_UP} <= {"observer.call_sites"}
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}), ids=lambda path: path.name)
