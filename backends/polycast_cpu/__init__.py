@@ -47,6 +47,8 @@ class CpuBackend(Backend):
 
     @override
     def recipe_availability(self, recipe: Recipe) -> Availability:
+        if recipe.kind == "fastest":
+            return _ALWAYS  # without kernels of its own, it chooses among torch's
         if recipe.kind != "int8":
             return super().recipe_availability(recipe)
         from .int8 import int8_availability  # few programs use recipes
@@ -55,6 +57,10 @@ class CpuBackend(Backend):
 
     @override
     def low_bit_kernels(self, recipe: Recipe) -> Mapping[str, LowBitKernel]:
+        if recipe.kind == "fastest":
+            from .few_rows import few_rows_kernels
+
+            return few_rows_kernels()
         from .int8 import int8_kernels
 
         return int8_kernels(recipe.scales)

@@ -5,6 +5,7 @@
 
 #include "conv2d.h"
 #include "fake.h"
+#include "few_rows.h"
 #include "isa.h"
 #include "linear.h"
 #include "pack.h"
@@ -28,6 +29,11 @@ TORCH_LIBRARY(polycast_cpu, library) {
            "SymInt groups");
   def_int8("int8_conv2d.padding(Tensor x, Tensor weight, Tensor? bias, SymInt[2] stride, str padding, SymInt[2] dilation, "
            "SymInt groups");
+  library.def("best_simd() -> int", [] { return static_cast<int64_t>(best_simd()); });
+  library.def("few_rows_linear(Tensor x, Tensor weight, Tensor? bias, Tensor cast, ScalarType dtype, int simd) -> Tensor");
+  library.def("few_rows_matmul(Tensor x, Tensor weight, Tensor cast, ScalarType dtype, int simd) -> Tensor");
+  library.def("few_rows_addmm(Tensor bias, Tensor x, Tensor weight, Scalar beta, Scalar alpha, Tensor cast, "
+              "ScalarType dtype, int simd) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(polycast_cpu, CPU, library) {
@@ -37,6 +43,9 @@ TORCH_LIBRARY_IMPL(polycast_cpu, CPU, library) {
   library.impl("int8_addmm", int8_addmm);
   library.impl("int8_conv2d", int8_conv2d);
   library.impl("int8_conv2d.padding", int8_conv2d_padding);
+  library.impl("few_rows_linear", few_rows_linear);
+  library.impl("few_rows_matmul", few_rows_matmul);
+  library.impl("few_rows_addmm", few_rows_addmm);
 }
 
 TORCH_LIBRARY_IMPL(polycast_cpu, Meta, library) {
@@ -46,11 +55,15 @@ TORCH_LIBRARY_IMPL(polycast_cpu, Meta, library) {
   library.impl("int8_addmm", fake_addmm<T, T, T, ScalarType, bool, int64_t>);
   library.impl("int8_conv2d", fake_conv2d<c10::SymIntArrayRef, T, T, T, ScalarType, bool, int64_t>);
   library.impl("int8_conv2d.padding", fake_conv2d<c10::string_view, T, T, T, ScalarType, bool, int64_t>);
+  library.impl("few_rows_linear", fake_linear<T, ScalarType, int64_t>);
+  library.impl("few_rows_matmul", fake_matmul<T, ScalarType, int64_t>);
+  library.impl("few_rows_addmm", fake_addmm<T, ScalarType, int64_t>);
 }
 
 // Nothing is recorded: skip torch's fallback, which would look for gradients.
 TORCH_LIBRARY_IMPL(polycast_cpu, Autograd, library) {
-  for (const char* op : {"int8_pack", "int8_linear", "int8_matmul", "int8_addmm", "int8_conv2d", "int8_conv2d.padding"}) {
+  for (const char* op : {"int8_pack", "int8_linear", "int8_matmul", "int8_addmm", "int8_conv2d", "int8_conv2d.padding",
+                         "few_rows_linear", "few_rows_matmul", "few_rows_addmm"}) {
     library.impl(op, torch::CppFunction::makeFallthrough());
   }
 }

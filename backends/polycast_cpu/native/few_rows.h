@@ -1,0 +1,194 @@
+// Products of few rows by a weight in bfloat16 or float16, as it lies in memory: it is read once, converted to float32 in registers,
+// multiplied and summed in float32, and the result is rounded once.
+//
+// A row has the same bits alone and among others.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+
+#include "dots.h"
+#include "parts.h"
+#include "scaled_rows.h"
+#include "scratch.h"
+#include "tensors.h"
+
+namespace polycast_cpu {
+
+// The rows for which the weight is read once.
+constexpr int64_t kFewestReads = 8;
+// Threads get multiples of so many columns: a cache line of the weight and of the result.
+constexpr int64_t kColumnUnit = 32;
+
+// Rows of activations in float32.
+struct FloatRows {
+  const float* values;
+  int64_t rows, stride, terms;
+
+  const float* row(int64_t number) const { return values + number * stride; }
+};
+
+// A weight with strides between columns (output features) and between terms, of which one is 1.
+template <typename T>
+struct FastWeight {
+  const T* values;
+  int64_t columns, column_stride, term_stride;
+};
+
+// What is done with the sums.
+struct Finish {
+  float alpha;
+  const Bias& bias;
+
+  template <typename T>
+  void operator()(Simd simd, const float* sums, int64_t row, int64_t column, int64_t count, int64_t columns,
+                  T* out) const {
+    const float* const added = bias.row(row);
+    finish(simd, sums, alpha, added == nullptr ? nullptr : added + column, count, out + row * columns + column);
+  }
+};
+
+// For rows [first, last) and columns [begin, end) of a weight whose columns are dense.
+template <typename T>
+void multiply_columns(Simd simd, const FloatRows& x, int64_t first, int64_t last, const FastWeight<T>& weight,
+                      const Finish& finish, int64_t begin, int64_t end, T* out) {
+  alignas(64) float sums[kFewestReads][kDots];
+  for (int64_t block = begin; block < end; block += kDots) {
+    const int64_t count = std::min(kDots, end - block);
+    for (int64_t n = 0; n < count;) {
+      const int64_t now = count - n >= kStreams ? kStreams : 1;
+      for (int64_t row = first; row < last; row += kDotRows) {
+        const DotArguments<T> of{weight.values + (block + n) * weight.column_stride, weight.column_stride, x.row(row),
+                                 x.stride, x.terms};
+        float(*const to)[kDots] = reinterpret_cast<float(*)[kDots]>(&sums[row - first][n]);
+        const int64_t rows = std::min(kDotRows, last - row);
+        now == 1 ? dots<1>(simd, rows, of, to) : dots<kStreams>(simd, rows, of, to);
+      }
+      n += now;
+    }
+    for (int64_t row = first; row < last; ++row) {
+      finish(simd, sums[row - first], row, block, count, weight.columns, out);
+    }
+  }
+}
+
+// For a weight whose terms are dense: rows of all columns.
+template <typename T>
+void multiply_terms(Simd simd, const FloatRows& x, int64_t first, int64_t last, const FastWeight<T>& weight,
+                    const Finish& finish, int64_t begin, int64_t end, T* out) {
+  alignas(64) float sums[kFewestReads][kTile];
+  for (int64_t tile = begin; tile < end; tile += kTile) {
+    const int64_t width = std::min(kTile, end - tile);
+    for (int64_t row = first; row < last; ++row) {
+      std::fill_n(sums[row - first], (width + 15) / 16 * 16, 0.0f);
+    }
+    for (int64_t k = 0; k < x.terms;) {
+      const int64_t now = x.terms - k >= kTerms ? kTerms : 1;
+      const T* const rows_of_weight = weight.values + k * weight.term_stride + tile;
+      const bool has_later = k + kTermsAhead + now <= x.terms;
+      const T* const later = has_later ? rows_of_weight + kTermsAhead * weight.term_stride : rows_of_weight;
+      for (int64_t row = first; row < last; row += kScaledRows) {
+        const ScaledArguments<T> of{rows_of_weight, later, weight.term_stride, x.row(row) + k, x.stride, width};
+        const int64_t rows = std::min(kScaledRows, last - row);
+        now == 1 ? add_scaled<1>(simd, rows, of, sums + row - first)
+                 : add_scaled<kTerms>(simd, rows, of, sums + row - first);
+      }
+      k += now;
+    }
+    for (int64_t row = first; row < last; ++row) {
+      finish(simd, sums[row - first], row, tile, width, weight.columns, out);
+    }
+  }
+}
+
+template <typename T>
+void multiply_few(Simd simd, const FloatRows& x, const FastWeight<T>& weight, const Finish& finish, T* out) {
+  const bool dots = weight.term_stride == 1 || x.terms == 1;
+  const int64_t units = (weight.columns + kColumnUnit - 1) / kColumnUnit;
+  for_each_part(units, grain(x.terms * kColumnUnit * sizeof(T)), [&](int64_t first_unit, int64_t last_unit) {
+    const int64_t begin = first_unit * kColumnUnit, end = std::min(weight.columns, last_unit * kColumnUnit);
+    for (int64_t row = 0; row < x.rows; row += kFewestReads) {
+      const int64_t last = std::min(x.rows, row + kFewestReads);
+      dots ? multiply_columns(simd, x, row, last, weight, finish, begin, end, out)
+           : multiply_terms(simd, x, row, last, weight, finish, begin, end, out);
+    }
+  });
+}
+
+// Convert a matrix of any strides to float32 with dense rows.
+template <typename T>
+void to_float(const at::Tensor& matrix, const T* elements, float* out) {
+  const int64_t rows = matrix.size(0), terms = matrix.size(1), down = matrix.stride(0), right = matrix.stride(1);
+  for (int64_t row = 0; row < rows; ++row, out += terms) {
+    const T* const from = elements + row * down;
+    if (right == 1) {
+      for (int64_t k = 0; k < terms; ++k) {
+        out[k] = static_cast<float>(from[k]);
+      }
+    } else {
+      for (int64_t k = 0; k < terms; ++k) {
+        out[k] = static_cast<float>(from[k * right]);
+      }
+    }
+  }
+}
+
+// Return alpha * x @ weight.T + bias, for any number of dimensions of x, given the cast of the weight, [N, K], in the fast dtype.
+inline at::Tensor few_rows(const at::Tensor& x, const at::Tensor& cast, const std::optional<at::Tensor>& bias,
+                           double alpha, at::ScalarType dtype, int64_t simd_number) {
+  TORCH_CHECK(cast.dim() == 2 && cast.scalar_type() == dtype && dtype != at::kFloat,
+              "expected the weight's cast, a matrix in the fast dtype, ", dtype, "; got ", cast.dim(),
+              " dimensions in ", cast.scalar_type());
+  const auto simd = static_cast<Simd>(simd_number);
+  at::Tensor out = empty_product(x, cast.size(0), dtype);
+  const int64_t terms = x.size(-1), columns = cast.size(0);
+  TORCH_CHECK(terms == cast.size(1), "the activations have ", terms, " terms, the weight ", cast.size(1));
+  if (out.numel() == 0) {
+    return out;
+  }
+  const at::Tensor matrix = x.dim() == 2 ? x : x.reshape({-1, terms});
+  const int64_t rows = matrix.size(0);
+  const Bias added(bias, rows, columns);
+  const bool as_is = matrix.scalar_type() == at::kFloat && (matrix.stride(1) == 1 || terms == 1);
+  const Scratch scratch(as_is ? 0 : rows * terms * sizeof(float));
+  FloatRows floats{scratch.at<float>(0), rows, terms, terms};
+  with_elements(matrix, [&](const auto* elements) {
+    if constexpr (std::is_same_v<decltype(elements), const float*>) {
+      if (as_is) {
+        floats.values = elements;
+        floats.stride = matrix.stride(0);
+        return;
+      }
+    }
+    to_float(matrix, elements, scratch.at<float>(0));
+  });
+  const bool dense = terms == 1 || columns == 1 || cast.stride(0) == 1 || cast.stride(1) == 1;
+  const at::Tensor weight = dense ? cast : cast.contiguous();
+  const Finish finish{static_cast<float>(alpha), added};
+  const auto multiply = [&]<typename T>(T* result) {
+    multiply_few<T>(simd, floats, {weight.const_data_ptr<T>(), columns, weight.stride(0), weight.stride(1)}, finish,
+                    result);
+  };
+  dtype == at::kBFloat16 ? multiply(out.data_ptr<at::BFloat16>()) : multiply(out.data_ptr<at::Half>());
+  return out;
+}
+
+// The ops that stand for linear, matmul, mm and addmm do not read the weight itself, but its cast.
+
+inline at::Tensor few_rows_linear(const at::Tensor& x, const at::Tensor&, const std::optional<at::Tensor>& bias,
+                                  const at::Tensor& cast, at::ScalarType dtype, int64_t simd) {
+  return few_rows(x, cast, bias, 1, dtype, simd);
+}
+
+inline at::Tensor few_rows_matmul(const at::Tensor& x, const at::Tensor&, const at::Tensor& cast,
+                                  at::ScalarType dtype, int64_t simd) {
+  return few_rows(x, cast.t(), std::nullopt, 1, dtype, simd);
+}
+
+inline at::Tensor few_rows_addmm(const at::Tensor& bias, const at::Tensor& x, const at::Tensor&,
+                                 const at::Scalar& beta, const at::Scalar& alpha, const at::Tensor& cast,
+                                 at::ScalarType dtype, int64_t simd) {
+  return few_rows(x, cast.t(), times_beta(bias, beta), alpha.toDouble(), dtype, simd);
+}
+
+}  // namespace polycast_cpu

@@ -1,0 +1,140 @@
+// Products by a weight [K, N] with dense rows: sums of its rows, each scaled by an activation.
+//
+// A sum is made in the order of the rows whatever is computed beside it.
+#pragma once
+
+#include <algorithm>
+#include <array>
+
+#include "simd.h"
+
+namespace polycast_cpu {
+
+// The most rows of activations for one load of the weight.
+constexpr int64_t kScaledRows = 4;
+// The columns whose sums stay in the L1 cache.
+constexpr int64_t kTile = 1024;
+// The rows of the weight that are read at once, and how many rows before their use they are fetched.
+constexpr int64_t kTerms = 4;
+constexpr int64_t kTermsAhead = 8;
+
+// `terms` rows of the weight, of which `ahead` are fetched for later, and the activations that scale them.
+template <typename T>
+struct ScaledArguments {
+  const T* weight;
+  const T* ahead;
+  int64_t stride;
+  const float* x;
+  int64_t x_stride, width;
+};
+
+template <int Terms, int Rows, typename T>
+void add_scaled_plain(const ScaledArguments<T>& of, float (*sums)[kTile]) {
+  for (int row = 0; row < Rows; ++row) {
+    for (int term = 0; term < Terms; ++term) {
+      const float x = of.x[row * of.x_stride + term];
+      const T* const weight = of.weight + term * of.stride;
+      for (int64_t n = 0; n < of.width; ++n) {
+        sums[row][n] += x * static_cast<float>(weight[n]);
+      }
+    }
+  }
+}
+
+#if defined(__x86_64__)
+
+template <int Terms, int Rows, typename T>
+[[gnu::target("avx512f,avx512bw,avx512vl")]] void add_scaled_avx512(const ScaledArguments<T>& of,
+                                                                    float (*sums)[kTile]) {
+  __m512 x[Rows][Terms];
+#pragma GCC unroll 4
+  for (int row = 0; row < Rows; ++row) {
+#pragma GCC unroll 4
+    for (int term = 0; term < Terms; ++term) {
+      x[row][term] = _mm512_set1_ps(of.x[row * of.x_stride + term]);
+    }
+  }
+  for (int64_t n = 0; n < of.width; n += 16) {
+    const __mmask16 mask = first16(of.width - n);
+    if (n % 32 == 0) {
+#pragma GCC unroll 4
+      for (int term = 0; term < Terms; ++term) {
+        _mm_prefetch(reinterpret_cast<const char*>(of.ahead + term * of.stride + n), _MM_HINT_T0);
+      }
+    }
+    __m512 weight[Terms];
+#pragma GCC unroll 4
+    for (int term = 0; term < Terms; ++term) {
+      weight[term] = load16(of.weight + term * of.stride + n, mask);
+    }
+#pragma GCC unroll 4
+    for (int row = 0; row < Rows; ++row) {
+      __m512 sum = _mm512_loadu_ps(sums[row] + n);
+#pragma GCC unroll 4
+      for (int term = 0; term < Terms; ++term) {
+        sum = _mm512_fmadd_ps(x[row][term], weight[term], sum);
+      }
+      _mm512_storeu_ps(sums[row] + n, sum);
+    }
+  }
+}
+
+template <int Terms, int Rows, typename T>
+[[gnu::target("avx2,fma,f16c")]] void add_scaled_avx2(const ScaledArguments<T>& of, float (*sums)[kTile]) {
+  __m256 x[Rows][Terms];
+#pragma GCC unroll 4
+  for (int row = 0; row < Rows; ++row) {
+#pragma GCC unroll 4
+    for (int term = 0; term < Terms; ++term) {
+      x[row][term] = _mm256_set1_ps(of.x[row * of.x_stride + term]);
+    }
+  }
+  for (int64_t n = 0; n < of.width; n += 8) {
+    const int64_t left = of.width - n;
+    if (n % 32 == 0) {
+#pragma GCC unroll 4
+      for (int term = 0; term < Terms; ++term) {
+        _mm_prefetch(reinterpret_cast<const char*>(of.ahead + term * of.stride + n), _MM_HINT_T0);
+      }
+    }
+    __m256 weight[Terms];
+#pragma GCC unroll 4
+    for (int term = 0; term < Terms; ++term) {
+      const T* const from = of.weight + term * of.stride + n;
+      weight[term] = left >= 8 ? load8(from) : load_first8(from, left);
+    }
+#pragma GCC unroll 4
+    for (int row = 0; row < Rows; ++row) {
+      __m256 sum = _mm256_loadu_ps(sums[row] + n);
+#pragma GCC unroll 4
+      for (int term = 0; term < Terms; ++term) {
+        sum = _mm256_fmadd_ps(x[row][term], weight[term], sum);
+      }
+      _mm256_storeu_ps(sums[row] + n, sum);
+    }
+  }
+}
+
+#endif
+
+// Add rows of the weight, scaled by up to kScaledRows rows of activations, to sums, which are zero-padded to 16 columns.
+template <int Terms, typename T>
+void add_scaled(Simd simd, int64_t rows, const ScaledArguments<T>& of, float (*sums)[kTile]) {
+  using Function = void (*)(const ScaledArguments<T>&, float (*)[kTile]);
+#if defined(__x86_64__)
+  static constexpr std::array<Function, kScaledRows> by_rows[] = {
+      {add_scaled_plain<Terms, 1, T>, add_scaled_plain<Terms, 2, T>, add_scaled_plain<Terms, 3, T>,
+       add_scaled_plain<Terms, 4, T>},
+      {add_scaled_avx2<Terms, 1, T>, add_scaled_avx2<Terms, 2, T>, add_scaled_avx2<Terms, 3, T>,
+       add_scaled_avx2<Terms, 4, T>},
+      {add_scaled_avx512<Terms, 1, T>, add_scaled_avx512<Terms, 2, T>, add_scaled_avx512<Terms, 3, T>,
+       add_scaled_avx512<Terms, 4, T>}};
+#else
+  static constexpr std::array<Function, kScaledRows> by_rows[] = {
+      {add_scaled_plain<Terms, 1, T>, add_scaled_plain<Terms, 2, T>, add_scaled_plain<Terms, 3, T>,
+       add_scaled_plain<Terms, 4, T>}};
+#endif
+  by_rows[static_cast<int64_t>(simd)][rows - 1](of, sums);
+}
+
+}  // namespace polycast_cpu
