@@ -1,4 +1,4 @@
-"""What the tests of the command line run it with."""
+"""Fixtures that run the command line, and install plugins for it."""
 
 import pytest
 from typer.testing import CliRunner
@@ -20,7 +20,7 @@ def polycast_command(monkeypatch):
 
 @pytest.fixture
 def rediscover(monkeypatch):
-    """Have the backends be looked for anew, in the environment of the test."""
+    """Discover backends again, in the environment of the test."""
     monkeypatch.setattr(registry, "_discovered", None)
     monkeypatch.setattr(registry, "ready", {})
 

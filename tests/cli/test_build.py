@@ -1,4 +1,4 @@
-"""``polycast build``: it says where what is compiled is, how long that took, and what cannot be compiled."""
+"""``polycast build``: where each library is, how long it took to compile, and failures."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def compiler(monkeypatch, tmp_path):
 
 @pytest.fixture
 def ops(hand_made):
-    """Have the backend of cpu, on whatever processor, have these ops in C++ and no others."""
+    """Make the CPU's backend need these ops in C++ and no others, on any processor."""
     return lambda *packages: hand_made("cpu", ops_in_cpp=packages)
 
 
@@ -80,7 +80,7 @@ def test_each_is_compiled_while_the_other_is(compiler, ops, tmp_path):
 
 
 @pytest.mark.parametrize("fails", ALL, ids=lambda library: library.name)
-def test_what_fails_is_named_with_its_log_and_the_others_are_built(compiler, ops, fails):
+def test_a_failure_names_its_log_and_does_not_stop_the_other_builds(compiler, ops, fails):
     ops(OPS.package)
     compiler(f"sys.exit('no room') if '/{fails.name}.so' in str(sys.argv) else {WRITES}")
     result = run()
@@ -95,7 +95,7 @@ def test_what_fails_is_named_with_its_log_and_the_others_are_built(compiler, ops
     assert result.exit_code == 1
 
 
-def test_what_failed_before_is_tried_again(compiler, ops):
+def test_a_failed_build_is_tried_again(compiler, ops):
     ops(OPS.package)
     compiler("sys.exit('no room')")
     assert run().exit_code == 1
@@ -113,7 +113,7 @@ def test_it_fails_where_there_is_no_compiler(compiler, ops, monkeypatch):
     assert result.exit_code == 1
 
 
-def test_a_package_that_is_not_there_is_told(compiler, ops):
+def test_a_missing_package_is_reported(compiler, ops):
     ops("acme_npu.native")
     compiler(WRITES)
     result = run()
@@ -124,7 +124,7 @@ def test_a_package_that_is_not_there_is_told(compiler, ops):
     assert result.exit_code == 1
 
 
-def test_the_ops_of_a_device_that_cannot_be_used_are_not_built_and_that_is_said(compiler, ops, hand_made):
+def test_ops_of_an_unavailable_device_are_reported_and_not_built(compiler, ops, hand_made):
     ops()
     absent = polycast.Availability(False, "there is none")
     hand_made("ipu", ops_in_cpp=[OPS.package], availability=lambda: absent)
@@ -151,7 +151,7 @@ def test_a_compiler_that_the_user_interrupts_is_not_remembered_as_one_that_faile
     assert find_build(cache_directory(), ENGINE) is None
 
 
-def test_what_waits_for_a_core_is_not_compiled_once_the_user_interrupts(compiler, ops, monkeypatch, tmp_path):
+def test_builds_that_wait_for_a_core_are_cancelled_by_an_interrupt(compiler, ops, monkeypatch, tmp_path):
     goes_on, calls = tmp_path / "goes on", tmp_path / "calls"
     os.mkfifo(goes_on)
 
@@ -180,7 +180,7 @@ def test_what_waits_for_a_core_is_not_compiled_once_the_user_interrupts(compiler
     assert calls.read_text() == "called "
 
 
-def test_an_illegal_engine_is_told(compiler, monkeypatch):
+def test_an_invalid_engine_is_reported(compiler, monkeypatch):
     compiler("pass")
     monkeypatch.setenv("POLYCAST_ENGINE", "perhaps")
     result = CliRunner().invoke(app, ["build"])

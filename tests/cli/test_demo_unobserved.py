@@ -1,4 +1,4 @@
-"""``polycast demo`` on the reference engine: it measures, and says why there is no report."""
+"""``polycast demo`` on the reference engine, which cannot be observed."""
 
 import pytest
 from typer.testing import CliRunner
@@ -21,14 +21,14 @@ def _reference_engine(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_demo_measures_and_says_why_there_is_no_report(monkeypatch):
+def test_the_demo_measures_and_prints_why_there_is_no_report(monkeypatch):
     monkeypatch.setattr("polycast.cli.demo.timing.ROUNDS", 2)
     result = CliRunner().invoke(app, ["demo", "--epochs", "3"])
     assert "OK on cpu" in result.stdout
     assert result.stdout.splitlines()[-1] == f"No report: {REASON}"
 
 
-def test_a_report_that_was_asked_for_is_refused(tmp_path):
+def test_a_requested_report_is_refused(tmp_path):
     result = CliRunner().invoke(app, ["demo", "--report", str(tmp_path / "report.html")])
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"polycast: {REASON}\n")
 

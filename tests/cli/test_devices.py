@@ -1,4 +1,4 @@
-"""`polycast devices`: what it says of each device and its backend, to people and to programs."""
+"""`polycast devices`: the state of each device and its backend, as a table and as JSON."""
 
 import importlib.metadata
 import io
@@ -37,7 +37,7 @@ def listed(result):
     return {device["device_type"]: device for device in json.loads(result.stdout)}
 
 
-def test_devices_lists_every_backend_with_its_state(polycast_command):
+def test_every_backend_is_listed_with_its_state(polycast_command):
     result = polycast_command("devices")
     assert result.exit_code == 0
     rows = {words[0]: words for line in result.stdout.splitlines() if (words := line.split())}
@@ -46,12 +46,12 @@ def test_devices_lists_every_backend_with_its_state(polycast_command):
         assert rows[name][2] == ("-" if status.default_dtype is None else str(status.default_dtype)[len("torch.") :])
 
 
-def test_devices_says_why_a_device_is_not_ready(polycast_command, plugin):
+def test_a_device_that_is_not_ready_has_a_reason(polycast_command, plugin):
     plugin("acme_absent", WORKING.format(supported="return (torch.float16,)"))
     assert "ipu: the box [red] is not plugged in\n" in polycast_command("devices").stdout
 
 
-def test_what_a_device_says_is_shown_on_a_stream_of_any_encoding(monkeypatch, plugin):
+def test_a_reason_is_printed_on_a_stream_of_any_encoding(monkeypatch, plugin):
     plugin("acme_elsewhere", WORKING.format(supported="return (torch.float16,)").replace("the box", "größe"))
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", stream)
@@ -63,7 +63,7 @@ def test_what_a_device_says_is_shown_on_a_stream_of_any_encoding(monkeypatch, pl
     assert "ipu: gr\\xf6\\xdfe [red] is not plugged in\n" in said
 
 
-def test_devices_says_of_a_device_without_a_backend_what_is_needed(polycast_command):
+def test_a_device_without_a_backend_shows_what_is_needed(polycast_command):
     reason = "A plugin is needed: no distribution has an entry point 'xla' in the group 'polycast.backends'."
     assert f"xla: {reason}\n" in polycast_command("devices").stdout
     device = listed(polycast_command("devices", "--json"))["xla"]
@@ -81,13 +81,13 @@ def test_devices_names_the_engine(polycast_command, engine):
     assert (engine == "reference") == (last == "Engine: reference")
 
 
-def test_devices_says_where_the_native_engine_came_from(polycast_command, engine):
+def test_the_origin_of_the_native_engine_is_shown(polycast_command, engine):
     last = line_that_begins_with("Engine:", polycast_command("devices").stdout)
     if engine == "native":
         assert re.fullmatch(r"Engine: native, (compiled here|came with polycast): /.*/polycast_native\.so", last)
 
 
-def test_devices_says_where_the_ops_of_backends_come_from(polycast_command, hand_made):
+def test_the_origin_of_the_ops_of_backends_is_shown(polycast_command, hand_made):
     hand_made("cpu", ops_in_cpp=["polycast_cpu.native", "acme_npu.native"])
     missing = line_that_begins_with("Ops of acme_npu", polycast_command("devices").stdout)
     assert missing.startswith("Ops of acme_npu.native: none: there is no package acme_npu.native")
@@ -133,7 +133,7 @@ def test_devices_lists_a_broken_plugin_among_the_others(polycast_command, plugin
     }
 
 
-def test_devices_verbose_says_of_each_recipe_whether_the_device_can(polycast_command, hand_made):
+def test_verbose_shows_which_recipes_a_device_supports(polycast_command, hand_made):
     def recipe_availability(recipe):
         return polycast.Availability(recipe.kind == "int8", "" if recipe.kind == "int8" else "it has no such units")
 
@@ -144,7 +144,7 @@ def test_devices_verbose_says_of_each_recipe_whether_the_device_can(polycast_com
     assert "int8" not in polycast_command("devices").stdout
 
 
-def test_devices_verbose_shows_the_traceback_of_a_broken_plugin(polycast_command, plugin):
+def test_verbose_shows_the_traceback_of_a_broken_plugin(polycast_command, plugin):
     plugin("acme_traced", "raise OSError('libacme.so: cannot open')")
     shown = polycast_command("devices", "--verbose").stdout
     assert "The plugin of 'ipu' raised:\nTraceback (most recent call last):\n" in shown
@@ -152,7 +152,7 @@ def test_devices_verbose_shows_the_traceback_of_a_broken_plugin(polycast_command
     assert "OSError: libacme.so: cannot open\n" in shown
 
 
-def test_devices_says_how_to_see_the_traceback(polycast_command, plugin):
+def test_a_broken_plugin_names_the_option_for_its_traceback(polycast_command, plugin):
     plugin("acme_hinted", "raise OSError('libacme.so: cannot open')")
     shown = polycast_command("devices").stdout
     assert "Traceback" not in shown
@@ -166,7 +166,7 @@ def test_devices_verbose_leaves_json_alone(polycast_command, plugin):
     assert "OSError: libacme.so: cannot open" in result.stderr
 
 
-def test_devices_copes_with_a_plugin_that_cannot_tell_its_dtypes(polycast_command, plugin):
+def test_a_plugin_whose_supported_dtypes_raise_is_listed(polycast_command, plugin):
     plugin("acme_silent", WORKING.format(supported="raise KeyError('driver')"))
     assert listed(polycast_command("devices", "--json"))["ipu"]["supported_dtypes"] is None
     assert "ipu: supported_dtypes() raised KeyError: 'driver'\n" in polycast_command("devices").stdout
@@ -180,14 +180,14 @@ def test_devices_shows_a_conflict(polycast_command, plugin):
     assert listed(result)["ipu"]["supported_dtypes"] is None
 
 
-def test_devices_shows_what_is_blocked(polycast_command, monkeypatch, rediscover):
+def test_blocked_backends_are_shown(polycast_command, monkeypatch, rediscover):
     monkeypatch.setenv("POLYCAST_BLOCK", "cpu")
     result = polycast_command("devices")
     assert "cpu: The backend for 'cpu' is blocked by POLYCAST_BLOCK." in result.stdout
     assert result.exit_code == 0
 
 
-def test_devices_says_what_a_backend_stands_in_for(polycast_command, plugin, monkeypatch):
+def test_a_backend_shows_which_one_it_replaces(polycast_command, plugin, monkeypatch):
     monkeypatch.setenv("POLYCAST_PROVIDER", "ipu=acme-chosen")
     plugin("acme_chosen", WORKING.format(supported="return (torch.float16,)"))
     plugin("acme_other", "")

@@ -1,4 +1,4 @@
-"""``polycast new-backend``: what it writes installs and passes; what it refuses leaves nothing behind."""
+"""``polycast new-backend``: the package that it writes installs and passes its tests; a refusal leaves no files."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def written(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_it_writes_a_package_and_nothing_else(here):
+def test_it_writes_only_the_package(here):
     result = new("acme")
     then = "pip install './polycast-acme[test]' && pytest ./polycast-acme"
     assert (result.exit_code, result.stdout) == (0, f"polycast-acme: the backend of acme. Edit it, then: {then}\n")
@@ -56,12 +56,12 @@ def test_it_writes_a_package_and_nothing_else(here):
         ("-of mine", "pip install './-of mine[test]' && pytest './-of mine'"),
     ],
 )
-def test_the_folder_is_named_so_that_neither_pip_nor_a_shell_takes_it_for_something_else(here, directory, then):
+def test_the_printed_commands_quote_the_folder(here, directory, then):
     assert new("acme", f"--directory={directory}").stdout.partition("then: ")[2] == f"{then}\n"
 
 
 @pytest.mark.parametrize("existing", [True, False])
-def test_it_writes_where_it_is_told_to(here, existing):
+def test_it_writes_into_the_given_folder(here, existing):
     target = here / "deep" / "down"
     if existing:
         target.mkdir(parents=True)
@@ -75,7 +75,7 @@ def test_it_writes_into_the_empty_working_directory(here):
     assert (written(here), os.stat(".").st_ino) == (FILES, before)
 
 
-def test_a_device_of_torchs_is_not_named_and_any_other_is(here):
+def test_only_a_device_without_a_name_in_torch_renames_privateuse1(here):
     new("hpu")
     new("acme_npu")
     rename = 'torch.utils.rename_privateuse1_backend("{}")'
@@ -83,15 +83,15 @@ def test_a_device_of_torchs_is_not_named_and_any_other_is(here):
     assert rename.format("acme_npu") in (here / "polycast-acme-npu/polycast_acme_npu/__init__.py").read_text()
 
 
-def test_ops_that_torch_treats_and_its_list_for_accelerators_lacks_are_expected_failures(here):
+def test_ops_missing_from_torchs_list_for_accelerators_are_expected_failures(here):
     new("mps")
     lines = (here / "polycast-mps-own/tests/expected_failures.txt").read_text().splitlines()
     assert "aten::batch_norm  has no policy in policies.py yet: torch's own kernel serves it" in lines
 
 
 @pytest.mark.parametrize("device", ["cpu", "mtia"])
-def test_it_writes_no_module_of_polycasts_own(here, device):
-    """pip would let it overwrite that one, and take it away when the new package is uninstalled."""
+def test_a_package_for_a_built_in_device_has_another_name(here, device):
+    """With the same name, pip would overwrite polycast's module, and remove it with the new package."""
     assert new(device).exit_code == 0
     assert f"polycast-{device}-own/polycast_{device}_own/__init__.py" in written(here)
     project = (here / f"polycast-{device}-own/pyproject.toml").read_text()
@@ -100,7 +100,7 @@ def test_it_writes_no_module_of_polycasts_own(here, device):
 
 
 def test_the_name_of_the_distribution_ends_in_a_letter(here):
-    """pip takes no other."""
+    """pip refuses a name that ends in an underscore."""
     assert new("acme_").exit_code == 0
     assert 'name = "polycast-acme"\n' in (here / "polycast-acme/pyproject.toml").read_text()
 
@@ -122,7 +122,7 @@ MODULE = "{!r} cannot be part of a Python module's name. Name the device as torc
         ("meta", "torch has no Autocast dispatch key for 'meta', so it can have no backend."),
     ],
 )
-def test_a_name_that_no_device_can_have_is_refused(here, name, message):
+def test_an_invalid_device_name_is_refused(here, name, message):
     result = new(name)
     assert result.exit_code == 2
     assert result.stderr.startswith(f"polycast: {message}")
@@ -130,7 +130,7 @@ def test_a_name_that_no_device_can_have_is_refused(here, name, message):
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_what_exists_is_left_alone(here, kind):
+def test_existing_files_are_not_overwritten(here, kind):
     target = here / "polycast-acme"
     file = target if kind == "file" else target / "mine"
     file.parent.mkdir(exist_ok=True)
@@ -141,7 +141,7 @@ def test_what_exists_is_left_alone(here, kind):
     assert [path.read_text() for path in here.rglob("*") if path.is_file()] == ["mine"]
 
 
-def test_a_place_that_cannot_be_written_is_refused(here):
+def test_a_folder_that_cannot_be_written_is_refused(here):
     (here / "file").write_text("mine")
     result = new("acme", "--directory", here / "file" / "below")
     assert result.exit_code == 2
@@ -150,7 +150,7 @@ def test_a_place_that_cannot_be_written_is_refused(here):
 
 
 @pytest.mark.parametrize("existing", [True, False])
-def test_a_failure_halfway_leaves_nothing_behind(here, monkeypatch, existing):
+def test_a_failure_removes_the_files_written_so_far(here, monkeypatch, existing):
     target = here / "target"
     if existing:
         target.mkdir()
@@ -192,7 +192,7 @@ def must_run(*command, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["hpu", "acme"])
-def test_what_it_writes_is_installed_and_passes_its_tests_by_what_it_prints_and_is_found(here, environment, device):
+def test_the_printed_commands_install_the_package_run_its_tests_and_list_it(here, environment, device):
     pytest.importorskip("pip", reason="pip is not installed here")
     then = new(device).stdout.partition("then: ")[2]
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("POLYCAST_", "PYTEST_"))}
@@ -222,7 +222,7 @@ def test_every_template_is_used():
     assert files == {Path(name).name for name in FILES} | {"naming"}
 
 
-def test_what_it_writes_is_formatted_and_without_errors(here):
+def test_the_package_is_formatted_and_lints_without_errors(here):
     ruff = Path(sys.executable).with_name("ruff")
     if not ruff.exists():
         pytest.skip("ruff is not installed here")

@@ -65,7 +65,7 @@ def test_no_drift(polycast_command, hand_made):
     assert result.exit_code == 0
 
 
-def test_no_drift_where_an_op_is_left_to_torch_on_purpose(polycast_command, hand_made):
+def test_an_op_left_to_torch_is_no_drift(polycast_command, hand_made):
     table = dict.fromkeys(torch_ops("cpu") - {"aten::mm"}, polycast.CastPolicy.PASSTHROUGH)
     hand_made("cpu", policies=table, excluded_ops={"aten::mm": "the driver does it", "aten::of_another": "so it is"})
     first, *left = polycast_command("ops", "cpu", "--drift").stdout.splitlines()
@@ -82,7 +82,7 @@ def drifted(hand_made):
     return hand_made("cpu", policies=table, excluded_ops={"aten::bmm": "the driver does it"})
 
 
-def test_drift_says_what_becomes_of_each_op(polycast_command, drifted):
+def test_drift_shows_both_policies_of_each_op(polycast_command, drifted):
     result = polycast_command("ops", "cpu", "--drift")
     lines = result.stdout.splitlines()
     assert [" ".join(line.split()) for line in lines if "::" in line] == [
@@ -108,7 +108,7 @@ def test_drift_json(polycast_command, drifted):
     }
 
 
-def test_drift_is_the_same_with_the_kernels_in_place(polycast_command, drifted):
+def test_drift_is_the_same_while_kernels_are_installed(polycast_command, drifted):
     before = polycast_command("ops", "cpu", "--drift", "--json").stdout
     polycast.install("cpu")
     assert polycast_command("ops", "cpu", "--drift", "--json").stdout == before

@@ -55,7 +55,7 @@ def test_an_op_is_explained_in_a_region_with_a_recipe():
         (["--policy-file", "absent.toml"], "--policy-file needs --explain OP."),
     ],
 )
-def test_what_cannot_be_shown_is_told(arguments, said):
+def test_invalid_arguments_are_refused(arguments, said):
     result = call("ops", "cpu", *arguments)
     assert said in result.stderr
     assert (result.stdout, result.exit_code) == ("", 2)

@@ -100,7 +100,7 @@ def test_the_policy_is_written_with_its_evidence(run, tmp_path):
     assert "# relative L2 error 0.000" in result.stdout
 
 
-def test_it_is_written_to_a_file_and_the_evidence_is_shown(run, tmp_path):
+def test_the_policy_is_written_to_a_file_and_the_evidence_printed(run, tmp_path):
     result = run("script.py:build", "--dtype", "float16", "--output", "policy.toml")
     assert result.stdout.splitlines()[0] == "Sequential on cpu, float16: 2 of 7 modules in float32"
     assert result.stdout.splitlines()[-1] == "written: policy.toml"
@@ -120,7 +120,7 @@ def test_it_tunes_for_time(run):
     assert "tuned for time with float32 (4, 8) on " in result.stdout
 
 
-def test_what_has_to_leave_a_recipe_is_found(run, tmp_path):
+def test_modules_that_must_leave_a_recipe_are_found(run, tmp_path):
     polycast.register_backend(PythonCpu())
     result = run("script.py:outliers", "--recipe", "int8", "--tolerance", "0.02", "--output", "policy.toml")
     assert (result.exit_code, result.stderr) == (0, "")
@@ -129,7 +129,7 @@ def test_what_has_to_leave_a_recipe_is_found(run, tmp_path):
     assert polycast.Policy.load(tmp_path / "policy.toml").modules == {"": polycast.Int8(), "1": polycast.NoRecipe()}
 
 
-def test_where_the_tolerance_is_not_met_the_status_says_so(run):
+def test_the_exit_status_is_1_if_the_tolerance_is_not_met(run):
     result = run("script.py:with_metric", "--tolerance", "0.5")
     assert result.exit_code == 1
     assert result.stderr == (
@@ -139,7 +139,7 @@ def test_where_the_tolerance_is_not_met_the_status_says_so(run):
     assert "NOT within the tolerance of 0.5" in result.stdout
 
 
-def test_an_interrupted_search_goes_on(run, tmp_path):
+def test_an_interrupted_search_continues(run, tmp_path):
     arguments = ("--dtype", "float16", "--state", "state.json")
     result = run("script.py:interrupted", *arguments)
     assert (result.exit_code, result.stderr) == (
@@ -167,7 +167,7 @@ def test_an_interrupted_search_goes_on(run, tmp_path):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_is_refused(run, arguments, problem):
+def test_invalid_arguments_are_refused(run, arguments, problem):
     result = run(*arguments)
     assert result.exit_code == 2
     assert problem in " ".join(result.stderr.replace("│", "").split())

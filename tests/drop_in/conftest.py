@@ -1,4 +1,4 @@
-"""Fixtures that the tests of this folder share."""
+"""Fixtures that build the C++ and run programs."""
 
 import json
 import os
@@ -18,13 +18,13 @@ ENVIRONMENT = {
 
 @pytest.fixture(scope="session")
 def _build():
-    """Build the C++ once: a program that builds it at first use says so, where tests read what programs say."""
+    """Build the C++ once: building at first use prints a line, and tests read the output of programs."""
     subprocess.run([sys.executable, "-m", "polycast", "build"], capture_output=True, check=False)
 
 
 @pytest.fixture(autouse=True)
 def _built_for_programs(request):
-    """Build before the tests that run programs."""
+    """Build the C++ before tests that run programs."""
     if request.node.get_closest_marker("slow"):
         request.getfixturevalue("_build")
 
@@ -37,7 +37,7 @@ def patched():
 
 @pytest.fixture(scope="session")
 def _launcher():
-    """The process that is forked for each run, and the files to talk to it."""
+    """The process that is forked for each run, and its pipes."""
     for_requests, requests = os.pipe()
     replies, for_replies = os.pipe()
     command = [sys.executable, str(Path(__file__).with_name("launcher.py")), str(for_requests), str(for_replies)]

@@ -1,4 +1,4 @@
-"""Graph breaks in the regions of compiled functions, while torch is patched: Dynamo makes and enters them again."""
+"""Graph breaks in regions of compiled functions while torch is patched: Dynamo makes and enters the regions again."""
 
 import contextlib
 import inspect
@@ -106,7 +106,7 @@ def where_an_error_leaves_the_region(x):
 
 
 def in_a_loop(x):
-    """Dynamo leaves the whole function to the interpreter, and compiles what that calls."""
+    """Dynamo runs the whole function in the interpreter, and compiles the functions that it calls."""
     for _ in range(2):
         with torch.autocast("cpu"):
             y = x @ x
@@ -170,7 +170,7 @@ def kinds(values):
 @pytest.mark.slow
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_region_goes_on_after_a_graph_break(function):
+def test_a_region_continues_after_a_graph_break(function):
     seen = []
     for patching in (contextlib.nullcontext(), polycast.patch_torch()):
         torch.compiler.reset()
@@ -188,7 +188,7 @@ def test_a_decorated_function_may_be_compiled():
 
 
 @pytest.mark.usefixtures("patched", "engine")
-def test_a_stored_region_may_be_given_captured_or_a_modules():
+def test_a_stored_region_can_be_an_argument_a_closure_or_an_attribute():
     stored = torch.autocast("cpu", HALF)
 
     def given(x, region):
@@ -211,7 +211,7 @@ def test_a_stored_region_may_be_given_captured_or_a_modules():
 
 
 @pytest.mark.usefixtures("patched", "engine")
-def test_a_region_of_a_subclass_goes_on_after_a_graph_break():
+def test_a_region_of_a_subclass_continues_after_a_graph_break():
     class Half(torch.autocast):
         def __init__(self, device_type):
             super().__init__(device_type, HALF)

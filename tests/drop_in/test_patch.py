@@ -1,4 +1,4 @@
-"""patch_torch: what torch's names mean while it is in force, and that they are torch's own after it."""
+"""patch_torch: which names of torch it replaces, and that it restores them."""
 
 import contextlib
 import copy
@@ -134,7 +134,7 @@ def test_stop_without_start_is_refused(elsewhere):
     )
 
 
-def test_an_error_while_patching_leaves_nothing_patched(monkeypatch):
+def test_an_error_while_patching_undoes_the_patch(monkeypatch):
     class Sealed(ModuleType):
         def __setattr__(self, name, value):
             raise AttributeError(f"{name} is sealed")
@@ -199,7 +199,7 @@ def test_a_region_that_was_pickled_while_patched_is_torchs_where_torch_is_not():
     assert (region.fast_dtype, region._enabled, region._cache_enabled) == (torch.float16, True, False)
 
 
-def test_what_another_has_patched_meanwhile_stays_and_makes_torchs_regions_again():
+def test_a_later_patch_of_another_library_stays_and_makes_torchs_regions_again():
     torchs, made = torch.autocast.__init__, []
     with polycast.patch_torch():
         ours = torch.autocast.__init__

@@ -1,4 +1,4 @@
-"""What torch itself does with its autocast while it is patched: checkpoint, compile, script, export."""
+"""torch's own uses of autocast while it is patched: checkpoint, compile, script, export."""
 
 import contextlib
 import inspect
@@ -192,7 +192,7 @@ def test_torch_jit_scripts_a_region_with_and_without_the_patch(function, dtype):
 @pytest.mark.slow
 @needs_its_signature
 def test_torch_jit_compiles_torchs_classes_while_patched(tmp_path):
-    """It keeps what it has compiled for the life of the process."""
+    """TorchScript caches compiled functions for the life of the process."""
     program = tmp_path / "program.py"
     program.write_text("""
 import warnings, torch, polycast
@@ -225,7 +225,7 @@ def test_torch_jit_traces_the_casts_of_a_region():
 
 @pytest.mark.usefixtures("patched", "engine", "dynamo")
 @pytest.mark.parametrize("strict", [True, False])
-def test_torch_export_keeps_what_a_region_does(strict):
+def test_torch_export_exports_the_casts_of_a_region(strict):
     class Net(torch.nn.Module):
         def forward(self, x):
             with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,4 +1,4 @@
-"""``polycast run``: a program runs as under python itself, on polycast's regions; what the options do; bad input."""
+"""``polycast run``: a program runs as with python, on polycast's regions; options; bad input."""
 
 import functools
 import os
@@ -105,12 +105,12 @@ def test_an_archive_runs_its_main_module(same, tmp_path):
     assert "program.zip" in same(tmp_path, "program.zip", "x").stdout
 
 
-def test_the_standard_input_belongs_to_the_program(same, write):
+def test_the_program_reads_the_standard_input(same, write):
     done = same(write("import sys; print(input(), sys.stdin.read())"), "program.py", stdin="one\ntwo\n")
     assert done.stdout == "one two\n\n"
 
 
-def test_a_program_from_the_standard_input_sees_itself_as_under_python(same, tmp_path):
+def test_a_program_from_the_standard_input_runs_as_with_python(same, tmp_path):
     done = same(tmp_path, "-", "x", stdin=SELF_PORTRAIT + "print(__cached__, __loader__)\n1 / 0")
     assert done.stdout.startswith("__main__ <stdin> None None None {} type\n")
 
@@ -143,15 +143,15 @@ def test_a_module_fails_as_under_python(same, write, source):
     assert same(write(source), "-m", "program").returncode == 1
 
 
-def test_a_module_that_is_missing_is_told_as_by_python(same, tmp_path):
+def test_a_missing_module_is_reported_as_by_python(same, tmp_path):
     assert "No module named no_such" in same(tmp_path, "-m", "no_such").stderr
 
 
-def test_a_folder_without_a_main_module_is_told_as_by_python(same, write):
+def test_a_folder_without_a_main_module_is_reported_as_by_python(same, write):
     assert "can't find '__main__' module in" in same(write("", "folder/other.py"), "folder").stderr
 
 
-def test_a_file_that_is_missing_is_told_as_by_python(run, tmp_path):
+def test_a_missing_file_is_reported_as_by_python(run, tmp_path):
     theirs = call("no_such.py", folder=tmp_path)
     ours = run("no_such.py")
     assert (ours.returncode, theirs.returncode) == (2, 2)
@@ -208,7 +208,7 @@ with torch.autocast("cpu", enabled=False):
 
 
 @pytest.mark.parametrize("engine", ["native", "reference"])
-def test_the_summary_says_what_ran(write, run, engine):
+def test_the_summary_counts_regions(write, run, engine):
     write(REGIONS)
     done = run("--engine", engine, "program.py")
     assert done.stdout.split() == ["torch.float16"] * 3 + ["torch.float32"]
@@ -228,7 +228,7 @@ def test_quiet_leaves_the_summary_out(write, run):
     assert run("--quiet", "program.py").stderr == ""
 
 
-def test_the_summary_of_a_program_without_regions_says_what_to_do(write, run):
+def test_the_summary_of_a_program_without_regions_suggests_wrap(write, run):
     write("print(1)")
     assert run("program.py").stderr == (
         "polycast: no region was entered: the program did not use torch.autocast (see polycast run --wrap)\n"
@@ -307,7 +307,7 @@ def test_wrap_runs_the_outermost_call_of_a_module_in_a_region(write, run, wrap, 
         (["--unknown"], "No such option"),
     ],
 )
-def test_a_bad_option_is_refused_and_nothing_is_run(write, monkeypatch, options, said):
+def test_an_invalid_option_is_refused_before_the_program_runs(write, monkeypatch, options, said):
     monkeypatch.chdir(write("print('it ran')"))
     monkeypatch.setenv("COLUMNS", "300")
     done = CliRunner().invoke(app, ["run", *options, "program.py"])  # would raise Ready

@@ -1,4 +1,4 @@
-"""``polycast run --report`` and ``--observe``: what is written of a program, however it ends, and of what it starts."""
+"""``polycast run --report`` and ``--observe``: reports of a program, however it ends, and of its child processes."""
 
 import os
 import re
@@ -51,7 +51,7 @@ def reports(folder):
     return found
 
 
-def test_a_report_of_a_program_that_nobody_changed(run, tmp_path):
+def test_an_unchanged_program_has_a_report(run, tmp_path):
     done = run("work(); os.chdir('/')", "--engine", "native", "--report", "out.html")
     assert reports(tmp_path) == {"out.html": 1}
     lines = done.stderr.splitlines()
@@ -60,7 +60,7 @@ def test_a_report_of_a_program_that_nobody_changed(run, tmp_path):
     assert lines[1:] == ["polycast: native engine, 1 region (cpu bfloat16 1)"]
 
 
-def test_quiet_leaves_the_lines_out_and_writes_the_report(run, tmp_path):
+def test_quiet_omits_the_lines_and_writes_the_report(run, tmp_path):
     assert run("work()", "--quiet", "--report", "out.html").stderr == ""
     assert reports(tmp_path) == {"out.html": 1}
 
@@ -77,18 +77,18 @@ def test_observe_shows_a_table_on_stderr(run, tmp_path):
     ("end", "code"),
     [("raise ValueError('wrong')", 1), ("sys.exit(7)", 7), ("import atexit; atexit.register(work)", 0)],
 )
-def test_a_report_of_a_program_however_it_ends(run, tmp_path, end, code):
+def test_a_program_has_a_report_however_it_ends(run, tmp_path, end, code):
     assert run(f"work()\n{end}", "--report", "out.html").returncode == code
     assert reports(tmp_path) == {"out.html": 2 if "atexit" in end else 1}
 
 
-def test_a_report_has_what_ran_on_all_threads(run, tmp_path):
+def test_a_report_covers_all_threads(run, tmp_path):
     run("thread = threading.Thread(target=work); thread.start(); work(); thread.join()", "--report", "out.html")
     assert reports(tmp_path) == {"out.html": 2}
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_each_process_that_is_started_has_a_report_of_its_own(run, tmp_path, method):
+def test_each_child_process_has_its_own_report(run, tmp_path, method):
     program = f"""
     if __name__ == "__main__":
         work()
@@ -105,7 +105,7 @@ def test_each_process_that_is_started_has_a_report_of_its_own(run, tmp_path, met
     assert done.stderr.count("polycast: observed in the worker/1\n") == 2
 
 
-def test_processes_are_named_by_the_rank_that_they_have(run, tmp_path):
+def test_reports_of_ranks_are_named_by_rank(run, tmp_path):
     program = """
     if __name__ == "__main__":
         context = multiprocessing.get_context("fork")
@@ -119,7 +119,7 @@ def test_processes_are_named_by_the_rank_that_they_have(run, tmp_path):
     assert set(reports(tmp_path)) == {"out.html", "out.rank3.html", "out.worker.html"}
 
 
-def test_a_worker_of_a_rank_does_not_take_its_name(run, tmp_path):
+def test_a_worker_of_a_rank_has_another_name(run, tmp_path):
     program = """
     if __name__ == "__main__":
         work()
@@ -131,7 +131,7 @@ def test_a_worker_of_a_rank_does_not_take_its_name(run, tmp_path):
     assert set(reports(tmp_path)) == {"out.rank1.html", "out.rank1.loader.html"}
 
 
-def test_a_process_that_is_forked_by_hand_has_a_report_of_its_own(run, tmp_path):
+def test_a_process_made_by_os_fork_has_its_own_report(run, tmp_path):
     run("work()\nif os.fork() == 0:\n    work(); work(3); sys.exit()\nos.wait()", "--report", "out.html")
     found = reports(tmp_path)
     assert found.pop("out.html") == 1
@@ -140,18 +140,18 @@ def test_a_process_that_is_forked_by_hand_has_a_report_of_its_own(run, tmp_path)
     assert calls == 2
 
 
-def test_a_process_without_an_op_writes_nothing(run, tmp_path):
+def test_a_process_without_an_op_writes_no_report(run, tmp_path):
     run("work()\nif os.fork() == 0:\n    sys.exit()\nos.wait()", "--report", "out.html")
     assert list(reports(tmp_path)) == ["out.html"]
 
 
-def test_a_report_of_another_run_is_written_over(run, tmp_path):
+def test_a_report_of_an_earlier_run_is_overwritten(run, tmp_path):
     (tmp_path / "out.rank0.html").write_text("old")
     run("work()", "--report", "out.html", RANK="0")
     assert reports(tmp_path) == {"out.rank0.html": 1}
 
 
-def test_a_folder_that_goes_away_is_told_and_changes_nothing(run, tmp_path):
+def test_a_report_into_a_deleted_folder_is_reported_and_keeps_the_status(run, tmp_path):
     (tmp_path / "folder").mkdir()
     done = run("work(); os.rmdir('folder'); sys.exit(3)", "--quiet", "--report", "folder/out.html")
     assert done.returncode == 3
@@ -177,30 +177,30 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_program_runs(tmp_
     assert done.stderr.startswith(said)
 
 
-def test_what_cannot_be_observed_is_refused_before_the_program_runs(run, tmp_path):
+def test_a_program_that_cannot_be_observed_is_refused_before_it_runs(run, tmp_path):
     done = run("print('it ran')", "--observe", CXX="no-such-compiler", XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert (done.returncode, done.stdout) == (2, "")
     assert "polycast: " in done.stderr
     assert "cannot be built" in done.stderr
 
 
-def test_an_observed_program_computes_what_it_computes_unobserved(run):
+def test_observing_does_not_change_results(run):
     program = "torch.manual_seed(0)\nwith torch.autocast('cpu'):\n    print(torch.nn.Linear(4, 4)(torch.ones(1, 4)))"
     assert run(program, "--observe").stdout == run(program).stdout
 
 
-def test_a_report_has_the_modules_of_a_program_that_nobody_changed(run, tmp_path):
+def test_a_report_has_the_modules_of_an_unchanged_program(run, tmp_path):
     run("net = torch.nn.Sequential(torch.nn.ReLU())\nnet(torch.ones(2))", "--report", "out.html")
     assert re.search(r'<section id="modules".*Sequential.*ReLU', (tmp_path / "out.html").read_text(), re.S)
 
 
-def test_a_report_of_a_program_whose_name_is_no_text(run, tmp_path):
+def test_a_program_whose_name_is_not_unicode_has_a_report(run, tmp_path):
     (tmp_path / os.fsdecode(b"w\xe9.py")).write_text("import torch\ntorch.ones(2).relu()\nopen('<b>', 'w')")
     run(f"import runpy; runpy.run_path({os.fsdecode(b'w')!r} + chr(0xdce9) + '.py'); work()", "--report", "out.html")
     assert reports(tmp_path) == {"out.html": 1}
 
 
-def test_the_workers_of_torchrun_have_a_report_each(tmp_path):
+def test_each_worker_of_torchrun_has_a_report(tmp_path):
     (tmp_path / "program.py").write_text(
         textwrap.dedent(
             """

@@ -46,7 +46,7 @@ def run(tmp_path, polycast_run):
     return run
 
 
-def test_every_region_of_the_program_has_the_policy_under_what_the_program_says_itself(run, tmp_path):
+def test_the_programs_own_policies_override_the_option(run, tmp_path):
     Policy({"bmm": "fp32"}, devices={"cpu": Policy({"mm": "fp32"})}).save(tmp_path / "policy.toml")
     done = run(PROGRAM, "--quiet", "--policy", "policy.toml")
     fp32, fast = "torch.float32", "torch.bfloat16"
@@ -60,7 +60,7 @@ def test_every_region_of_the_program_has_the_policy_under_what_the_program_says_
     ]
 
 
-def test_it_goes_with_wrap_and_with_a_weight_cache(run, tmp_path):
+def test_the_option_combines_with_wrap_and_with_a_weight_cache(run, tmp_path):
     Policy({"linear": "fp32"}).save(tmp_path / "policy.toml")
     program = """
         import torch
@@ -89,7 +89,7 @@ def test_it_goes_with_wrap_and_with_a_weight_cache(run, tmp_path):
         ),
     ],
 )
-def test_a_file_that_is_no_policy_for_programs_is_told_before_the_program_runs(run, tmp_path, text, said):
+def test_an_invalid_file_is_reported_before_the_program_runs(run, tmp_path, text, said):
     if text is not None:
         (tmp_path / "policy.toml").write_text(text)
     done = run("print('ran')", "--policy", "policy.toml")

@@ -1,4 +1,4 @@
-"""The regions and functions that stand in for torch's while it is patched."""
+"""The regions and functions that replace torch's while it is patched."""
 
 import contextlib
 import inspect
@@ -41,7 +41,7 @@ def test_a_region_takes_torchs_arguments_in_torchs_order():
 
 
 @pytest.mark.usefixtures("patched", "engine")
-def test_a_region_decorates_what_polycasts_does():
+def test_a_region_decorates_functions_as_polycasts_does():
     @torch.autocast("cpu")
     def products(x):
         yield x @ x
@@ -104,7 +104,7 @@ def test_custom_fwd_and_custom_bwd_are_polycasts(module, patched):
 
 
 @pytest.mark.usefixtures("patched")
-def test_is_autocast_available_says_whether_the_device_can_be_used(hand_made):
+def test_is_autocast_available_returns_whether_the_device_can_be_used(hand_made):
     hand_made("maia", availability=lambda: polycast.Availability(False, "it is not plugged in"))
     assert torch.amp.is_autocast_available("maia") is False
     assert torch.amp.is_autocast_available("cpu") is True
@@ -113,7 +113,7 @@ def test_is_autocast_available_says_whether_the_device_can_be_used(hand_made):
 
 
 @pytest.mark.usefixtures("patched")
-def test_where_no_backend_serves_the_device_the_region_is_torchs():
+def test_a_region_for_a_device_without_a_backend_is_torchs():
     region = torch.autocast("hpu", torch.bfloat16)
     assert isinstance(region, torch.autocast)
     with region:
@@ -125,7 +125,7 @@ def test_where_no_backend_serves_the_device_the_region_is_torchs():
     assert "autocast object" in repr(region)
 
 
-def test_where_torch_has_no_autocast_either_it_says_what_torch_says(patched):
+def test_a_device_without_autocast_raises_torchs_error(patched):
     with pytest.raises(RuntimeError) as ours:
         torch.autocast("meta", torch.bfloat16)
     patched.stop()
@@ -137,7 +137,7 @@ def test_where_torch_has_no_autocast_either_it_says_what_torch_says(patched):
 
 
 @pytest.mark.usefixtures("patched")
-def test_custom_fwd_is_torchs_where_no_backend_serves_the_device():
+def test_custom_fwd_for_a_device_without_a_backend_is_torchs():
     decorated = torch.amp.custom_fwd(lambda ctx: None, device_type="hpu")
     assert decorated.__code__.co_filename == autocast_mode.__file__
 
@@ -151,7 +151,7 @@ def test_a_blocked_device_is_torchs(monkeypatch):
         assert polycast.autocast_nesting("xpu") == 0
 
 
-def test_a_broken_backend_is_not_passed_over_in_silence(patched, monkeypatch):
+def test_a_broken_backend_raises_an_error(patched, monkeypatch):
     def broken(self):
         raise polycast.BackendBrokenError("the plugin is broken")
 

@@ -1,4 +1,4 @@
-"""torch's autocast classes while torch is patched: what they make, their subclasses, and the deprecated ones."""
+"""torch's autocast classes while torch is patched: their instances, subclasses, and the deprecated classes."""
 
 import contextlib
 import inspect
@@ -49,7 +49,7 @@ def test_a_region_is_an_instance_of_torchs_class_and_other_things_are_not():
 
 
 @pytest.mark.usefixtures("patched")
-def test_a_region_may_be_entered_and_left_by_the_methods_of_the_class():
+def test_a_region_can_be_entered_and_left_by_methods_of_the_class():
     region = torch.autocast("cpu")
     torch.autocast.__enter__(region)
     assert polycast.autocast_nesting("cpu") == 1
@@ -234,8 +234,8 @@ def test_a_deprecated_class_runs_polycasts_region():
 
 @pytest.mark.usefixtures("engine")
 @deprecated
-def test_a_deprecated_class_needs_no_signature_that_python_can_tell(monkeypatch):
-    """Python 3.13.0 says ``(*args, **kwargs)`` of a class that is deprecated."""
+def test_a_deprecated_class_is_patched_without_a_readable_signature(monkeypatch):
+    """Python 3.13.0 reports ``(*args, **kwargs)`` for a deprecated class."""
     cls = torch.cpu.amp.autocast
     parameters = [
         inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),

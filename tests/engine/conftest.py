@@ -1,4 +1,4 @@
-"""Fixtures that the tests of this folder share."""
+"""Fixtures for ops of other libraries, weights written unseen, and recipes."""
 
 import ctypes
 

@@ -72,7 +72,7 @@ class Contended:
 
 
 class Thread:
-    """What one thread does: its own weights change, those of all stay as they are."""
+    """The program of one thread, which changes its own weights but not the shared ones."""
 
     def __init__(self, seed, caches, shared, contended):
         self.random = random.Random(seed)
@@ -199,7 +199,7 @@ def run(thread, steps, errors):
 
 
 def fork(caches, shared):
-    """Say whether a child that is forked now can use everything, in time."""
+    """Return whether a child forked now can use everything, in time."""
     child = os.fork()
     if not child:
         faulthandler.dump_traceback_later(120, exit=True)

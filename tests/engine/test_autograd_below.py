@@ -1,4 +1,4 @@
-"""What is below the kernels: autograd has what it is to record, views stay views, else it is passed by."""
+"""Autograd below the kernels: it records ops and views, and is skipped if there is nothing to record."""
 
 import pytest
 import torch

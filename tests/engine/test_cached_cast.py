@@ -1,4 +1,4 @@
-"""The operator ``polycast::cached_cast`` itself. See tests/compilers/test_cached_casts.py for compiled code."""
+"""The operator ``polycast::cached_cast``; tests/compilers/test_cached_casts.py tests it in compiled code."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from polycast.engine.kernels import autocast_key
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "maia", "mps", "mtia", "xpu"])
 @pytest.mark.usefixtures("engine")
-def test_each_device_has_its_own_kernel_and_one_at_the_autograd_key(device):
-    """Tensors with a gradient are made on devices that are there only, so what is called for them is read."""
+def test_each_device_has_a_kernel_at_its_key_and_at_its_autograd_key(device):
+    """No tensor with a gradient can be made on an absent device, so the dispatch table is read."""
     polycast.install(device)
     table = torch._C._dispatch_dump_table("polycast::cached_cast").splitlines()
     called = dict(line.split(": ", maxsplit=1) for line in table)

@@ -191,7 +191,7 @@ def run(program, engine, timeout, *arguments):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
-def test_a_thread_that_begins_to_observe_a_model_and_one_that_forks_do_not_wait_for_each_other():
+def test_observing_and_forking_on_two_threads_do_not_deadlock():
     assert run(MEETING, "native", timeout=60) == ("0\n", "")
 
 

@@ -29,7 +29,7 @@ def device(request, hand_made):
 
 @pytest.fixture(params=REDUCED, ids=str)
 def fast(request, device):
-    """Autocast is on, with this dtype."""
+    """Enable autocast with a dtype."""
     with polycast.autocast(device, request.param):
         yield request.param
 

@@ -71,7 +71,7 @@ def test_a_fake_tensor_outside_of_its_mode_stays_fake(layer, linear):
 
 
 @pytest.mark.parametrize("on_meta", ["x", "weight", "bias"])
-def test_a_tensor_on_meta_gives_what_it_does_in_the_fast_dtype(layer, linear, on_meta):
+def test_a_meta_tensor_gives_the_result_of_the_fast_dtype(layer, linear, on_meta):
     given = {"input": X, "weight": layer.weight, "bias": layer.bias}
     name = "input" if on_meta == "x" else on_meta
     given[name] = nn.Parameter(given[name].to("meta"), requires_grad=False)
@@ -133,7 +133,7 @@ class Product(torch.autograd.Function):
         return gradient.mm(weight), x.t().mm(gradient.float()).t()
 
 
-def test_a_function_of_autograds_runs_in_the_fast_dtype_forward_and_backward(layer, linear, int8_kernels):
+def test_a_custom_function_runs_in_the_fast_dtype(layer, linear, int8_kernels):
     weight, x = nn.Parameter(torch.randn(8, 8)), X.clone().requires_grad_()
     run(lambda: Product.apply(x, weight)).float().sum().backward()
     assert [kernel.ran for kernel in int8_kernels.values()] == [0, 0, 0]
@@ -145,7 +145,7 @@ def test_a_function_of_autograds_runs_in_the_fast_dtype_forward_and_backward(lay
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("nested", [True, False])
-def test_a_checkpoint_computes_what_autograd_does_not_record_twice_in_the_same_way(layer, linear, reentrant, nested):
+def test_a_checkpoint_recomputes_unrecorded_ops_in_the_same_way(layer, linear, reentrant, nested):
     head, seen = nn.Linear(8, 8), []
 
     def forward(x, unused):
@@ -172,7 +172,7 @@ def test_equal_recipes_share_prepacked_weights(layer, linear, packing, monkeypat
     assert (linear.prepared, linear.ran) == (1, 3)
 
 
-def test_another_instance_of_a_backends_class_prepacks_for_itself(layer, linear):
+def test_another_instance_of_a_backend_has_its_own_prepacked_weights(layer, linear):
     cache = polycast.WeightCache()
     with autocast("cpu", cache=cache):
         run(lambda: layer(X))

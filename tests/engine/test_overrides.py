@@ -24,7 +24,7 @@ DTYPES = {CastPolicy.FP32: torch.float32, CastPolicy.LOWER_PRECISION_FP: torch.b
 
 
 def test_many_overrides_merge_with_those_of_enclosing_regions():
-    """The native engine keeps the last answers: there are more pairs here than it keeps."""
+    """Merge more pairs of overrides than the native engine caches."""
     choose, x = random.Random(0), torch.ones(2, 2)
     policies = [{op: choose.choice([*DTYPES]) for op in choose.sample([*OPS], 2)} for _ in range(12)]
     regions = [polycast.autocast("cpu", policy=policy) for policy in policies]

@@ -114,7 +114,7 @@ def test_nothing_is_cached_after_the_region():
 
 
 class Mark:
-    """What lives as long as the node that it is hooked to."""
+    """An object that lives as long as the node that it is hooked to."""
 
     def hook(self, *_):
         pass

@@ -1,4 +1,4 @@
-"""register_op for ops that torch.library.register_autocast knows, too."""
+"""register_op for ops that torch.library.register_autocast has registered too."""
 
 import pytest
 import torch

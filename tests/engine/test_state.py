@@ -35,7 +35,7 @@ programs = st.lists(st.tuples(st.integers(0, 2), steps), max_size=40)
 
 
 class Model:
-    """One thread's state. A device has values v0 ... vn, where vk holds while k of its regions are entered.
+    """The state of one thread. A device has values v0 ... vn, where vk holds while k of its regions are entered.
 
     Leaving the k-th region forgets the value vk, so that leaving in any order comes to v0.
     """
@@ -105,7 +105,7 @@ class Model:
 
 
 class Real:
-    """The same steps on polycast and torch."""
+    """Run the same steps on polycast and on torch."""
 
     def __init__(self, regions):
         self.regions = regions

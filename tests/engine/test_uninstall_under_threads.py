@@ -23,7 +23,7 @@ def _switching_often():
 
 @pytest.fixture
 def idle_threads():
-    """Threads that have been in a region, and now wait."""
+    """Start threads that have been in a region, and now wait."""
     entered, end = threading.Barrier(65), threading.Event()
 
     def wait():
@@ -44,7 +44,7 @@ def idle_threads():
 
 @pytest.fixture
 def starting_threads():
-    """Threads that come one after the other, and each compute in a region; what was wrong in one is in the list."""
+    """Start threads one after the other, which each compute in a region; return the list of their errors."""
     problems = []
 
     def compute():
