@@ -18,6 +18,7 @@ from polycast.engine import installation
 from polycast.engine.low_bit.listeners import listeners as low_bit_listeners
 from polycast.observer.low_bit_counts import LowBitCounts
 from polycast.plugins.registry import registry
+from polycast.profiling.measurement import Measurement
 
 DEVICES = torch._C._autocast_supported_devices()
 
@@ -250,3 +251,35 @@ def low_bit_counts():
             low_bit_listeners.remove(counts.note)
 
     return count
+
+
+@pytest.fixture(scope="session")
+def profile_of():
+    """Return a function that makes a profile of the CPU, given the time of each way in that of float32."""
+
+    def profile_of(overhead=1e-6, cast=0.05e-9, **ways):
+        """Return the profile. A way's value is a number, or one for each op, with ``other`` for the rest.
+
+        Args:
+            overhead: the seconds of a call without its work.
+            cast: the seconds of converting an element.
+        """
+        ratios = {"float32": 1.0, **{name.replace("_", " "): each for name, each in ways.items()}}
+        fast = [name for name in ratios if " " not in name and name != "float32"]
+        measurements = [
+            Measurement(op, rows, way, overhead + ratio * 1e-11 * rows * size, size)
+            for op in ("linear", "matmul", "bmm", "conv2d", "scaled_dot_product_attention")
+            for way, given in ratios.items()
+            if (ratio := given.get(op, given.get("other")) if isinstance(given, dict) else given) is not None
+            for size in (2**12, 2**20)
+            for rows in (1, 4, 16, 128, 1024)
+        ]
+        measurements += [
+            Measurement("cast", elements, f"{direction} {name}", overhead + elements * cast)
+            for name in fast
+            for direction in ("to", "from")
+            for elements in (1, 2**12, 2**20)
+        ]
+        return polycast.DeviceProfile("cpu", "a processor", 2, {}, {}, tuple(measurements), 1e10)
+
+    return profile_of

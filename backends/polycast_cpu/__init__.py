@@ -47,8 +47,6 @@ class CpuBackend(Backend):
 
     @override
     def recipe_availability(self, recipe: Recipe) -> Availability:
-        if recipe.kind == "fastest":
-            return _ALWAYS  # without kernels of its own, it chooses among torch's
         if recipe.kind != "int8":
             return super().recipe_availability(recipe)
         from .int8 import int8_availability  # few programs use recipes

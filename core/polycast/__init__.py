@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .plugins.low_bit_matmul import LowBitMatmul
     from .plugins.registry import backends, get_backend, is_autocast_available
     from .policy.cast_policy import CastPolicy, policy_table
-    from .policy.recipe import Float8, Int8, NoRecipe, Recipe
+    from .policy.recipe import Fastest, Float8, Int8, NoRecipe, Recipe
     from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
     from .policy.value import Policy
     from .precision.compare import compare
@@ -90,6 +90,7 @@ _LAZY_NAMES = {
     "DeviceProfile": "profiling.device_profile",
     "Evidence": "precision.evidence",
     "Explanation": "region.explanation",
+    "Fastest": "policy.recipe",
     "Float8": "policy.recipe",
     "Int8": "policy.recipe",
     "InvalidBackendError": "errors",
@@ -162,6 +163,7 @@ __all__ = [
     "DeviceProfile",
     "Evidence",
     "Explanation",
+    "Fastest",
     "Float8",
     "Int8",
     "InvalidBackendError",

@@ -11,7 +11,8 @@ from torch import nn
 import polycast
 from polycast import Int8, WeightCache, autocast
 from polycast.engine import state
-from polycast.engine.low_bit.plan import plan_of, process_cache
+from polycast.engine.low_bit.plan import process_cache
+from polycast.engine.low_bit.plans import plan_of
 from polycast.plugins.registry import registry
 from polycast.region.policies import override_of
 

@@ -156,6 +156,8 @@ def test_an_explanation_converts_to_json():
             "refusal": None,
             "recipe": "",
             "declined": None,
+            "way": "",
+            "reason": "",
             "others": [],
         }
 

@@ -24,12 +24,16 @@ def recipe_share(matmuls: Sequence[Matmul]) -> float | None:
 
 def matmul_lines(matmuls: Sequence[Matmul]) -> Iterator[str]:
     """Yield lines of text: the share that recipes computed, and the large matmuls that they did not."""
-    share = recipe_share(matmuls)
-    if share is None:
+    if recipe_share(matmuls) is None:
         return
-    recipes = " and ".join(dict.fromkeys(each.recipe for each in matmuls if each.recipe))
     total = sum(each.flops for each in matmuls)
-    yield f"{recipes}: {share:.0%} of the {_flops(total)} in matmuls"
+    by_recipe = {each.recipe: 0.0 for each in matmuls if each.recipe and not each.declined}
+    by_recipe = by_recipe or {each.recipe: 0.0 for each in matmuls if each.recipe}
+    for each in matmuls:
+        if each.recipe and not each.declined:
+            by_recipe[each.recipe] += each.flops
+    shares = ", ".join(f"{recipe}: {flops / total:.0%}" for recipe, flops in by_recipe.items())
+    yield f"{shares} of the {_flops(total)} in matmuls"
     others = list(_others(matmuls))
     large = [(flops, text) for flops, text in others if flops >= _MIN_SHARE * total][:_MAX_LINES]
     for flops, text in large:

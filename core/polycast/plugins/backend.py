@@ -164,6 +164,8 @@ class Backend:
 
         A reason with a positive answer, for example that the recipe is experimental, is issued as a warning, once.
         """
+        if not recipe.needs_kernels:
+            return Availability(True)
         return Availability(False, f"the backend for {self.device_type} has no kernels for {recipe.kind}")
 
     def low_bit_kernels(self, recipe: Recipe) -> Mapping[str, LowBitKernel]:

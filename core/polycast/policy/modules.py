@@ -87,11 +87,12 @@ def recipe_of_table(table: Mapping[str, object]) -> Recipe:
     """Return the recipe of a table in a policy file."""
     options = dict(table)
     recipe = read_recipe(options.pop(RECIPE))
-    unknown = options.keys() - {"ops", "min_size"}
+    unknown = options.keys() - set(recipe.table_keys)
     if unknown:
-        raise ValueError(f"a recipe's table has 'recipe', 'ops' and 'min_size', got {sorted(unknown)[0]!r}")
+        known = ("'recipe'", *map(repr, recipe.table_keys))
+        raise ValueError(f"a recipe's table has {', '.join(known[:-1])} and {known[-1]}, got {sorted(unknown)[0]!r}")
     try:
-        return type(recipe)(recipe.scales, **options)  # type: ignore[arg-type]
+        return recipe.with_options(**options)
     except TypeError as error:
         raise ValueError(str(error)) from None
 

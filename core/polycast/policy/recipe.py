@@ -1,22 +1,27 @@
-"""`Recipe`: matmuls in a lower precision than the fast dtype."""
+"""`Recipe`: how to compute ops with the policy LOWER_PRECISION_FP, such as matmuls in a lower precision."""
 
 import functools
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
+from urllib.parse import unquote
 
 from typing_extensions import Self
 
 from .names import hint, known_overloads, read_op
+from .recipe_arguments import MATMULS, PRODUCTS, quoted, read_ops
 
-_MATMULS = ("addmm", "linear", "matmul", "mm")
 _SCALES = ("row", "tensor")
 _kinds: dict[str, type["Recipe"]] = {}
+_MACHINES, _FILE = "machine", "file:"
+_profiles: dict[str, Any] = {}
+"""The profiles of this process's recipes, by digest."""
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Recipe:
-    """A precision below the fast dtype, in which a region computes ops with the policy LOWER_PRECISION_FP.
+    """How a region computes ops with the policy LOWER_PRECISION_FP: in a lower precision, or the fastest way.
 
     An immutable value for ``polycast.autocast(..., recipe=...)``. Outputs have the fast dtype, and ops without a kernel
     for the recipe compute in it. To compute a module in the fast dtype, give it the rule ``"none"``
@@ -37,6 +42,10 @@ class Recipe:
 
     kind: ClassVar[str]
     default_min_size: ClassVar[int] = 0
+    needs_kernels: ClassVar[bool] = True
+    """Whether a device supports the recipe only if its backend says so."""
+    table_keys: ClassVar[tuple[str, ...]] = ("ops", "min_size")
+    """The settings that a table in a policy file may have."""
 
     scales: str
     ops: tuple[str, ...]
@@ -50,7 +59,7 @@ class Recipe:
         if isinstance(kind, str):
             _kinds[kind] = cls
 
-    def __init__(self, scales: str = "row", ops: Iterable[str] = _MATMULS, min_size: int | None = None) -> None:
+    def __init__(self, scales: str = "row", ops: Iterable[str] = MATMULS, min_size: int | None = None) -> None:
         # Dynamo traces this and the functions that it calls.
         if not hasattr(self, "kind"):
             raise TypeError(f"{type(self).__name__} is no kind of recipe: use one such as polycast.Int8")
@@ -62,7 +71,7 @@ class Recipe:
             raise TypeError(f"min_size must be an int, a number of elements, got {min_size!r}")
         if min_size < 0:
             raise ValueError(f"min_size must not be negative, got {min_size}")
-        named = _read_ops(ops)
+        named = read_ops(ops)
         text = f"{self.kind} {scales} {','.join(named)} {min_size}"
         object.__setattr__(self, "scales", scales)
         object.__setattr__(self, "ops", named)
@@ -75,8 +84,12 @@ class Recipe:
         kind, *settings = text.split(" ")
         if not settings:
             return _kinds[kind]()
-        scales, ops, min_size = settings
-        return _restored(_kinds[kind], scales, tuple(ops.split(",")) if ops else (), int(min_size))
+        first, ops, min_size = settings
+        return _kinds[kind]._of_text(first, tuple(ops.split(",")) if ops else (), int(min_size))
+
+    @classmethod
+    def _of_text(cls, first: str, ops: tuple[str, ...], min_size: int) -> "Recipe":
+        return _restored(cls, first, ops, min_size)
 
     @property
     def derived(self) -> dict[Any, Any]:
@@ -103,6 +116,10 @@ class Recipe:
             return self.short
         return {"recipe": self.short, "ops": list(self.ops), "min_size": self.min_size}
 
+    def with_options(self, **options: Any) -> "Recipe":
+        """Return the recipe with other settings, those of `table_keys`."""
+        return type(self)(self.scales, **options)
+
     def __eq__(self, other: object) -> bool:
         return (type(self), self.text) == (type(other), other.text) if isinstance(other, Recipe) else NotImplemented
 
@@ -111,7 +128,7 @@ class Recipe:
 
     def __repr__(self) -> str:
         arguments = [] if self.scales == "row" else [f"scales={self.scales!r}"]
-        arguments += [] if self.ops == _MATMULS else [f"ops={self.ops!r}"]
+        arguments += [] if self.ops == MATMULS else [f"ops={self.ops!r}"]
         arguments += [] if self.min_size == self.default_min_size else [f"min_size={self.min_size}"]
         return f"{type(self).__name__}({', '.join(arguments)})"
 
@@ -150,6 +167,120 @@ class Float8(Recipe):
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
+class Fastest(Recipe):
+    """Matmuls and convolutions, each computed the fastest way that is at least as exact as the fast dtype.
+
+    A profile (:func:`polycast.profile`) says how long each takes. The ways are
+
+    - torch's kernel for the fast dtype, with the weight's cached cast, as without a recipe;
+    - the backend's own kernel for the fast dtype, with the same cast;
+    - float32: the weight as it is, neither cast nor cached, and the activations converted.
+
+    Outputs have the fast dtype. In training, forward and backward are chosen separately, and activations are saved in
+    the fast dtype. The choice depends on the op, on the sizes of its arguments up to a factor of two, on their dtypes,
+    on whether autograd records it, and on whether the weight's cast will be found in a cache.
+
+    Args:
+        profile: a :class:`DeviceProfile`, or the path of a saved one, so that choices are the same on every machine.
+            None: the profile of this machine, which the first region measures if there is none.
+        ops: the ops to compute the fastest way, by names as in a :class:`Policy`; of these, the ones with the policy
+            LOWER_PRECISION_FP.
+        min_size: the smallest number of elements of a weight, or of the second matrix, for which to choose.
+
+    Raises:
+        TypeError: `profile` is neither; `ops` are not names; or `min_size` is not an int.
+        ValueError: torch has no such op; or `min_size` is negative.
+
+    Example:
+        >>> import torch, polycast
+        >>> model = torch.nn.Linear(1024, 1024)
+        >>> with torch.no_grad(), polycast.autocast("cpu", recipe=polycast.Fastest()):  # doctest: +SKIP
+        ...     model(torch.randn(1, 1024)).dtype
+        torch.bfloat16
+    """
+
+    kind = "fastest"
+    needs_kernels = False
+    table_keys = ("profile", "ops", "min_size")
+
+    profile: Any
+    """As given; None also if it is one that this process does not know, and the recipe was made of its text."""
+
+    def __init__(self, profile: Any = None, ops: Iterable[str] = PRODUCTS, min_size: int = 0) -> None:
+        super().__init__(ops=ops, min_size=min_size)
+        if profile is None:
+            name = _MACHINES
+        elif isinstance(profile, (str, os.PathLike)):
+            profile = os.fspath(profile)
+            name = _FILE + quoted(profile)
+        elif isinstance(getattr(profile, "digest", None), str):
+            name = profile.digest
+            _profiles[name] = profile
+        else:
+            raise TypeError(
+                f"profile must be a polycast.DeviceProfile, the path of a saved one, or None, got {profile!r}"
+            )
+        object.__setattr__(self, "profile", profile)
+        object.__setattr__(self, "text", f"{self.kind} {name} {','.join(self.ops)} {self.min_size}")
+
+    @classmethod
+    def _of_text(cls, first: str, ops: tuple[str, ...], min_size: int) -> Recipe:
+        if first == _MACHINES or first.startswith(_FILE):
+            return _restored(cls, None if first == _MACHINES else unquote(first.removeprefix(_FILE)), ops, min_size)
+        recipe = _restored(cls, _profiles.get(first), ops, min_size)
+        object.__setattr__(recipe, "text", f"{cls.kind} {first} {','.join(ops)} {min_size}")
+        return recipe
+
+    @property
+    def is_of_machine(self) -> bool:
+        """Whether the profile is the one of the machine that it is used on."""
+        return self.text.split(" ")[1] == _MACHINES
+
+    @property
+    def short(self) -> str:
+        """The name."""
+        return self.kind
+
+    @property
+    def written(self) -> str | dict[str, Any]:
+        """The recipe as in a policy file: its name, or a table if it has other settings.
+
+        Raises:
+            ValueError: it has a profile that is not given by path.
+        """
+        if self == type(self)():
+            return self.kind
+        table: dict[str, Any] = {"recipe": self.kind, "ops": list(self.ops), "min_size": self.min_size}
+        if self.profile is not None:
+            if not isinstance(self.profile, str):
+                raise ValueError(
+                    f"{self!r} cannot be written to a file: save its profile, and give the path, as in "
+                    "Fastest('profile.json')"
+                )
+            table["profile"] = self.profile
+        return table
+
+    def with_options(self, **options: Any) -> Recipe:
+        """Return the recipe with other settings, those of `table_keys`."""
+        return type(self)(**options)
+
+    def __repr__(self) -> str:
+        arguments = []
+        if isinstance(self.profile, str):
+            arguments.append(repr(self.profile))
+        elif not self.is_of_machine:
+            arguments.append(f"<profile {self.text.split(' ')[1]}>")
+        arguments += [] if self.ops == PRODUCTS else [f"ops={self.ops!r}"]
+        arguments += [] if self.min_size == 0 else [f"min_size={self.min_size}"]
+        return f"{type(self).__name__}({', '.join(arguments)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.profile is None and not self.is_of_machine:
+            return Recipe.of_text, (self.text,)
+        return _restored, (type(self), self.profile, self.ops, self.min_size)
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class NoRecipe(Recipe):
     """The fast dtype for every op, in a region inside one with a recipe."""
 
@@ -174,12 +305,14 @@ class NoRecipe(Recipe):
 def _restored(kind: type[Recipe], *fields: Any) -> Recipe:
     """Return a recipe with these fields, without calling a subclass's constructor."""
     recipe = object.__new__(kind)
-    Recipe.__init__(recipe, *fields)
+    vars(Fastest if issubclass(kind, Fastest) else Recipe)["__init__"](recipe, *fields)
     return recipe
 
 
 RecipeLike: TypeAlias = Recipe | str
-"""The type of every ``recipe=`` argument: a recipe, or ``"int8"``, ``"int8:tensor"``, ``"float8"``, ``"none"``."""
+"""The type of every ``recipe=`` argument: a recipe, or a name, such as ``"fastest"``, ``"int8:tensor"``, ``"none"``."""
+
+_UNSCALED = (Fastest.kind, NoRecipe.kind)
 
 
 def read_recipe(recipe: object) -> Recipe:
@@ -196,8 +329,8 @@ def read_recipe(recipe: object) -> Recipe:
     if not isinstance(recipe, str):
         raise TypeError(f"recipe must be a Recipe such as polycast.Int8(), its name, or None, got {recipe!r}")
     kind, colon, scales = recipe.partition(":")
-    if kind not in _kinds or (colon and (kind == NoRecipe.kind or scales not in _SCALES)):
-        known = [each for kind in _kinds for each in ([kind] if kind == NoRecipe.kind else [kind, f"{kind}:tensor"])]
+    if kind not in _kinds or (colon and (kind in _UNSCALED or scales not in _SCALES)):
+        known = [each for kind in _kinds for each in ([kind] if kind in _UNSCALED else [kind, f"{kind}:tensor"])]
         raise ValueError(f"{recipe!r} is not a recipe: {hint(recipe, known)}")
     return _kinds[kind](scales) if colon else _kinds[kind]()
 
@@ -210,30 +343,6 @@ def all_recipes() -> list[Recipe]:
 def is_recipe_name(text: str) -> bool:
     """Return whether a text names a recipe."""
     return text.partition(":")[0] in _kinds
-
-
-def _read_ops(ops: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(ops, str) or not isinstance(ops, Iterable):
-        raise TypeError(f"ops must be names of ops, such as ('linear', 'mm'), got {ops!r}")
-    given = tuple(ops)
-    return given if given == _MATMULS else _known_ops(given)
-
-
-def _known_ops(ops: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the sorted names of ops. Dynamo cannot trace the look-up, so it calls this and treats it as a constant."""
-    return _sorted_ops(ops)
-
-
-# As torch.compiler.assume_constant_result does, which imports Dynamo.
-setattr(_known_ops, "_dynamo_marked_constant", True)
-
-
-@functools.lru_cache(maxsize=64)
-def _sorted_ops(ops: tuple[str, ...]) -> tuple[str, ...]:
-    named = sorted({read_op(each).short for each in ops})
-    for each in named:
-        known_overloads(read_op(each))
-    return tuple(named)
 
 
 @functools.lru_cache(maxsize=64)

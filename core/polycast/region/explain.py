@@ -82,6 +82,7 @@ def explain(
         torch.is_autocast_enabled(device_type),
         state.current_dtype(device_type, backend.default_dtype),
         override=override if own is None else own.over(override),
+        cache=None if region is None else region[1],
     )
     return explain_in(here, backend, op, args, kwargs)
 
@@ -107,7 +108,12 @@ def explain_in(
     reason = low_bit.why_not(region.override, chosen, backend.device_type, arguments)
     if reason is not None:
         return replace(call, declined=reason)
-    return replace(call, arguments=tuple(replace(each, seen=each.dtype) for each in call.arguments))
+    computed = low_bit.way_of(region.override, chosen, backend.device_type, arguments, region.cache, region.dtype)
+    call = replace(call, way=computed.way, reason=computed.reason)
+    if computed.dtype is not region.dtype:
+        seen = (replace(each, seen=computed.dtype or each.dtype) for each in call.arguments or ())
+        call = replace(call, arguments=tuple(seen))
+    return call
 
 
 def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanation:

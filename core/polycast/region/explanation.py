@@ -68,6 +68,8 @@ class Explanation:
         recipe: the recipe that applies to the op, if any: ``"int8"``.
         declined: why the recipe does not compute the op, which runs in the fast dtype; None if it does. Without
             arguments: why it computes no call.
+        way: the way in which the recipe computes the call, if it has several: ``"float32"``; empty without arguments.
+        reason: why it is computed in that way.
         others: explanations of the other overloads of the name, if no arguments were given.
     """
 
@@ -85,6 +87,8 @@ class Explanation:
     refusal: str | None = None
     recipe: str = ""
     declined: str | None = None
+    way: str = ""
+    reason: str = ""
     others: "tuple[Explanation, ...]" = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,7 +119,8 @@ class Explanation:
             meaning += f", for the recipe {self.recipe} declines: {self.declined}"
         elif self.recipe:
             here = self.arguments is not None and self.enabled and self.reached
-            meaning = f"the recipe {self.recipe} computes it" + ("" if here else f", or {meaning}")
+            how = f" in {self.way}: {self.reason}" if self.way else ""
+            meaning = f"the recipe {self.recipe} computes it{how}" + ("" if here else f", or {meaning}")
         return f"{self.policy.value} ({rule}): {meaning}" + ("" if self.enabled else ", in a region")
 
     def _outcome(self) -> Iterator[str]:

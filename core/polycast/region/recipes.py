@@ -1,9 +1,10 @@
 """Check a recipe against the device of a region."""
 
+from ..engine.fastest.profiles import with_profile
 from ..errors import RecipeDisabledWarning, warn_user
-from ..plugins.backend import Backend
+from ..plugins.backend import Availability, Backend
 from ..plugins.checks import check_recipe
-from ..policy.recipe import NoRecipe, Recipe, RecipeLike, read_recipe
+from ..policy.recipe import Fastest, NoRecipe, Recipe, RecipeLike, read_recipe
 
 _warned: set[tuple[str, str]] = set()
 
@@ -11,13 +12,20 @@ _warned: set[tuple[str, str]] = set()
 def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:
     """Return the recipe of a region; if its device does not support that, warn and return none.
 
+    The recipe `Fastest` gets the profile of the device, which is measured if there is none.
+
     Raises:
-        TypeError, ValueError: `given` is not a recipe.
+        TypeError, ValueError: `given` is not a recipe, or its profile is of another device or cannot be read.
     """
     recipe = read_recipe(given)
-    if not enabled or isinstance(recipe, NoRecipe):
+    if isinstance(recipe, NoRecipe):
         return recipe
-    answer = check_recipe(backend, recipe)
+    answer = check_recipe(backend, recipe) if enabled else Availability(True)
+    if answer.available and isinstance(recipe, Fastest):
+        try:
+            recipe = with_profile(recipe, backend.device_type, measure=enabled)
+        except RuntimeError as error:
+            answer = Availability(False, str(error))
     if not answer.available:
         warn_user(
             f"{recipe!r} cannot be used on {backend.device_type}: {answer.reason}. The region runs in the fast dtype.",

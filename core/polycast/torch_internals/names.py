@@ -133,6 +133,14 @@ _TracingContext: Any = read(
 )
 
 
+def size_hint(size: Any) -> int:
+    """Return a size; of a symbolic one, the example that the compiler was given, without a guard on it, or 0."""
+    if isinstance(size, int):
+        return size
+    hint = getattr(getattr(size, "node", None), "hint", None)
+    return hint if isinstance(hint, int) else 0
+
+
 def tracing_context() -> Any:
     """Return the tracing context of the compilation on this thread, or None outside compilations."""
     return _TracingContext.try_get()

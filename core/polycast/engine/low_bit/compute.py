@@ -1,21 +1,24 @@
 """Ops that a recipe computes. The kernels at the Autocast keys call `perform` in regions with a recipe."""
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from ...torch_internals.names import are_functorch_transforms_active, is_forward_ad_active, is_tracing
 from .. import state
-from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT
-from ..casts.weights import parameter_of
+from ..casts.not_prepacked import INTERCEPTED
+from ..casts.weight_cache import WeightCache
 from ..disable_dynamo import disable_dynamo
+from ..fastest.choice import Way, name_of
 from ..inference import in_function
 from ..override import Override
 from .actions import Action
+from .fastest import FastestPlan
 from .listeners import listeners, notify
 from .operators import traced
-from .plan import NO_KERNEL, plan_of
+from .plan import NO_KERNEL
+from .plans import plan_of
 
 IN_FUNCTION = "an autograd.Function computes it, and low bit is for inference (what torch.inference_mode() says)"
 
@@ -42,6 +45,8 @@ def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False)
     plan = plan_of(region[0], device_type)
     if plan is None:
         return None, None
+    if isinstance(plan, FastestPlan):
+        return plan.perform(op, args, cache, plain)
     result: torch.Tensor | str
     action: Action | None = None
     if in_function():
@@ -57,22 +62,45 @@ def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False)
     if listeners:
         action = None  # they are notified of each call
     reason = result if isinstance(result, str) else None
-    notify(device_type, plan.recipe, op, reason)
+    notify(device_type, plan.recipe.short, op, reason)
     return None if isinstance(result, str) else result, action
+
+
+class Computed(NamedTuple):
+    """How a recipe computes a call: the name of the way, why it was chosen, and the dtype that it casts tensors to.
+
+    Without a choice, `way` and `reason` are empty; a kernel may take tensors of several dtypes, and `dtype` is None.
+    """
+
+    way: str = ""
+    reason: str = ""
+    dtype: torch.dtype | None = None
+
+
+def way_of(
+    override: Override,
+    op: str,
+    device_type: str,
+    args: Sequence[Any],
+    cache: WeightCache | None,
+    dtype: torch.dtype,
+) -> Computed:
+    """Return how the recipe computes a call that it does not decline, given arguments that may be fake."""
+    plan = plan_of(override, device_type)
+    found = plan.choice(op, args, cache, dtype) if isinstance(plan, FastestPlan) else ""
+    if isinstance(found, str):
+        return Computed()
+    dtypes = {Way.FAST: dtype, Way.FLOAT32: torch.float32}
+    return Computed(name_of(found.way, dtype), found.reason, dtypes.get(found.way))
 
 
 def why_no_kernel(override: Override, op: str, device_type: str) -> str | None:
     """Return why the recipe has no kernel for an op; None if it has one."""
     plan = plan_of(override, device_type)
-    return NO_KERNEL if plan is None else None if op in plan.kernels else plan.refusal
+    return NO_KERNEL if plan is None else plan.why_no_kernel(op)
 
 
 def why_not(override: Override, op: str, device_type: str, args: Sequence[Any]) -> str | None:
     """Return why a call would fall back, given arguments that may be fake; None if it would not."""
     plan = plan_of(override, device_type)
-    if plan is None or op not in plan.kernels:
-        return why_no_kernel(override, op, device_type)
-    weight = args[plan.kernels[op].weight]
-    if isinstance(weight, torch.Tensor) and not weight.is_meta and parameter_of(weight) is None:
-        return NO_WEIGHT
-    return plan.unsupported_reason(op, args)
+    return NO_KERNEL if plan is None else plan.why_not(op, args)

@@ -3,18 +3,17 @@
 from collections.abc import Callable
 
 from ...common.listeners import Listeners
-from ...policy.recipe import Recipe
 from ...torch_internals.names import tracing_context
 from .actions import forget_actions
 
 # No action is kept while there are listeners: the engine then notifies them of each call.
 listeners: Listeners[Callable[[str, str, str, str | None], object]] = Listeners(start=forget_actions)
-"""They get the device type, the recipe, the op's name in the dispatcher, and the reason if the recipe declined it."""
+"""They get the device type, the recipe's name, the op's in the dispatcher, and the reason if the recipe declined it."""
 
 
-def notify(device_type: str, recipe: Recipe, op: str, reason: str | None) -> None:
+def notify(device_type: str, recipe: str, op: str, reason: str | None) -> None:
     """Notify the listeners of an op, unless a compiler traces it: compiled code notifies them when it runs."""
     if not listeners or tracing_context() is not None:
         return
     for listener in listeners:
-        listener(device_type, recipe.short, op, reason)
+        listener(device_type, recipe, op, reason)

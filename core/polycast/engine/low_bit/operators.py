@@ -23,7 +23,8 @@ from ..casts.weight_cache import WeightCache, cache_by_identity
 from ..casts.weights import parameter_of
 from ..disable_dynamo import disable_dynamo
 from .listeners import notify
-from .plan import FLOATS, Plan, plan_for
+from .plan import FLOATS, Plan
+from .plans import plan_for
 
 
 def traced(op: str, plan: Plan, args: Sequence[Any], cache: WeightCache | None) -> torch.Tensor | str:
@@ -102,7 +103,7 @@ def _run_in_compiled(op: str, args: Sequence[Any], recipe: str, cache: int, dtyp
                     result, _ = plan.compute(op, args, found)
             else:
                 result, _ = plan.compute(op, args, found)
-            notify(device_type, plan.recipe, op, result if isinstance(result, str) else None)
+            notify(device_type, plan.recipe.short, op, result if isinstance(result, str) else None)
             return _in_fast_dtype(op, args, dtype) if isinstance(result, str) else result
     finally:
         if before is not dtype:

@@ -15,14 +15,12 @@ import torch
 from ...common.atfork import hold_during_fork
 from ...plugins.backend import Backend, LowBitKernel
 from ...plugins.checks import check_recipe
-from ...plugins.registry import registry
 from ...policy.recipe import Recipe
 from ...torch_internals.names import disable_current_modes, has_python_key
 from .. import state
-from ..casts.not_prepacked import NOT_CACHED
+from ..casts.not_prepacked import NO_WEIGHT, NOT_CACHED
 from ..casts.weight_cache import WeightCache
-from ..casts.weights import caching_is_safe
-from ..override import Override
+from ..casts.weights import caching_is_safe, parameter_of
 from .actions import FALL_BACK, Action, ActionKind
 
 NO_KERNEL = "the backend has no kernel for it"
@@ -142,6 +140,19 @@ class Plan:
                     return RECORDS
         return None
 
+    def why_no_kernel(self, op: str) -> str | None:
+        """Return why the recipe has no kernel for an op; None if it has one."""
+        return None if op in self.kernels else self.refusal
+
+    def why_not(self, op: str, args: Sequence[Any]) -> str | None:
+        """Return why a call would fall back, given arguments that may be fake; None if it would not."""
+        if op not in self.kernels:
+            return self.refusal
+        weight = args[self.kernels[op].weight]
+        if isinstance(weight, torch.Tensor) and not weight.is_meta and parameter_of(weight) is None:
+            return NO_WEIGHT
+        return self.unsupported_reason(op, args)
+
     def compute(
         self, op: str, args: Sequence[Any], cache: WeightCache | None, plain: bool = False
     ) -> tuple[torch.Tensor | str, Action | None]:
@@ -159,7 +170,7 @@ class Plan:
         if self._may_capture and self.backend.is_capturing():
             return NOT_CACHED, None
         # Traced tensors are of subclasses too, but caching is not safe then.
-        if not plain and any(isinstance(arg, torch.Tensor) and _is_special(arg) for arg in args) and caching_is_safe():
+        if not plain and any(isinstance(arg, torch.Tensor) and is_special(arg) for arg in args) and caching_is_safe():
             return SUBCLASS, None
         where = process_cache.cache if cache is None else cache
         prepared = state.machine.prepacked(where, weight, self._kinds[op], self._prepack[op])
@@ -197,26 +208,8 @@ def _kind_of(backend: Backend, recipe: Recipe, op: str, kernel: LowBitKernel) ->
         return kinds.setdefault(key, next(_unused_kinds))
 
 
-def _is_special(tensor: torch.Tensor) -> bool:
+def is_special(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is of a subclass that sees each op itself, or has no memory."""
     if type(tensor) in _PLAIN:
         return tensor.is_meta
     return tensor.is_meta or has_python_key(tensor)
-
-
-def plan_of(override: Override, device_type: str) -> Plan | None:
-    """Return the plan of an override's recipe on a device; None if it has none."""
-    backend = registry.find(device_type)
-    plan: Plan | None = override.plan
-    if plan is None or plan.backend is not backend:
-        if override.recipe is None:
-            return None
-        plan = override.plan = plan_for(backend, override.recipe)
-    return plan
-
-
-def plan_for(backend: Backend, recipe: Recipe) -> Plan:
-    """Return the plan of a recipe on a backend, which equal recipes share."""
-    plan: Plan | None = recipe.derived.get((Plan, backend.device_type))
-    if plan is None or plan.backend is not backend:
-        plan = recipe.derived[Plan, backend.device_type] = Plan(backend, recipe)
-    return plan

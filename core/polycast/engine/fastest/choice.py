@@ -1,0 +1,116 @@
+"""Choose the way to compute a call from its metadata and a device's profile: pure functions.
+
+Sizes are rounded to powers of two first, so that calls of about the same size are computed in the same way.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+
+from ...policy.dtypes import dtype_name
+from ...profiling.device_profile import DeviceProfile
+from .cost import FLOAT32, seconds_of, seconds_to_cast
+from .products import Product
+
+_MARGIN = 0.97
+"""Another way than the fast dtype's has to take less than this part of its time."""
+
+
+class Way(Enum):
+    """A way to compute a product whose result has the fast dtype."""
+
+    FAST = "fast"
+    """torch's kernel for the fast dtype, with the weight's cached cast: the ordinary path."""
+    KERNEL = "kernel"
+    """The backend's own kernel for the fast dtype, with the weight's cached cast."""
+    FLOAT32 = "float32"
+    """The weight as it is, the activations converted to float32, and the result to the fast dtype."""
+
+
+def name_of(way: Way, dtype: torch.dtype) -> str:
+    """Return the name of a way as profiles have it, given the fast dtype."""
+    return {Way.FAST: dtype_name(dtype), Way.KERNEL: f"{dtype_name(dtype)} kernel", Way.FLOAT32: FLOAT32}[way]
+
+
+class Choice(NamedTuple):
+    """The way that is chosen for a call, and why."""
+
+    way: Way
+    reason: str
+
+
+class Conversions(NamedTuple):
+    """The elements of a call's arguments that each way converts.
+
+    Attributes:
+        narrow: the elements that are not float32, which the way float32 converts.
+        wide: the float32 elements of activations, which the others convert.
+        weight: the float32 elements of weights whose casts will not be found in a cache, which the others convert.
+    """
+
+    narrow: int
+    wide: int
+    weight: int
+
+
+def choose(
+    profile: DeviceProfile, dtype: torch.dtype, product: Product, conversions: Conversions, has_kernel: bool
+) -> Choice:
+    """Choose the way to compute a product that autograd does not record.
+
+    Args:
+        profile: of the device.
+        dtype: the fast dtype.
+        product: the work.
+        conversions: the elements to convert.
+        has_kernel: whether the backend has a kernel of its own for the call.
+    """
+    work = Product(product.op, *map(bucket, product[1:]))
+    return _choose(profile, dtype, work, Conversions(*map(bucket, conversions)), has_kernel)
+
+
+def bucket(size: int) -> int:
+    """Return the power of two that is the nearest to a size, in its logarithm; 0 for 0."""
+    return 0 if size <= 0 else 1 << round(math.log2(size))
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(
+    profile: DeviceProfile, dtype: torch.dtype, product: Product, conversions: Conversions, has_kernel: bool
+) -> Choice:
+    fast = dtype_name(dtype)
+    ways = {way: name_of(way, dtype) for way in Way if has_kernel or way is not Way.KERNEL}
+    seconds = seconds_by_way(profile, product, ways)
+    if Way.FAST not in seconds:
+        return Choice(Way.FAST, f"the profile has no {fast} {product.op}")
+    to_fast = seconds_to_cast(profile, f"to {fast}", conversions.wide)
+    to_fast += seconds_to_cast(profile, f"to {fast}", conversions.weight)
+    from_fast = seconds_to_cast(profile, f"from {fast}", conversions.narrow)
+    from_fast += seconds_to_cast(profile, f"to {fast}", product.result)
+    total = {way: each + (from_fast if way is Way.FLOAT32 else to_fast) for way, each in seconds.items()}
+    ratios = {way: each / total[Way.FAST] for way, each in total.items()}
+    way = min(ratios, key=lambda each: ratios[each])
+    if ratios[way] < _MARGIN:
+        return Choice(way, f"{ways[way]} takes {ratios[way]:.2f} of {fast}'s time")
+    others = ", ".join(f"{ways[each]} {ratio:.2f}" for each, ratio in ratios.items() if each is not Way.FAST)
+    return Choice(Way.FAST, f"{fast} is the fastest (in its time: {others})" if others else f"only {fast} was measured")
+
+
+def seconds_by_way(profile: DeviceProfile, product: Product, ways: Mapping[Way, str]) -> dict[Way, float]:
+    """Return the seconds of a product by way, without conversions; of the ways that the profile has.
+
+    All are of one op: the product's own, or one like it if that was not measured.
+    """
+    for op in (product.op, *_ALIKE.get(product.op, ())):
+        of_op = {way: seconds_of(profile, op, name, product.rows, product.size) for way, name in ways.items()}
+        seconds = {way: each for way, each in of_op.items() if each is not None}
+        if Way.FAST in seconds:
+            return seconds
+    return {}
+
+
+_ALIKE = {"matmul": ("linear",), "linear": ("matmul",), "bmm": ("matmul", "linear")}

@@ -1,0 +1,44 @@
+"""The cost of computing a product in one way, in seconds, by a device's profile.
+
+A call takes a time that grows linearly with the size of the weight, of which the profile has two points or more for
+each number of rows. Converting an argument takes a time that grows with its elements.
+"""
+
+import functools
+
+from ...profiling.device_profile import DeviceProfile
+
+FLOAT32 = "float32"
+CAST = "cast"
+
+
+def seconds_of(profile: DeviceProfile, op: str, way: str, rows: int, size: int) -> float | None:
+    """Return the seconds of a product; None if it was not measured in this way."""
+    sizes = _sizes(profile, op, way)
+    if not sizes:
+        return None
+    points = [(each, profile.seconds(op, rows, way, each)) for each in sizes]
+    known = [(each, seconds) for each, seconds in points if seconds is not None]
+    if not known:
+        return None
+    if len(known) == 1:
+        measured, seconds = known[0]
+        return seconds * max(size / measured, 0.01)
+    # The neighbours, or the two at the end that is nearer. A call is never faster than half of the fastest measured.
+    after = next((at for at in range(1, len(known) - 1) if known[at][0] >= size), len(known) - 1)
+    (low, of_low), (high, of_high) = known[after - 1], known[after]
+    seconds = of_low + max(of_high - of_low, 0.0) * (size - low) / (high - low)
+    return max(seconds, min(each for _, each in known) / 2)
+
+
+def seconds_to_cast(profile: DeviceProfile, way: str, elements: int) -> float:
+    """Return the seconds of a conversion, such as ``"to bfloat16"``; 0 for no elements.
+
+    A profile without conversions makes them free.
+    """
+    return 0.0 if elements <= 0 else profile.seconds(CAST, elements, way) or 0.0
+
+
+@functools.lru_cache(maxsize=256)
+def _sizes(profile: DeviceProfile, op: str, way: str) -> tuple[int, ...]:
+    return tuple(sorted({each.size for each in profile.measurements if (each.op, each.way) == (op, way)}))

@@ -1,0 +1,153 @@
+"""`Product`: the amount of work of a call, read from the metadata of its arguments."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from ...torch_internals.names import size_hint
+
+_Tensors: TypeAlias = Sequence[torch.Tensor]
+
+
+class Product(NamedTuple):
+    """The work of a matmul or convolution, in the terms of a device's profile.
+
+    Attributes:
+        op: the op of the profile: ``"linear"``, ``"matmul"``, ``"bmm"``, ``"conv2d"`` or
+            ``"scaled_dot_product_attention"``.
+        rows: the rows of the activations; for convolutions, the positions of the result.
+    size: the elements of the weight, or of the second matrix; for attention, of keys and values.
+        result: the elements of the result.
+    """
+
+    op: str
+    rows: int
+    size: int
+    result: int
+
+
+def product_of(op: str, args: Sequence[Any]) -> Product | None:
+    """Return the work of a call; None if the op or the arguments are none that the profile knows.
+
+    Args:
+        op: by its name in the dispatcher.
+        args: its arguments, in the order of the schema; their values are not read.
+    """
+    read = _READERS.get(op)
+    if read is None:
+        return None
+    found = read(*args)
+    if found is None or min(found[1:]) <= 0:
+        return None
+    return found
+
+
+def weight_position(op: str) -> int:
+    """Return the position of the weight, or of the second matrix, among the arguments of an op."""
+    return 2 if op in ("aten::addmm", "aten::baddbmm") else 1
+
+
+def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(map(size_hint, tensor.shape))
+
+
+def layout_of(matrix: torch.Tensor) -> str:
+    """Return the op of the profile for a product by a matrix [K, N]: ``"linear"`` if it is a transposed one."""
+    rows, columns = (size_hint(stride) for stride in matrix.stride()[-2:])
+    return "linear" if rows == 1 and columns != 1 else "matmul"
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Product | None:
+    sizes = _sizes(x)
+    if weight.dim() != 2 or not sizes:
+        return None
+    features, inner = _sizes(weight)
+    rows = math.prod(sizes[:-1])
+    op = "linear" if layout_of(weight) == "matmul" else "matmul"
+    return Product(op, rows, features * inner, rows * features)
+
+
+def _mm(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
+    if weight.dim() != 2 or x.dim() < 2:
+        return None
+    rows = math.prod(_sizes(x)[:-1])
+    inner, columns = _sizes(weight)
+    return Product(layout_of(weight), rows, inner * columns, rows * columns)
+
+
+def _addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *scalars: Any) -> Product | None:
+    return None if any(isinstance(each, complex) for each in scalars) else _mm(x, weight)
+
+
+def _bmm(x: torch.Tensor, other: torch.Tensor) -> Product | None:
+    if x.dim() < 2 or other.dim() < 2:
+        return None
+    (*batch, rows, _), (*others, inner, columns) = _sizes(x), _sizes(other)
+    if len(batch) < len(others):
+        batch, others = others, batch
+    count = math.prod(max(pair) for pair in zip(batch, [1] * (len(batch) - len(others)) + others, strict=True))
+    return Product("bmm", rows, count * inner * columns, count * rows * columns)
+
+
+def _baddbmm(bias: torch.Tensor, x: torch.Tensor, other: torch.Tensor, *scalars: Any) -> Product | None:
+    return None if any(isinstance(each, complex) for each in scalars) else _bmm(x, other)
+
+
+def _matmul(x: torch.Tensor, other: torch.Tensor) -> Product | None:
+    return _mm(x, other) if other.dim() == 2 else _bmm(x, other)
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Product | None:
+    if min(query.dim(), key.dim(), value.dim()) < 3:
+        return None
+    rows = _sizes(query)[-2]
+    count = math.prod(_sizes(query)[:-2])
+    size = math.prod(_sizes(key)) + math.prod(_sizes(value))
+    return Product("scaled_dot_product_attention", rows, size, count * rows * _sizes(value)[-1])
+
+
+def _convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Product | None:
+    axes = weight.dim() - 2
+    if axes < 1 or x.dim() not in (axes + 1, axes + 2):
+        return None
+    sizes, kernel = _sizes(x), _sizes(weight)[2:]
+    strides, dilations = _by_axis(stride, axes), _by_axis(dilation, axes)
+    images = sizes[0] if x.dim() == axes + 2 else 1
+    spans = [step * (size - 1) for step, size in zip(dilations, kernel, strict=True)]
+    if padding == "same":
+        margins: Iterable[int] = spans
+    else:
+        margins = [2 * each for each in _by_axis(0 if padding == "valid" else padding, axes)]
+    positions = images * math.prod(
+        (size + margin - span - 1) // step + 1
+        for size, margin, span, step in zip(sizes[-axes:], margins, spans, strides, strict=True)
+    )
+    size = math.prod(_sizes(weight))
+    return Product("conv2d", positions, size, positions * _sizes(weight)[0])
+
+
+def _by_axis(given: Any, axes: int) -> list[int]:
+    numbers = [given] if isinstance(given, (int, torch.SymInt)) else list(given)
+    return [size_hint(each) for each in (numbers * axes if len(numbers) == 1 else numbers)]
+
+
+_READERS: Mapping[str, Callable[..., Product | None]] = {
+    "aten::linear": _linear,
+    "aten::mm": _mm,
+    "aten::addmm": _addmm,
+    "aten::matmul": _matmul,
+    "aten::bmm": _bmm,
+    "aten::baddbmm": _baddbmm,
+    "aten::scaled_dot_product_attention": _attention,
+    **{f"aten::conv{axes}d{overload}": _convolution for axes in (1, 2, 3) for overload in ("", ".padding")},
+}

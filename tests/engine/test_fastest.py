@@ -1,0 +1,238 @@
+"""The recipe "fastest": how each op is computed, and that the results are as exact as the fast dtype's."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import polycast
+from polycast import Fastest, WeightCache, autocast
+from polycast.engine.fastest.choice import bucket
+
+pytestmark = pytest.mark.usefixtures("engine")
+X = torch.randn(6, 32)
+
+
+@pytest.fixture(autouse=True)
+def _inference():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def slow(profile_of):
+    """Return the recipe for a machine where only float32 is fast."""
+    return Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=9.0, float16=9.0))
+
+
+@pytest.fixture
+def quick(profile_of):
+    """Return the recipe for a machine where all but float32 is fast."""
+    return Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=0.1, float16=0.1))
+
+
+OPS = {
+    "linear": (lambda x, w: F.linear(x, w[:32].t(), w[0, :32]), 2),
+    "mm": (lambda x, w: torch.mm(x, w), 2),
+    "addmm": (lambda x, w: torch.addmm(w[0], x, w, beta=0.5, alpha=2), 2),
+    "matmul": (lambda x, w: torch.matmul(x, w), 3),
+    "matmul of batches": (lambda x, w: torch.matmul(x, w.expand(len(x), 32, 32)), 3),
+    "bmm": (lambda x, w: torch.bmm(x, w.expand(len(x), 32, 32)), 3),
+    "baddbmm": (lambda x, w: torch.baddbmm(w[:1], x, w.expand(len(x), 32, 32), beta=2), 3),
+    "conv1d": (lambda x, w: F.conv1d(x, w.flatten()[:900].view(10, 9, 10), w[0, :10], padding=1), 3),
+    "conv2d": (lambda x, w: F.conv2d(x[None], w.reshape(8, -1, 4, 2)[:, : len(x)], stride=2), 3),
+    "conv2d.padding": (lambda x, w: F.conv2d(x[None], w.flatten()[:810].view(15, 6, 3, 3), padding="same"), 3),
+    "conv3d": (lambda x, w: F.conv3d(x[None, None], w.reshape(8, 1, 2, 4, 16)), 3),
+    "attention": (lambda x, w: F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True), 3),
+}
+
+
+@pytest.fixture(params=OPS)
+def op(request):
+    """Return a function of an op, and arguments."""
+    function, dims = OPS[request.param]
+    torch.manual_seed(0)
+    return function, torch.randn(*[6, 9, 32][-dims:]), nn.Parameter(torch.randn(32, 32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
+def test_float32_rounds_the_result_of_a_float32_op(op, slow, dtype, given, low_bit_counts):
+    function, x, weight = op
+    x = x.to(given)
+    expected = function(x.float(), weight).to(dtype)
+    with autocast("cpu", dtype, recipe=slow), low_bit_counts() as counts:
+        assert torch.equal(function(x, weight), expected)
+    assert {record.recipe for record in counts.records()} == {"fastest:float32"}
+    assert {record.declined for record in counts.records()} == {""}
+
+
+def test_the_fast_dtype_has_torchs_bits(op, quick, low_bit_counts):
+    function, x, weight = op
+    with torch.autocast("cpu"):
+        expected = function(x, weight)
+    with autocast("cpu", recipe=quick), low_bit_counts() as counts:
+        assert torch.equal(function(x, weight), expected)
+    assert {record.recipe for record in counts.records()} == {"fastest:bfloat16"}
+
+
+def test_float32_casts_and_caches_no_weight(slow):
+    cache, layer = WeightCache(), nn.Linear(32, 32)
+    with autocast("cpu", recipe=slow, cache=cache):
+        assert layer(X).dtype is torch.bfloat16
+    assert cache.stats().entries == 0
+
+
+class Kernel(polycast.LowBitKernel):
+    """A linear for the fast dtype, which adds one so that its results are told apart."""
+
+    uses_cast = True
+
+    def __init__(self):
+        self.casts = []
+
+    def unsupported_reason(self, x, weight, bias):
+        return "many rows" if x.numel() > 4 * x.shape[-1] else None
+
+    def run(self, prepacked, x, weight, bias):
+        (cast,) = prepacked
+        self.casts.append(cast)
+        return F.linear(x.to(cast.dtype), cast) + 1
+
+
+@pytest.fixture
+def kernel():
+    """Have the CPU served by a backend with a kernel of its own, and return that."""
+    made, backend = Kernel(), copy.copy(polycast.get_backend("cpu"))
+    vars(backend).update(low_bit_kernels=lambda recipe: {"aten::linear": made} if recipe.kind == "fastest" else {})
+    polycast.register_backend(backend)
+    return made
+
+
+def test_a_backends_kernel_gets_the_cached_cast(kernel, profile_of, low_bit_counts):
+    recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=9.0, bfloat16_kernel=0.2))
+    cache, weight = WeightCache(), nn.Parameter(torch.randn(64, 32))
+    with autocast("cpu", recipe=recipe, cache=cache), low_bit_counts() as counts:
+        one, other = F.linear(X[:1], weight), F.linear(X[:1], weight)
+        of_view = F.linear(torch.ones(1, 64), weight.t())
+        many = F.linear(X, weight)
+    assert torch.equal(one, F.linear(X[:1].bfloat16(), weight.bfloat16()) + 1)
+    assert torch.equal(one, other)
+    assert torch.equal(of_view, F.linear(torch.ones(1, 64).bfloat16(), weight.t().bfloat16()) + 1)
+    assert torch.equal(many, F.linear(X, weight).bfloat16())
+    assert len({cast.data_ptr() for cast in kernel.casts}) == 1
+    assert cache.stats().entries == 1
+    assert {record.recipe: record.calls for record in counts.records()} == {
+        "fastest:bfloat16 kernel": 3,
+        "fastest:float32": 1,
+    }
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_cast_of_a_weight_counts_unless_a_cache_holds_it(profile_of, cached, low_bit_counts):
+    recipe = Fastest(profile_of(bfloat16=0.3, cast=1e-9))
+    layer = nn.Linear(1024, 1024)
+    with autocast("cpu", recipe=recipe, cache=WeightCache() if cached else None), low_bit_counts() as counts:
+        layer(torch.randn(64, 1024))
+    (record,) = counts.records()
+    assert record.recipe == ("fastest:bfloat16" if cached else "fastest:float32")
+
+
+def test_small_ops_run_in_the_fast_dtype(profile_of, low_bit_counts):
+    with autocast("cpu", recipe=Fastest(profile_of(bfloat16=1.5))), low_bit_counts() as counts:
+        nn.Linear(4, 4)(torch.randn(1, 4).bfloat16())
+    assert [record.recipe for record in counts.records()] == ["fastest:bfloat16"]
+
+
+def test_equal_buckets_give_equal_choices():
+    assert [bucket(size) for size in (0, 1, 2, 3, 90, 91, 128, 181, 182)] == [0, 1, 2, 4, 64, 128, 128, 128, 256]
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ((torch.randn(2, 8), torch.randn(8, 8).bfloat16()), None),
+        ((torch.randn(2, 8), nn.Parameter(torch.randn(8, 8).bfloat16())), "its weight is not float32"),
+        ((torch.randn(2, 8).double(), nn.Parameter(torch.randn(8, 8).double())), "a tensor is float64"),
+        ((torch.randn(0, 8), nn.Parameter(torch.randn(8, 8))), "the profile has nothing like it"),
+    ],
+    ids=["an activation", "bfloat16 weight", "float64", "no rows"],
+)
+def test_what_it_does_not_choose_for_runs_as_without_it(slow, args, reason, low_bit_counts):
+    with autocast("cpu"):
+        expected = F.linear(*args)
+    with autocast("cpu", recipe=slow), low_bit_counts() as counts:
+        result = F.linear(*args)
+        explained = polycast.explain("linear", "cpu", *args)
+    (record,) = counts.records()
+    if reason is not None:
+        assert torch.equal(result, expected)
+        assert reason in record.declined
+        assert reason in explained.declined
+    else:
+        assert record.declined == ""
+        assert explained.declined is None
+    assert result.dtype is expected.dtype
+
+
+def test_ops_and_min_size_limit_it(profile_of, low_bit_counts):
+    profile = profile_of(bfloat16=3.0)
+    with low_bit_counts() as counts:
+        with autocast("cpu", recipe=Fastest(profile, ops=["mm"])):
+            nn.Linear(32, 32)(X)
+            torch.mm(X, torch.randn(32, 32))
+        with autocast("cpu", recipe=Fastest(profile, min_size=1025)):
+            nn.Linear(32, 32)(X)
+    assert [(record.op, record.declined[:10]) for record in counts.records()] == [
+        ("aten::mm", ""),
+        ("aten::linear", "the weight"),
+    ]
+
+
+def test_a_changed_weight_is_used_at_once(slow):
+    layer = nn.Linear(32, 32)
+    with autocast("cpu", recipe=slow, cache=WeightCache()):
+        for change in (
+            lambda: layer.weight.mul_(2),
+            lambda: layer.weight.data.add_(1),
+            lambda: setattr(layer.weight, "data", torch.randn(32, 32)),
+        ):
+            layer(X)
+            change()
+            assert torch.equal(layer(X), F.linear(X, layer.weight, layer.bias).bfloat16())
+
+
+def test_explain_shows_the_way_and_why(slow, quick, kernel, profile_of):
+    layer = nn.Linear(32, 32)
+    with autocast("cpu", recipe=slow):
+        told = polycast.explain("linear", "cpu", X, layer.weight, layer.bias)
+        assert (told.recipe, told.way, told.declined) == ("fastest", "float32", None)
+        assert "computes it in float32: float32 takes 0.1" in str(told)
+        told = polycast.explain("linear", "cpu", X.bfloat16(), layer.weight, layer.bias)
+        assert [argument.is_cast for argument in told.arguments] == [True, False, False]
+        assert polycast.explain("linear", "cpu").way == ""
+        told = polycast.explain("linear", "cpu", X, layer.weight, recipe=quick)
+        assert (told.way, [each.seen for each in told.arguments]) == ("bfloat16", [torch.bfloat16] * 2)
+        assert "bfloat16 is the fastest (in its time: float32" in told.reason
+        told = polycast.explain(
+            "linear",
+            "cpu",
+            X[:1],
+            layer.weight,
+            None,
+            recipe=Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=3.0, bfloat16_kernel=0.01)),
+        )
+        assert told.way == "bfloat16 kernel"
+
+
+def test_observe_has_the_share_of_each_way(engine, profile_of):
+    if engine == "reference":
+        pytest.skip("the reference engine cannot be observed")
+    recipe = Fastest(profile_of(overhead=1e-15, bfloat16={"linear": 3.0, "other": 0.3}))
+    layer, matrix = nn.Linear(64, 64), torch.randn(64, 64)
+    with autocast("cpu", recipe=recipe), polycast.observe() as seen:
+        torch.mm(layer(torch.randn(64, 64)), matrix)
+    assert seen.recipe_share == 1.0
+    assert "fastest:float32: 50%, fastest:bfloat16: 50% of the 1.05 MFLOPs in matmuls" in str(seen)
