@@ -1,11 +1,14 @@
 """Fixtures for ops of other libraries, weights written unseen, and recipes."""
 
 import ctypes
+import functools
 
 import pytest
 import torch
 
 import polycast
+from polycast.engine.installation import forget_choice
+from polycast.engine.low_bit import compute
 
 
 @pytest.fixture
@@ -53,9 +56,59 @@ def registered():
 
 
 @pytest.fixture
-def linear(engine, int8_kernels):
+def native(monkeypatch):
+    """Run a test on the native engine only."""
+    forget_choice()
+    monkeypatch.setenv("POLYCAST_ENGINE", "native")
+    yield
+    forget_choice()
+
+
+@pytest.fixture
+def int8_operators(int8_kernels):
+    """Let the kernels compute by operators, which the native engine calls itself; return them."""
+    library = torch.library.Library("polycast_test_int8", "FRAGMENT")
+    for name, kernel in int8_kernels.items():
+        op, bias = name.removeprefix("aten::"), "Tensor? bias, " * (name == "aten::linear")
+        library.define(
+            f"{op}(Tensor x, Tensor weight, {bias}Tensor integers, Tensor scale, ScalarType dtype) -> Tensor"
+        )
+
+        def call(x, weight, *others, run=kernel.run):
+            *bias, integers, scale, dtype = others
+            assert dtype is torch.get_autocast_dtype("cpu")
+            return run((integers, scale), x, weight, *bias)
+
+        library.impl(op, call, "CPU")
+        kernel.operator = getattr(torch.ops.polycast_test_int8, op).default
+        kernel.run = functools.partial(polycast.LowBitKernel.run, kernel)
+    yield int8_kernels
+    library._destroy()
+
+
+@pytest.fixture(params=[False, True], ids=["run", "operator"])
+def either_kernels(request, int8_kernels):
+    """Return int8 kernels, which compute in run() or by operators."""
+    return request.getfixturevalue("int8_operators") if request.param else int8_kernels
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Return a list of the ops for which Python was asked to compute a call by a recipe."""
+    asked, perform = [], compute.perform
+
+    def note(op, *args):
+        asked.append(op.removeprefix("aten::"))
+        return perform(op, *args)
+
+    monkeypatch.setattr(compute, "perform", note)
+    return asked
+
+
+@pytest.fixture
+def linear(engine, either_kernels):
     """Return the kernel of int8 linears."""
-    return int8_kernels["aten::linear"]
+    return either_kernels["aten::linear"]
 
 
 @pytest.fixture

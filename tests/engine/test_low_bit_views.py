@@ -24,8 +24,8 @@ def _inference():
 
 
 @pytest.fixture
-def kernels(int8_kernels):
-    return int8_kernels
+def kernels(either_kernels):
+    return either_kernels
 
 
 def new_weight(*shape, frozen=False):

@@ -39,7 +39,11 @@ std::optional<c10::IValue> constant_of(PyObject* object) {
     return c10::IValue(object == Py_True);
   }
   if (PyLong_Check(object)) {
-    return c10::IValue(static_cast<int64_t>(PyLong_AsLongLong(object)));
+    const int64_t number = PyLong_AsLongLong(object);
+    if (PyErr_Occurred() != nullptr) {
+      raise();
+    }
+    return c10::IValue(number);
   }
   if (PyFloat_Check(object)) {
     return c10::IValue(PyFloat_AsDouble(object));
@@ -52,6 +56,9 @@ std::optional<c10::IValue> constant_of(PyObject* object) {
   }
   return std::nullopt;
 }
+
+// Such as the missing bias of torch's recurrent cells.
+bool is_undefined(const c10::IValue& value) { return value.isTensor() && !value.toTensor().defined(); }
 
 // Complete an action with its operator; return false if it cannot be called with the types of the arguments.
 bool add_operator(Action& action, const char* name, const char* overload, c10::ArrayRef<c10::IValue> arguments) {
@@ -71,7 +78,7 @@ bool add_operator(Action& action, const char* name, const char* overload, c10::A
       action.floats.push_back(position);
       return true;
     }
-    return value.type()->isSubtypeOf(type);
+    return is_undefined(value) ? type.kind() == c10::TypeKind::OptionalType : value.type()->isSubtypeOf(type);
   };
   size_t position = 0;
   for (const c10::IValue& argument : arguments) {
@@ -138,9 +145,10 @@ std::optional<Tensor> compute(const Action& action, const RecipeCall& call, torc
   const ScalarType fast = at::autocast::get_autocast_dtype(call.device);
   if (action.kind == Action::Kind::kOperator) {
     const std::optional<Tensors> parts = find_parts(action, call, arguments[action.weight].toTensor());
-    if (!parts || parts->size() != action.parts) {
+    if (!parts || parts->empty() || parts->size() != action.parts) {
       return std::nullopt;
     }
+    std::replace_if(arguments.begin(), arguments.end(), &is_undefined, c10::IValue());
     arguments.insert(arguments.end(), parts->begin(), parts->end());
     arguments.emplace_back(fast);
     arguments.insert(arguments.end(), action.constants.begin(), action.constants.end());

@@ -1,7 +1,7 @@
 // What Python has decided for the calls of a thread that a recipe may compute, by the metadata of their arguments.
 //
 // Each thread has a table of its own, so that nothing is locked. It holds no Python objects, and is emptied when it is full and when
-// anything changes that decisions depend on: kernels, listeners, a plan, or the operators that decisions name.
+// anything changes that decisions depend on: kernels, listeners or a plan.
 
 #pragma once
 
@@ -143,12 +143,6 @@ class Decisions {
   // Forget the decisions for all threads.
   static void forget_all() { current_epoch.fetch_add(1, std::memory_order_release); }
 
-  // Forget them from now on when an operator is deregistered: handles to it become invalid.
-  static void forget_with_operators() {
-    [[maybe_unused]] static const auto* const registration =
-        new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>()));
-  }
-
   // Return a number that increases when decisions are forgotten. Read it before Python decides.
   static uint64_t epoch() { return current_epoch.load(std::memory_order_acquire); }
 
@@ -177,11 +171,6 @@ class Decisions {
   struct Decision {
     std::vector<int64_t> words;
     std::shared_ptr<const Action> action;
-  };
-
-  struct Listener final : c10::OpRegistrationListener {
-    void onOperatorRegistered(const c10::OperatorHandle&) override {}
-    void onOperatorDeregistered(const c10::OperatorHandle&) override { forget_all(); }
   };
 
   static inline constinit std::atomic<uint64_t> current_epoch{1};

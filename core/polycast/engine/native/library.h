@@ -26,7 +26,6 @@ class Library {
  public:
   Library(const std::string& device_type, const std::string& key)
       : device_(c10::Device(device_type).type()), key_(c10::parseDispatchKey(key)) {
-    Decisions::forget_with_operators();
     Decisions::forget_all();  // the backend may be another one
   }
 

@@ -1,0 +1,118 @@
+"""Actions that compute in float32, or with the cached cast of the weight."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from polycast import Int8, WeightCache, autocast
+from polycast.engine.low_bit.actions import FLOAT32, Action, ActionKind
+from polycast.engine.low_bit.plan import Plan
+
+X = torch.randn(3, 8)
+pytestmark = pytest.mark.usefixtures("native")
+
+
+@pytest.fixture(autouse=True)
+def _inference():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(name="kernel")
+def _kernel(int8_operators):
+    return int8_operators["aten::linear"]
+
+
+@pytest.fixture(name="layer")
+def _layer(kernel):
+    return nn.Linear(8, 8)
+
+
+def run(function, *args, **settings):
+    with autocast("cpu", recipe=Int8(min_size=1), **settings):
+        return function(*args)
+
+
+@pytest.fixture
+def decide(kernel, monkeypatch):
+    """Return a function that makes calls be computed by an action, and the results by Python NaN."""
+
+    def decide(action):
+        def compute(plan, op, args, cache, plain=False):
+            return torch.full((3, 8), torch.nan, dtype=torch.bfloat16), action
+
+        monkeypatch.setattr(Plan, "compute", compute)
+
+    return decide
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_float32_casts_the_inputs_up_and_the_result_down(decide, asked, bias, dtype):
+    decide(FLOAT32)
+    layer, x = nn.Linear(8, 8, bias=bias), X.to(dtype)
+    run(layer, x)
+    for _ in range(2):
+        assert torch.equal(run(layer, x), layer(x.float()).bfloat16())
+    assert asked == ["linear"]
+
+
+def test_float32_is_not_for_calls_that_autograd_records(layer, decide, asked):
+    decide(FLOAT32)
+    for _ in range(3):
+        with torch.enable_grad():
+            assert run(layer, X).isnan().all()
+    assert asked == ["linear"] * 3
+
+
+@pytest.fixture
+def linear_of_cast(kernel):
+    """Return an action that multiplies by the weight's cached cast, and the list of the casts that it got."""
+    casts = []
+    library = torch.library.Library("polycast_test_cast", "FRAGMENT")
+    library.define(
+        "linear(Tensor x, Tensor weight, Tensor? bias, Tensor cast, ScalarType dtype, float factor) -> Tensor"
+    )
+
+    def call(x, weight, bias, cast, dtype, factor):
+        casts.append(cast)
+        return factor * linear(x.to(dtype), cast, bias.to(dtype)).float()  # cast to the fast dtype by the engine
+
+    library.impl("linear", call, "CPU")
+    yield Action(ActionKind.OPERATOR, 1, 0, torch.ops.polycast_test_cast.linear.default, (2,)), casts
+    library._destroy()
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["", "cached"])
+def test_an_operator_gets_the_cached_cast(layer, decide, linear_of_cast, asked, cached):
+    action, casts = linear_of_cast
+    decide(action)
+    settings = {"cache": WeightCache()} if cached else {}
+    first, second = run(lambda: (layer(X), layer(X)), **settings)
+    assert first.isnan().all()
+    assert torch.equal(second, 2 * linear(X.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16()))
+    run(lambda: (layer(X), layer(X)), **settings)
+    assert {cast.dtype for cast in casts} == {torch.bfloat16}
+    assert casts[1].data_ptr() == casts[2].data_ptr()
+    layer.weight.mul_(2)
+    run(layer, X, **settings)
+    assert torch.equal(casts[-1], layer.weight.bfloat16())
+    assert asked == ["linear"]
+
+
+def test_an_operator_gets_a_weight_in_the_fast_dtype_as_it_is(decide, linear_of_cast, asked):
+    action, casts = linear_of_cast
+    decide(action)
+    layer = nn.Linear(8, 8).bfloat16()
+    for _ in range(3):
+        run(layer, X)
+    assert len(asked) == 1
+    assert {cast.data_ptr() for cast in casts} == {layer.weight.data_ptr()}
+
+
+def test_a_tensor_that_is_no_weight_is_asked_for(layer, decide, linear_of_cast, asked):
+    decide(linear_of_cast[0])
+    for _ in range(3):
+        run(linear, X, torch.randn(8, 8), layer.bias)
+    assert len(asked) == 3

@@ -1,0 +1,206 @@
+"""Calls by a recipe for which the native engine asks Python each time."""
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import polycast
+from polycast import Int8, autocast
+from polycast.engine.low_bit.listeners import listeners
+
+X = torch.randn(3, 8)
+pytestmark = pytest.mark.usefixtures("native")
+
+
+@pytest.fixture(autouse=True)
+def _inference():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(name="kernel")
+def _kernel(int8_operators):
+    return int8_operators["aten::linear"]
+
+
+@pytest.fixture(name="layer")
+def _layer(kernel):
+    return nn.Linear(8, 8)
+
+
+def run(layer, x, **settings):
+    with autocast("cpu", recipe=Int8(min_size=1), **settings):
+        return layer(x)
+
+
+class Watched(TorchDispatchMode):
+    """A mode that passes ops on."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Inside(torch.autograd.Function):
+    """Runs a layer in a region, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        return run(layer, x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return run(ctx.layer, grad.float()).float(), None
+
+
+def _listened(layer):
+    def listener(*args):
+        pass
+
+    listeners.add(listener, threading.get_ident())
+    try:
+        run(layer, X)
+    finally:
+        listeners.remove(listener)
+
+
+def _dual(layer):
+    with forward_ad.dual_level():
+        run(layer, forward_ad.make_dual(X, X))
+
+
+def _mode(layer):
+    with Watched():
+        run(layer, X)
+
+
+def _function(layer):
+    with torch.enable_grad():
+        Inside.apply(X.clone().requires_grad_(), layer)
+
+
+def _backward(layer):
+    with torch.enable_grad():
+        x = X.clone().requires_grad_()
+        result = x * 2
+        result.register_hook(lambda grad: run(layer, X).float())
+        result.sum().backward()
+
+
+def _observed(layer):
+    with polycast.observe():
+        run(layer, X)
+
+
+CASES = {
+    "listeners": _listened,
+    "observing": _observed,
+    "a dispatch mode": _mode,
+    "torch.jit.trace": lambda layer: torch.jit.trace(lambda x: run(layer, x), X, check_trace=False),
+    "vmap": lambda layer: torch.func.vmap(lambda x: run(layer, x))(X),
+    "torch.func.grad": lambda layer: torch.func.grad(lambda x: run(layer, x).float().sum())(X),
+    "forward-mode AD": _dual,
+    "an autograd.Function": _function,
+    "a backward": _backward,
+    "no caching": lambda layer: run(layer, X, cache_enabled=False),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+def test_python_is_asked_each_time(layer, asked, case):
+    layer.requires_grad_(False)
+    run(layer, X)
+    before = len(asked)
+    for count in (1, 2):
+        CASES[case](layer)
+        assert len(asked) - before >= count
+    count = len(asked)
+    run(layer, X)  # the listeners have made the engine forget
+    assert len(asked) - count == (case in ("listeners", "observing"))
+    run(layer, X)
+    assert len(asked) - count == (case in ("listeners", "observing"))
+
+
+def test_a_checkpoint_that_is_recomputed_asks(layer, asked):
+    layer.requires_grad_(False)
+    x = X.clone().requires_grad_()
+    run(layer, X)
+
+    def forward(x):
+        return run(layer, X) * x
+
+    with torch.enable_grad():
+        result = checkpoint(forward, x, use_reentrant=False).sum()
+    assert asked == ["linear"]
+    result.backward()
+    assert asked == ["linear"] * 2
+
+
+def test_fake_tensors_ask(layer, asked):
+    run(layer, X)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        run(layer, mode.from_tensor(X))
+        run(layer, mode.from_tensor(X))
+    assert len(asked) == 3
+
+
+class Subclass(torch.Tensor):
+    """A subclass that sees the ops of torch's functions."""
+
+
+class Dispatched(torch.Tensor):
+    """A subclass that sees the ops of the dispatcher."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        inner = [arg.inner if isinstance(arg, Dispatched) else arg for arg in args]
+        return func(*inner, **(kwargs or {}))
+
+
+def test_a_subclass_that_sees_ops_asks_and_falls_back(layer, kernel, asked):
+    run(layer, X)
+    for _ in range(2):
+        run(layer, Dispatched(X))
+    assert (len(asked), kernel.ran) == (3, 1)
+
+
+def test_a_subclass_that_sees_functions_gets_results_as_without_actions(layer, asked):
+    first = run(layer, X.as_subclass(Subclass))
+    again = run(layer, X.as_subclass(Subclass))
+    assert type(first) is type(again)
+    assert torch.equal(first, again)
+    assert asked == ["linear"]
+
+
+def test_a_negative_view_asks(layer, asked):
+    run(layer, X)
+    for _ in range(2):
+        assert torch.equal(run(layer, torch.complex(X, X).conj().imag), run(layer, -X))
+    assert len(asked) == 3
+
+
+def test_a_device_that_may_capture_is_asked(hand_made, asked, int8_operators):
+    polycast.unregister_backend("cpu")
+    backend = hand_made("cpu", is_capturing=lambda: False)
+    backend.recipe_availability = lambda recipe: polycast.Availability(True)
+    backend.low_bit_kernels = lambda recipe: int8_operators
+    layer = nn.Linear(8, 8)
+    for _ in range(3):
+        run(layer, X)
+    assert len(asked) == 3
