@@ -75,7 +75,7 @@ def test_disabled_region_has_a_reason(engine, hand_made, findings, in_region):
             pass
 
     (found,) = findings("disabled_region", refused)
-    assert "conftest.py:" in found.where
+    assert "test_findings_of_runs.py:" in found.where
     assert found.what == "the region for xpu is disabled, once: xpu is not available: no device is plugged in."
 
     def asked_for():

@@ -16,11 +16,13 @@ from ..region.explain import deciding_rule
 from ..region.explanation import NO_RULE, OTHERS_KERNEL
 from ..torch_internals.dispatcher import has_kernel_for_dispatch_key
 from .devices import find_backend, slow_reasons, why_not_enabled
+from .estimates import Profiles, estimated_seconds
 from .facts import Facts, Run, total_of
 from .known_modules import Known
+from .matmul_records import Matmul, MatmulRows
 from .matmuls import FUSED
 from .recorder import CHAIN_KINDS, NO_MODULE, CountRow, Reading
-from .records import Cast, Chain, Compiled, Counts, Decision, Flow, Matmul, Module, NonFinite, Op, Region
+from .records import Cast, Chain, Compiled, Counts, Decision, Flow, Module, NonFinite, Op, Region
 from .sums import combine, with_main_decision
 
 AUTOCAST_IS_OFF = "autocast is off"
@@ -46,6 +48,7 @@ class _Counting:
         self._reading = reading
         self._modules = modules
         self._overrides: Mapping[int, Override] = reading.overrides
+        self._profiles = Profiles(())
         self._decisions: dict[tuple[object, ...], tuple[str | None, str, str]] = {}
 
     def facts(self, run: Run) -> Facts:
@@ -62,6 +65,7 @@ class _Counting:
         ops = combine((), (op for ops in by_module.values() for op in ops))
         regions = self._regions()
         devices = self._fast_dtypes(regions)
+        self._profiles = Profiles(devices)
         return Facts(
             run=replace(run, devices=devices, emulated=slow_reasons(devices)),
             ops=_sorted(ops),
@@ -215,11 +219,21 @@ class _Counting:
                     device=row.device or "",
                     recipe=recipe,
                     declined=declined or "",
+                    dtype=next(iter(_by_name(row.computes)), ""),
                     calls=row.calls,
+                    seconds=sum(seconds for _, seconds in row.seconds),
                     flops=row.flops,
+                    rows=tuple(self._rows(row)),
                 )
             )
         return tuple(sorted(combine((), found), key=lambda each: (-each.flops, each.op, each.module or "")))
+
+    def _rows(self, row: CountRow) -> Iterable[MatmulRows]:
+        """Yield the matmuls of a row by their numbers of rows, with the times that a profile gives."""
+        profile = self._profiles.of(row.device)
+        for each in row.matmuls:
+            estimates = {} if profile is None else estimated_seconds(profile, each)
+            yield MatmulRows(each.kind, each.rows, each.calls, each.flops, estimates)
 
     def _why_not_asked(self, op: str, device: str | None, dtype: torch.dtype | None, override: int) -> tuple[str, str]:
         """Return the active recipe, which was not asked for an op, and the reason; empty texts without a recipe."""

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .records import Cast, Chain, Compiled, Counts, Flow, LowBit, Matmul, Module, NonFinite, Op, Region
+from .matmul_records import Matmul
+from .records import Cast, Chain, Compiled, Counts, Flow, LowBit, Module, NonFinite, Op, Region
 from .sums import add, combine
 
 

@@ -8,6 +8,7 @@ from ..policy.value import Policy
 from .facts import Facts
 from .records import Chain, Finding, NonFinite, Region
 from .remedies import FAST, Trial, name_of
+from .slow_dtypes import slow_dtypes
 from .sums import add
 from .units import size as _bytes
 
@@ -225,17 +226,6 @@ def _few(names: list[str]) -> str:
 _MOST_NAMES = 4
 
 
-def _slow_dtype(facts: Facts) -> Iterator[Finding]:
-    for where, reason in facts.run.emulated.items():
-        device, _, dtype = where.partition(" ")
-        yield Finding(
-            "slow_dtype",
-            device,
-            f"{dtype} is emulated: {reason}.",
-            "It saves memory but no time; for speed use another dtype or device.",
-        )
-
-
 def _disabled_regions(facts: Facts) -> Iterator[Finding]:
     for region in facts.regions:
         if not region.enabled and region.entries > 0:
@@ -268,7 +258,7 @@ def _unused(region: Region) -> Finding:
 
 _FINDERS: tuple[_Finder, ...] = (
     _nonfinite,
-    _slow_dtype,
+    slow_dtypes,
     _disabled_regions,
     _unused_regions,
     _weights_cast_again,

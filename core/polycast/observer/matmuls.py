@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from .records import Matmul
+from .matmul_records import Matmul
 
 FUSED = dict.fromkeys(
     ("aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"),

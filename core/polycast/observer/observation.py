@@ -12,8 +12,9 @@ from rich.console import Group
 from . import table
 from .facts import LISTS, Facts, Run, combined, share, total_of
 from .findings import findings_of
+from .matmul_records import Matmul
 from .matmuls import recipe_share
-from .records import Cast, Compiled, Counts, Finding, LowBit, Matmul, Module, NonFinite, Op, Region
+from .records import Cast, Compiled, Counts, Finding, LowBit, Module, NonFinite, Op, Region
 from .serialization import from_json, to_json
 
 SCHEMA = 1

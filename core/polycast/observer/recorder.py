@@ -48,6 +48,16 @@ class SourceRow:
 
 
 @dataclass(frozen=True)
+class MatmulRow:
+    """Matmuls with activations of the same number of rows; `kind` is the op in a profile of the device."""
+
+    kind: str
+    rows: int
+    calls: int
+    flops: float
+
+
+@dataclass(frozen=True)
 class CountRow:
     """Calls of an op in one module, phase and autocast state, and with one outcome for the recipe, if one was asked."""
 
@@ -62,6 +72,7 @@ class CountRow:
     calls: int
     inner_calls: int
     flops: float
+    matmuls: Sequence[MatmulRow]
     inputs: Sequence[tuple[torch.dtype, int]]
     computes: Sequence[tuple[torch.dtype, int]]
     outputs: Sequence[tuple[torch.dtype, int]]
@@ -150,8 +161,9 @@ def read(recorder: "Recorder") -> Reading:
 
 
 def _count_row(*row: Any) -> CountRow:
-    *counts, casts, stack, sources = row
-    lists: list[Any] = [[CastRow(*cast) for cast in casts], stack, [SourceRow(*source) for source in sources]]
+    *counts, matmuls, inputs, computes, outputs, seconds, casts, stack, sources = row
+    lists: list[Any] = [[MatmulRow(*each) for each in matmuls], inputs, computes, outputs, seconds]
+    lists += [[CastRow(*each) for each in casts], stack, [SourceRow(*each) for each in sources]]
     return CountRow(*counts + lists)
 
 

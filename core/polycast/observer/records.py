@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..common.plain_text import in_ascii
+from .matmul_records import Matmul, MatmulRows
 
 Dtypes = Mapping[str, int]
 """Counts by dtype."""
@@ -200,33 +201,6 @@ class LowBit:
 
 
 @dataclass(frozen=True)
-class Matmul:
-    """Calls of an op that multiplies matrices.
-
-    Attributes:
-        op, phase: the op: mm, addmm, bmm, linear, a convolution, attention, a recurrent layer. If one calls another,
-            the outermost is counted. An op that is none of these, such as an einsum outside of autocast, has the
-            operations of the ops that it calls.
-        module: the module that called it; None: none of the model's.
-        device: the device whose autocast looked at it; empty: none.
-        recipe: the active recipe, ``"int8"``; empty: none.
-        declined: why the recipe did not compute it; empty: it did, or there was none.
-        calls: the number of calls.
-        flops: the floating-point operations by the sizes of the tensors, as in ``torch.utils.flop_counter``: two for
-            each product of two elements. Masks save none, and the dtype does not matter.
-    """
-
-    op: str
-    phase: str
-    module: str | None
-    device: str
-    recipe: str = ""
-    declined: str = ""
-    calls: int = 0
-    flops: float = 0.0
-
-
-@dataclass(frozen=True)
 class Chain:
     """Ops that pass results to each other in a way that a finding is about.
 
@@ -339,6 +313,7 @@ class Finding:
 
 
 NESTED: dict[tuple[type[Any], str], type[Any]] = {
+    (Matmul, "rows"): MatmulRows,
     (Op, "decisions"): Decision,
     (Module, "ops"): Op,
     (Module, "total"): Counts,

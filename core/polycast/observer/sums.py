@@ -4,7 +4,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
-from .records import NESTED, Cast, Chain, Compiled, Counts, Decision, Flow, LowBit, Matmul, Module, Op, Region
+from .matmul_records import Matmul, MatmulRows
+from .records import (
+    NESTED,
+    Cast,
+    Chain,
+    Compiled,
+    Counts,
+    Decision,
+    Flow,
+    LowBit,
+    Module,
+    Op,
+    Region,
+)
 
 _R = TypeVar("_R")
 
@@ -16,7 +29,8 @@ _IDENTITY: dict[type[Any], tuple[str, ...]] = {
     Region: ("where", "device", "enabled", "dtype", "reason"),
     Compiled: ("region", "module"),
     LowBit: ("device", "recipe", "op", "declined"),
-    Matmul: ("op", "phase", "module", "device", "recipe", "declined"),
+    Matmul: ("op", "phase", "module", "device", "recipe", "declined", "dtype"),
+    MatmulRows: ("op", "rows"),
     Chain: ("kind", "ops", "module", "dtype"),
     Flow: (
         "op",

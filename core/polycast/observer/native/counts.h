@@ -11,9 +11,11 @@
 
 namespace {
 
-// The floating-point operations of a call: a fixed number, and a number for each element of the output.
+// The floating-point operations of a call, and the rows of its activations: a fixed number, and one for each element of the output.
 struct Flops {
   double fixed = 0, per_output = 0;
+  const char* kind = nullptr;  // the op in a polycast.DeviceProfile, a literal of flops.h; null: none
+  double rows = 0, rows_per_output = 0;
 };
 using FlopFormula = Flops (*)(c10::ArrayRef<const c10::IValue> arguments);
 
@@ -95,6 +97,20 @@ struct CastCounts {
   }
 };
 
+// Matmuls with activations of the same number of rows.
+struct MatmulRows {
+  const char* kind;  // as in Flops
+  int64_t rows;
+  uint64_t calls = 1;
+  double flops = 0;
+
+  bool is_like(const MatmulRows& other) const { return kind == other.kind && rows == other.rows; }
+  void add(const MatmulRows& other) {
+    calls += other.calls;
+    flops += other.flops;
+  }
+};
+
 constexpr int kNoModule = -1;
 
 // Floating-point inputs of an op, by the op that made them.
@@ -153,6 +169,22 @@ struct CallCounts {
   Tally<SourceCounts> sources;  // in the forward pass, if autocast looks
   size_t stack = 0;             // of the first call: its number in the recorder, from 1 on
   double flops = 0;
+  Tally<MatmulRows> rows;
+
+  void add_rows(MatmulRows more) {
+    constexpr size_t kMaxRows = 16;  // a text of any length may be the input
+    if (rows.add_to_known(more)) {
+      return;
+    }
+    if (rows.size() >= kMaxRows) {
+      int64_t power = 1;
+      while (power < more.rows) {
+        power *= 2;
+      }
+      more.rows = power;
+    }
+    rows.add(more);
+  }
 
   void add_source(SourceCounts source) {
     constexpr size_t kMaxSources = 32;  // code outside of all modules may use the outputs of thousands of ops
@@ -175,6 +207,9 @@ struct CallCounts {
     outputs.add(other.outputs);
     seconds.add(other.seconds);
     casts.add(other.casts);
+    for (const MatmulRows& each : other.rows) {
+      add_rows(each);
+    }
     for (const SourceCounts& source : other.sources) {
       add_source(source);
     }

@@ -1,4 +1,4 @@
-// The floating-point operations of matmuls, convolutions and attention, by the sizes of their inputs.
+// The floating-point operations of matmuls, convolutions and attention, and the rows of their activations, by the sizes of their inputs.
 //
 // A product and a sum are two operations, as in torch.utils.flop_counter. Masks save none.
 
@@ -36,6 +36,12 @@ double elements_of_each(const Tensor& tensor) {
   return tensor.dim() == 0 || tensor.numel() == 0 ? 0 : elements(tensor) / static_cast<double>(tensor.size(0));
 }
 
+// The ops of a polycast.DeviceProfile.
+constexpr const char *kLinear = "linear", *kMatmul = "matmul", *kBmm = "bmm", *kConv2d = "conv2d", *kAttention = "scaled_dot_product_attention";
+
+// Return the number of rows, over all dimensions but the last.
+double rows_of(const Tensor& tensor) { return tensor.numel() == 0 ? 0 : elements(tensor) / size(tensor, 1); }
+
 // The arguments `a` and `b`: [..., M, K] by [..., K, N], or by a vector. If only `a` has a dimension of groups, each group takes a part of
 // the columns.
 template <size_t a, size_t b>
@@ -44,8 +50,13 @@ Flops product(Arguments arguments) {
   if (left == nullptr || right == nullptr) {
     return {};
   }
+  if (right->dim() < 2) {
+    return {2 * elements(*left), 0, kMatmul, 1};
+  }
   const bool groups_take_parts = left->dim() == 3 && right->dim() == 2;
-  return {2 * (groups_take_parts ? elements_of_each(*left) : elements(*left)) * (right->dim() < 2 ? 1 : size(*right, 1))};
+  const double flops = 2 * (groups_take_parts ? elements_of_each(*left) : elements(*left)) * size(*right, 1);
+  const bool is_batch = left->dim() == 3 || right->dim() == 3;
+  return {flops, 0, is_batch ? kBmm : kMatmul, size(*left, 2)};
 }
 
 // matmul(a, b), with broadcast batches
@@ -59,19 +70,26 @@ Flops broadcast_product(Arguments arguments) {
     const double of_left = size(*left, from_end), of_right = size(*right, from_end);
     batches *= of_left == 1 ? of_right : of_left;
   }
-  return {2 * batches * size(*left, 2) * size(*left, 1) * (right->dim() < 2 ? 1 : size(*right, 1))};
+  const double flops = 2 * batches * size(*left, 2) * size(*left, 1) * (right->dim() < 2 ? 1 : size(*right, 1));
+  if (right->dim() > 2) {
+    return {flops, 0, kBmm, size(*left, 2)};
+  }
+  return {flops, 0, kMatmul, right->dim() < 2 ? 1 : rows_of(*left)};
 }
 
 // linear(x, weight [features, terms])
 Flops linear(Arguments arguments) {
   const Tensor *const x = floats(arguments, 0), *const weight = floats(arguments, 1);
-  return x == nullptr || weight == nullptr ? Flops() : Flops{2 * elements(*x) * size(*weight, 2)};
+  return x == nullptr || weight == nullptr ? Flops() : Flops{2 * elements(*x) * size(*weight, 2), 0, kLinear, rows_of(*x)};
 }
 
 // conv2d(x, weight, ...): each output element is a sum over the weights of its channel
 Flops convolution(Arguments arguments) {
   const Tensor *const x = floats(arguments, 0), *const weight = floats(arguments, 1);
-  return x == nullptr || weight == nullptr ? Flops() : Flops{0, 2 * elements_of_each(*weight)};
+  if (x == nullptr || weight == nullptr || weight->numel() == 0) {
+    return {};
+  }
+  return {0, 2 * elements_of_each(*weight), kConv2d, 0, 1 / static_cast<double>(weight->size(0))};
 }
 
 // conv_transpose2d(x, weight, ...): each input element is multiplied by the weights of its channel
@@ -115,13 +133,14 @@ Flops attention(Arguments arguments) {
     return {};
   }
   const double rows = elements(*queries) / size(*queries, 1);
-  return {2 * rows * size(*keys, 2) * (of_queries * size(*queries, 1) + of_values * size(*values, 1))};
+  const double flops = 2 * rows * size(*keys, 2) * (of_queries * size(*queries, 1) + of_values * size(*values, 1));
+  return q == 0 ? Flops{flops, 0, kAttention, size(*queries, 2)} : Flops{flops};
 }
 
 // _native_multi_head_attention(queries, keys, values, features, heads, weight of all three, bias, weight of the output, ...)
 Flops fused_attention(Arguments arguments) {
   const Tensor *const into = floats(arguments, 5), *const out = floats(arguments, 7);
-  Flops flops = attention<0, 1, 1>(arguments);
+  Flops flops{attention<0, 1, 1>(arguments).fixed};
   if (flops.fixed == 0 || into == nullptr || out == nullptr) {
     return {};
   }

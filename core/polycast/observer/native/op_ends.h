@@ -74,6 +74,9 @@ struct Call {
     ++counts.calls;
     counts.inner_calls += op.inner;
     counts.flops += op.flops;
+    for (const MatmulRows& each : op.rows) {
+      counts.add_rows(each);
+    }
     counts.inputs.add(op.inputs);
     counts.outputs.add(outputs);
     if (computes != ScalarType::Undefined) {
@@ -196,15 +199,21 @@ c10::ArrayRef<c10::IValue> outputs_of(const at::RecordFunction& event, size_t co
   return outputs.size() > count ? outputs.slice(outputs.size() - count) : outputs;
 }
 
-double flops_of(const Flops& formula, c10::ArrayRef<c10::IValue> outputs) {
+// Add the operations of a matmul to an op: itself, or one that it is part of.
+void add_matmul(ObservedOp& op, const Flops& formula, c10::ArrayRef<c10::IValue> outputs) {
   const bool returns_tensor = !outputs.empty() && outputs.front().isTensor() && outputs.front().toTensor().defined() &&
       has_known_sizes(outputs.front().toTensor());
-  return formula.fixed + (returns_tensor ? formula.per_output * static_cast<double>(outputs.front().toTensor().numel()) : 0);
+  const double elements = returns_tensor ? static_cast<double>(outputs.front().toTensor().numel()) : 0;
+  const double flops = formula.fixed + formula.per_output * elements, rows = formula.rows + formula.rows_per_output * elements;
+  op.flops += flops;
+  if (formula.kind != nullptr && rows > 0 && flops > 0) {
+    op.rows.add(MatmulRows{formula.kind, static_cast<int64_t>(rows + 0.5), 1, flops});
+  }
 }
 
 void end_part(ObservedPart& part, const at::RecordFunction& event) {
   part.outer->watch->in_matmul = false;
-  part.outer->flops += flops_of(part.formula, outputs_of(event, 1));
+  add_matmul(*part.outer, part.formula, outputs_of(event, 1));
 }
 
 // Find the chains that an op ends with its first floating-point output.
@@ -268,7 +277,7 @@ void end_op(ObservedOp& op, const at::RecordFunction& event) {
   watch.set_op(op.outer);
   if (op.is_matmul) {
     watch.in_matmul = false;
-    op.flops = flops_of(op.formula, outputs);
+    add_matmul(op, op.formula, outputs);
   }
   DtypeCounts dtypes;
   const Tensor* first = nullptr;

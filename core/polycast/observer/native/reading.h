@@ -67,8 +67,10 @@ PyObject* row_of_op(Recorder& recorder, const CallKey& key, const CallCounts& co
   const char* const recipe = key.outcome == nullptr ? nullptr : key.outcome->first.c_str();
   const char* const declined = key.outcome == nullptr ? nullptr : key.outcome->second.c_str();
   return Py_BuildValue(
-      "(sNiNONzzKKdNNNNNNN)", key.op->name.c_str(), PyBool_FromLong(key.backward), key.module, device_name(key.device),
-      python_dtype(key.fast), address_of(key.override), recipe, declined, counts.calls, counts.inner_calls, counts.flops, dtypes_of(counts.inputs),
+      "(sNiNONzzKKdNNNNNNNN)", key.op->name.c_str(), PyBool_FromLong(key.backward), key.module, device_name(key.device),
+      python_dtype(key.fast), address_of(key.override), recipe, declined, counts.calls, counts.inner_calls, counts.flops,
+      list_of(counts.rows, [](const auto& each) { return Py_BuildValue("(sLKd)", each.kind, static_cast<long long>(each.rows), each.calls, each.flops); }),
+      dtypes_of(counts.inputs),
       dtypes_of(counts.computes), dtypes_of(counts.outputs), seconds, casts, stack_of(recorder, counts.stack),
       list_of(counts.sources, &row_of_source));
 }

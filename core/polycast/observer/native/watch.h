@@ -197,7 +197,8 @@ struct ObservedOp final : Observed, ObservedCall {
   bool checks = true;        // unless its inner ops are checked
   bool is_matmul = false;    // with a formula, and not inside an op with one
   Flops formula;
-  double flops = 0;                  // of its inner ops
+  double flops = 0;                  // its own, or those of its inner ops
+  Tally<MatmulRows> rows;            // of the same matmuls
   const Outcome* outcome = nullptr;  // null: no recipe was asked
   bool has_new_output = false;       // one that is neither a view nor a copy
   DtypeCounts inputs;
