@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import polycast
-from polycast.drop_in.recipe_summary import RecipeShare
+from polycast.drop_in.recipe_summary import RecipeSummary
+from polycast.engine.low_bit.listeners import listeners
 
 pytestmark = pytest.mark.slow
 
@@ -145,44 +146,49 @@ SLOW = """
 
 @pytest.mark.usefixtures("int8")
 def test_slow_dtypes_are_in_the_summary_and_not_warned_about(run):
-    program = (
-        SLOW
-        + """
-    for _ in range(2):
-        forward()
+    program = f"""{SLOW}
+    forward()
+    forward()
     """
-    )
     assert run(program).stderr.splitlines() == [
         "polycast: native engine, 2 regions (cpu bfloat16 2)",
-        "  bfloat16 is slow on cpu: it has no such unit. Faster: --recipe int8 (inference only)",
+        "  bfloat16 is slow on cpu: it has no such unit. Faster: --recipe fastest, --recipe int8 (inference only)",
     ]
     assert run(program, "--quiet").stderr == ""
 
 
 @pytest.mark.usefixtures("int8")
 def test_a_recipe_for_all_ops_is_not_told_of_slow_dtypes(run):
-    program = (
-        SLOW
-        + """
+    program = f"""{SLOW}
     with torch.no_grad(), torch.autocast("cpu"):
         large(x)
     """
-    )
     assert "slow" not in run(program, "--recipe", "int8").stderr
     assert "  bfloat16 is slow on cpu: " in run(program + "    forward()", "--recipe", "int8").stderr
+
+
+def test_the_summary_says_the_way_of_each_op_by_fastest(run, tmp_path, profile_of):
+    profile_of(bfloat16=4.0).save(tmp_path / "profile.json")
+    program = "forward()\nlarge(x)\nwith torch.autocast('cpu'):\n    large(x)"
+    said = run(program, "--recipe", "fastest", POLYCAST_PROFILE="profile.json").stderr.splitlines()
+    assert said[0].endswith(", fastest: 2 ops")
+    assert said[1] == "  2 linear by float32"
+    assert said[2].startswith("  1 linear in the fast dtype: autograd records it")
+    assert said[3].startswith("  fastest:float32: ")
 
 
 @pytest.mark.usefixtures("int8_kernels")
 def test_a_long_program_is_observed_in_its_first_seconds(monkeypatch):
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    share = RecipeShare()
+    summary = RecipeSummary("int8")
     with torch.no_grad():
         for now in (1.0, 9.0, 11.0, 12.0):  # noqa: B007  # which monotonic() returns
-            share.end_if_late()
+            summary.end_if_late()
             with polycast.autocast("cpu", recipe=polycast.Int8(min_size=0)):
                 torch.mm(torch.ones(1, 4), torch.nn.Parameter(torch.ones(4, 4)))
-    assert list(share.lines()) == ["int8: 100% of the 64 FLOPs in matmuls of the first 10 s"]
+    assert summary.text() == "int8: 2 ops in the first 10 s\n  int8: 100% of the 64 FLOPs in matmuls"
+    assert not listeners  # the engine computes calls without Python again
 
 
 def test_quiet_leaves_the_summary_out(run):

@@ -85,6 +85,13 @@ def test_recipe_that_computed_the_matmuls_avoids_it(engine, profiled, findings, 
     assert "take 2 of float32's time" in found.what
 
 
+def test_recipe_fastest_avoids_it(engine, profiled, profile_of, findings, in_region):
+    layer = nn.Linear(64, 64)
+    profiled(bfloat16={1: 2.0, 128: 2.0})
+    for recipe in (polycast.Fastest(profile_of(bfloat16=4.0)), polycast.Fastest(profile_of(bfloat16=0.2))):
+        assert findings("slow_dtype", in_region(lambda: layer(X), recipe=recipe)) == []
+
+
 def test_policy_that_keeps_the_matmuls_in_float32_avoids_it(engine, profiled, findings, in_region):
     profiled(bfloat16={1: 2.0, 128: 2.0})
     assert findings("slow_dtype", in_region(linear, policy={"linear": "fp32"})) == []

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import polycast
+from polycast.profiling.profile import find
 from polycast.region import autocast as regions
 from polycast.region import slow_dtype
 
@@ -15,6 +16,7 @@ from polycast.region import slow_dtype
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
     """Forget which dtypes regions have had in this process."""
+    monkeypatch.setattr(slow_dtype, "find", lambda device_type: None)
     monkeypatch.setattr(slow_dtype, "found", {})
     monkeypatch.setattr(slow_dtype, "_checked", set())
     regions._plain_settings.cache_clear()
@@ -42,8 +44,9 @@ def warned(make):
 def test_first_region_says_why_and_what_to_do(slow):
     (found,) = warned(lambda: polycast.autocast("cpu"))
     assert str(found.message) == (
-        "bfloat16 is slow on cpu: it has no such unit. It saves memory but no time. Faster: dtype=torch.float16, "
-        'float32, without a region. To silence this: warnings.simplefilter("ignore", polycast.SlowDtypeWarning).'
+        "bfloat16 is slow on cpu: it has no such unit. It saves memory but no time. Faster: "
+        'recipe="fastest", dtype=torch.float16, float32, without a region. To silence this: '
+        'warnings.simplefilter("ignore", polycast.SlowDtypeWarning).'
     )
     assert found.filename == __file__
 
@@ -51,18 +54,19 @@ def test_first_region_says_why_and_what_to_do(slow):
 def test_recipes_that_the_device_supports_are_named(slow, monkeypatch):
     monkeypatch.setattr(slow, "recipe_availability", lambda recipe: polycast.Availability(True), raising=False)
     (found,) = warned(lambda: polycast.autocast("cpu"))
-    assert 'Faster: recipe="int8" (inference only), dtype=torch.float16' in str(found.message)
+    assert 'Faster: recipe="fastest", recipe="int8" (inference only), dtype=torch.float16' in str(found.message)
 
 
 def test_nothing_is_compiled_for_the_names(slow, monkeypatch):
     def recipe_availability(recipe):
-        raise AssertionError("this would compile")
+        assert not recipe.needs_kernels  # others would compile
+        return polycast.Availability(True)
 
     slow.ops_in_cpp = ("polycast_cpu.native",)
     monkeypatch.setattr(slow, "recipe_availability", recipe_availability, raising=False)
     monkeypatch.setattr(slow_dtype, "is_built", lambda package: False)
     (found,) = warned(lambda: polycast.autocast("cpu"))
-    assert "Faster: dtype=torch.float16" in str(found.message)
+    assert 'Faster: recipe="fastest", dtype=torch.float16' in str(found.message)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +95,26 @@ def test_each_dtype_warns_for_itself(slow):
 @pytest.mark.parametrize("arguments", [{"enabled": False}, {"dtype": torch.float16}], ids=str)
 def test_other_regions_do_not_warn(slow, arguments):
     assert warned(lambda: polycast.autocast("cpu", **arguments)) == []
+    assert len(warned(lambda: polycast.autocast("cpu"))) == 1
+
+
+def test_profile_says_how_slow_it_is(slow, profile_of, monkeypatch):
+    monkeypatch.setattr(slow_dtype, "find", lambda device_type: profile_of(bfloat16=8.0, overhead=0.0))
+    (found,) = warned(lambda: polycast.autocast("cpu"))
+    slowness = (
+        "it has no such unit (time of linear layers relative to float32: 8 for 1 row and 8 for 128 rows). It saves"
+    )
+    assert slowness in str(found.message)
+
+
+def test_profile_says_that_it_is_not_slow(slow, profile_of, monkeypatch):
+    monkeypatch.setattr(slow_dtype, "find", lambda device_type: profile_of(bfloat16=0.5))
+    assert warned(lambda: polycast.autocast("cpu")) == []
+
+
+def test_wrong_profile_is_no_error_in_a_plain_region(slow, monkeypatch):
+    monkeypatch.setattr(slow_dtype, "find", find)
+    monkeypatch.setenv("POLYCAST_PROFILE", "/nonexistent/profile.json")
     assert len(warned(lambda: polycast.autocast("cpu"))) == 1
 
 

@@ -17,7 +17,7 @@ from ..region.policies import override_of
 from ..region.recipes import usable_recipe
 
 if TYPE_CHECKING:
-    from .recipe_summary import RecipeShare
+    from .recipe_summary import RecipeSummary
 
 
 class RunOverrides:
@@ -28,7 +28,7 @@ class RunOverrides:
         recipe: a recipe for each outermost region.
         cache: a cache for each region that is entered under ``no_grad``.
         wrap: device type and dtype of a region around each outermost call of a module.
-        share: stops observing when a region is entered after its time.
+        summary: stops counting when a region is entered after its time.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class RunOverrides:
         recipe: str | None = None,
         cache: WeightCache | None = None,
         wrap: tuple[str, torch.dtype | None] | None = None,
-        share: "RecipeShare | None" = None,
+        summary: "RecipeSummary | None" = None,
     ) -> None:
         self.cache = cache
         self.wrap = wrap
-        self._share = share
+        self._summary = summary
         self._policy = policy
-        self._recipe = recipe
+        self.recipe = recipe
         self._regions: dict[tuple[str, torch.dtype | None], Iterator[int]] = {}
         self._override = functools.lru_cache(self._override_uncached)  # a program has few, and enters them often
 
@@ -51,10 +51,10 @@ class RunOverrides:
         """Count a region that is about to be entered, and return its settings."""
         key = settings.device_type, settings.dtype if settings.enabled else None
         next(self._regions.setdefault(key, itertools.count()))  # threads and forks need no lock for this
-        if self.cache is None and self._policy is None and self._recipe is None:
+        if self.cache is None and self._policy is None and self.recipe is None:
             return settings
-        if self._share is not None:
-            self._share.end_if_late()
+        if self._summary is not None:
+            self._summary.end_if_late()
         is_outermost = state.machine.innermost(settings.device_type) is None
         caches = self.cache is not None and settings.cache_enabled is not False and not torch.is_grad_enabled()
         return self._override(settings, is_outermost, caches)
@@ -63,7 +63,7 @@ class RunOverrides:
         override = None
         if is_outermost:
             backend = registry.find(settings.device_type)
-            usable = None if self._recipe is None else usable_recipe(self._recipe, backend, settings.enabled)
+            usable = None if self.recipe is None else usable_recipe(self.recipe, backend, settings.enabled)
             override = override_of(self._policy, settings.device_type, usable)
         return settings._replace(cache=self.cache if caches else None, override=override)
 

@@ -60,8 +60,7 @@ def start(options: Options, *, is_first: bool = True, reports: bool = False) -> 
         from .recipe_summary import RecipeSummary  # few programs need it, and its import is slow
 
         recipe = RecipeSummary(options.recipe)
-    share = None if recipe is None else recipe.share
-    overrides = Region.overrides = RunOverrides(options.policy, options.recipe, cache, options.wrap, share)
+    overrides = Region.overrides = RunOverrides(options.policy, options.recipe, cache, options.wrap, recipe)
     patch_torch().start()
     if options.wrap is not None:
         changes.make(changes.RUN_WRAP)
@@ -96,16 +95,17 @@ def _summary(overrides: RunOverrides, recipe: "RecipeSummary | None") -> str:
         parts.append(f"weight cache: {stats.hits} hits, {stats.misses} misses, {stats.bytes / 2**20:.1f} MiB")
     if recipe is not None:
         parts.append(recipe.text())
-    return "\n  ".join([", ".join(parts), *(() if recipe is not None and recipe.is_complete() else _slow_dtypes())])
+    slow = () if recipe is not None and recipe.is_complete() else _slow_dtypes(overrides.recipe)
+    return "\n  ".join([", ".join(parts), *slow])
 
 
-def _slow_dtypes() -> Iterator[str]:
+def _slow_dtypes(recipe: str | None) -> Iterator[str]:
     """Yield a line for each device and dtype of the program's regions that is slow there."""
     for device_type, dtype in slow_dtype.found:
         backend = registry.find(device_type)
-        ways = [f"--recipe {kind}{note}" for kind, note in slow_dtype.faster_recipes(backend).items()]
-        faster = f". Faster: {', '.join(ways)}" if ways else ""
-        yield f"{slow_dtype.describe(backend, dtype)}{faster}"
+        faster = slow_dtype.faster_recipes(backend).items()
+        ways = [f"--recipe {kind}{note}" for kind, note in faster if kind != recipe]
+        yield f"{slow_dtype.describe(backend, dtype)}{'. Faster: ' * bool(ways)}{', '.join(ways)}"
 
 
 class _StartWhenUnpickled:

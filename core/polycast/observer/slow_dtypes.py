@@ -58,7 +58,13 @@ _UNMEASURED = (
 
 
 def _is_by_recipe(matmul: Matmul) -> bool:
-    return bool(matmul.recipe) and (not matmul.declined or matmul.recipe.startswith(FASTEST))
+    return bool(matmul.recipe) and not matmul.declined
+
+
+def _way(matmul: Matmul) -> str:
+    """Return the way in which a matmul was computed, as profiles name it."""
+    kind, _, way = (matmul.recipe if _is_by_recipe(matmul) else "").partition(":")
+    return way if kind == FASTEST else kind or matmul.dtype
 
 
 @dataclass(frozen=True)
@@ -105,12 +111,7 @@ def _known(slow: Iterable[Matmul], dtype: str) -> Iterator[MatmulRows]:
 
 def _seconds_of_others(ran: Iterable[Matmul], slow: list[Matmul]) -> float:
     """Return the estimated seconds of the other matmuls in the run."""
-    return sum(
-        each.estimates.get(matmul.recipe or matmul.dtype, 0.0)
-        for matmul in ran
-        if matmul not in slow
-        for each in matmul.rows
-    )
+    return sum(each.estimates.get(_way(matmul), 0.0) for matmul in ran if matmul not in slow for each in matmul.rows)
 
 
 def _rows_text(slow: Iterable[Matmul], dtype: str) -> str:
@@ -135,13 +136,16 @@ def _remedy(slow: list[Matmul], dtype: str) -> str:
     trains = any(each.phase == "backward" for each in slow)
     float32, fast = (sum(each.estimates[way] for each in known) for way in (FLOAT32, dtype))
     faster = []
+    declined = {each.recipe for each in slow}
     for recipe in (FASTEST, *(() if trains else _INFERENCE_ONLY)):
+        if recipe in declined:
+            continue
         seconds = sum(_seconds_by(recipe, each.estimates, dtype) for each in known)
         if seconds * _SLOWER < fast:
             note = "" if recipe == FASTEST else ", for inference"
             faster.append(f'recipe="{recipe}" (about {seconds / float32:.2g} of float32\'s time{note})')
     if not faster:
-        return 'recipe="fastest" or float32 avoids that.'
+        return "Compute them in float32." if FASTEST in declined else 'recipe="fastest" or float32 avoids that.'
     return f"{' or '.join(faster)} avoid{'s' * (len(faster) == 1)} that."
 
 

@@ -8,9 +8,11 @@ from ..plugins.backend import Backend
 from ..plugins.checks import PLUGIN_ERRORS, check_recipe, find_slow_reason
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import read_recipe
+from ..profiling.device_profile import DeviceProfile
+from ..profiling.profile import find
 from ..toolchain.load_ops import is_built
 
-FASTER_RECIPES = {"int8": " (inference only)"}
+FASTER_RECIPES = {"fastest": "", "int8": " (inference only)"}
 """The recipes that replace a slow dtype, and what messages add to their names."""
 
 found: dict[tuple[str, torch.dtype], None] = {}
@@ -50,16 +52,38 @@ def leave_to_summary() -> None:
 
 
 def describe(backend: Backend, dtype: torch.dtype) -> str | None:
-    """Return the beginning of a sentence that says why a dtype is slow on a device; None if it is not."""
+    """Return the beginning of a sentence that says why a dtype is slow on a device; None if it is not.
+
+    A profile of the device decides, if there is one; nothing is measured.
+    """
     reason = find_slow_reason(backend, dtype)
-    return None if reason is None else f"{dtype_name(dtype)} is slow on {backend.device_type}: {reason}"
+    if reason is None:
+        return None
+    name, profile = dtype_name(dtype), _find_profile(backend.device_type)
+    ratios = {} if profile is None else {rows: profile.ratio("linear", rows, name) or 0.0 for rows in _ROWS}
+    if ratios and max(ratios.values()) <= 1:
+        return None
+    times = " and ".join(f"{ratio:.2g} for {rows} row{'s' * (rows > 1)}" for rows, ratio in ratios.items())
+    measured = f" (time of linear layers relative to float32: {times})" if times else ""
+    return f"{name} is slow on {backend.device_type}: {reason}{measured}"
+
+
+_ROWS = (1, 128)
+
+
+def _find_profile(device_type: str) -> DeviceProfile | None:
+    try:
+        return find(device_type)
+    except (RuntimeError, ValueError):  # POLYCAST_PROFILE is wrong
+        return None
 
 
 def faster_recipes(backend: Backend) -> dict[str, str]:
     """Return the part of :data:`FASTER_RECIPES` that a device supports, as far as known without compiling C++."""
-    if not all(map(is_built, backend.ops_in_cpp)):
-        return {}
-    return {kind: note for kind, note in FASTER_RECIPES.items() if check_recipe(backend, read_recipe(kind))}
+    recipes = {kind: read_recipe(kind) for kind in FASTER_RECIPES}
+    built = all(map(is_built, backend.ops_in_cpp))
+    known = {kind: recipe for kind, recipe in recipes.items() if built or not recipe.needs_kernels}
+    return {kind: FASTER_RECIPES[kind] for kind, recipe in known.items() if check_recipe(backend, recipe)}
 
 
 def _faster_dtypes(backend: Backend) -> list[torch.dtype]:
