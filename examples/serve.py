@@ -28,9 +28,8 @@ class Server:
         self._region = polycast.autocast(device, cache=self.cache)
         self._pool = ThreadPoolExecutor(threads)
         self._threads = threads
-        self._free: queue.Queue[None] = (
-            queue.Queue()
-        )  # a request takes one permission to use the weights, an update takes all
+        # A request takes one permission to use the weights, an update takes all.
+        self._free: queue.Queue[None] = queue.Queue()
         self._updating = threading.Lock()
         for _ in range(threads):
             self._free.put(None)

@@ -51,9 +51,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--micro-batches", type=int, default=2, help="how many make one step of the optimizer")
-    parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward")
-    parser.add_argument("--resume", type=Path, help="the file to go on from, if it is there, and to write")
+    parser.add_argument("--micro-batches", type=int, default=2, help="the number for each optimizer step")
+    parser.add_argument("--recompute", action="store_true", help="recompute activations in the backward pass")
+    parser.add_argument("--resume", type=Path, help="the checkpoint to resume from, if it exists, and to write")
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
 

@@ -21,5 +21,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--polycast-expected-failures",
         metavar="FILE",
-        help="a file of what the device cannot do: a name and a reason on each line",
+        help="a file of expected failures: a name and a reason on each line",
     )

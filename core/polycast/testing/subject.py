@@ -30,7 +30,7 @@ class Subject:
     Attributes:
         backend: the device type.
         fake: check on fake tensors, as if the device were available; for machines without it.
-        expected_failures: the path of the file of what the device cannot do.
+        expected_failures: the path of a file with what the device does not support.
         samples: arguments for ops that the suite does not know, by op name.
     """
 

@@ -1,4 +1,4 @@
-"""Autocast for npy: what polycast asks of a device."""
+"""The polycast backend of npy."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,7 @@ from .policies import POLICIES
 
 
 class NpyBackend(Backend):
-    """NumPy as a device. float16 is its only fast dtype, for NumPy has no bfloat16."""
+    """NumPy as a device. float16 is its only fast dtype, because NumPy has no bfloat16."""
 
     device_type = "npy"
     default_dtype = torch.float16

@@ -1,4 +1,4 @@
-"""The device npy, as torch knows it: the name of PrivateUse1, with kernels that are written in Python."""
+"""The torch device npy: PrivateUse1, renamed, with kernels in Python."""
 
 import atexit
 import threading
@@ -15,37 +15,37 @@ _libraries: list[torch.library.Library] = []
 
 
 class Runtime:
-    """What stands at ``torch.npy``, where torch and others ask about the device."""
+    """The module ``torch.npy``, which torch and other libraries ask about the device."""
 
     def is_available(self) -> bool:
-        """Say whether the device can be used."""
+        """Return whether the device can be used."""
         return numpy_availability()[0]
 
     def is_initialized(self) -> bool:
-        """Say whether the device is ready; there is nothing to wait for."""
+        """Return whether the device is initialized; it always is."""
         return True
 
     def device_count(self) -> int:
-        """Return how many there are."""
+        """Return the number of devices."""
         return 1
 
     def current_device(self) -> int:
-        """Return the index of the one that is used."""
+        """Return the index of the current device."""
         return 0
 
     def manual_seed_all(self, seed: int) -> None:
-        """Seed the device: its random numbers are the CPU's, which torch has seeded."""
+        """Do nothing: random numbers come from the CPU's generator, which torch has seeded."""
 
     def _is_in_bad_fork(self) -> bool:
         return False
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the fast dtypes that ``torch.autocast("npy")`` can have."""
+        """Return the fast dtypes of ``torch.autocast("npy")``."""
         return [torch.float16]
 
 
 def numpy_availability() -> tuple[bool, str]:
-    """Say whether NumPy is here and new enough and, if not, why."""
+    """Return whether NumPy is installed and new enough and, if not, why."""
     try:
         import numpy as np
     except ImportError as error:
@@ -56,7 +56,7 @@ def numpy_availability() -> tuple[bool, str]:
 
 
 def register_device() -> None:
-    """Give torch the device ``npy``; without NumPy, its name only. A second call changes nothing.
+    """Register the device ``npy`` with torch; without NumPy, only its name. A second call does nothing.
 
     Raises:
         RuntimeError: PrivateUse1, of which a process has one, is another device already.

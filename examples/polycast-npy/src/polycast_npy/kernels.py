@@ -1,4 +1,4 @@
-"""Kernels that compute an op with another output dtype than its inputs'."""
+"""Kernels for `polycast.out_dtype`, whose results have another dtype than the inputs."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from .tensors import array, from_array
 
 
 def int8_mm(a: torch.Tensor, b: torch.Tensor) -> Any:
-    """Multiply two int8 matrices into an int32 one; of other arguments polycast gives torch's own result, or error.
+    """Multiply two int8 matrices into an int32 one; for other arguments polycast returns torch's result, or its error.
 
     NumPy has no fast product of integers. That of float64 matrices is BLAS's, and exact here: a product of two int8 has
     15 bits, so that sums of 2**38 of them fit in the 53 of a float64.

@@ -1,4 +1,4 @@
-"""Products in int8, for ``polycast.Int8()``: what a recipe asks of a device, in as few lines as it takes.
+"""Int8 matrix products for ``polycast.Int8()``: a minimal kernel of a recipe.
 
 A weight is packed once, into signed bytes with a scale for each output feature. Activations are rounded to bytes at
 each call, with a scale for each row or, as the recipe says, one for all. Sums are exact; what is rounded is what goes
@@ -15,11 +15,11 @@ from polycast import LowBitMatmul
 from .tensors import array, from_array, numpy_dtype
 
 _SMALLEST = 2.0**-110
-"""What scales are made as if it were there, so that those of rows of zeros can be divided by."""
+"""The smallest magnitude that scales are computed from, so that scales of zero rows are not zero."""
 
 
 class Product(LowBitMatmul):
-    """Activations by a weight, with a scale for each row of the activations or one for all."""
+    """The product of activations and a weight, with a scale for each row of the activations or one for all."""
 
     takes_batches = True
 
@@ -40,7 +40,7 @@ class Product(LowBitMatmul):
     def multiply(
         self, x: torch.Tensor, packed: tuple[torch.Tensor, ...], bias: torch.Tensor | None, alpha: float
     ) -> torch.Tensor:
-        """Return the product. Rows with inf or nan are computed apart, in floats, so that others keep their scales."""
+        """Return the product. Rows with inf or nan are computed in floats, so that the others keep their scales."""
         import numpy as np
 
         codes, scales = (array(each) for each in packed)
@@ -58,7 +58,7 @@ class Product(LowBitMatmul):
 
 
 def _quantized(values: Any, axis: int | None) -> tuple[Any, Any]:
-    """Return values as bytes, and the scales to multiply these with: along an axis, or one for all."""
+    """Return quantized values and their scales: along an axis, or one for all."""
     import numpy as np
 
     scales = np.maximum(np.abs(values).max(axis=axis, keepdims=True, initial=_SMALLEST), _SMALLEST) / 127

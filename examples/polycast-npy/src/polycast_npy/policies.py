@@ -1,4 +1,4 @@
-"""The op table of npy: that of torch's accelerators, with what is particular to NumPy."""
+"""The op table of npy: that of torch's accelerators, with changes for NumPy."""
 
 from polycast import STANDARD_POLICIES, CastPolicy, policy_table
 

@@ -1,4 +1,4 @@
-"""How a tensor of npy holds its data: a storage owns a NumPy array of bytes, and tensors are strided views of it.
+"""The memory of npy tensors: a storage owns a NumPy array of bytes, and tensors are strided views of it.
 
 torch keeps one Python object for a storage as long as the storage lives, so that an attribute of it is enough to own
 the memory. Tensors are torch's own (no subclass): sizes, strides, offsets, version counters and autograd's history are
@@ -59,7 +59,7 @@ def empty_tensor(dtype: torch.dtype) -> torch.Tensor:
 
 
 def place(tensor: torch.Tensor, data: Any, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """Put a tensor on a new storage, which owns the array of bytes `data`."""
+    """Give a tensor a new storage, which owns the array of bytes `data`."""
     device = torch.device(DEVICE_TYPE, 0)
     storage = torch._C._construct_storage_from_data_pointer(data.ctypes.data, device, data.nbytes)
     storage.npy_data = data  # type: ignore[attr-defined]

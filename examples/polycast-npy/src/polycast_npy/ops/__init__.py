@@ -29,7 +29,7 @@ _ON_ARRAYS = (pointwise, reductions, matrix, indexing, losses, normalization, co
 
 
 def register() -> torch.library.Library:
-    """Put the kernels in place; they stay as long as what is returned lives."""
+    """Register the kernels; they are removed when the returned objects are deleted."""
     library = torch.library.Library("aten", "IMPL", "PrivateUse1")  # type: ignore[no-untyped-call]
     for module in _ON_TENSORS:
         for name, function in module.KERNELS.items():

@@ -1,4 +1,4 @@
-"""Convolution over any number of dimensions, as a product of matrices: a column of one is a window of the input."""
+"""Convolution over any number of dimensions, as a matrix product: a column of one matrix is a window of the input."""
 
 import itertools
 import math

@@ -10,7 +10,7 @@ from ..tensors import array
 
 
 def copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Write a tensor to another, of which one at least is on npy."""
+    """Copy a tensor to another; at least one of them is on npy."""
     if source.device.type == target.device.type == DEVICE_TYPE:
         with np.errstate(all="ignore"):  # what does not fit in float16 is infinite there
             np.copyto(array(target), array(source), casting="unsafe")

@@ -138,7 +138,7 @@ def nonzero(self: Any) -> Any:
 
 
 def same(self: Any, other: Any) -> bool:
-    """Say whether two tensors are equal."""
+    """Return whether two tensors are equal."""
     return bool(np.array_equal(self, other))
 
 

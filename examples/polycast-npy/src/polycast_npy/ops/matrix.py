@@ -1,4 +1,4 @@
-"""Products of matrices: of float16 operands with float32 sums, rounded once, as accelerators compute them."""
+"""Matrix products: float16 operands, sums in float32, rounded once, as on accelerators."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Ops that compute each element by itself, most of them a ufunc of NumPy's."""
+"""Pointwise ops, most of which are NumPy ufuncs."""
 
 import functools
 import math

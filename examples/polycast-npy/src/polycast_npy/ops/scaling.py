@@ -1,4 +1,4 @@
-"""What torch.amp.GradScaler calls: gradients in float16 are scaled, so that small ones do not vanish."""
+"""The ops of torch.amp.GradScaler, which scales float16 gradients so that small ones do not vanish."""
 
 from collections.abc import Sequence
 
