@@ -4,15 +4,6 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/ivalue.h>
-
-#include <algorithm>
-#include <memory>
-#include <optional>
-#include <utility>
-
 #include "casting.h"
 #include "decisions.h"
 #include "extension.h"
@@ -41,7 +32,7 @@ std::optional<c10::IValue> constant_of(PyObject* object) {
   if (PyLong_Check(object)) {
     const int64_t number = PyLong_AsLongLong(object);
     if (PyErr_Occurred() != nullptr) {
-      raise();
+      throw_python_error();
     }
     return c10::IValue(number);
   }
@@ -103,14 +94,14 @@ std::shared_ptr<const Action> action_of(PyObject* given, c10::ArrayRef<c10::IVal
   PyObject *constants, *store;
   parse(given, "inissOO", &kind, &weight, &action->prepack_kind, &name, &overload, &constants, &store);
   action->weight = static_cast<size_t>(weight);
-  for (std::optional<c10::IValue>& constant : each_of(constants, &constant_of)) {
+  for (std::optional<c10::IValue>& constant : convert_items(constants, &constant_of)) {
     if (!constant) {
       return nullptr;
     }
     action->constants.push_back(*std::move(constant));
   }
   if (store != Py_None) {
-    action->process_store = Holder<UserStore>::of(store);
+    action->process_store = Holder<UserStore>::unwrap(store);
   }
   return add_operator(*action, name, overload, arguments) ? action : nullptr;
 }

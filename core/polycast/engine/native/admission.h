@@ -35,8 +35,8 @@ Memory memory_of(const Tensor& weight) {
     return is_shared ? Memory::kShared : Memory::kTorch;
   }
   const Gil gil;
-  const Object object = Object::made(torch::createPyObject(storage));
-  if (is_true(Object::made(PyObject_CallMethod(object.get(), "is_shared", nullptr)))) {
+  const Object object = Object::steal(torch::createPyObject(storage));
+  if (is_true(Object::steal(PyObject_CallMethod(object.get(), "is_shared", nullptr)))) {
     return Memory::kShared;
   }
   return data.get_deleter() == storage_part_deleter ? Memory::kTorch : Memory::kForeign;

@@ -61,7 +61,7 @@ struct DataHook {
       return Object();
     }
     definition = {name, &get, &set, doc, nullptr};
-    return Object::made(PyDescr_NewGetSet(owner, &definition));
+    return Object::steal(PyDescr_NewGetSet(owner, &definition));
   }
 };
 
@@ -91,7 +91,7 @@ struct MethodHook {
     const Tensor empty(c10::make_intrusive<TensorImpl>(
         c10::DispatchKeySet(DispatchKey::CPU), caffe2::TypeMeta::Make<float>(), c10::Device(DeviceType::CPU)));
     const Object object = python_tensor(empty);
-    const Object bound = Object::made(PyObject_CallMethod(descriptor, "__get__", "O", object.get()));
+    const Object bound = Object::steal(PyObject_CallMethod(descriptor, "__get__", "O", object.get()));
     const int flags = PyCFunction_Check(bound.get()) ? PyCFunction_GetFlags(bound.get()) : -1;
     const auto with_keywords = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_with_keywords));
     if (flags != METH_NOARGS && flags != (METH_VARARGS | METH_KEYWORDS)) {
@@ -99,7 +99,7 @@ struct MethodHook {
     }
     torchs = PyCFunction_GetFunction(bound.get());
     definition = {name, flags == METH_NOARGS ? &call : with_keywords, flags, doc};
-    return Object::made(PyDescr_NewMethod(owner, &definition));
+    return Object::steal(PyDescr_NewMethod(owner, &definition));
   }
 };
 
@@ -111,8 +111,8 @@ struct GraphDataHook {
 
   static Object make(PyObject* module) {
     static PyMethodDef definition{name, &call, METH_O, nullptr};
-    const Object of_module = Object::made(PyObject_GetAttrString(module, "__name__"));
-    return Object::made(PyCFunction_NewEx(&definition, nullptr, of_module.get()));
+    const Object of_module = Object::steal(PyObject_GetAttrString(module, "__name__"));
+    return Object::steal(PyCFunction_NewEx(&definition, nullptr, of_module.get()));
   }
 };
 
@@ -126,9 +126,9 @@ class AliasHooks {
       add<MethodHook<1, false>>("untyped_storage");
       add<MethodHook<2, false>>("data_ptr");
       add<MethodHook<3, true>>("set_");
-      const Object module = Object::made(PyImport_ImportModule("torch._C._autograd"));
+      const Object module = Object::steal(PyImport_ImportModule("torch._C._autograd"));
       if (Object torchs = find(module.get(), GraphDataHook::name)) {
-        put(module, GraphDataHook::name, GraphDataHook::make(module.get()), std::move(torchs));
+        install(module, GraphDataHook::name, GraphDataHook::make(module.get()), std::move(torchs));
       }
     } catch (...) {
       remove();
@@ -142,7 +142,7 @@ class AliasHooks {
  private:
   // A hook that others have replaced stays.
   void remove() {
-    const ErrorAside former;
+    const ErrorScope former;
     for (const auto& [owner, name, hook, torchs] : hooks_) {
       if (find(owner.get(), name).get() != hook.get()) {
         continue;
@@ -162,14 +162,14 @@ class AliasHooks {
 
   // Return what a class or module itself has by a name, or nothing.
   static Object find(PyObject* owner, const char* name) {
-    const Object attributes = Object::made(PyObject_GetAttrString(owner, "__dict__"));
-    Object found = Object::made(PyObject_CallMethod(attributes.get(), "get", "s", name));
+    const Object attributes = Object::steal(PyObject_GetAttrString(owner, "__dict__"));
+    Object found = Object::steal(PyObject_CallMethod(attributes.get(), "get", "s", name));
     return found.is_none() ? Object() : found;
   }
 
-  void put(const Object& owner, const char* name, Object hook, Object former) {
+  void install(const Object& owner, const char* name, Object hook, Object former) {
     if (PyObject_SetAttrString(owner.get(), name, hook.get()) != 0) {
-      raise();
+      throw_python_error();
     }
     hooks_.push_back({owner, name, std::move(hook), std::move(former)});
   }
@@ -178,19 +178,19 @@ class AliasHooks {
   template <class Hook>
   void add(const char* name) {
     static std::string doc;  // for as long as anybody has the descriptor
-    const Object base = Object::made(PyObject_GetAttrString(THPVariableClass, "__base__"));
+    const Object base = Object::steal(PyObject_GetAttrString(THPVariableClass, "__base__"));
     const Object torchs = find(base.get(), name);
     if (!torchs || find(THPVariableClass, name)) {
       return;
     }
-    keep(Hook::descriptor, torchs.get());
-    const Object text = Object::made(PyObject_GetAttrString(torchs.get(), "__doc__"));
+    set_reference(Hook::descriptor, torchs.get());
+    const Object text = Object::steal(PyObject_GetAttrString(torchs.get(), "__doc__"));
     if (doc.empty() && !text.is_none()) {
       doc = string_of(text.get());
     }
     Object hook = Hook::make(reinterpret_cast<PyTypeObject*>(base.get()), name, doc.empty() ? nullptr : doc.c_str());
     if (hook) {
-      put(Object::of(THPVariableClass), name, std::move(hook), Object());
+      install(Object::borrow(THPVariableClass), name, std::move(hook), Object());
     }
   }
 

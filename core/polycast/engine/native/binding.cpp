@@ -2,22 +2,16 @@
 //
 // One translation unit with all headers, in anonymous namespaces: parsing torch's headers is most of the build. From the bottom:
 // version_stamp.h, invalidation.h, admission.h; user_store.h and region_store.h; frames.h, regions.h; casting.h, arguments.h,
-// prepacked.h, decisions.h, actions.h, low_bit.h, kernel.h, unboxed.h, library.h.
+// prepacked.h, decisions.h, actions.h, low_bit.h, kernel.h, unboxed.h, registrations.h.
 
 #include "extension.h"
 
-#include <algorithm>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "alias_hooks.h"
 #include "forks.h"
-#include "library.h"
 #include "methods.h"
 #include "observed.h"
 #include "regions.h"
+#include "registrations.h"
 #include "user_store.h"
 #include "write_hooks.h"
 
@@ -26,17 +20,17 @@ namespace {
 std::unique_ptr<WriteHooks> write_hooks;
 AliasHooks* alias_hooks = nullptr;  // never destroyed at exit, which would need Python
 
-void take_locks() {
-  const auto take = &AtForkLock::take;
-  take(AllStores::list().mutex);
+void acquire_locks() {
+  const auto acquire = &AtForkLock::acquire;
+  acquire(AllStores::list().mutex);
   for (UserStore* const store : AllStores::list().stores) {
-    take(store->mutex());
+    acquire(store->mutex());
   }
-  take(SharedCasts::index().mutex());
-  take(PendingCollectives::instance().mutex());
-  take(UnreliableCounters::instance().mutex());
-  take(InvalidationLog::instance().mutex());
-  take(DeferredDestruction::queue().mutex());
+  acquire(SharedCasts::index().mutex());
+  acquire(PendingCollectives::instance().mutex());
+  acquire(UnreliableCounters::instance().mutex());
+  acquire(InvalidationLog::instance().mutex());
+  acquire(DeferredDestruction::queue().mutex());
 }
 
 // Override({op number: policy number})
@@ -48,7 +42,7 @@ PyObject* make_override(PyTypeObject*, PyObject* arguments, PyObject*) {
   for (Py_ssize_t position = 0; PyDict_Next(policies, &position, &number, &policy) != 0;) {
     override->set(PyLong_AsLongLong(number), static_cast<Policy>(PyLong_AsLong(policy)));
   }
-  return Holder<const Override>::make(std::move(override));
+  return Holder<const Override>::wrap(std::move(override));
 }
 
 // UserStore(max_bytes, verify)
@@ -60,16 +54,16 @@ PyObject* make_store(PyTypeObject*, PyObject* arguments, PyObject*) {
   if (max_bytes != Py_None) {
     limit = PyLong_AsSize_t(max_bytes);
     if (PyErr_Occurred() != nullptr) {
-      raise();
+      throw_python_error();
     }
   }
-  return Holder<UserStore>::make(std::make_shared<UserStore>(limit, verify != 0));
+  return Holder<UserStore>::wrap(std::make_shared<UserStore>(limit, verify != 0));
 }
 
 // clear()
 PyObject* clear_store(PyObject* self, PyObject*) {
   {
-    const std::shared_ptr<UserStore> store = Holder<UserStore>::of(self);
+    const std::shared_ptr<UserStore> store = Holder<UserStore>::unwrap(self);
     const WithoutGil others_may_run;
     store->clear();
   }
@@ -78,45 +72,45 @@ PyObject* clear_store(PyObject* self, PyObject*) {
 
 // statistics() -> the fields of WeightCacheStats
 PyObject* store_statistics(PyObject* self, PyObject*) {
-  const Statistics now = Holder<UserStore>::of(self)->statistics();
+  const Statistics now = Holder<UserStore>::unwrap(self)->statistics();
   return Py_BuildValue(
       "(nnKKKnn)", now.casts, now.cast_bytes, now.hits, now.misses, now.evictions, now.prepacked, now.prepacked_bytes);
 }
 
-// Library(device_type, key)
-PyObject* make_library(PyTypeObject*, PyObject* arguments, PyObject*) {
+// KernelRegistrations(device_type, key)
+PyObject* make_registrations(PyTypeObject*, PyObject* arguments, PyObject*) {
   const char *device_type, *key;
   parse(arguments, "ss", &device_type, &key);
-  return Holder<Library>::make(std::make_shared<Library>(device_type, key));
+  return Holder<KernelRegistrations>::wrap(std::make_shared<KernelRegistrations>(device_type, key));
 }
 
-IsCapturing capturing(PyObject* function) { return IsCapturing(function == Py_None ? Object() : Object::of(function)); }
+IsCapturing capturing(PyObject* function) { return IsCapturing(function == Py_None ? Object() : Object::borrow(function)); }
 
 // impl(name, number, policy, refusal, with_dtype, is_capturing)
-PyObject* library_impl(PyObject* self, PyObject* arguments) {
+PyObject* registrations_impl(PyObject* self, PyObject* arguments) {
   const char *name, *refusal, *with_dtype;
   long long number;
   int policy;
   PyObject* is_capturing;
   parse(arguments, "sLiszO", &name, &number, &policy, &refusal, &with_dtype, &is_capturing);
-  Holder<Library>::of(self)->impl(
+  Holder<KernelRegistrations>::unwrap(self)->impl(
       name, Op{number, static_cast<Policy>(policy), refusal, std::nullopt}, with_dtype, capturing(is_capturing));
   return Py_NewRef(Py_None);
 }
 
 // cached_cast(is_capturing)
-PyObject* library_cached_cast(PyObject* self, PyObject* is_capturing) {
-  Holder<Library>::of(self)->cached_cast(capturing(is_capturing));
+PyObject* registrations_cached_cast(PyObject* self, PyObject* is_capturing) {
+  Holder<KernelRegistrations>::unwrap(self)->cached_cast(capturing(is_capturing));
   return Py_NewRef(Py_None);
 }
 
-PyObject* library_fallthrough(PyObject* self, PyObject*) {
-  Holder<Library>::of(self)->fallthrough();
+PyObject* registrations_fallthrough(PyObject* self, PyObject*) {
+  Holder<KernelRegistrations>::unwrap(self)->fallthrough();
   return Py_NewRef(Py_None);
 }
 
-PyObject* library_remove(PyObject* self, PyObject*) {
-  Holder<Library>::of(self)->remove();
+PyObject* registrations_remove(PyObject* self, PyObject*) {
+  Holder<KernelRegistrations>::unwrap(self)->remove();
   return Py_NewRef(Py_None);
 }
 
@@ -137,7 +131,7 @@ PyObject* observing(PyObject*, PyObject*) {
 PyObject* watch_writes(PyObject*, PyObject* arguments) {
   PyObject *ops, *collectives;
   parse(arguments, "OO", &ops, &collectives);
-  write_hooks = std::make_unique<WriteHooks>(each_of(ops, &string_of), each_of(collectives, &string_of));
+  write_hooks = std::make_unique<WriteHooks>(convert_items(ops, &string_of), convert_items(collectives, &string_of));
   delete std::exchange(alias_hooks, nullptr);
   alias_hooks = new AliasHooks();
   return Py_NewRef(Py_None);
@@ -152,7 +146,7 @@ PyObject* unwatch_writes(PyObject*, PyObject*) {
 // note_writes(tensors)
 PyObject* note_writes(PyObject*, PyObject* tensors) {
   Storages written;
-  for (const Tensor& tensor : each_of(tensors, &tensor_of)) {
+  for (const Tensor& tensor : convert_items(tensors, &tensor_of)) {
     if (tensor.has_storage()) {
       written.insert(storage_of(tensor));
     }
@@ -163,7 +157,7 @@ PyObject* note_writes(PyObject*, PyObject* tensors) {
 
 // forget(tensors): drop the entries of weights, and the weakrefs to them.
 PyObject* forget(PyObject*, PyObject* tensors) {
-  const std::vector<Tensor> forgotten = each_of(tensors, &tensor_of);
+  const std::vector<Tensor> forgotten = convert_items(tensors, &tensor_of);
   for (const auto& store : all_stores()) {
     for (const Tensor& tensor : forgotten) {
       store->forget(tensor.unsafeGetTensorImpl());
@@ -186,21 +180,21 @@ PyObject* bind(PyObject*, PyObject* arguments) {
   parse(
       arguments, "OOOOOOsOOOO", &policies, &reasons, &override, &store, &rewritten, &error, &text, &of_traced, &by_identity, &low_bit, &part);
   const auto check_names = [](PyObject* given, const auto& expected) {
-    const auto names = each_of(given, &string_of);
+    const auto names = convert_items(given, &string_of);
     TORCH_CHECK(std::equal(names.begin(), names.end(), expected.begin(), expected.end()), "enumerations differ");
   };
   check_names(policies, kPolicyNames);
   check_names(reasons, kNotPrepackedNames);
-  keep(native_override, override);
-  keep(native_store, store);
-  keep(storages_are_rewritten, rewritten);
-  keep(stale_weight_error, error);
-  keep(cached_cast_of_traced, of_traced);
-  keep(store_by_identity, by_identity);
-  keep(perform_low_bit, low_bit);
+  set_reference(native_override, override);
+  set_reference(native_store, store);
+  set_reference(storages_are_rewritten, rewritten);
+  set_reference(stale_weight_error, error);
+  set_reference(cached_cast_of_traced, of_traced);
+  set_reference(store_by_identity, by_identity);
+  set_reference(perform_low_bit, low_bit);
   stale_weight_message = text;
   storage_part_deleter = torch::createStorage(part).data_ptr().get_deleter();
-  AtForkLock::have(&take_locks);
+  AtForkLock::install(&acquire_locks);
   return Py_NewRef(Py_None);
 }
 
@@ -230,11 +224,11 @@ PyMethodDef store_methods[] = {
     {"statistics", &raising<&store_statistics>, METH_NOARGS, "Return its statistics."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyMethodDef library_methods[] = {
-    {"impl", &raising<&library_impl>, METH_VARARGS, "Install the kernel of an op."},
-    {"cached_cast", &raising<&library_cached_cast>, METH_O, "Install the kernels of polycast::cached_cast."},
-    {"fallthrough", &raising<&library_fallthrough>, METH_NOARGS, "Install a fallthrough for other ops."},
-    {"remove", &raising<&library_remove>, METH_NOARGS, "Remove the kernels."},
+PyMethodDef registrations_methods[] = {
+    {"impl", &raising<&registrations_impl>, METH_VARARGS, "Install the kernel of an op."},
+    {"cached_cast", &raising<&registrations_cached_cast>, METH_O, "Install the kernels of polycast::cached_cast."},
+    {"fallthrough", &raising<&registrations_fallthrough>, METH_NOARGS, "Install a fallthrough for other ops."},
+    {"remove", &raising<&registrations_remove>, METH_NOARGS, "Remove the kernels."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef no_methods[] = {{nullptr, nullptr, 0, nullptr}};
@@ -247,7 +241,7 @@ PyMODINIT_FUNC PyInit_polycast_native() {
   PyObject* const module = PyModule_Create(&definition);
   if (module == nullptr || !add_class<const Override, &make_override>(module, "polycast_native.Override", no_methods) ||
       !add_class<UserStore, &make_store>(module, "polycast_native.UserStore", store_methods) ||
-      !add_class<Library, &make_library>(module, "polycast_native.Library", library_methods)) {
+      !add_class<KernelRegistrations, &make_registrations>(module, "polycast_native.KernelRegistrations", registrations_methods)) {
     Py_XDECREF(module);
     return nullptr;
   }

@@ -16,7 +16,7 @@ PyObject* store_by_identity = nullptr;
 std::shared_ptr<UserStore> named_store(int64_t identity) {
   const Gil gil;
   const Object store = call(store_by_identity, "(L)", static_cast<long long>(identity));
-  return store.is_none() ? nullptr : Holder<UserStore>::of(store.get());
+  return store.is_none() ? nullptr : Holder<UserStore>::unwrap(store.get());
 }
 
 // At the device's own key: returns a cast without history, on the memory of the cached one.

@@ -5,20 +5,6 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/ivalue.h>
-#include <c10/util/SmallVector.h>
-
-#include <atomic>
-#include <cstring>
-#include <memory>
-#include <optional>
-#include <string>
-#include <unordered_map>
-#include <utility>
-#include <vector>
-
 #include "casting.h"
 #include "user_store.h"
 

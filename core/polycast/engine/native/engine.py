@@ -140,7 +140,7 @@ class _NativeKernels(Kernels):
     ) -> None:
         self._engine = engine
         self._extension = extension
-        self._library = extension.Library(backend.device_type, autocast_key(backend.device_type))
+        self._registrations = extension.KernelRegistrations(backend.device_type, autocast_key(backend.device_type))
         # Asking costs the GIL at each cast of a weight, so those that never capture are not asked.
         overridden = type(backend).is_capturing is not Backend.is_capturing or "is_capturing" in vars(backend)
         self._is_capturing = backend.is_capturing if overridden else None
@@ -149,7 +149,7 @@ class _NativeKernels(Kernels):
     @override
     def _register(self, name: str, op: OpOverload, policy: CastPolicy | None) -> None:
         with_dtype = overload_with_dtype(op)
-        self._library.impl(
+        self._registrations.impl(
             name,
             self._engine.number(name),
             _POLICIES[policy],
@@ -160,12 +160,12 @@ class _NativeKernels(Kernels):
 
     @override
     def _register_cached_cast(self) -> None:
-        self._library.cached_cast(self._is_capturing)
+        self._registrations.cached_cast(self._is_capturing)
 
     @override
     def _register_fallthrough(self) -> None:
-        self._library.fallthrough()
+        self._registrations.fallthrough()
 
     @override
     def _unregister(self) -> None:
-        self._library.remove()
+        self._registrations.remove()

@@ -2,15 +2,6 @@
 
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-
-#include <algorithm>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "arguments.h"
 #include "autocast.h"
 #include "low_bit.h"

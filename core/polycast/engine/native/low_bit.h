@@ -5,15 +5,6 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
-
-#include <array>
-#include <optional>
-#include <type_traits>
-#include <utility>
-#include <vector>
-
 #include "actions.h"
 #include "casting.h"
 #include "decisions.h"
@@ -33,25 +24,25 @@ Object for_python(const c10::IValue& value) {
     return python_tensor(value.toTensor());
   }
   if (value.isNone()) {
-    return Object::of(Py_None);
+    return Object::borrow(Py_None);
   }
   if (value.isBool()) {
-    return Object::of(value.toBool() ? Py_True : Py_False);
+    return Object::borrow(value.toBool() ? Py_True : Py_False);
   }
   if (value.isInt()) {
-    return Object::made(PyLong_FromLongLong(value.toInt()));
+    return Object::steal(PyLong_FromLongLong(value.toInt()));
   }
   if (value.isDouble()) {
-    return Object::made(PyFloat_FromDouble(value.toDouble()));
+    return Object::steal(PyFloat_FromDouble(value.toDouble()));
   }
   if (value.isString()) {
-    return Object::made(PyUnicode_FromString(value.toStringRef().c_str()));
+    return Object::steal(PyUnicode_FromString(value.toStringRef().c_str()));
   }
   if (value.isIntList()) {
     const auto items = value.toIntVector();
-    Object list = Object::made(PyList_New(static_cast<Py_ssize_t>(items.size())));
+    Object list = Object::steal(PyList_New(static_cast<Py_ssize_t>(items.size())));
     for (size_t i = 0; i < items.size(); ++i) {
-      PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), Object::made(PyLong_FromLongLong(items[i])).release());
+      PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), Object::steal(PyLong_FromLongLong(items[i])).release());
     }
     return list;
   }
@@ -91,10 +82,10 @@ C10_NOINLINE Tensor ask_python(const RecipeCall& call, c10::ArrayRef<c10::IValue
   const uint64_t epoch = Decisions::epoch();
   const Gil gil;
   constexpr size_t kBefore = 3;  // op, device, plain
-  const Object given = Object::made(PyTuple_New(static_cast<Py_ssize_t>(arguments.size() + kBefore)));
-  PyTuple_SetItem(given.get(), 0, Object::made(PyLong_FromLongLong(call.op)).release());
+  const Object given = Object::steal(PyTuple_New(static_cast<Py_ssize_t>(arguments.size() + kBefore)));
+  PyTuple_SetItem(given.get(), 0, Object::steal(PyLong_FromLongLong(call.op)).release());
   const std::string name = c10::DeviceTypeName(call.device, /*lower_case=*/true);
-  PyTuple_SetItem(given.get(), 1, Object::made(PyUnicode_FromString(name.c_str())).release());
+  PyTuple_SetItem(given.get(), 1, Object::steal(PyUnicode_FromString(name.c_str())).release());
   PyTuple_SetItem(given.get(), 2, Py_NewRef(are_plain(arguments, call.device) ? Py_True : Py_False));
   for (size_t i = 0; i < arguments.size(); ++i) {
     Object argument = for_python(arguments[i]);
@@ -103,7 +94,7 @@ C10_NOINLINE Tensor ask_python(const RecipeCall& call, c10::ArrayRef<c10::IValue
     }
     PyTuple_SetItem(given.get(), static_cast<Py_ssize_t>(i + kBefore), argument.release());
   }
-  const Object performed = Object::made(PyObject_CallObject(perform_low_bit, given.get()));
+  const Object performed = Object::steal(PyObject_CallObject(perform_low_bit, given.get()));
   PyObject *result, *action;
   parse(performed.get(), "OO", &result, &action);
   if (metadata != nullptr && action != Py_None) {

@@ -20,15 +20,15 @@ PyObject* complete_exit = nullptr;
 PyObject* enter_block(PyObject* self, PyObject*) {
   static PyObject* const settings_name = PyUnicode_InternFromString("_settings");
   static PyObject* const key_name = PyUnicode_InternFromString("_ready_key");
-  const Object settings = Object::made(PyObject_GetAttr(self, settings_name));
-  const Object key = Object::made(PyObject_GetAttr(self, key_name));
+  const Object settings = Object::steal(PyObject_GetAttr(self, settings_name));
+  const Object key = Object::steal(PyObject_GetAttr(self, key_name));
   PyObject* const recorded = enter_region(self, settings.get()) ? Py_True : Py_False;
   const int is_ready = PySet_Contains(ready, key.get());
   if (recorded == Py_True || is_ready != 1) {
     PyObject* const completed =
         is_ready < 0 ? nullptr : PyObject_CallFunctionObjArgs(complete_entry, self, recorded, nullptr);
     if (completed == nullptr) {
-      const ErrorAside raised;
+      const ErrorScope raised;
       leave_region(self);
       return nullptr;
     }
@@ -41,7 +41,7 @@ PyObject* enter_block(PyObject* self, PyObject*) {
 PyObject* exit_block(PyObject* self, PyObject* const*, Py_ssize_t) {
   const std::optional<bool> recorded = leave_region(self);
   if (recorded != false) {
-    Object::made(PyObject_CallFunctionObjArgs(complete_exit, self, recorded ? Py_True : Py_None, nullptr));
+    Object::steal(PyObject_CallFunctionObjArgs(complete_exit, self, recorded ? Py_True : Py_None, nullptr));
   }
   return Py_NewRef(Py_None);
 }
@@ -54,9 +54,9 @@ PyObject* region_methods(PyObject*, PyObject* arguments) {
       "__exit__", fast(&raising_fast<&exit_block>), METH_FASTCALL, "Leave the region on this thread."};
   PyObject *type, *ready_set, *entry, *exit;
   parse(arguments, "OOOO", &type, &ready_set, &entry, &exit);
-  keep(ready, ready_set);
-  keep(complete_entry, entry);
-  keep(complete_exit, exit);
+  set_reference(ready, ready_set);
+  set_reference(complete_entry, entry);
+  set_reference(complete_exit, exit);
   return Py_BuildValue(
       "(NN)", PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type), &enter_method),
       PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type), &exit_method));

@@ -2,13 +2,6 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <array>
-#include <memory>
-#include <optional>
-#include <utility>
-
 #include "autocast.h"
 #include "casting.h"
 #include "user_store.h"
@@ -46,7 +39,7 @@ PyObject* prepacked(PyObject*, PyObject* arguments) {
   PyObject *store_object, *weight_object, *prepack;
   int kind;
   parse(arguments, "OOiO", &store_object, &weight_object, &kind, &prepack);
-  const std::shared_ptr<UserStore> store = Holder<UserStore>::of(store_object);
+  const std::shared_ptr<UserStore> store = Holder<UserStore>::unwrap(store_object);
   const Tensor tensor = tensor_of(weight_object);
   NotPrepacked reason;
   const Tensor* const found_weight = weight_to_prepack(tensor, reason);
@@ -64,7 +57,7 @@ PyObject* prepacked(PyObject*, PyObject* arguments) {
     if (cached->empty()) {
       return Py_NewRef(Py_None);
     }
-    Object parts = Object::made(PyTuple_New(static_cast<Py_ssize_t>(cached->size())));
+    Object parts = Object::steal(PyTuple_New(static_cast<Py_ssize_t>(cached->size())));
     for (size_t i = 0; i < cached->size(); ++i) {
       PyTuple_SetItem(parts.get(), static_cast<Py_ssize_t>(i), python_tensor((*cached)[i]).release());
     }
@@ -92,7 +85,7 @@ PyObject* prepacked(PyObject*, PyObject* arguments) {
   }
   Tensors parts;
   if (!made.is_none()) {
-    for (const Tensor& part : each_of(made.get(), &tensor_of)) {
+    for (const Tensor& part : convert_items(made.get(), &tensor_of)) {
       parts.push_back(part);
     }
   }

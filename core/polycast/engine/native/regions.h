@@ -63,7 +63,7 @@ thread_local ThisThread this_thread;
 // of a fork also those of other threads. Regions that are entered later, in a destructor, are freed by another thread.
 void leave_at_thread_end() {
   auto ending = std::make_unique<std::shared_ptr<ThreadRegions>>(this_thread.regions);
-  const Object capsule = Object::made(PyCapsule_New(ending.get(), nullptr, [](PyObject* gone) {
+  const Object capsule = Object::steal(PyCapsule_New(ending.get(), nullptr, [](PyObject* gone) {
     const std::unique_ptr<std::shared_ptr<ThreadRegions>> owned(
         static_cast<std::shared_ptr<ThreadRegions>*>(PyCapsule_GetPointer(gone, nullptr)));
     if (this_thread.regions == *owned) {
@@ -73,7 +73,7 @@ void leave_at_thread_end() {
   }));
   ending.release();
   if (PyDict_SetItemString(PyThreadState_GetDict(), "polycast_regions", capsule.get()) != 0) {
-    raise();
+    throw_python_error();
   }
   this_thread.ends_in_time = true;
 }
@@ -104,9 +104,9 @@ void merge_override(Frame& frame, PyObject* below) {
   });
   Merged made;
   if (found == memo->end()) {
-    Object result = below == Py_None ? frame.override : Object::made(PyObject_CallMethod(frame.override.get(), "over", "(O)", below));
-    auto policies = Holder<const Override>::of(call(native_override, "(O)", result.get()).get());
-    made = {frame.override, Object::of(below), std::move(result), std::move(policies)};
+    Object result = below == Py_None ? frame.override : Object::steal(PyObject_CallMethod(frame.override.get(), "over", "(O)", below));
+    auto policies = Holder<const Override>::unwrap(call(native_override, "(O)", result.get()).get());
+    made = {frame.override, Object::borrow(below), std::move(result), std::move(policies)};
     std::swap(made, (*memo)[oldest]);  // the former result dies on return
     found = &(*memo)[oldest];
     oldest = (oldest + 1) % memo->size();
@@ -126,19 +126,19 @@ bool enter_region(PyObject* owner, PyObject* all_settings) {
   const auto dtype = dtype_of(settings[2]);
   ThreadRegions& regions = regions_of_thread();
   auto frame = std::make_unique<Frame>();
-  frame->owner = Object::of(owner);
-  frame->settings = Object::of(all_settings);
-  frame->override = Object::of(settings[4]);
-  frame->cache = Object::of(settings[5]);
+  frame->owner = Object::borrow(owner);
+  frame->settings = Object::borrow(all_settings);
+  frame->override = Object::borrow(settings[4]);
+  frame->cache = Object::borrow(settings[5]);
   frame->device = device;
   const bool inherits = settings[6] == Py_False;
   if (!frame->override.is_none()) {
     const Frame* const below = inherits ? region_of(device).innermost : nullptr;
-    const Object its = below == nullptr ? Object::of(Py_None) : below->override;  // Python may run, and the region end
+    const Object its = below == nullptr ? Object::borrow(Py_None) : below->override;  // Python may run, and the region end
     merge_override(*frame, its.get());
   }
   if (!frame->cache.is_none()) {
-    frame->store = Holder<UserStore>::of(call(native_store, "(O)", frame->cache.get()).get());
+    frame->store = Holder<UserStore>::unwrap(call(native_store, "(O)", frame->cache.get()).get());
   }
   if (const Observer* const told = observer.load(std::memory_order_relaxed)) {
     told->enter_region(frame.get(), owner, device, settings[1] == Py_True, dtype);
@@ -210,8 +210,8 @@ PyObject* hold_override(DeviceType device, const void* override) {
     return nullptr;
   }
   const Object held = frame->override;
-  Object policies = Object::made(Holder<const Override>::make(frame->policies));
-  return Object::made(Py_BuildValue("(ON)", held.get(), policies.release())).release();
+  Object policies = Object::steal(Holder<const Override>::wrap(frame->policies));
+  return Object::steal(Py_BuildValue("(ON)", held.get(), policies.release())).release();
 }
 
 // enter(owner, settings) -> bool

@@ -3,16 +3,7 @@
 
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/variable.h>
-
-#include <algorithm>
-#include <array>
-#include <iterator>
-#include <memory>
-#include <optional>
-#include <type_traits>
-#include <utility>
 
 #include "arguments.h"
 #include "kernel.h"

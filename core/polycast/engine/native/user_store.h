@@ -161,10 +161,10 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
 
     static Object make(Callback callback) {
       static PyMethodDef function{"forget", &call, METH_O, "Drop the entries of a weight that was garbage-collected."};
-      const Object capsule = Object::made(PyCapsule_New(new Callback(std::move(callback)), nullptr, [](PyObject* object) {
+      const Object capsule = Object::steal(PyCapsule_New(new Callback(std::move(callback)), nullptr, [](PyObject* object) {
         delete static_cast<Callback*>(PyCapsule_GetPointer(object, nullptr));
       }));
-      return Object::made(PyCFunction_NewEx(&function, capsule.get(), nullptr));
+      return Object::steal(PyCFunction_NewEx(&function, capsule.get(), nullptr));
     }
 
     static PyObject* call(PyObject* capsule, PyObject*) {
@@ -215,7 +215,7 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
     if (verify_ && !is_fresh(tensor, tensors, original)) {
       const Gil gil;
       PyErr_SetString(stale_weight_error, stale_weight_message.c_str());
-      raise();
+      throw_python_error();
     }
     return found;
   }
@@ -266,7 +266,7 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
     DeferredDestruction::queue().run();
     const Object object = python_tensor(weight);
     TensorImpl* const impl = weight.unsafeGetTensorImpl();
-    Object reference = Object::made(PyWeakref_NewRef(object.get(), Callback::make({weak_from_this(), impl}).get()));
+    Object reference = Object::steal(PyWeakref_NewRef(object.get(), Callback::make({weak_from_this(), impl}).get()));
     std::lock_guard<std::mutex> lock(mutex_);
     if (PyObject*& known = table_.reference(impl); known == nullptr) {
       known = reference.release();

@@ -14,15 +14,15 @@
 
 namespace {
 
-void take_locks() {
-  const auto take = &AtForkLock::take;
-  take(OpInfos::all().mutex());
-  take(Recorders::running().mutex);
+void acquire_locks() {
+  const auto acquire = &AtForkLock::acquire;
+  acquire(OpInfos::all().mutex());
+  acquire(Recorders::running().mutex);
   for (const auto& recorder : Recorders::running().recorders) {
-    take(recorder->mutex);
-    take(recorder->of_ended_threads.mutex);
+    acquire(recorder->mutex);
+    acquire(recorder->of_ended_threads.mutex);
     for (const auto& [number, table] : recorder->tables) {
-      take(table->mutex);
+      acquire(table->mutex);
     }
   }
 }
@@ -31,23 +31,23 @@ void take_locks() {
 PyObject* make_recorder(PyTypeObject*, PyObject* arguments, PyObject*) {
   int all_threads, timing, nonfinite, stacks;
   parse(arguments, "ppip", &all_threads, &timing, &nonfinite, &stacks);
-  return Holder<Recorder>::make(std::make_shared<Recorder>(all_threads != 0, timing != 0, nonfinite, stacks != 0));
+  return Holder<Recorder>::wrap(std::make_shared<Recorder>(all_threads != 0, timing != 0, nonfinite, stacks != 0));
 }
 
 PyObject* recorder_start(PyObject* self, PyObject*) {
-  start_recorder(Holder<Recorder>::of(self));
+  start_recorder(Holder<Recorder>::unwrap(self));
   return Py_NewRef(Py_None);
 }
 
 PyObject* recorder_stop(PyObject* self, PyObject*) {
-  stop_recorder(Holder<Recorder>::of(self));
+  stop_recorder(Holder<Recorder>::unwrap(self));
   return Py_NewRef(Py_None);
 }
 
-PyObject* recorder_read(PyObject* self, PyObject*) { return read(*Holder<Recorder>::of(self)); }
+PyObject* recorder_read(PyObject* self, PyObject*) { return read(*Holder<Recorder>::unwrap(self)); }
 
 PyObject* recorder_nonfinite_count(PyObject* self, PyObject*) {
-  return PyLong_FromUnsignedLongLong(Holder<Recorder>::of(self)->nonfinite_seen());
+  return PyLong_FromUnsignedLongLong(Holder<Recorder>::unwrap(self)->nonfinite_seen());
 }
 
 // add_module(address, number)
@@ -55,13 +55,13 @@ PyObject* recorder_add_module(PyObject* self, PyObject* arguments) {
   unsigned long long address;
   int number;
   parse(arguments, "Ki", &address, &number);
-  Holder<Recorder>::of(self)->add_module(address, number);
+  Holder<Recorder>::unwrap(self)->add_module(address, number);
   return Py_NewRef(Py_None);
 }
 
 // forget_module(address)
 PyObject* recorder_forget_module(PyObject* self, PyObject* address) {
-  Holder<Recorder>::of(self)->forget_module(PyLong_AsUnsignedLongLong(address));
+  Holder<Recorder>::unwrap(self)->forget_module(PyLong_AsUnsignedLongLong(address));
   return Py_NewRef(Py_None);
 }
 
@@ -70,7 +70,7 @@ PyObject* recorder_add_parameter(PyObject* self, PyObject* arguments) {
   PyObject* parameter;
   int module;
   parse(arguments, "Oi", &parameter, &module);
-  Holder<Recorder>::of(self)->add_parameter(tensor_of(parameter), module);
+  Holder<Recorder>::unwrap(self)->add_parameter(tensor_of(parameter), module);
   return Py_NewRef(Py_None);
 }
 
@@ -110,7 +110,7 @@ PyObject* note_low_bit(PyObject*, PyObject* arguments) {
 // Check that an enumeration has the names, in order, that Python has for it.
 template <size_t count>
 void check_names(PyObject* names, const char* const (&expected)[count]) {
-  const auto found = each_of(names, &string_of);
+  const auto found = convert_items(names, &string_of);
   TORCH_CHECK(
       std::equal(found.begin(), found.end(), std::begin(expected), std::end(expected)), "the names of an enumeration differ from ",
       "those in observer/recorder.py");
@@ -125,12 +125,12 @@ PyObject* bind(PyObject*, PyObject* arguments) {
   check_names(nonfinite, kNonFinitePolicies);
   const auto* const observed = static_cast<const Engine*>(PyCapsule_GetPointer(capsule, kObserving));
   if (observed == nullptr) {
-    raise();
+    throw_python_error();
   }
   engine = *observed;
-  keep(call_stack, stack);
-  keep(call_site, site);
-  AtForkLock::have(&take_locks);
+  set_reference(call_stack, stack);
+  set_reference(call_site, site);
+  AtForkLock::install(&acquire_locks);
   engine.set_observer(observer);
   return Py_NewRef(Py_None);
 }

@@ -17,9 +17,9 @@ PyObject* call_stack = nullptr;
 // Return the program's stack. Called with the GIL held. What a signal handler raises in the meantime is raised when torch has
 // returned, because torch's callbacks must not raise.
 Object python_stack() {
-  const ErrorAside of_the_op;  // which may have raised
+  const ErrorScope of_the_op;  // which may have raised
   if (PyObject* const stack = PyObject_CallNoArgs(call_stack)) {
-    return Object::made(stack);
+    return Object::steal(stack);
   }
   const auto raise_it = [](void* value) {
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(static_cast<PyObject*>(value))), static_cast<PyObject*>(value));
@@ -37,7 +37,7 @@ Object python_stack() {
   if (Py_AddPendingCall(raise_it, raised) != 0) {
     Py_DECREF(raised);
   }
-  return Object::of(Py_None);
+  return Object::borrow(Py_None);
 }
 
 // Hold an override, so that its address stays its own.
@@ -53,7 +53,7 @@ void hold_override(Recorder& recorder, const void* override, DeviceType device) 
   if (found == nullptr) {
     return;
   }
-  Object held = Object::made(found);
+  Object held = Object::steal(found);
   std::lock_guard<std::mutex> lock(recorder.mutex);
   recorder.overrides.emplace(override, std::move(held));
 }

@@ -13,11 +13,11 @@ namespace {
 
 template <class Rows, class Convert>
 PyObject* list_of(const Rows& rows, Convert convert) {
-  Object list = Object::made(PyList_New(0));
+  Object list = Object::steal(PyList_New(0));
   for (const auto& row : rows) {
-    const Object item = Object::made(convert(row));
+    const Object item = Object::steal(convert(row));
     if (PyList_Append(list.get(), item.get()) != 0) {
-      raise();
+      throw_python_error();
     }
   }
   return list.release();
@@ -96,11 +96,11 @@ PyObject* row_of_nonfinite(const FirstNonFinite& first, uint64_t count) {
 }
 
 PyObject* dict_of(const std::unordered_map<const void*, Object>& overrides) {
-  Object dict = Object::made(PyDict_New());
+  Object dict = Object::steal(PyDict_New());
   for (const auto& [address, override] : overrides) {
-    const Object key = Object::made(address_of(address));
+    const Object key = Object::steal(address_of(address));
     if (PyDict_SetItem(dict.get(), key.get(), override.get()) != 0) {
-      raise();
+      throw_python_error();
     }
   }
   return dict.release();

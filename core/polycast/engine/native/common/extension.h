@@ -38,7 +38,7 @@ PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t))
 template <class... Args>
 void parse(PyObject* arguments, const char* format, Args... args) {
   if (!PyArg_ParseTuple(arguments, format, args...)) {
-    raise();
+    throw_python_error();
   }
 }
 
@@ -51,12 +51,12 @@ struct Holder {
   // Set once by add_class().
   static inline PyTypeObject* type = nullptr;
 
-  static const std::shared_ptr<Value>& of(PyObject* object) {
+  static const std::shared_ptr<Value>& unwrap(PyObject* object) {
     TORCH_CHECK_TYPE(PyObject_TypeCheck(object, type), "got an object of another class");
     return reinterpret_cast<Holder*>(object)->value;
   }
 
-  static PyObject* make(std::shared_ptr<Value> value) {
+  static PyObject* wrap(std::shared_ptr<Value> value) {
     PyObject* const object = PyType_GenericAlloc(type, 0);
     if (object != nullptr) {
       new (&reinterpret_cast<Holder*>(object)->value) std::shared_ptr<Value>(std::move(value));

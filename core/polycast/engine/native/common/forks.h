@@ -14,21 +14,21 @@ namespace {
 
 class AtForkLock {
  public:
-  // Call `take_all`, which takes the mutexes, before each fork.
-  static void have(void (*take_all)()) {
+  // Call `acquire_all`, which takes the mutexes, before each fork.
+  static void install(void (*acquire_all)()) {
 #ifndef _WIN32
     static std::once_flag once;
-    std::call_once(once, [take_all] { pthread_atfork(take_all, &give_back, &give_back); });
+    std::call_once(once, [acquire_all] { pthread_atfork(acquire_all, &release, &release); });
 #endif
   }
 
-  static void take(std::mutex& mutex) {
+  static void acquire(std::mutex& mutex) {
     mutex.lock();
     held().push_back(&mutex);
   }
 
  private:
-  static void give_back() {
+  static void release() {
     while (!held().empty()) {
       std::mutex* const last = held().back();
       held().pop_back();  // before unlocking: the last one to be unlocked guards this list

@@ -38,11 +38,11 @@ class WithoutGil {
 };
 
 // Sets the pending Python error aside, and restores it on destruction. The GIL must be held.
-class ErrorAside {
+class ErrorScope {
  public:
-  ErrorAside() { PyErr_Fetch(&type_, &value_, &traceback_); }
-  ErrorAside(const ErrorAside&) = delete;
-  ~ErrorAside() { PyErr_Restore(type_, value_, traceback_); }
+  ErrorScope() { PyErr_Fetch(&type_, &value_, &traceback_); }
+  ErrorScope(const ErrorScope&) = delete;
+  ~ErrorScope() { PyErr_Restore(type_, value_, traceback_); }
 
  private:
   PyObject *type_, *value_, *traceback_;
@@ -70,7 +70,7 @@ void translate_exception_to_python(const std::exception_ptr& exception);
 namespace {
 
 // Throw the pending Python error as a C++ exception.
-[[noreturn]] C10_NOINLINE void raise() {
+[[noreturn]] C10_NOINLINE void throw_python_error() {
   python_error error;
   error.persist();
   throw error;
@@ -89,14 +89,14 @@ class Object {
   ~Object() { Py_XDECREF(object_); }
 
   // Take over a new reference that Python has returned; throw if it is null.
-  static Object made(PyObject* object) {
+  static Object steal(PyObject* object) {
     if (object == nullptr) {
-      raise();
+      throw_python_error();
     }
     return Object(object);
   }
 
-  static Object of(PyObject* object) { return Object(Py_XNewRef(object)); }
+  static Object borrow(PyObject* object) { return Object(Py_XNewRef(object)); }
 
   PyObject* get() const { return object_; }
   PyObject* release() { return std::exchange(object_, nullptr); }
@@ -112,16 +112,16 @@ class Object {
 // Call a function with the arguments that Py_BuildValue makes of a parenthesized format.
 template <class... Args>
 Object call(PyObject* function, const char* format, Args... args) {
-  const Object arguments = Object::made(Py_BuildValue(format, args...));
-  return Object::made(PyObject_CallObject(function, arguments.get()));
+  const Object arguments = Object::steal(Py_BuildValue(format, args...));
+  return Object::steal(PyObject_CallObject(function, arguments.get()));
 }
 
-Object call(PyObject* function) { return Object::made(PyObject_CallNoArgs(function)); }
+Object call(PyObject* function) { return Object::steal(PyObject_CallNoArgs(function)); }
 
 bool is_true(const Object& object) {
   const int result = PyObject_IsTrue(object.get());
   if (result < 0) {
-    raise();
+    throw_python_error();
   }
   return result != 0;
 }
@@ -130,21 +130,21 @@ std::string string_of(PyObject* object) {
   Py_ssize_t size;
   const char* const text = PyUnicode_AsUTF8AndSize(object, &size);
   if (text == nullptr) {
-    raise();
+    throw_python_error();
   }
   return {text, static_cast<size_t>(size)};
 }
 
 // Convert each item of an iterable.
 template <class Convert>
-auto each_of(PyObject* iterable, Convert convert) {
+auto convert_items(PyObject* iterable, Convert convert) {
   std::vector<std::decay_t<decltype(convert(iterable))>> found;
-  const Object iterator = Object::made(PyObject_GetIter(iterable));
+  const Object iterator = Object::steal(PyObject_GetIter(iterable));
   while (PyObject* const next = PyIter_Next(iterator.get())) {
-    found.push_back(convert(Object::made(next).get()));
+    found.push_back(convert(Object::steal(next).get()));
   }
   if (PyErr_Occurred() != nullptr) {
-    raise();
+    throw_python_error();
   }
   return found;
 }
@@ -152,13 +152,13 @@ auto each_of(PyObject* iterable, Convert convert) {
 const Tensor& tensor_of(PyObject* object) {
   const int is_tensor = PyObject_IsInstance(object, THPVariableClass);
   if (is_tensor < 0) {
-    raise();
+    throw_python_error();
   }
   TORCH_CHECK_TYPE(is_tensor, "expected a tensor");
   return reinterpret_cast<const THPVariable*>(object)->cdata;
 }
 
-Object python_tensor(const Tensor& tensor) { return Object::made(THPVariable_Wrap(tensor)); }
+Object python_tensor(const Tensor& tensor) { return Object::steal(THPVariable_Wrap(tensor)); }
 
 ScalarType dtype_of(PyObject* dtype) { return reinterpret_cast<const THPDtype*>(dtype)->scalar_type; }
 
@@ -168,7 +168,7 @@ PyObject* python_dtype(ScalarType dtype) {
 }
 
 // Store a strong reference in a global, and drop the former one.
-void keep(PyObject*& variable, PyObject* object) {
+void set_reference(PyObject*& variable, PyObject* object) {
   PyObject* const former = std::exchange(variable, Py_NewRef(object));
   Py_XDECREF(former);
 }
@@ -188,7 +188,7 @@ DeviceType device_of(PyObject* name) {
     found = known->emplace(std::move(text), parsed).first;
   }
   type = found->second;
-  keep(last, name);
+  set_reference(last, name);
   return type;
 }
 

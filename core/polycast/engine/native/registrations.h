@@ -2,14 +2,6 @@
 
 #pragma once
 
-#include <ATen/core/dispatch/Dispatcher.h>
-
-#include <memory>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "cached_cast_op.h"
 #include "kernel.h"
 #include "unboxed.h"
@@ -22,24 +14,24 @@ struct NoWarnings : c10::WarningHandler {
 };
 
 // Destroying it removes the kernels, and uncovers the former ones.
-class Library {
+class KernelRegistrations {
  public:
-  Library(const std::string& device_type, const std::string& key)
+  KernelRegistrations(const std::string& device_type, const std::string& key)
       : device_(c10::Device(device_type).type()), key_(c10::parseDispatchKey(key)) {
     Decisions::forget_all();  // the backend may be another one
   }
 
   void impl(const std::string& name, Op op, const char* with_dtype, IsCapturing is_capturing) {
-    const auto handle = find(name);
+    const auto handle = find_op(name);
     if (with_dtype != nullptr) {
-      op.with_dtype = find(with_dtype);
+      op.with_dtype = find_op(with_dtype);
     }
     const UnboxedEntry* const entry = with_dtype == nullptr ? find_unboxed_entry(handle) : nullptr;
     auto kernel = std::make_unique<Kernel>(
         std::move(op), handle, device_, key_, std::move(is_capturing), entry == nullptr ? nullptr : entry->redispatch);
     NoWarnings no_warnings;
     const c10::WarningUtils::WarningHandlerGuard guard(&no_warnings);
-    put(handle.operator_name(), key_,
+    register_kernel(handle.operator_name(), key_,
         entry == nullptr ? c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)) : entry->function(std::move(kernel)));
   }
 
@@ -48,10 +40,10 @@ class Library {
     // Not by name: parseDispatchKey() does not know all of them.
     const auto autograd =
         c10::toRuntimePerBackendFunctionalityKey(DispatchKey::AutogradFunctionality, c10::toBackendComponent(device));
-    put({kCachedCast, ""}, device,
+    register_kernel({kCachedCast, ""}, device,
         c10::KernelFunction::makeFromUnboxedFunctor<false, CachedCastKernel>(
             std::make_unique<CachedCastKernel>(device_, std::move(is_capturing))));
-    put({kCachedCast, ""}, autograd,
+    register_kernel({kCachedCast, ""}, autograd,
         c10::KernelFunction::makeFromUnboxedFunctor<false, CachedCastAutograd>(std::make_unique<CachedCastAutograd>()));
   }
 
@@ -67,14 +59,14 @@ class Library {
   }
 
  private:
-  static c10::OperatorHandle find(const std::string& name) {
+  static c10::OperatorHandle find_op(const std::string& name) {
     const auto dot = name.find('.');
     return c10::Dispatcher::singleton().findSchemaOrThrow(
         name.substr(0, dot).c_str(), dot == std::string::npos ? "" : name.substr(dot + 1).c_str());
   }
 
   // Without a C++ signature, against which torch would check that of other kernels.
-  void put(const c10::OperatorName& op, DispatchKey key, c10::KernelFunction kernel) {
+  void register_kernel(const c10::OperatorName& op, DispatchKey key, c10::KernelFunction kernel) {
     registered_.push_back(
         c10::Dispatcher::singleton().registerImpl(op, key, std::move(kernel), std::nullopt, nullptr, "polycast"));
   }
