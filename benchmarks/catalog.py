@@ -95,6 +95,7 @@ BENCHMARKS: Mapping[str, Entry] = {
     "compiled-memory": Entry("compiled:Memory", all_of_them),
     "tuned": Entry("tuned:tuned", all_of_them),
     "low-bit": Entry("low_bit:eager", each),
+    "low-bit-call": Entry("low_bit:Call", one),
     "low-bit-compiled": Entry("low_bit:compiled", all_of_them),
     "fastest": Entry("fastest:Fastest", each),
     "fastest-avx2": Entry("fastest:Fastest", each, environment=AVX2),

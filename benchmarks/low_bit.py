@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import types
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from transformers import (
 
 import polycast
 
-from .timing import Race, Ratio, Several, Side, Skipped
+from .timing import Race, Ratio, Result, Several, Side, Skipped
 
 _REGION = "with torch.no_grad(), autocast('cpu', recipe=recipe): model(x)"
 _PLAIN = "with torch.no_grad(): model(x)"
@@ -166,6 +167,32 @@ def _all_compiled() -> Iterator[Race | Skipped]:
         }
         yield Race(sides=sides, ratios=[ratio], rounds=12, seconds=0.05)
 
+
+@dataclass(frozen=True)
+class Call:
+    """The microseconds of a short call that a recipe computes: how long the op takes to reach the product."""
+
+    rounds: int = 40
+
+    def run(self, quick: bool) -> list[Result]:
+        """Return the least of all rounds."""
+        what, unit, missing = "F.linear of 256 x 256 by one row, int8", " µs", _missing()[0]
+        if missing is not None:
+            return [Result(what, "-", None, _CALL_AT_MOST, unit=unit, skipped=missing)]
+        layer = nn.Linear(256, 256)
+        names = {"linear": nn.functional.linear, "x": torch.randn(1, 256), "weight": layer.weight, "bias": layer.bias}
+
+        @contextmanager
+        def region() -> Iterator[None]:
+            with torch.no_grad(), polycast.autocast("cpu", recipe=polycast.Int8(min_size=1)):
+                yield
+
+        side = Side("linear(x, weight, bias)", names, region)
+        least = min(side.time(1000) for _ in range(self.rounds // 5 if quick else self.rounds))
+        return [Result(what, "-", least * 1e6, _CALL_AT_MOST, unit=unit)]
+
+
+_CALL_AT_MOST = 4.0
 
 eager = functools.partial(Several, _all)
 compiled = functools.partial(Several, _all_compiled)
