@@ -116,3 +116,13 @@ def test_a_tensor_that_is_no_weight_is_asked_for(layer, decide, linear_of_cast, 
     for _ in range(3):
         run(linear, X, torch.randn(8, 8), layer.bias)
     assert len(asked) == 3
+
+
+def test_a_weight_and_a_part_of_one_are_told_apart(decide, asked):
+    decide(FLOAT32)
+    for _ in range(2):
+        for weight in (nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(16, 8))[:8], torch.randn(8, 8)):
+            run(linear, X, weight)
+    assert len(asked) == 3
+    run(linear, X, nn.Parameter(torch.randn(64)).view(8, 8))  # a view of all of a weight
+    assert len(asked) == 3

@@ -27,7 +27,7 @@ class Action(NamedTuple):
     metadata, until :func:`forget_actions`, so it must depend on nothing but
 
     - the op, the plan and the fast dtype;
-    - of each tensor: dtype, sizes, strides, device, and whether it is a weight or a view of one;
+    - of each tensor: dtype, sizes, strides, device, and whether it is a weight or a view of all or a part of one;
     - the other arguments;
     - whether autograd records the call, whether the region has a WeightCache, and whether autocast caches casts.
 

@@ -105,9 +105,10 @@ class CallMetadata {
     }
     const ScalarType dtype = tensor.scalar_type();
     has_plain_dtypes = has_plain_dtypes && (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf);
-    const bool is_cacheable = weight_of(tensor, /*to_prepack=*/true) != nullptr;
-    add(kTensor | static_cast<int64_t>(dtype) << 8 | static_cast<int64_t>(is_cacheable) << 16 |
-        static_cast<int64_t>(tensor.get_device()) << 24 | tensor.dim() << 40);
+    const Tensor* const weight = weight_of(tensor, /*to_prepack=*/true);
+    const int64_t part = weight == nullptr ? 0 : weight == &tensor || covers(tensor, *weight) ? 1 : 2;
+    const int64_t index = tensor.get_device() + 1;  // -1 where devices have none
+    add(kTensor | static_cast<int64_t>(dtype) << 8 | part << 16 | index << 24 | tensor.dim() << 40);
     words_.append(tensor.sizes().begin(), tensor.sizes().end());
     words_.append(tensor.strides().begin(), tensor.strides().end());
     return true;
