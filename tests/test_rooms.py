@@ -1,4 +1,4 @@
-"""The architecture: the folders of the core, the imports between them, and the length of files."""
+"""The architecture: the folders of the core, the imports between them, and the length of files and functions."""
 
 import ast
 import contextlib
@@ -167,7 +167,27 @@ def test_a_room_says_what_it_is_for(folder):
     assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize("folder", ["backends", "benchmarks", "core", "docs", "examples", "tests", "tools"])
+FOLDERS = pytest.mark.parametrize("folder", ["backends", "benchmarks", "core", "docs", "examples", "tests", "tools"])
+
+
+def lines_of(function):
+    """Return the number of lines of a function without its signature and docstring."""
+    body = function.body[ast.get_docstring(function) is not None :] or function.body
+    return body[-1].end_lineno - body[0].lineno + 1
+
+
+@FOLDERS
+def test_functions_fit_on_a_screen(folder):
+    long = {
+        f"{path.relative_to(SOURCES)}:{node.lineno} {node.name}"
+        for path in (SOURCES / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and lines_of(node) > 60
+    }
+    assert long == set()
+
+
+@FOLDERS
 def test_no_file_has_more_than_350_lines(folder):
     written = {".py", ".h", ".cpp", ".md", ".js", ".css", ".html", ".template"}
     paths = {path.relative_to(SOURCES).as_posix(): path for path in (SOURCES / folder).rglob("*.*")}

@@ -45,6 +45,16 @@ def _add_guard(manager: Any, seen: str, guard: Any = None) -> None:
     setattr(manager, _MARK, seen)
 
 
+def _new_guard() -> Any:
+    from torch._dynamo.source import GlobalStateSource
+
+    return GlobalStateSource().make_guard(functools.partial(guard_policies, seen=guard_text()))
+
+
+def _is_ours(guard: Any) -> bool:
+    return guard.inner_create_fn() is guard_policies
+
+
 def _add_missing_guard(manager: Any) -> None:
     """Guard code that was compiled before the guard was installed, so without overrides."""
     if getattr(manager, "root", None) is not None and not hasattr(manager, _MARK):
@@ -56,7 +66,6 @@ def guard_dynamo(patch: Patch) -> None:
     from torch._dynamo.convert_frame import input_codes
     from torch._dynamo.guards import CheckFunctionManager, GuardManagerWrapper
     from torch._dynamo.output_graph import OutputGraph, OutputGraphCommon
-    from torch._dynamo.source import GlobalStateSource
 
     eval_frame: Any = torch._C._dynamo.eval_frame
     entries, loaded_entries = eval_frame._debug_get_cache_entry_list, eval_frame._debug_get_precompile_entries
@@ -65,28 +74,22 @@ def guard_dynamo(patch: Patch) -> None:
     check: Any = method_of(GuardManagerWrapper, "check", "self", "x")
     compiled_codes = [code for reference in list(input_codes.seen) if (code := reference()) is not None]
 
-    def new_guard() -> Any:
-        return GlobalStateSource().make_guard(functools.partial(guard_policies, seen=guard_text()))
-
-    def is_ours(guard: Any) -> bool:
-        return guard.inner_create_fn() is guard_policies
-
     trial: Any = GuardManagerWrapper()
     _add_guard(trial, "never in force")
     expect(not trial.root.check({}), "a guard that fails has no effect")
-    expect(is_ours(new_guard()), "a guard does not know what makes it")
+    expect(_is_ours(_new_guard()), "a guard does not know what makes it")
     expect(hasattr(OutputGraph, "guards") and hasattr(OutputGraphCommon, "guards"), "a graph has no guards")
 
     @functools.wraps(init_ambient_guards)
     def init_ambient_guards_and_ours(self: Any) -> None:
         init_ambient_guards(self)
-        self.guards.add(new_guard())
+        self.guards.add(_new_guard())
 
     @functools.wraps(compile_check_fn)
     def compile_check_fn_with_ours(self: Any, builder: Any, *args: Any, **kwargs: Any) -> Any:
         # A filter of guards may have dropped ours. But code that another process saved never had it, nor code that was
         # being compiled when the guard was installed.
-        if not any(is_ours(guard) for guard in self.output_graph.guards):
+        if not any(_is_ours(guard) for guard in self.output_graph.guards):
             _add_missing_guard(builder.guard_manager)
         return compile_check_fn(self, builder, *args, **kwargs)
 

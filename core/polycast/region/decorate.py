@@ -34,14 +34,7 @@ def decorate(func: _F, plain: Callable[[], AbstractContextManager[Any]], suspend
             body: AsyncGenerator[Any, Any] = func(*args, **kwargs)
             active = suspendable()
             try:
-                # The event loop closes every asynchronous generator that it knows; the wrapper closes the body.
-                hooks = sys.get_asyncgen_hooks()
-                sys.set_asyncgen_hooks(None, None)
-                try:
-                    first = body.__anext__()
-                finally:
-                    sys.set_asyncgen_hooks(*hooks)
-                item = await _Stepwise(first, active)
+                item = await _Stepwise(_first_step(body), active)
                 while True:
                     try:
                         sent = yield item
@@ -79,6 +72,16 @@ def decorate(func: _F, plain: Callable[[], AbstractContextManager[Any]], suspend
     # torch.jit.script raises an error with this text.
     setattr(wrapper, "__script_unsupported", "@autocast() decorator is not supported in script mode")
     return cast("_F", wrapper)
+
+
+def _first_step(body: AsyncGenerator[Any, Any]) -> Awaitable[Any]:
+    """Return the first step of a generator, unknown to the event loop, which would close it before the wrapper does."""
+    hooks = sys.get_asyncgen_hooks()
+    sys.set_asyncgen_hooks(None, None)
+    try:
+        return body.__anext__()
+    finally:
+        sys.set_asyncgen_hooks(*hooks)
 
 
 def _can_be_awaited(generator_function: Any) -> bool:
