@@ -18,6 +18,7 @@ from .timing import ModuleClock, Race, TimedSide, Timings, median, rule_overhead
 
 FLOAT32 = "float32"
 PLAIN_REGION = "the region without a policy"
+BY_PROFILE = "float32 where the profile says that it is faster"
 _ROUNDS = 7
 _TIE = 1.02
 """A simpler way that takes at most this many times as long as the fastest is chosen instead."""

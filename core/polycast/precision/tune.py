@@ -52,9 +52,11 @@ def tune(
 
     With the objective ``"time"`` each module, or op, gets its fastest precision (float32, the fast dtype, or the recipe
     if there is one), as timed on these inputs under ``no_grad``, within the tolerance. The model under the policy is
-    then timed as a whole, in alternation with float32 and with the region without a policy. The fastest that keeps the
-    tolerance is returned, or in a tie the simpler one. It holds for these shapes, this machine, and regions without a
-    :class:`WeightCache`.
+    then timed as a whole, in alternation with float32 and with the region without a policy. If the device has a profile
+    (:func:`profile`), so is the model with the modules in float32 that the profile says are faster there. The fastest
+    that keeps the tolerance is returned, or in a tie the simpler one. It holds for these shapes, this machine, and
+    regions without a :class:`WeightCache`. With the recipe ``"fastest"`` each matmul is computed the fastest way
+    without a search; what is left to find is what must be in float32.
 
     The model is restored, as by :func:`compare`. All evaluations use the same random numbers. If the model raises an
     exception under a policy, the distance is infinite, and the evidence has the text of the exception.

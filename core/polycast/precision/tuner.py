@@ -13,12 +13,13 @@ from ..errors import warn_user
 from ..policy.recipe import Recipe
 from ..region.autocast import autocast
 from ..region.module_rules import apply_policy
+from .by_profile import modules_faster_in_float32
 from .calls import Call
 from .candidates import Modules, Ops, ops_seen
 from .compare import compared
 from .evidence import Evidence, Tuned, machine
 from .failures import may_come_from_policy, short_text
-from .fastest import PLAIN_REGION, Stopwatch, pick_fastest
+from .fastest import BY_PROFILE, PLAIN_REGION, Stopwatch, pick_fastest
 from .hooks import uncompiled
 from .isolation import RandomState, isolated
 from .minimal_set import NO_POLICY, CandidateOrder, Choice, OutOfBudget, minimal_choice
@@ -196,7 +197,11 @@ class Tuner:
         has_recipe, over = self._arguments.recipe is not None, self._arguments.over
         with self._without_side_effects():
             watch = Stopwatch(self._model, self._call, self._region, self._profile, self._fast)
-            proposed = {PLAIN_REGION: NO_POLICY, "all in float32": Choice(order.names)}
+            proposed = {PLAIN_REGION: NO_POLICY}
+            by_profile = None if has_recipe or over == "ops" else self._by_profile()
+            if by_profile is not None:
+                proposed[BY_PROFILE] = order.choice((*found.choice.members, *by_profile), found.choice.kept)
+            proposed["all in float32"] = Choice(order.names)
             if has_recipe:
                 proposed["all in the fast dtype"] = order.all_fast()
             proposed["the minimal set out of the recipe" if has_recipe else "the minimal set in float32"] = found.choice
@@ -212,6 +217,16 @@ class Tuner:
             policies = {side: self._candidates.policy(choice) for side, choice in sides.items()}
             timings = pick_fastest(watch.race(policies, advance), list(sides))
         return _Found(sides[timings.chosen], True, False, found.reason), timings
+
+    def _by_profile(self) -> list[str] | None:
+        """Return the modules that a profile of the device says are faster in float32; None without a profile."""
+        try:
+            modules = modules_faster_in_float32(self._model, lambda: self._call.of_model(self._model), self._region)
+        except Exception as error:
+            if not may_come_from_policy(error):
+                raise
+            return None  # the model cannot run in the region without a policy
+        return None if modules is None else [self._profile.modules[module].name for module in modules]
 
     def _tried_ops(self, order: CandidateOrder) -> dict[str, list[Choice]]:
         """Return by op the choices with this op alone."""
