@@ -1,7 +1,7 @@
 """The result of ``compare``: a value that prints as a table and converts to plain data."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,8 +10,9 @@ from ..common.plain_text import as_text, under_the_head
 from ..observer.low_bit_counts import low_bit_lines
 from ..observer.records import LowBit
 from ..policy.dtypes import dtype_name
+from ..policy.plain_data import plain_data
 from ..policy.recipe import Recipe
-from .numerics import Error, json_number
+from .numerics import Error
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -50,16 +51,8 @@ class ModuleErrors:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the errors as plain data."""
-        return {
-            "name": self.name,
-            "kind": self.kind,
-            "calls": self.calls,
-            "adds": json_number(self.adds),
-            "own": self.own.to_dict(),
-            "inherited": json_number(self.inherited),
-            "total": None if self.total is None else self.total.to_dict(),
-            "makes_nonfinite": self.makes_nonfinite,
-        }
+        plain: dict[str, Any] = plain_data(vars(self))
+        return plain
 
 
 @dataclass(frozen=True)
@@ -88,18 +81,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as plain data for JSON: inf and nan are texts."""
-        return {
-            "schema": SCHEMA,
-            "torch": torch.__version__,
-            "device_type": self.device_type,
-            "dtype": dtype_name(self.dtype),
-            "modules": [module.to_dict() for module in self.modules],
-            "outputs": {name: error.to_dict() for name, error in self.outputs.items()},
-            "first_nonfinite": self.first_nonfinite,
-            "parted": list(self.parted),
-            "recipe": None if self.recipe is None else self.recipe.short,
-            "low_bit": [asdict(each) for each in self.low_bit],
-        }
+        return {"schema": SCHEMA, "torch": torch.__version__, **plain_data(vars(self))}
 
     def __rich__(self) -> "RenderableType":
         from rich.console import Group

@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,10 +13,10 @@ from ..engine.choice import choose
 from ..policy import files
 from ..policy.dtypes import dtype_name
 from ..policy.files import PolicyPath
+from ..policy.plain_data import plain_data
 from ..policy.recipe import Recipe
 from ..policy.value import Policy
 from .minimal_set import Members
-from .numerics import json_number
 from .timing import Timings
 from .trials import Trial
 
@@ -74,22 +74,7 @@ class Evidence:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the evidence as plain data for JSON: inf and nan are texts."""
-        data = {
-            key: json_number(value) if isinstance(value, float) else value
-            for key, value in vars(self).items()
-            if key not in ("trials", "timings", "machine", "dtype", "members", "kept", "recipe")
-        }
-        return {
-            "schema": SCHEMA,
-            **data,
-            "dtype": dtype_name(self.dtype),
-            "members": list(self.members),
-            "recipe": None if self.recipe is None else self.recipe.short,
-            "kept": list(self.kept),
-            "trials": [trial.to_dict() for trial in self.trials],
-            "timings": None if self.timings is None else asdict(self.timings),
-            "machine": dict(self.machine),
-        }
+        return {"schema": SCHEMA, **plain_data(vars(self))}
 
     def name(self) -> str:
         """Return a name for the policy, with the inputs and the machine of the measurement."""

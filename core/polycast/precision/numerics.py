@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 import torch
 
+from ..policy.plain_data import plain_data
 from .values import tensors_in
 
 _CHUNK = 1 << 20
@@ -36,12 +37,8 @@ class Error:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the error as plain data."""
-        return {key: json_number(value) for key, value in asdict(self).items()}
-
-
-def json_number(value: float | int | None) -> float | int | str | None:
-    """Return a number for JSON: inf and nan as text."""
-    return value if value is None or math.isfinite(value) else str(value)
+        plain: dict[str, Any] = plain_data(vars(self))
+        return plain
 
 
 class Sums:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..policy.plain_data import plain_data
 from .minimal_set import Choice, Members, OutOfBudget
-from .numerics import json_number
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,8 @@ class Trial:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trial as plain data."""
-        data: dict[str, Any] = {"members": list(self.members), "distance": json_number(self.distance)}
-        data |= {"error": self.error} if self.error else {}
-        return {**data, "kept": list(self.kept)} if self.kept else data
+        plain = plain_data(vars(self))
+        return {key: value for key, value in plain.items() if value or key in ("members", "distance")}
 
 
 class Trials:

@@ -1,13 +1,14 @@
 """The result of ``explain``: a value with a text for people and a dict for programs."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..policy.cast_policy import CastPolicy
 from ..policy.dtypes import dtype_name
+from ..policy.plain_data import plain_data
 
 NO_RULE = "none"
 OTHERS_KERNEL = "a kernel that is not polycast's"
@@ -93,7 +94,7 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the explanation as texts, bools, None, lists and dicts."""
-        plain: dict[str, Any] = _plain(asdict(self))
+        plain: dict[str, Any] = plain_data(vars(self))
         return plain
 
     def __str__(self) -> str:
@@ -135,13 +136,3 @@ class Explanation:
                 yield f"dtype: {dtype_name(self.set_dtype)} is given"
             if self.calls != self.op:
                 yield f"{self.calls} is called"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, CastPolicy):
-        return value.value
-    if isinstance(value, torch.dtype):
-        return dtype_name(value)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
