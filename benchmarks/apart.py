@@ -45,7 +45,7 @@ class Apart:
             with ExitStack() as stack:
                 players = [stack.enter_context(_Player(self.name, library)) for library in LIBRARIES]
                 race = 0
-                while all(told := _together("next", players)):
+                while all(told := [player.ask("next") for player in players]):
                     plan = _merged(told)
                     if race == len(plans):
                         plans.append(replace(plan, most_seconds=plan.most_seconds / self.processes))
@@ -66,21 +66,16 @@ class _Player:
         command = [sys.executable, "-m", __name__, name, library]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def send(self, request: str) -> None:
+    def ask(self, request: str) -> Any:
+        """Return the answer to a request; nothing else runs meanwhile."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         with suppress(BrokenPipeError):
             print(request, file=self._process.stdin, flush=True)
-
-    def receive(self) -> Any:
-        assert self._process.stdout is not None
         answer = self._process.stdout.readline()
         if not answer:
             raise RuntimeError(f"{self._process.args} ended with status {self._process.wait()}.")
         return json.loads(answer)
-
-    def ask(self, request: str) -> Any:
-        self.send(request)
-        return self.receive()
 
     def __enter__(self) -> "_Player":
         return self
@@ -89,13 +84,6 @@ class _Player:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self._process.communicate()  # ends its requests
-
-
-def _together(request: str, players: list[_Player]) -> list[Any]:
-    """Send a request to all processes at once, for work that is not timed."""
-    for player in players:
-        player.send(request)
-    return [player.receive() for player in players]
 
 
 def _merged(plans: list[dict[str, Any]]) -> Plan:
