@@ -18,6 +18,7 @@ from polycast.engine import installation
 from polycast.engine.low_bit.listeners import listeners as low_bit_listeners
 from polycast.observer.low_bit_counts import LowBitCounts
 from polycast.plugins.registry import registry
+from polycast.profiling import profile_file
 from polycast.profiling.measurement import Measurement
 
 DEVICES = torch._C._autocast_supported_devices()
@@ -55,6 +56,15 @@ def _leaves_nothing_behind():
     polycast.uninstall()
     assert left == []
     assert torch.is_autocast_cache_enabled()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_profiles(tmp_path_factory):
+    """Keep the profiles of the tests apart from the user's."""
+    folder = tmp_path_factory.mktemp("cache") / "polycast"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(profile_file, "cache_directory", lambda: folder)
+        yield
 
 
 @pytest.fixture(name="engine", params=["native", "reference"])

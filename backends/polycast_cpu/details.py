@@ -26,7 +26,10 @@ def details() -> Mapping[str, str]:
 
 def _name() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
-    pairs = [line.partition(":") for line in lines]
-    names = [value.strip() for key, _, value in pairs if key.strip() == "model name"]
-    return next(iter(names), "") or platform.processor() or platform.machine()
+    if info.is_file():
+        with info.open(encoding="utf-8", errors="replace") as lines:  # it is long, and made while it is read
+            for line in lines:
+                key, _, value = line.partition(":")
+                if key.strip() == "model name":
+                    return value.strip()
+    return platform.processor() or platform.machine()

@@ -10,7 +10,17 @@ import pytest
 import polycast
 from polycast.cli import app
 
-KEYS = ["device_type", "state", "reason", "default_dtype", "supported_dtypes", "distribution", "version", "replaces"]
+KEYS = [
+    "device_type",
+    "state",
+    "reason",
+    "default_dtype",
+    "supported_dtypes",
+    "distribution",
+    "version",
+    "replaces",
+    "profile",
+]
 
 WORKING = """
 import polycast, torch
@@ -113,6 +123,7 @@ def test_devices_json_of_a_ready_device(polycast_command):
         "distribution": "polycast",
         "version": importlib.metadata.version("polycast"),
         "replaces": [],
+        "profile": None,
     }
 
 
@@ -130,6 +141,7 @@ def test_devices_lists_a_broken_plugin_among_the_others(polycast_command, plugin
         "distribution": "acme_broken",
         "version": "1.5",
         "replaces": [],
+        "profile": None,
     }
 
 

@@ -17,7 +17,18 @@ from polycast.cli import app, doctor
 from polycast.plugins.registry import registry
 from polycast.toolchain import load_ops as ops
 
-SECTIONS = ["versions", "compiler", "engine", "ops", "cpu", "accelerator", "backends", "environment", "checks"]
+SECTIONS = [
+    "versions",
+    "compiler",
+    "engine",
+    "ops",
+    "cpu",
+    "accelerator",
+    "backends",
+    "profiles",
+    "environment",
+    "checks",
+]
 BROKEN = "raise RuntimeError('the driver is gone')\n"
 
 

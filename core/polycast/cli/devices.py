@@ -14,7 +14,9 @@ from ..plugins.loading import BackendStatus
 from ..plugins.registry import backends, get_backend
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import Float8, Int8
+from ..profiling.profile import look_up
 from .compiled import origins
+from .profile import ignored, summary
 from .terminal import console, engine_and_origin, library_errors, print_json, table
 
 _STYLES = {
@@ -54,6 +56,15 @@ class Device:
             f"{kind}: {'yes' if answer else 'no'}, {answer.reason}".rstrip(", ") for kind, answer in answers.items()
         ]
 
+    def profile(self) -> str | None:
+        """Return a sentence about the device's profile; None if it has none."""
+        if self.status.state != "ready":
+            return None
+        found = look_up(self.status.device_type)
+        if found.profile is not None:
+            return summary(found.profile)
+        return None if found.refusal is None else ignored(found.refusal)
+
     def as_json(self) -> dict[str, object]:
         """Return the device for JSON; what is unknown is None."""
         status = self.status
@@ -66,6 +77,7 @@ class Device:
             "distribution": status.distribution,
             "version": status.version,
             "replaces": list(status.replaces),
+            "profile": self.profile(),
         }
 
 
@@ -128,7 +140,8 @@ def _print(devices: list[Device], engine: str, ops: Mapping[str, str], verbose: 
     out.print(rows)
     out.print()
     for device in devices:
-        for note in [*device.notes(), *(device.recipes() if verbose else [])]:
+        profile = device.profile()
+        for note in [*device.notes(), *([profile] if profile else []), *(device.recipes() if verbose else [])]:
             out.print(f"{device.status.device_type}: {note}", soft_wrap=True)
     out.print(f"Engine: {engine}", soft_wrap=True)
     for package, origin in ops.items():

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sysconfig
+import textwrap
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,9 +24,13 @@ import typer
 from ..engine.casts.weight_cache import WeightCache
 from ..engine.choice import choose
 from ..plugins.registry import backends
+from ..profiling.device_profile import DeviceProfile
+from ..profiling.profile import look_up
+from ..profiling.profile import profile as measure_profile
 from ..region.autocast import autocast
 from .compiled import origins
 from .devices import known_devices
+from .profile import ignored
 from .terminal import ignore_slow_dtypes, print_json
 
 _CPU_FEATURES = {
@@ -193,8 +198,26 @@ def _checks() -> list[Check]:
     return checks + [Check(f"the backend of {status.device_type} is sound", status.reason) for status in broken]
 
 
-def diagnose() -> dict[str, Any]:
-    """Return all sections, as JSON values; one that failed is a str that says why."""
+def _profiles(measures: bool) -> dict[str, object]:
+    """Return the profile of each ready device, or why it is not used; None: there is none."""
+    ready = [name for name, status in backends().items() if status.state == "ready"]
+    return {name: _try(partial(_profile, name, measures)) for name in ready}
+
+
+def _profile(device_type: str, measures: bool) -> object:
+    found = look_up(device_type)
+    profile = measure_profile(device_type) if measures else found.profile
+    if profile is not None:
+        return profile.to_dict()
+    return None if found.refusal is None else ignored(found.refusal)
+
+
+def diagnose(measures: bool = False) -> dict[str, Any]:
+    """Return all sections, as JSON values; one that failed is a str that says why.
+
+    Args:
+        measures: measure the devices that have no profile.
+    """
     return {
         "versions": _try(_versions),
         "compiler": _try(_compiler),
@@ -203,6 +226,7 @@ def diagnose() -> dict[str, Any]:
         "cpu": _try(_cpu),
         "accelerator": _try(_accelerator),
         "backends": _try(lambda: [device.as_json() for device in known_devices()]),
+        "profiles": _try(partial(_profiles, measures)),
         "environment": _try(_environment),
         "checks": [{"name": check.name, "problem": check.problem} for check in _checks()],
     }
@@ -210,12 +234,15 @@ def diagnose() -> dict[str, Any]:
 
 def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: an object with the same sections.")] = False,
+    measures: Annotated[
+        bool, typer.Option("--measure", help="Measure what is fast on each device that has no profile.")
+    ] = False,
 ) -> None:
     """Describe this machine for a bug report, and check that regions work on it.
 
     The exit status is 1 if one does not.
     """
-    found = diagnose()
+    found = diagnose(measures)
     wrong = [check for check in found["checks"] if check["problem"] is not None]
     if as_json:
         print_json(found)
@@ -231,6 +258,9 @@ def _print(found: Mapping[str, Any]) -> None:
         if section == "backends" and not isinstance(content, str):
             for device in content:
                 typer.echo(f"  {device['device_type']}: {_of_device(device)}")
+        elif section == "profiles" and not isinstance(content, str):
+            for name, profile in content.items():
+                typer.echo(_of_profile(name, profile))
         elif section == "ops" and isinstance(content, list) and content:
             for ops in content:
                 typer.echo(f"  {ops['package']}: {ops['from']}")
@@ -254,6 +284,14 @@ def _print_value(name: str, value: object) -> None:
         typer.echo(f"  {name}: {', '.join(map(str, value))}")
     elif value is not None:
         typer.echo(f"  {name}: {({True: 'yes', False: 'no'}[value]) if isinstance(value, bool) else value}")
+
+
+def _of_profile(device_type: str, profile: object) -> str:
+    if isinstance(profile, Mapping):
+        shown = repr(DeviceProfile.from_dict(profile))
+    else:
+        shown = f"{device_type}: {profile or 'none; polycast doctor --measure makes one'}"
+    return textwrap.indent(shown, "  ")
 
 
 def _of_device(device: Mapping[str, Any]) -> str:

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from ..plugins.backend import Backend
-from ..plugins.checks import check_availability, find_slow_reason
+from ..plugins.checks import ask_slow_reason, check_availability
 from ..plugins.registry import registry
+from ..profiling.slow_dtypes import find_slow_reason
 from ..region.autocast import why_disabled
 
 
@@ -28,14 +29,15 @@ def why_not_enabled(device: str, dtype: torch.dtype) -> str:
 
 
 def slow_reasons(devices: Mapping[str, Iterable[str]]) -> dict[str, str]:
-    """Return by device and dtype, as ``"cpu bfloat16"``, why a fast dtype is slow there."""
+    """Return by device and dtype, as ``"cpu bfloat16"``, why the backend says that a fast dtype is slow there."""
     found = {}
     for device, names in devices.items():
         backend = find_backend(device)
         if backend is None:
             continue
         for name in names:
-            reason = find_slow_reason(backend, getattr(torch, name))
-            if reason is not None:
+            dtype = getattr(torch, name)
+            reason = ask_slow_reason(backend, dtype)
+            if reason is not None and find_slow_reason(backend, dtype) is not None:  # a profile may know better
                 found[f"{device} {name}"] = reason
     return found

@@ -145,7 +145,7 @@ class Backend:
         return Availability(False, f"{self.device_type} supports {', '.join(map(str, supported))}")
 
     def slow_reason(self, dtype: torch.dtype) -> str | None:
-        """Return why a fast dtype is slow on the device, for :func:`polycast.observe` to report; None if it is not."""
+        """Return why a fast dtype is slow on the device, for warnings; None if it is not. A profile is asked before."""
         return None
 
     def device_details(self) -> Mapping[str, str]:

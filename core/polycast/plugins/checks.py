@@ -35,7 +35,7 @@ def check_recipe(backend: Backend, recipe: Recipe) -> Availability:
     return answer if isinstance(answer, Availability) else _invalid("recipe_availability", answer)
 
 
-def find_slow_reason(backend: Backend, dtype: torch.dtype) -> str | None:
+def ask_slow_reason(backend: Backend, dtype: torch.dtype) -> str | None:
     """Return why a fast dtype is slow on the device; None if it is not, or the backend raises."""
     try:
         reason: object = backend.slow_reason(dtype)

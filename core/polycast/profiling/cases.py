@@ -1,35 +1,45 @@
 """The ops that are measured, and their sizes."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 
 from ..plugins.backend import LowBitKernel
-from .operands import Operands
-from .ways import Way, uses_cast
+from .operands import SMALL, Operands
+from .ways import Way
 
 Call: TypeAlias = Callable[[], object]
+OPS = ("linear", "matmul", "conv2d", "bmm", "scaled_dot_product_attention", "cast")
 _ROWS = (1, 4, 16, 128, 1024)
 _FEATURES = (64, 1024)
 """A small size shows what a call costs besides its work."""
-_PREPACK_SECONDS = 0.05
+_PREPACKED_BYTES = 2**26
+
+
+class _ATEN:
+    """Torch's operators, called like the operators of backends, so that all calls from Python cost the same."""
+
+    linear = torch.ops.aten.linear.default
+    addmm = torch.ops.aten.addmm.default
+    conv2d = torch.ops.aten.conv2d.default
+    bmm = torch.ops.aten.bmm.default
+    scaled_dot_product_attention = torch.ops.aten.scaled_dot_product_attention.default
 
 
 class Unsupported(Exception):
     """An op cannot be computed in a way; the text says why."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """An op of one size.
 
     Attributes:
         op, rows, size: as in a `Measurement`.
         work: the number of multiplications, or of converted elements: times of an op are about proportional to it.
+        has_weight: whether it multiplies by a weight, so that backends may have kernels for it.
         prepare: returns a function that computes the op once, in a way with these operands. Raises Unsupported.
     """
 
@@ -37,7 +47,17 @@ class Case:
     rows: int
     size: int
     work: int
+    has_weight: bool
     prepare: Callable[[Way, Operands], Call]
+
+    @property
+    def weight(self) -> float:
+        """The share of the time, relative to other cases."""
+        return 1 + self.work / 2e8
+
+    def contains(self, other: "Case") -> bool:
+        """Return whether another case has no more rows and no larger size."""
+        return self.rows >= other.rows and self.size >= other.size
 
 
 def cases() -> list[Case]:
@@ -49,8 +69,8 @@ def _linears() -> Iterator[Case]:
     for features in _FEATURES:
         for rows in _ROWS:
             size = features * features
-            yield Case("linear", rows, size, rows * size, _linear(rows, features))
-            yield Case("matmul", rows, size, rows * size, _matmul(rows, features))
+            yield Case("linear", rows, size, rows * size, True, _linear(rows, features))
+            yield Case("matmul", rows, size, rows * size, True, _matmul(rows, features))
 
 
 def _linear(rows: int, features: int) -> Callable[[Way, Operands], Call]:
@@ -59,7 +79,7 @@ def _linear(rows: int, features: int) -> Callable[[Way, Operands], Call]:
         if way.kernels is not None:
             return _by_kernel("aten::linear", (x, None, None), way, operands, (features, features))
         next_weight = _weights(way.dtype, operands, (features, features))
-        return lambda: F.linear(x, next_weight())
+        return lambda: _ATEN.linear(x, next_weight())
 
     return prepare
 
@@ -71,7 +91,7 @@ def _matmul(rows: int, features: int) -> Callable[[Way, Operands], Call]:
         if way.kernels is not None:
             return _by_kernel("aten::addmm", (bias, x, None, 1, 1), way, operands, (features, features))
         next_weight = _weights(way.dtype, operands, (features, features))
-        return lambda: torch.addmm(bias, x, next_weight())
+        return lambda: _ATEN.addmm(bias, x, next_weight())
 
     return prepare
 
@@ -79,7 +99,7 @@ def _matmul(rows: int, features: int) -> Callable[[Way, Operands], Call]:
 def _convolutions() -> Iterator[Case]:
     for images, channels, pixels in ((1, 16, 14), (1, 128, 28), (4, 128, 28)):
         rows, size = images * pixels * pixels, channels * channels * 9
-        yield Case("conv2d", rows, size, rows * size, _conv2d(images, channels, pixels))
+        yield Case("conv2d", rows, size, rows * size, True, _conv2d(images, channels, pixels))
 
 
 def _conv2d(images: int, channels: int, pixels: int) -> Callable[[Way, Operands], Call]:
@@ -90,7 +110,7 @@ def _conv2d(images: int, channels: int, pixels: int) -> Callable[[Way, Operands]
             args = (x, None, None, [1, 1], [1, 1], [1, 1], 1)
             return _by_kernel("aten::conv2d", args, way, operands, shape)
         next_weight = _weights(way.dtype, operands, shape)
-        return lambda: F.conv2d(x, next_weight(), padding=1)
+        return lambda: _ATEN.conv2d(x, next_weight(), None, [1, 1], [1, 1])
 
     return prepare
 
@@ -99,37 +119,35 @@ def _batches() -> Iterator[Case]:
     heads, features, keys = 12, 64, 512
     for rows in (1, 16, 128, 1024):
         size = heads * features * keys
-        yield Case("bmm", rows, size, rows * size, _bmm(heads, rows, features, keys))
+        yield Case("bmm", rows, size, rows * size, False, _bmm(heads, rows, features, keys))
     for rows in (1, 16, 128, 512):
         size = 2 * heads * features * keys
         name = "scaled_dot_product_attention"
-        yield Case(name, rows, size, rows * size, _attention(heads, rows, features, keys))
+        yield Case(name, rows, size, rows * size, False, _attention(heads, rows, features, keys))
 
 
 def _bmm(heads: int, rows: int, features: int, keys: int) -> Callable[[Way, Operands], Call]:
     def prepare(way: Way, operands: Operands) -> Call:
-        _check_plain(way)
         one = operands.activation(heads, rows, features, dtype=way.dtype)
         other = operands.activation(heads, features, keys, dtype=way.dtype)
-        return lambda: torch.bmm(one, other)
+        return lambda: _ATEN.bmm(one, other)
 
     return prepare
 
 
 def _attention(heads: int, rows: int, features: int, keys: int) -> Callable[[Way, Operands], Call]:
     def prepare(way: Way, operands: Operands) -> Call:
-        _check_plain(way)
         query = operands.activation(1, heads, rows, features, dtype=way.dtype)
         key = operands.activation(1, heads, keys, features, dtype=way.dtype)
         value = key.clone()
-        return lambda: F.scaled_dot_product_attention(query, key, value)
+        return lambda: _ATEN.scaled_dot_product_attention(query, key, value)
 
     return prepare
 
 
 def _casts() -> Iterator[Case]:
     for elements in (1, 4096, 2**20):
-        yield Case("cast", elements, 1, elements, _cast(elements))
+        yield Case("cast", elements, 1, elements, False, _cast(elements))
 
 
 def _cast(elements: int) -> Callable[[Way, Operands], Call]:
@@ -141,46 +159,46 @@ def _cast(elements: int) -> Callable[[Way, Operands], Call]:
     return prepare
 
 
-def _check_plain(way: Way) -> None:
-    if way.kernels is not None:
-        raise Unsupported("it has no weight")
-
-
-def _weights(dtype: torch.dtype, operands: Operands, shape: Sequence[int]) -> Callable[[], torch.Tensor]:
+def _weights(dtype: torch.dtype, operands: Operands, shape: tuple[int, ...]) -> Callable[[], torch.Tensor]:
     weights = operands.weights(*shape, dtype=dtype)
     return operands.in_turn(weights, weights[0].nbytes)
 
 
-def _by_kernel(op: str, args: Sequence[Any], way: Way, operands: Operands, shape: Sequence[int]) -> Call:
+def _by_kernel(op: str, args: Sequence[Any], way: Way, operands: Operands, shape: tuple[int, ...]) -> Call:
     """Return a function that calls the kernel of an op; the weight, None in `args`, is taken from the operands."""
     assert way.kernels is not None
     kernel = way.kernels.get(op)
     if kernel is None:
         raise Unsupported("the backend has no kernel for it")
-    weights = operands.weights(*shape, dtype=way.fast if uses_cast(kernel) else torch.float32)
+    weights = operands.weights(*shape, dtype=way.fast if kernel.uses_cast else torch.float32)
     before, after = args[: kernel.weight], args[kernel.weight + 1 :]
     reason = kernel.unsupported_reason(*before, weights[0], *after)
     if reason is not None:
         raise Unsupported(reason)
-    prepacked = [(weight,) for weight in weights] if uses_cast(kernel) else _prepack(kernel, weights)
-    next_weight = operands.in_turn(list(zip(weights, prepacked, strict=False)), weights[0].nbytes)
+    prepacked: list[tuple[torch.Tensor, ...]]
+    if kernel.uses_cast:
+        prepacked = [(weight,) for weight in weights]
+    elif (kernel, op, shape) in operands.prepacked:
+        prepacked = operands.prepacked[kernel, op, shape]
+    else:
+        prepacked = operands.prepacked[kernel, op, shape] = _prepack(kernel, weights[0])
+    next_prepacked = operands.in_turn(prepacked, sum(part.nbytes for part in prepacked[0]))
+    weight = weights[0]  # kernels read its metadata only
+    operator, end = kernel.operator, (way.fast, *kernel.constants)
 
-    def run() -> torch.Tensor:
-        weight, packed = next_weight()
-        return kernel.run(packed, *before, weight, *after)
+    def run() -> Any:
+        return kernel.run(next_prepacked(), *before, weight, *after)
 
-    return run
+    def run_operator() -> Any:  # as the native engine calls it
+        return operator(*before, weight, *after, *next_prepacked(), *end)  # type: ignore[misc]
+
+    return run if operator is None else run_operator
 
 
-def _prepack(kernel: LowBitKernel, weights: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
-    """Return prepacked weights, as many as a short time allows."""
-    prepacked = []
-    deadline = time.perf_counter() + _PREPACK_SECONDS
-    for weight in weights:
-        packed = kernel.prepack(weight)
-        if packed is None:
-            raise Unsupported("the weight cannot be prepacked")
-        prepacked.append(tuple(packed))
-        if time.perf_counter() > deadline:
-            break
-    return prepacked
+def _prepack(kernel: LowBitKernel, weight: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    """Return a prepacked weight, and copies of it, so that each is read from memory."""
+    packed = kernel.prepack(weight)
+    if packed is None:
+        raise Unsupported("the weight cannot be prepacked")
+    copies = max(1, _PREPACKED_BYTES // max(1, sum(part.nbytes for part in packed))) if weight.numel() >= SMALL else 1
+    return [tuple(packed), *(tuple(part.clone() for part in packed) for _ in range(copies - 1))]

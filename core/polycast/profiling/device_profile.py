@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _FORMAT = 1
+_NOISY = 0.25
+"""The part of noisy measurements from which on a profile is noisy."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -68,6 +70,12 @@ class DeviceProfile:
             curves.setdefault((each.op, each.way), {}).setdefault(each.size, {})[each.rows] = each.seconds
         return curves
 
+    @property
+    def is_noisy(self) -> bool:
+        """Whether many measurements are noisy, because the machine was busy."""
+        measured = [each for each in self.measurements if not each.extrapolated]
+        return sum(each.noisy for each in measured) > _NOISY * len(measured)
+
     def ways(self, op: str) -> tuple[str, ...]:
         """Return the ways in which an op was measured, float32 first."""
         return tuple(way for of, way in dict.fromkeys((each.op, each.way) for each in self.measurements) if of == op)
@@ -110,7 +118,11 @@ class DeviceProfile:
 
     def to_json(self) -> str:
         """Return the profile as JSON."""
-        return json.dumps({"format": _FORMAT, **self._contents(), "digest": self.digest}, indent=1) + "\n"
+        return json.dumps(self.to_dict(), indent=1) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the profile as plain data for JSON."""
+        return {"format": _FORMAT, **self._contents(), "digest": self.digest}
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -123,22 +135,30 @@ class DeviceProfile:
             data = json.loads(text)
         except ValueError as error:
             raise ValueError(f"it is not JSON: {error}") from None
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+        return cls.from_dict(data)
+
+    @classmethod
+    def from_dict(cls, data: object) -> Self:
+        """Return the profile in plain data from :meth:`to_dict`.
+
+        Raises:
+            ValueError: the data are not a profile, or were changed.
+        """
+        if not isinstance(data, Mapping) or data.get("format") != _FORMAT:
             raise ValueError(f"it is not a profile of format {_FORMAT}")
-        digest = data.pop("digest", None)
-        del data["format"]
+        contents = {name: value for name, value in data.items() if name not in ("format", "digest")}
         try:
             found = cls(
                 **{
-                    **data,
-                    "measurements": tuple(Measurement(**each) for each in data["measurements"]),
-                    "omissions": tuple(Omission(**each) for each in data["omissions"]),
+                    **contents,
+                    "measurements": tuple(Measurement(**each) for each in contents["measurements"]),
+                    "omissions": tuple(Omission(**each) for each in contents["omissions"]),
                 }
             )
             found._check()
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"it is not a profile: {error}") from None
-        if found.digest != digest:
+        if found.digest != data.get("digest"):
             raise ValueError("it was changed: its digest differs")
         return found
 

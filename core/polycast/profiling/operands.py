@@ -1,13 +1,14 @@
 """Activations and weights for measurements."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 import torch
 
 _BYTES = 2**27
 """The memory of the weights: more than a processor's cache, so that each weight is read from memory, as in a model."""
-_SMALL = 2**17
+SMALL = 2**15
+"""Weights of fewer elements stay in the cache."""
 _T = TypeVar("_T")
 
 
@@ -22,6 +23,8 @@ class Operands:
         bits = bits.bitwise_and_(-0x7C01).bitwise_or_(0x3C00)
         self._buffer = bits.to(self.device).repeat(_BYTES // bits.nbytes)
         self._position = 0
+        self.prepacked: dict[Hashable, list[tuple[torch.Tensor, ...]]] = {}
+        """Prepacked weights, by kernel and shape."""
 
     def activation(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Return numbers of moderate size."""
@@ -32,9 +35,13 @@ class Operands:
         """Return all weights of a shape and dtype that the buffer has room for; of a small shape, one."""
         count = torch.Size(shape).numel()
         elements = self._buffer.view(dtype)
-        if count * dtype.itemsize < _SMALL:
+        if self.is_small(count):
             return [elements[:count].view(shape)]
         return list(elements[: elements.numel() // count * count].view(-1, *shape))
+
+    def is_small(self, size: int) -> bool:
+        """Return whether there is only one weight of so many elements."""
+        return size < SMALL
 
     def whole(self) -> torch.Tensor:
         """Return the buffer as float32."""
@@ -48,8 +55,7 @@ class Operands:
             nbytes: the bytes that each takes in the buffer.
         """
         if len(weights) == 1:
-            (only,) = weights
-            return lambda: only
+            return lambda: weights[0]
 
         def next_weight() -> _T:
             position = self._position

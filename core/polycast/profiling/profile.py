@@ -2,6 +2,8 @@
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +30,7 @@ class Lookup:
 _found: dict[tuple[str, int, str | None], Lookup] = {}
 """By device type, number of threads, and POLYCAST_PROFILE."""
 _lock = threading.RLock()
+_being_measured: set[str] = set()
 
 
 def profile(device_type: str, *, refresh: bool = False) -> DeviceProfile:
@@ -35,8 +38,8 @@ def profile(device_type: str, *, refresh: bool = False) -> DeviceProfile:
 
     Ops are timed in float32, in each fast dtype and by each recipe, which takes at most 3 s on a CPU. The result is
     kept on disk, in ``$XDG_CACHE_HOME/polycast`` (``~/.cache/polycast``), for this device, number of threads, and
-    versions of torch, polycast and the backend. Call it while the machine is otherwise idle. A message on stderr says
-    that it measures.
+    versions of torch, polycast and the backend. Call it while the machine is otherwise idle: a noisy result is not
+    kept. A message on stderr says that it measures.
 
     If ``POLYCAST_PROFILE`` is the path of a saved profile of this device type, that one is returned, whichever machine
     it is from.
@@ -51,7 +54,7 @@ def profile(device_type: str, *, refresh: bool = False) -> DeviceProfile:
         BackendNotFoundError: no backend is installed for it.
 
     Warns:
-        UserWarning: the profile cannot be kept on disk, so each process measures again.
+        UserWarning: the profile cannot be kept on disk, so each process will measure.
 
     Example:
         >>> import polycast
@@ -84,7 +87,9 @@ def look_up(device_type: str) -> Lookup:
     backend = registry.find(device_type)
     key = backend.device_type, torch.get_num_threads(), env.profile()
     known = _found.get(key)
-    if known is None or known.backend is not backend:
+    if known is None:
+        known = _found.setdefault(key, _look_up(backend))  # another thread may have measured it meanwhile
+    if known.backend is not backend:
         known = _found[key] = _look_up(backend)
     return known
 
@@ -119,8 +124,10 @@ def _named_by_user(device_type: str) -> DeviceProfile | None:
 def _measured(backend: Backend, refresh: bool) -> DeviceProfile:
     from .measure import measure  # few programs measure
 
+    if backend.device_type in _being_measured:
+        raise RuntimeError(f"the profile of {backend.device_type} is asked for by what is measured for it")
     conditions = Conditions.now(backend)
-    with profile_file.locked(conditions):
+    with profile_file.locked(conditions), _marked(backend.device_type):
         if not refresh:
             forget()
             found = find(backend.device_type)  # another process may have measured it
@@ -129,20 +136,37 @@ def _measured(backend: Backend, refresh: bool) -> DeviceProfile:
         threads = f"{conditions.threads} thread{'s' * (conditions.threads != 1)}"
         announce(f"measuring what is fast on {backend.device_type} with {threads}, once for this torch ...")
         measured = measure(backend)
-        try:
-            profile_file.write(conditions, measured)
-        except profile_file.ProfileFileError as error:
-            warn_user(f"polycast measured {backend.device_type} for this process alone, as each process will: {error}")
+        if measured.is_noisy:
+            announce(
+                "the measurements are noisy, so this process alone uses them. Measure while the machine is idle: "
+                f"polycast profile {backend.device_type}"
+            )
+        else:
+            try:
+                profile_file.write(conditions, measured)
+            except profile_file.ProfileFileError as error:
+                warn_user(f"polycast measured {backend.device_type} for this process alone: {error}")
     forget()
-    if find(backend.device_type) is None:
+    if _named_by_user(backend.device_type) is None:
         _found[backend.device_type, conditions.threads, env.profile()] = Lookup(backend, measured)
     return measured
+
+
+@contextmanager
+def _marked(device_type: str) -> Iterator[None]:
+    """Mark a device as being measured. The caller holds the lock."""
+    _being_measured.add(device_type)
+    try:
+        yield
+    finally:
+        _being_measured.discard(device_type)
 
 
 def _reset_lock() -> None:
     """Forget the parent's threads, one of which may be measuring; called in the child of a fork."""
     global _lock
     _lock = threading.RLock()
+    _being_measured.clear()
 
 
 if hasattr(os, "register_at_fork"):

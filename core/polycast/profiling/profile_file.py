@@ -15,7 +15,7 @@ from .device_profile import DeviceProfile
 
 _LONGEST_WAIT = 10.0
 """Seconds to wait for another process that measures. It may hang."""
-_FOLDER = "profiles"
+FOLDER = "profiles"
 
 
 class ProfileFileError(Exception):
@@ -88,4 +88,4 @@ def locked(conditions: Conditions) -> Iterator[None]:
 
 
 def _path(conditions: Conditions) -> Path:
-    return cache_directory() / _FOLDER / conditions.file_name
+    return cache_directory() / FOLDER / conditions.file_name

@@ -1,25 +1,18 @@
 """Time functions in interleaved rounds, so that disturbances of the machine affect all of them alike."""
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-_TURN = 3e-4
-"""The approximate seconds of a turn."""
-_MOST_ROUNDS = 12
+_TURN = 1e-4
+"""The approximate seconds of a turn: short, so that some turns are undisturbed on a busy machine."""
+_ACCELERATOR_TURN = 1e-3
+"""The same where calls are queued, and each turn waits for the device."""
+_MOST_ROUNDS = 40
 _MOST_ESTIMATES = 4
 _AGREE = 1.1
 """The halves of the rounds disagree if their least times differ by more than this factor."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """The least seconds of a call, and whether the two halves of the rounds disagree about it."""
-
-    seconds: float
-    noisy: bool
 
 
 class Stopwatch:
@@ -31,9 +24,10 @@ class Stopwatch:
     """
 
     def __init__(self, device_type: str, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._synchronize: Callable[[], object] = getattr(
-            getattr(torch, device_type, None), "synchronize", lambda: None
-        )
+        accelerator = torch.accelerator.current_accelerator()
+        is_accelerator = accelerator is not None and accelerator.type == device_type
+        self._synchronize: Callable[[], object] = torch.accelerator.synchronize if is_accelerator else lambda: None
+        self._turn = _ACCELERATOR_TURN if is_accelerator else _TURN
         self._clock = clock
 
     def time(self, function: Callable[[], object], calls: int = 1) -> float:
@@ -54,30 +48,28 @@ class Stopwatch:
 
     def race(
         self, sides: Mapping[str, Callable[[], object]], once: Mapping[str, float], budget: float
-    ) -> dict[str, Timing]:
-        """Time functions in interleaved rounds. They are repeated where their halves disagree.
+    ) -> dict[str, list[float]]:
+        """Return the seconds of a call of each function, in each of at least two interleaved rounds.
 
         Args:
             sides: the functions.
             once: the approximate seconds of a call of each.
-            budget: the seconds to spend, after at least two rounds; repeats may take as long again.
+            budget: the seconds to spend.
         """
-        calls = {name: max(1, round(_TURN / once[name])) for name in sides}
+        calls = {name: max(1, round(self._turn / once[name])) for name in sides}
         taken: dict[str, list[float]] = {name: [] for name in sides}
-        running, start = list(sides), self._clock()
-        for end in (start + budget, start + 2 * budget):
-            for number in range(_MOST_ROUNDS):
-                for name in running[:: 1 if number % 2 else -1]:
-                    taken[name].append(self.time(sides[name], calls[name]))
-                if number and self._clock() > end:
-                    break
-            running = [name for name in running if _disagree(taken[name])]
-            if self._clock() > end:
+        end = self._clock() + budget
+        for number in range(_MOST_ROUNDS):
+            for name in list(sides)[:: 1 if number % 2 else -1]:
+                taken[name].append(self.time(sides[name], calls[name]))
+            if number and self._clock() > end:
                 break
-        return {name: Timing(min(each), name in running) for name, each in taken.items()}
+        return taken
 
 
-def _disagree(seconds: list[float]) -> bool:
-    """Return whether the least of every second round differs from the least of the others."""
+def disagree(seconds: Sequence[float]) -> bool:
+    """Return whether the least of every second round differs from the least of the others, or there are none."""
+    if len(seconds) < 2:
+        return True
     one, other = min(seconds[::2]), min(seconds[1::2])
     return max(one, other) > _AGREE * min(one, other)

@@ -65,8 +65,3 @@ def _ways_by(recipe: Recipe, kernels: Mapping[str, LowBitKernel], backend: Backe
     if not kernels:
         return []
     return [Way(f"{dtype_name(dtype)} kernel", dtype, dtype, kernels) for dtype in backend.supported_dtypes()]
-
-
-def uses_cast(kernel: LowBitKernel) -> bool:
-    """Return whether a kernel takes the weight cast to the fast dtype, in place of a prepacked one."""
-    return bool(getattr(type(kernel), "uses_cast", False))

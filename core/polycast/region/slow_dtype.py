@@ -5,11 +5,12 @@ import torch
 from ..engine import state
 from ..errors import SlowDtypeWarning, warn_user
 from ..plugins.backend import Backend
-from ..plugins.checks import PLUGIN_ERRORS, check_recipe, find_slow_reason
+from ..plugins.checks import PLUGIN_ERRORS, check_recipe
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import read_recipe
 from ..profiling.device_profile import DeviceProfile
 from ..profiling.profile import find
+from ..profiling.slow_dtypes import find_slow_reason
 from ..toolchain.load_ops import is_built
 
 FASTER_RECIPES = {"fastest": "", "int8": " (inference only)"}

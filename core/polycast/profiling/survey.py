@@ -1,0 +1,184 @@
+"""`Survey`: times all ops in all ways on a device.
+
+A way that is hopelessly slow must not take minutes. So cases are timed in order of their work, and what would take too
+long by the cases before it is extrapolated from those. What is noisy is timed again at the end, when the disturbance
+may be over.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from .cases import OPS, Case, Unsupported, cases
+from .measurement import Measurement, Omission
+from .operands import Operands
+from .stopwatch import Stopwatch, disagree
+from .table import FLOAT32
+from .ways import Way
+
+_FIRST_SECONDS = 1.6
+"""The time to time all cases once; each has its share of what is left."""
+_SECONDS = 2.4
+"""The time for all cases, with repeats."""
+_LONGEST_CALL = 0.06
+"""Calls that would take more seconds, or more than the share of a case, are extrapolated."""
+_IMPLAUSIBLE = 1.5
+"""A call that takes this many times as long as one with more work was disturbed."""
+
+
+@dataclass
+class _Entry:
+    """A case in a way: a function that computes it, its approximate seconds, and those of each round."""
+
+    case: Case
+    way: str
+    call: Callable[[], object]
+    once: float
+    rounds: list[float] = field(default_factory=list)
+    noisy: bool = False
+
+    @property
+    def seconds(self) -> float:
+        return min(self.rounds)
+
+
+class Survey:
+    """Times the cases on a device.
+
+    Args:
+        device_type: the device.
+        ways: the ways to compute them.
+    """
+
+    def __init__(self, device_type: str, ways: Sequence[Way]) -> None:
+        self.omissions: list[Omission] = []
+        self._device_type = device_type
+        self._ways = ways
+        self._casts = [
+            replace(way, name=f"{direction} {way.name}")
+            for way in ways
+            if way.kernels is None and way.name != FLOAT32
+            for direction in ("to", "from")
+        ]
+        self._operands = Operands(device_type)
+        self._stopwatch = Stopwatch(device_type)
+        self._cases = cases()
+        self._entries: dict[tuple[Case, str], _Entry] = {}
+        self._unsupported: set[tuple[Case, str]] = set()
+
+    def run(self) -> None:
+        """Time all cases, and noisy ones again while there is time."""
+        start = time.perf_counter()
+        self._run({case: self._ways_of(case) for case in self._cases}, start + _FIRST_SECONDS)
+        for end in (start + (_FIRST_SECONDS + _SECONDS) / 2, start + _SECONDS):
+            self._mark_noisy()
+            again = {case: [way for way in self._ways_of(case) if self._is_open(case, way)] for case in self._cases}
+            self._run({case: ways for case, ways in again.items() if ways}, end)
+        self._mark_noisy()
+
+    def measurements(self) -> tuple[Measurement, ...]:
+        """Return the times, by op, size and rows."""
+        found = []
+        for case in sorted(self._cases, key=lambda case: (OPS.index(case.op), case.size, case.rows)):
+            for way in self._ways_of(case):
+                entry = self._entries.get((case, way.name))
+                if entry is not None:
+                    seconds, noisy = entry.seconds, entry.noisy
+                    found.append(Measurement(case.op, case.rows, way.name, seconds, case.size, noisy=noisy))
+                elif (case, way.name) not in self._unsupported and (rate := self._rate(case.op, way.name)) is not None:
+                    seconds = rate * case.work
+                    found.append(Measurement(case.op, case.rows, way.name, seconds, case.size, extrapolated=True))
+        return tuple(found)
+
+    def bandwidth(self) -> float:
+        """Return the rate at which memory is read: the best of a sum and of products with one row."""
+        whole = self._operands.whole()
+        rates = [whole.nbytes / min(self._stopwatch.time(whole.sum) for _ in range(5))]
+        widths = {way.name: way.dtype.itemsize for way in self._ways if way.kernels is None}
+        for entry in self._entries.values():
+            case = entry.case
+            if (
+                case.op == "linear"
+                and case.rows == 1
+                and entry.way in widths
+                and not self._operands.is_small(case.size)
+            ):
+                rates.append(case.size * widths[entry.way] / entry.seconds)
+        return max(rates)
+
+    def _ways_of(self, case: Case) -> Sequence[Way]:
+        if case.op == "cast":
+            return self._casts
+        return self._ways if case.has_weight else [way for way in self._ways if way.kernels is None]
+
+    def _is_open(self, case: Case, way: Way) -> bool:
+        """Return whether a case was noisy, or not timed though it can be."""
+        entry = self._entries.get((case, way.name))
+        return (case, way.name) not in self._unsupported if entry is None else entry.noisy
+
+    def _run(self, todo: Mapping[Case, Sequence[Way]], end: float) -> None:
+        left = sum(case.weight for case in todo)
+        for case, ways in todo.items():
+            self._time(case, ways, (end - time.perf_counter()) * case.weight / left)
+            left -= case.weight
+
+    def _time(self, case: Case, ways: Sequence[Way], share: float) -> None:
+        entries = [entry for way in ways if (entry := self._entry(case, way, share)) is not None]
+        quick = [entry for entry in entries if entry.once < share]
+        rounds = self._stopwatch.race(
+            {entry.way: entry.call for entry in quick}, {entry.way: entry.once for entry in quick}, share / 2
+        )
+        for entry in entries:
+            entry.rounds += rounds.get(entry.way, [entry.once])
+
+    def _entry(self, case: Case, way: Way, share: float) -> _Entry | None:
+        """Return the entry of a case in a way, or None if it cannot be computed, or would take too long."""
+        longest = min(_LONGEST_CALL, max(share, 0.0))
+        entry = self._entries.get((case, way.name))
+        if entry is not None:
+            return entry if entry.seconds <= longest else None
+        try:
+            call = _with_dtype(case.prepare(way, self._operands), self._device_type, way.fast)
+            rate = self._rate(case.op, way.name)
+            if rate is not None and rate * case.work > longest:
+                return None
+            once = self._stopwatch.estimate(call, share / 10)
+        except Unsupported as reason:
+            self._omit(case, way, str(reason))
+        except Exception as error:  # a backend's kernels may raise anything
+            self._omit(case, way, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
+        else:
+            entry = self._entries[case, way.name] = _Entry(case, way.name, call, once)
+        return entry
+
+    def _omit(self, case: Case, way: Way, reason: str) -> None:
+        self._unsupported.add((case, way.name))
+        if not any((each.op, each.way) == (case.op, way.name) for each in self.omissions):
+            self.omissions.append(Omission(case.op, way.name, reason))
+
+    def _rate(self, op: str, way: str) -> float | None:
+        """Return the least seconds by unit of work of an op in a way, or None if it was not timed."""
+        entries = [
+            entry for entry in self._entries.values() if (entry.case.op, entry.way) == (op, way) and entry.rounds
+        ]
+        return min((entry.seconds / entry.case.work for entry in entries), default=None)
+
+    def _mark_noisy(self) -> None:
+        for entry in self._entries.values():
+            entry.noisy = disagree(entry.rounds) or any(
+                entry.seconds > _IMPLAUSIBLE * other.seconds
+                for other in self._entries.values()
+                if (other.case.op, other.way) == (entry.case.op, entry.way) and other.case.contains(entry.case)
+            )
+
+
+def _with_dtype(call: Callable[[], object], device_type: str, dtype: torch.dtype) -> Callable[[], object]:
+    """Return a function that makes a call with a fast dtype set, which kernels of backends read."""
+
+    def with_dtype() -> None:
+        torch.set_autocast_dtype(device_type, dtype)
+        call()
+
+    return with_dtype

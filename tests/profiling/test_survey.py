@@ -1,0 +1,177 @@
+"""`Survey`: what is timed, repeated, extrapolated and left out. The clock is the test's."""
+
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+from polycast.profiling import cases as all_cases
+from polycast.profiling import survey as surveys
+from polycast.profiling.cases import Case, Unsupported, cases
+from polycast.profiling.measurement import Omission
+from polycast.profiling.stopwatch import Stopwatch, disagree
+from polycast.profiling.survey import Survey
+from polycast.profiling.ways import Way
+
+FLOAT32 = Way("float32", torch.float32, torch.bfloat16)
+BFLOAT16 = Way("bfloat16", torch.bfloat16, torch.bfloat16)
+
+
+class Clock:
+    """A clock that runs only when a function says how long it takes."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.calls = Counter()
+
+    def __call__(self):
+        return self.now
+
+    def cases(self, seconds, works=(1, 4, 16, 128, 1024)):
+        """Return a case of linear for each work, given the seconds by way, work and number of earlier calls."""
+
+        def make(work):
+            def prepare(way, operands):
+                def call():
+                    before = self.calls[way.name, work]
+                    self.calls[way.name, work] += 1
+                    self.now += seconds(way.name, work, before)
+
+                return call
+
+            return Case("linear", work, 64, work, True, prepare)
+
+        return [make(work) for work in works]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(time, "perf_counter", found)
+    return found
+
+
+def run(clock, monkeypatch, seconds, ways=(FLOAT32, BFLOAT16), **options):
+    monkeypatch.setattr(surveys, "cases", lambda: clock.cases(seconds, **options))
+    survey = Survey("cpu", ways)
+    survey._stopwatch = Stopwatch("cpu", clock)
+    survey.run()
+    return survey
+
+
+def by_rows(survey, way):
+    return {each.rows: each for each in survey.measurements() if each.way == way}
+
+
+def test_steady_times_are_found_and_not_repeated(clock, monkeypatch):
+    survey = run(clock, monkeypatch, lambda way, work, before: work * (1e-6 if way == "float32" else 5e-7))
+    for way, rate in (("float32", 1e-6), ("bfloat16", 5e-7)):
+        found = by_rows(survey, way)
+        assert list(found) == [1, 4, 16, 128, 1024]
+        assert {rows: each.seconds for rows, each in found.items()} == pytest.approx(
+            {rows: rate * rows for rows in found}
+        )
+        assert not any(each.noisy or each.extrapolated for each in found.values())
+    assert clock.now < 1.6
+
+
+def test_a_hopeless_way_is_extrapolated(clock, monkeypatch):
+    survey = run(clock, monkeypatch, lambda way, work, before: work * (1e-6 if way == "float32" else 1e-2))
+    found = by_rows(survey, "bfloat16")
+    assert [rows for rows, each in found.items() if each.extrapolated] == [16, 128, 1024]
+    assert found[1024].seconds == pytest.approx(10.24)
+    assert {work for way, work in clock.calls if way == "bfloat16"} == {1, 4}
+    assert not any(each.extrapolated for each in by_rows(survey, "float32").values())
+    assert clock.now < 3
+
+
+def test_a_first_call_that_is_slow_does_not_count(clock, monkeypatch):
+    survey = run(clock, monkeypatch, lambda way, work, before: 0.5e-3 if before else 2e-3)
+    assert by_rows(survey, "bfloat16")[1].seconds == pytest.approx(0.5e-3)
+
+
+def test_the_least_of_the_rounds_counts(clock, monkeypatch):
+    survey = run(clock, monkeypatch, lambda way, work, before: work * (1e-5 if before % 3 else 3e-5))
+    assert {rows: each.seconds for rows, each in by_rows(survey, "bfloat16").items()} == pytest.approx(
+        {rows: 1e-5 * rows for rows in (1, 4, 16, 128, 1024)}, rel=0.7
+    )
+
+
+def test_a_disturbance_that_ends_is_measured_away(clock, monkeypatch):
+    def seconds(way, work, before):
+        return (1e-3 if clock.now < 0.4 else 1e-5) * (2 if way == "bfloat16" else 1)
+
+    survey = run(clock, monkeypatch, seconds)
+    assert all(not each.noisy for each in survey.measurements())
+    assert {each.rows: each.seconds for each in survey.measurements() if each.way == "float32"} == pytest.approx(
+        dict.fromkeys((1, 4, 16, 128, 1024), 1e-5)
+    )
+
+
+def test_what_stays_noisy_is_marked(clock, monkeypatch):
+    survey = run(
+        clock,
+        monkeypatch,
+        lambda way, work, before: 1e-3 * (1 + before % 2) if way == "bfloat16" else 1e-3,
+        works=(1,),
+    )
+    assert by_rows(survey, "bfloat16")[1].noisy
+    assert not by_rows(survey, "float32")[1].noisy
+    assert clock.now < 3
+
+
+def test_a_call_that_takes_longer_than_one_with_more_work_is_noisy(clock, monkeypatch):
+    survey = run(clock, monkeypatch, lambda way, work, before: 1e-3 if work == 4 else work * 1e-6)
+    assert [rows for rows, each in by_rows(survey, "float32").items() if each.noisy] == [4]
+
+
+def test_what_raises_is_left_out_with_the_reason(monkeypatch, clock):
+    def seconds(way, work, before):
+        if way == "bfloat16" and work > 4:
+            raise NotImplementedError("no kernel for\nmany rows")
+        return 1e-4
+
+    survey = run(clock, monkeypatch, seconds)
+    assert list(by_rows(survey, "bfloat16")) == [1, 4]
+    assert list(by_rows(survey, "float32")) == [1, 4, 16, 128, 1024]
+    assert survey.omissions == [Omission("linear", "bfloat16", "NotImplementedError: no kernel for")]
+
+
+def test_what_is_unsupported_is_not_extrapolated(monkeypatch, clock):
+    (one, *others) = clock.cases(lambda way, work, before: 1e-4)
+
+    def prepare(way, operands):
+        raise Unsupported("too many rows")
+
+    rest = [Case(each.op, each.rows, each.size, each.work, True, prepare) for each in others]
+    monkeypatch.setattr(surveys, "cases", lambda: [one, *rest])
+    survey = Survey("cpu", [FLOAT32])
+    survey._stopwatch = Stopwatch("cpu", clock)
+    survey.run()
+    assert [each.rows for each in survey.measurements()] == [1]
+    assert survey.omissions == [Omission("linear", "float32", "too many rows")]
+
+
+def test_an_interruption_is_passed_on(monkeypatch, clock):
+    def seconds(way, work, before):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(clock, monkeypatch, seconds)
+
+
+def test_halves_that_differ_disagree():
+    assert not disagree([1.0, 1.05, 3.0, 9.0])
+    assert disagree([1.0, 1.2, 3.0, 9.0])
+    assert disagree([1.0])
+
+
+def test_the_cases_are_those_of_the_documentation():
+    found = cases()
+    assert {each.op for each in found} == set(all_cases.OPS)
+    for op in ("linear", "matmul"):
+        assert {(each.rows, each.size) for each in found if each.op == op} == {
+            (rows, size) for rows in (1, 4, 16, 128, 1024) for size in (64 * 64, 1024 * 1024)
+        }
+    assert [each.work for each in found] == sorted(each.work for each in found)
