@@ -225,6 +225,17 @@ def test_a_kernel_that_is_wrong(name, kernel, message):
         check(name, kernel)
 
 
+def test_an_operator_that_differs_from_run():
+    library = torch.library.Library("polycast_test_wrong", "FRAGMENT")
+    library.define("linear(Tensor x, Tensor weight, Tensor? bias, Tensor rows, ScalarType dtype) -> Tensor")
+    library.impl("linear", lambda x, weight, bias, rows, dtype: F.linear(x, rows).to(dtype) + 1, "CPU")
+    kernel = Linear()
+    kernel.operator = torch.ops.polycast_test_wrong.linear.default
+    with pytest.raises(AssertionError, match=r"`operator` returns another result than run\(\)"):
+        check("test_recipe_in_a_region", kernel)
+    library._destroy()
+
+
 def test_one_scale_for_all_rows_is_not_what_a_scale_for_each_row_gives(monkeypatch):
     def rows_of_very_different_size(op, *sizes):
         x, weight = torch.randn(3, 32) * torch.tensor([1e-3, 1.0, 1e3])[:, None], torch.randn(16, 32)

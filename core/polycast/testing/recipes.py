@@ -216,6 +216,9 @@ class RecipeChecks(Subject):
                 f"{call}, in three regions with one WeightCache, the weight changed before the third, must pack it "
                 f"twice and find it once; the stats are {stats}",
             )
+            with torch.no_grad(), _region(device, call.recipe, cache):  # run(), and then the native engine's call
+                results = [device.values(call.product(args)) for _ in range(2)]
+            require(torch.equal(*results), f"{call}: `operator` returns another result than run()")
             changed = list(call.args)
             changed[call.product.weight] = -changed[call.product.weight]
             with call.context("after the weight was negated"):
