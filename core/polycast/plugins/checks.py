@@ -10,29 +10,17 @@ PLUGIN_ERRORS = (Exception, SystemExit)  # some libraries exit if they find no d
 
 def check_availability(backend: Backend) -> Availability:
     """Return whether the device can be used."""
-    try:
-        answer = backend.availability()
-    except PLUGIN_ERRORS as error:
-        return _unavailable(error)
-    return answer if isinstance(answer, Availability) else _invalid("availability", answer)
+    return _answer(backend, "availability")
 
 
 def check_dtype(backend: Backend, dtype: torch.dtype) -> Availability:
     """Return whether the device supports a fast dtype."""
-    try:
-        answer = backend.dtype_availability(dtype)
-    except PLUGIN_ERRORS as error:
-        return _unavailable(error)
-    return answer if isinstance(answer, Availability) else _invalid("dtype_availability", answer)
+    return _answer(backend, "dtype_availability", dtype)
 
 
 def check_recipe(backend: Backend, recipe: Recipe) -> Availability:
     """Return whether the device supports a recipe."""
-    try:
-        answer = backend.recipe_availability(recipe)
-    except PLUGIN_ERRORS as error:
-        return _unavailable(error)
-    return answer if isinstance(answer, Availability) else _invalid("recipe_availability", answer)
+    return _answer(backend, "recipe_availability", recipe)
 
 
 def ask_slow_reason(backend: Backend, dtype: torch.dtype) -> str | None:
@@ -44,9 +32,11 @@ def ask_slow_reason(backend: Backend, dtype: torch.dtype) -> str | None:
     return reason if isinstance(reason, str) and reason else None
 
 
-def _unavailable(error: BaseException) -> Availability:
-    return Availability(False, str(error) or type(error).__name__)
-
-
-def _invalid(method: str, answer: object) -> Availability:
+def _answer(backend: Backend, method: str, *arguments: object) -> Availability:
+    try:
+        answer: object = getattr(backend, method)(*arguments)
+    except PLUGIN_ERRORS as error:
+        return Availability(False, str(error) or type(error).__name__)
+    if isinstance(answer, Availability):
+        return answer
     return Availability(False, f"{method}() returned {answer!r}, expected a polycast.Availability")
