@@ -16,6 +16,7 @@ import traceback
 import torch
 
 import polycast
+from polycast.engine.low_bit.actions import forget_actions
 
 THREADS = 4
 X = torch.ones(4, 4, dtype=torch.bfloat16)
@@ -117,6 +118,8 @@ class Thread:
             assert torch.all(torch.autograd.grad(out, x)[0] == value), (x, value)
 
     def region(self):
+        if self.random.random() < 0.1:
+            forget_actions()
         with polycast.autocast("cpu", **self.settings()):
             for _ in range(self.random.randrange(1, 5)):
                 self.use(self.random.choice(self.weights + self.shared))
