@@ -1,9 +1,10 @@
-// Products by a weight [N, K] with dense rows: dot products, which each load of the weight serves for all rows of activations.
+// Products by a weight whose columns are dense: dot products. Several columns are computed at once, so that the processor does not
+// wait for additions, and each load serves several rows and columns.
 //
 // A dot product is summed in the same order whatever is computed beside it.
 #pragma once
 
-#include <array>
+#include <algorithm>
 
 #include "simd.h"
 
@@ -13,10 +14,6 @@ namespace polycast_cpu {
 constexpr int64_t kDotRows = 4;
 // The columns whose sums are finished together.
 constexpr int64_t kDots = 64;
-// The rows of the weight that are read at once.
-constexpr int64_t kStreams = 4;
-// How far ahead of its use the weight is fetched from memory, in bytes: faster than hardware prefetchers follow.
-constexpr int64_t kAhead = 2048;
 
 // The activations and the part of the weight that a dot product needs.
 template <typename T>
@@ -25,35 +22,42 @@ struct DotArguments {
   int64_t stride;
   const float* x;
   int64_t x_stride, terms;
+  int64_t ahead;  // how many elements before their use those of the weight are fetched; 0: the processor does it
 };
 
-template <int Columns, int Rows, typename T>
+template <typename T>
 void dots_plain(const DotArguments<T>& of, float (*sums)[kDots]) {
   constexpr int lanes = 8;
-  for (int row = 0; row < Rows; ++row) {
-    const float* const x = of.x + row * of.x_stride;
-    for (int column = 0; column < Columns; ++column) {
-      const T* const weight = of.weight + column * of.stride;
-      float partial[lanes] = {};
-      for (int64_t k = 0; k < of.terms; ++k) {
-        partial[k % lanes] += x[k] * static_cast<float>(weight[k]);
-      }
-      float sum = 0;
-      for (float each : partial) {
-        sum += each;
-      }
-      sums[row][column] = sum;
+  float partial[lanes] = {};
+  int64_t k = 0;
+  for (; k + lanes <= of.terms; k += lanes) {
+    for (int lane = 0; lane < lanes; ++lane) {
+      partial[lane] += of.x[k + lane] * static_cast<float>(of.weight[k + lane]);
     }
   }
+  float sum = 0;
+  for (; k < of.terms; ++k) {
+    sum += of.x[k] * static_cast<float>(of.weight[k]);
+  }
+  for (float each : partial) {
+    sum += each;
+  }
+  sums[0][0] = sum;
 }
 
 #if defined(__x86_64__)
 
-// Return what to prefetch for a place in a row: the rest of the row, then the next rows.
+// Fetch a cache line of each column ahead: of the rest of the columns, then of the next ones.
 template <int Columns, typename T>
-const T* ahead(const DotArguments<T>& of, int64_t k) {
-  const int64_t place = k + kAhead / static_cast<int64_t>(sizeof(T));
-  return of.weight + (place < of.terms ? place : Columns * of.stride + place - of.terms);
+void prefetch(const DotArguments<T>& of, int64_t k) {
+  if (of.ahead > 0) {
+    const int64_t place = k + of.ahead;
+    const T* const later = of.weight + (place < of.terms ? place : Columns * of.stride + place - of.terms);
+#pragma GCC unroll 4
+    for (int column = 0; column < Columns; ++column) {
+      __builtin_prefetch(later + column * of.stride);
+    }
+  }
 }
 
 template <int Columns, int Rows, typename T>
@@ -68,11 +72,7 @@ template <int Columns, int Rows, typename T>
   }
   int64_t k = 0;
   for (; k + 32 <= of.terms; k += 32) {
-    const T* const later = ahead<Columns>(of, k);
-#pragma GCC unroll 4
-    for (int column = 0; column < Columns; ++column) {
-      _mm_prefetch(reinterpret_cast<const char*>(later + column * of.stride), _MM_HINT_T0);
-    }
+    prefetch<Columns>(of, k);
 #pragma GCC unroll 2
     for (int half = 0; half < 32; half += 16) {
       __m512 x[Rows];
@@ -97,8 +97,7 @@ template <int Columns, int Rows, typename T>
       const __m512 weight = load16(of.weight + column * of.stride + k, mask);
 #pragma GCC unroll 4
       for (int row = 0; row < Rows; ++row) {
-        const __m512 x = load16(of.x + row * of.x_stride + k, mask);
-        sum[row][column] = _mm512_fmadd_ps(x, weight, sum[row][column]);
+        sum[row][column] = _mm512_fmadd_ps(load16(of.x + row * of.x_stride + k, mask), weight, sum[row][column]);
       }
     }
   }
@@ -111,32 +110,33 @@ template <int Columns, int Rows, typename T>
   }
 }
 
+// A dot product has two partial sums, of every other vector of eight terms: one would wait for each addition.
 template <int Columns, int Rows, typename T>
 [[gnu::target("avx2,fma,f16c")]] void dots_avx2(const DotArguments<T>& of, float (*sums)[kDots]) {
-  __m256 sum[Rows][Columns];
+  __m256 sum[Rows][Columns][2];
 #pragma GCC unroll 4
   for (int row = 0; row < Rows; ++row) {
 #pragma GCC unroll 4
     for (int column = 0; column < Columns; ++column) {
-      sum[row][column] = _mm256_setzero_ps();
+      sum[row][column][0] = sum[row][column][1] = _mm256_setzero_ps();
     }
   }
   int64_t k = 0;
   for (; k + 32 <= of.terms; k += 32) {
-    const T* const later = ahead<Columns>(of, k);
+    prefetch<Columns>(of, k);
 #pragma GCC unroll 4
-    for (int column = 0; column < Columns; ++column) {
-      _mm_prefetch(reinterpret_cast<const char*>(later + column * of.stride), _MM_HINT_T0);
-    }
+    for (int part = 0; part < 4; ++part) {
+      __m256 x[Rows];
 #pragma GCC unroll 4
-    for (int part = 0; part < 32; part += 8) {
+      for (int row = 0; row < Rows; ++row) {
+        x[row] = _mm256_loadu_ps(of.x + row * of.x_stride + k + 8 * part);
+      }
 #pragma GCC unroll 4
       for (int column = 0; column < Columns; ++column) {
-        const __m256 weight = load8(of.weight + column * of.stride + k + part);
+        const __m256 weight = load8(of.weight + column * of.stride + k + 8 * part);
 #pragma GCC unroll 4
         for (int row = 0; row < Rows; ++row) {
-          const __m256 x = _mm256_loadu_ps(of.x + row * of.x_stride + k + part);
-          sum[row][column] = _mm256_fmadd_ps(x, weight, sum[row][column]);
+          sum[row][column][part % 2] = _mm256_fmadd_ps(x[row], weight, sum[row][column][part % 2]);
         }
       }
     }
@@ -148,8 +148,8 @@ template <int Columns, int Rows, typename T>
       const __m256 weight = load_first8(of.weight + column * of.stride + k, left);
 #pragma GCC unroll 4
       for (int row = 0; row < Rows; ++row) {
-        const __m256 x = load_first8(of.x + row * of.x_stride + k, left);
-        sum[row][column] = _mm256_fmadd_ps(x, weight, sum[row][column]);
+        sum[row][column][0] =
+            _mm256_fmadd_ps(load_first8(of.x + row * of.x_stride + k, left), weight, sum[row][column][0]);
       }
     }
   }
@@ -157,27 +157,45 @@ template <int Columns, int Rows, typename T>
   for (int row = 0; row < Rows; ++row) {
 #pragma GCC unroll 4
     for (int column = 0; column < Columns; ++column) {
-      sums[row][column] = sum8(sum[row][column]);
+      sums[row][column] = sum8(_mm256_add_ps(sum[row][column][0], sum[row][column][1]));
     }
   }
 }
 
 #endif
 
-// Compute the dot products of up to kDotRows rows with `Columns` columns.
-template <int Columns, typename T>
-void dots(Simd simd, int64_t rows, const DotArguments<T>& of, float (*sums)[kDots]) {
-  using Function = void (*)(const DotArguments<T>&, float (*)[kDots]);
+// The function that computes the dot products of some rows and columns at once, and how many of either.
+template <typename T>
+struct Dots {
+  void (*function)(const DotArguments<T>&, float (*)[kDots]);
+  int64_t rows, columns;
+};
+
+// Return the one for a number of rows and columns: the largest that is not larger than either. `in_order`: one row of activations
+// reads the weight column by column.
+template <typename T>
+Dots<T> dots_for(Simd simd, int64_t rows, int64_t columns, bool in_order) {
 #if defined(__x86_64__)
-  static constexpr std::array<Function, kDotRows> by_rows[] = {
-      {dots_plain<Columns, 1, T>, dots_plain<Columns, 2, T>, dots_plain<Columns, 3, T>, dots_plain<Columns, 4, T>},
-      {dots_avx2<Columns, 1, T>, dots_avx2<Columns, 2, T>, dots_avx2<Columns, 3, T>, dots_avx2<Columns, 4, T>},
-      {dots_avx512<Columns, 1, T>, dots_avx512<Columns, 2, T>, dots_avx512<Columns, 3, T>, dots_avx512<Columns, 4, T>}};
-#else
-  static constexpr std::array<Function, kDotRows> by_rows[] = {
-      {dots_plain<Columns, 1, T>, dots_plain<Columns, 2, T>, dots_plain<Columns, 3, T>, dots_plain<Columns, 4, T>}};
+  static constexpr Dots<T> avx512[2][kDotRows] = {{{dots_avx512<1, 1, T>, 1, 1},
+                                                   {dots_avx512<1, 2, T>, 2, 1},
+                                                   {dots_avx512<1, 3, T>, 3, 1},
+                                                   {dots_avx512<1, 4, T>, 4, 1}},
+                                                  {{dots_avx512<4, 1, T>, 1, 4},
+                                                   {dots_avx512<4, 2, T>, 2, 4},
+                                                   {dots_avx512<4, 3, T>, 3, 4},
+                                                   {dots_avx512<4, 4, T>, 4, 4}}};
+  static constexpr Dots<T> avx2[2][2] = {{{dots_avx2<1, 1, T>, 1, 1}, {dots_avx2<1, 2, T>, 2, 1}},
+                                         {{dots_avx2<4, 1, T>, 1, 4}, {dots_avx2<2, 2, T>, 2, 2}}};
+  const bool several = !(in_order && rows == 1);
+  if (simd == Simd::avx512) {
+    return avx512[several && columns >= 4][std::min(rows, kDotRows) - 1];
+  }
+  if (simd == Simd::avx2) {
+    const int64_t number = std::min<int64_t>(rows, 2) - 1;
+    return avx2[several && columns >= avx2[1][number].columns][number];
+  }
 #endif
-  by_rows[static_cast<int64_t>(simd)][rows - 1](of, sums);
+  return {dots_plain<T>, 1, 1};
 }
 
 }  // namespace polycast_cpu

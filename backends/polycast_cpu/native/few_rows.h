@@ -20,7 +20,24 @@ constexpr int64_t kFewestReads = 8;
 // Threads get multiples of so many columns: a cache line of the weight and of the result.
 constexpr int64_t kColumnUnit = 32;
 
-// Rows of activations in float32.
+// How far before their use those of a weight are fetched, in bytes.
+constexpr int64_t kAhead = 2048;
+// Larger weights come from memory.
+constexpr int64_t kCached = int64_t{1} << 19;
+
+// Return whether one stream from memory is faster than several that are fetched ahead. Intel's processors stop prefetching at the
+// end of a page.
+inline bool prefers_one_stream() {
+#if defined(__x86_64__)
+  static const bool is_amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
+  return is_amd;
+#else
+  return false;
+#endif
+}
+
+// Rows of activations in float32. The stride of several is no multiple of 4096 bytes, which would map them to the same set of the
+// L1 cache.
 struct FloatRows {
   const float* values;
   int64_t rows, stride, terms;
@@ -53,18 +70,24 @@ template <typename T>
 void multiply_columns(Simd simd, const FloatRows& x, int64_t first, int64_t last, const FastWeight<T>& weight,
                       const Finish& finish, int64_t begin, int64_t end, T* out) {
   alignas(64) float sums[kFewestReads][kDots];
+  const bool in_order = prefers_one_stream() && last - first == 1 &&
+                        weight.columns * x.terms * static_cast<int64_t>(sizeof(T)) > kCached;
+  const int64_t ahead = in_order ? 0 : kAhead / static_cast<int64_t>(sizeof(T));
   for (int64_t block = begin; block < end; block += kDots) {
     const int64_t count = std::min(kDots, end - block);
-    for (int64_t n = 0; n < count;) {
-      const int64_t now = count - n >= kStreams ? kStreams : 1;
-      for (int64_t row = first; row < last; row += kDotRows) {
-        const DotArguments<T> of{weight.values + (block + n) * weight.column_stride, weight.column_stride, x.row(row),
-                                 x.stride, x.terms};
-        float(*const to)[kDots] = reinterpret_cast<float(*)[kDots]>(&sums[row - first][n]);
-        const int64_t rows = std::min(kDotRows, last - row);
-        now == 1 ? dots<1>(simd, rows, of, to) : dots<kStreams>(simd, rows, of, to);
+    for (int64_t n = 0, columns; n < count; n += columns) {
+      // Rows that share the columns which the first ones take.
+      columns = dots_for<T>(simd, last - first, count - n, in_order).columns;
+      for (int64_t row = first, rows; row < last; row += rows) {
+        for (int64_t column = n; column < n + columns;) {
+          const Dots<T> dots = dots_for<T>(simd, last - row, n + columns - column, in_order);
+          rows = dots.rows;
+          const DotArguments<T> of{weight.values + (block + column) * weight.column_stride, weight.column_stride,
+                                   x.row(row), x.stride, x.terms, row == first ? ahead : 0};
+          dots.function(of, reinterpret_cast<float(*)[kDots]>(&sums[row - first][column]));
+          column += dots.columns;
+        }
       }
-      n += now;
     }
     for (int64_t row = first; row < last; ++row) {
       finish(simd, sums[row - first], row, block, count, weight.columns, out);
@@ -115,11 +138,11 @@ void multiply_few(Simd simd, const FloatRows& x, const FastWeight<T>& weight, co
   });
 }
 
-// Convert a matrix of any strides to float32 with dense rows.
+// Convert a matrix of any strides to float32 with dense rows, a stride apart.
 template <typename T>
-void to_float(const at::Tensor& matrix, const T* elements, float* out) {
+void to_float(const at::Tensor& matrix, const T* elements, float* out, int64_t stride) {
   const int64_t rows = matrix.size(0), terms = matrix.size(1), down = matrix.stride(0), right = matrix.stride(1);
-  for (int64_t row = 0; row < rows; ++row, out += terms) {
+  for (int64_t row = 0; row < rows; ++row, out += stride) {
     const T* const from = elements + row * down;
     if (right == 1) {
       for (int64_t k = 0; k < terms; ++k) {
@@ -149,18 +172,18 @@ inline at::Tensor few_rows(const at::Tensor& x, const at::Tensor& cast, const st
   const at::Tensor matrix = x.dim() == 2 ? x : x.reshape({-1, terms});
   const int64_t rows = matrix.size(0);
   const Bias added(bias, rows, columns);
-  const bool as_is = matrix.scalar_type() == at::kFloat && (matrix.stride(1) == 1 || terms == 1);
-  const Scratch scratch(as_is ? 0 : rows * terms * sizeof(float));
-  FloatRows floats{scratch.at<float>(0), rows, terms, terms};
+  const bool as_is = matrix.scalar_type() == at::kFloat && matrix.stride(1) == 1 && rows == 1;
+  const int64_t stride = (terms + 15) / 16 * 16 + 16;
+  const Scratch scratch(as_is ? 0 : rows * stride * sizeof(float));
+  FloatRows floats{scratch.at<float>(0), rows, stride, terms};
   with_elements(matrix, [&](const auto* elements) {
     if constexpr (std::is_same_v<decltype(elements), const float*>) {
       if (as_is) {
         floats.values = elements;
-        floats.stride = matrix.stride(0);
         return;
       }
     }
-    to_float(matrix, elements, scratch.at<float>(0));
+    to_float(matrix, elements, scratch.at<float>(0), stride);
   });
   const bool dense = terms == 1 || columns == 1 || cast.stride(0) == 1 || cast.stride(1) == 1;
   const at::Tensor weight = dense ? cast : cast.contiguous();

@@ -16,7 +16,7 @@ constexpr int64_t kScaledRows = 4;
 constexpr int64_t kTile = 1024;
 // The rows of the weight that are read at once, and how many rows before their use they are fetched.
 constexpr int64_t kTerms = 4;
-constexpr int64_t kTermsAhead = 8;
+constexpr int64_t kTermsAhead = 16;
 
 // `terms` rows of the weight, of which `ahead` are fetched for later, and the activations that scale them.
 template <typename T>
