@@ -32,12 +32,6 @@ class ByIdentity:
         """Add an entry, which also holds the key; keep the first of a key."""
         self._pairs.setdefault(len(self._pairs) if self._is_traced else id(key), (key, value))
 
-    def has(self, key: Any) -> bool:
-        """Return whether a key has an entry."""
-        if self._is_traced:
-            return any(each is key for each, _ in self._pairs.values())
-        return id(key) in self._pairs
-
     def get(self, key: Any) -> Any:
         """Return the value of a key, or None."""
         if self._is_traced:
@@ -205,6 +199,7 @@ def _take_out(container: Any, originals: ByIdentity) -> None:
 
 def _original(item: Any, originals: ByIdentity) -> Any:
     """Return the original of a cast, or of a tuple with casts; other items themselves."""
-    if originals.has(item):
-        return originals.get(item)
+    original = originals.get(item)
+    if original is not None:
+        return original
     return rebuilt(item, [_original(each, originals) for each in item]) if isinstance(item, tuple) else item
