@@ -123,7 +123,7 @@ BAD = {
     "an unknown key": (changed(more=1), "unexpected keyword argument 'more'"),
     "no measurements": (changed(measurements=None), "it is not a profile"),
     "a wrong type": (changed(threads="4"), "wrong values of threads"),
-    "no bandwidth": (changed(bandwidth=0), "wrong values of bandwidth"),
+    "a negative bandwidth": (changed(bandwidth=-1), "wrong values of bandwidth"),
     "nan": (changed(bandwidth=math.nan), "wrong values of bandwidth"),
     "a negative time": (
         changed(measurements=[{"op": "linear", "rows": 1, "way": "float32", "seconds": -1.0}]),

@@ -161,6 +161,14 @@ def test_an_interruption_is_passed_on(monkeypatch, clock):
         run(clock, monkeypatch, seconds)
 
 
+def test_turn_is_cut_off_where_calls_become_slow(clock):
+    def call():
+        clock.calls["call"] += 1
+        clock.now += 1e-5 if clock.calls["call"] < 3 else 0.02
+
+    assert Stopwatch("cpu", clock).time(call, 10000) == pytest.approx((2e-5 + 0.02) / 3)
+
+
 def test_halves_that_differ_disagree():
     assert not disagree([1.0, 1.05, 3.0, 9.0])
     assert disagree([1.0, 1.2, 3.0, 9.0])

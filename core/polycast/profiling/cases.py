@@ -1,5 +1,6 @@
 """The ops that are measured, and their sizes."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -16,6 +17,7 @@ _ROWS = (1, 4, 16, 128, 1024)
 _FEATURES = (64, 1024)
 """A small size shows what a call costs besides its work."""
 _PREPACKED_BYTES = 2**26
+_COPY_SECONDS = 0.05
 
 
 class _ATEN:
@@ -97,7 +99,7 @@ def _matmul(rows: int, features: int) -> Callable[[Way, Operands], Call]:
 
 
 def _convolutions() -> Iterator[Case]:
-    for images, channels, pixels in ((1, 16, 14), (1, 128, 28), (4, 128, 28)):
+    for images, channels, pixels in ((1, 16, 14), (1, 64, 28), (1, 128, 28), (4, 128, 28)):
         rows, size = images * pixels * pixels, channels * channels * 9
         yield Case("conv2d", rows, size, rows * size, True, _conv2d(images, channels, pixels))
 
@@ -129,7 +131,7 @@ def _batches() -> Iterator[Case]:
 def _bmm(heads: int, rows: int, features: int, keys: int) -> Callable[[Way, Operands], Call]:
     def prepare(way: Way, operands: Operands) -> Call:
         one = operands.activation(heads, rows, features, dtype=way.dtype)
-        other = operands.activation(heads, features, keys, dtype=way.dtype)
+        other = operands.activation(heads, features, keys, dtype=way.dtype, after=one)
         return lambda: _ATEN.bmm(one, other)
 
     return prepare
@@ -138,15 +140,15 @@ def _bmm(heads: int, rows: int, features: int, keys: int) -> Callable[[Way, Oper
 def _attention(heads: int, rows: int, features: int, keys: int) -> Callable[[Way, Operands], Call]:
     def prepare(way: Way, operands: Operands) -> Call:
         query = operands.activation(1, heads, rows, features, dtype=way.dtype)
-        key = operands.activation(1, heads, keys, features, dtype=way.dtype)
-        value = key.clone()
+        key = operands.activation(1, heads, keys, features, dtype=way.dtype, after=query)
+        value = operands.activation(1, heads, keys, features, dtype=way.dtype, after=key)
         return lambda: _ATEN.scaled_dot_product_attention(query, key, value)
 
     return prepare
 
 
 def _casts() -> Iterator[Case]:
-    for elements in (1, 4096, 2**20):
+    for elements in (1, 64, 4096, 2**16, 2**20):
         yield Case("cast", elements, 1, elements, False, _cast(elements))
 
 
@@ -200,5 +202,9 @@ def _prepack(kernel: LowBitKernel, weight: torch.Tensor) -> list[tuple[torch.Ten
     packed = kernel.prepack(weight)
     if packed is None:
         raise Unsupported("the weight cannot be prepacked")
-    copies = max(1, _PREPACKED_BYTES // max(1, sum(part.nbytes for part in packed))) if weight.numel() >= SMALL else 1
-    return [tuple(packed), *(tuple(part.clone() for part in packed) for _ in range(copies - 1))]
+    copies = [tuple(packed)]
+    nbytes = max(1, sum(part.nbytes for part in packed))
+    deadline = time.perf_counter() + _COPY_SECONDS
+    while weight.numel() >= SMALL and nbytes * len(copies) < _PREPACKED_BYTES and time.perf_counter() < deadline:
+        copies.append(tuple(part.clone() for part in packed))
+    return copies

@@ -40,7 +40,7 @@ class DeviceProfile:
         details: what else the speed depends on, such as the instructions that torch uses; see
             ``Backend.device_details``.
         measurements: the times.
-        bandwidth: the rate at which memory is read, in bytes/s.
+        bandwidth: the rate at which memory is read, in bytes/s; 0 if it is unknown.
         omissions: what was not measured, and why.
     """
 
@@ -194,7 +194,7 @@ class DeviceProfile:
             for name in ("versions", "details")
             if not all(isinstance(value, str) for value in getattr(self, name).values())
         ]
-        if not is_positive(self.bandwidth):
+        if self.bandwidth != 0 and not is_positive(self.bandwidth):
             wrong.append("bandwidth")
         if not all(map(is_valid, self.measurements)):
             wrong.append("measurements")

@@ -17,12 +17,15 @@ def measure(backend: Backend) -> DeviceProfile:
     """Return a new profile of a backend's device.
 
     Raises:
-        RuntimeError: the device is not available.
+        RuntimeError: the device is not available, or lacks ops to make tensors with.
     """
     ways, omissions = ways_of(backend)  # may compile C++, which is not part of the time
     conditions = Conditions.now(backend)
     with _without_autocast(backend.device_type):
-        survey = Survey(backend.device_type, ways)
+        try:
+            survey = Survey(backend.device_type, ways)
+        except Exception as error:  # a backend's ops may raise anything
+            raise RuntimeError(f"{backend.device_type} cannot be measured: {type(error).__name__}: {error}") from error
         survey.run()
         return DeviceProfile(
             conditions.device_type,

@@ -26,10 +26,11 @@ class Operands:
         self.prepacked: dict[Hashable, list[tuple[torch.Tensor, ...]]] = {}
         """Prepacked weights, by kernel and shape."""
 
-    def activation(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return numbers of moderate size."""
+    def activation(self, *shape: int, dtype: torch.dtype, after: torch.Tensor | None = None) -> torch.Tensor:
+        """Return numbers of moderate size, behind another activation in memory."""
+        start = 0 if after is None else after.storage_offset() + after.numel()
         count = torch.Size(shape).numel()
-        return self._buffer.view(dtype)[:count].view(shape).clone()
+        return self._buffer.view(dtype)[start : start + count].view(shape)
 
     def weights(self, *shape: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Return all weights of a shape and dtype that the buffer has room for; of a small shape, one."""

@@ -7,8 +7,10 @@ import torch
 
 _TURN = 1e-4
 """The approximate seconds of a turn: short, so that some turns are undisturbed on a busy machine."""
-_ACCELERATOR_TURN = 1e-3
+_QUEUE_TURN = 1e-3
 """The same where calls are queued, and each turn waits for the device."""
+_LONG = 10
+"""A turn of so many times that length is cut off: on a busy machine a call may take a thousand times as long."""
 _MOST_ROUNDS = 40
 _MOST_ESTIMATES = 4
 _AGREE = 1.1
@@ -24,20 +26,21 @@ class Stopwatch:
     """
 
     def __init__(self, device_type: str, clock: Callable[[], float] = time.perf_counter) -> None:
-        accelerator = torch.accelerator.current_accelerator()
-        is_accelerator = accelerator is not None and accelerator.type == device_type
-        self._synchronize: Callable[[], object] = torch.accelerator.synchronize if is_accelerator else lambda: None
-        self._turn = _ACCELERATOR_TURN if is_accelerator else _TURN
+        is_queued = _can_synchronize(device_type)
+        self._synchronize: Callable[[], object] = torch.accelerator.synchronize if is_queued else lambda: None
+        self._turn = _QUEUE_TURN if is_queued else _TURN
         self._clock = clock
 
     def time(self, function: Callable[[], object], calls: int = 1) -> float:
-        """Return the seconds of a call, as a mean over calls in a row."""
+        """Return the seconds of a call, as a mean over calls in a row; over fewer if they take long."""
         self._synchronize()
         start = self._clock()
-        for _ in range(calls):
+        done = 0
+        while done < calls and (not done or self._clock() - start < _LONG * self._turn):
             function()
+            done += 1
         self._synchronize()
-        return max(self._clock() - start, 1e-9) / calls
+        return max(self._clock() - start, 1e-9) / done
 
     def estimate(self, function: Callable[[], object], patience: float) -> float:
         """Return the approximate seconds of a call, after calling it a few times, unless that takes over `patience`."""
@@ -65,6 +68,18 @@ class Stopwatch:
             if number and self._clock() > end:
                 break
         return taken
+
+
+def _can_synchronize(device_type: str) -> bool:
+    """Return whether calls are queued on the device, so that a turn has to wait for them."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != device_type:
+        return False
+    try:
+        torch.accelerator.synchronize()
+    except RuntimeError:  # a device without streams
+        return False
+    return True
 
 
 def disagree(seconds: Sequence[float]) -> bool:

@@ -5,6 +5,7 @@ long by the cases before it is extrapolated from those. What is noisy is timed a
 may be over.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -93,9 +94,11 @@ class Survey:
         return tuple(found)
 
     def bandwidth(self) -> float:
-        """Return the rate at which memory is read: the best of a sum and of products with one row."""
+        """Return the rate at which memory is read: the best of a sum and of products with one row; 0 if unknown."""
         whole = self._operands.whole()
-        rates = [whole.nbytes / min(self._stopwatch.time(whole.sum) for _ in range(5))]
+        rates = [0.0]
+        with contextlib.suppress(Exception):  # of a backend without sums
+            rates += [whole.nbytes / self._stopwatch.time(whole.sum) for _ in range(5)]
         widths = {way.name: way.dtype.itemsize for way in self._ways if way.kernels is None}
         for entry in self._entries.values():
             case = entry.case
@@ -139,9 +142,11 @@ class Survey:
         entry = self._entries.get((case, way.name))
         if entry is not None:
             return entry if entry.seconds <= longest else None
+        rate = self._rate(case.op, way.name)
+        if rate is not None and longest == 0.0:
+            return None
         try:
             call = _with_dtype(case.prepare(way, self._operands), self._device_type, way.fast)
-            rate = self._rate(case.op, way.name)
             if rate is not None and rate * case.work > longest:
                 return None
             once = self._stopwatch.estimate(call, share / 10)

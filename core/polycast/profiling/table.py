@@ -46,7 +46,7 @@ def as_html(heading: str, measurements: Sequence[Measurement], omissions: Iterab
 
 
 def _cells(measurements: Sequence[Measurement]) -> Iterator[list[str]]:
-    """Yield the rows of the table, the header first. Casts have a row for each number of elements."""
+    """Yield the rows of the table, the header first; casts last, with their times."""
     matmuls = [each for each in measurements if each.op != "cast"]
     ways = [way for way in dict.fromkeys(each.way for each in matmuls) if way != FLOAT32]
     yield ["op", "rows", "weight", FLOAT32, *ways]
@@ -54,20 +54,21 @@ def _cells(measurements: Sequence[Measurement]) -> Iterator[list[str]]:
     for op, rows, size in dict.fromkeys((each.op, each.rows, each.size) for each in matmuls):
         base = found.get((op, rows, size, FLOAT32))
         row = [_relative(found.get((op, rows, size, way)), base) for way in ways]
-        yield [op, str(rows), _count(size), "-" if base is None else _time(base.seconds) + _marks(base), *row]
-    for each in measurements:
-        if each.op == "cast":
-            cells = ["-"] * len(ways)
-            way = each.way.rpartition(" ")[2]
-            if way in ways:
-                cells[ways.index(way)] = _time(each.seconds) + _marks(each)
-            yield [f"cast {each.way.partition(' ')[0]}", str(each.rows), "-", "-", *cells]
+        yield [op, str(rows), _count(size), "-" if base is None else _shown(base), *row]
+    casts = {(each.way, each.rows): each for each in measurements if each.op == "cast"}
+    for direction, rows in dict.fromkeys((way.partition(" ")[0], rows) for way, rows in casts):
+        converted = [casts.get((f"{direction} {way}", rows)) for way in ways]
+        yield [f"cast {direction}", str(rows), "-", "-", *("-" if each is None else _shown(each) for each in converted)]
 
 
 def _relative(each: Measurement | None, base: Measurement | None) -> str:
     if each is None:
         return "-"
-    return (_time(each.seconds) if base is None else f"{each.seconds / base.seconds:.2f}") + _marks(each)
+    return _shown(each) if base is None else f"{each.seconds / base.seconds:.2f}" + _marks(each)
+
+
+def _shown(each: Measurement) -> str:
+    return _time(each.seconds) + _marks(each)
 
 
 def _marks(each: Measurement) -> str:

@@ -62,6 +62,6 @@ def ways_of(backend: Backend) -> tuple[list[Way], list[Omission]]:
 def _ways_by(recipe: Recipe, kernels: Mapping[str, LowBitKernel], backend: Backend) -> list[Way]:
     if recipe.kind != FASTEST:
         return [Way(recipe.kind, backend.default_dtype, backend.default_dtype, kernels)]
-    if not kernels:
-        return []
-    return [Way(f"{dtype_name(dtype)} kernel", dtype, dtype, kernels) for dtype in backend.supported_dtypes()]
+    of_fast_dtype = {op: kernel for op, kernel in kernels.items() if kernel.uses_cast}
+    dtypes = backend.supported_dtypes() if of_fast_dtype else ()
+    return [Way(f"{dtype_name(dtype)} kernel", dtype, dtype, of_fast_dtype) for dtype in dtypes]

@@ -1,0 +1,113 @@
+"""`polycast profile`, and what `devices` and `doctor` show of profiles."""
+
+import json
+
+import pytest
+
+import polycast
+from polycast.profiling import measure as measuring
+from polycast.profiling import profile as profiles
+from polycast.profiling import profile_file
+from polycast.profiling.conditions import Conditions
+from polycast.profiling.measurement import Measurement
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """Return the folder of the profiles, which is not there yet; measuring takes no time."""
+
+    def measure(backend):
+        now = Conditions.now(backend)
+        times = {"float32": 1e-3, "bfloat16": 5e-4, "int8": 2e-4}
+        measurements = tuple(Measurement("linear", 128, way, seconds) for way, seconds in times.items())
+        return polycast.DeviceProfile(
+            now.device_type, now.device, now.threads, now.versions, now.details, measurements, 1e10
+        )
+
+    monkeypatch.setattr(measuring, "measure", measure)
+    monkeypatch.setattr(profile_file, "cache_directory", lambda: tmp_path / "polycast")
+    profiles.forget()
+    yield tmp_path / "polycast" / "profiles"
+    profiles.forget()
+
+
+SUMMARY = "cpu: linear of 128 rows takes bfloat16 0.5, int8 0.2 of float32's time, by its profile\n"
+
+
+def test_it_prints_the_table(polycast_command, kept):
+    done = polycast_command("profile", "cpu")
+    assert done.exit_code == 0
+    assert done.stdout == f"{polycast.profile('cpu')!r}\n"
+    assert "polycast: measuring what is fast on cpu" in done.stderr
+    assert polycast_command("profile").stderr == ""
+
+
+def test_it_prints_json(polycast_command, kept):
+    done = polycast_command("profile", "cpu", "--json")
+    assert polycast.DeviceProfile.from_json(done.stdout) == polycast.profile("cpu")
+
+
+def test_refresh_measures_again(polycast_command, kept):
+    polycast_command("profile", "cpu")
+    assert "measuring" in polycast_command("profile", "cpu", "--refresh").stderr
+
+
+def test_output_writes_a_file_for_the_variable(polycast_command, kept, tmp_path, monkeypatch):
+    path = tmp_path / "machine.json"
+    done = polycast_command("profile", "cpu", "--output", str(path))
+    assert done.stdout == f"written: {path}\n"
+    monkeypatch.setenv("POLYCAST_PROFILE", str(path))
+    assert polycast.profile("cpu") == polycast.DeviceProfile.load(path)
+
+
+def test_output_that_cannot_be_written_is_an_error_before_measuring(polycast_command, kept, tmp_path):
+    done = polycast_command("profile", "cpu", "--output", str(tmp_path / "none" / "machine.json"))
+    assert done.exit_code == 2
+    assert "cannot be written" in done.stderr
+    assert not kept.exists()
+
+
+def test_it_says_why_a_file_is_ignored(polycast_command, kept):
+    polycast.profile("cpu")
+    (path,) = kept.glob("*.json")
+    path.write_text("{")
+    profiles.forget()
+    expected = f"the profile on disk is ignored: {path} is damaged: it is not JSON"
+    assert f"cpu: {expected}" in polycast_command("devices").stdout
+    assert expected in polycast_command("doctor").stdout
+    assert f"polycast: {expected}" in polycast_command("profile", "cpu").stderr
+    assert SUMMARY in polycast_command("devices").stdout
+
+
+def test_unknown_device_is_an_error(polycast_command, kept):
+    done = polycast_command("profile", "nothing")
+    assert done.exit_code == 2
+    assert "nothing" in done.stderr
+
+
+def test_bad_variable_is_an_error(polycast_command, kept, monkeypatch):
+    monkeypatch.setenv("POLYCAST_PROFILE", "/nowhere.json")
+    done = polycast_command("profile")
+    assert done.exit_code == 2
+    assert done.stderr.startswith(
+        "polycast: POLYCAST_PROFILE: '/nowhere.json' cannot be used as a profile: No such file"
+    )
+
+
+def test_devices_shows_a_profile_that_there_is(polycast_command, kept):
+    assert "profile" not in polycast_command("devices").stdout
+    polycast.profile("cpu")
+    assert SUMMARY in polycast_command("devices").stdout
+    (cpu,) = (each for each in json.loads(polycast_command("devices", "--json").stdout) if each["device_type"] == "cpu")
+    assert f"cpu: {cpu['profile']}\n" == SUMMARY
+
+
+def test_doctor_measures_only_if_told_to(polycast_command, kept):
+    assert "  cpu: none; polycast doctor --measure makes one\n" in polycast_command("doctor").stdout
+    assert json.loads(polycast_command("doctor", "--json").stdout)["profiles"]["cpu"] is None
+    assert not kept.exists()
+    shown = polycast_command("doctor", "--measure").stdout
+    assert "  cpu: " in shown
+    assert " linear    128 " in shown
+    found = json.loads(polycast_command("doctor", "--json").stdout)["profiles"]["cpu"]
+    assert polycast.DeviceProfile.from_dict(found) == polycast.profile("cpu")
