@@ -17,6 +17,14 @@ ENVIRONMENT = {
 
 
 @pytest.fixture(scope="session")
+def fast_dtypes(profile_of, tmp_path_factory):
+    """Return the file of a profile in which no dtype is slow: summaries do not depend on the machine."""
+    path = tmp_path_factory.mktemp("profile") / "fast.json"
+    profile_of(bfloat16=0.5, float16=0.5).save(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
 def _build():
     """Build the C++ once: building at first use prints a line, and tests read the output of programs."""
     subprocess.run([sys.executable, "-m", "polycast", "build"], capture_output=True, check=False)
@@ -50,7 +58,7 @@ def _launcher():
 
 
 @pytest.fixture
-def polycast_run(_launcher, tmp_path_factory):
+def polycast_run(_launcher, fast_dtypes, tmp_path_factory):
     """Return a function that runs ``polycast run`` in a folder, and returns what subprocess.run() would."""
     reader, writer = _launcher
 
@@ -60,7 +68,7 @@ def polycast_run(_launcher, tmp_path_factory):
         request = {
             "arguments": ["run", *map(str, arguments)],
             "folder": str(folder),
-            "environment": {**ENVIRONMENT, **environment},
+            "environment": {**ENVIRONMENT, "POLYCAST_PROFILE": fast_dtypes, **environment},
             "streams": [str(path) for path in streams],
         }
         writer.write(json.dumps(request) + "\n")

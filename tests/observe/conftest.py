@@ -12,6 +12,7 @@ from polycast.engine import installation
 from polycast.observer import estimates
 from polycast.observer.facts import Facts, Run, total_of
 from polycast.observer.records import Chain, Counts, Decision, Module, Op
+from polycast.profiling import slow_dtypes
 
 
 @pytest.fixture(name="engine", params=["native"])  # the id of the parameter selects tests for sanitizers
@@ -26,7 +27,8 @@ def _engine(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def no_profile(monkeypatch):
     """Observe without the profile of this machine, on which findings depend."""
-    monkeypatch.setattr(estimates, "find", lambda device_type: None)
+    for module in (estimates, slow_dtypes):
+        monkeypatch.setattr(module, "find", lambda device_type: None)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import polycast
+from polycast.profiling import slow_dtypes as profiled_dtypes
 from polycast.profiling.profile import find
 from polycast.region import autocast as regions
 from polycast.region import slow_dtype
@@ -16,12 +17,23 @@ from polycast.region import slow_dtype
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
     """Forget which dtypes regions have had in this process."""
-    monkeypatch.setattr(slow_dtype, "find", lambda device_type: None)
     monkeypatch.setattr(slow_dtype, "found", {})
     monkeypatch.setattr(slow_dtype, "_checked", set())
     regions._plain_settings.cache_clear()
     yield
     regions._plain_settings.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def use_profile(monkeypatch):
+    """Run without a profile; return a function that sets one."""
+
+    def use_profile(profile):
+        for module in (slow_dtype, profiled_dtypes):
+            monkeypatch.setattr(module, "find", lambda device_type: profile)
+
+    use_profile(None)
+    return use_profile
 
 
 @pytest.fixture
@@ -98,8 +110,8 @@ def test_other_regions_do_not_warn(slow, arguments):
     assert len(warned(lambda: polycast.autocast("cpu"))) == 1
 
 
-def test_profile_says_how_slow_it_is(slow, profile_of, monkeypatch):
-    monkeypatch.setattr(slow_dtype, "find", lambda device_type: profile_of(bfloat16=8.0, overhead=0.0))
+def test_profile_says_how_slow_it_is(slow, profile_of, use_profile):
+    use_profile(profile_of(bfloat16=8.0, overhead=0.0))
     (found,) = warned(lambda: polycast.autocast("cpu"))
     slowness = (
         "it has no such unit (time of linear layers relative to float32: 8 for 1 row and 8 for 128 rows). It saves"
@@ -107,13 +119,23 @@ def test_profile_says_how_slow_it_is(slow, profile_of, monkeypatch):
     assert slowness in str(found.message)
 
 
-def test_profile_says_that_it_is_not_slow(slow, profile_of, monkeypatch):
-    monkeypatch.setattr(slow_dtype, "find", lambda device_type: profile_of(bfloat16=0.5))
+def test_profile_says_that_it_is_not_slow(slow, profile_of, use_profile):
+    use_profile(profile_of(bfloat16=0.5))
     assert warned(lambda: polycast.autocast("cpu")) == []
+
+
+@pytest.mark.parametrize(("ratio", "slow"), [(1.3, True), (1.02, False), (0.5, False)])
+def test_profile_alone_is_told_without_a_warning(hand_made, profile_of, use_profile, ratio, slow):
+    backend = hand_made("cpu", default_dtype=torch.bfloat16)
+    use_profile(profile_of(bfloat16=ratio, overhead=0.0))
+    assert warned(lambda: polycast.autocast("cpu")) == []
+    text = "bfloat16 is slow on cpu: matrix products of 128 rows take 1.3 of float32's time"
+    assert slow_dtype.describe(backend, torch.bfloat16) == (text if slow else None)
 
 
 def test_wrong_profile_is_no_error_in_a_plain_region(slow, monkeypatch):
     monkeypatch.setattr(slow_dtype, "find", find)
+    monkeypatch.setattr(profiled_dtypes, "find", find)
     monkeypatch.setenv("POLYCAST_PROFILE", "/nonexistent/profile.json")
     assert len(warned(lambda: polycast.autocast("cpu"))) == 1
 

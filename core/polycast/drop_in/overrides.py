@@ -67,6 +67,11 @@ class RunOverrides:
             override = override_of(self._policy, settings.device_type, usable)
         return settings._replace(cache=self.cache if caches else None, override=override)
 
+    @property
+    def dtypes(self) -> list[tuple[str, torch.dtype]]:
+        """The device and fast dtype of each enabled region."""
+        return [(device, dtype) for device, dtype in self._regions if dtype is not None]
+
     def counts(self) -> dict[str, int]:
         """Return how many regions were entered, by device and dtype. Call it once: it advances the counters."""
         return {

@@ -95,17 +95,19 @@ def _summary(overrides: RunOverrides, recipe: "RecipeSummary | None") -> str:
         parts.append(f"weight cache: {stats.hits} hits, {stats.misses} misses, {stats.bytes / 2**20:.1f} MiB")
     if recipe is not None:
         parts.append(recipe.text())
-    slow = () if recipe is not None and recipe.is_complete() else _slow_dtypes(overrides.recipe)
+    slow = () if recipe is not None and recipe.is_complete() else _slow_dtypes(overrides)
     return "\n  ".join([", ".join(parts), *slow])
 
 
-def _slow_dtypes(recipe: str | None) -> Iterator[str]:
+def _slow_dtypes(overrides: RunOverrides) -> Iterator[str]:
     """Yield a line for each device and dtype of the program's regions that is slow there."""
-    for device_type, dtype in slow_dtype.found:
+    for device_type, dtype in dict.fromkeys([*slow_dtype.found, *overrides.dtypes]):
         backend = registry.find(device_type)
-        faster = slow_dtype.faster_recipes(backend).items()
-        ways = [f"--recipe {kind}{note}" for kind, note in faster if kind != recipe]
-        yield f"{slow_dtype.describe(backend, dtype)}{'. Faster: ' * bool(ways)}{', '.join(ways)}"
+        text = slow_dtype.describe(backend, dtype)
+        if text is not None:
+            faster = slow_dtype.faster_recipes(backend).items()
+            ways = [f"--recipe {kind}{note}" for kind, note in faster if kind != overrides.recipe]
+            yield f"{text}{'. Faster: ' * bool(ways)}{', '.join(ways)}"
 
 
 class _StartWhenUnpickled:

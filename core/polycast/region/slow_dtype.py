@@ -5,7 +5,7 @@ import torch
 from ..engine import state
 from ..errors import SlowDtypeWarning, warn_user
 from ..plugins.backend import Backend
-from ..plugins.checks import PLUGIN_ERRORS, check_recipe
+from ..plugins.checks import PLUGIN_ERRORS, ask_slow_reason, check_recipe
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import read_recipe
 from ..profiling.device_profile import DeviceProfile
@@ -31,7 +31,8 @@ def warn_if_slow(backend: Backend, dtype: torch.dtype) -> None:
     override = None if innermost is None else innermost[0]
     if override is not None and override.recipe is not None and override.recipe.kind in FASTER_RECIPES:
         return
-    text = describe(backend, dtype)
+    # A profile is read only if the backend says that the dtype is slow: most programs need none.
+    text = None if ask_slow_reason(backend, dtype) is None else describe(backend, dtype)
     if text is not None:
         if not _is_left_to_summary:
             ways = [f'recipe="{kind}"{note}' for kind, note in faster_recipes(backend).items()]
@@ -55,17 +56,16 @@ def leave_to_summary() -> None:
 def describe(backend: Backend, dtype: torch.dtype) -> str | None:
     """Return the beginning of a sentence that says why a dtype is slow on a device; None if it is not.
 
-    A profile of the device decides, if there is one; nothing is measured.
+    The backend says so, or a profile of the device, which decides if there is one. Nothing is measured.
     """
     reason = find_slow_reason(backend, dtype)
     if reason is None:
         return None
-    name, profile = dtype_name(dtype), _find_profile(backend.device_type)
-    ratios = {} if profile is None else {rows: profile.ratio("linear", rows, name) or 0.0 for rows in _ROWS}
-    if ratios and max(ratios.values()) <= 1:
-        return None
-    times = " and ".join(f"{ratio:.2g} for {rows} row{'s' * (rows > 1)}" for rows, ratio in ratios.items())
-    measured = f" (time of linear layers relative to float32: {times})" if times else ""
+    profile = None if ask_slow_reason(backend, dtype) is None else _find_profile(backend.device_type)
+    name = dtype_name(dtype)
+    ratios = {} if profile is None else {rows: profile.ratio("linear", rows, name) for rows in _ROWS}
+    times = [f"{ratio:.2g} for {rows:,} row{'s' * (rows > 1)}" for rows, ratio in ratios.items() if ratio is not None]
+    measured = f" (time of linear layers relative to float32: {' and '.join(times)})" if times else ""
     return f"{name} is slow on {backend.device_type}: {reason}{measured}"
 
 
