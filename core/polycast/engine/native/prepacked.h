@@ -33,6 +33,53 @@ const Tensor* weight_to_prepack(const Tensor& tensor, NotPrepacked& reason) {
 
 PyObject* python_reason(NotPrepacked reason) { return PyLong_FromLong(static_cast<long>(reason)); }
 
+// Return a prepacked weight as a tuple, or None for a weight that cannot be prepacked.
+PyObject* python_tuple(const Tensors& parts) {
+  if (parts.empty()) {
+    return Py_NewRef(Py_None);
+  }
+  Object tuple = Object::steal(PyTuple_New(static_cast<Py_ssize_t>(parts.size())));
+  for (size_t i = 0; i < parts.size(); ++i) {
+    PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(i), python_tensor(parts[i]).release());
+  }
+  return tuple.release();
+}
+
+// Prepack a weight and insert the result into the store. Returns as prepacked().
+PyObject* make_prepacked(UserStore& store, const Source& source, int kind, PyObject* prepack, PyObject* weight) {
+  PendingCollectives::instance().drop_finished();  // a finished one holds the memory of its weights until then
+  const uint64_t position = InvalidationLog::instance().length();
+  VersionStamp stamp(source.tensor);
+  if (!user_store_allows(source.weight, stamp)) {
+    return python_reason(NotPrepacked::kWrittenUnseen);
+  }
+  bool views_fit, has_room;
+  {
+    const WithoutGil others_may_run;
+    views_fit = store.views_fit_prepacked(source, kind);
+    has_room = views_fit && store.has_room_for_prepacked(source, kind);
+  }
+  if (!has_room) {
+    return python_reason(views_fit ? NotPrepacked::kNoRoom : NotPrepacked::kViewsAreFull);
+  }
+  Object made;
+  {
+    const PrepackGuard reading(source.weight);
+    made = call(prepack, "(O)", weight);
+  }
+  Tensors parts;
+  if (!made.is_none()) {
+    for (const Tensor& part : convert_items(made.get(), &tensor_of)) {
+      parts.push_back(part);
+    }
+  }
+  {
+    const WithoutGil others_may_run;
+    store.insert_prepacked(source, kind, std::move(stamp), std::move(parts), position);
+  }
+  return made.release();
+}
+
 // prepacked(store, weight, kind, prepack) -> the prepacked weight, from a store or new; a NotPrepacked if it could not be cached,
 // in which case it is not made. See StateMachine in engine/state.py.
 PyObject* prepacked(PyObject*, PyObject* arguments) {
@@ -53,47 +100,7 @@ PyObject* prepacked(PyObject*, PyObject* arguments) {
     const WithoutGil others_may_run;
     cached = store->find_prepacked(source, kind);
   }
-  if (cached) {
-    if (cached->empty()) {
-      return Py_NewRef(Py_None);
-    }
-    Object parts = Object::steal(PyTuple_New(static_cast<Py_ssize_t>(cached->size())));
-    for (size_t i = 0; i < cached->size(); ++i) {
-      PyTuple_SetItem(parts.get(), static_cast<Py_ssize_t>(i), python_tensor((*cached)[i]).release());
-    }
-    return parts.release();
-  }
-  PendingCollectives::instance().drop_finished();  // a finished one holds the memory of its weights until then
-  const uint64_t position = InvalidationLog::instance().length();
-  VersionStamp stamp(tensor);
-  if (!user_store_allows(weight, stamp)) {
-    return python_reason(NotPrepacked::kWrittenUnseen);
-  }
-  bool views_fit, has_room;
-  {
-    const WithoutGil others_may_run;
-    views_fit = store->views_fit_prepacked(source, kind);
-    has_room = views_fit && store->has_room_for_prepacked(source, kind);
-  }
-  if (!has_room) {
-    return python_reason(views_fit ? NotPrepacked::kNoRoom : NotPrepacked::kViewsAreFull);
-  }
-  Object made;
-  {
-    const PrepackGuard reading(weight);
-    made = call(prepack, "(O)", weight_object);
-  }
-  Tensors parts;
-  if (!made.is_none()) {
-    for (const Tensor& part : convert_items(made.get(), &tensor_of)) {
-      parts.push_back(part);
-    }
-  }
-  {
-    const WithoutGil others_may_run;
-    store->insert_prepacked(source, kind, std::move(stamp), std::move(parts), position);
-  }
-  return made.release();
+  return cached ? python_tuple(*cached) : make_prepacked(*store, source, kind, prepack, weight_object);
 }
 
 }  // namespace

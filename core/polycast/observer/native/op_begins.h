@@ -187,6 +187,20 @@ void count_compiled(Watch& watch, const char* region) {
   note_compiled_in_regions(watch);
 }
 
+std::unique_ptr<ObservedOp> new_op(
+    Watch& watch, const OpInfo* info, c10::ArrayRef<const c10::IValue> inputs, const c10::impl::LocalDispatchKeySet& keys) {
+  auto op = std::make_unique<ObservedOp>();
+  op->watch = &watch;
+  op->op = info;
+  op->outer = watch.op;
+  op->inner = watch.op != nullptr;
+  op->backward = watch.tables.front()->in_node();
+  for (const c10::IValue& input : inputs) {
+    each_tensor(input, [&](const Tensor& tensor) { add_input(*op, tensor, keys); });
+  }
+  return op;
+}
+
 std::unique_ptr<at::ObserverContext> begin_op(Watch& watch, const at::RecordFunction& event) {
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   ObservedOp* const outer = watch.op;
@@ -207,16 +221,8 @@ std::unique_ptr<at::ObserverContext> begin_op(Watch& watch, const at::RecordFunc
     }
     return nullptr;
   }
-  auto op = std::make_unique<ObservedOp>();
-  op->watch = &watch;
-  op->op = info;
-  op->outer = outer;
-  op->inner = outer != nullptr;
-  op->backward = watch.tables.front()->in_node();
   const auto inputs = inputs_of(*info, event);
-  for (const c10::IValue& input : inputs) {
-    each_tensor(input, [&](const Tensor& tensor) { add_input(*op, tensor, keys); });
-  }
+  auto op = new_op(watch, info, inputs, keys);
   if (outer != nullptr && (op->device < 0 || outer->op == info || autocast_is_excluded)) {
     if (outer->op == info && outer->device < 0 && op->device >= 0) {  // a mode or a subclass calls the op again
       outer->device = op->device;
