@@ -42,20 +42,18 @@ _TRAINED = "GPT-2 of 6 layers, training step of 4 x 128 tokens"
 
 
 def ways() -> dict[str, Way]:
-    """Return all ways; the first of each library are never slow."""
+    """Return all ways. The first of each library are never slow, and regions with a cache share it, to save memory."""
     amp = polycast.autocast
-    cached = {"cache": polycast.WeightCache()}
+    cached = functools.partial(amp, cache=polycast.WeightCache())
     return {
         FLOAT32: Way(no_region, "torch"),
         FASTEST: Way(functools.partial(amp, recipe="fastest"), "polycast"),
-        FASTEST_CACHED: Way(
-            functools.partial(amp, recipe="fastest", cache=polycast.WeightCache()), "polycast", trains=False
-        ),
+        FASTEST_CACHED: Way(functools.partial(cached, recipe="fastest"), "polycast", trains=False),
         INT8: Way(functools.partial(amp, recipe="int8"), "polycast", trains=False),
         COPY: Way(no_region, "torch", copied=True, trains=False, may_be_slow=True),
         TORCH: Way(torch.autocast, "torch", may_be_slow=True),
         PLAIN: Way(amp, "polycast", may_be_slow=True),
-        CACHED: Way(functools.partial(amp, **cached), "polycast", trains=False, may_be_slow=True),
+        CACHED: Way(cached, "polycast", trains=False, may_be_slow=True),
     }
 
 
