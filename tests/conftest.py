@@ -110,6 +110,13 @@ def fake(monkeypatch):
 
 
 @pytest.fixture
+def no_grad():
+    """Run a test under torch.no_grad."""
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
 def in_thread():
     """Return a function that calls another in a fresh thread, and returns or raises what that does."""
 

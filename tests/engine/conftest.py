@@ -122,3 +122,9 @@ def declined(low_bit_counts):
         return record.declined
 
     return declined
+
+
+@pytest.fixture
+def kernel(int8_operators):
+    """Return the kernel of int8 linears that has an operator."""
+    return int8_operators["aten::linear"]

@@ -14,18 +14,7 @@ from polycast.engine.low_bit.actions import forget_actions
 
 X = torch.randn(3, 8)
 RECIPE = Int8(min_size=1)
-pytestmark = pytest.mark.usefixtures("native")
-
-
-@pytest.fixture(autouse=True)
-def _inference():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture(name="kernel")
-def _kernel(int8_operators):
-    return int8_operators["aten::linear"]
+pytestmark = pytest.mark.usefixtures("native", "no_grad")
 
 
 @pytest.fixture(name="layer")

@@ -10,18 +10,7 @@ from polycast.engine.low_bit.actions import FLOAT32, Action, ActionKind
 from polycast.engine.low_bit.plan import Plan
 
 X = torch.randn(3, 8)
-pytestmark = pytest.mark.usefixtures("native")
-
-
-@pytest.fixture(autouse=True)
-def _inference():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture(name="kernel")
-def _kernel(int8_operators):
-    return int8_operators["aten::linear"]
+pytestmark = pytest.mark.usefixtures("native", "no_grad")
 
 
 @pytest.fixture(name="layer")

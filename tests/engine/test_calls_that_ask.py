@@ -15,18 +15,7 @@ from polycast import Int8, autocast
 from polycast.engine.low_bit.listeners import listeners
 
 X = torch.randn(3, 8)
-pytestmark = pytest.mark.usefixtures("native")
-
-
-@pytest.fixture(autouse=True)
-def _inference():
-    with torch.no_grad():
-        yield
-
-
-@pytest.fixture(name="kernel")
-def _kernel(int8_operators):
-    return int8_operators["aten::linear"]
+pytestmark = pytest.mark.usefixtures("native", "no_grad")
 
 
 @pytest.fixture(name="layer")

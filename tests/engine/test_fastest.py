@@ -11,14 +11,8 @@ import polycast
 from polycast import Fastest, WeightCache, autocast
 from polycast.engine.fastest.choice import bucket
 
-pytestmark = pytest.mark.usefixtures("engine")
+pytestmark = pytest.mark.usefixtures("engine", "no_grad")
 X = torch.randn(6, 32)
-
-
-@pytest.fixture(autouse=True)
-def _inference():
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture

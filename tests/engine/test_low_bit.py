@@ -16,13 +16,9 @@ from polycast.engine.low_bit.plans import plan_of
 from polycast.plugins.registry import registry
 from polycast.region.policies import override_of
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 X = torch.randn(3, 8)
-
-
-@pytest.fixture(autouse=True)
-def _inference():
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture

@@ -6,14 +6,10 @@ from torch import nn
 
 from polycast import Int8, WeightCache, autocast
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 X = torch.randn(3, 8)
 PACKED = 64 + 32  # bytes of an 8x8 weight, prepacked
-
-
-@pytest.fixture(autouse=True)
-def _inference():
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture

@@ -14,13 +14,7 @@ from polycast import Int8, WeightCache, autocast
 from polycast.engine.low_bit.plan import process_cache
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
-pytestmark = pytest.mark.usefixtures("engine")
-
-
-@pytest.fixture(autouse=True)
-def _inference():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("engine", "no_grad")
 
 
 @pytest.fixture

@@ -11,14 +11,10 @@ from torch.utils.checkpoint import checkpoint
 import polycast
 from polycast import Int8, NoRecipe, Policy, autocast
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 RECIPE = Int8(min_size=1)
 X = torch.randn(3, 8)
-
-
-@pytest.fixture(autouse=True)
-def _inference():
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture
