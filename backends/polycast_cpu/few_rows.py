@@ -6,6 +6,7 @@ they are at least as exact as torch's, with other bits. A row has the same bits 
 """
 
 import functools
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from polycast import Availability, LowBitKernel, LowBitMatmul, load_ops
 
 _MOST_ROWS = 8
 """The weight is read from memory again for more."""
+_MANY_ROWS = f"there are more than {_MOST_ROWS} rows"
 
 
 class FewRows(LowBitKernel):
@@ -62,8 +64,8 @@ class Product(LowBitMatmul):
 
     @override
     def unsupported_reason(self, x: torch.Tensor, size: Sequence[int], bias: torch.Tensor | None) -> str | None:
-        rows = x.shape[:-1].numel()
-        return None if rows <= _MOST_ROWS else f"there are {rows} rows, more than {_MOST_ROWS}"
+        # Neither Size.numel() nor a text with the number: compiled code would be for this number of rows only.
+        return None if math.prod(x.shape[:-1]) <= _MOST_ROWS else _MANY_ROWS
 
     @override
     def kernels(self) -> Mapping[str, LowBitKernel]:

@@ -17,8 +17,9 @@ from . import backward
 
 _MARK = "polycast"
 """An attribute of the objects that keys are hashes of."""
-_CODE = 2
-"""The version of the code that polycast's operators and regions compile to; raise it when that changes."""
+_CODE = 3
+"""The version of the code that polycast's operators and regions compile to, and of the choices of the recipe "fastest";
+raise it when they change."""
 
 
 def extend_autograds(patch: Patch) -> None:

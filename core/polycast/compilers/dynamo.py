@@ -14,10 +14,11 @@ import torch
 
 from ..engine.casts.traced import can_leave_casts
 from ..engine.casts.weight_cache import WeightCache, cache_by_identity
+from ..engine.fastest.profiles import with_profile
 from ..engine.installation import kernels_of, support_overrides
-from ..engine.override import MODULE_RULE, Override
+from ..engine.override import MODULE_RULE, Override, make_override
 from ..engine.state import Settings
-from ..policy.recipe import Recipe, read_recipe
+from ..policy.recipe import Fastest, Recipe, read_recipe
 from ..torch_internals import changes
 from ..torch_internals.lookup import find
 from . import backward
@@ -75,7 +76,11 @@ def region_of_rule(
     _check_override_can_be_held()
     region = object.__new__(cls)
     region.__init__(device_type, dtype, enabled)  # type: ignore[misc]
-    _move_to_graph(region, Override.of_text(device_type, override, MODULE_RULE, rule), None)
+    found = Override.of_text(device_type, override, MODULE_RULE, rule)
+    if isinstance(found.recipe, Fastest):
+        policies, recipe = frozenset(found.policies.items()), with_profile(found.recipe, device_type, measure=True)
+        found = make_override(device_type, policies, MODULE_RULE, rule, recipe, None)
+    _move_to_graph(region, found, None)
     return region
 
 

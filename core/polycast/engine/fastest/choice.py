@@ -16,7 +16,7 @@ from ...profiling.device_profile import DeviceProfile
 from .cost import FLOAT32, seconds_of, seconds_to_cast
 from .products import Product
 
-_MARGIN = 0.97
+MARGIN = 0.97
 """Another way than the fast dtype's has to take less than this part of its time."""
 
 
@@ -94,7 +94,7 @@ def _choose(
     total = {way: each + (from_fast if way is Way.FLOAT32 else to_fast) for way, each in seconds.items()}
     ratios = {way: each / total[Way.FAST] for way, each in total.items()}
     way = min(ratios, key=lambda each: ratios[each])
-    if ratios[way] < _MARGIN:
+    if ratios[way] < MARGIN:
         return Choice(way, f"{ways[way]} takes {ratios[way]:.2f} of {fast}'s time")
     others = ", ".join(f"{ways[each]} {ratio:.2f}" for each, ratio in ratios.items() if each is not Way.FAST)
     return Choice(Way.FAST, f"{fast} is the fastest (in its time: {others})" if others else f"only {fast} was measured")

@@ -20,12 +20,14 @@ class Product(NamedTuple):
         rows: the rows of the activations; for convolutions, the positions of the result.
     size: the elements of the weight, or of the second matrix; for attention, of keys and values.
         result: the elements of the result.
+        inner: the length of the sums; 0 where gradients are not products of this kind.
     """
 
     op: str
     rows: int
     size: int
     result: int
+    inner: int = 0
 
 
 def product_of(op: str, args: Sequence[Any]) -> Product | None:
@@ -39,7 +41,7 @@ def product_of(op: str, args: Sequence[Any]) -> Product | None:
     if read is None:
         return None
     found = read(*args)
-    if found is None or min(found[1:]) <= 0:
+    if found is None or min(found[1:4]) <= 0:
         return None
     return found
 
@@ -66,7 +68,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     features, inner = _sizes(weight)
     rows = math.prod(sizes[:-1])
     op = "linear" if layout_of(weight) == "matmul" else "matmul"
-    return Product(op, rows, features * inner, rows * features)
+    return Product(op, rows, features * inner, rows * features, inner)
 
 
 def _mm(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
@@ -74,7 +76,7 @@ def _mm(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
         return None
     rows = math.prod(_sizes(x)[:-1])
     inner, columns = _sizes(weight)
-    return Product(layout_of(weight), rows, inner * columns, rows * columns)
+    return Product(layout_of(weight), rows, inner * columns, rows * columns, inner)
 
 
 def _addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *scalars: Any) -> Product | None:
@@ -88,7 +90,7 @@ def _bmm(x: torch.Tensor, other: torch.Tensor) -> Product | None:
     if len(batch) < len(others):
         batch, others = others, batch
     count = math.prod(max(pair) for pair in zip(batch, [1] * (len(batch) - len(others)) + others, strict=True))
-    return Product("bmm", rows, count * inner * columns, count * rows * columns)
+    return Product("bmm", rows, count * inner * columns, count * rows * columns, inner)
 
 
 def _baddbmm(bias: torch.Tensor, x: torch.Tensor, other: torch.Tensor, *scalars: Any) -> Product | None:

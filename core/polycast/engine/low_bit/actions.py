@@ -29,7 +29,7 @@ class Action(NamedTuple):
     - the op, the plan and the fast dtype;
     - of each tensor: dtype, sizes, strides, device, and whether it is a weight or a view of all or a part of one;
     - the other arguments;
-    - whether autograd records the call, whether the region has a WeightCache, and whether autocast caches casts.
+    - which tensors autograd records, whether the region has a WeightCache, and whether autocast caches casts.
 
     Attributes:
         kind: what to do.

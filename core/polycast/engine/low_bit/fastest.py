@@ -1,25 +1,26 @@
 """`FastestPlan`: the recipe `Fastest` on a device, which computes each call in the way that is the fastest."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import override
 
 from ...plugins.backend import Backend, LowBitKernel
 from ...policy.recipe import Fastest
-from ...policy.schemas import find_op, unflatten_arguments
-from ...torch_internals.names import are_functorch_transforms_active, is_forward_ad_active, is_tracing
-from ..casts.cached_cast import number_in_graph
+from ...torch_internals.names import are_functorch_transforms_active, is_forward_ad_active, is_tracing, size_hint
 from ..casts.not_prepacked import INTERCEPTED
+from ..casts.traced import cast_of_traced
 from ..casts.weight_cache import WeightCache
-from ..casts.weights import caching_is_safe, is_all_of, is_dense, parameter_of
-from ..fastest.choice import Choice, Conversions, Way, choose, name_of
+from ..casts.weights import caching_is_safe, is_all_of, is_dense, is_weight, parameter_of
+from ..fastest.choice import Conversions, Way, choose, name_of
 from ..fastest.products import product_of, weight_position
+from ..fastest.training import Ways, choose_recorded
 from ..inference import in_function
 from .actions import FALL_BACK, FLOAT32, Action, ActionKind
 from .listeners import listeners, notify
-from .plan import FLOATS, RECORDS, SMALL, SUBCLASS, Plan, is_special
+from .plan import SMALL, SUBCLASS, Plan, is_special
+from .recorded import UNRECORDED, Recorded, in_dtype
 
 NO_PROFILE = "its profile is not known in this process"
 UNKNOWN_SIZES = "the profile has nothing like it (a vector, or no elements)"
@@ -58,19 +59,19 @@ class FastestPlan(Plan):
         """Compute an op, and notify listeners; see ``compute.perform``."""
         dtype = torch.get_autocast_dtype(self.device_type)
         if not plain and (is_forward_ad_active() or are_functorch_transforms_active() or is_tracing()):
-            found: Choice | str = INTERCEPTED
+            found: Decision | str = INTERCEPTED
         else:
             found = self.choice(op, args, cache, dtype, plain)
         if isinstance(found, str):
             notify(self.device_type, self.recipe.short, op, found)
-            return None, FALL_BACK if plain and not listeners else None
+            return None, FALL_BACK if found not in (INTERCEPTED, SUBCLASS) and not listeners else None
         notify(self.device_type, f"{self.recipe.short}:{name_of(found.way, dtype)}", op, None)
-        result, action = self._compute(found.way, op, args, cache, dtype)
+        result, action = self._compute(found, op, args, cache, dtype)
         return result, None if listeners else action
 
     def choice(
         self, op: str, args: Sequence[Any], cache: WeightCache | None, dtype: torch.dtype, plain: bool = False
-    ) -> Choice | str:
+    ) -> "Decision | str":
         """Return the way to compute a call, or why there is no choice and it runs in the fast dtype.
 
         Args:
@@ -83,72 +84,104 @@ class FastestPlan(Plan):
         if self.profile is None:
             return NO_PROFILE
         if not plain:
-            reason = self._unsupported_tensor(args)
-            if reason is not None and reason != RECORDS:
+            reason = self._unsupported_tensor(args, False)
+            if reason is not None:
                 return reason
             special = any(isinstance(arg, torch.Tensor) and is_special(arg) and not arg.is_meta for arg in args)
             if special and caching_is_safe():  # traced tensors are of subclasses too, but caching is not safe then
                 return SUBCLASS
-            if reason is RECORDS or in_function():
-                return RECORDS
+        runs_in_function = in_function()
+        records = runs_in_function or (not plain and _is_recorded(args))
         product = product_of(op, args)
         if product is None:
             return UNKNOWN_SIZES
         if product.size < self.recipe.min_size:
             return SMALL
         position = weight_position(op)
-        conversions = self._conversions(args, position, cache)
-        if conversions is None:
+        if _weight_of(args[position]) is not None and args[position].dtype is not torch.float32:
             return NARROW_WEIGHT
+        if records:
+            recorded = Recorded.of(op, args, _weight_of(args[position]) is not None)
+            if recorded is None:
+                return UNRECORDED
+            operands = recorded.operands(self._is_cached(args[position], cache), runs_in_function)
+            ways = choose_recorded(self.profile, dtype, product, operands)
+            return Decision(ways.forward, ways.reason, recorded, ways)
         kernel = self.kernels.get(op)
-        has_kernel = (
-            kernel is not None and args[position].dtype is torch.float32 and not kernel.unsupported_reason(*args)
-        )
-        return choose(self.profile, dtype, product, conversions, has_kernel)
+        is_wide = args[position].dtype is torch.float32
+        has_kernel = kernel is not None and is_wide and kernel.unsupported_reason(*args) is None
+        conversions = self._conversions(args, position, cache)
+        return Decision(*choose(self.profile, dtype, product, conversions, has_kernel))
 
-    def _conversions(self, args: Sequence[Any], position: int, cache: WeightCache | None) -> Conversions | None:
-        """Return the elements to convert; None if the weight is not float32."""
+    def _conversions(self, args: Sequence[Any], position: int, cache: WeightCache | None) -> Conversions:
+        """Return the elements to convert."""
         narrow = wide = weight = 0
         for at, arg in enumerate(args):
-            if not isinstance(arg, torch.Tensor):
-                continue
-            elements = arg.numel() if isinstance(arg.numel(), int) else 0
-            parameter = parameter_of(arg) if at == position else None
-            if parameter is not None and arg.dtype is not torch.float32:
-                return None
-            if arg.dtype is not torch.float32:
-                narrow += elements
-            elif parameter is None:
-                wide += elements
-            elif cache is None or not torch.is_autocast_cache_enabled() or not is_all_of(arg, parameter):
-                weight += elements
+            if isinstance(arg, torch.Tensor):
+                elements = size_hint(arg.numel())
+                if arg.dtype is not torch.float32:
+                    narrow += elements
+                elif at != position or _weight_of(arg) is None:
+                    wide += elements
+                elif not self._is_cached(arg, cache):
+                    weight += elements
         return Conversions(narrow, wide, weight)
 
+    def _is_cached(self, tensor: torch.Tensor, cache: WeightCache | None) -> bool:
+        """Return whether the cast of a tensor will be found in a cache: of a frozen weight, or at inference."""
+        if cache is None or not torch.is_autocast_cache_enabled() or (tensor.requires_grad and torch.is_grad_enabled()):
+            return False
+        parameter = parameter_of(tensor)
+        return parameter is not None and is_all_of(tensor, parameter)
+
     def _compute(
-        self, way: Way, op: str, args: Sequence[Any], cache: WeightCache | None, dtype: torch.dtype
+        self, found: "Decision", op: str, args: Sequence[Any], cache: WeightCache | None, dtype: torch.dtype
     ) -> tuple[torch.Tensor | None, Action | None]:
-        if way is Way.FLOAT32:
-            return _in_float32(op, args).to(dtype), FLOAT32
-        if way is Way.KERNEL:
+        if found.ways is not None and found.recorded is not None and _is_recorded(args):
+            if found.ways.are_all_fast:
+                return None, FALL_BACK
+            return found.recorded.compute(found.ways, dtype, lambda weight: _cached_cast(weight, dtype, cache)), None
+        if found.way is Way.FLOAT32:
+            return in_dtype(op, args, torch.float32).to(dtype), FLOAT32
+        if found.way is Way.KERNEL:
             kernel = self.kernels[op]
             result = kernel.run((_cached_cast(args[kernel.weight], dtype, cache),), *args)
             return result if result.dtype is dtype else result.to(dtype), self._actions[op]
         return None, FALL_BACK
 
 
-def _in_float32(op: str, args: Sequence[Any]) -> torch.Tensor:
-    overload = find_op(op)
-    assert overload is not None  # it was called
-    converted = [arg.float() if isinstance(arg, torch.Tensor) and arg.dtype in FLOATS else arg for arg in args]
-    positional, named = unflatten_arguments(overload, converted)
-    result: torch.Tensor = overload(*positional, **named)
-    return result
+class Decision(NamedTuple):
+    """The way to compute a call and why; of a product that autograd records, the forward's.
+
+    Attributes:
+        way, reason: as of a `Choice`.
+        recorded: the product, if autograd records it now or later.
+        ways: the ways of its forward and its gradients.
+    """
+
+    way: Way
+    reason: str
+    recorded: Recorded | None = None
+    ways: Ways | None = None
+
+
+def _weight_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the weight that a tensor is or is a plain view of, or None; also for traced tensors."""
+    parameter = parameter_of(tensor)
+    return tensor if parameter is None and is_weight(tensor) else parameter
+
+
+def _is_recorded(args: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
 
 
 def _cached_cast(weight: torch.Tensor, dtype: torch.dtype, cache: WeightCache | None) -> torch.Tensor:
     """Return the cast of a weight, from the region's cache; for a view of all of it, a view of that."""
+    if cache is not None and not caching_is_safe():
+        traced = cast_of_traced(weight, dtype, weight.device.type)
+        return weight.to(dtype) if traced is None else traced
     parameter = parameter_of(weight)
     if parameter is None or cache is None or not is_all_of(weight, parameter) or not is_dense(parameter):
         return weight.to(dtype)
-    cast: torch.Tensor = torch.ops.polycast.cached_cast(parameter, dtype, number_in_graph(cache))
+    cast: torch.Tensor = torch.ops.polycast.cached_cast(parameter, dtype)
     return cast if weight is parameter else cast.as_strided(weight.shape, weight.stride(), 0)

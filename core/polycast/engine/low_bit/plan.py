@@ -117,7 +117,7 @@ class Plan:
         kernel = self.kernels.get(op)
         if kernel is None:
             return self.refusal
-        if not plain and (reason := self._unsupported_tensor(args)) is not None:
+        if not plain and (reason := self._unsupported_tensor(args, torch.is_grad_enabled())) is not None:
             return reason
         weight = args[kernel.weight]
         if not isinstance(weight, torch.Tensor):
@@ -126,8 +126,7 @@ class Plan:
             return SMALL
         return kernel.unsupported_reason(*args)
 
-    def _unsupported_tensor(self, args: Sequence[Any]) -> str | None:
-        records = torch.is_grad_enabled()
+    def _unsupported_tensor(self, args: Sequence[Any], records: bool) -> str | None:
         for arg in args:
             if isinstance(arg, torch.Tensor):
                 if arg.device.type != self.device_type and not arg.is_meta:

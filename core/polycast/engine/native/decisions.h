@@ -97,18 +97,18 @@ class CallMetadata {
       return true;
     }
     const auto* const meta = torch::autograd::impl::get_autograd_meta(tensor);
-    if (meta != nullptr) {
-      if (meta->fw_grad_ != nullptr) {
-        return false;
-      }
-      records = records || (grad_enabled_ && tensor.requires_grad());
+    if (meta != nullptr && meta->fw_grad_ != nullptr) {
+      return false;
     }
+    const bool needs_gradient = grad_enabled_ && meta != nullptr && tensor.requires_grad();
+    records = records || needs_gradient;
     const ScalarType dtype = tensor.scalar_type();
     has_plain_dtypes = has_plain_dtypes && (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf);
     const Tensor* const weight = weight_of(tensor, /*to_prepack=*/true);
     const int64_t part = weight == nullptr ? 0 : weight == &tensor || covers(tensor, *weight) ? 1 : 2;
     const int64_t index = tensor.get_device() + 1;  // -1 where devices have none
-    add(kTensor | static_cast<int64_t>(dtype) << 8 | part << 16 | index << 24 | tensor.dim() << 40);
+    add(kTensor | static_cast<int64_t>(dtype) << 8 | part << 16 | static_cast<int64_t>(needs_gradient) << 18 | index << 24 |
+        tensor.dim() << 40);
     words_.append(tensor.sizes().begin(), tensor.sizes().end());
     words_.append(tensor.strides().begin(), tensor.strides().end());
     return true;

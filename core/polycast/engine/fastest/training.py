@@ -1,0 +1,153 @@
+"""Choose the ways to compute a product that autograd records: its forward, and each of its gradients."""
+
+import functools
+import itertools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from ...policy.dtypes import dtype_name
+from ...profiling.device_profile import DeviceProfile
+from .choice import MARGIN, Way, bucket, name_of, seconds_by_way
+from .cost import seconds_to_cast
+from .products import Product
+
+_FUNCTION_SECONDS = 60e-6
+"""An autograd function in Python takes about so long, forward and backward."""
+
+
+class Operands(NamedTuple):
+    """The operands of a recorded product, the activation and the weight or second matrix.
+
+    Attributes:
+        first, second: their elements.
+        first_is_wide, second_is_wide: whether they are float32, and not weights.
+        is_weight: whether the second is a weight, which is float32.
+        is_cached: whether the cast of the weight will be found in a cache.
+        first_needed, second_needed: whether their gradients are needed.
+    """
+
+    first: int
+    second: int
+    first_is_wide: bool
+    second_is_wide: bool
+    is_weight: bool
+    is_cached: bool
+    first_needed: bool
+    second_needed: bool
+
+
+class Ways(NamedTuple):
+    """The ways to compute the forward, and the gradients of the first and the second operand; and why."""
+
+    forward: Way
+    first: Way
+    second: Way
+    reason: str
+
+    @property
+    def are_all_fast(self) -> bool:
+        """Whether this is what the fast dtype computes, without an autograd function."""
+        return {self.forward, self.first, self.second} == {Way.FAST}
+
+
+ALL_FAST = Ways(Way.FAST, Way.FAST, Way.FAST, "")
+
+
+def choose_recorded(profile: DeviceProfile, dtype: torch.dtype, product: Product, operands: Operands) -> Ways:
+    """Choose the ways to compute a product and its gradients."""
+    work = Product(product.op, *map(bucket, product[1:]))
+    sizes = operands._replace(first=bucket(operands.first), second=bucket(operands.second))
+    return _choose(profile, dtype, work, sizes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(profile: DeviceProfile, dtype: torch.dtype, product: Product, operands: Operands) -> Ways:
+    costs = _Costs(profile, dtype, product, operands)
+    if not costs.are_known:
+        return ALL_FAST._replace(reason=f"the profile has no {dtype_name(dtype)} or float32 {product.op}")
+    both = (Way.FAST, Way.FLOAT32)
+    firsts = both if operands.first_needed else (Way.FAST,)
+    seconds = both if operands.second_needed else (Way.FAST,)
+    one_way = product.inner == 0 and operands.first_needed and operands.second_needed  # one op has both gradients
+    total = {
+        ways: costs.of(*ways) for ways in itertools.product(both, firsts, seconds) if not one_way or ways[1] is ways[2]
+    }
+    fast = total[Way.FAST, Way.FAST, Way.FAST]
+    best = min(total, key=lambda ways: total[ways])
+    if total[best] >= MARGIN * fast:
+        best = (Way.FAST, Way.FAST, Way.FAST)
+    names = [name_of(way, dtype) for way in best]
+    needed = [name for name, is_needed in zip(names[1:], operands[-2:], strict=True) if is_needed]
+    backward = " and ".join(dict.fromkeys(needed)) or "none"
+    ratio = total[best] / fast
+    return Ways(*best, f"forward in {names[0]}, backward in {backward}: {ratio:.2f} of {dtype_name(dtype)}'s time")
+
+
+class _Costs:
+    """The seconds of each part of a recorded product."""
+
+    def __init__(self, profile: DeviceProfile, dtype: torch.dtype, product: Product, operands: Operands) -> None:
+        self._operands = operands
+        name = dtype_name(dtype)
+        ways = {way: name_of(way, dtype) for way in (Way.FAST, Way.FLOAT32)}
+        first, second = _gradients(product)
+        self._seconds = [seconds_by_way(profile, each, ways) for each in (product, first, second)]
+        self._to = functools.partial(seconds_to_cast, profile, f"to {name}")
+        self._from = functools.partial(seconds_to_cast, profile, f"from {name}")
+        self._result = product.result
+
+    @property
+    def are_known(self) -> bool:
+        return all(len(seconds) == 2 for seconds in self._seconds)
+
+    def of(self, forward: Way, first: Way, second: Way) -> float:
+        """Return the seconds of forward and backward in these ways."""
+        needed = self._operands
+        seconds = self._forward(forward, self._seconds[0])
+        if needed.first_needed:
+            seconds += self._gradient_of_first(first, forward, self._seconds[1])
+        if needed.second_needed:
+            seconds += self._gradient_of_second(second, self._seconds[2])
+        if Way.FLOAT32 in (first, second):
+            seconds += self._from(self._result)
+        return seconds if (forward, first, second) == (Way.FAST,) * 3 else seconds + _FUNCTION_SECONDS
+
+    def _forward(self, way: Way, of_way: Mapping[Way, float]) -> float:
+        has = self._operands
+        seconds = of_way[way]
+        # Casts are saved for the backward, whichever way computes the forward.
+        if has.first_is_wide and (way is Way.FAST or has.second_needed):
+            seconds += self._to(has.first)
+        if has.second_is_wide and (way is Way.FAST or has.first_needed):
+            seconds += self._to(has.second)
+        if way is Way.FAST:
+            return seconds + (self._to(has.second) if has.is_weight and not has.is_cached else 0.0)
+        if not has.first_is_wide:
+            seconds += self._from(has.first)
+        if not has.second_is_wide and not has.is_weight:
+            seconds += self._from(has.second)
+        return seconds + self._to(self._result)
+
+    def _gradient_of_first(self, way: Way, forward: Way, of_way: Mapping[Way, float]) -> float:
+        has = self._operands
+        if way is Way.FAST:
+            is_at_hand = not has.is_weight or has.is_cached or forward is Way.FAST
+            return of_way[way] + (0.0 if is_at_hand else self._to(has.second))
+        return of_way[way] + self._to(has.first) + (0.0 if has.is_weight else self._from(has.second))
+
+    def _gradient_of_second(self, way: Way, of_way: Mapping[Way, float]) -> float:
+        has = self._operands
+        if way is Way.FAST:
+            return of_way[way] + (self._from(has.second) if has.is_weight else 0.0)
+        return of_way[way] + self._from(has.first) + (0.0 if has.is_weight else self._to(has.second))
+
+
+def _gradients(product: Product) -> tuple[Product, Product]:
+    """Return the products that compute the gradients of the operands."""
+    if not product.inner:
+        return product, product
+    other = {"linear": "matmul", "matmul": "linear"}.get(product.op, product.op)
+    elsewhere = "bmm" if product.op == "bmm" else "matmul"
+    return product._replace(op=other), Product(elsewhere, product.inner, product.result, product.size)

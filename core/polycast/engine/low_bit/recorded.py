@@ -1,0 +1,145 @@
+"""Products that autograd records, in a region with the recipe `Fastest`: their operands, and how they are computed."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ...policy.schemas import find_op, unflatten_arguments
+from ...torch_internals.names import size_hint
+from ..fastest.functions import Convolution, ConvolutionSettings, Forward, Gradients, RecordedProduct
+from ..fastest.products import weight_position
+from ..fastest.training import Operands, Ways
+from .plan import FLOATS
+
+UNRECORDED = "autograd records it, and its gradients are computed in the fast dtype only"
+
+
+def in_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+    """Return the result of an op, given by its name, on its arguments in a dtype."""
+    overload = find_op(op)
+    assert overload is not None  # it was called
+    converted = [arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.dtype in FLOATS else arg for arg in args]
+    positional, named = unflatten_arguments(overload, converted)
+    result: torch.Tensor = overload(*positional, **named)
+    return result
+
+
+class Recorded(NamedTuple):
+    """A product that autograd records.
+
+    Attributes:
+        op: by its name in the dispatcher.
+        args: its arguments.
+        first, second, bias: the tensors among them; `second` is the weight or the second matrix.
+        is_weight: whether it is a weight.
+        settings: for convolutions, their other arguments.
+        gradients: for other products, their gradients.
+    """
+
+    op: str
+    args: Sequence[Any]
+    first: torch.Tensor
+    second: torch.Tensor
+    bias: torch.Tensor | None
+    is_weight: bool
+    settings: ConvolutionSettings | None
+    gradients: Gradients
+
+    @classmethod
+    def of(cls, op: str, args: Sequence[Any], is_weight: bool) -> "Recorded | None":
+        """Return a call as a recorded product; None if its gradients are not computed here."""
+        if op not in _RECORDED:
+            return None
+        position = weight_position(op)
+        first, second = args[position - 1], args[position]
+        if first.dim() < 2 and op != "aten::linear":
+            return None
+        bias, settings = None, None
+        scalars: Sequence[Any] = (1, 1)
+        if position == 2:
+            bias, scalars = args[0], args[3:]
+        elif "conv" in op:
+            bias, settings = args[2], _settings(second, *args[3:])
+            if settings is None:
+                return None
+        elif op == "aten::linear":
+            bias = args[2]
+        gradients = Gradients(op == "aten::linear", *scalars)
+        return cls(op, args, first, second, bias, is_weight, settings, gradients)
+
+    def operands(self, is_cached: bool, in_function: bool) -> Operands:
+        """Return what the choice of ways depends on.
+
+        Args:
+            is_cached: whether the cast of the weight will be found in a cache.
+            in_function: whether an autograd function runs the op, and will record it later.
+        """
+        wide = torch.float32
+        return Operands(
+            size_hint(self.first.numel()),
+            size_hint(self.second.numel()),
+            self.first.dtype is wide,
+            self.second.dtype is wide and not self.is_weight,
+            self.is_weight,
+            is_cached,
+            self.first.requires_grad or in_function,
+            self.second.requires_grad,
+        )
+
+    def compute(
+        self, ways: Ways, dtype: torch.dtype, cast_weight: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Compute the product, recorded as one autograd function.
+
+        Args:
+            ways: the ways for the forward and the gradients.
+            dtype: the fast dtype.
+            cast_weight: returns the cast of a weight, from a cache if it is there.
+        """
+        first, second = self.first, self.second
+        is_saved = self.settings is not None
+        if second.requires_grad or is_saved:
+            first = first.to(dtype)
+        if not self.is_weight and (self.first.requires_grad or is_saved):
+            second = second.to(dtype)
+
+        def in_fast() -> torch.Tensor:
+            weight = cast_weight(self.second) if self.is_weight else second
+            args = [first if arg is self.first else weight if arg is self.second else arg for arg in self.args]
+            return in_dtype(self.op, args, dtype)
+
+        def in_float32() -> torch.Tensor:
+            return in_dtype(self.op, self.args, torch.float32).to(dtype)
+
+        call = Forward(ways, dtype, in_float32, in_fast, self.gradients)
+        if self.settings is None:
+            result: torch.Tensor = RecordedProduct.apply(call, first, second, self.bias)  # type: ignore[no-untyped-call]
+        else:
+            result = Convolution.apply(call, self.settings, first, second, self.bias)  # type: ignore[no-untyped-call]
+        return result
+
+
+def _settings(
+    weight: torch.Tensor, stride: Any, padding: Any, dilation: Any, groups: int
+) -> ConvolutionSettings | None:
+    """Return the settings of a convolution; None for padding that differs between the sides."""
+    axes = weight.dim() - 2
+    strides, dilations = _by_axis(stride, axes), _by_axis(dilation, axes)
+    if padding == "same":
+        totals = [step * (size - 1) for step, size in zip(dilations, weight.shape[2:], strict=True)]
+        if any(total % 2 for total in totals):
+            return None
+        padding = [total // 2 for total in totals]
+    return ConvolutionSettings(strides, _by_axis(0 if padding == "valid" else padding, axes), dilations, groups)
+
+
+def _by_axis(given: Any, axes: int) -> list[int]:
+    numbers = list(given) if isinstance(given, Sequence) else [given]
+    return numbers * axes if len(numbers) == 1 else numbers
+
+
+_RECORDED = {
+    *("aten::linear", "aten::mm", "aten::addmm", "aten::matmul", "aten::bmm", "aten::baddbmm"),
+    *(f"aten::conv{axes}d{overload}" for axes in (1, 2, 3) for overload in ("", ".padding")),
+}

@@ -1,0 +1,172 @@
+"""The recipe "fastest" in compiled code."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import polycast
+from polycast import Fastest, WeightCache, autocast
+
+pytestmark = pytest.mark.usefixtures("engine")
+X = torch.randn(16, 64)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def slow(profile_of):
+    return Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1e9, bfloat16_kernel=1e9))
+
+
+@pytest.fixture
+def quick(profile_of):
+    return Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=0.01))
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+
+
+class Graphs:
+    """A backend that keeps the names of the ops in each graph of ATen ops."""
+
+    def __init__(self):
+        self.ops = []
+
+    def __call__(self, module, inputs):
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        def compile(graph, _):
+            self.ops.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+            return make_boxed_func(graph.forward)
+
+        return aot_autograd(fw_compiler=compile)(module, inputs)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inference_compiles_to_torchs_ops(model, slow, dynamic):
+    graphs = Graphs()
+    compiled = torch.compile(model, backend=graphs, fullgraph=True, dynamic=dynamic)
+    with torch.no_grad(), autocast("cpu", recipe=slow):
+        for rows in (16, 20):
+            x = torch.randn(rows, 64)
+            assert torch.equal(compiled(x), model(x))
+    ops = graphs.ops[-1]
+    assert not any("polycast" in op for op in ops)
+    assert ops.count("aten.addmm.default") == 2
+    assert len(graphs.ops) == (1 if dynamic else len(graphs.ops))
+
+
+def test_training_compiles_to_the_gradients_of_eager_code(model, slow, quick):
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for recipe in (slow, quick):
+        found = []
+        for function in (model, compiled):
+            model.zero_grad()
+            with autocast("cpu", recipe=recipe):
+                result = function(X)
+            result.sum().backward()
+            found.append([result, *[parameter.grad for parameter in model.parameters()]])
+            model.zero_grad(set_to_none=True)
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_another_profile_is_another_code(model, slow, quick, profile_of):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter)
+    equal = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=0.01))
+    with torch.no_grad():
+        for recipe, count in ((slow, 1), (quick, 2), (slow, 2), (equal, 2)):
+            with autocast("cpu", recipe=recipe):
+                assert torch.equal(compiled(X), model(X))
+            assert counter.frame_count == count
+        with autocast("cpu"):
+            assert torch.equal(compiled(X), model(X))
+
+
+def test_a_region_may_be_in_the_code(model, monkeypatch, slow, tmp_path):
+    path = tmp_path / "profile.json"
+    slow.profile.save(path)
+    monkeypatch.setenv("POLYCAST_PROFILE", str(path))
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def function(x, recipe):
+        with autocast("cpu", recipe=recipe):
+            return model(x)
+
+    with torch.no_grad(), autocast("cpu", recipe=slow):
+        expected = model(X)
+    with torch.no_grad():
+        assert torch.equal(function(X, "fastest"), expected)
+        assert torch.equal(function(X, slow), expected)
+
+
+def test_a_rule_for_a_module_may_be_the_recipe(model, monkeypatch, slow, tmp_path):
+    path = tmp_path / "profile.json"
+    slow.profile.save(path)
+    policy = polycast.Policy(modules={"0": Fastest(str(path))})
+    policy.save(tmp_path / "policy.toml")
+    with torch.no_grad(), polycast.apply_policy(model, tmp_path / "policy.toml"), autocast("cpu"):
+        expected = model(X)
+        assert torch.equal(torch.compile(model, backend="aot_eager")(X), expected)
+        with autocast("cpu", recipe=slow):
+            of_first = model[0](X)
+        assert torch.equal(model[0](X), of_first)
+
+
+class Kernel(polycast.LowBitKernel):
+    """A linear for the fast dtype, which adds one so that its results are told apart."""
+
+    uses_cast = True
+
+    def run(self, prepacked, x, weight, bias):
+        (cast,) = prepacked
+        return nn.functional.linear(x.to(cast.dtype), cast) + 1
+
+
+def test_a_backends_kernel_gets_the_cached_cast_in_compiled_code(model, profile_of):
+    backend = copy.copy(polycast.get_backend("cpu"))
+    vars(backend).update(low_bit_kernels=lambda recipe: {"aten::linear": Kernel()} if recipe.kind == "fastest" else {})
+    polycast.register_backend(backend)
+    recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=9.0, bfloat16_kernel=0.01))
+    graphs, cache = Graphs(), WeightCache()
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
+    with torch.no_grad(), autocast("cpu", recipe=recipe, cache=cache):
+        expected = model(X)
+        assert torch.equal(compiled(X), expected)
+        model[0].weight.mul_(2)
+        assert not torch.equal(compiled(X), expected)
+        assert torch.equal(compiled(X), model(X))
+    assert sum("cached_cast" in op for op in graphs.ops[-1]) == 1  # a compiler fuses the cast of a small weight
+
+
+def test_what_is_exported_in_a_region_has_torchs_ops(model, slow):
+    with torch.no_grad(), autocast("cpu", recipe=slow):
+        exported = torch.export.export(model, (X,))
+    assert not any("polycast" in str(node.target) for node in exported.graph.nodes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [False, True])
+def test_inductor_computes_the_same(model, slow, training):
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.set_grad_enabled(training), autocast("cpu", recipe=slow):
+        expected, found = model(X), compiled(X)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    if training:
+        of_weights = [
+            torch.autograd.grad(result.float().pow(2).mean(), list(model.parameters())) for result in (expected, found)
+        ]
+        for one, other in zip(*of_weights, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)

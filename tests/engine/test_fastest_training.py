@@ -1,0 +1,312 @@
+"""Training in regions with the recipe "fastest": gradients, what is saved, and everything that runs a backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import polycast
+from polycast import Fastest, WeightCache, autocast
+from polycast.engine.fastest.choice import Way
+from polycast.engine.fastest.training import Ways
+from polycast.engine.low_bit import fastest
+
+pytestmark = pytest.mark.usefixtures("engine")
+FAST, FLOAT32 = Way.FAST, Way.FLOAT32
+WAYS = [(FLOAT32, FLOAT32, FLOAT32), (FLOAT32, FAST, FAST), (FAST, FLOAT32, FLOAT32), (FLOAT32, FAST, FLOAT32)]
+
+
+@pytest.fixture
+def slow(profile_of):
+    """Return the recipe for a machine where only float32 is fast."""
+    return Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1e9))
+
+
+@pytest.fixture(params=WAYS, ids=lambda ways: "-".join(way.name for way in ways))
+def recipe(request, slow, monkeypatch):
+    """Return a recipe that computes forward and gradients in given ways."""
+    monkeypatch.setattr(fastest, "choose_recorded", lambda *_: Ways(*request.param, "for a test"))
+    return slow
+
+
+def attention(x, w):
+    scores = torch.matmul(x, x.mT)
+    return torch.matmul(scores, w.expand(len(x), *w.shape)[:, : x.shape[1]])
+
+
+OPS = {
+    "linear": (lambda x, w: F.linear(x, w, w[0]), 3),
+    "linear of a vector": (lambda x, w: F.linear(x, w), 1),
+    "mm": (lambda x, w: torch.mm(x, w.t()), 2),
+    "addmm": (lambda x, w: torch.addmm(w[0], x, w, beta=0.5, alpha=2), 2),
+    "addmm of a column": (lambda x, w: torch.addmm(w[:9, :1], x, w), 2),
+    "matmul": (lambda x, w: torch.matmul(x, w), 3),
+    "matmul of batches": (lambda x, w: torch.matmul(x, w.expand(2, 1, *w.shape)), 3),
+    "bmm": (lambda x, w: torch.bmm(x, w.expand(len(x), *w.shape)), 3),
+    "baddbmm": (lambda x, w: torch.baddbmm(w[:1], x, w.expand(len(x), *w.shape), beta=2, alpha=0.5), 3),
+    "conv1d": (lambda x, w: F.conv1d(x, w.flatten()[:900].view(10, 9, 10), w[0, :10], padding=1), 3),
+    "conv2d": (lambda x, w: F.conv2d(x[None], w.reshape(8, -1, 4, 2)[:, : len(x)], stride=2), 3),
+    "conv2d unbatched": (lambda x, w: F.conv2d(x, w.flatten()[:810].view(15, 6, 3, 3), padding="same"), 3),
+    "conv2d in groups": (lambda x, w: F.conv2d(x[None], w.reshape(-1, 2, 4, 4)[:6], dilation=2, groups=3), 3),
+    "conv3d": (lambda x, w: F.conv3d(x[None, None], w.reshape(8, 1, 2, 4, 16), w[0, :8]), 3),
+    "attention": (attention, 3),
+}
+
+
+@pytest.fixture(params=OPS)
+def op(request):
+    """Return a function of ops, an activation and a weight."""
+    function, dims = OPS[request.param]
+    torch.manual_seed(0)
+    x = torch.randn(*[6, 9, 32][-dims:], requires_grad=True)
+    return function, x, nn.Parameter(torch.randn(32, 32))
+
+
+def gradients(function, x, weight, region=None):
+    """Return the result of a function, and the gradients of its arguments, in float64."""
+    x.grad = weight.grad = None
+    if region is None:
+        result = function(x, weight)
+    else:
+        with region:
+            result = function(x, weight)
+    torch.manual_seed(1)
+    result.backward(torch.randn(result.shape, dtype=torch.float64).to(result.dtype))
+    return result, x.grad, weight.grad
+
+
+def errors(found, expected):
+    return [
+        float((one.detach().double() - other.detach()).norm() / other.detach().norm())
+        for one, other in zip(found, expected, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_gradients_are_as_exact_as_torchs(op, recipe, narrow):
+    function, x, weight = op
+    if narrow:
+        x = x.detach().bfloat16().requires_grad_()
+    exact = gradients(function, x.detach().double().requires_grad_(), nn.Parameter(weight.detach().double()))
+    torchs = errors(gradients(function, x, weight, torch.autocast("cpu")), exact)
+    ours = gradients(function, x, weight, autocast("cpu", recipe=recipe))
+    assert [each.dtype for each in ours] == [torch.bfloat16, x.dtype, torch.float32]
+    for error, of_torch in zip(errors(ours, exact), torchs, strict=True):
+        assert error <= 1.1 * of_torch + 1e-4
+
+
+def test_the_gradient_of_a_weight_is_that_of_the_float32_product(slow):
+    layer, x = nn.Linear(32, 16), torch.randn(8, 32)
+    with autocast("cpu", recipe=slow):
+        result = layer(x)
+    gradient = torch.randn(8, 16).bfloat16()
+    result.backward(gradient)
+    expected = gradient.float().t() @ x.bfloat16().float()
+    assert torch.equal(layer.weight.grad, expected)
+    assert torch.equal(layer.bias.grad, gradient.float().sum(0))
+
+
+def test_a_forward_in_float32_has_the_bits_of_inference(op, slow):
+    function, x, weight = op
+    with autocast("cpu", recipe=slow):
+        recorded = function(x, weight)
+        with torch.no_grad():
+            assert torch.equal(function(x, weight), recorded)
+
+
+def test_activations_are_saved_in_the_fast_dtype_and_weights_as_they_are(slow):
+    layer, saved = nn.Linear(32, 16), []
+    x = torch.randn(8, 32)
+
+    def pack(tensor):
+        saved.append(tensor)
+        return tensor
+
+    with autocast("cpu", recipe=slow), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x.requires_grad_())
+    kept = {(each.dtype, tuple(each.shape)) for each in saved}
+    assert kept == {(torch.bfloat16, (8, 32)), (torch.float32, (16, 32))}
+    assert [each.data_ptr() for each in saved if each.dtype is torch.float32] == [layer.weight.data_ptr()]
+
+
+def test_nothing_is_saved_for_gradients_that_are_not_needed(slow):
+    layer, saved = nn.Linear(32, 16), []
+    layer.weight.requires_grad_(False)
+
+    def pack(tensor):
+        saved.append(tensor.dtype)
+        return tensor
+
+    with autocast("cpu", recipe=slow), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(torch.randn(8, 32, requires_grad=True))
+    assert saved == [torch.float32]
+
+
+def test_the_gradient_of_a_gradient(op, recipe):
+    function, x, weight = op
+
+    def penalty(x, weight, region):
+        with region:
+            result = function(x, weight)
+        # A function of the result that is not linear, whose second derivative is not zero.
+        loss = result.float().pow(2).mean() if result.dtype is torch.bfloat16 else result.pow(2).mean()
+        of_x, of_weight = torch.autograd.grad(loss, (x, weight), create_graph=True)
+        return torch.autograd.grad(of_x.pow(2).sum() + of_weight.pow(2).sum(), (x, weight))
+
+    off = torch.autocast("cpu", enabled=False)
+    exact = penalty(x.detach().double().requires_grad_(), nn.Parameter(weight.detach().double()), off)
+    torchs = errors(penalty(x, weight, torch.autocast("cpu")), exact)
+    ours = errors(penalty(x, weight, autocast("cpu", recipe=recipe)), exact)
+    for error, of_torch in zip(ours, torchs, strict=True):
+        assert error <= 1.25 * of_torch + 1e-3
+
+
+def step(model, x, region, call=lambda model, x: model(x)):
+    """Return the gradients of a model's weights after a backward."""
+    model.zero_grad()
+    with region:
+        loss = call(model, x).float().pow(2).mean()
+    loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4))
+
+
+def equal(one, other):
+    return all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_recomputes_in_the_same_ways(model, recipe, reentrant):
+    x = torch.randn(8, 16, requires_grad=True)
+    expected = step(model, x, autocast("cpu", recipe=recipe))
+    found = step(
+        model, x, autocast("cpu", recipe=recipe), lambda model, x: checkpoint(model, x, use_reentrant=reentrant)
+    )
+    assert equal(found, expected)
+
+
+def test_a_backward_can_run_twice_and_in_the_region(model, recipe):
+    x = torch.randn(8, 16)
+    expected = step(model, x, autocast("cpu", recipe=recipe))
+    model.zero_grad()
+    with autocast("cpu", recipe=recipe):
+        loss = model(x).float().pow(2).mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert equal([parameter.grad for parameter in model.parameters()], [2 * each for each in expected])
+
+
+def test_tied_weights_add_up_their_gradients_in_float32(recipe):
+    weight, x = nn.Parameter(torch.randn(16, 16)), torch.randn(4, 16)
+    with autocast("cpu", recipe=recipe):
+        F.linear(F.linear(x, weight), weight.t()).sum().backward()
+    both = weight.grad.clone()
+    exact = nn.Parameter(weight.detach().double())
+    F.linear(F.linear(x.double(), exact), exact.t()).sum().backward()
+    assert both.dtype is torch.float32
+    assert float((both - exact.grad).norm() / exact.grad.norm()) < 0.02
+
+
+def test_a_weight_that_changes_before_the_backward_raises(slow):
+    layer = nn.Linear(16, 16)
+    with autocast("cpu", recipe=slow):
+        result = layer(torch.randn(4, 16, requires_grad=True))
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_step_of_the_optimizer_is_seen(model, recipe, cached):
+    region = {"cache": WeightCache()} if cached else {}
+    x, other = torch.randn(8, 16), nn.Sequential(*[type(each)(*_sizes(each)) for each in model])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        other.load_state_dict(model.state_dict())
+        found = step(model, x, autocast("cpu", recipe=recipe, **region))
+        assert equal(found, step(other, x, autocast("cpu", recipe=recipe)))
+        optimizer.step()
+
+
+def _sizes(layer):
+    return (layer.in_features, layer.out_features) if isinstance(layer, nn.Linear) else ()
+
+
+def test_hooks_see_gradients_in_their_dtypes(slow):
+    layer, x, seen = nn.Linear(16, 16), torch.randn(4, 16, requires_grad=True), []
+    layer.weight.register_hook(lambda gradient: seen.append(gradient.dtype))
+    with autocast("cpu", recipe=slow):
+        result = layer(x)
+    result.register_hook(lambda gradient: seen.append(gradient.dtype))
+    x.register_hook(lambda gradient: seen.append(gradient.dtype))
+    result.sum().backward()
+    assert sorted(map(str, seen)) == ["torch.bfloat16", "torch.float32", "torch.float32"]
+
+
+def test_batched_gradients(recipe):
+    layer, x = nn.Linear(8, 4), torch.randn(3, 8, requires_grad=True)
+    with autocast("cpu", recipe=recipe):
+        result = layer(x)
+    vectors = torch.randn(5, *result.shape).bfloat16()
+    (found,) = torch.autograd.grad(result, x, vectors, is_grads_batched=True, retain_graph=True)
+    for vector, of_vector in zip(vectors, found, strict=True):
+        (expected,) = torch.autograd.grad(result, x, vector, retain_graph=True)
+        torch.testing.assert_close(of_vector, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_transforms_and_forward_mode_use_the_fast_dtype(slow, low_bit_counts):
+    layer, x = nn.Linear(8, 4), torch.randn(3, 8)
+    with autocast("cpu"):
+        expected = torch.func.vmap(torch.func.grad(lambda x: layer(x).sum()))(x)
+    with autocast("cpu", recipe=slow), low_bit_counts() as counts:
+        assert torch.equal(torch.func.vmap(torch.func.grad(lambda x: layer(x).sum()))(x), expected)
+        _, tangent = torch.func.jvp(layer, (x,), (x,))
+    assert tangent.dtype is torch.bfloat16
+    assert "something records, transforms or watches the ops" in {record.declined for record in counts.records()}
+
+
+def test_a_scaled_loss_has_scaled_gradients(model, slow):
+    x = torch.randn(8, 16)
+    expected = step(model, x, autocast("cpu", recipe=slow))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model.zero_grad()
+    with autocast("cpu", recipe=slow):
+        loss = model(x).float().pow(2).mean()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    assert equal([parameter.grad for parameter in model.parameters()], expected)
+
+
+def test_frozen_weights_and_no_grad_inside(slow):
+    layer, x = nn.Linear(16, 16), torch.randn(4, 16, requires_grad=True)
+    layer.requires_grad_(False)
+    with autocast("cpu", recipe=slow):
+        with torch.no_grad():
+            assert not layer(x).requires_grad
+        layer(x).sum().backward()
+    assert x.grad.dtype is torch.float32
+    assert layer.weight.grad is None
+
+
+def test_what_has_no_gradients_here_runs_in_the_fast_dtype(slow, low_bit_counts):
+    x = torch.randn(1, 2, 8, 16, requires_grad=True)
+    with autocast("cpu", recipe=slow), low_bit_counts() as counts:
+        F.scaled_dot_product_attention(x, x, x).sum().backward()
+    (record,) = counts.records()
+    assert record.declined == "autograd records it, and its gradients are computed in the fast dtype only"
+
+
+def test_explain_shows_the_ways_of_forward_and_backward(slow):
+    layer, x = nn.Linear(16, 16), torch.randn(4, 16)
+    with autocast("cpu", recipe=slow):
+        told = polycast.explain("linear", "cpu", x, layer.weight, layer.bias)
+    assert told.way == "float32"
+    assert told.reason.startswith("forward in float32, backward in float32: 0.")
