@@ -23,6 +23,9 @@ from polycast.profiling.measurement import Measurement
 
 DEVICES = torch._C._autocast_supported_devices()
 
+# Programs that tests start say nothing of the processor either; see filterwarnings in pyproject.toml.
+os.environ.setdefault("PYTHONWARNINGS", "ignore:bfloat16 is slow on,ignore:float16 is slow on")
+
 
 def pytest_addoption(parser):
     parser.addoption("--installed", action="store_true", help="fail where polycast is imported from the source tree")

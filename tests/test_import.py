@@ -1,5 +1,6 @@
 """``import polycast`` has no side effects: no plugin, no kernel, no state, no metadata."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -122,7 +123,13 @@ def test_an_unknown_name_is_an_attribute_error():
     import polycast
 
     assert not hasattr(polycast, "compares")
-    assert set(polycast.__all__) <= set(dir(polycast))
+    assert {*polycast.__all__, "__version__"} <= set(dir(polycast))
+
+
+def test_version_is_that_of_the_distribution():
+    import polycast
+
+    assert polycast.__version__ == importlib.metadata.version("polycast")
 
 
 def test_importing_polycast_reads_no_metadata_and_no_variable(seen):

@@ -17,6 +17,7 @@ except ModuleNotFoundError as error:
     raise torch_is_missing() from None
 
 if TYPE_CHECKING:
+    from .common.versions import __version__ as __version__
     from .drop_in.patch import patch_torch
     from .engine.casts.weight_cache import WeightCache, WeightCacheStats
     from .engine.installation import install, uninstall
@@ -111,6 +112,7 @@ _LAZY_NAMES = {
     "Tuned": "precision.evidence",
     "WeightCache": "engine.casts.weight_cache",
     "WeightCacheStats": "engine.casts.weight_cache",
+    "__version__": "common.versions",
     "apply_policy": "region.module_rules",
     "autocast": "region.autocast",
     "autocast_decorator": "region.autocast",
@@ -219,18 +221,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY_NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    gc_enabled = gc.isenabled()
-    gc.disable()  # a finalizer may use a name of a module that is partially imported
-    try:
-        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LAZY_NAMES[name]}"), name)
-    finally:
-        if gc_enabled:
-            gc.enable()
-    return value
+if not TYPE_CHECKING:  # type checkers would accept any name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LAZY_NAMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        gc_enabled = gc.isenabled()
+        gc.disable()  # a finalizer may use a name of a module that is partially imported
+        try:
+            value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LAZY_NAMES[name]}"), name)
+        finally:
+            if gc_enabled:
+                gc.enable()
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_LAZY_NAMES})

@@ -1,11 +1,11 @@
 """The ``polycast`` command. Nothing else imports this package, so that ``import polycast`` does not load typer."""
 
-import importlib.metadata
 import sys
 from typing import Annotated
 
 import typer
 
+from ..common.versions import __version__
 from . import build, demo, devices, doctor, new_backend, ops, profile, run, tune
 
 app = typer.Typer(
@@ -28,7 +28,7 @@ app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"polycast {importlib.metadata.version('polycast')}")
+        typer.echo(f"polycast {__version__}")
         raise typer.Exit
 
 

@@ -3,7 +3,6 @@
 An error in one section is reported as the answer of that section.
 """
 
-import importlib.metadata
 import os
 import platform
 import shlex
@@ -21,6 +20,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from ..common.versions import versions
 from ..engine.casts.weight_cache import WeightCache
 from ..engine.choice import choose
 from ..plugins.registry import backends
@@ -75,9 +75,7 @@ def _try(function: Callable[[], object]) -> Any:
 
 def _versions() -> dict[str, str]:
     return {
-        "polycast": importlib.metadata.version("polycast"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        **versions(),
         "platform": platform.platform(),
     }
 

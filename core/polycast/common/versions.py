@@ -7,11 +7,17 @@ import platform
 import torch
 
 
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("polycast")
+    except importlib.metadata.PackageNotFoundError:  # a source tree or an archive on the path
+        return "unknown"
+
+
+__version__ = _own_version()
+
+
 @functools.cache
 def versions() -> dict[str, str]:
     """Return the versions of polycast, torch and Python."""
-    try:
-        polycast = importlib.metadata.version("polycast")
-    except importlib.metadata.PackageNotFoundError:  # a source tree or an archive on the path
-        polycast = "unknown"
-    return {"polycast": polycast, "torch": str(torch.__version__), "python": platform.python_version()}
+    return {"polycast": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
