@@ -69,13 +69,13 @@ struct DataHook {
 template <int number, bool makes_unreliable>
 struct MethodHook {
   static inline PyObject* descriptor = nullptr;
-  static inline PyCFunction torchs = nullptr;
+  static inline PyCFunction original = nullptr;
   static inline PyMethodDef definition{};
 
-  static PyObject* call(PyObject* self, PyObject* arguments) { return finish(self, torchs(self, arguments)); }
+  static PyObject* call(PyObject* self, PyObject* arguments) { return finish(self, original(self, arguments)); }
 
   static PyObject* call_with_keywords(PyObject* self, PyObject* arguments, PyObject* named) {
-    const auto function = reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void (*)()>(torchs));
+    const auto function = reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void (*)()>(original));
     return finish(self, function(self, arguments, named));
   }
 
@@ -97,7 +97,7 @@ struct MethodHook {
     if (flags != METH_NOARGS && flags != (METH_VARARGS | METH_KEYWORDS)) {
       return Object();
     }
-    torchs = PyCFunction_GetFunction(bound.get());
+    original = PyCFunction_GetFunction(bound.get());
     definition = {name, flags == METH_NOARGS ? &call : with_keywords, flags, doc};
     return Object::steal(PyDescr_NewMethod(owner, &definition));
   }
@@ -127,8 +127,8 @@ class AliasHooks {
       add<MethodHook<2, false>>("data_ptr");
       add<MethodHook<3, true>>("set_");
       const Object module = Object::steal(PyImport_ImportModule("torch._C._autograd"));
-      if (Object torchs = find(module.get(), GraphDataHook::name)) {
-        install(module, GraphDataHook::name, GraphDataHook::make(module.get()), std::move(torchs));
+      if (Object original = find(module.get(), GraphDataHook::name)) {
+        install(module, GraphDataHook::name, GraphDataHook::make(module.get()), std::move(original));
       }
     } catch (...) {
       remove();
@@ -143,11 +143,11 @@ class AliasHooks {
   // A hook that others have replaced stays.
   void remove() {
     const ErrorScope former;
-    for (const auto& [owner, name, hook, torchs] : hooks_) {
+    for (const auto& [owner, name, hook, original] : hooks_) {
       if (find(owner.get(), name).get() != hook.get()) {
         continue;
       }
-      if ((torchs ? PyObject_SetAttrString(owner.get(), name, torchs.get()) : PyObject_DelAttrString(owner.get(), name)) != 0) {
+      if ((original ? PyObject_SetAttrString(owner.get(), name, original.get()) : PyObject_DelAttrString(owner.get(), name)) != 0) {
         PyErr_WriteUnraisable(owner.get());
       }
     }
@@ -174,17 +174,17 @@ class AliasHooks {
     hooks_.push_back({owner, name, std::move(hook), std::move(former)});
   }
 
-  // Nothing is done where somebody else has put something into torch.Tensor, or this torch has another kind of thing.
+  // Does nothing if another library has patched the attribute of torch.Tensor, or this torch has another kind of attribute.
   template <class Hook>
   void add(const char* name) {
-    static std::string doc;  // for as long as anybody has the descriptor
+    static std::string doc;  // lives as long as the descriptor
     const Object base = Object::steal(PyObject_GetAttrString(THPVariableClass, "__base__"));
-    const Object torchs = find(base.get(), name);
-    if (!torchs || find(THPVariableClass, name)) {
+    const Object original = find(base.get(), name);
+    if (!original || find(THPVariableClass, name)) {
       return;
     }
-    set_reference(Hook::descriptor, torchs.get());
-    const Object text = Object::steal(PyObject_GetAttrString(torchs.get(), "__doc__"));
+    set_reference(Hook::descriptor, original.get());
+    const Object text = Object::steal(PyObject_GetAttrString(original.get(), "__doc__"));
     if (doc.empty() && !text.is_none()) {
       doc = string_of(text.get());
     }

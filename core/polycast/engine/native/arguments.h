@@ -9,13 +9,13 @@
 
 namespace {
 
-// Finds whether the eligible inputs have different dtypes.
+// Whether the eligible inputs have different dtypes.
 struct Promotion {
   DeviceType device;
   std::optional<ScalarType> seen = std::nullopt;
   bool different = false;
 
-  void look(const Tensor& tensor) {
+  void add(const Tensor& tensor) {
     if (is_eligible(tensor, device)) {
       different = different || (seen && *seen != tensor.scalar_type());
       seen = tensor.scalar_type();
@@ -23,7 +23,7 @@ struct Promotion {
   }
 };
 
-// The arguments that a kernel looks at: those with tensors, and the dtype of the result.
+// The arguments that a kernel reads: those with tensors, and the dtype of the result.
 enum class Kind : uint8_t { kTensor, kOptional, kTensors, kTensorRefs, kOptionals, kDtype, kOther };
 
 template <class Arg>

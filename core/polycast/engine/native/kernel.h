@@ -97,8 +97,8 @@ class Kernel final : public c10::OperatorKernel {
       return;
     }
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(keys_);
-    const CastSpec spec{
-        dtype_for(policy, [&](Promotion& promotion) { look(promotion, stack); }), device_, has_plain_keys(keys), region, is_capturing_};
+    const ScalarType target = dtype_for(policy, [&](Promotion& promotion) { add_inputs(promotion, stack); });
+    const CastSpec spec{target, device_, has_plain_keys(keys), region, is_capturing_};
     if (spec.dtype != ScalarType::Undefined) {
       cast_all(spec, stack);
     } else if (policy == Policy::kFp32SetOptDtype && first_is_eligible(stack)) {
@@ -136,8 +136,8 @@ class Kernel final : public c10::OperatorKernel {
   C10_ALWAYS_INLINE bool has_plain_keys(c10::DispatchKeySet keys) const { return keys - skipped_ == device_keys_; }
 
   // Return the dtype to cast the inputs to, or Undefined.
-  template <class Look>
-  C10_ALWAYS_INLINE ScalarType dtype_for(Policy policy, const Look& look) const {
+  template <class AddInputs>
+  C10_ALWAYS_INLINE ScalarType dtype_for(Policy policy, const AddInputs& add_inputs) const {
     switch (policy) {
       case Policy::kLowerPrecisionFp:
       case Policy::kLowBit:
@@ -146,7 +146,7 @@ class Kernel final : public c10::OperatorKernel {
         return at::kFloat;
       case Policy::kPromote: {
         Promotion promotion{device_};
-        look(promotion);
+        add_inputs(promotion);
         return promotion.different ? at::kFloat : ScalarType::Undefined;
       }
       case Policy::kBanned:
@@ -196,19 +196,19 @@ class Kernel final : public c10::OperatorKernel {
     }
   }
 
-  void look(Promotion& promotion, torch::jit::Stack* stack) const {
+  void add_inputs(Promotion& promotion, torch::jit::Stack* stack) const {
     for (const size_t position : tensors_) {
       const c10::IValue& value = argument(stack, position);
       if (value.isTensor()) {
-        promotion.look(value.toTensor());
+        promotion.add(value.toTensor());
       } else if (value.isTensorList()) {
         for (const Tensor& tensor : value.toTensorVector()) {
-          promotion.look(tensor);
+          promotion.add(tensor);
         }
       } else if (value.isOptionalTensorList()) {
         for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector()) {
           if (tensor) {
-            promotion.look(*tensor);
+            promotion.add(*tensor);
           }
         }
       }

@@ -107,7 +107,7 @@ class ProbationQueue {
   std::unique_ptr<CachedCast> take(const Key& key, const Condition& condition) {
     for (Entry& entry : entries_) {
       if (entry.cast && entry.key == key && condition(*entry.cast)) {
-        return take_out(entry);
+        return extract(entry);
       }
     }
     return nullptr;
@@ -118,7 +118,7 @@ class ProbationQueue {
   void take_all(const Condition& condition, Casts& taken) {
     for (Entry& entry : entries_) {
       if (entry.cast && condition(*entry.cast)) {
-        taken.push_back(take_out(entry));
+        taken.push_back(extract(entry));
       }
     }
   }
@@ -134,7 +134,7 @@ class ProbationQueue {
     for (size_t i = entries_.size(); i-- > 0;) {  // the oldest is the last
       if (entries_[i].cast && (i == entries_.size() - 1 || others + bytes > largest + kSmall)) {
         others -= entries_[i].reservation.bytes();
-        auto dropped = take_out(entries_[i]);
+        auto dropped = extract(entries_[i]);
         reusable = std::move(dropped->cast);
         dying.push_back(std::move(dropped));
       }
@@ -146,7 +146,7 @@ class ProbationQueue {
   void push(const Key& key, std::unique_ptr<CachedCast> cast, Reservation reservation) {
     std::unique_ptr<CachedCast> dying;
     if (entries_.back().cast) {  // an entry was added since make_room()
-      dying = take_out(entries_.back());
+      dying = extract(entries_.back());
     }
     std::rotate(entries_.begin(), entries_.end() - 1, entries_.end());
     entries_.front() = {key, std::move(cast), std::move(reservation)};
@@ -161,7 +161,7 @@ class ProbationQueue {
     Reservation reservation;
   };
 
-  static std::unique_ptr<CachedCast> take_out(Entry& entry) {
+  static std::unique_ptr<CachedCast> extract(Entry& entry) {
     entry.reservation = Reservation();
     return std::move(entry.cast);
   }

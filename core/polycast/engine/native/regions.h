@@ -140,8 +140,8 @@ bool enter_region(PyObject* owner, PyObject* all_settings) {
   if (!frame->cache.is_none()) {
     frame->store = Holder<UserStore>::unwrap(call(native_store, "(O)", frame->cache.get()).get());
   }
-  if (const Observer* const told = observer.load(std::memory_order_relaxed)) {
-    told->enter_region(frame.get(), owner, device, settings[1] == Py_True, dtype);
+  if (const Observer* const current = observer.load(std::memory_order_relaxed)) {
+    current->enter_region(frame.get(), owner, device, settings[1] == Py_True, dtype);
   }
   // Python may have run until here, and entered or left regions; from here on it does not.
   if (const Frame* const below = region_of(device).innermost; below != nullptr && inherits) {
@@ -187,8 +187,8 @@ std::optional<bool> leave_region(PyObject* owner) {
     at::autocast::set_autocast_enabled(found->device, found->enabled_before);
     at::autocast::set_autocast_dtype(found->device, found->dtype_before);
   }
-  if (const Observer* const told = observer.load(std::memory_order_relaxed)) {
-    told->leave_region(found);
+  if (const Observer* const current = observer.load(std::memory_order_relaxed)) {
+    current->leave_region(found);
   }
   const std::unique_ptr<Frame> frame = regions.frames.remove(found);  // freed on return, which may run Python
   if (at::autocast::decrement_nesting() == 0) {

@@ -24,7 +24,7 @@ class RedispatchGuard {
     const CastSpec spec{
         kernel.dtype_for(policy, [&](Promotion& promotion) {
           arguments.any_tensor([&](const Tensor& tensor) {
-            promotion.look(tensor);
+            promotion.add(tensor);
             return false;
           });
         }),
