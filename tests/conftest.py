@@ -243,7 +243,7 @@ class Int8Mm(Int8Linear):
 
 @pytest.fixture
 def int8_kernels():
-    """Have cpu served by a backend that offers these kernels for Int8; return them by the name of the op."""
+    """Register a backend for the CPU with these kernels for Int8; return them by the name of the op."""
     kernels = {"aten::linear": Int8Linear(), "aten::mm": Int8Mm(), "aten::matmul": Int8Mm()}
     backend = copy.copy(polycast.get_backend("cpu"))
 

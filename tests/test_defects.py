@@ -1,4 +1,4 @@
-"""What torch's autocast gets wrong and polycast gets right: one body for both.
+"""Defects of torch's autocast that polycast does not have: one body for both.
 
 The run on torch is expected to fail, strictly: one that passes says that torch has mended the defect. Each runs in a
 thread of its own, because torch's state belongs to the thread and some of the defects leave it on.

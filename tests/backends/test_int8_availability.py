@@ -1,4 +1,4 @@
-"""Where the CPU's backend has int8, and the reason where it has not."""
+"""The processors on which the CPU's backend has int8, and the reason on others."""
 
 import platform
 

@@ -1,4 +1,4 @@
-"""Which ops of the built-in tables have an unboxed entry point in the native engine; the boxed one is slower."""
+"""The ops of the built-in tables that have an unboxed entry point in the native engine; the boxed one is slower."""
 
 from importlib import resources
 

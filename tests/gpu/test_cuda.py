@@ -1,4 +1,4 @@
-"""What fake tensors cannot show: real kernels, graph capture and streams. Runs where torch sees a CUDA device."""
+"""Tests that fake tensors cannot replace: kernels, graph capture and streams. They need a CUDA device."""
 
 import threading
 

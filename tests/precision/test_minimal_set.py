@@ -67,7 +67,7 @@ def test_one_minimal_set_of_several_is_found(ways):
 @given(st.integers(0, 2**32), st.integers(2, 12))
 @settings(max_examples=200, deadline=None)
 def test_nothing_is_assumed_about_the_evaluations(seed, size):
-    """Where larger sets can be worse, the result and each set with one member less have been evaluated."""
+    """The result, and each set with one member less, were evaluated, even if larger sets can be worse."""
     names = NAMES[:size]
     asked = Asked(lambda members: len(members) == size or zlib.crc32(f"{seed} {sorted(members)}".encode()) % 3 == 0)
     found = minimal_set(names, asked)

@@ -1,4 +1,4 @@
-"""Which searches a state file belongs to: those with the same model, inputs, metric, arguments and versions."""
+"""State files and searches: one belongs to searches with the same model, inputs, metric, arguments and versions."""
 
 import os
 import zlib

@@ -37,11 +37,11 @@ def decorate(request):
 def test_a_function_runs_in_the_region_and_keeps_its_name(decorate):
     @decorate
     def work(value):
-        """Say so."""
+        """A docstring."""
         return value, enabled()
 
     assert work(3) == (3, True)
-    assert (work.__name__, work.__doc__) == ("work", "Say so.")
+    assert (work.__name__, work.__doc__) == ("work", "A docstring.")
 
 
 def test_a_recursive_function_leaves_autocast_off(decorate):

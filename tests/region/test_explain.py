@@ -1,4 +1,4 @@
-"""What explain returns and prints, and its errors."""
+"""The results of explain, their texts, and its errors."""
 
 import json
 import re

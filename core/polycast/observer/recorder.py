@@ -12,7 +12,7 @@ CHAIN_KINDS = ("round_trip", "float32_by_one_input", "unlisted_float32_op", "los
 """The kinds of chains, by number. The C++ checks the names when it is loaded."""
 
 NONFINITE = ("ignore", "record", "raise")
-"""What to do about inf and nan, by number. The C++ checks the names when it is loaded."""
+"""The reactions to inf and nan, by number. The C++ checks the names when it is loaded."""
 
 
 @dataclass(frozen=True)

@@ -148,4 +148,4 @@ STANDARD_REMEDIES = {
         "torch.nn.BCELoss), which is safe to autocast; or call it in a region with enabled=False, on float32 inputs."
     )
 }
-"""What to use instead of the banned ops of STANDARD_POLICIES, by op name."""
+"""The remedies for the banned ops of STANDARD_POLICIES, by op name."""

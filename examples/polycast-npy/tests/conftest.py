@@ -1,4 +1,4 @@
-"""What every test stands on: the device."""
+"""Register the device for all tests."""
 
 import pytest
 import torch

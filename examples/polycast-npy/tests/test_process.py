@@ -1,4 +1,4 @@
-"""What holds for a process as a whole: the device gets its name when it is first asked for, and the end is clean."""
+"""Processes: the device is named when it is first used, and the process ends cleanly."""
 
 import subprocess
 import sys

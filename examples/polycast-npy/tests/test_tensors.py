@@ -1,4 +1,4 @@
-"""What a tensor of npy is: memory, views, copies, casts."""
+"""Tensors of npy: memory, views, copies, casts."""
 
 import copy
 import gc
