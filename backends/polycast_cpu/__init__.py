@@ -11,10 +11,10 @@ from typing_extensions import override
 
 from polycast import Availability, Backend, LowBitKernel, Recipe, hookimpl
 
-from .details import details
 from .instructions import missing_instructions
 from .kernels import KERNELS
 from .policies import POLICIES
+from .processor import processor_details
 
 _ALWAYS = Availability(True)
 
@@ -43,7 +43,7 @@ class CpuBackend(Backend):
 
     @override
     def device_details(self) -> Mapping[str, str]:
-        return details()
+        return processor_details()
 
     @override
     def recipe_availability(self, recipe: Recipe) -> Availability:

@@ -117,6 +117,7 @@ def changed(**changes):
 BAD = {
     "empty": ("", "it is not JSON"),
     "cut off": (made().to_json()[:-40], "it is not JSON"),
+    "too deep": ("[" * 10**5, "it is not JSON"),
     "a list": ("[]", "it is not a profile of format 1"),
     "another format": (changed(format=2), "it is not a profile of format 1"),
     "a changed value": (changed(threads=3), "it was changed: its digest differs"),

@@ -8,8 +8,6 @@ from polycast.observer.devices import slow_reasons
 from polycast.profiling import profile as profiles
 from polycast.profiling.measurement import Measurement
 from polycast.profiling.slow_dtypes import find_slow_reason
-from polycast.region import autocast as regions
-from polycast.region import slow_dtype
 
 
 @pytest.fixture
@@ -77,13 +75,3 @@ def test_backend_that_is_not_registered_has_no_profile(profiled):
     profiled({128: 0.5})
     other = type(polycast.get_backend("cpu"))("cpu", slow_reason=lambda dtype: "it says so")
     assert find_slow_reason(other, torch.bfloat16) == "it says so"
-
-
-def test_first_region_says_it(profiled, monkeypatch):
-    profiled({1: 1.2, 128: 1.6})
-    monkeypatch.setattr(slow_dtype, "found", {})
-    monkeypatch.setattr(slow_dtype, "_checked", set())
-    regions._plain_settings.cache_clear()
-    with pytest.warns(polycast.SlowDtypeWarning, match="matrix products of 128 rows take 1.6 of float32's time"):
-        polycast.autocast("cpu")
-    regions._plain_settings.cache_clear()

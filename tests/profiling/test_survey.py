@@ -6,9 +6,10 @@ from collections import Counter
 import pytest
 import torch
 
+import polycast
 from polycast.profiling import cases as all_cases
 from polycast.profiling import survey as surveys
-from polycast.profiling.cases import Case, Unsupported, cases
+from polycast.profiling.cases import Case, cases
 from polycast.profiling.measurement import Omission
 from polycast.profiling.stopwatch import Stopwatch, disagree
 from polycast.profiling.survey import Survey
@@ -32,15 +33,15 @@ class Clock:
         """Return a case of linear for each work, given the seconds by way, work and number of earlier calls."""
 
         def make(work):
-            def prepare(way, operands):
-                def call():
-                    before = self.calls[way.name, work]
-                    self.calls[way.name, work] += 1
-                    self.now += seconds(way.name, work, before)
+            def arguments(way, operands):
+                return (way.name,)
 
-                return call
+            def function(way):
+                before = self.calls[way, work]
+                self.calls[way, work] += 1
+                self.now += seconds(way, work, before)
 
-            return Case("linear", work, 64, work, True, prepare)
+            return Case("linear", work, 64, work, function, arguments)
 
         return [make(work) for work in works]
 
@@ -139,18 +140,22 @@ def test_what_raises_is_left_out_with_the_reason(monkeypatch, clock):
 
 
 def test_what_is_unsupported_is_not_extrapolated(monkeypatch, clock):
-    (one, *others) = clock.cases(lambda way, work, before: 1e-4)
+    class FewRows(polycast.LowBitKernel):
+        def unsupported_reason(self, *args):
+            return "too many rows" if args[0].shape[0] > 4 else None
 
-    def prepare(way, operands):
-        raise Unsupported("too many rows")
+        def prepack(self, weight):
+            return (weight.clone(),)
 
-    rest = [Case(each.op, each.rows, each.size, each.work, True, prepare) for each in others]
-    monkeypatch.setattr(surveys, "cases", lambda: [one, *rest])
-    survey = Survey("cpu", [FLOAT32])
+        def run(self, prepacked, *args):
+            clock.now += 10.0  # so that there is no time for other cases
+
+    monkeypatch.setattr(surveys, "cases", lambda: [case for case in cases() if case.op == "linear"])
+    survey = Survey("cpu", [Way("int8", torch.bfloat16, torch.bfloat16, {"aten::linear": FewRows()})])
     survey._stopwatch = Stopwatch("cpu", clock)
     survey.run()
-    assert [each.rows for each in survey.measurements()] == [1]
-    assert survey.omissions == [Omission("linear", "float32", "too many rows")]
+    assert {each.rows for each in survey.measurements()} == {1, 4}
+    assert survey.omissions == [Omission("linear", "int8", "too many rows")]
 
 
 def test_an_interruption_is_passed_on(monkeypatch, clock):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _FORMAT = 1
+_WIDTH = 1000  # tables are as wide as they need
 _NOISY = 0.25
 """The part of noisy measurements from which on a profile is noisy."""
 
@@ -133,7 +134,7 @@ class DeviceProfile:
         """
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"it is not JSON: {error}") from None
         return cls.from_dict(data)
 
@@ -233,7 +234,7 @@ class DeviceProfile:
         return table.as_rich(self._heading, self.measurements, self.omissions)
 
     def __repr__(self) -> str:
-        return as_text(self.__rich__(), 160)
+        return as_text(self.__rich__(), _WIDTH)
 
     def _repr_html_(self) -> str:
         return table.as_html(self._heading, self.measurements, self.omissions)

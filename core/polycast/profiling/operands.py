@@ -1,7 +1,8 @@
 """Activations and weights for measurements."""
 
+import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,18 +24,27 @@ class Operands:
         bits = bits.bitwise_and_(-0x7C01).bitwise_or_(0x3C00)
         self._buffer = bits.to(self.device).repeat(_BYTES // bits.nbytes)
         self._position = 0
-        self.prepacked: dict[Hashable, list[tuple[torch.Tensor, ...]]] = {}
-        """Prepacked weights, by kernel and shape."""
+        self._kept: dict[Hashable, Any] = {}
+
+    def kept(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """Return what a function returned when it was first called for a key."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        found: _T = self._kept[key]
+        return found
 
     def activation(self, *shape: int, dtype: torch.dtype, after: torch.Tensor | None = None) -> torch.Tensor:
         """Return numbers of moderate size, behind another activation in memory."""
         start = 0 if after is None else after.storage_offset() + after.numel()
-        count = torch.Size(shape).numel()
+        count = math.prod(shape)
         return self._buffer.view(dtype)[start : start + count].view(shape)
 
-    def weights(self, *shape: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    def weights(self, *shape: int, dtype: torch.dtype) -> Sequence[torch.Tensor]:
         """Return all weights of a shape and dtype that the buffer has room for; of a small shape, one."""
-        count = torch.Size(shape).numel()
+        return self.kept((shape, dtype), lambda: self._weights(shape, dtype))
+
+    def _weights(self, shape: tuple[int, ...], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        count = math.prod(shape)
         elements = self._buffer.view(dtype)
         if self.is_small(count):
             return [elements[:count].view(shape)]

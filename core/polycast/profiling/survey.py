@@ -12,16 +12,17 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from .cases import OPS, Case, Unsupported, cases
+from .calls import Unsupported, check, prepare
+from .cases import OPS, Case, cases
 from .measurement import Measurement, Omission
 from .operands import Operands
 from .stopwatch import Stopwatch, disagree
 from .table import FLOAT32
 from .ways import Way
 
-_FIRST_SECONDS = 1.6
+_FIRST_SECONDS = 1.5
 """The time to time all cases once; each has its share of what is left."""
-_SECONDS = 2.4
+_SECONDS = 2.3
 """The time for all cases, with repeats."""
 _LONGEST_CALL = 0.06
 """Calls that would take more seconds, or more than the share of a case, are extrapolated."""
@@ -114,7 +115,7 @@ class Survey:
     def _ways_of(self, case: Case) -> Sequence[Way]:
         if case.op == "cast":
             return self._casts
-        return self._ways if case.has_weight else [way for way in self._ways if way.kernels is None]
+        return self._ways if case.weight is not None else [way for way in self._ways if way.kernels is None]
 
     def _is_open(self, case: Case, way: Way) -> bool:
         """Return whether a case was noisy, or not timed though it can be."""
@@ -122,10 +123,10 @@ class Survey:
         return (case, way.name) not in self._unsupported if entry is None else entry.noisy
 
     def _run(self, todo: Mapping[Case, Sequence[Way]], end: float) -> None:
-        left = sum(case.weight for case in todo)
+        left = sum(case.share for case in todo)
         for case, ways in todo.items():
-            self._time(case, ways, (end - time.perf_counter()) * case.weight / left)
-            left -= case.weight
+            self._time(case, ways, (end - time.perf_counter()) * case.share / left)
+            left -= case.share
 
     def _time(self, case: Case, ways: Sequence[Way], share: float) -> None:
         entries = [entry for way in ways if (entry := self._entry(case, way, share)) is not None]
@@ -138,17 +139,16 @@ class Survey:
 
     def _entry(self, case: Case, way: Way, share: float) -> _Entry | None:
         """Return the entry of a case in a way, or None if it cannot be computed, or would take too long."""
-        longest = min(_LONGEST_CALL, max(share, 0.0))
+        longest = min(_LONGEST_CALL, share)
         entry = self._entries.get((case, way.name))
         if entry is not None:
             return entry if entry.seconds <= longest else None
-        rate = self._rate(case.op, way.name)
-        if rate is not None and longest == 0.0:
-            return None
         try:
-            call = _with_dtype(case.prepare(way, self._operands), self._device_type, way.fast)
+            check(case, way, self._operands)
+            rate = self._rate(case.op, way.name)
             if rate is not None and rate * case.work > longest:
                 return None
+            call = _with_dtype(prepare(case, way, self._operands), self._device_type, way.fast)
             once = self._stopwatch.estimate(call, share / 10)
         except Unsupported as reason:
             self._omit(case, way, str(reason))

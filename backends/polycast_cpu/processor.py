@@ -11,12 +11,14 @@ _LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL
 """The variables that restrict the instructions of torch, oneDNN and MKL."""
 
 
-def details() -> Mapping[str, str]:
-    """Return the processor's name, the cores of this process, and the instructions that torch may use."""
+def processor_details() -> Mapping[str, str]:
+    """Return the processor's name and model, the cores of this process, and the instructions that torch may use."""
+    about = _first_processor()
     present = dict(getattr(torch.cpu, "get_capabilities", dict)())
     limits = {name: os.environ[name] for name in _LIMITS if os.environ.get(name)}
     return {
-        "name": _name(),
+        "name": about.get("model name") or platform.processor() or platform.machine(),
+        "model": " ".join(about[key] for key in _MODEL if key in about),
         "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "instructions": " ".join(sorted(name for name, has in present.items() if has is True)),
@@ -24,12 +26,18 @@ def details() -> Mapping[str, str]:
     }
 
 
-def _name() -> str:
-    info = Path("/proc/cpuinfo")
+_MODEL = ("cpu family", "model", "stepping", "cache size", "CPU implementer", "CPU part", "CPU variant")
+"""What tells processors of one name apart, as virtual machines have them."""
+
+
+def _first_processor() -> Mapping[str, str]:
+    """Return what Linux says about the first processor."""
+    info, about = Path("/proc/cpuinfo"), {}
     if info.is_file():
-        with info.open(encoding="utf-8", errors="replace") as lines:  # it is long, and made while it is read
+        with info.open(encoding="utf-8", errors="replace") as lines:  # made while it is read, and long
             for line in lines:
                 key, _, value = line.partition(":")
-                if key.strip() == "model name":
-                    return value.strip()
-    return platform.processor() or platform.machine()
+                if not key.strip():
+                    break
+                about[key.strip()] = value.strip()
+    return about
