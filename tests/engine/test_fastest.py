@@ -230,3 +230,14 @@ def test_observe_has_the_share_of_each_way(engine, profile_of):
         torch.mm(layer(torch.randn(64, 64)), matrix)
     assert seen.recipe_share == 1.0
     assert "fastest:float32: 50%, fastest:bfloat16: 50% of the 1.05 MFLOPs in matmuls" in str(seen)
+
+
+@pytest.mark.parametrize("make", [nn.MultiheadAttention, nn.TransformerEncoderLayer])
+def test_attention_modules_keep_torchs_fused_path_where_the_fast_dtype_is_fast(make, slow, quick):
+    module = make(8, 2, batch_first=True).eval()
+    x = torch.randn(2, 5, 8)
+    fused = {"aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"}
+    for recipe, is_fused in ((slow, False), (quick, True)):
+        with torch.autograd.profiler.profile() as profile, autocast("cpu", recipe=recipe):
+            module(*(x,) * (3 if make is nn.MultiheadAttention else 1))
+        assert bool(fused & {event.key for event in profile.key_averages()}) is is_fused
