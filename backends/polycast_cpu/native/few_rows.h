@@ -25,17 +25,6 @@ constexpr int64_t kAhead = 2048;
 // Larger weights come from memory.
 constexpr int64_t kCached = int64_t{1} << 19;
 
-// Return whether one stream from memory is faster than several that are fetched ahead. Intel's processors stop prefetching at the
-// end of a page.
-inline bool prefers_one_stream() {
-#if defined(__x86_64__)
-  static const bool is_amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
-  return is_amd;
-#else
-  return false;
-#endif
-}
-
 // Rows of activations in float32. The stride of several is no multiple of 4096 bytes, which would map them to the same set of the
 // L1 cache.
 struct FloatRows {
@@ -70,7 +59,7 @@ template <typename T>
 void multiply_columns(Simd simd, const FloatRows& x, int64_t first, int64_t last, const FastWeight<T>& weight,
                       const Finish& finish, int64_t begin, int64_t end, T* out) {
   alignas(64) float sums[kFewestReads][kDots];
-  const bool in_order = prefers_one_stream() && last - first == 1 &&
+  const bool in_order = follows_streams() && last - first == 1 &&
                         weight.columns * x.terms * static_cast<int64_t>(sizeof(T)) > kCached;
   const int64_t ahead = in_order ? 0 : kAhead / static_cast<int64_t>(sizeof(T));
   for (int64_t block = begin; block < end; block += kDots) {

@@ -27,7 +27,7 @@ inline void multiply_plain(const uint8_t* rows, int64_t stride, int64_t count, c
 #if defined(__x86_64__)
 
 // `Rows` rows by 64 columns: all sums are in registers, and each load of the weight serves all rows.
-template <int Rows>
+template <int Rows, bool Prefetches>
 [[gnu::target("avx512f,avx512bw,avx512vl,avx512vnni")]] void multiply_rows_vnni(const uint8_t* rows, int64_t stride,
                                                                                  const int8_t* block, int64_t fours,
                                                                                  int32_t (*sums)[kBlock]) {
@@ -45,7 +45,7 @@ template <int Rows>
     for (int part = 0; part < 4; ++part) {
       weight[part] = _mm512_loadu_si512(block + 64 * part);
     }
-    if constexpr (Rows <= 4) {  // the weight is read once, faster than hardware prefetchers follow
+    if constexpr (Prefetches) {
 #pragma GCC unroll 8
       for (int part = 0; part < 4; ++part) {
         _mm_prefetch(reinterpret_cast<const char*>(block) + 2048 + 64 * part, _MM_HINT_T0);
@@ -75,9 +75,15 @@ inline void multiply_vnni(const uint8_t* rows, int64_t stride, int64_t count, co
                           int32_t (*sums)[kBlock]) {
   const int64_t fours = (terms + 3) / 4;
   constexpr int most = 6;
-  static constexpr decltype(&multiply_rows_vnni<1>) by_rows[] = {multiply_rows_vnni<1>, multiply_rows_vnni<2>,
-                                                                 multiply_rows_vnni<3>, multiply_rows_vnni<4>,
-                                                                 multiply_rows_vnni<5>, multiply_rows_vnni<6>};
+  using Function = void (*)(const uint8_t*, int64_t, const int8_t*, int64_t, int32_t (*)[kBlock]);
+  // For few rows the weight is read from memory, faster than many processors fetch it by themselves.
+  static constexpr Function fetched[most] = {multiply_rows_vnni<1, true>,  multiply_rows_vnni<2, true>,
+                                             multiply_rows_vnni<3, true>,  multiply_rows_vnni<4, true>,
+                                             multiply_rows_vnni<5, false>, multiply_rows_vnni<6, false>};
+  static constexpr Function followed[most] = {multiply_rows_vnni<1, false>, multiply_rows_vnni<2, false>,
+                                              multiply_rows_vnni<3, false>, multiply_rows_vnni<4, false>,
+                                              multiply_rows_vnni<5, false>, multiply_rows_vnni<6, false>};
+  const Function* const by_rows = follows_streams() ? followed : fetched;
   for (int64_t row = 0; row < count;) {
     // Seven rows are four and three, not six and one.
     const int64_t left = count - row, turns = (left + most - 1) / most, now = (left + turns - 1) / turns;

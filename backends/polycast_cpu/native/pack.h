@@ -4,9 +4,11 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <array>
 #include <atomic>
 #include <vector>
 
+#include "huge_pages.h"
 #include "layout.h"
 #include "parts.h"
 #include "quantize.h"
@@ -48,7 +50,11 @@ inline std::vector<at::Tensor> int8_pack(const at::Tensor& weight, int64_t isa) 
   TORCH_CHECK(weight.dim() == 2, "expected a matrix, got ", weight.dim(), " dimensions");
   const at::Tensor rows = with_dense_rows(weight);
   const int64_t columns = rows.size(0), terms = rows.size(1);
-  at::Tensor values = at::zeros({blocks(columns), blocks(terms) * kBlock / 4, kBlock, 4}, at::kChar);
+  const std::array<int64_t, 4> shape{blocks(columns), blocks(terms) * kBlock / 4, kBlock, 4};
+  at::Tensor values = polycast::zeros_in_huge_pages(shape, at::kChar);
+  if (!values.defined()) {
+    values = at::zeros(shape, at::kChar);
+  }
   at::Tensor scales = at::empty({columns}, at::kFloat), offsets = at::empty({columns}, at::kInt);
   bool possible = false;
   with_elements(rows, [&](const auto* elements) {

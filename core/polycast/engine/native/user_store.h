@@ -65,7 +65,7 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
     PendingCollectives::instance().drop_finished();  // a finished one holds the memory of its weights until then
     const uint64_t position = InvalidationLog::instance().length();
     VersionStamp stamp(source.tensor);
-    const Tensor cast = make_cast(source.tensor, dtype);
+    const Tensor cast = make_cast(source.tensor, dtype, /*reusable=*/{}, /*lasts=*/true);
     made = true;
     insert(source, key, std::make_shared<Entry>(std::move(stamp), Tensors{cast}), position);
     return cast;

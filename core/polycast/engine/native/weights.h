@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 
 #include "cpu_cast.h"
+#include "huge_pages.h"
 #include "python.h"
 #include "streams.h"
 #include "version_stamp.h"
@@ -30,8 +31,9 @@ void synchronize_streams(const Tensor& cast, const c10::Stream& made_on, const c
 }
 
 // Return a weight in another dtype, without history. `reusable` is undefined, or an old cast whose memory is written again if
-// nothing else holds it and the new cast has the same layout. On the CPU only: a kernel on a stream may still read it.
-Tensor make_cast(const Tensor& weight, ScalarType dtype, Tensor reusable = {}) {
+// nothing else holds it and the new cast has the same layout. On the CPU only: a kernel on a stream may still read it. `lasts`: the
+// cast will be read over and over.
+Tensor make_cast(const Tensor& weight, ScalarType dtype, Tensor reusable = {}, bool lasts = false) {
   const bool reuses = reusable.defined() && reusable.use_count() == 1 && reusable.storage().use_count() == 1 &&
       reusable.scalar_type() == dtype && reusable.device().is_cpu() && weight.device().is_cpu() &&
       reusable.sizes() == weight.sizes() && weight.is_non_overlapping_and_dense() && reusable.strides() == weight.strides();
@@ -44,7 +46,10 @@ Tensor make_cast(const Tensor& weight, ScalarType dtype, Tensor reusable = {}) {
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   if (can_cast_on_cpu(weight, dtype)) {
-    if (!reuses) {
+    if (!reuses && lasts) {
+      reusable = polycast::zeros_in_huge_pages(weight.sizes(), dtype, weight.strides());
+    }
+    if (!reusable.defined()) {
       reusable = weight.new_empty_strided(weight.sizes(), weight.strides(), weight.options().dtype(dtype));
     }
     cast_on_cpu(weight, reusable);
