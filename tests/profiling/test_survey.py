@@ -87,6 +87,14 @@ def test_a_hopeless_way_is_extrapolated(clock, monkeypatch):
     assert clock.now < 3
 
 
+def test_extrapolation_is_from_the_most_rows_that_were_timed(clock, monkeypatch):
+    seconds = {1: 1e-4, 4: 1e-3, 16: 2e-2}
+    survey = run(clock, monkeypatch, lambda way, work, before: seconds[work], works=(1, 4, 16, 4096))
+    found = by_rows(survey, "bfloat16")
+    assert found[4096].extrapolated
+    assert found[4096].seconds == pytest.approx(2e-2 * 4096 / 16)
+
+
 def test_a_first_call_that_is_slow_does_not_count(clock, monkeypatch):
     survey = run(clock, monkeypatch, lambda way, work, before: 0.5e-3 if before else 2e-3)
     assert by_rows(survey, "bfloat16")[1].seconds == pytest.approx(0.5e-3)

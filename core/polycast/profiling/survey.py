@@ -89,7 +89,7 @@ class Survey:
                 if entry is not None:
                     seconds, noisy = entry.seconds, entry.noisy
                     found.append(Measurement(case.op, case.rows, way.name, seconds, case.size, noisy=noisy))
-                elif (case, way.name) not in self._unsupported and (rate := self._rate(case.op, way.name)) is not None:
+                elif (case, way.name) not in self._unsupported and (rate := self._rate_like(case, way)) is not None:
                     seconds = rate * case.work
                     found.append(Measurement(case.op, case.rows, way.name, seconds, case.size, extrapolated=True))
         return tuple(found)
@@ -169,6 +169,18 @@ class Survey:
             entry for entry in self._entries.values() if (entry.case.op, entry.way) == (op, way) and entry.rounds
         ]
         return min((entry.seconds / entry.case.work for entry in entries), default=None)
+
+    def _rate_like(self, case: Case, way: Way) -> float | None:
+        """Return the seconds by unit of work of the most rows of the same size that were timed, or else of any."""
+        alike = [
+            entry
+            for entry in self._entries.values()
+            if (entry.case.op, entry.case.size, entry.way) == (case.op, case.size, way.name) and not entry.noisy
+        ]
+        if not alike:
+            return self._rate(case.op, way.name)
+        most = max(alike, key=lambda entry: entry.case.rows)
+        return most.seconds / most.case.work
 
     def _mark_noisy(self) -> None:
         for entry in self._entries.values():
