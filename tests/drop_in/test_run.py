@@ -293,7 +293,7 @@ def test_wrap_runs_the_outermost_call_of_a_module_in_a_region(write, run, wrap, 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--wrap", "not a real device"], "polycast: Invalid device string: 'not a real device'\n"),
+        (["--wrap", "not a real device"], "polycast: Invalid device string: 'not a real device'. "),
         (["--wrap", "hpu"], "polycast: No polycast backend is installed for 'hpu'."),
         (
             ["--wrap", "cpu:bfloat61"],

@@ -178,7 +178,7 @@ def test_a_recipe_for_all_ops_is_not_told_of_slow_dtypes(run_unprofiled):
 def test_a_dtype_that_the_profile_says_is_slow_is_in_the_summary(run, tmp_path, profile_of):
     profile_of(bfloat16=4.0, overhead=0.0).save(tmp_path / "profile.json")
     said = run("forward()", POLYCAST_PROFILE="profile.json").stderr.splitlines()
-    assert said[1].startswith("  bfloat16 is slow on cpu: matrix products of 128 rows take 4 of float32's time")
+    assert said[1].startswith("  bfloat16 is slow on cpu: ")  # and why, which depends on the processor
     assert ". Faster: --recipe fastest" in said[1]
 
 

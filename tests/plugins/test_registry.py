@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import polycast
 from polycast import CastPolicy
+from polycast.plugins.registry import registry
 
 BUILT_INS = sorted(importlib.metadata.distribution("polycast").entry_points.select(group="polycast.backends").names)
 BY_NAME = ("get_backend", "autocast", "install", "uninstall", "unregister_backend", "is_autocast_available")
@@ -58,7 +59,7 @@ def test_the_error_for_a_torch_device_names_its_class():
 @pytest.mark.parametrize("function", BY_NAME)
 @pytest.mark.parametrize("name", ["not a real device", "", "CPU", " cpu", "cuda:-1", "cuda:x", "cpu:0:1", "cpu\0"])
 def test_a_string_that_torch_does_not_know_is_refused(function, name):
-    with pytest.raises(RuntimeError, match=f"^{re.escape(f'Invalid device string: {name!r}')}$") as refusal:
+    with pytest.raises(RuntimeError, match=f"^{re.escape(f'Invalid device string: {name!r}. ')}") as refusal:
         getattr(polycast, function)(name)
     assert refusal.type is RuntimeError
 
@@ -69,18 +70,33 @@ def test_a_string_is_accepted_if_torch_accepts_it(text):
     try:
         known = torch.device(text).type in DEVICE_TYPES
     except (RuntimeError, IndexError):
-        with pytest.raises(RuntimeError, match=f"^{re.escape(f'Invalid device string: {text!r}')}$"):
+        with pytest.raises(RuntimeError, match=f"^{re.escape(f'Invalid device string: {text!r}.')}"):
             polycast.is_autocast_available(text)
     else:
         assert known
         assert polycast.is_autocast_available(text) in (True, False)
 
 
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("CPU", "cpu"), ("cudda", "cuda"), ("Cuda:0", "cuda"), ("gpu", None), ("not a real device", None)],
+)
+def test_the_error_for_an_unknown_string_says_what_is_there(name, nearest):
+    with pytest.raises(RuntimeError) as refusal:
+        polycast.get_backend(name)
+    installed = ", ".join(sorted(registry._loaders()))
+    did_you_mean = "" if nearest is None else f" Did you mean {nearest!r}?"
+    assert str(refusal.value) == (
+        f"Invalid device string: {name!r}.{did_you_mean} Backends are installed for: {installed}. The "
+        "plugin of another device has an entry point of the device's name in the group 'polycast.backends'."
+    )
+
+
 def test_an_unregistered_device_is_unknown_again(hand_made):
     hand_made("hpu")
     polycast.unregister_backend("hpu")
     assert polycast.backends()["hpu"].state == "missing"
-    with pytest.raises(RuntimeError, match=r"^Invalid device string: 'hpu:'$"):
+    with pytest.raises(RuntimeError, match=r"^Invalid device string: 'hpu:'\. "):
         polycast.is_autocast_available("hpu:")
 
 

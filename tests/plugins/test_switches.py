@@ -45,10 +45,9 @@ def test_the_status_of_a_blocked_device(run, plugin):
 def test_a_blocked_out_of_tree_device_is_not_reported_as_unknown(run, plugin):
     plugin("acme-npu", "npu")
     answer = run("answer = [error_of(polycast.autocast, name) for name in ('npu', 'nqu')]", POLYCAST_BLOCK="npu")
-    assert answer == [
-        ["BackendNotFoundError", BLOCKED.format("npu")],
-        ["RuntimeError", "Invalid device string: 'nqu'"],
-    ]
+    assert answer[0] == ["BackendNotFoundError", BLOCKED.format("npu")]
+    assert answer[1][0] == "RuntimeError"
+    assert answer[1][1].startswith("Invalid device string: 'nqu'. ")
 
 
 def test_a_backend_registered_by_hand_is_not_blocked(run):

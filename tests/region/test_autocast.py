@@ -125,7 +125,7 @@ def test_a_disabled_region_asks_nothing_of_the_device(hand_made):
     ("arguments", "error", "message"),
     [
         ((torch.device("cpu"),), ValueError, r"Expected `device_type` of type `str`, got: `<class 'torch.device'>`"),
-        (("not a real device",), RuntimeError, r"^Invalid device string: 'not a real device'$"),
+        (("not a real device",), RuntimeError, r"^Invalid device string: 'not a real device'\. "),
         (("meta",), polycast.BackendNotFoundError, r"^No polycast backend is installed for 'meta'\."),
         (("cpu", "bfloat16"), TypeError, r"^dtype must be a torch.dtype or None, got 'bfloat16'$"),
     ],
@@ -180,7 +180,7 @@ def test_settings_can_be_copied_and_pickled(engine):
         (lambda: polycast.set_autocast_enabled("cpu", 1), TypeError, "enabled must be a bool, got 1"),
         (lambda: polycast.set_autocast_cache_enabled(None), TypeError, "enabled must be a bool, got None"),
         (lambda: polycast.is_autocast_enabled("meta"), polycast.BackendNotFoundError, "no Autocast dispatch key"),
-        (lambda: polycast.autocast_nesting("nonsense"), RuntimeError, "^Invalid device string: 'nonsense'$"),
+        (lambda: polycast.autocast_nesting("nonsense"), RuntimeError, "^Invalid device string: 'nonsense'. "),
     ],
 )
 def test_bad_switches_are_refused_and_change_nothing(call, error, message):
@@ -211,3 +211,13 @@ def test_a_region_with_a_policy_can_be_copied_after_its_use(engine):
     for twin in (copy.deepcopy(region), pickle.loads(pickle.dumps(region))):
         with twin:
             assert torch.mm(x, x).dtype is torch.float32
+
+
+def test_a_decorator_without_a_device_says_what_is_missing():
+    with pytest.raises(
+        ValueError, match=r"As a decorator, autocast is called with the device, as in @polycast\.autocast"
+    ):
+
+        @polycast.autocast
+        def function():
+            pass

@@ -72,7 +72,7 @@ def test_nothing_is_said_where_nothing_is_scaled(hand_made):
 def test_bad_arguments_are_refused(arguments, options, kind, text):
     with pytest.raises(kind) as caught:
         polycast.grad_scaler(*arguments, **options)
-    assert str(caught.value) == text
+    assert str(caught.value).startswith(text)
 
 
 def test_an_option_that_torch_does_not_know_is_refused():

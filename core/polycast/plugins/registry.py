@@ -1,5 +1,6 @@
 """The registry: the backend of each device type in this process."""
 
+import difflib
 import os
 import threading
 from collections.abc import Mapping
@@ -53,8 +54,19 @@ class Registry:
                 loader.get()
                 name = _torch_device_type(device_type)
         if name is None:
-            raise RuntimeError(f"Invalid device string: {device_type!r}")
+            raise RuntimeError(f"Invalid device string: {device_type!r}.{self._device_hint(device_type)}")
         return name
+
+    def _device_hint(self, device: str) -> str:
+        """Return sentences for the error of a device string that torch does not know."""
+        installed, name = sorted(self._loaders()), device.partition(":")[0]
+        alike = difflib.get_close_matches(name.lower(), installed, n=1, cutoff=0.7)
+        nearest = f" Did you mean {alike[0]!r}?" if alike else ""
+        return (
+            f"{nearest} Backends are installed for: {', '.join(installed) or 'no device'}. The plugin of another "
+            f"device has an entry point of the device's name in the group {hookspecs.ENTRY_POINT_GROUP!r}."
+            f"{_discovery_hint()}"
+        )
 
     def find(self, device_type: object) -> Backend:
         """Return the backend of a device; see :func:`get_backend`."""
@@ -187,7 +199,7 @@ def is_autocast_available(device_type: str) -> bool:
     """Return whether ``autocast(device_type)`` would be enabled now.
 
     It is if a backend for the device is installed and not broken, blocked or in conflict, torch has an Autocast key for
-    the device, and the backend says that it can be used.
+    the device, and the backend says that it can be used. ``polycast.backends()[device_type].reason`` says why not.
 
     Args:
         device_type: a device string that torch knows, such as ``"xpu"``.

@@ -105,7 +105,7 @@ class autocast(Region, TorchAutocast):
         try:
             backend = registry.ready[device_type]
         except (KeyError, TypeError):
-            backend = registry.find(device_type)
+            backend = _find_backend(device_type)
         if dtype is None:
             dtype = backend.default_dtype
             if state.machine.dtype(backend.device_type) is not dtype:
@@ -193,6 +193,15 @@ def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
         TypeError: `func` is not callable.
     """
     return autocast_instance(func)
+
+
+def _find_backend(device_type: object) -> Backend:
+    if callable(device_type):
+        raise ValueError(
+            f"Expected `device_type` of type `str`, got: {device_type!r}. As a decorator, autocast is called with the "
+            'device, as in @polycast.autocast("cpu")'
+        )
+    return registry.find(device_type)
 
 
 def _restored(cls: type[autocast], settings: Settings) -> autocast:
