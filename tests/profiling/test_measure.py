@@ -13,7 +13,7 @@ from polycast.profiling.cases import cases
 from polycast.profiling.measure import measure
 from polycast.profiling.measurement import Omission
 from polycast.profiling.operands import Operands
-from polycast.profiling.ways import ways_of
+from polycast.profiling.ways import Way, ways_of
 
 
 class Doubling(polycast.LowBitKernel):
@@ -173,6 +173,13 @@ def test_operands_are_normal_numbers(way):
         assert bool((values.abs() >= torch.finfo(dtype).tiny).all())
         assert float(values.abs().max()) <= 2.0
         assert 0.2 < float((values < 0).float().mean()) < 0.8
+
+
+def test_no_convolution_is_of_one_small_image():
+    operands, way = Operands("cpu"), Way("float32", torch.float32, torch.bfloat16)
+    images = [case.arguments(way, operands)[0] for case in cases() if case.op == "conv2d"]
+    assert len(images) == 4
+    assert all(len(image) > 1 or image.numel() > 20480 for image in images)
 
 
 def test_weights_are_used_in_turn():

@@ -74,7 +74,8 @@ def _all_cases() -> Iterator[Case]:
         for rows in _ROWS:
             yield _linear(rows, features)
             yield _matmul(rows, features)
-    for images, channels, pixels in ((1, 16, 14), (1, 64, 28), (1, 128, 28), (4, 128, 28)):
+    # torch convolves one small image in float32 by a kernel that no other convolution uses.
+    for images, channels, pixels in ((2, 16, 14), (1, 64, 28), (1, 128, 28), (4, 128, 28)):
         yield _conv2d(images, channels, pixels)
     for rows in (1, 16, 128, 1024):
         yield _bmm(rows)
