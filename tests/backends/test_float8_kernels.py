@@ -25,11 +25,6 @@ def kernel_of(op):
 linear, matmul, mm, addmm = map(kernel_of, ("linear", "matmul", "mm", "addmm"))
 
 
-@pytest.fixture(params=["row", "tensor"])
-def by_row(request):
-    return request.param == "row"
-
-
 @pytest.fixture
 def product(by_row):
     """Skip a test of the product's values where torch has none on the CPU for these scales."""

@@ -15,16 +15,9 @@ from polycast_cpu.int8 import Conv2d
 AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
 
-ISAS = range(torch.ops.polycast_cpu.best_isa() + 1 if AVAILABLE else 1)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 ONE = ([1, 1], [0, 0], [1, 1], 1)
-
-
-@pytest.fixture(params=ISAS, ids=("plain", "vnni", "amx").__getitem__)
-def isa(request):
-    """Run a test on each set of instructions that the processor has."""
-    return request.param
 
 
 def reference(x, weight, bias, stride, padding, dilation, groups, by_image):

@@ -11,7 +11,6 @@ from polycast_cpu.int8 import Product
 AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
 
-ISAS = range(torch.ops.polycast_cpu.best_isa() + 1 if AVAILABLE else 1)
 INF, NAN = torch.inf, torch.nan
 
 
@@ -21,17 +20,6 @@ def kernel_of(op):
 
 
 linear, mm, addmm = map(kernel_of, ("linear", "mm", "addmm"))
-
-
-@pytest.fixture(params=ISAS, ids=("plain", "vnni", "amx").__getitem__)
-def isa(request):
-    """Run a test on each set of instructions that the processor has."""
-    return request.param
-
-
-@pytest.fixture(params=["row", "tensor"])
-def by_row(request):
-    return request.param == "row"
 
 
 def matrices(rows):

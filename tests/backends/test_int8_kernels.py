@@ -26,17 +26,6 @@ def kernel_of(op):
 linear, matmul, mm, addmm = map(kernel_of, ("linear", "matmul", "mm", "addmm"))
 
 
-@pytest.fixture(params=ISAS, ids=("plain", "vnni", "amx").__getitem__)
-def isa(request):
-    """Run a test on each set of instructions that the processor has."""
-    return request.param
-
-
-@pytest.fixture(params=["row", "tensor"])
-def by_row(request):
-    return request.param == "row"
-
-
 def check(kernel, x, weight, *rest, by_row=True, bias=0.0, dtype=torch.float32, args=None):
     """Check a product by a weight [N, K] against float64's."""
     actual = run_kernel(kernel, *(args or (x, weight, *rest)), dtype=dtype)

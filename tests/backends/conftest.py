@@ -1,0 +1,21 @@
+"""Fixtures for the kernels of the CPU's backend: instruction sets, and scales."""
+
+import pytest
+import torch
+
+import polycast
+
+AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
+ISAS = range(torch.ops.polycast_cpu.best_isa() + 1 if AVAILABLE else 1)
+
+
+@pytest.fixture(params=ISAS, ids=("plain", "vnni", "amx").__getitem__)
+def isa(request):
+    """Run a test on each set of instructions that the processor has."""
+    return request.param
+
+
+@pytest.fixture(params=["row", "tensor"])
+def by_row(request):
+    """Run a test with a scale for each row, and with one for all."""
+    return request.param == "row"
