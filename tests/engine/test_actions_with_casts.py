@@ -47,12 +47,16 @@ def test_float32_casts_the_inputs_up_and_the_result_down(decide, asked, bias, dt
     assert asked == ["linear"]
 
 
-def test_float32_is_not_for_calls_that_autograd_records(layer, decide, asked):
+def test_float32_is_recorded_by_autograd(layer, decide, asked):
     decide(FLOAT32)
-    for _ in range(3):
-        with torch.enable_grad():
-            assert run(layer, X).isnan().all()
-    assert asked == ["linear"] * 3
+    with torch.enable_grad():
+        run(layer, X)  # Python's
+        for _ in range(2):
+            result = run(layer, X)
+            assert torch.equal(result, torch.nn.functional.linear(X, layer.weight, layer.bias).bfloat16())
+            (of_weight,) = torch.autograd.grad(result.sum(), layer.weight)
+            assert torch.equal(of_weight, torch.ones(8, len(X)) @ X)
+    assert asked == ["linear"]
 
 
 @pytest.fixture

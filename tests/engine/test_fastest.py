@@ -72,6 +72,14 @@ def test_the_fast_dtype_has_torchs_bits(op, quick, low_bit_counts):
     assert {record.recipe for record in counts.records()} == {"fastest:bfloat16"}
 
 
+def test_an_activation_in_another_order_is_multiplied_as_a_matrix(slow):
+    layer, x = nn.Linear(32, 32), torch.randn(4, 9, 32).transpose(0, 1)
+    with autocast("cpu", recipe=slow):
+        results = [layer(given) for given in (x, x, x.contiguous())]
+    assert all(torch.equal(result, results[-1]) for result in results)
+    assert results[0].is_contiguous()
+
+
 def test_float32_casts_and_caches_no_weight(slow):
     cache, layer = WeightCache(), nn.Linear(32, 32)
     with autocast("cpu", recipe=slow, cache=cache):

@@ -97,10 +97,10 @@ def test_gradients_are_as_exact_as_torchs(op, recipe, narrow):
 
 
 def test_the_gradient_of_a_weight_is_that_of_the_float32_product(slow):
-    layer, x = nn.Linear(32, 16), torch.randn(8, 32)
+    layer, x = nn.Linear(32, 16), torch.randn(64, 32)
     with autocast("cpu", recipe=slow):
         result = layer(x)
-    gradient = torch.randn(8, 16).bfloat16()
+    gradient = torch.randn(64, 16).bfloat16()
     result.backward(gradient)
     expected = gradient.float().t() @ x.bfloat16().float()
     assert torch.equal(layer.weight.grad, expected)
@@ -117,7 +117,7 @@ def test_a_forward_in_float32_has_the_bits_of_inference(op, slow):
 
 def test_activations_are_saved_in_the_fast_dtype_and_weights_as_they_are(slow):
     layer, saved = nn.Linear(32, 16), []
-    x = torch.randn(8, 32)
+    x = torch.randn(64, 32)
 
     def pack(tensor):
         saved.append(tensor)
@@ -126,8 +126,19 @@ def test_activations_are_saved_in_the_fast_dtype_and_weights_as_they_are(slow):
     with autocast("cpu", recipe=slow), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(x.requires_grad_())
     kept = {(each.dtype, tuple(each.shape)) for each in saved}
-    assert kept == {(torch.bfloat16, (8, 32)), (torch.float32, (16, 32))}
+    assert kept == {(torch.bfloat16, (64, 32)), (torch.float32, (16, 32))}
     assert [each.data_ptr() for each in saved if each.dtype is torch.float32] == [layer.weight.data_ptr()]
+
+
+def test_an_activation_that_is_smaller_than_the_weight_is_recorded_by_torch(slow):
+    layer, x = nn.Linear(32, 16), torch.randn(8, 32)
+    with autocast("cpu", recipe=slow):
+        results = [layer(x) for _ in range(3)]
+    for result in results:
+        assert type(result.grad_fn).__name__ == "ToCopyBackward0"
+        layer.zero_grad()
+        result.sum().backward()
+        assert torch.equal(layer.weight.grad, torch.ones(16, 8) @ x)
 
 
 def test_nothing_is_saved_for_gradients_that_are_not_needed(slow):

@@ -2,10 +2,11 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 
 import pytest
 
-from polycast import Float8, Int8, NoRecipe, Policy, Recipe
+from polycast import Fastest, Float8, Int8, NoRecipe, Policy, Recipe
 from polycast.policy.recipe import read_recipe
 
 RECIPES = [
@@ -15,6 +16,10 @@ RECIPES = [
     Int8(min_size=1),
     Float8(),
     NoRecipe(),
+    Fastest(),
+    Fastest("a folder/profile.json"),
+    Fastest(SimpleNamespace(digest="0123456789abcdef")),
+    Fastest(ops=("mm",), min_size=7),
 ]
 
 
@@ -81,6 +86,9 @@ def test_read_recipe_takes_names(text, recipe):
         (lambda: Int8(ops=("liner",)), ValueError, "has no op 'liner'; the nearest"),
         (lambda: Int8(min_size=-1), ValueError, "min_size must not be negative, got -1"),
         (lambda: Int8(min_size=2.0), TypeError, "min_size must be an int, a number of elements, got 2.0"),
+        (lambda: Fastest(7), TypeError, "profile must be a DeviceProfile, the path of a saved one, or None, got 7"),
+        (lambda: read_recipe("fastest:row"), ValueError, "'fastest:row' is not a recipe: did you mean"),
+        (lambda: Fastest(SimpleNamespace(digest="0")).written, ValueError, "cannot be written: save its profile"),
         (lambda: Int8(keep=()), TypeError, "unexpected keyword argument 'keep'"),
         (lambda: Recipe(), TypeError, "Recipe is no kind of recipe: use one such as polycast.Int8"),
     ],
@@ -101,6 +109,7 @@ def test_regions_share_a_recipe_given_by_name_and_its_derived_objects():
         (NoRecipe(), 'head = "none"'),
         (Int8(), 'head = "int8"'),
         ("int8:tensor", 'head = "int8:tensor"'),
+        ("fastest", 'head = "fastest"'),
     ],
     ids=str,
 )
@@ -113,6 +122,7 @@ def test_a_policy_file_has_the_name_of_a_recipe(rule, line, tmp_path):
 
 
 def test_a_policy_file_has_a_table_for_a_recipe_with_settings(tmp_path):
-    policy = Policy(modules={"head": Int8(ops=("linear",), min_size=0)})
+    modules = {"head": Int8(ops=("linear",), min_size=0), "body": Fastest("machine.json"), "*": Fastest(min_size=9)}
+    policy = Policy(modules=modules)
     policy.save(tmp_path / "policy.toml")
     assert Policy.load(tmp_path / "policy.toml") == policy

@@ -217,9 +217,7 @@ class Fastest(Recipe):
             name = profile.digest
             _profiles[name] = profile
         else:
-            raise TypeError(
-                f"profile must be a polycast.DeviceProfile, the path of a saved one, or None, got {profile!r}"
-            )
+            raise TypeError(f"profile must be a DeviceProfile, the path of a saved one, or None, got {profile!r}")
         object.__setattr__(self, "profile", profile)
         object.__setattr__(self, "text", f"{self.kind} {name} {','.join(self.ops)} {self.min_size}")
 
@@ -253,10 +251,7 @@ class Fastest(Recipe):
         table: dict[str, Any] = {"recipe": self.kind, "ops": list(self.ops), "min_size": self.min_size}
         if self.profile is not None:
             if not isinstance(self.profile, str):
-                raise ValueError(
-                    f"{self!r} cannot be written to a file: save its profile, and give the path, as in "
-                    "Fastest('profile.json')"
-                )
+                raise ValueError(f"{self!r} cannot be written: save its profile, and give the path, as a str")
             table["profile"] = self.profile
         return table
 
@@ -328,6 +323,11 @@ def read_recipe(recipe: object) -> Recipe:
         raise TypeError(f"recipe is the class {recipe.__name__}: call it, {recipe.__name__}()")
     if not isinstance(recipe, str):
         raise TypeError(f"recipe must be a Recipe such as polycast.Int8(), its name, or None, got {recipe!r}")
+    return _of_name(recipe)
+
+
+@functools.lru_cache(maxsize=64)
+def _of_name(recipe: str) -> Recipe:
     kind, colon, scales = recipe.partition(":")
     if kind not in _kinds or (colon and (kind in _UNSCALED or scales not in _SCALES)):
         known = [each for kind in _kinds for each in ([kind] if kind in _UNSCALED else [kind, f"{kind}:tensor"])]
@@ -337,7 +337,7 @@ def read_recipe(recipe: object) -> Recipe:
 
 def all_recipes() -> list[Recipe]:
     """Return a recipe of each kind except "none", with the default settings."""
-    return [kind() for name, kind in _kinds.items() if name != NoRecipe.kind]
+    return [_restored(kind) for name, kind in _kinds.items() if name != NoRecipe.kind]
 
 
 def is_recipe_name(text: str) -> bool:

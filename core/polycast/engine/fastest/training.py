@@ -37,14 +37,27 @@ class Operands(NamedTuple):
     first_needed: bool
     second_needed: bool
 
+    @property
+    def may_be_saved(self) -> bool:
+        """Whether the operands in float32 take no more memory than their casts, beside the weight itself."""
+        return self.is_weight and (not self.second_needed or self.first <= self.second)
+
 
 class Ways(NamedTuple):
-    """The ways to compute the forward, and the gradients of the first and the second operand; and why."""
+    """The ways to compute the forward, and the gradients of the first and the second operand; and why.
+
+    Attributes:
+        forward, first, second: the ways.
+        reason: why.
+        is_plain: whether all is float32, and torch may record the op and the conversions itself: what it saves then
+            takes no more memory than the casts of both operands, which the fast dtype's op saves.
+    """
 
     forward: Way
     first: Way
     second: Way
     reason: str
+    is_plain: bool = False
 
     @property
     def are_all_fast(self) -> bool:
@@ -79,10 +92,17 @@ def _choose(profile: DeviceProfile, dtype: torch.dtype, product: Product, operan
     if total[best] >= MARGIN * fast:
         best = (Way.FAST, Way.FAST, Way.FAST)
     names = [name_of(way, dtype) for way in best]
-    needed = [name for name, is_needed in zip(names[1:], operands[-2:], strict=True) if is_needed]
-    backward = " and ".join(dict.fromkeys(needed)) or "none"
+    of_needed = [name_of(way, dtype) for way in _of_needed(best, operands)]
+    backward = " and ".join(dict.fromkeys(of_needed)) or "none"
     ratio = total[best] / fast
-    return Ways(*best, f"forward in {names[0]}, backward in {backward}: {ratio:.2f} of {dtype_name(dtype)}'s time")
+    reason = f"forward in {names[0]}, backward in {backward}: {ratio:.2f} of {dtype_name(dtype)}'s time"
+    return Ways(*best, reason, operands.may_be_saved and Way.FAST not in (best[0], *_of_needed(best, operands)))
+
+
+def _of_needed(ways: tuple[Way, Way, Way], operands: Operands) -> list[Way]:
+    """Return the ways of the gradients that are needed."""
+    needed = operands.first_needed, operands.second_needed
+    return [way for way, is_needed in zip(ways[1:], needed, strict=True) if is_needed]
 
 
 class _Costs:
@@ -112,7 +132,9 @@ class _Costs:
             seconds += self._gradient_of_second(second, self._seconds[2])
         if Way.FLOAT32 in (first, second):
             seconds += self._from(self._result)
-        return seconds if (forward, first, second) == (Way.FAST,) * 3 else seconds + _FUNCTION_SECONDS
+        ways = forward, *_of_needed((forward, first, second), needed)
+        by_torch = set(ways) == {Way.FAST} or (needed.may_be_saved and set(ways) == {Way.FLOAT32})
+        return seconds if by_torch else seconds + _FUNCTION_SECONDS
 
     def _forward(self, way: Way, of_way: Mapping[Way, float]) -> float:
         has = self._operands

@@ -13,8 +13,7 @@ class ActionKind(IntEnum):
     FALL_BACK = 0
     """Compute the op in the fast dtype, as without the recipe."""
     FLOAT32 = 1
-    """Cast the tensors to float32, compute the op, and cast the result to the fast dtype. Not for calls that autograd
-    records: they ask Python."""
+    """Cast the tensors to float32, compute the op, and cast the result to the fast dtype, each recorded by autograd."""
     OPERATOR = 2
     """Call an operator with the op's arguments, the prepacked weight or its cached cast, the fast dtype and constants.
     Calls that autograd records ask Python, and so do those whose weight is not cached or cannot be."""

@@ -20,7 +20,7 @@ from ..inference import in_function
 from .actions import FALL_BACK, FLOAT32, Action, ActionKind
 from .listeners import listeners, notify
 from .plan import SMALL, SUBCLASS, Plan, is_special
-from .recorded import UNRECORDED, Recorded, in_dtype
+from .recorded import UNRECORDED, Recorded, in_dtype, must_lay_out
 
 NO_PROFILE = "its profile is not known in this process"
 UNKNOWN_SIZES = "the profile has nothing like it (a vector, or no elements)"
@@ -140,14 +140,20 @@ class FastestPlan(Plan):
         if found.ways is not None and found.recorded is not None and _is_recorded(args):
             if found.ways.are_all_fast:
                 return None, FALL_BACK
+            if found.ways.is_plain:
+                return in_dtype(op, args, torch.float32).to(dtype), self._float32_action(op, args)
             return found.recorded.compute(found.ways, dtype, lambda weight: _cached_cast(weight, dtype, cache)), None
         if found.way is Way.FLOAT32:
-            return in_dtype(op, args, torch.float32).to(dtype), FLOAT32
+            return in_dtype(op, args, torch.float32).to(dtype), self._float32_action(op, args)
         if found.way is Way.KERNEL:
             kernel = self.kernels[op]
             result = kernel.run((_cached_cast(args[kernel.weight], dtype, cache),), *args)
             return result if result.dtype is dtype else result.to(dtype), self._actions[op]
         return None, FALL_BACK
+
+    def _float32_action(self, op: str, args: Sequence[Any]) -> Action | None:
+        """Return the action that computes a call in float32; None where `in_dtype` lays out the activation anew."""
+        return None if must_lay_out(op, args) else FLOAT32
 
 
 class Decision(NamedTuple):

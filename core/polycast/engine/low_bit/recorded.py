@@ -19,10 +19,17 @@ def in_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
     """Return the result of an op, given by its name, on its arguments in a dtype."""
     overload = find_op(op)
     assert overload is not None  # it was called
+    if dtype is torch.float32 and must_lay_out(op, args):
+        args = (args[0].to(dtype, memory_format=torch.contiguous_format).contiguous(), *args[1:])
     converted = [arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.dtype in FLOATS else arg for arg in args]
     positional, named = unflatten_arguments(overload, converted)
     result: torch.Tensor = overload(*positional, **named)
     return result
+
+
+def must_lay_out(op: str, args: Sequence[Any]) -> bool:
+    """Return whether to make the activation of an op contiguous: torch copies the weight for each batch otherwise."""
+    return op in ("aten::linear", "aten::matmul") and args[0].dim() > 2 and not args[0].is_contiguous()
 
 
 class Recorded(NamedTuple):

@@ -128,8 +128,8 @@ std::optional<Tensors> find_parts(const Action& action, const RecipeCall& call, 
   return store->find_prepacked(weight == &tensor ? Source(tensor) : Source(tensor, *weight), action.prepack_kind);
 }
 
-// Compute a call as Python has decided. Return nothing if Python has to be asked; an undefined tensor if the call falls back.
-std::optional<Tensor> compute(const Action& action, const RecipeCall& call, torch::jit::Stack& arguments) {
+// Compute a call, which autograd records or not, as Python has decided. Return nothing if Python has to be asked; an undefined tensor if the call falls back.
+std::optional<Tensor> compute(const Action& action, const RecipeCall& call, torch::jit::Stack& arguments, bool records) {
   if (action.kind == Action::Kind::kFallBack) {
     return Tensor();
   }
@@ -147,7 +147,10 @@ std::optional<Tensor> compute(const Action& action, const RecipeCall& call, torc
       arguments[position] = static_cast<double>(arguments[position].toInt());
     }
   }
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
+  if (!records) {
+    below_autograd.emplace();
+  }
   if (action.kind == Action::Kind::kFloat32) {
     for (c10::IValue& argument : arguments) {
       if (argument.isTensor() && is_eligible(argument.toTensor(), call.device)) {

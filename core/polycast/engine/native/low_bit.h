@@ -98,7 +98,7 @@ C10_NOINLINE Tensor ask_python(const RecipeCall& call, c10::ArrayRef<c10::IValue
   PyObject *result, *action;
   parse(performed.get(), "OO", &result, &action);
   if (metadata != nullptr && action != Py_None) {
-    if (auto kept = action_of(action, arguments); kept != nullptr && (!metadata->records || kept->kind == Action::Kind::kFallBack)) {
+    if (auto kept = action_of(action, arguments); kept != nullptr && (!metadata->records || kept->kind != Action::Kind::kOperator)) {
       Decisions::of_thread().keep(*metadata, std::move(kept), epoch);
     }
   }
@@ -117,7 +117,7 @@ C10_NOINLINE Tensor low_bit(const RecipeCall& call, torch::jit::Stack arguments)
   }
   metadata.finish();
   if (const auto action = Decisions::of_thread().find(metadata)) {
-    if (std::optional<Tensor> result = compute(*action, call, arguments)) {
+    if (std::optional<Tensor> result = compute(*action, call, arguments, metadata.records)) {
       return *std::move(result);
     }
   }
