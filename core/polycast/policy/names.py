@@ -1,6 +1,7 @@
 """Parse the names of ops, policies and dtypes that users write. Errors suggest the nearest names."""
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ from .schemas import find_op, find_overloads
 from .validation import entry_problem
 
 _EXPECTED = "expected a name such as 'softmax', 'sum.dim_IntList' or 'acme::scale'"
+_PYTHON_PREFIX = re.compile(r"^(torch\.nn\.functional|torch|F)\.")
+"""How Python code names an op: ``torch.softmax``, ``F.softmax``."""
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)} | {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -76,6 +79,7 @@ def read_op(op: object) -> OpName:
             f"got {op!r}"
         )
     namespace, _, rest = op.rpartition("::")
+    rest = rest if namespace else _PYTHON_PREFIX.sub("", rest)
     base, dot, overload = rest.partition(".")
     namespace = namespace if "::" in op else "aten"
     if not (namespace.isidentifier() and base.isidentifier() and (overload.isidentifier() or not dot)):
@@ -114,7 +118,7 @@ def ops_with(name: OpName, policy: CastPolicy) -> list[str]:
 
 
 def read_policy(policy: object, what: str) -> CastPolicy:
-    """Return a policy, given as one or by its name in upper or lower case.
+    """Return a policy, given as one or by its name in upper or lower case; float32 means "fp32".
 
     Args:
         policy: the policy or its name.
@@ -128,6 +132,14 @@ def read_policy(policy: object, what: str) -> CastPolicy:
     names = [each.value for each in CastPolicy]
     if isinstance(policy, str) and policy.lower() in names:
         return CastPolicy(policy.lower())
+    dtype = _dtype_or_none(policy)
+    if dtype is torch.float32:
+        return CastPolicy.FP32
+    if dtype is not None:
+        raise ValueError(
+            f"{what} must be a CastPolicy or the name of one, got {policy!r}: for the fast dtype of the region write "
+            f"{CastPolicy.LOWER_PRECISION_FP.value!r}"
+        )
     raise ValueError(
         f"{what} must be a CastPolicy or the name of one, got {policy!r}"
         f"{_nearest(policy, names) or ': expected one of ' + ', '.join(map(repr, names))}"
@@ -145,6 +157,13 @@ def read_dtype(name: object) -> torch.dtype:
     if isinstance(name, str) and name.removeprefix("torch.") in _DTYPES:
         return _DTYPES[name.removeprefix("torch.")]
     raise ValueError(f"{name!r} is not a dtype{_nearest(name, _DTYPES)}")
+
+
+def _dtype_or_none(name: object) -> torch.dtype | None:
+    try:
+        return read_dtype(name)
+    except ValueError:
+        return None
 
 
 def nearest(word: object, among: Iterable[str]) -> list[str]:

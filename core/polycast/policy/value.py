@@ -13,7 +13,7 @@ from ..torch_internals.dispatcher import autocast_supported_devices
 from . import files
 from .cast_policy import CastPolicy
 from .modules import ModuleRule, read_rules
-from .names import hint
+from .names import hint, read_policy
 from .op_policies import OpPolicies
 from .recipe import Recipe
 
@@ -95,6 +95,7 @@ class Policy:
         if isinstance(policy, Policy):
             return policy
         if isinstance(policy, (str, os.PathLike)):
+            _refuse_name(policy)
             return cls.load(policy)
         return cls(policy)
 
@@ -224,6 +225,19 @@ class Policy:
         if self.devices:
             table["devices"] = {device_type: policy._table() for device_type, policy in self.devices.items()}
         return table
+
+
+def _refuse_name(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError for the name of a cast policy or dtype in place of a policy."""
+    try:
+        policy = read_policy(path, "policy")
+    except ValueError:
+        return
+    if not os.path.exists(path):
+        raise ValueError(
+            f"policy={path!r} is the name of a cast policy, and no file. A policy names ops, as in "
+            f"{{'softmax': {policy.value!r}}}. For a region in float32 write enabled=False"
+        )
 
 
 PolicyLike: TypeAlias = Policy | Mapping[Any, Any] | str | os.PathLike[str]

@@ -113,7 +113,7 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    policy = Policy.of(policy)
+    policy = _read_policy(model, policy)
     found: dict[nn.Module, tuple[str, dict[str, Rule]]] = {}
     finder = ModuleFinder(model)
     for device in (ANY_DEVICE, *policy.devices):
@@ -132,6 +132,21 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
         handle.remove()
         raise
     return handle
+
+
+def _read_policy(model: nn.Module, policy: PolicyLike) -> Policy:
+    """Return a policy; if a mapping names modules, the error says how to write that."""
+    try:
+        return Policy.of(policy)
+    except ValueError as error:
+        names = {name for name, _ in model.named_modules()} if isinstance(policy, Mapping) else set[str]()
+        modules = {key: policy[key] for key in policy if key in names} if isinstance(policy, Mapping) else {}
+        if not modules:
+            raise
+        raise ValueError(
+            f"policy: {next(iter(modules))!r} is a module, and a mapping names ops. For modules write "
+            f"polycast.apply_policy(model, polycast.Policy(modules={modules!r}))"
+        ) from error
 
 
 def _rules_by_module(model: nn.Module, policy: Policy, finder: ModuleFinder) -> dict[nn.Module, tuple[str, Rule]]:

@@ -56,7 +56,7 @@ def _read(given: Any) -> Policy:
         else:
             key = tuple(given.items())
         found = _policies.get(key)
-    except (AttributeError, TypeError):  # not a mapping, or a value without a hash
+    except (AttributeError, FileNotFoundError, TypeError):  # not a mapping, no file, or a value without a hash
         return Policy.of(given)
     if found is None:
         found = Policy.of(given)
