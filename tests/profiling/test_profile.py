@@ -222,6 +222,15 @@ def test_a_noisy_profile_is_not_kept(measured, kept, capsys):
     assert list(kept.glob("*.json")) == []
 
 
+def test_a_noisy_profile_in_the_cache_is_not_used(measured, kept):
+    measured.noisy = True
+    found = polycast.profile("cpu")
+    profile_file.write(Conditions.now(registry.find("cpu")), found)
+    forget()
+    assert find("cpu") is None
+    assert "was measured while the machine was busy" in look_up("cpu").refusal
+
+
 # ---- Errors, interruptions, threads.
 
 

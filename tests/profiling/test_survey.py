@@ -8,10 +8,11 @@ import torch
 
 import polycast
 from polycast.profiling import cases as all_cases
+from polycast.profiling import stopwatch
 from polycast.profiling import survey as surveys
 from polycast.profiling.cases import Case, cases
-from polycast.profiling.measurement import Omission
-from polycast.profiling.stopwatch import Stopwatch, disagree
+from polycast.profiling.measurement import DISTURBED, Omission
+from polycast.profiling.stopwatch import Running, Stopwatch, disagree
 from polycast.profiling.survey import Survey
 from polycast.profiling.ways import Way
 
@@ -50,6 +51,7 @@ class Clock:
 def clock(monkeypatch):
     found = Clock()
     monkeypatch.setattr(time, "perf_counter", found)
+    monkeypatch.setattr(stopwatch, "_stops", lambda: 0)  # the machine that runs the tests may be busy
     return found
 
 
@@ -172,6 +174,50 @@ def test_an_interruption_is_passed_on(monkeypatch, clock):
 
     with pytest.raises(KeyboardInterrupt):
         run(clock, monkeypatch, seconds)
+
+
+def test_what_was_disturbed_each_time_is_neither_used_nor_extrapolated_from(clock, monkeypatch):
+    monkeypatch.setattr(Running, "was_stopped", lambda self: clock.disturbed)
+
+    def seconds(way, work, before):
+        clock.disturbed = way == "float32" or work > 1
+        return 0.05 if clock.disturbed else 1e-5
+
+    survey = run(clock, monkeypatch, seconds)
+    assert by_rows(survey, "float32") == {}
+    found = by_rows(survey, "bfloat16")
+    assert found[1].seconds == pytest.approx(1e-5)
+    assert not found[1].noisy
+    assert found[1024].seconds == pytest.approx(1024e-5)
+    assert all(each.extrapolated for rows, each in found.items() if rows > 1)
+    assert set(survey.omissions) == {Omission("linear", "float32", DISTURBED)}
+    assert clock.now < 3
+
+
+def test_a_disturbed_round_does_not_count(clock, monkeypatch):
+    monkeypatch.setattr(Running, "was_stopped", lambda self: clock.disturbed)
+
+    def call():
+        clock.calls["call"] += 1
+        clock.disturbed = clock.calls["call"] % 2 == 0
+        clock.now += 2e-3 if clock.disturbed else 1e-3
+
+    watch = Stopwatch("cpu", clock)
+    assert watch.estimate(call, 1.0) == pytest.approx((1e-3, False))
+    assert watch.race({"one": call}, {"one": 1e-3}, 0.01)["one"] == pytest.approx([1e-3] * 4)
+    clock.calls["call"] = 1
+    assert watch.estimate(call, 0.0) == pytest.approx((2e-3, True))
+
+
+@pytest.mark.parametrize(("stops", "ran", "stopped"), [(0, 0.0, False), (3, 0.5, True), (3, 1.0, False)])
+def test_a_thread_is_stopped_if_the_system_says_so_and_time_was_lost(monkeypatch, stops, ran, stopped):
+    times = {"stops": 5, "monotonic": 1.0, "thread_time": 1.0}
+    monkeypatch.setattr(stopwatch, "_stops", lambda: times["stops"])
+    for name in ("monotonic", "thread_time"):
+        monkeypatch.setattr(time, name, lambda name=name: times[name])
+    running = Running()
+    times.update(stops=5 + stops, monotonic=2.0, thread_time=1.0 + ran)
+    assert running.was_stopped() is stopped
 
 
 def test_turn_is_cut_off_where_calls_become_slow(clock):

@@ -14,7 +14,7 @@ from ..common.cached_property import cached_property
 from ..common.plain_text import as_text
 from . import table
 from .interpolation import interpolated, interpolated_time
-from .measurement import Measurement, Omission, is_positive, is_valid
+from .measurement import DISTURBED, Measurement, Omission, is_positive, is_valid
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -73,9 +73,10 @@ class DeviceProfile:
 
     @property
     def is_noisy(self) -> bool:
-        """Whether many measurements are noisy, because the machine was busy."""
-        measured = [each for each in self.measurements if not each.extrapolated]
-        return sum(each.noisy for each in measured) > _NOISY * len(measured)
+        """Whether many measurements are noisy or missing, because the machine was busy."""
+        measured = [each.noisy for each in self.measurements if each.noisy or not each.extrapolated]
+        measured += [True for each in self.omissions if each.reason == DISTURBED]
+        return sum(measured) > _NOISY * len(measured)
 
     def ways(self, op: str) -> tuple[str, ...]:
         """Return the ways in which an op was measured, float32 first."""

@@ -3,6 +3,9 @@
 import math
 from dataclasses import dataclass
 
+DISTURBED = "other processes took the processor"
+"""The reason of an omission of cases that were never measured undisturbed."""
+
 
 @dataclass(frozen=True)
 class Measurement:

@@ -44,6 +44,8 @@ def read(conditions: Conditions) -> DeviceProfile | None:
     difference = conditions.difference(profile)
     if difference is not None:
         raise ProfileFileError(f"{path} was measured elsewhere: {difference}")
+    if profile.is_noisy:
+        raise ProfileFileError(f"{path} was measured while the machine was busy")
     return profile
 
 

@@ -5,6 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+try:
+    import resource
+except ImportError:  # on Windows
+    resource = None  # type: ignore[assignment]
+
 _TURN = 1e-4
 """The approximate seconds of a turn: short, so that some turns are undisturbed on a busy machine."""
 _QUEUE_TURN = 1e-3
@@ -13,6 +18,8 @@ _LONG = 10
 """A turn of so many times that length is cut off: on a busy machine a call may take a thousand times as long."""
 _MOST_ROUNDS = 40
 _MOST_ESTIMATES = 4
+_RUNNING = 0.9
+"""A turn is disturbed if the system stopped a thread of the process and this one ran for a smaller part of it."""
 _AGREE = 1.1
 """The halves of the rounds disagree if their least times differ by more than this factor."""
 
@@ -42,17 +49,27 @@ class Stopwatch:
         self._synchronize()
         return max(self._clock() - start, 1e-9) / done
 
-    def estimate(self, function: Callable[[], object], patience: float) -> float:
-        """Return the approximate seconds of a call, after calling it a few times, unless that takes over `patience`."""
-        taken = [self.time(function)]
-        while len(taken) < _MOST_ESTIMATES and sum(taken) < patience:
-            taken.append(self.time(function))
-        return min(taken)
+    def estimate(self, function: Callable[[], object], patience: float) -> tuple[float, bool]:
+        """Return the approximate seconds of a call, and whether it was disturbed each time.
+
+        It is called a few times, unless that takes over `patience`.
+        """
+        every: list[float] = []
+        undisturbed: list[float] = []
+        while not every or (len(every) < _MOST_ESTIMATES and sum(every) < patience):
+            running = Running()
+            every.append(self.time(function))
+            if not running.was_stopped():
+                undisturbed.append(every[-1])
+        return min(undisturbed or every), not undisturbed
 
     def race(
         self, sides: Mapping[str, Callable[[], object]], once: Mapping[str, float], budget: float
     ) -> dict[str, list[float]]:
-        """Return the seconds of a call of each function, in each of at least two interleaved rounds.
+        """Return the seconds of a call of each function, in each undisturbed one of at least two interleaved rounds.
+
+        Where other processes take the processor from one thread, the others wait for it: a call may take a thousand
+        times as long, in each round alike.
 
         Args:
             sides: the functions.
@@ -64,10 +81,32 @@ class Stopwatch:
         end = self._clock() + budget
         for number in range(_MOST_ROUNDS):
             for name in list(sides)[:: 1 if number % 2 else -1]:
-                taken[name].append(self.time(sides[name], calls[name]))
+                running = Running()
+                seconds = self.time(sides[name], calls[name])
+                if not running.was_stopped():
+                    taken[name].append(seconds)
             if number and self._clock() > end:
                 break
         return taken
+
+
+class Running:
+    """Whether the system lets the threads of this process run, from now on."""
+
+    def __init__(self) -> None:
+        self._stops = _stops()
+        self._wall, self._thread = time.monotonic(), time.thread_time()
+
+    def was_stopped(self) -> bool:
+        """Return whether it has stopped threads of the process, and time was lost."""
+        if _stops() == self._stops:
+            return False
+        return time.thread_time() - self._thread < _RUNNING * (time.monotonic() - self._wall)
+
+
+def _stops() -> int:
+    """Return how often the system has taken the processor from a thread of this process; 0 if it does not say."""
+    return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def _can_synchronize(device_type: str) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from .calls import Unsupported, check, prepare
 from .cases import OPS, Case, cases
-from .measurement import Measurement, Omission
+from .measurement import DISTURBED, Measurement, Omission
 from .operands import Operands
 from .stopwatch import Stopwatch, disagree
 from .table import FLOAT32
@@ -32,18 +32,22 @@ _IMPLAUSIBLE = 1.5
 
 @dataclass
 class _Entry:
-    """A case in a way: a function that computes it, its approximate seconds, and those of each round."""
+    """A case in a way: a function that computes it, its approximate seconds, and those of each undisturbed round.
+
+    `is_disturbed` says whether the approximate seconds are.
+    """
 
     case: Case
     way: str
     call: Callable[[], object]
     once: float
+    is_disturbed: bool
     rounds: list[float] = field(default_factory=list)
     noisy: bool = False
 
     @property
     def seconds(self) -> float:
-        return min(self.rounds)
+        return min(self.rounds, default=self.once)
 
 
 class Survey:
@@ -82,17 +86,9 @@ class Survey:
 
     def measurements(self) -> tuple[Measurement, ...]:
         """Return the times, by op, size and rows."""
-        found = []
-        for case in sorted(self._cases, key=lambda case: (OPS.index(case.op), case.size, case.rows)):
-            for way in self._ways_of(case):
-                entry = self._entries.get((case, way.name))
-                if entry is not None:
-                    seconds, noisy = entry.seconds, entry.noisy
-                    found.append(Measurement(case.op, case.rows, way.name, seconds, case.size, noisy=noisy))
-                elif (case, way.name) not in self._unsupported and (rate := self._rate_like(case, way)) is not None:
-                    seconds = rate * case.work
-                    found.append(Measurement(case.op, case.rows, way.name, seconds, case.size, extrapolated=True))
-        return tuple(found)
+        ordered = sorted(self._cases, key=lambda case: (OPS.index(case.op), case.size, case.rows))
+        found = [self._measurement(case, way) for case in ordered for way in self._ways_of(case)]
+        return tuple(each for each in found if each is not None)
 
     def bandwidth(self) -> float:
         """Return the rate at which memory is read: the best of a sum and of products with one row; 0 if unknown."""
@@ -111,6 +107,19 @@ class Survey:
             ):
                 rates.append(case.size * widths[entry.way] / entry.seconds)
         return max(rates)
+
+    def _measurement(self, case: Case, way: Way) -> Measurement | None:
+        """Return the time of a case in a way; None if it is unsupported, or no time of the op in the way is known."""
+        entry = self._entries.get((case, way.name))
+        if entry is not None and entry.rounds:
+            return Measurement(case.op, case.rows, way.name, entry.seconds, case.size, noisy=entry.noisy)
+        if (case, way.name) in self._unsupported:
+            return None
+        rate, noisy = self._rate_like(case, way), entry is not None
+        if rate is None:
+            self.omissions.append(Omission(case.op, way.name, DISTURBED))
+            return None
+        return Measurement(case.op, case.rows, way.name, rate * case.work, case.size, noisy=noisy, extrapolated=True)
 
     def _ways_of(self, case: Case) -> Sequence[Way]:
         if case.op == "cast":
@@ -135,7 +144,7 @@ class Survey:
             {entry.way: entry.call for entry in quick}, {entry.way: entry.once for entry in quick}, share / 2
         )
         for entry in entries:
-            entry.rounds += rounds.get(entry.way, [entry.once])
+            entry.rounds += rounds.get(entry.way, [] if entry.is_disturbed else [entry.once])
 
     def _entry(self, case: Case, way: Way, share: float) -> _Entry | None:
         """Return the entry of a case in a way, or None if it cannot be computed, or would take too long."""
@@ -149,13 +158,13 @@ class Survey:
             if rate is not None and rate * case.work > longest:
                 return None
             call = _with_dtype(prepare(case, way, self._operands), self._device_type, way.fast)
-            once = self._stopwatch.estimate(call, share / 10)
+            once, is_disturbed = self._stopwatch.estimate(call, share / 10)
         except Unsupported as reason:
             self._omit(case, way, str(reason))
         except Exception as error:  # a backend's kernels may raise anything
             self._omit(case, way, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
         else:
-            entry = self._entries[case, way.name] = _Entry(case, way.name, call, once)
+            entry = self._entries[case, way.name] = _Entry(case, way.name, call, once, is_disturbed)
         return entry
 
     def _omit(self, case: Case, way: Way, reason: str) -> None:
@@ -163,22 +172,27 @@ class Survey:
         if not any((each.op, each.way) == (case.op, way.name) for each in self.omissions):
             self.omissions.append(Omission(case.op, way.name, reason))
 
-    def _rate(self, op: str, way: str) -> float | None:
-        """Return the least seconds by unit of work of an op in a way, or None if it was not timed."""
+    def _rate(self, op: str, way: str, *, undisturbed: bool = False) -> float | None:
+        """Return the least seconds by unit of work of an op in a way; None if it was not timed, or only disturbed."""
         entries = [
-            entry for entry in self._entries.values() if (entry.case.op, entry.way) == (op, way) and entry.rounds
+            entry
+            for entry in self._entries.values()
+            if (entry.case.op, entry.way) == (op, way) and (entry.rounds or not undisturbed)
         ]
         return min((entry.seconds / entry.case.work for entry in entries), default=None)
 
     def _rate_like(self, case: Case, way: Way) -> float | None:
-        """Return the seconds by unit of work of the most rows of the same size that were timed, or else of any."""
+        """Return the seconds by unit of work of the most rows of the same size that were timed, or else of any.
+
+        None if all were disturbed.
+        """
         alike = [
             entry
             for entry in self._entries.values()
             if (entry.case.op, entry.case.size, entry.way) == (case.op, case.size, way.name) and not entry.noisy
         ]
         if not alike:
-            return self._rate(case.op, way.name)
+            return self._rate(case.op, way.name, undisturbed=True)
         most = max(alike, key=lambda entry: entry.case.rows)
         return most.seconds / most.case.work
 

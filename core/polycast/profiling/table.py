@@ -84,7 +84,7 @@ def _count(size: int) -> str:
 
 
 def _sentences(omissions: Iterable[Omission]) -> list[str]:
-    return [f"Not measured: {each.op} in {each.way}: {each.reason}" for each in omissions]
+    return [f"Not measured: {each.op} in {each.way}: {each.reason}" for each in dict.fromkeys(omissions)]
 
 
 def _html_row(tag: str, cells: Iterable[str]) -> str:
