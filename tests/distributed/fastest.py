@@ -1,0 +1,68 @@
+"""Train replicated and sharded models with recipe "fastest", in the processes that test_fastest.py starts."""
+
+import gc
+import json
+import sys
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import polycast
+from polycast.profiling.measurement import Measurement
+
+
+def recipe():
+    """Return the recipe for a machine where only float32 is fast."""
+    measurements = [
+        Measurement(op, rows, way, factor * 1e-11 * rows * size, size)
+        for op in ("linear", "matmul")
+        for way, factor in (("float32", 1), ("bfloat16", 1e9))
+        for size in (2**12, 2**20)
+        for rows in (1, 1024)
+    ]
+    return polycast.Fastest(polycast.DeviceProfile("cpu", "a processor", 1, {}, {}, tuple(measurements), 1e10))
+
+
+def gradients(model, wrapped, x):
+    model.zero_grad()
+    with polycast.autocast("cpu", recipe=recipe()):
+        loss = wrapped(x).float().pow(2).mean()
+    loss.backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    return [each.full_tensor() if hasattr(each, "full_tensor") else each.clone() for each in found]
+
+
+def made():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+
+
+def sharded(model):
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+if __name__ == "__main__":
+    distributed.init_process_group("gloo")
+    results = {}
+    for rows in (16, 256):  # an activation smaller than the weight, and a larger one
+        x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+        model = made()
+        expected = gradients(model, model, x)
+        for name, wrap in (("replicated", nn.parallel.DistributedDataParallel), ("sharded", sharded)):
+            model = made()
+            wrapped = wrap(model)
+            results[f"{name} {rows}"] = [
+                all(torch.equal(*pair) for pair in zip(gradients(model, wrapped, x), expected, strict=True))
+                for _ in range(2)
+            ]
+    if distributed.get_rank() == 0:
+        with open(sys.argv[1], "w", encoding="utf-8") as file:
+            json.dump(results, file)
+    distributed.destroy_process_group()
+    del model, wrapped
+    gc.collect()  # sharded models are in cycles, and torch aborts if they outlive the interpreter
