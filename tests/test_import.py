@@ -126,6 +126,13 @@ def test_an_unknown_name_is_an_attribute_error():
     assert {*polycast.__all__, "__version__"} <= set(dir(polycast))
 
 
+def test_help_begins_with_what_polycast_is():
+    import polycast
+
+    assert polycast.__doc__.startswith("Autocast for PyTorch as a plugin system")
+    assert "PYTEST" not in polycast.__doc__
+
+
 def test_version_is_that_of_the_distribution():
     import polycast
 

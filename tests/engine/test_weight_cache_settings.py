@@ -117,3 +117,10 @@ def test_verify_handles_nan():
     cache, weight = polycast.WeightCache(verify=True), parameter(float("nan"))
     use(cache, weight)
     assert torch.all(torch.isnan(use(cache, weight)))
+
+
+def test_repr_shows_what_the_cache_holds(cache):
+    weight = parameter()
+    use(cache, weight)
+    use(cache, weight)
+    assert repr(cache) == "<WeightCache: entries 1, MiB 0.0, hits 1, misses 1>"

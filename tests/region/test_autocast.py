@@ -221,3 +221,19 @@ def test_a_decorator_without_a_device_says_what_is_missing():
         @polycast.autocast
         def function():
             pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ({}, ""),
+        ({"cache_enabled": False}, ", cache_enabled=False"),
+        ({"policy": {"softmax": "fp32"}}, ", policy={'softmax': 'fp32'}"),
+        ({"recipe": "none"}, ", recipe=NoRecipe()"),
+        ({"cache": polycast.WeightCache()}, ", cache=<WeightCache: entries 0, MiB 0.0, hits 0, misses 0>"),
+    ],
+    ids=["plain", "cache_enabled", "policy", "recipe", "cache"],
+)
+def test_repr_shows_what_the_region_sets(arguments, shown):
+    region = polycast.autocast("cpu", torch.bfloat16, **arguments)
+    assert repr(region) == f"autocast('cpu', dtype=torch.bfloat16, enabled=True{shown})"

@@ -19,6 +19,7 @@ from ..errors import AutocastDisabledWarning, warn_user
 from ..plugins.backend import Availability, Backend
 from ..plugins.checks import check_availability, check_dtype
 from ..plugins.registry import registry
+from ..policy.names import OpName
 from ..policy.recipe import NoRecipe, RecipeLike
 from ..policy.value import PolicyLike
 from .decorate import decorate
@@ -177,7 +178,15 @@ class autocast(Region, TorchAutocast):
 
     def __repr__(self) -> str:
         settings = self._settings
-        return f"autocast({self.device!r}, dtype={settings.dtype}, enabled={settings.enabled})"
+        more: dict[str, object] = {"cache_enabled": settings.cache_enabled, "cache": settings.cache}
+        if settings.override is not None:
+            policies = settings.override.policies.items()
+            more["policy"] = {
+                OpName(OpName.of_overload(op).qualified, None).short: policy.value for op, policy in sorted(policies)
+            } or None
+            more["recipe"] = settings.override.recipe
+        others = "".join(f", {name}={value!r}" for name, value in more.items() if value is not None)
+        return f"autocast({self.device!r}, dtype={settings.dtype}, enabled={settings.enabled}{others})"
 
 
 # inspect.signature and the reference find the arguments in __init__: __new__ takes any.

@@ -121,6 +121,12 @@ class WeightCache:
         totals = [sum(column) for column in zip(*(s.statistics() for s in self._stores.values()), strict=True)]
         return WeightCacheStats(*totals) if totals else WeightCacheStats(0, 0, 0, 0, 0)
 
+    def __repr__(self) -> str:
+        stats = self.stats()
+        entries = stats.entries + stats.packings
+        size = (stats.bytes + stats.packed_bytes) / 2**20
+        return f"<WeightCache: entries {entries}, MiB {size:.1f}, hits {stats.hits}, misses {stats.misses}>"
+
     def __deepcopy__(self, memo: object) -> Self:
         """Return an empty cache with the same settings: the weights of a copied model are other weights."""
         return type(self)(self.max_bytes, self.verify)
