@@ -9,7 +9,8 @@ from torch import nn
 
 import polycast
 from polycast import Fastest, WeightCache, autocast
-from polycast.engine.fastest.choice import bucket
+from polycast.engine.fastest.choice import Conversions, Way, bucket, choose
+from polycast.engine.fastest.products import Product
 
 pytestmark = pytest.mark.usefixtures("engine", "no_grad")
 X = torch.randn(6, 32)
@@ -221,7 +222,7 @@ def test_explain_shows_the_way_and_why(slow, quick, kernel, profile_of):
         told = polycast.explain(
             "linear",
             "cpu",
-            X[:1],
+            X[:4],
             layer.weight,
             None,
             recipe=Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=3.0, bfloat16_kernel=0.01)),
@@ -249,3 +250,10 @@ def test_attention_modules_keep_torchs_fused_path_where_the_fast_dtype_is_fast(m
         with torch.autograd.profiler.profile() as profile, autocast("cpu", recipe=recipe):
             module(*(x,) * (3 if make is nn.MultiheadAttention else 1))
         assert bool(fused & {event.key for event in profile.key_averages()}) is is_fused
+
+
+def test_a_weight_that_is_cast_for_one_row_alone_is_read_as_it_is(profile_of):
+    profile = profile_of(cast=1e-15, bfloat16=1.0, bfloat16_kernel=0.4)
+    product = Product("linear", 1, 2**20, 2**10, 2**10)
+    for elements, way in ((0, Way.KERNEL), (2**20, Way.FLOAT32), (2**25, Way.FLOAT32)):
+        assert choose(profile, torch.bfloat16, product, Conversions(0, 2**10, elements), True).way is way

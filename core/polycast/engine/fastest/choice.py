@@ -13,7 +13,7 @@ import torch
 
 from ...policy.dtypes import dtype_name
 from ...profiling.device_profile import DeviceProfile
-from .cost import FLOAT32, seconds_of, seconds_to_cast
+from .cost import FLOAT32, seconds_of, seconds_to_cast, seconds_to_cast_weight
 from .products import Product
 
 MARGIN = 0.97
@@ -88,7 +88,7 @@ def _choose(
     if Way.FAST not in seconds:
         return Choice(Way.FAST, f"the profile has no {fast} {product.op}")
     to_fast = seconds_to_cast(profile, f"to {fast}", conversions.wide)
-    to_fast += seconds_to_cast(profile, f"to {fast}", conversions.weight)
+    to_fast += seconds_to_cast_weight(profile, f"to {fast}", conversions.weight)
     from_fast = seconds_to_cast(profile, f"from {fast}", conversions.narrow)
     from_fast += seconds_to_cast(profile, f"to {fast}", product.result)
     total = {way: each + (from_fast if way is Way.FLOAT32 else to_fast) for way, each in seconds.items()}

@@ -39,6 +39,16 @@ def seconds_to_cast(profile: DeviceProfile, way: str, elements: int) -> float:
     return 0.0 if elements <= 0 else profile.seconds(CAST, elements, way) or 0.0
 
 
+def seconds_to_cast_weight(profile: DeviceProfile, way: str, elements: int) -> float:
+    """Return the seconds of a weight's conversion, which reads it from memory, as a product of one row in float32 does.
+
+    The profile has the times of conversions from and to a processor's cache.
+    """
+    if elements <= 0:
+        return 0.0
+    return max(seconds_to_cast(profile, way, elements), seconds_of(profile, "linear", FLOAT32, 1, elements) or 0.0)
+
+
 @functools.lru_cache(maxsize=256)
 def _sizes(profile: DeviceProfile, op: str, way: str) -> tuple[int, ...]:
     return tuple(sorted({each.size for each in profile.measurements if (each.op, each.way) == (op, way)}))
