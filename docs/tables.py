@@ -146,7 +146,8 @@ def _times(results: Sequence[dict[str, Any]]) -> str:
         cells = cases.setdefault(result["what"].removesuffix(f", {side}"), {})
         cells[side] = "-" if result["measured"] is None else f"{result['measured']:.2f}"
         if result["measured"] is not None:
-            cells["float32"] = f"{1000 * result['times'][1]:.3g} ms"
+            milliseconds = 1000 * result["times"][1]
+            cells["float32"] = f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
     columns = list(dict.fromkeys(["float32", *(side for cells in cases.values() for side in cells)]))
     lines = [["", *columns], ["---", *("--:" for _ in columns)]]
     lines += [[case, *(cells.get(column, "") for column in columns)] for case, cells in cases.items()]

@@ -1,4 +1,4 @@
-"""Time of a model on polycast, under torch.autocast, as a bfloat16 copy, and in float32."""
+"""Time of models in float32, under torch.autocast, as a bfloat16 copy, and on polycast."""
 
 import re
 from pathlib import Path
@@ -9,81 +9,82 @@ from .svg import Picture
 
 README = Path(__file__).parent.parent.parent / "README.md"
 _IN_README = re.compile(r"!\[[^\]]*\]\(docs/speed\.svg\)")
+BENCHMARK = "fastest"
+MODELS = {
+    "LLaMA 1.1 B, 1 token": "LLaMA of 1.1 billion weights, decoding a token",
+    "GPT-2 small, 1 token": "GPT-2 small, decoding a token",
+    "GPT-2 small, 128 tokens": "GPT-2 small, 128 tokens at once",
+    "BERT base, 4 x 128 tokens": "BERT base, 4 x 128 tokens",
+}
 
 
-class Shown(NamedTuple):
-    """A comparison: its title, its benchmark, and the names of the sides in the results."""
+class Bar(NamedTuple):
+    """A way to run a model: its name, and the kind of its bar."""
 
-    title: str
-    benchmark: str
-    what: str
-    torch: str
-    copy: str
-    float32: str
+    name: str
+    kind: str
 
 
-_TOKEN, _LAYERS = "GPT-2 small, 1 token, WeightCache", "8 x Linear(2048, 2048), batch 1, WeightCache"
-_EAGER, _COMPILED = ("torch.autocast", "a bfloat16 copy", "float32"), ("torch", "bfloat16", "float32")
-SHOWN = (
-    Shown("GPT-2 small, decoding a token", "gpt2", f"{_TOKEN}, trainable", *_EAGER),
-    Shown("8 x Linear(2048, 2048), batch 1", "linears", _LAYERS, *_EAGER),
-    Shown(
-        "GPT-2 small, decoding a token, compiled", "compiled", _TOKEN, *(f"compiled {against}" for against in _COMPILED)
-    ),
-)
+BARS = {
+    "float32": Bar("float32", "warm"),
+    "torch.autocast": Bar("torch.autocast", "other"),
+    "a bfloat16 copy": Bar("a bfloat16 copy", "copy"),
+    "WeightCache": Bar("polycast, WeightCache", "ours"),
+    "fastest, WeightCache": Bar("polycast, fastest, WeightCache", "ours"),
+    "int8": Bar("polycast, int8", "ours"),
+}
 
 
-def _times(shown: Shown) -> tuple[float, float, float]:
-    """Return the times of polycast, a bfloat16 copy and float32 relative to torch.autocast, on the most threads."""
-    results: list[dict[str, Any]] = tables.run_of(shown.benchmark)["results"]
-    most = max(result["threads"] for result in results)
-    measured = {(each["what"], each["against"]): each["measured"] for each in results if each["threads"] == most}
-    ours = measured[shown.what, shown.torch]
-    return ours, ours / measured[shown.what, shown.copy], ours / measured[shown.what, shown.float32]
+def times(results: list[dict[str, Any]], model: str) -> dict[str, float | None]:
+    """Return the time of each way relative to float32; None if it was left out."""
+    measured = {each["what"]: each["measured"] for each in results if each["against"] == "float32"}
+    return {way: 1.0 if way == "float32" else measured[f"{model}, {way}"] for way in BARS}
 
 
-def _machine() -> str:
-    """Return the machine and the settings of the measurement."""
-    run = tables.run_of(SHOWN[0].benchmark)
-    about, quick = run["environment"], ", fewer repeats (--quick)" if run["quick"] else ""
-    threads = max(result["threads"] for result in run["results"])
-    return f"{about['cpu']}, {threads} threads, torch {about['torch']}{quick}"
+def _machine(run: dict[str, Any], threads: int) -> str:
+    """Return the machine, the settings and the command of the measurement."""
+    about, quick = run["environment"], " --quick" if run["quick"] else ""
+    command = f'make bench BENCH="--save --only {BENCHMARK}{quick}"'
+    number = f"{threads} thread{'s' * (threads > 1)}"
+    return f"{about['cpu']}, {about['cores']} cores, {number}, torch {about['torch']}; {command}"
 
 
 def draw() -> Picture:
-    """Draw bars of the measured times, relative to torch.autocast."""
-    groups = [(shown.title, *_times(shown)) for shown in SHOWN if tables.has_results(shown.benchmark)]
-    comparisons = (
-        f"{title}: polycast {ours:.2f}, a bfloat16 copy {copy:.2f}, float32 {float32:.2f}"
-        for title, ours, copy, float32 in groups
+    """Draw bars of the times that were measured on the most threads, relative to float32."""
+    run = tables.run_of(BENCHMARK)
+    threads = max(each["threads"] for each in run["results"])
+    results = [each for each in run["results"] if each["threads"] == threads]
+    groups = {title: times(results, model) for model, title in MODELS.items()}
+    described = "; ".join(
+        f"{title}: {', '.join(f'{BARS[way].name} {_number(time)}' for way, time in by_way.items())}"
+        for title, by_way in groups.items()
     )
-    height = 142
+    height, top = 56 + 24 * len(BARS), 62
+    bottom = top + height * len(groups)
     picture = Picture(
         760,
-        64 + height * len(groups) + 22,
-        "Time on polycast, under torch.autocast, of a bfloat16 copy and in float32",
-        f"Time, where torch.autocast takes 1. {'; '.join(comparisons)}.",
+        bottom + 24,
+        "Time in float32, under torch.autocast, of a bfloat16 copy, and on polycast",
+        f"Time, where float32 takes 1. {described}.",
     )
-    picture.text(24, 34, "Time, torch.autocast = 1", "bold", size=16)
+    picture.text(24, 34, "Time, float32 = 1", "bold", size=16)
     picture.text(736, 34, "less is better", "quiet", size=12, anchor="end")
-    left, full = 210, 380 / max(1.0, *(time for _, *times in groups for time in times))
-    for number, (title, ours, copy, float32) in enumerate(groups):
-        y = 62 + height * number
+    left, full = 228, 440 / max(1.0, *(time or 0 for by_way in groups.values() for time in by_way.values()))
+    for number, (title, by_way) in enumerate(groups.items()):
+        y = top + height * number
         picture.text(24, y + 10, title, "bold", size=13)
-        rows = (
-            ("polycast, WeightCache", "ours", ours, f"{1 / ours:.1f} times as fast"),
-            ("torch.autocast", "other", 1.0, ""),
-            ("a bfloat16 copy", "copy", copy, "without float32 weights"),
-            ("float32", "warm", float32, "without autocast"),
-        )
-        for place, (name, kind, time, note) in enumerate(rows):
-            top = y + 22 + 26 * place
-            picture.text(left - 12, top + 14, name, "quiet", size=12.5, anchor="end")
-            picture.box(left, top, full * time, 18, kind, radius=3)
-            picture.text(left + full * time + 8, top + 14, f"{time:.2f}", "bold", size=12.5)
-            picture.text(left + full * time + 44, top + 14, note, "quiet", size=12)
-    picture.text(24, 64 + height * len(groups) + 6, _machine(), "quiet", size=11.5)
+        for place, (way, time) in enumerate(by_way.items()):
+            row = y + 22 + 24 * place
+            length = full * (time or 0)
+            picture.text(left - 12, row + 13, BARS[way].name, "quiet", size=12.5, anchor="end")
+            picture.box(left, row, length, 17, BARS[way].kind, radius=3)
+            picture.text(left + length + 8, row + 13, _number(time), "bold", size=12.5)
+    picture.text(24, bottom + 6, _machine(run, threads), "quiet", size=11)
     return picture
+
+
+def _number(time: float | None) -> str:
+    return "left out" if time is None else f"{time:.2f}"
 
 
 def described(readme: str) -> str:
