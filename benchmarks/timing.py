@@ -282,7 +282,7 @@ class Race(Plan):
         return replace(self, once=once, left_out=left_out), calls
 
 
-_SLOW, _VERY_SLOW, _SHORT = 4, 10, 2.0
+_SLOW, _VERY_SLOW, _SHORT = 3, 5, 2.0
 """A side that may be slow is timed once beyond `_SLOW` times the fastest side's time, and left out beyond `_VERY_SLOW`
 times if that takes over `_SHORT` seconds."""
 
