@@ -10,6 +10,7 @@ import polycast
 from polycast.observer import estimates
 from polycast.observer.facts import Facts, Run
 from polycast.observer.matmul_records import Matmul, MatmulRows
+from polycast.profiling.listeners import measuring
 from polycast.profiling.measurement import Measurement
 
 X, WEIGHT = torch.randn(128, 64), torch.randn(64, 64)
@@ -223,3 +224,11 @@ def test_estimates_are_saved(engine, profiled, tmp_path):
     twice = seen + loaded
     assert twice.matmuls[0].rows[0].estimates["bfloat16"] == pytest.approx(2 * 2 * 128e-6)
     assert replace(twice.facts, matmuls=()) != twice.facts
+
+
+def test_ops_that_measure_a_device_are_not_counted(engine):
+    with polycast.observe(), polycast.observe() as seen:
+        with measuring():
+            torch.mm(WEIGHT, WEIGHT)
+        torch.exp(WEIGHT)
+    assert [op.op for op in seen.ops] == ["aten::exp"]

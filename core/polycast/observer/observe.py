@@ -13,6 +13,7 @@ from torch import nn
 from ..common.listeners import Listeners
 from ..common.versions import versions
 from ..engine.low_bit.listeners import listeners as low_bit_listeners
+from ..profiling.listeners import listeners as profiling_listeners
 from . import compilations, module_calls
 from .counting import facts_of
 from .facts import Facts, Run
@@ -138,6 +139,7 @@ class _Observing:
                 listeners.add(listener, self._thread)
 
             listen(compilations.observations, self)
+            listen(profiling_listeners, lambda begins: self._observer.note_compiling(begins))
             if self._needs_modules:
                 listen(module_calls.observations, self)
             if self._finds_modules:

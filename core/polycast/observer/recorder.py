@@ -211,4 +211,4 @@ class Observer(Protocol):
         """Note that a recipe computed the op that this thread is in, or why it declined."""
 
     def note_compiling(self, begins: bool, /) -> None:
-        """Note that a compiler begins on this thread, or ends: its ops are not counted."""
+        """Note that a compiler, or measuring a device, begins on this thread or ends: its ops are not counted."""

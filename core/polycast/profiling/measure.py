@@ -9,6 +9,7 @@ from ..plugins.backend import Backend
 from ..torch_internals.names import disable_current_modes
 from .conditions import Conditions
 from .device_profile import DeviceProfile
+from .listeners import measuring
 from .survey import Survey
 from .ways import ways_of
 
@@ -21,7 +22,7 @@ def measure(backend: Backend) -> DeviceProfile:
     """
     ways, omissions = ways_of(backend)  # may compile C++, which is not part of the time
     conditions = Conditions.now(backend)
-    with _without_autocast(backend.device_type):
+    with measuring(), _without_autocast(backend.device_type):
         try:
             survey = Survey(backend.device_type, ways)
         except Exception as error:  # a backend's ops may raise anything
