@@ -11,6 +11,7 @@ import polycast
 from polycast import Fastest, WeightCache, autocast
 from polycast.engine.fastest.choice import Conversions, Way, bucket, choose
 from polycast.engine.fastest.products import Product
+from polycast.policy import recipe as recipes
 
 pytestmark = pytest.mark.usefixtures("engine", "no_grad")
 X = torch.randn(6, 32)
@@ -257,3 +258,18 @@ def test_a_weight_that_is_cast_for_one_row_alone_is_read_as_it_is(profile_of):
     product = Product("linear", 1, 2**20, 2**10, 2**10)
     for elements, way in ((0, Way.KERNEL), (2**20, Way.FLOAT32), (2**25, Way.FLOAT32)):
         assert choose(profile, torch.bfloat16, product, Conversions(0, 2**10, elements), True).way is way
+
+
+def test_a_profile_that_becomes_known_is_used(profile_of, monkeypatch):
+    profile, weight = profile_of(overhead=1e-15, cast=1e-15, bfloat16=7.0), nn.Parameter(torch.randn(32, 32))
+    text = Fastest(profile).text
+    monkeypatch.setattr(recipes, "_profiles", {})
+
+    def run(recipe):
+        with autocast("cpu", recipe=recipe):
+            return F.linear(X, weight)
+
+    unknown = polycast.Recipe.of_text(text)
+    assert torch.equal(run(unknown), run(recipe="none"))
+    known, expected = Fastest(profile), F.linear(X, weight).bfloat16()
+    assert all(torch.equal(run(each), expected) for each in (known, unknown))

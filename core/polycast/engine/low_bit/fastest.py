@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from ...plugins.backend import Backend, LowBitKernel
 from ...policy.recipe import Fastest
+from ...profiling.device_profile import DeviceProfile
 from ...torch_internals.names import are_functorch_transforms_active, is_forward_ad_active, is_tracing, size_hint
 from ..casts.not_prepacked import INTERCEPTED
 from ..casts.traced import cast_of_traced
@@ -25,6 +26,8 @@ from .recorded import UNRECORDED, Recorded, in_dtype, must_lay_out
 NO_PROFILE = "its profile is not known in this process"
 UNKNOWN_SIZES = "the profile has nothing like it (a vector, or no elements)"
 NARROW_WEIGHT = "its weight is not float32"
+_UNKEPT = (INTERCEPTED, SUBCLASS, NO_PROFILE)
+"""Reasons that may not hold for the next call with the same metadata."""
 
 
 class FastestPlan(Plan):
@@ -36,7 +39,14 @@ class FastestPlan(Plan):
         super().__init__(backend, recipe)
         self.kernels = {op: kernel for op, kernel in self.kernels.items() if kernel.uses_cast}
         self.ops = recipe.overloads
-        self.profile = None if isinstance(recipe.profile, str) else recipe.profile
+
+    @property
+    def profile(self) -> DeviceProfile | None:
+        """The profile of the recipe, which a recipe made of its text may get to know later; None if it is unknown."""
+        found = self.recipe.profile
+        if found is None:
+            found = getattr(Fastest.of_text(self.recipe.text), "profile", None)
+        return None if isinstance(found, str) else found
 
     @override
     def _action(self, op: str, kernel: LowBitKernel) -> Action | None:
@@ -64,7 +74,7 @@ class FastestPlan(Plan):
             found = self.choice(op, args, cache, dtype, plain)
         if isinstance(found, str):
             notify(self.device_type, self.recipe.short, op, found)
-            return None, FALL_BACK if found not in (INTERCEPTED, SUBCLASS) and not listeners else None
+            return None, None if listeners or found in _UNKEPT else FALL_BACK
         notify(self.device_type, f"{self.recipe.short}:{name_of(found.way, dtype)}", op, None)
         result, action = self._compute(found, op, args, cache, dtype)
         return result, None if listeners else action
@@ -81,7 +91,8 @@ class FastestPlan(Plan):
             dtype: the fast dtype.
             plain: skip the checks of single tensors, which the caller has made.
         """
-        if self.profile is None:
+        profile = self.profile
+        if profile is None:
             return NO_PROFILE
         if not plain:
             reason = self._unsupported_tensor(args, False)
@@ -105,13 +116,13 @@ class FastestPlan(Plan):
             if recorded is None:
                 return UNRECORDED
             operands = recorded.operands(self._is_cached(args[position], cache), runs_in_function)
-            ways = choose_recorded(self.profile, dtype, product, operands)
+            ways = choose_recorded(profile, dtype, product, operands)
             return Decision(ways.forward, ways.reason, recorded, ways)
         kernel = self.kernels.get(op)
         is_wide = args[position].dtype is torch.float32
         has_kernel = kernel is not None and is_wide and kernel.unsupported_reason(*args) is None
         conversions = self._conversions(args, position, cache)
-        return Decision(*choose(self.profile, dtype, product, conversions, has_kernel))
+        return Decision(*choose(profile, dtype, product, conversions, has_kernel))
 
     def _conversions(self, args: Sequence[Any], position: int, cache: WeightCache | None) -> Conversions:
         """Return the elements to convert."""
