@@ -48,8 +48,8 @@ class Conversions(NamedTuple):
 
     Attributes:
         narrow: the elements that are not float32, which the way float32 converts.
-        wide: the float32 elements of activations, which the others convert.
-        weight: the float32 elements of weights whose casts will not be found in a cache, which the others convert.
+        wide: the float32 elements of activations, which the fast dtype's way converts. Kernels of backends take any.
+        weight: the float32 elements of weights whose casts will not be found in a cache, which both of these convert.
     """
 
     narrow: int
@@ -87,11 +87,14 @@ def _choose(
     seconds = seconds_by_way(profile, product, ways)
     if Way.FAST not in seconds:
         return Choice(Way.FAST, f"the profile has no {fast} {product.op}")
-    to_fast = seconds_to_cast(profile, f"to {fast}", conversions.wide)
-    to_fast += seconds_to_cast_weight(profile, f"to {fast}", conversions.weight)
-    from_fast = seconds_to_cast(profile, f"from {fast}", conversions.narrow)
-    from_fast += seconds_to_cast(profile, f"to {fast}", product.result)
-    total = {way: each + (from_fast if way is Way.FLOAT32 else to_fast) for way, each in seconds.items()}
+    of_weight = seconds_to_cast_weight(profile, f"to {fast}", conversions.weight)
+    converting = {
+        Way.FAST: of_weight + seconds_to_cast(profile, f"to {fast}", conversions.wide),
+        Way.KERNEL: of_weight,
+        Way.FLOAT32: seconds_to_cast(profile, f"from {fast}", conversions.narrow)
+        + seconds_to_cast(profile, f"to {fast}", product.result),
+    }
+    total = {way: each + converting[way] for way, each in seconds.items()}
     ratios = {way: each / total[Way.FAST] for way, each in total.items()}
     way = min(ratios, key=lambda each: ratios[each])
     if ratios[way] < MARGIN:
