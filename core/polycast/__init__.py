@@ -1,4 +1,6 @@
-"""Autocast for PyTorch as a plugin system.
+"""Autocast for PyTorch as a plugin system: mixed precision on any device.
+
+Start with :class:`autocast`. :func:`observe` shows what ran in which dtype, :func:`profile` what is fast on a device.
 
 PYTEST_DONT_REWRITE: pytest, which finds its options in this distribution, has no assertion to rewrite here.
 """
@@ -70,11 +72,6 @@ if TYPE_CHECKING:
         set_autocast_enabled,
     )
     from .toolchain.load_ops import load_ops
-
-__doc__ = """Autocast for PyTorch as a plugin system: mixed precision on any device.
-
-Start with :class:`autocast`. :func:`observe` shows what ran in which dtype, :func:`profile` what is fast on a device.
-"""  # without the note to pytest, which reads the source
 
 # An exported program may call this operator, so torch has to know it from the start.
 importlib.import_module(".engine.casts.cached_cast", __name__)

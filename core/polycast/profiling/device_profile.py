@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,8 +18,6 @@ from .interpolation import interpolated, interpolated_time
 from .measurement import DISTURBED, Measurement, Omission, is_positive, is_valid
 
 if TYPE_CHECKING:
-    from os import PathLike
-
     from rich.console import RenderableType
 
 _FORMAT = 1
@@ -164,7 +163,7 @@ class DeviceProfile:
             raise ValueError("it was changed: its digest differs")
         return found
 
-    def save(self, path: "str | PathLike[str]") -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile to a file, as JSON.
 
         Raises:
@@ -173,7 +172,7 @@ class DeviceProfile:
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
-    def load(cls, path: "str | PathLike[str]") -> Self:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """Return the profile in a file.
 
         Raises:
