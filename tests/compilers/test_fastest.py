@@ -82,6 +82,24 @@ def test_training_compiles_to_the_gradients_of_eager_code(model, slow, quick):
         assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
+def test_training_with_attention_compiles_to_the_gradients_of_eager_code(slow, quick):
+    weight = nn.Parameter(torch.randn(16, 16))
+
+    def function(x):
+        x = torch.nn.functional.linear(x, weight)
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for recipe in (slow, quick):
+        found = []
+        for each in (function, compiled):
+            x = torch.randn(2, 3, 8, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
+            with autocast("cpu", recipe=recipe):
+                result = each(x)
+            found.append([result, *torch.autograd.grad(result, (x, weight), torch.ones_like(result))])
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 def test_another_profile_is_another_code(model, slow, quick, profile_of):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter)

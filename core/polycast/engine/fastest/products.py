@@ -2,23 +2,22 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
 from ...torch_internals.names import size_hint
 
-_Tensors: TypeAlias = Sequence[torch.Tensor]
+ATTENTION = "scaled_dot_product_attention"
 
 
 class Product(NamedTuple):
     """The work of a matmul or convolution, in the terms of a device's profile.
 
     Attributes:
-        op: the op of the profile: ``"linear"``, ``"matmul"``, ``"bmm"``, ``"conv2d"`` or
-            ``"scaled_dot_product_attention"``.
+        op: the op of the profile: ``"linear"``, ``"matmul"``, ``"bmm"``, ``"conv2d"`` or `ATTENTION`.
         rows: the rows of the activations; for convolutions, the positions of the result.
-    size: the elements of the weight, or of the second matrix; for attention, of keys and values.
+        size: the elements of the weight, or of the second matrix; for attention, of keys and values.
         result: the elements of the result.
         inner: the length of the sums; 0 where gradients are not products of this kind.
     """
@@ -107,7 +106,7 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: 
     rows = _sizes(query)[-2]
     count = math.prod(_sizes(query)[:-2])
     size = math.prod(_sizes(key)) + math.prod(_sizes(value))
-    return Product("scaled_dot_product_attention", rows, size, count * rows * _sizes(value)[-1])
+    return Product(ATTENTION, rows, size, count * rows * _sizes(value)[-1])
 
 
 def _convolution(
@@ -150,6 +149,6 @@ _READERS: Mapping[str, Callable[..., Product | None]] = {
     "aten::matmul": _matmul,
     "aten::bmm": _bmm,
     "aten::baddbmm": _baddbmm,
-    "aten::scaled_dot_product_attention": _attention,
+    f"aten::{ATTENTION}": _attention,
     **{f"aten::conv{axes}d{overload}": _convolution for axes in (1, 2, 3) for overload in ("", ".padding")},
 }

@@ -10,8 +10,8 @@ import torch
 from ...policy.dtypes import dtype_name
 from ...profiling.device_profile import DeviceProfile
 from .choice import MARGIN, Way, bucket, name_of, seconds_by_way
-from .cost import seconds_to_cast
-from .products import Product
+from .cost import seconds_to_cast, seconds_to_cast_weight
+from .products import ATTENTION, Product
 
 _FUNCTION_SECONDS = 60e-6
 """An autograd function in Python takes about so long, forward and backward."""
@@ -116,7 +116,10 @@ class _Costs:
         self._seconds = [seconds_by_way(profile, each, ways) for each in (product, first, second)]
         self._to = functools.partial(seconds_to_cast, profile, f"to {name}")
         self._from = functools.partial(seconds_to_cast, profile, f"from {name}")
-        self._result = product.result
+        # Weights and their gradients are read from memory.
+        self._to_weight = functools.partial(seconds_to_cast_weight, profile, f"to {name}")
+        self._from_weight = functools.partial(seconds_to_cast_weight, profile, f"from {name}")
+        self._product = product
 
     @property
     def are_known(self) -> bool:
@@ -125,16 +128,19 @@ class _Costs:
     def of(self, forward: Way, first: Way, second: Way) -> float:
         """Return the seconds of forward and backward in these ways."""
         needed = self._operands
+        ways = {forward, *_of_needed((forward, first, second), needed)}
+        is_fast = ways == {Way.FAST}
         seconds = self._forward(forward, self._seconds[0])
         if needed.first_needed:
-            seconds += self._gradient_of_first(first, forward, self._seconds[1])
+            seconds += self._gradient_of_first(first, is_fast, self._seconds[1])
         if needed.second_needed:
             seconds += self._gradient_of_second(second, self._seconds[2])
         if Way.FLOAT32 in (first, second):
-            seconds += self._from(self._result)
-        ways = forward, *_of_needed((forward, first, second), needed)
-        by_torch = set(ways) == {Way.FAST} or (needed.may_be_saved and set(ways) == {Way.FLOAT32})
-        return seconds if by_torch else seconds + _FUNCTION_SECONDS
+            seconds += self._from(self._product.result)
+        if is_fast or (needed.may_be_saved and ways == {Way.FLOAT32}):
+            return seconds  # torch records it
+        recomputed = self._seconds[0][first] if self._product.op == ATTENTION else 0.0
+        return seconds + recomputed + _FUNCTION_SECONDS
 
     def _forward(self, way: Way, of_way: Mapping[Way, float]) -> float:
         has = self._operands
@@ -145,24 +151,23 @@ class _Costs:
         if has.second_is_wide and (way is Way.FAST or has.first_needed):
             seconds += self._to(has.second)
         if way is Way.FAST:
-            return seconds + (self._to(has.second) if has.is_weight and not has.is_cached else 0.0)
+            return seconds + (self._to_weight(has.second) if has.is_weight and not has.is_cached else 0.0)
         if not has.first_is_wide:
             seconds += self._from(has.first)
         if not has.second_is_wide and not has.is_weight:
             seconds += self._from(has.second)
-        return seconds + self._to(self._result)
+        return seconds + self._to(self._product.result)
 
-    def _gradient_of_first(self, way: Way, forward: Way, of_way: Mapping[Way, float]) -> float:
+    def _gradient_of_first(self, way: Way, is_saved: bool, of_way: Mapping[Way, float]) -> float:
         has = self._operands
         if way is Way.FAST:
-            is_at_hand = not has.is_weight or has.is_cached or forward is Way.FAST
-            return of_way[way] + (0.0 if is_at_hand else self._to(has.second))
+            return of_way[way] + (self._to_weight(has.second) if has.is_weight and not is_saved else 0.0)
         return of_way[way] + self._to(has.first) + (0.0 if has.is_weight else self._from(has.second))
 
     def _gradient_of_second(self, way: Way, of_way: Mapping[Way, float]) -> float:
         has = self._operands
         if way is Way.FAST:
-            return of_way[way] + (self._from(has.second) if has.is_weight else 0.0)
+            return of_way[way] + (self._from_weight(has.second) if has.is_weight else 0.0)
         return of_way[way] + self._from(has.first) + (0.0 if has.is_weight else self._to(has.second))
 
 

@@ -21,7 +21,7 @@ from ..inference import in_function
 from .actions import FALL_BACK, FLOAT32, Action, ActionKind
 from .listeners import listeners, notify
 from .plan import SMALL, SUBCLASS, Plan, is_special
-from .recorded import UNRECORDED, Recorded, in_dtype, must_lay_out
+from .recorded import UNRECORDED, Recorded, RecordedAttention, in_dtype, must_lay_out, recorded_call
 
 NO_PROFILE = "its profile is not known in this process"
 UNKNOWN_SIZES = "the profile has nothing like it (a vector, or no elements)"
@@ -112,7 +112,7 @@ class FastestPlan(Plan):
         if _weight_of(args[position]) is not None and args[position].dtype is not torch.float32:
             return NARROW_WEIGHT
         if records:
-            recorded = Recorded.of(op, args, _weight_of(args[position]) is not None)
+            recorded = recorded_call(op, args, _weight_of(args[position]) is not None)
             if recorded is None:
                 return UNRECORDED
             operands = recorded.operands(self._is_cached(args[position], cache), runs_in_function)
@@ -178,7 +178,7 @@ class Decision(NamedTuple):
 
     way: Way
     reason: str
-    recorded: Recorded | None = None
+    recorded: Recorded | RecordedAttention | None = None
     ways: Ways | None = None
 
 

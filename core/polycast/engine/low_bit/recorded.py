@@ -7,8 +7,9 @@ import torch
 
 from ...policy.schemas import find_op, unflatten_arguments
 from ...torch_internals.names import size_hint
-from ..fastest.functions import Convolution, ConvolutionSettings, Forward, Gradients, RecordedProduct
-from ..fastest.products import weight_position
+from ..fastest.choice import Way
+from ..fastest.functions import Convolution, ConvolutionSettings, Forward, Gradients, Recomputed, RecordedProduct
+from ..fastest.products import ATTENTION, weight_position
 from ..fastest.training import Operands, Ways
 from .plan import FLOATS
 
@@ -125,6 +126,71 @@ class Recorded(NamedTuple):
         else:
             result = Convolution.apply(call, self.settings, first, second, self.bias)  # type: ignore[no-untyped-call]
         return result
+
+
+class RecordedAttention(NamedTuple):
+    """An attention that autograd records; its backward computes it again.
+
+    Attributes:
+        op: by its name in the dispatcher.
+        args: its arguments.
+    """
+
+    op: str
+    args: Sequence[Any]
+
+    @classmethod
+    def of(cls, op: str, args: Sequence[Any]) -> "RecordedAttention | None":
+        """Return a call as a recorded attention; None with dropout, which would differ in the backward."""
+        _, _, _, _, dropout, *_ = args
+        return None if dropout else cls(op, args)
+
+    @property
+    def _positions(self) -> list[int]:
+        """The positions of the tensors among the arguments."""
+        return [at for at, arg in enumerate(self.args) if isinstance(arg, torch.Tensor)]
+
+    def operands(self, is_cached: bool, in_function: bool) -> Operands:
+        """Return what the choice of ways depends on; see :meth:`Recorded.operands`."""
+        query, key, value, *_ = self.args
+        is_needed = in_function or any(self.args[at].requires_grad for at in self._positions)
+        return Operands(
+            size_hint(query.numel()),
+            size_hint(key.numel()) + size_hint(value.numel()),
+            query.dtype is torch.float32,
+            key.dtype is torch.float32,
+            is_weight=False,
+            is_cached=False,
+            first_needed=is_needed,
+            second_needed=is_needed,
+        )
+
+    def compute(
+        self, ways: Ways, dtype: torch.dtype, cast_weight: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Compute the attention, recorded as one autograd function; see :meth:`Recorded.compute`."""
+        op, args, positions = self.op, self.args, self._positions
+        others = [None if at in positions else arg for at, arg in enumerate(args)]
+        of_way = {way: torch.float32 if way is Way.FLOAT32 else dtype for way in Way}
+        # The mask is saved as it is: it is often shared, and may have numbers that the fast dtype has not.
+        saved = [args[at].to(dtype) if at < 3 else args[at] for at in positions]
+
+        def forward() -> torch.Tensor:
+            return in_dtype(op, args, of_way[ways.forward]).to(dtype)
+
+        def again(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+            given = list(others)
+            for at, tensor in zip(positions, tensors, strict=True):
+                given[at] = tensor
+            return in_dtype(op, given, of_way[ways.first])
+
+        result: torch.Tensor = Recomputed.apply(forward, again, *saved)  # type: ignore[no-untyped-call]
+        return result
+
+
+def recorded_call(op: str, args: Sequence[Any], is_weight: bool) -> Recorded | RecordedAttention | None:
+    """Return a call that autograd records; None if its gradients are not computed here."""
+    return RecordedAttention.of(op, args) if op == f"aten::{ATTENTION}" else Recorded.of(op, args, is_weight)
 
 
 def _settings(

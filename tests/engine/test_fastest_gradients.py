@@ -1,0 +1,81 @@
+"""Gradients of the recipe "fastest": those of the products of what is saved, in each way, rounded once."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from polycast import Fastest, autocast
+from polycast.engine.fastest.choice import Way
+from polycast.engine.fastest.training import Ways
+from polycast.engine.low_bit import fastest
+
+pytestmark = pytest.mark.usefixtures("engine")
+FAST, FLOAT32 = Way.FAST, Way.FLOAT32
+ROUNDED_OTHERWISE = 0.03
+"""The part of the elements that may be rounded to the neighbour, since sums have errors; in another dtype it is 0.2."""
+
+
+def bias(x, features):
+    return torch.ones(features, dtype=x.dtype)
+
+
+OPS = {
+    "linear": (lambda x, w: F.linear(x, w, bias(x, 40)), (48, 64), (40, 64)),
+    "mm": (lambda x, w: torch.mm(x, w), (48, 64), (64, 40)),
+    "addmm": (lambda x, w: torch.addmm(bias(x, 40), x, w, beta=0.5, alpha=2), (48, 64), (64, 40)),
+    "bmm": (lambda x, w: torch.bmm(x, w), (3, 48, 64), (3, 64, 40)),
+    "conv2d": (lambda x, w: F.conv2d(x, w, bias(x, 16), stride=2, padding=1), (3, 8, 11, 9), (16, 8, 3, 3)),
+}
+
+
+def dtype_of(way):
+    return torch.float32 if way is FLOAT32 else torch.bfloat16
+
+
+def product(function, x, weight, way):
+    """Return the product of tensors that are rounded to the dtype of a way, in float64."""
+    with torch.autocast("cpu", enabled=False):
+        return function(*(each.detach().to(dtype_of(way)).double() for each in (x, weight)))
+
+
+def gradients(function, x, weight, gradient):
+    """Return the gradients of a product in float64."""
+    given = [each.detach().double().requires_grad_() for each in (x, weight)]
+    return torch.autograd.grad(function(*given), given, gradient.double())
+
+
+def rounded_otherwise(found, expected):
+    """Return the part of the elements that are not those of a tensor in float64, rounded to bfloat16."""
+    return float((found != expected.to(torch.bfloat16).to(found.dtype)).double().mean())
+
+
+@pytest.mark.parametrize("is_weight", [True, False], ids=["weight", "activation"])
+@pytest.mark.parametrize("of_second", [FAST, FLOAT32], ids=lambda way: f"second-{way.value}")
+@pytest.mark.parametrize("of_first", [FAST, FLOAT32], ids=lambda way: f"first-{way.value}")
+@pytest.mark.parametrize("forward", [FAST, FLOAT32], ids=lambda way: f"forward-{way.value}")
+@pytest.mark.parametrize("op", OPS)
+def test_gradients_are_those_of_the_products_in_each_way(
+    op, forward, of_first, of_second, is_weight, profile_of, monkeypatch
+):
+    if op == "conv2d" and of_first is not of_second:
+        pytest.skip("one op computes both gradients")
+    function, *shapes = OPS[op]
+    monkeypatch.setattr(fastest, "choose_recorded", lambda *_: Ways(forward, of_first, of_second, "for a test"))
+    torch.manual_seed(0)
+    x, weight = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    weight = nn.Parameter(weight.detach()) if is_weight else weight
+    with autocast("cpu", recipe=Fastest(profile_of(bfloat16=1.0))):
+        result = function(x, weight if is_weight else weight * 1)
+    gradient = torch.randn(result.shape).bfloat16()
+    of_x, of_weight = torch.autograd.grad(result, (x, weight), gradient)
+
+    assert rounded_otherwise(result, product(function, x, weight, forward)) < ROUNDED_OTHERWISE
+    # The activation is saved in the fast dtype, and a weight as it is.
+    saved_x, saved_weight = x.bfloat16(), weight if is_weight and of_first is FLOAT32 else weight.bfloat16()
+    expected_x, expected_weight = gradients(function, saved_x, saved_weight, gradient)
+    assert rounded_otherwise(of_x, expected_x) < ROUNDED_OTHERWISE
+    if is_weight and of_second is FLOAT32:
+        torch.testing.assert_close(of_weight, expected_weight.float(), rtol=1e-4, atol=1e-4)
+    else:
+        assert rounded_otherwise(of_weight, expected_weight) < ROUNDED_OTHERWISE

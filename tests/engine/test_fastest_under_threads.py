@@ -1,0 +1,85 @@
+"""Threads that train at once in regions with the recipe "fastest"."""
+
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from polycast import Fastest, WeightCache, autocast
+from polycast.engine.low_bit.actions import forget_actions
+
+pytestmark = pytest.mark.usefixtures("engine")
+THREADS = 4
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.images = nn.Conv1d(8, 8, 3, padding="same")
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        x = self.first(self.images(x))
+        x = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0]
+        return torch.matmul(self.last(x.relu()), x.mT[:, :16])
+
+
+def train(model, number, recipe, cache=None):
+    """Return the weights of a model after a few steps."""
+    generator = torch.Generator().manual_seed(number)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for at in range(6):
+        x = torch.randn(4, 8, 16, generator=generator)
+        optimizer.zero_grad()
+        with autocast("cpu", recipe=recipe, cache=cache):
+            result = checkpoint(model, x, use_reentrant=False) if at % 2 else model(x)
+        result.float().square().mean().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.fixture
+def recipes(profile_of):
+    """Return recipes whose choices differ."""
+    return [Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=ratio)) for ratio in (0.01, 1.0, 1e9)]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_threads_train_as_one_does(recipes, cached):
+    torch.manual_seed(0)
+    model = Model()
+    cache = WeightCache() if cached else None
+    expected = [train(copy.deepcopy(model), at, recipes[at % len(recipes)]) for at in range(THREADS)]
+    together = threading.Barrier(THREADS)
+
+    def run(at):
+        own = copy.deepcopy(model)
+        together.wait()
+        if at == 0:
+            forget_actions()
+        return train(own, at, recipes[at % len(recipes)], cache)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = list(pool.map(run, range(THREADS)))
+    for own, alone in zip(found, expected, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(own, alone, strict=True))
+
+
+def test_threads_share_a_model(recipes):
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(4, 8, 16)
+
+    def gradients(_):
+        with autocast("cpu", recipe=recipes[2]):
+            loss = model(x).float().square().mean()
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    expected = gradients(0)
+    with ThreadPoolExecutor(THREADS) as pool:
+        for found in pool.map(gradients, range(8 * THREADS)):
+            assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
