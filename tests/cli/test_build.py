@@ -16,6 +16,7 @@ from polycast.engine.native.loading import ENGINE
 from polycast.toolchain.build import find_build, get_or_build
 from polycast.toolchain.cache_folder import cache_directory
 from polycast.toolchain.cpp_library import BuildError, CppLibrary
+from polycast.toolchain.prebuilt import no_compiler
 
 WRITES = "open(sys.argv[sys.argv.index('-o') + 1], 'w').write('a library')"
 OPS = CppLibrary.of_ops("polycast_cpu.native")
@@ -108,8 +109,9 @@ def test_it_fails_where_there_is_no_compiler(compiler, ops, monkeypatch):
     compiler("pass")
     monkeypatch.setenv("CXX", "no-such-compiler")
     result = run()
-    reason = "no C++ compiler is found. Install one (c++), or name it in the variable CXX."
-    assert result.stderr.splitlines() == [f"polycast: {each.description} cannot be built: {reason}" for each in OWN]
+    assert result.stderr.splitlines() == [
+        f"polycast: {each.description} cannot be built: {no_compiler()}" for each in OWN
+    ]
     assert result.exit_code == 1
 
 

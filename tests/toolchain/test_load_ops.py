@@ -12,6 +12,7 @@ import polycast
 from polycast.engine.native.loading import ENGINE
 from polycast.toolchain import load_ops as ops
 from polycast.toolchain.build import get_or_build
+from polycast.toolchain.prebuilt import no_compiler
 
 PACKAGE = "polycast_cpu.native"
 
@@ -67,33 +68,63 @@ def test_ops_and_the_engine_have_separate_folders(compiler, home, loaded):
 
 def test_the_reason_without_a_compiler(home, loaded, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    said = f"the C++ of {PACKAGE} cannot be loaded: no C++ compiler is found. Install one (c++), or name it in CXX."
     answer = polycast.load_ops(PACKAGE)
-    assert (answer.available, answer.reason.replace("the variable ", "")) == (False, said)
+    assert (answer.available, answer.reason) == (False, f"the C++ of {PACKAGE} cannot be loaded: {no_compiler()}")
     assert loaded == []
 
 
 @pytest.mark.slow
 def test_the_reason_of_a_failed_build_has_the_log_and_how_to_retry(compiler, home, loaded):
-    compiler.behave(status=3)
+    compiler.behave(status=3, also='print("ops.cpp:1:9: error: no room\\nops.cpp:2:1: error: another")')
     reason = polycast.load_ops(PACKAGE).reason
     (log,) = home.rglob("*.log")
     assert reason.endswith(
-        f"the compiler failed with status 3; its output is in {log}. Once it can do better, "
-        "remove that file to try again."
+        f"the compiler failed with status 3: ops.cpp:1:9: error: no room; its output is in {log}. Once it can do "
+        "better, remove that file to try again."
     )
     compiler.behave(status=0)
     ops._answers.clear()
     assert (
-        f"it failed before; its output is in {log}. Remove that file to try again." in polycast.load_ops(PACKAGE).reason
+        f"it failed before: ops.cpp:1:9: error: no room; its output is in {log}. Remove that file to try "
+        "again." in polycast.load_ops(PACKAGE).reason
     )
     log.unlink()
     ops._answers.clear()
     assert polycast.load_ops(PACKAGE)
 
 
-def test_the_reason_for_a_package_without_cpp():
-    assert "its C++ sources are not in" in polycast.load_ops("polycast.policy").reason
+@pytest.mark.parametrize("files", [[], ["kernels.h"]], ids=["nothing", "headers"])
+def test_a_package_without_cpp_is_told_that_the_sources_are_its_own(files, tmp_path, monkeypatch):
+    package = f"acme_without_{len(files)}_headers"
+    (tmp_path / package).mkdir()
+    for name in ["__init__.py", *files]:
+        (tmp_path / package / name).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    reason = polycast.load_ops(package).reason
+    missing = f"there are headers and no .cpp file in {package}" if files else f"its C++ sources are not in {tmp_path}"
+    assert missing in reason
+    assert f"They belong to the distribution of {package}: if that is yours, list *.cpp and *.h in its pack" in reason
+
+
+OPS_WITH_ATEN = """
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+TORCH_LIBRARY(acme_aten, m) {
+  m.def("twice(Tensor x) -> Tensor", [](const at::Tensor& x) { return at::add(x, at::ones_like(x) * x); });
+}
+"""
+
+
+@pytest.mark.slow
+def test_ops_may_include_all_of_aten(tmp_path, monkeypatch, home):
+    package = tmp_path / "acme_with_aten"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "ops.cpp").write_text(OPS_WITH_ATEN)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert polycast.load_ops("acme_with_aten") == polycast.Availability(True)
+    assert torch.ops.acme_aten.twice(torch.tensor([1.0, 2.0])).tolist() == [2.0, 4.0]
 
 
 def test_the_reason_for_a_library_that_does_not_load(compiler, home, monkeypatch):

@@ -83,6 +83,20 @@ def test_a_library_that_does_not_load_is_ignored(came_with):
         loading._load_prebuilt.cache_clear()
 
 
+def test_without_a_compiler_the_error_names_the_versions_of_torch_that_have_libraries(tmp_path, monkeypatch):
+    monkeypatch.setattr(prebuilt, "_FOLDER", tmp_path)
+    running(monkeypatch, "2.99.0")
+    assert str(prebuilt.no_compiler()) == (
+        "no C++ compiler is found, and polycast came without compiled libraries, which its wheels for Linux contain. "
+        "Install a compiler (c++; on Debian: apt install g++), or name it in the variable CXX."
+    )
+    for version in ("2.9.1", "2.13.0", "2.11.0"):
+        (tmp_path / f"torch-{version}-linux-x86_64-0123456789abcdef").mkdir()
+    assert "the libraries that came with polycast are for torch 2.9.1, 2.11.0, 2.13.0, and this is torch 2.99.0" in str(
+        prebuilt.no_compiler()
+    )
+
+
 SCRIPT = """
 import torch, polycast
 from polycast.engine.choice import chosen

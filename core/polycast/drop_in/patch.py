@@ -79,6 +79,10 @@ class patch_torch:
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
+    def __repr__(self) -> str:
+        started = "started" if self._started else "not started"
+        return f"<patch_torch: {started}; torch is {'patched' if _patches else 'not patched'}>"
+
 
 def install_shim(patch: Patch) -> None:
     """Replace methods of torch's class, and each public name of torch's functions."""

@@ -103,6 +103,13 @@ class observe:
         if error is None:
             running.raise_nonfinite()
 
+    def __repr__(self) -> str:
+        run = self._options
+        more = {"model": run.model, "timing": run.timing, "stacks": run.stacks}
+        texts = [f"{name}={value}" for name, value in more.items() if value]
+        texts += [f"nonfinite={run.nonfinite!r}", f"threads={run.threads!r}"]
+        return f"<observe({', '.join(texts)}): {'observing' if self._running else 'not observing'}>"
+
 
 class observe_program(observe):
     """Observe a program whose models are unknown: each is named after its class when it is first called."""

@@ -182,6 +182,10 @@ class Backend:
         """
         return STREAMS_KNOW_CAPTURE and _current_stream_captures(self.device_type)
 
+    def __repr__(self) -> str:
+        device, dtype = getattr(self, "device_type", "?"), getattr(self, "default_dtype", "?")  # it may be incomplete
+        return f"<{type(self).__module__}.{type(self).__qualname__}: {device}, default {dtype}>"
+
 
 STREAMS_KNOW_CAPTURE = hasattr(torch.Stream, "is_capturing")
 

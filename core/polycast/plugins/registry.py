@@ -4,7 +4,6 @@ import difflib
 import os
 import threading
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import torch
 
@@ -17,6 +16,7 @@ from .backend import Backend
 from .checks import check_availability
 from .discovery import discover
 from .loading import BackendLoader, BackendStatus
+from .statuses import BackendStatuses
 
 
 class Registry:
@@ -99,7 +99,7 @@ class Registry:
         """Return the status of the backend of a device type that has one."""
         return self._loaders()[name].status()
 
-    def statuses(self) -> Mapping[str, BackendStatus]:
+    def statuses(self) -> BackendStatuses:
         """See :func:`backends`."""
         loaders = self._loaders().copy()
         statuses = {name: loader.status() for name, loader in loaders.items()}
@@ -110,7 +110,7 @@ class Registry:
                     f"{hookspecs.ENTRY_POINT_GROUP!r}.{_discovery_hint()}"
                 )
                 statuses[name] = BackendStatus(name, "missing", reason)
-        return MappingProxyType(dict(sorted(statuses.items())))
+        return BackendStatuses(statuses)
 
     def register(self, backend: Backend) -> None:
         """Register a valid backend by hand; the kernels of the one before it are uninstalled."""
@@ -166,7 +166,7 @@ if hasattr(os, "register_at_fork"):
 def backends() -> Mapping[str, BackendStatus]:
     """Return the status of every device type that has a backend or a torch Autocast key, as a read-only snapshot.
 
-    This imports every plugin that is not blocked.
+    ``print`` and notebooks show a table. This imports every plugin that is not blocked.
 
     Raises:
         ValueError: a ``POLYCAST_`` variable has an invalid value.

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeAlias
 from typing_extensions import Self, final
 
 from ..common.cached_property import cached_property
+from ..common.html_table import html_table
 from ..torch_internals.dispatcher import autocast_supported_devices
 from . import files
 from .cast_policy import CastPolicy
@@ -202,6 +203,10 @@ class Policy:
             arguments["devices"] = dict(self.devices)
         order = [key for key in ("ops", "modules", "devices", "name") if key in arguments]
         return f"Policy({', '.join(f'{key}={arguments[key]!r}' for key in order)})"
+
+    def _repr_html_(self) -> str:
+        lines = (line.partition(" = ") for line in _lines(self))
+        return html_table(("for", "policy"), ((name, value) for name, _, value in lines), "Policy")
 
     def __copy__(self) -> Self:
         return self

@@ -1,11 +1,12 @@
 """The result of ``compare``: a value that prints as a table and converts to plain data."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..common.html_table import html_lines, html_table
 from ..common.plain_text import as_text, under_the_head
 from ..observer.low_bit_counts import low_bit_lines
 from ..observer.records import LowBit
@@ -87,31 +88,32 @@ class Comparison:
         from rich.console import Group
         from rich.text import Text
 
-        shown = [module for module in self.modules if module.own.relative or module.inherited][:_SHOWN]
-        rows = _table("module", "class", "calls", "adds", "own", "inherited", *_MEASURES)
-        for module in shown:
+        modules, outputs = _table(_MODULES, self._module_rows()), _table(_OUTPUTS, self._output_rows())
+        return Group(modules, Text(), outputs, Text(), Text("\n".join(self._sentences())))
+
+    def _repr_html_(self) -> str:
+        tables = html_table(_MODULES, self._module_rows()), html_table(_OUTPUTS, self._output_rows())
+        return "\n".join([*tables, html_lines(self._sentences())])
+
+    def _shown(self) -> list[ModuleErrors]:
+        return [module for module in self.modules if module.own.relative or module.inherited][:_SHOWN]
+
+    def _module_rows(self) -> Iterator[list[str]]:
+        for module in self._shown():
             inherited = "-" if module.inherited is None else _number(module.inherited)
             measures = ["-"] * len(_MEASURES) if module.total is None else _measures(module.total)
-            own = _number(module.own.relative)
-            rows.add_row(
-                module.name or "(model)",
-                module.kind,
-                str(module.calls),
-                _number(module.adds),
-                own,
-                inherited,
-                *measures,
-            )
-        outputs = _table("output", *_MEASURES)
-        for name, error in self.outputs.items():
-            outputs.add_row(name, *_measures(error))
-        return Group(rows, Text(), outputs, Text(), Text("\n".join(self._sentences(len(shown)))))
+            own = [_number(module.adds), _number(module.own.relative), inherited]
+            yield [module.name or "(model)", module.kind, str(module.calls), *own, *measures]
 
-    def _sentences(self, shown: int) -> list[str]:
+    def _output_rows(self) -> Iterator[list[str]]:
+        for name, error in self.outputs.items():
+            yield [name, *_measures(error)]
+
+    def _sentences(self) -> list[str]:
         recipe = "" if self.recipe is None else f" and {self.recipe.short}"
         region = f"a region of {dtype_name(self.dtype)}{recipe} on {self.device_type}"
         sentences = [f"float32 against {region}: relative errors."]
-        others = len(self.modules) - shown
+        others = len(self.modules) - len(self._shown())
         if others:
             sentences.append(f"{others} more {'module is' if others == 1 else 'modules are'} not shown.")
         if self.first_nonfinite is not None:
@@ -133,6 +135,8 @@ class Comparison:
 
 
 _MEASURES = ("total", "max", "cosine", "inf", "nan")
+_MODULES = ("module", "class", "calls", "adds", "own", "inherited", *_MEASURES)
+_OUTPUTS = ("output", *_MEASURES)
 
 
 def _measures(error: Error) -> list[str]:
@@ -144,11 +148,13 @@ def _number(value: float) -> str:
     return f"{value:.2e}" if value else "0"
 
 
-def _table(*columns: str) -> Any:
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> "RenderableType":
     from rich.table import Table
 
     new = Table(box=under_the_head(), show_edge=False)
     for column in columns:
         is_text = column in ("module", "class", "output")
         new.add_column(column, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
+    for row in rows:
+        new.add_row(*row)
     return new

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..common.html_table import html_lines
 from ..common.plain_text import in_ascii
 from ..engine.choice import choose
 from ..policy import files
@@ -138,6 +139,9 @@ class Tuned(NamedTuple):
 
     def __str__(self) -> str:
         return in_ascii(f"{self.policy!r}\n{self.evidence}")
+
+    def _repr_html_(self) -> str:
+        return "\n".join([self.policy._repr_html_(), html_lines(self.evidence.lines())])
 
 
 def machine(device_type: str) -> dict[str, Any]:

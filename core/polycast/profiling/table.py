@@ -1,9 +1,9 @@
 """Show measurements as a table: the time of float32, and the times of other ways relative to it."""
 
-import html
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from ..common.html_table import html_lines, html_table
 from ..common.plain_text import under_the_head
 from .measurement import Measurement, Omission
 
@@ -32,17 +32,7 @@ def as_rich(heading: str, measurements: Sequence[Measurement], omissions: Iterab
 def as_html(heading: str, measurements: Sequence[Measurement], omissions: Iterable[Omission]) -> str:
     """Return an HTML table with a heading, and a line for each omission."""
     columns, *rows = _cells(measurements)
-    lines = [
-        "<table>",
-        f"<caption>{html.escape(heading)}</caption>",
-        f"<thead><tr>{_html_row('th', columns)}</tr></thead>",
-        "<tbody>",
-        *(f"<tr>{_html_row('td', row)}</tr>" for row in rows),
-        "</tbody>",
-        "</table>",
-        *(f"<p>{html.escape(sentence)}</p>" for sentence in [_LEGEND, *_sentences(omissions)]),
-    ]
-    return "\n".join(lines)
+    return "\n".join([html_table(columns, rows, heading), html_lines([_LEGEND, *_sentences(omissions)])])
 
 
 def _cells(measurements: Sequence[Measurement]) -> Iterator[list[str]]:
@@ -85,7 +75,3 @@ def _count(size: int) -> str:
 
 def _sentences(omissions: Iterable[Omission]) -> list[str]:
     return [f"Not measured: {each.op} in {each.way}: {each.reason}" for each in dict.fromkeys(omissions)]
-
-
-def _html_row(tag: str, cells: Iterable[str]) -> str:
-    return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..common.html_table import html_lines, html_table
 from ..policy.cast_policy import CastPolicy
 from ..policy.dtypes import dtype_name
 from ..policy.plain_data import plain_data
@@ -97,16 +98,30 @@ class Explanation:
         plain: dict[str, Any] = plain_data(vars(self))
         return plain
 
-    def __str__(self) -> str:
+    @property
+    def _heading(self) -> str:
         region = f"a region of {dtype_name(self.dtype)}" if self.enabled else "autocast is off"
-        lines = [f"{self.op} on {self.device_type}, {region}"]
+        return f"{self.op} on {self.device_type}, {region}"
+
+    def __str__(self) -> str:
+        lines = [self._heading]
         for each in (self, *self.others):
             lines.append(each._decision() if each is self else f"{each.op}: {each._decision()}")
         if self.arguments is not None:
             lines += [f"  {line}" for line in self._outcome()]
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        rows = [(each.op, *each._parts()) for each in (self, *self.others)]
+        outcome = () if self.arguments is None else self._outcome()
+        return "\n".join([html_table(("op", "policy", "rule", "effect"), rows, self._heading), html_lines(outcome)])
+
     def _decision(self) -> str:
+        policy, rule, effect = self._parts()
+        return f"{policy} ({rule}): {effect}"
+
+    def _parts(self) -> tuple[str, str, str]:
+        """Return the policy, the rule and the effect as text."""
         rule = f"{self.rule} {self.rule_name!r}" if self.rule_name else self.rule
         if self.policy is None:
             what = (
@@ -114,7 +129,7 @@ class Explanation:
                 if self.rule == OTHERS_KERNEL
                 else "it runs unchanged, and autocast applies to its inner ops"
             )
-            return f"no policy ({rule}): {what}"
+            return "no policy", rule, what
         meaning = _MEANING[self.policy].format(fast=dtype_name(self.dtype))
         if self.recipe and self.declined is not None:
             meaning += f", for the recipe {self.recipe} declines: {self.declined}"
@@ -122,7 +137,7 @@ class Explanation:
             here = self.arguments is not None and self.enabled and self.reached
             how = f" in {self.way}: {self.reason}" if self.way else ""
             meaning = f"the recipe {self.recipe} computes it{how}" + ("" if here else f", or {meaning}")
-        return f"{self.policy.value} ({rule}): {meaning}" + ("" if self.enabled else ", in a region")
+        return self.policy.value, rule, meaning + ("" if self.enabled else ", in a region")
 
     def _outcome(self) -> Iterator[str]:
         assert self.arguments is not None

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from ..common.announce import announce
 from .build_cache import CachedBuild
 from .cache_folder import make_folders
-from .compiler import checksum, compile_library
+from .compiler import checksum, compile_library, first_error
 from .cpp_library import BuildError, CppLibrary
 
 _SILENT_WAIT = 5.0
@@ -108,8 +108,8 @@ def _build(build: CachedBuild) -> Path:
         if status != 0 or not compiled.is_file():
             _write_log(build.log, output)
             raise BuildError(
-                f"the compiler failed with status {status}; its output is in {build.log}. Once it can do better, "
-                f"{build.library.retry_hint}."
+                f"the compiler failed with status {status}{first_error(output)}; its output is in {build.log}. Once it "
+                f"can do better, {build.library.retry_hint}."
             )
         build.log.unlink(missing_ok=True)
         expected = compiled.with_suffix(".sha256")

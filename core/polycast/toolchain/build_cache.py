@@ -10,8 +10,9 @@ import torch
 from typing_extensions import Self
 
 from .cache_folder import check_folders, others_can_write
-from .compiler import FLAGS, PYTHON_ABI, Compiler, checksum, find_compiler
+from .compiler import FLAGS, PYTHON_ABI, Compiler, checksum, find_compiler, first_error
 from .cpp_library import BuildError, CppLibrary
+from .prebuilt import no_compiler
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,17 @@ class CachedBuild:
             BuildError: the build is not to be tried.
         """
         if self.compiler is None:
-            raise BuildError("no C++ compiler is found. Install one (c++), or name it in the variable CXX.")
+            raise no_compiler()
         if self.log.exists() and not retry:
             hint = self.library.retry_hint
-            raise BuildError(f"it failed before; its output is in {self.log}. {hint[:1].upper()}{hint[1:]}.")
+            error = first_error(self._logged())
+            raise BuildError(f"it failed before{error}; its output is in {self.log}. {hint[:1].upper()}{hint[1:]}.")
+
+    def _logged(self) -> str:
+        try:
+            return self.log.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):  # another process may have removed it
+            return ""
 
 
 def _is_complete(library: Path) -> bool:

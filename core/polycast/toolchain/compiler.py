@@ -6,6 +6,7 @@ limited API, and needs libraries of its own.
 
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -43,6 +44,9 @@ FLAGS = (
     *(("-DPy_LIMITED_API=0x030A0000",) if PYTHON_ABI == "abi3" else ()),
 )
 
+_ERROR = re.compile(r"^.*(?:\berror: |undefined reference to ).*$", re.MULTILINE)
+"""A line in which a compiler or a linker says what is wrong."""
+
 
 def find_compiler() -> Compiler | None:
     """Return the C++ compiler, or None if there is none.
@@ -76,8 +80,13 @@ def compile_library(
         (folder / name).write_bytes(text)
     # torch.utils.cpp_extension knows these paths too, but its import looks for CUDA and prints about it.
     torch_folder = Path(torch.__file__).parent
-    write_excerpts(torch_folder / "include", folder / "excerpts")
-    includes = ("excerpts", str(torch_folder / "include"), sysconfig.get_path("include"))
+    if library.uses_excerpts:
+        write_excerpts(torch_folder / "include", folder / "excerpts")
+    includes = (
+        *(("excerpts",) if library.uses_excerpts else ()),
+        str(torch_folder / "include"),
+        sysconfig.get_path("include"),
+    )
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     units = sorted(name for name in sources if name.endswith(".cpp"))
     command = shlex.split(compiler.command)
@@ -98,6 +107,12 @@ def compile_library(
         if done.returncode != 0:
             break
     return done.returncode, output
+
+
+def first_error(output: str) -> str:
+    """Return the first error in a compiler's output, to continue a sentence; empty if none is found."""
+    found = _ERROR.search(output)
+    return f": {found[0].strip()}" if found is not None else ""
 
 
 def checksum(library: Path) -> str:

@@ -3,8 +3,13 @@
 import importlib.resources
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
 
 _SHARED_HEADERS = "include"
+_OWN_SOURCES_HINT = "Install polycast with all its files."
 
 
 class BuildError(Exception):
@@ -22,6 +27,8 @@ class CppLibrary:
         retry_hint: how to repeat a failed build, as the end of a sentence.
         folders: the folders of the package that contain the sources. They are compiled as if they were one folder,
             together with :file:`toolchain/include`.
+        sources_hint: what to do if the sources are missing, as a sentence.
+        uses_excerpts: whether it is compiled with excerpts in place of some of torch's headers.
     """
 
     package: str
@@ -29,11 +36,21 @@ class CppLibrary:
     description: str
     retry_hint: str
     folders: tuple[str, ...] = (".",)
+    sources_hint: str = _OWN_SOURCES_HINT
+    uses_excerpts: bool = True
 
     @classmethod
     def of_ops(cls, package: str) -> "CppLibrary":
         """Return the library of the ops that a backend's package registers."""
-        return cls(package, package.replace(".", "_"), f"the ops of {package}", "remove that file to try again")
+        return cls(
+            package,
+            package.replace(".", "_"),
+            f"the ops of {package}",
+            "remove that file to try again",
+            sources_hint=f"They belong to the distribution of {package}: if that is yours, list *.cpp and *.h in its "
+            "package data; else install it with all its files.",
+            uses_excerpts=False,
+        )
 
     def read_sources(self) -> Mapping[str, bytes]:
         """Return the sources by file name. The package may be inside an archive.
@@ -49,14 +66,22 @@ class CppLibrary:
             raise BuildError(f"there is no package {self.package} with its C++ sources: {error}.") from error
         folders = [package if name == "." else package / name for name in self.folders]
         sources: dict[str, bytes] = {}
-        for folder in (*folders, importlib.resources.files(__package__) / _SHARED_HEADERS):
-            try:
-                files = {
-                    file.name: file.read_bytes() for file in folder.iterdir() if file.name.endswith((".cpp", ".h"))
-                }
-            except OSError:
-                files = {}
-            if not files:
-                raise BuildError(f"its C++ sources are not in {folder}. Install polycast with all its files.")
-            sources = files | sources
-        return dict(sorted(sources.items()))
+        for folder in folders:
+            found = _read(folder)
+            if not found:
+                raise BuildError(f"its C++ sources are not in {folder}. {self.sources_hint}")
+            sources = found | sources
+        if not any(name.endswith(".cpp") for name in sources):
+            raise BuildError(f"there are headers and no .cpp file in {self.package}. {self.sources_hint}")
+        shared = _read(importlib.resources.files(__package__) / _SHARED_HEADERS)
+        if not shared:
+            raise BuildError(f"the headers of {__package__} are missing. {_OWN_SOURCES_HINT}")
+        return dict(sorted((shared | sources).items()))
+
+
+def _read(folder: "Traversable") -> dict[str, bytes]:
+    """Return the C++ files in a folder by name; none if there is no such folder."""
+    try:
+        return {file.name: file.read_bytes() for file in folder.iterdir() if file.name.endswith((".cpp", ".h"))}
+    except OSError:
+        return {}

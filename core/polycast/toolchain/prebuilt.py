@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch.torch_version import TorchVersion
 
 from .compiler import PYTHON_ABI, checksum, compile_library, find_compiler
 from .cpp_library import BuildError, CppLibrary
@@ -23,6 +24,8 @@ _FOLDER = Path(__file__).parent / "prebuilt"
 _LINKER_FLAGS = ("-s", "-Wl,--gc-sections", "-Wl,-z,noseparate-code") if sys.platform == "linux" else ()  # small files
 _OFFICIAL_VERSION = re.compile(r"(\d+\.\d+\.\d+)(?:\+(?:cpu|cu\d+))?")
 """A version of torch as its own builds have it."""
+_BUILT_FOR = re.compile(r"torch-(\d+\.\d+\.\d+)-")
+"""The beginning of a key."""
 
 
 def find_prebuilt(library: CppLibrary) -> Path | None:
@@ -36,6 +39,20 @@ def find_prebuilt(library: CppLibrary) -> Path | None:
     return path if complete else None
 
 
+def no_compiler() -> BuildError:
+    """Return the error that there is no C++ compiler, and no prebuilt library for the running torch."""
+    versions = {match[1] for path in _FOLDER.glob("torch-*") if (match := _BUILT_FOR.match(path.name))}
+    if versions:
+        known = ", ".join(sorted(versions, key=TorchVersion))
+        prebuilt = f"the libraries that came with polycast are for torch {known}, and this is torch {torch.__version__}"
+    else:
+        prebuilt = "polycast came without compiled libraries, which its wheels for Linux contain"
+    return BuildError(
+        f"no C++ compiler is found, and {prebuilt}. Install a compiler (c++; on Debian: apt install g++), or name "
+        "it in the variable CXX."
+    )
+
+
 def build_prebuilt(folder: Path, library: CppLibrary) -> Path:
     """Build a library for the running torch, in a subfolder named by its key.
 
@@ -47,7 +64,7 @@ def build_prebuilt(folder: Path, library: CppLibrary) -> Path:
     if key is None:
         raise BuildError(f"libraries are not prebuilt for torch {torch.__version__} on this Python.")
     if compiler is None:
-        raise BuildError("no C++ compiler is found. Install one (c++), or name it in the variable CXX.")
+        raise no_compiler()
     path = folder / key / f"{library.name}.so"
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:

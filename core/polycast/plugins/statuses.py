@@ -1,0 +1,56 @@
+"""`BackendStatuses`: the result of ``backends()``, a mapping that prints as a table."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from ..common.html_table import html_table
+from ..common.plain_text import as_text, under_the_head
+from ..policy.dtypes import dtype_name
+from .loading import BackendStatus
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_COLUMNS = ("device", "state", "default", "distribution", "reason")
+_WIDTH = 1000  # tables are as wide as they need
+
+
+class BackendStatuses(Mapping[str, BackendStatus]):
+    """The status of each device type, in alphabetical order; immutable."""
+
+    def __init__(self, statuses: Mapping[str, BackendStatus]) -> None:
+        self._statuses = dict(sorted(statuses.items()))
+
+    @override
+    def __getitem__(self, device_type: str) -> BackendStatus:
+        return self._statuses[device_type]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._statuses)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._statuses)
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        for status in self._statuses.values():
+            dtype = "-" if status.default_dtype is None else dtype_name(status.default_dtype)
+            source = f"{status.distribution} {status.version}".strip() or "-"
+            yield status.device_type, status.state, dtype, source, status.reason
+
+    def __rich__(self) -> "RenderableType":
+        from rich.table import Table
+
+        table = Table(*_COLUMNS, box=under_the_head(), show_edge=False)
+        for row in self._rows():
+            table.add_row(*row)
+        return table
+
+    def __repr__(self) -> str:
+        return as_text(self.__rich__(), _WIDTH)
+
+    def _repr_html_(self) -> str:
+        return html_table(_COLUMNS, self._rows())
