@@ -38,10 +38,11 @@ def int8_availability() -> Availability:
 class Product(LowBitMatmul):
     """The product of activations and a weight, with a scale for each row of the activations or one for all."""
 
+    equalizes = True
+
     def __init__(self, by_row: bool, isa: int | None = None) -> None:
         ops = torch.ops.polycast_cpu
         self._isa = ops.best_isa() if isa is None else isa
-        self._pack = ops.int8_pack.default
         self.operators = {
             "aten::linear": ops.int8_linear.default,
             "aten::matmul": ops.int8_matmul.default,
@@ -55,8 +56,8 @@ class Product(LowBitMatmul):
         return _LONG_SUMS if size[1] > _MOST_TERMS else None
 
     @override
-    def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-        return tuple(self._pack(weight, self._isa)) or None
+    def prepack(self, weight: torch.Tensor, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, ...] | None:
+        return tuple(torch.ops.polycast_cpu.int8_pack(weight, factors, self._isa)) or None
 
 
 class Conv2d(LowBitKernel):
@@ -70,7 +71,6 @@ class Conv2d(LowBitKernel):
     def __init__(self, by_image: bool, isa: int | None = None, overload: str = "default") -> None:
         ops = torch.ops.polycast_cpu
         self._isa = ops.best_isa() if isa is None else isa
-        self._pack = ops.int8_pack.default
         self.operator = getattr(ops.int8_conv2d, overload)
         self.constants = (by_image, self._isa)
 
@@ -99,7 +99,9 @@ class Conv2d(LowBitKernel):
 
     @override
     def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-        return tuple(self._pack(weight.permute(0, 2, 3, 1).flatten(1), self._isa)) or None
+        rows = weight.permute(0, 2, 3, 1).flatten(1)
+        packed = torch.ops.polycast_cpu.int8_pack(rows, None, self._isa)
+        return tuple(packed[:-1]) or None  # without the factors of an equalization
 
 
 _Numbers: TypeAlias = Sequence[int]

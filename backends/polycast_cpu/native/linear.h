@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "equalize.h"
 #include "pack.h"
 #include "product.h"
 #include "quantize.h"
@@ -15,37 +16,41 @@
 
 namespace polycast_cpu {
 
-// Quantize rows; return the indices of rows with inf or nan, which become zeros.
+// Quantize rows, multiplied by factors if there are some; return the indices of rows with inf or nan, which become zeros.
 template <typename T>
-std::vector<int64_t> quantize(Isa isa, const T* rows, int64_t row_step, int64_t count, int64_t terms, bool by_row,
-                              uint8_t* out, float* scales) {
+std::vector<int64_t> quantize(Isa isa, const T* rows, int64_t row_step, int64_t count, int64_t terms,
+                              const float* factors, bool by_row, uint8_t* out, float* scales) {
   const int64_t stride = row_stride(terms);
   std::atomic<bool> all_finite = true;
   std::vector<uint32_t> magnitudes(by_row ? 0 : count);
-  const auto quantize_one = [&](int64_t row) {
+  const auto for_each_row = [&](const auto& function) {
+    for_each_part(count, grain(terms), [&](int64_t begin, int64_t end) {
+      Equalizer equalizer(isa, factors, terms);
+      for (int64_t row = begin; row < end; ++row) {
+        equalizer.with_row(rows + row * row_step, [&](const auto* values) { function(row, values); });
+      }
+    });
+  };
+  const auto quantize_one = [&](int64_t row, const auto* values) {
     if (scales[row] == 0) {
       std::fill_n(out + row * stride, terms, kZeroPoint);
       all_finite = false;
     } else {
-      quantize_row(isa, rows + row * row_step, terms, 1 / scales[row], out + row * stride);
+      quantize_row(isa, values, terms, 1 / scales[row], out + row * stride);
     }
   };
-  for_each_part(count, grain(terms), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const uint32_t magnitude = largest_magnitude(isa, rows + row * row_step, terms);
-      scales[row] = is_finite(magnitude) ? scale_of(magnitude) : 0;
-      if (by_row) {
-        quantize_one(row);
-      }
+  for_each_row([&](int64_t row, const auto* values) {
+    const uint32_t magnitude = largest_magnitude(isa, values, terms);
+    scales[row] = is_finite(magnitude) ? scale_of(magnitude) : 0;
+    if (by_row) {
+      quantize_one(row, values);
     }
   });
   if (!by_row) {
     const float scale = *std::max_element(scales, scales + count);
-    for_each_part(count, grain(terms), [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        scales[row] = scales[row] == 0 ? 0 : scale;
-        quantize_one(row);
-      }
+    for_each_row([&](int64_t row, const auto* values) {
+      scales[row] = scales[row] == 0 ? 0 : scale;
+      quantize_one(row, values);
     });
   }
   std::vector<int64_t> others;
@@ -78,10 +83,11 @@ void product_of_nonfinite(const T* row, const Weight& weight, float alpha, const
   }
 }
 
-// Return alpha * x @ weight.T + bias, for any number of dimensions of x.
+// Return alpha * x @ weight.T + bias, for any number of dimensions of x, which is multiplied by `factors` first if it has elements.
 inline at::Tensor int8_product(const at::Tensor& x, const at::Tensor& values, const at::Tensor& scales,
-                               const at::Tensor& offsets, const std::optional<at::Tensor>& bias, double alpha,
-                               at::ScalarType dtype, bool by_row, int64_t isa_number) {
+                               const at::Tensor& offsets, const at::Tensor& factors,
+                               const std::optional<at::Tensor>& bias, double alpha, at::ScalarType dtype, bool by_row,
+                               int64_t isa_number) {
   const auto isa = static_cast<Isa>(isa_number);
   const int64_t columns = scales.size(0);
   at::Tensor out = empty_product(x, columns, dtype);
@@ -93,6 +99,7 @@ inline at::Tensor int8_product(const at::Tensor& x, const at::Tensor& values, co
   const at::Tensor matrix = with_dense_rows(x.dim() == 2 ? x : x.reshape({-1, terms}));
   const int64_t rows = matrix.size(0), stride = row_stride(terms);
   const Bias added(bias, rows, columns);
+  const float* const multipliers = factors_in(factors, terms);
 
   const int64_t tiled_rows = (rows + kMostRows - 1) / kMostRows * kMostRows;
   const size_t size = aligned(rows * sizeof(float));
@@ -101,15 +108,17 @@ inline at::Tensor int8_product(const at::Tensor& x, const at::Tensor& values, co
   uint8_t* const quantized = scratch.at<uint8_t>(size);
   with_elements(matrix, [&](const auto* elements) {
     const std::vector<int64_t> others =
-        quantize(isa, elements, matrix.stride(0), rows, terms, by_row, quantized, scale);
+        quantize(isa, elements, matrix.stride(0), rows, terms, multipliers, by_row, quantized, scale);
     for (int64_t row = 0; alpha != 1 && row < rows; ++row) {
       scale[row] *= static_cast<float>(alpha);
     }
     with_elements(out, [&](auto* result) {
       product(isa, {quantized, scale, rows, stride}, weight, added.values(), added.step(), result);
+      Equalizer equalizer(isa, others.empty() ? nullptr : multipliers, terms);
       for (int64_t row : others) {
-        product_of_nonfinite(elements + row * matrix.stride(0), weight, static_cast<float>(alpha), added.row(row),
-                             result + row * columns);
+        equalizer.with_row(elements + row * matrix.stride(0), [&](const auto* values_of_row) {
+          product_of_nonfinite(values_of_row, weight, static_cast<float>(alpha), added.row(row), result + row * columns);
+        });
       }
     });
   });
@@ -120,20 +129,21 @@ inline at::Tensor int8_product(const at::Tensor& x, const at::Tensor& values, co
 
 inline at::Tensor int8_linear(const at::Tensor& x, const at::Tensor&, const std::optional<at::Tensor>& bias,
                               const at::Tensor& values, const at::Tensor& scales, const at::Tensor& offsets,
-                              at::ScalarType dtype, bool by_row, int64_t isa) {
-  return int8_product(x, values, scales, offsets, bias, 1, dtype, by_row, isa);
+                              const at::Tensor& factors, at::ScalarType dtype, bool by_row, int64_t isa) {
+  return int8_product(x, values, scales, offsets, factors, bias, 1, dtype, by_row, isa);
 }
 
 inline at::Tensor int8_matmul(const at::Tensor& x, const at::Tensor&, const at::Tensor& values,
-                              const at::Tensor& scales, const at::Tensor& offsets, at::ScalarType dtype, bool by_row,
-                              int64_t isa) {
-  return int8_product(x, values, scales, offsets, std::nullopt, 1, dtype, by_row, isa);
+                              const at::Tensor& scales, const at::Tensor& offsets, const at::Tensor& factors,
+                              at::ScalarType dtype, bool by_row, int64_t isa) {
+  return int8_product(x, values, scales, offsets, factors, std::nullopt, 1, dtype, by_row, isa);
 }
 
 inline at::Tensor int8_addmm(const at::Tensor& bias, const at::Tensor& x, const at::Tensor&, const at::Scalar& beta,
                              const at::Scalar& alpha, const at::Tensor& values, const at::Tensor& scales,
-                             const at::Tensor& offsets, at::ScalarType dtype, bool by_row, int64_t isa) {
-  return int8_product(x, values, scales, offsets, times_beta(bias, beta), alpha.toDouble(), dtype, by_row, isa);
+                             const at::Tensor& offsets, const at::Tensor& factors, at::ScalarType dtype, bool by_row,
+                             int64_t isa) {
+  return int8_product(x, values, scales, offsets, factors, times_beta(bias, beta), alpha.toDouble(), dtype, by_row, isa);
 }
 
 }  // namespace polycast_cpu

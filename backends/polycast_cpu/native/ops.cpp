@@ -17,18 +17,18 @@ using at::Tensor;
 
 TORCH_LIBRARY(polycast_cpu, library) {
   library.def("best_isa() -> int", [] { return static_cast<int64_t>(best_isa()); });
-  library.def("int8_pack(Tensor weight, int isa) -> Tensor[]");
-  const auto def_int8 = [&](const std::string& op) {
-    const std::string rest = ", Tensor values, Tensor scales, Tensor offsets, ScalarType dtype, bool by_row, int isa) -> Tensor";
-    library.def((op + rest).c_str());
+  library.def("int8_pack(Tensor weight, Tensor? factors, int isa) -> Tensor[]");
+  const auto def_int8 = [&](const std::string& op, const std::string& factors = ", Tensor factors") {
+    const std::string prepacked = ", Tensor values, Tensor scales, Tensor offsets" + factors;
+    library.def((op + prepacked + ", ScalarType dtype, bool by_row, int isa) -> Tensor").c_str());
   };
   def_int8("int8_linear(Tensor x, Tensor weight, Tensor? bias");
   def_int8("int8_matmul(Tensor x, Tensor weight");
   def_int8("int8_addmm(Tensor bias, Tensor x, Tensor weight, Scalar beta, Scalar alpha");
   def_int8("int8_conv2d(Tensor x, Tensor weight, Tensor? bias, SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, "
-           "SymInt groups");
+           "SymInt groups", "");
   def_int8("int8_conv2d.padding(Tensor x, Tensor weight, Tensor? bias, SymInt[2] stride, str padding, SymInt[2] dilation, "
-           "SymInt groups");
+           "SymInt groups", "");
   library.def("best_simd() -> int", [] { return static_cast<int64_t>(best_simd()); });
   library.def("few_rows_linear(Tensor x, Tensor weight, Tensor? bias, Tensor cast, ScalarType dtype, int simd) -> Tensor");
   library.def("few_rows_matmul(Tensor x, Tensor weight, Tensor cast, ScalarType dtype, int simd) -> Tensor");
@@ -50,9 +50,9 @@ TORCH_LIBRARY_IMPL(polycast_cpu, CPU, library) {
 
 TORCH_LIBRARY_IMPL(polycast_cpu, Meta, library) {
   using T = const Tensor&;
-  library.impl("int8_linear", fake_linear<T, T, T, ScalarType, bool, int64_t>);
-  library.impl("int8_matmul", fake_matmul<T, T, T, ScalarType, bool, int64_t>);
-  library.impl("int8_addmm", fake_addmm<T, T, T, ScalarType, bool, int64_t>);
+  library.impl("int8_linear", fake_linear<T, T, T, T, ScalarType, bool, int64_t>);
+  library.impl("int8_matmul", fake_matmul<T, T, T, T, ScalarType, bool, int64_t>);
+  library.impl("int8_addmm", fake_addmm<T, T, T, T, ScalarType, bool, int64_t>);
   library.impl("int8_conv2d", fake_conv2d<c10::SymIntArrayRef, T, T, T, ScalarType, bool, int64_t>);
   library.impl("int8_conv2d.padding", fake_conv2d<c10::string_view, T, T, T, ScalarType, bool, int64_t>);
   library.impl("few_rows_linear", fake_linear<T, ScalarType, int64_t>);

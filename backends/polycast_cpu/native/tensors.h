@@ -29,6 +29,24 @@ inline at::Tensor with_dense_rows(const at::Tensor& matrix) {
   return matrix.stride(1) == 1 || matrix.size(1) == 1 ? matrix : matrix.contiguous();
 }
 
+// Return equalization factors of so many terms as a vector of float32, empty if there are none.
+inline at::Tensor checked_factors(const std::optional<at::Tensor>& factors, int64_t terms) {
+  if (!factors.has_value()) {
+    return at::empty({0}, at::kFloat);
+  }
+  TORCH_CHECK(factors->dim() == 1 && factors->size(0) == terms && factors->scalar_type() == at::kFloat,
+              "expected a float32 factor for each of ", terms, " terms, got ", factors->sizes(), " in ",
+              factors->scalar_type());
+  return factors->contiguous();
+}
+
+// Return a pointer to so many factors, nullptr if there are none.
+inline const float* factors_in(const at::Tensor& factors, int64_t terms) {
+  TORCH_CHECK(factors.numel() == 0 || factors.numel() == terms, "the activations have ", terms, " terms, and there are ",
+              factors.numel(), " factors");
+  return factors.numel() == 0 ? nullptr : factors.const_data_ptr<float>();
+}
+
 // Return an uninitialized tensor for the product of x, [..., K], by a weight of so many columns.
 inline at::Tensor empty_product(const at::Tensor& x, const c10::SymInt& columns, at::ScalarType dtype) {
   c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());

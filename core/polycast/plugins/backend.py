@@ -58,6 +58,10 @@ class LowBitKernel:
         constants: the last arguments of `operator`: numbers, strings, dtypes or None.
         uses_cast: whether the kernel multiplies the weight's cast to the fast dtype. `prepack` is not called then: the
             prepacked weight is the cast, a tuple of one tensor, with the weight's strides if they are dense.
+        equalizes: whether ``prepack(weight, factors)`` takes the factors of an :class:`Equalization` too: positive
+            float32 numbers [K] in host memory, one for each input channel, or None. The weight is multiplied by them
+            before it is quantized, and the activations are divided by them. Kernels without it compute a recipe that
+            has an equalization as they compute one that has none.
     """
 
     weight: int = 1
@@ -65,6 +69,7 @@ class LowBitKernel:
     operator: OpOverload | None = None
     constants: Sequence[Any] = ()
     uses_cast: ClassVar[bool] = False
+    equalizes: bool = False
 
     def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         """Return the prepacked weight, tensors with memory of their own; None if this weight cannot be prepacked.

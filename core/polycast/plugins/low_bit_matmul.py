@@ -27,6 +27,7 @@ class LowBitMatmul:
         operators: optional; by op, such as ``"aten::linear"``, an operator in C++ that computes it, in place of
             `multiply`; see :class:`LowBitKernel`.
         constants: the last arguments of these operators.
+        equalizes: whether `prepack` takes the factors of an equalization too; see :class:`LowBitKernel`.
 
     Example:
         >>> import polycast
@@ -42,6 +43,7 @@ class LowBitMatmul:
     takes_batches: bool = False
     operators: Mapping[str, OpOverload] = MappingProxyType({})
     constants: Sequence[Any] = ()
+    equalizes: bool = False
 
     def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         """Return the prepacked weight, tensors with memory of their own; None if this weight cannot be prepacked.
@@ -100,7 +102,8 @@ class _Kernel(LowBitKernel):
     weight_layout: str
 
     def __init__(self, matmul: LowBitMatmul) -> None:
-        self._prepack = matmul.prepack
+        self._prepack: Callable[..., tuple[torch.Tensor, ...] | None] = matmul.prepack
+        self.equalizes = matmul.equalizes
         self._unsupported_reason = matmul.unsupported_reason
         self._multiply = matmul.multiply if matmul.takes_batches else _flatten_batches(matmul.multiply)
         self.prepack_key: Hashable = type(matmul), self.weight_layout
@@ -127,8 +130,8 @@ class _Linear(_Kernel):
         return _size_mismatch(x, size) or self._unsupported_reason(x, size, bias)
 
     @override
-    def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-        return self._prepack(weight)
+    def prepack(self, weight: torch.Tensor, *factors: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
+        return self._prepack(weight, *factors)
 
     @override
     def _run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:
@@ -148,8 +151,8 @@ class _Matmul(_Kernel):
         return _size_mismatch(x, size) or self._unsupported_reason(x, size, None)
 
     @override
-    def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-        return self._prepack(weight.t())
+    def prepack(self, weight: torch.Tensor, *factors: torch.Tensor | None) -> tuple[torch.Tensor, ...] | None:
+        return self._prepack(weight.t(), *factors)
 
     @override
     def _run(self, prepacked: tuple[torch.Tensor, ...], *args: Any) -> torch.Tensor:

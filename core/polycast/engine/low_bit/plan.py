@@ -7,7 +7,7 @@ region would cost more than a recipe saves.
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ..casts.not_prepacked import NO_WEIGHT, NOT_CACHED
 from ..casts.weight_cache import WeightCache
 from ..casts.weights import caching_is_safe, parameter_of
 from .actions import FALL_BACK, Action, ActionKind
+from .equalized import checked_prepack
 
 NO_KERNEL = "the backend has no kernel for it"
 RECORDS = "autograd records it, and low bit is for inference"
@@ -92,7 +93,7 @@ class Plan:
         else:
             self.refusal = answer.reason
         self._kinds = {op: _kind_of(backend, recipe, op, kernel) for op, kernel in self.kernels.items()}
-        self._prepack = {op: _checked_prepack(kernel) for op, kernel in self.kernels.items()}
+        self._prepack = {op: checked_prepack(kernel, recipe, op) for op, kernel in self.kernels.items()}
         self._actions = {op: self._action(op, kernel) for op, kernel in self.kernels.items()}
 
     def _action(self, op: str, kernel: LowBitKernel) -> Action | None:
@@ -180,19 +181,6 @@ class Plan:
         result = kernel.run(prepared, *args)
         dtype = torch.get_autocast_dtype(self.device_type)
         return result if result.dtype is dtype else result.to(dtype), self._actions[op]
-
-
-def _checked_prepack(kernel: LowBitKernel) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...] | None]:
-    """Return the kernel's prepack() with a check of its result, which is usable in every grad and inference mode."""
-
-    def prepack(weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-        with torch.inference_mode(False), torch.no_grad():
-            packed = kernel.prepack(weight.detach())
-            if isinstance(packed, torch.Tensor):  # a sequence too
-                raise TypeError(f"{type(kernel).__name__}.prepack must return a tuple of tensors or None, got a tensor")
-            return tuple(packed or ()) or None
-
-    return prepack
 
 
 def _kind_of(backend: Backend, recipe: Recipe, op: str, kernel: LowBitKernel) -> int:
