@@ -9,6 +9,7 @@ weight with inf or nan is not quantized.
 
 import functools
 import math
+import platform
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -29,14 +30,25 @@ _LONG_SUMS = f"its sums have more than {_MOST_TERMS} terms, which may not fit 32
 
 @functools.cache
 def int8_availability() -> Availability:
-    """Return whether the processor multiplies int8 faster than bfloat16, and the C++ ops are available."""
-    if not torch.cpu._is_vnni_supported():
-        return Availability(False, "this CPU has no AVX512-VNNI: int8 would be slower than bfloat16")
-    return load_ops("polycast_cpu.native")
+    """Return whether the processor multiplies int8 faster than float32, and the C++ ops are available."""
+    too_slow = Availability(
+        False,
+        "this CPU has no AVX2, or ATEN_CPU_CAPABILITY forbids it: int8 would be slower than float32",
+    )
+    if platform.machine() not in ("x86_64", "AMD64") or torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        return too_slow  # without compiling
+    loaded = load_ops("polycast_cpu.native")
+    return loaded if not loaded or torch.ops.polycast_cpu.best_isa() > 0 else too_slow
 
 
 class Product(LowBitMatmul):
-    """The product of activations and a weight, with a scale for each row of the activations or one for all."""
+    """The product of activations and a weight, with a scale for each row of the activations or one for all.
+
+    Args:
+        by_row: whether each row has a scale.
+        isa: one of the instruction sets in ``torch.ops.polycast_cpu.isas()``; by default the best that
+            ``ATEN_CPU_CAPABILITY`` allows. The results have the same bits by each of them.
+    """
 
     equalizes = True
 

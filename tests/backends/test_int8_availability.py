@@ -16,17 +16,20 @@ def ask_anew():
     polycast_cpu.int8.int8_availability.cache_clear()
 
 
-def test_a_processor_without_vnni_has_no_int8_and_no_kernels(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+@pytest.mark.parametrize(("machine", "capability"), [("x86_64", "DEFAULT"), ("riscv64", "DEFAULT"), ("ppc64le", "VSX")])
+def test_a_processor_without_avx2_has_no_int8_and_no_kernels(monkeypatch, machine, capability):
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     backend = polycast.get_backend("cpu")
-    reason = "this CPU has no AVX512-VNNI: int8 would be slower than bfloat16"
+    reason = "this CPU has no AVX2, or ATEN_CPU_CAPABILITY forbids it: int8 would be slower than float32"
     assert backend.recipe_availability(polycast.Int8()) == polycast.Availability(False, reason)
     assert backend.low_bit_kernels(polycast.Int8()) == {}
 
 
 def test_where_the_ops_cannot_be_built_the_reason_is_passed_on(monkeypatch):
     none = polycast.Availability(False, "no C++ compiler is found")
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     monkeypatch.setattr(polycast_cpu.int8, "load_ops", lambda package: none)
     assert polycast.get_backend("cpu").recipe_availability(polycast.Int8()) == none
 
@@ -48,8 +51,11 @@ def test_each_recipe_has_a_kernel_for_each_op(scales):
 
 def test_the_ops_that_int8_loads_are_those_that_polycast_build_compiles(monkeypatch):
     asked = []
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
-    monkeypatch.setattr(polycast_cpu.int8, "load_ops", lambda package: asked.append(package))
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(
+        polycast_cpu.int8, "load_ops", lambda package: asked.append(package) or polycast.Availability(False, "no")
+    )
     polycast_cpu.int8.int8_availability()
     if platform.machine() in ("x86_64", "AMD64"):
         assert polycast.get_backend("cpu").ops_in_cpp == tuple(asked)

@@ -9,6 +9,7 @@
 #include "isa.h"
 #include "layout.h"
 #include "quantize.h"
+#include "vectors_avx2.h"
 
 namespace polycast_cpu {
 
@@ -55,9 +56,11 @@ template <typename T>
   _mm512_storeu_si512(to, _mm512_permutex2var_epi16(rounded_to_bfloat16(low), odd, rounded_to_bfloat16(high)));
 }
 
+// With a rounding mode, the last product is not fused with an addition, which would round once less than other sets do.
 [[gnu::target("avx512f,avx512bw,avx512vl")]] inline __m512 scaled16(__m512i sums, __m512i offsets, __m512 scales,
                                                                     __m512 scale) {
-  return _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sums, offsets)), scales), scale);
+  const __m512 by_column = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sums, offsets)), scales);
+  return _mm512_mul_round_ps(by_column, scale, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
 template <typename T>
@@ -90,14 +93,33 @@ template <typename T>
   }
 }
 
+// Without FMA, for the same reason.
+template <typename T>
+[[gnu::target("avx2,f16c")]] void finish_row_avx2(const int32_t* sums, const int32_t* offsets, const float* scales,
+                                                  float scale, const float* bias, int64_t columns, T* out) {
+  const __m256 of_row = _mm256_set1_ps(scale);
+  int64_t n = 0;
+  for (; n + 8 <= columns; n += 8) {
+    const __m256i sum = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(sums + n));
+    const __m256i offset = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(offsets + n));
+    const __m256 product = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, offset));
+    const __m256 value = _mm256_mul_ps(_mm256_mul_ps(product, load8(scales + n)), of_row);
+    store8(out + n, bias == nullptr ? value : _mm256_add_ps(value, load8(bias + n)));
+  }
+  finish_row_plain(sums + n, offsets + n, scales + n, scale, bias == nullptr ? nullptr : bias + n, columns - n, out + n);
+}
+
 #endif
 
 template <typename T>
 void finish_row(Isa isa, const int32_t* sums, const int32_t* offsets, const float* scales, float scale,
                 const float* bias, int64_t columns, T* out) {
 #if defined(__x86_64__)
-  if (isa != Isa::plain) {
+  if (has_avx512(isa)) {
     return finish_row_avx512(sums, offsets, scales, scale, bias, columns, out);
+  }
+  if (has_avx2(isa)) {
+    return finish_row_avx2(sums, offsets, scales, scale, bias, columns, out);
   }
 #endif
   finish_row_plain(sums, offsets, scales, scale, bias, columns, out);

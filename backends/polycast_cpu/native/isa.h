@@ -2,7 +2,11 @@
 // processor supports them.
 #pragma once
 
+#include <ATen/Version.h>
+
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -15,7 +19,17 @@
 
 namespace polycast_cpu {
 
-enum class Isa : int64_t { plain = 0, vnni = 1, amx = 2 };
+// Each set has what kernels of integers need: `vnni` is AVX512-VNNI, `avx_vnni` the same with vectors of 256 bits, and `amx` adds
+// tiles to it.
+enum class Isa : int64_t { plain = 0, avx2 = 1, avx_vnni = 2, vnni = 3, amx = 4 };
+
+constexpr bool has_avx512(Isa isa) {
+  return isa == Isa::vnni || isa == Isa::amx;
+}
+
+constexpr bool has_avx2(Isa isa) {
+  return isa == Isa::avx2 || isa == Isa::avx_vnni;
+}
 
 #if defined(__x86_64__)
 
@@ -32,22 +46,71 @@ inline bool may_use_tiles() {
 #endif
 }
 
-inline Isa find_best_isa() {
+// AVX2, with conversions of float16.
+inline bool supports_avx2() {
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-      !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512vnni")) {
-    return Isa::plain;
-  }
-  return may_use_tiles() ? Isa::amx : Isa::vnni;
+  unsigned a, b, c = 0, d;
+  constexpr unsigned f16c = 1u << 29;
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d) && (c & f16c);
+}
+
+inline bool supports_avx_vnni() {
+  unsigned a = 0, b, c, d;
+  constexpr unsigned avx_vnni = 1u << 4;
+  return supports_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & avx_vnni);
+}
+
+inline bool supports_avx512() {
+  return supports_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl");
+}
+
+// The widest vectors that torch's kernels use, in bits, which ATEN_CPU_CAPABILITY limits.
+inline int64_t vector_bits() {
+  const std::string torch = at::get_cpu_capability();
+  return torch == "DEFAULT" ? 128 : torch == "AVX2" ? 256 : 512;
+}
+
+// Return the sets that the processor has, the best last.
+inline std::vector<int64_t> find_isas() {
+  std::vector<int64_t> found{static_cast<int64_t>(Isa::plain)};
+  const auto add = [&](bool supported, Isa isa) {
+    if (supported) {
+      found.push_back(static_cast<int64_t>(isa));
+    }
+  };
+  const bool has_vnni = supports_avx512() && __builtin_cpu_supports("avx512vnni");
+  add(supports_avx2(), Isa::avx2);
+  add(supports_avx_vnni(), Isa::avx_vnni);
+  add(has_vnni, Isa::vnni);
+  add(has_vnni && may_use_tiles(), Isa::amx);
+  return found;
+}
+
+// Return whether a set's vectors are no wider than those of torch's kernels.
+inline bool is_allowed(Isa isa) {
+  return vector_bits() >= (isa == Isa::plain ? 0 : has_avx2(isa) ? 256 : 512);
 }
 
 #else
 
-inline Isa find_best_isa() {
-  return Isa::plain;
+inline std::vector<int64_t> find_isas() {
+  return {static_cast<int64_t>(Isa::plain)};
+}
+
+inline bool is_allowed(Isa) {
+  return true;
 }
 
 #endif
+
+inline Isa find_best_isa() {
+  Isa best = Isa::plain;
+  for (int64_t isa : find_isas()) {
+    best = is_allowed(static_cast<Isa>(isa)) ? static_cast<Isa>(isa) : best;
+  }
+  return best;
+}
 
 // Ask the processor once: CPUID takes microseconds in a virtual machine.
 inline Isa best_isa() {

@@ -16,6 +16,7 @@ using at::ScalarType;
 using at::Tensor;
 
 TORCH_LIBRARY(polycast_cpu, library) {
+  library.def("isas() -> int[]", find_isas);
   library.def("best_isa() -> int", [] { return static_cast<int64_t>(best_isa()); });
   library.def("int8_pack(Tensor weight, Tensor? factors, int isa) -> Tensor[]");
   const auto def_int8 = [&](const std::string& op, const std::string& factors = ", Tensor factors") {

@@ -4,6 +4,7 @@
 #include "finish.h"
 #include "layout.h"
 #include "multiply.h"
+#include "multiply_avx2.h"
 #include "parts.h"
 
 namespace polycast_cpu {
@@ -22,6 +23,14 @@ inline void multiply(Isa isa, const Activations& x, int64_t row, int64_t count, 
   }
   if (isa == Isa::vnni) {
     return multiply_vnni(rows, x.stride, count, weight.block(block), weight.terms, sums);
+  }
+  if (isa == Isa::avx_vnni) {
+    return multiply_avx_vnni(rows, x.stride, count, weight.block(block), weight.terms, sums);
+  }
+  if (isa == Isa::avx2) {
+    const int64_t column = block * kBlock;
+    return multiply_avx2(rows, x.stride, count, weight.block(block), weight.terms, weight.offsets + column,
+                         std::min(kBlock, weight.columns - column), sums);
   }
 #endif
   multiply_plain(rows, x.stride, count, weight.block(block), weight.terms, sums);

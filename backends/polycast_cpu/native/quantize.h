@@ -10,25 +10,10 @@
 
 #include "isa.h"
 #include "layout.h"
+#include "quantize_avx2.h"
+#include "quantize_plain.h"
 
 namespace polycast_cpu {
-
-// Magnitudes are compared as bits, which have the same order; inf is above all numbers, and nan above inf.
-template <typename T>
-uint32_t largest_magnitude_plain(const T* row, int64_t terms) {
-  uint32_t largest = 0;
-  for (int64_t k = 0; k < terms; ++k) {
-    largest = std::max(largest, std::bit_cast<uint32_t>(static_cast<float>(row[k])) & 0x7fffffffu);
-  }
-  return largest;
-}
-
-template <typename T>
-void quantize_row_plain(const T* row, int64_t terms, float inverse, uint8_t* out) {
-  for (int64_t k = 0; k < terms; ++k) {
-    out[k] = static_cast<uint8_t>(static_cast<int>(std::nearbyint(static_cast<float>(row[k]) * inverse)) + kZeroPoint);
-  }
-}
 
 #if defined(__x86_64__)
 
@@ -118,8 +103,11 @@ template <typename T>
 template <typename T>
 uint32_t largest_magnitude(Isa isa, const T* row, int64_t terms) {
 #if defined(__x86_64__)
-  if (isa != Isa::plain) {
+  if (has_avx512(isa)) {
     return largest_magnitude_avx512(row, terms);
+  }
+  if (has_avx2(isa)) {
+    return largest_magnitude_avx2(row, terms);
   }
 #endif
   return largest_magnitude_plain(row, terms);
@@ -128,8 +116,11 @@ uint32_t largest_magnitude(Isa isa, const T* row, int64_t terms) {
 template <typename T>
 void quantize_row(Isa isa, const T* row, int64_t terms, float inverse, uint8_t* out) {
 #if defined(__x86_64__)
-  if (isa != Isa::plain) {
+  if (has_avx512(isa)) {
     return quantize_row_avx512(row, terms, inverse, out);
+  }
+  if (has_avx2(isa)) {
+    return quantize_row_avx2(row, terms, inverse, out);
   }
 #endif
   quantize_row_plain(row, terms, inverse, out);
