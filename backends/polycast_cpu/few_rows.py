@@ -1,8 +1,10 @@
-"""Products of few rows by a weight in the fast dtype, for the recipe "fastest".
+"""Products of few rows by a weight in the fast dtype or float32, for the recipe "fastest".
 
 torch's kernels are made for many rows. With one row, as in decoding, the time goes into reading the weight: these
 kernels read its cast once, in the layout that it has, convert it to float32 in registers and round the result once. So
 they are at least as exact as torch's, with other bits. A row has the same bits alone and among others.
+
+They take a float32 weight as well, which saves small layers the casts.
 """
 
 import functools
@@ -16,8 +18,8 @@ from typing_extensions import override
 
 from polycast import Availability, LowBitKernel, LowBitMatmul, load_ops
 
-_MOST_ROWS = 8
-"""The weight is read from memory again for more."""
+_MOST_ROWS = 16
+"""The kernels read the weight again for each eight rows."""
 _MANY_ROWS = f"there are more than {_MOST_ROWS} rows"
 
 
@@ -25,6 +27,7 @@ class FewRows(LowBitKernel):
     """The kernel of an op, with the checks of a `LowBitMatmul`."""
 
     uses_cast = True
+    takes_float32 = True
 
     def __init__(self, checked: LowBitKernel) -> None:
         self._checked = checked

@@ -33,24 +33,24 @@ def in_order(request):
     return torch.Tensor.contiguous if request.param == "rows are dense" else lambda weight: weight.t().contiguous().t()
 
 
-def linear(simd, x, weight, bias=None, dtype=torch.bfloat16):
-    """Compute F.linear by the kernel."""
+def linear(simd, x, weight, bias=None, dtype=torch.bfloat16, of_weight=None):
+    """Compute F.linear by the kernel, with the weight cast to a dtype, by default that of the result."""
     kernel = Product(simd).kernels()["aten::linear"]
     assert kernel.unsupported_reason(x, weight, bias) is None
-    return run_prepared(kernel, (weight.to(dtype),), x, weight, bias, dtype=dtype)
+    return run_prepared(kernel, (weight.to(of_weight or dtype),), x, weight, bias, dtype=dtype)
 
 
-def exact(x, weight, bias=None, dtype=torch.bfloat16):
+def exact(x, weight, bias=None, dtype=torch.bfloat16, of_weight=None):
     """Return F.linear of the weight's cast in float64, and the error that float32 sums and one rounding may have."""
-    x, weight = x.double(), weight.to(dtype).double()
+    x, weight = x.double(), weight.to(of_weight or dtype).double()
     sums = F.linear(x, weight, None if bias is None else bias.double())
     magnitude = F.linear(x.abs(), weight.abs(), None if bias is None else bias.double().abs())
     limits = torch.finfo(dtype)
     return sums, sums.abs() * limits.eps / 2 * 1.01 + magnitude * 2e-6 + limits.smallest_normal * limits.eps
 
 
-def assert_exact(actual, x, weight, bias=None):
-    expected, error = exact(x, weight, bias, actual.dtype)
+def assert_exact(actual, x, weight, bias=None, of_weight=None):
+    expected, error = exact(x, weight, bias, actual.dtype, of_weight)
     assert actual.shape == expected.shape
     off = ((actual.double() - expected).abs() / error).max().item()
     assert off <= 1, f"the error is {off:.3g} times the bound"
@@ -62,19 +62,19 @@ def test_random_products_are_exact_and_rows_alone_have_the_same_bits(simd, part)
     torch.manual_seed(part)
     for _ in range(50):
         rows, terms, columns = (
-            pick.randint(1, 8),
+            pick.randint(1, 16),
             pick.choice((1, 7, 32, 70, 200, 1100)),
             pick.choice((1, 3, 33, 130, 1100)),
         )
         terms, columns = terms + pick.randrange(3), columns + pick.randrange(3)
-        dtype, given = pick.choice(FAST), pick.choice(FLOATS)
+        dtype, given, of_weight = pick.choice(FAST), pick.choice(FLOATS), pick.choice((None, torch.float32))
         x = torch.randn(rows, terms).to(given)
         weight = torch.randn(columns, terms) if pick.random() < 0.5 else torch.randn(terms, columns).t()
         bias = torch.randn(columns) if pick.random() < 0.5 else None
-        actual = linear(simd, x, weight, bias, dtype)
-        assert_exact(actual, x, weight, bias)
+        actual = linear(simd, x, weight, bias, dtype, of_weight)
+        assert_exact(actual, x, weight, bias, of_weight)
         for row in range(rows):
-            assert torch.equal(linear(simd, x[row], weight, bias, dtype), actual[row])
+            assert torch.equal(linear(simd, x[row], weight, bias, dtype, of_weight), actual[row])
 
 
 @pytest.mark.parametrize("dtype", FAST, ids=str)
@@ -213,7 +213,7 @@ def test_a_kernel_multiplies_the_cast_and_prepacks_nothing():
 @pytest.mark.parametrize(
     ("reason", "args"),
     [
-        ("there are more than 8 rows", (torch.ones(3, 3, 70), WEIGHT, None)),
+        ("there are more than 16 rows", (torch.ones(3, 6, 70), WEIGHT, None)),
         ("the weight is not a matrix", (X, WEIGHT[0], None)),
         ("the sizes do not fit", (X[:, 1:], WEIGHT, None)),
         ("the bias is not a vector of the output features", (X, WEIGHT, BIAS[1:])),
@@ -230,8 +230,8 @@ def test_what_is_not_supported_has_a_reason(reason, args):
 @pytest.mark.parametrize(
     ("cast", "message"),
     [
-        (WEIGHT, "expected the weight's cast, a matrix in the fast dtype, BFloat16; got 2 dimensions in Float"),
-        (WEIGHT.half(), "got 2 dimensions in Half"),
+        (WEIGHT.half(), "expected a matrix in float32 or in the fast dtype, BFloat16; got 2 dimensions in Half"),
+        (WEIGHT[None], "got 3 dimensions in Float"),
         (WEIGHT.bfloat16()[:, 1:], "the activations have 70 terms, the weight 69"),
     ],
 )

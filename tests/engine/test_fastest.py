@@ -93,6 +93,7 @@ class Kernel(polycast.LowBitKernel):
     """A linear for the fast dtype, which adds one so that its results are told apart."""
 
     uses_cast = True
+    takes_float32 = True
 
     def __init__(self):
         self.casts = []
@@ -103,7 +104,7 @@ class Kernel(polycast.LowBitKernel):
     def run(self, prepacked, x, weight, bias):
         (cast,) = prepacked
         self.casts.append(cast)
-        return F.linear(x.to(cast.dtype), cast) + 1
+        return (F.linear(x.to(cast.dtype), cast) + 1).bfloat16()
 
 
 @pytest.fixture
@@ -132,6 +133,31 @@ def test_a_backends_kernel_gets_the_cached_cast(kernel, profile_of, low_bit_coun
         "fastest:bfloat16 kernel": 3,
         "fastest:float32": 1,
     }
+
+
+def test_a_backends_kernel_gets_the_float32_weight_where_casts_cost_more(kernel, profile_of, low_bit_counts):
+    times = profile_of(overhead=1e-15, cast=1.0, bfloat16=9.0, bfloat16_kernel=0.2, float32_kernel=0.3)
+    cache, weight = WeightCache(), nn.Parameter(torch.randn(64, 32))
+    with autocast("cpu", recipe=Fastest(times)), low_bit_counts() as counts:
+        result = F.linear(X[:1], weight)
+    assert {record.recipe for record in counts.records()} == {"fastest:float32 kernel"}
+    assert torch.equal(result, (F.linear(X[:1], weight) + 1).bfloat16())
+    with autocast("cpu", recipe=Fastest(times), cache=cache):
+        F.linear(X[:1], weight)
+    assert [cast.dtype for cast in kernel.casts] == [torch.float32, torch.bfloat16]
+    assert cache.stats().entries == 1
+
+
+def test_a_float32_weight_that_is_multiplied_as_it_is_may_change(profile_of):
+    recipe = Fastest(profile_of(overhead=1e-15, cast=1.0, bfloat16=9.0, bfloat16_kernel=9.0, float32_kernel=0.1))
+    weight = nn.Parameter(torch.randn(64, 32))
+    with autocast("cpu", recipe=recipe, cache=WeightCache()):
+        for _ in range(3):
+            weight.data.normal_()
+            for given in (X[:1], X[:1].bfloat16()):
+                result = F.linear(given, weight)
+                assert result.dtype is torch.bfloat16
+                torch.testing.assert_close(result.double(), given.double() @ weight.double().t(), rtol=2**-8, atol=1e-5)
 
 
 @pytest.mark.parametrize("cached", [True, False])
@@ -257,7 +283,7 @@ def test_a_weight_that_is_cast_for_one_row_alone_is_read_as_it_is(profile_of):
     profile = profile_of(cast=1e-15, bfloat16=1.0, bfloat16_kernel=0.4)
     product = Product("linear", 1, 2**20, 2**10, 2**10)
     for elements, way in ((0, Way.KERNEL), (2**20, Way.FLOAT32), (2**25, Way.FLOAT32)):
-        assert choose(profile, torch.bfloat16, product, Conversions(0, 2**10, elements), True).way is way
+        assert choose(profile, torch.bfloat16, product, Conversions(0, 2**10, elements), (Way.KERNEL,)).way is way
 
 
 def test_a_profile_that_becomes_known_is_used(profile_of, monkeypatch):

@@ -21,6 +21,7 @@ class Doubling(polycast.LowBitKernel):
     """A kernel of the fast dtype, which counts its calls."""
 
     uses_cast = True
+    takes_float32 = True
     calls = 0
 
     def unsupported_reason(self, *args):
@@ -29,7 +30,7 @@ class Doubling(polycast.LowBitKernel):
     def run(self, prepacked, *args):
         type(self).calls += 1
         (weight,) = prepacked
-        assert weight.dtype is args[0].dtype is torch.get_autocast_dtype("cpu")
+        assert weight.dtype is args[0].dtype in (torch.float32, torch.get_autocast_dtype("cpu"))
         return torch.nn.functional.linear(args[0], weight)
 
 
@@ -58,7 +59,7 @@ def quick(monkeypatch):
 
 def test_ways_are_float32_the_fast_dtypes_recipes_and_kernels(with_kernels):
     found, omitted = ways_of(with_kernels)
-    names = ["float32", "float16", "bfloat16", "int8", "float16 kernel", "bfloat16 kernel"]
+    names = ["float32", "float16", "bfloat16", "int8", "float16 kernel", "bfloat16 kernel", "float32 kernel"]
     assert sorted(way.name for way in found) == sorted(names)
     assert Omission("all ops", "float8", "it has no units for it") in omitted
 
@@ -96,7 +97,8 @@ def test_kernels_that_raise_are_left_out(hand_made):
 def test_kernels_of_the_backend_are_measured(with_kernels, quick):
     polycast.get_backend("cpu")
     found = measure(with_kernels)
-    assert set(found.ways("linear")) == {"float32", "float16", "bfloat16", "int8", "float16 kernel", "bfloat16 kernel"}
+    kernels = {"float16 kernel", "bfloat16 kernel", "float32 kernel"}
+    assert set(found.ways("linear")) == {"float32", "float16", "bfloat16", "int8", *kernels}
     rows = {each.rows for each in found.measurements if (each.op, each.way) == ("linear", "bfloat16 kernel")}
     assert rows == {1, 4}
     assert Omission("linear", "bfloat16 kernel", "it is for few rows") in found.omissions

@@ -232,3 +232,22 @@ def test_it_is_explained(layer):
         assert polycast.explain("softmax", "cpu").recipe == ""
     assert polycast.explain("linear", "cpu", X, layer.weight, recipe=RECIPE).recipe == "int8"
     assert polycast.explain("linear", "cpu", X, layer.weight).recipe == ""
+
+
+def test_fastest_is_read_once_for_each_profile(profile_of, monkeypatch, tmp_path):
+    paths = [tmp_path / f"{number}.json" for number in range(2)]
+    for number, path in enumerate(paths):
+        profile_of(bfloat16=0.5 + number).save(path)
+
+    def digests():
+        return [autocast("cpu", recipe=each)._settings.override.recipe.text for each in ("fastest", polycast.Fastest())]
+
+    def of(path):
+        monkeypatch.setenv("POLYCAST_PROFILE", str(path))
+        return digests()
+
+    first, second = of(paths[0]), of(paths[1])
+    assert len({*first, *second}) == 2
+    assert of(paths[0]) == first
+    known = [polycast.DeviceProfile.load(path).digest for path in paths]
+    assert [each.split(" ")[1] for each in (first[0], second[0])] == known

@@ -47,7 +47,7 @@ void dots_plain(const DotArguments<T>& of, float (*sums)[kDots]) {
 
 #if defined(__x86_64__)
 
-// Fetch a cache line of each column ahead: of the rest of the columns, then of the next ones.
+// Fetch 32 elements of each column ahead: of the rest of the columns, then of the next ones.
 template <int Columns, typename T>
 void prefetch(const DotArguments<T>& of, int64_t k) {
   if (of.ahead > 0) {
@@ -55,7 +55,9 @@ void prefetch(const DotArguments<T>& of, int64_t k) {
     const T* const later = of.weight + (place < of.terms ? place : Columns * of.stride + place - of.terms);
 #pragma GCC unroll 4
     for (int column = 0; column < Columns; ++column) {
-      __builtin_prefetch(later + column * of.stride);
+      for (int element = 0; element < 32; element += 64 / sizeof(T)) {
+        __builtin_prefetch(later + column * of.stride + element);
+      }
     }
   }
 }

@@ -1,5 +1,5 @@
-// Products of few rows by a weight in bfloat16 or float16, as it lies in memory: it is read once, converted to float32 in registers,
-// multiplied and summed in float32, and the result is rounded once.
+// Products of few rows by a weight in bfloat16, float16 or float32, as it lies in memory: it is read once, converted to float32 in
+// registers, multiplied and summed in float32, and the result is rounded once.
 //
 // A row has the same bits alone and among others.
 #pragma once
@@ -55,9 +55,9 @@ struct Finish {
 };
 
 // For rows [first, last) and columns [begin, end) of a weight whose columns are dense.
-template <typename T>
+template <typename T, typename Out>
 void multiply_columns(Simd simd, const FloatRows& x, int64_t first, int64_t last, const FastWeight<T>& weight,
-                      const Finish& finish, int64_t begin, int64_t end, T* out) {
+                      const Finish& finish, int64_t begin, int64_t end, Out* out) {
   alignas(64) float sums[kFewestReads][kDots];
   const bool in_order = follows_streams() && last - first == 1 &&
                         weight.columns * x.terms * static_cast<int64_t>(sizeof(T)) > kCached;
@@ -85,9 +85,9 @@ void multiply_columns(Simd simd, const FloatRows& x, int64_t first, int64_t last
 }
 
 // For a weight whose terms are dense: rows of all columns.
-template <typename T>
+template <typename T, typename Out>
 void multiply_terms(Simd simd, const FloatRows& x, int64_t first, int64_t last, const FastWeight<T>& weight,
-                    const Finish& finish, int64_t begin, int64_t end, T* out) {
+                    const Finish& finish, int64_t begin, int64_t end, Out* out) {
   alignas(64) float sums[kFewestReads][kTile];
   for (int64_t tile = begin; tile < end; tile += kTile) {
     const int64_t width = std::min(kTile, end - tile);
@@ -113,8 +113,8 @@ void multiply_terms(Simd simd, const FloatRows& x, int64_t first, int64_t last, 
   }
 }
 
-template <typename T>
-void multiply_few(Simd simd, const FloatRows& x, const FastWeight<T>& weight, const Finish& finish, T* out) {
+template <typename T, typename Out>
+void multiply_few(Simd simd, const FloatRows& x, const FastWeight<T>& weight, const Finish& finish, Out* out) {
   const bool dots = weight.term_stride == 1 || x.terms == 1;
   const int64_t units = (weight.columns + kColumnUnit - 1) / kColumnUnit;
   for_each_part(units, grain(x.terms * kColumnUnit * sizeof(T)), [&](int64_t first_unit, int64_t last_unit) {
@@ -145,12 +145,14 @@ void to_float(const at::Tensor& matrix, const T* elements, float* out, int64_t s
   }
 }
 
-// Return alpha * x @ weight.T + bias, for any number of dimensions of x, given the cast of the weight, [N, K], in the fast dtype.
+// Return alpha * x @ weight.T + bias in the fast dtype, for any number of dimensions of x, given the weight, [N, K], in float32, or
+// its cast to the fast dtype.
 inline at::Tensor few_rows(const at::Tensor& x, const at::Tensor& cast, const std::optional<at::Tensor>& bias,
                            double alpha, at::ScalarType dtype, int64_t simd_number) {
-  TORCH_CHECK(cast.dim() == 2 && cast.scalar_type() == dtype && dtype != at::kFloat,
-              "expected the weight's cast, a matrix in the fast dtype, ", dtype, "; got ", cast.dim(),
-              " dimensions in ", cast.scalar_type());
+  const bool is_wide = cast.scalar_type() == at::kFloat;
+  TORCH_CHECK(cast.dim() == 2 && (cast.scalar_type() == dtype || is_wide) && dtype != at::kFloat,
+              "expected a matrix in float32 or in the fast dtype, ", dtype, "; got ", cast.dim(), " dimensions in ",
+              cast.scalar_type());
   const auto simd = static_cast<Simd>(simd_number);
   at::Tensor out = empty_product(x, cast.size(0), dtype);
   const int64_t terms = x.size(-1), columns = cast.size(0);
@@ -177,15 +179,17 @@ inline at::Tensor few_rows(const at::Tensor& x, const at::Tensor& cast, const st
   const bool dense = terms == 1 || columns == 1 || cast.stride(0) == 1 || cast.stride(1) == 1;
   const at::Tensor weight = dense ? cast : cast.contiguous();
   const Finish finish{static_cast<float>(alpha), added};
-  const auto multiply = [&]<typename T>(T* result) {
-    multiply_few<T>(simd, floats, {weight.const_data_ptr<T>(), columns, weight.stride(0), weight.stride(1)}, finish,
-                    result);
+  const auto multiply = [&]<typename T, typename Out>(const T* values, Out* result) {
+    multiply_few<T>(simd, floats, {values, columns, weight.stride(0), weight.stride(1)}, finish, result);
   };
-  dtype == at::kBFloat16 ? multiply(out.data_ptr<at::BFloat16>()) : multiply(out.data_ptr<at::Half>());
+  const auto multiply_into = [&]<typename Out>(Out* result) {
+    is_wide ? multiply(weight.const_data_ptr<float>(), result) : multiply(weight.const_data_ptr<Out>(), result);
+  };
+  dtype == at::kBFloat16 ? multiply_into(out.data_ptr<at::BFloat16>()) : multiply_into(out.data_ptr<at::Half>());
   return out;
 }
 
-// The ops that stand for linear, matmul, mm and addmm do not read the weight itself, but its cast.
+// The ops that stand for linear, matmul, mm and addmm read not the weight itself but `cast`, which may be the same tensor.
 
 inline at::Tensor few_rows_linear(const at::Tensor& x, const at::Tensor&, const std::optional<at::Tensor>& bias,
                                   const at::Tensor& cast, at::ScalarType dtype, int64_t simd) {

@@ -56,7 +56,7 @@ template <int Terms, int Rows, typename T>
   }
   for (int64_t n = 0; n < of.width; n += 16) {
     const __mmask16 mask = first16(of.width - n);
-    if (n % 32 == 0) {
+    if (n % (64 / sizeof(T)) == 0) {
 #pragma GCC unroll 4
       for (int term = 0; term < Terms; ++term) {
         _mm_prefetch(reinterpret_cast<const char*>(of.ahead + term * of.stride + n), _MM_HINT_T0);
@@ -91,7 +91,7 @@ template <int Terms, int Rows, typename T>
   }
   for (int64_t n = 0; n < of.width; n += 8) {
     const int64_t left = of.width - n;
-    if (n % 32 == 0) {
+    if (n % (64 / sizeof(T)) == 0) {
 #pragma GCC unroll 4
       for (int term = 0; term < Terms; ++term) {
         _mm_prefetch(reinterpret_cast<const char*>(of.ahead + term * of.stride + n), _MM_HINT_T0);

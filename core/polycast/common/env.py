@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 
 _BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
+_PROFILE = os.environ.encodekey("POLYCAST_PROFILE")
 ENGINES = ("auto", "native", "reference")
 
 
@@ -52,6 +53,10 @@ def engine() -> str:
 
 def profile() -> str | None:
     """Return the path of the profile to use (``POLYCAST_PROFILE``)."""
+    # Each region with the recipe "fastest" asks, and get() takes as long as entering it where the variable is not set.
+    variables = getattr(os.environ, "_data", None)
+    if variables is not None and _PROFILE not in variables:
+        return None
     return os.environ.get("POLYCAST_PROFILE") or None
 
 

@@ -58,6 +58,7 @@ class LowBitKernel:
         constants: the last arguments of `operator`: numbers, strings, dtypes or None.
         uses_cast: whether the kernel multiplies the weight's cast to the fast dtype. `prepack` is not called then: the
             prepacked weight is the cast, a tuple of one tensor, with the weight's strides if they are dense.
+        takes_float32: whether a kernel with `uses_cast` also takes a float32 weight itself in place of its cast.
         equalizes: whether ``prepack(weight, factors)`` takes the factors of an :class:`Equalization` too: positive
             float32 numbers [K] in host memory, one for each input channel, or None. The weight is multiplied by them
             before it is quantized, and the activations are divided by them. Kernels without it compute a recipe that
@@ -69,6 +70,7 @@ class LowBitKernel:
     operator: OpOverload | None = None
     constants: Sequence[Any] = ()
     uses_cast: ClassVar[bool] = False
+    takes_float32: ClassVar[bool] = False
     equalizes: bool = False
 
     def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:

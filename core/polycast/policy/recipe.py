@@ -173,7 +173,7 @@ class Fastest(Recipe):
     A profile (:func:`polycast.profile`) says how long each takes. The ways are
 
     - torch's kernel for the fast dtype, with the weight's cached cast, as without a recipe;
-    - the backend's own kernel for the fast dtype, with the same cast;
+    - the backend's own kernel for the fast dtype, with the same cast, or with the float32 weight as it is;
     - float32: the weight as it is, neither cast nor cached, and the activations converted.
 
     Outputs have the fast dtype. In training, forward and backward are chosen separately, and activations are saved in

@@ -72,7 +72,7 @@ def _arguments(case: Case, op: WeightedOp, way: Way, operands: Operands, weight:
 
 
 def _weights(kernel: LowBitKernel, op: WeightedOp, way: Way, operands: Operands) -> Sequence[torch.Tensor]:
-    return operands.weights(*op.shape, dtype=way.fast if kernel.uses_cast else torch.float32)
+    return operands.weights(*op.shape, dtype=way.dtype if kernel.uses_cast else torch.float32)
 
 
 def _prepack(kernel: LowBitKernel, weight: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -29,6 +30,8 @@ class Lookup:
 
 _found: dict[tuple[str, int, str | None], Lookup] = {}
 """By device type, number of threads, and POLYCAST_PROFILE."""
+derived: dict[Any, Any] = {}
+"""What other modules make of these profiles. `forget` replaces it."""
 _lock = threading.RLock()
 _being_measured: set[str] = set()
 
@@ -96,7 +99,9 @@ def look_up(device_type: str) -> Lookup:
 
 def forget() -> None:
     """Forget the profiles of this process, not those on disk."""
+    global derived
     _found.clear()
+    derived = {}
 
 
 def _look_up(backend: Backend) -> Lookup:

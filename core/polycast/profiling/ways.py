@@ -21,7 +21,7 @@ class Way:
 
     Attributes:
         name: as in a `Measurement`.
-        dtype: the dtype of the activations, and of the weights without kernels.
+        dtype: the dtype of the activations, and of the weights without kernels, or for those that take casts.
         fast: the fast dtype that a kernel returns.
         kernels: the backend's kernels, by op; None: torch's are used.
     """
@@ -64,4 +64,6 @@ def _ways_by(recipe: Recipe, kernels: Mapping[str, LowBitKernel], backend: Backe
         return [Way(recipe.kind, backend.default_dtype, backend.default_dtype, kernels)]
     of_fast_dtype = {op: kernel for op, kernel in kernels.items() if kernel.uses_cast}
     dtypes = backend.supported_dtypes() if of_fast_dtype else ()
-    return [Way(f"{dtype_name(dtype)} kernel", dtype, dtype, of_fast_dtype) for dtype in dtypes]
+    ways = [Way(f"{dtype_name(dtype)} kernel", dtype, dtype, of_fast_dtype) for dtype in dtypes]
+    of_float32 = {op: kernel for op, kernel in of_fast_dtype.items() if kernel.takes_float32}
+    return [*ways, Way("float32 kernel", torch.float32, backend.default_dtype, of_float32)] if of_float32 else ways

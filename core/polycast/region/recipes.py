@@ -1,10 +1,14 @@
 """Check a recipe against the device of a region."""
 
+import torch
+
+from ..common import env
 from ..engine.fastest.profiles import with_profile
 from ..errors import RecipeDisabledWarning, warn_user
 from ..plugins.backend import Availability, Backend
 from ..plugins.checks import check_recipe
 from ..policy.recipe import Fastest, NoRecipe, Recipe, RecipeLike, read_recipe
+from ..profiling import profile
 
 _warned: set[tuple[str, str]] = set()
 
@@ -17,7 +21,12 @@ def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:
     Raises:
         TypeError, ValueError: `given` is not a recipe, or its profile is of another device or cannot be read.
     """
-    recipe = read_recipe(given)
+    key = given, backend, enabled, torch.get_num_threads(), env.profile()
+    kept = profile.derived
+    if isinstance(given, (str, Recipe)) and key in kept:
+        found: Recipe = kept[key]
+        return found
+    recipe = asked = read_recipe(given)
     if isinstance(recipe, NoRecipe):
         return recipe
     answer = check_recipe(backend, recipe) if enabled else Availability(True)
@@ -35,4 +44,6 @@ def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:
     if answer.reason and (backend.device_type, answer.reason) not in _warned:
         _warned.add((backend.device_type, answer.reason))
         warn_user(f"{recipe!r} on {backend.device_type}: {answer.reason}")
+    if isinstance(asked, Fastest) and asked.is_of_machine:
+        kept[key] = recipe
     return recipe

@@ -13,7 +13,7 @@ import torch
 
 from ...policy.dtypes import dtype_name
 from ...profiling.device_profile import DeviceProfile
-from .cost import FLOAT32, seconds_of, seconds_to_cast, seconds_to_cast_weight
+from .cost import seconds_of, seconds_to_cast, seconds_to_cast_weight
 from .products import Product
 
 MARGIN = 0.97
@@ -27,13 +27,16 @@ class Way(Enum):
     """torch's kernel for the fast dtype, with the weight's cached cast: the ordinary path."""
     KERNEL = "kernel"
     """The backend's own kernel for the fast dtype, with the weight's cached cast."""
+    FLOAT32_KERNEL = "float32 kernel"
+    """The same kernel, with the float32 weight as it is."""
     FLOAT32 = "float32"
     """The weight as it is, the activations converted to float32, and the result to the fast dtype."""
 
 
 def name_of(way: Way, dtype: torch.dtype) -> str:
     """Return the name of a way as profiles have it, given the fast dtype."""
-    return {Way.FAST: dtype_name(dtype), Way.KERNEL: f"{dtype_name(dtype)} kernel", Way.FLOAT32: FLOAT32}[way]
+    fast = dtype_name(dtype)
+    return {Way.FAST: fast, Way.KERNEL: f"{fast} kernel"}.get(way, way.value)
 
 
 class Choice(NamedTuple):
@@ -49,7 +52,8 @@ class Conversions(NamedTuple):
     Attributes:
         narrow: the elements that are not float32, which the way float32 converts.
         wide: the float32 elements of activations, which the fast dtype's way converts. Kernels of backends take any.
-        weight: the float32 elements of weights whose casts will not be found in a cache, which both of these convert.
+        weight: the float32 elements of weights whose casts will not be found in a cache, which the fast dtype's way and
+            its kernels convert.
     """
 
     narrow: int
@@ -58,7 +62,7 @@ class Conversions(NamedTuple):
 
 
 def choose(
-    profile: DeviceProfile, dtype: torch.dtype, product: Product, conversions: Conversions, has_kernel: bool
+    profile: DeviceProfile, dtype: torch.dtype, product: Product, conversions: Conversions, kernels: tuple[Way, ...]
 ) -> Choice:
     """Choose the way to compute a product that autograd does not record.
 
@@ -67,10 +71,10 @@ def choose(
         dtype: the fast dtype.
         product: the work.
         conversions: the elements to convert.
-        has_kernel: whether the backend has a kernel of its own for the call.
+        kernels: the ways by kernels of the backend that support the call.
     """
     work = Product(product.op, *map(bucket, product[1:]))
-    return _choose(profile, dtype, work, Conversions(*map(bucket, conversions)), has_kernel)
+    return _choose(profile, dtype, work, Conversions(*map(bucket, conversions)), kernels)
 
 
 def bucket(size: int) -> int:
@@ -80,10 +84,10 @@ def bucket(size: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _choose(
-    profile: DeviceProfile, dtype: torch.dtype, product: Product, conversions: Conversions, has_kernel: bool
+    profile: DeviceProfile, dtype: torch.dtype, product: Product, conversions: Conversions, kernels: tuple[Way, ...]
 ) -> Choice:
     fast = dtype_name(dtype)
-    ways = {way: name_of(way, dtype) for way in Way if has_kernel or way is not Way.KERNEL}
+    ways = {way: name_of(way, dtype) for way in (Way.FAST, *kernels, Way.FLOAT32)}
     seconds = seconds_by_way(profile, product, ways)
     if Way.FAST not in seconds:
         return Choice(Way.FAST, f"the profile has no {fast} {product.op}")
@@ -91,6 +95,7 @@ def _choose(
     converting = {
         Way.FAST: of_weight + seconds_to_cast(profile, f"to {fast}", conversions.wide),
         Way.KERNEL: of_weight,
+        Way.FLOAT32_KERNEL: 0.0,
         Way.FLOAT32: seconds_to_cast(profile, f"from {fast}", conversions.narrow)
         + seconds_to_cast(profile, f"to {fast}", product.result),
     }

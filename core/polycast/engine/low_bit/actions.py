@@ -14,6 +14,8 @@ class ActionKind(IntEnum):
     """Compute the op in the fast dtype, as without the recipe."""
     FLOAT32 = 1
     """Cast the tensors to float32, compute the op, and cast the result to the fast dtype, each recorded by autograd."""
+    FLOAT32_LAID_OUT = 3
+    """The same, with the first tensor made contiguous."""
     OPERATOR = 2
     """Call an operator with the op's arguments, the prepacked weight or its cached cast, the fast dtype and constants.
     Calls that autograd records ask Python, and so do those whose weight is not cached or cannot be."""
@@ -33,7 +35,8 @@ class Action(NamedTuple):
     Attributes:
         kind: what to do.
         weight: for OPERATOR, the position of the weight among the op's arguments.
-        prepack_kind: for OPERATOR, the kind of the prepacked weight; 0: the operator takes the weight's cached cast.
+        prepack_kind: for OPERATOR, the kind of the prepacked weight; CACHED_CAST: the operator takes the weight's cast;
+            AS_IT_IS: the weight itself.
         operator: for OPERATOR, the operator.
         constants: for OPERATOR, its last arguments.
     """
@@ -47,6 +50,8 @@ class Action(NamedTuple):
 
 FALL_BACK = Action(ActionKind.FALL_BACK)
 FLOAT32 = Action(ActionKind.FLOAT32)
+FLOAT32_LAID_OUT = Action(ActionKind.FLOAT32_LAID_OUT)
+CACHED_CAST, AS_IT_IS = 0, -1
 
 
 def forget_actions() -> None:

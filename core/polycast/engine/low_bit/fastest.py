@@ -18,7 +18,7 @@ from ..fastest.choice import Conversions, Way, choose, name_of
 from ..fastest.products import product_of, weight_position
 from ..fastest.training import Ways, choose_recorded
 from ..inference import in_function
-from .actions import FALL_BACK, FLOAT32, Action, ActionKind
+from .actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, FLOAT32_LAID_OUT, Action, ActionKind
 from .listeners import listeners, notify
 from .plan import SMALL, SUBCLASS, Plan, is_special
 from .recorded import UNRECORDED, Recorded, RecordedAttention, in_dtype, must_lay_out, recorded_call
@@ -52,7 +52,7 @@ class FastestPlan(Plan):
     def _action(self, op: str, kernel: LowBitKernel) -> Action | None:
         if kernel.operator is None or self._may_capture:
             return None
-        return Action(ActionKind.OPERATOR, kernel.weight, 0, kernel.operator, tuple(kernel.constants))
+        return Action(ActionKind.OPERATOR, kernel.weight, CACHED_CAST, kernel.operator, tuple(kernel.constants))
 
     @override
     def why_no_kernel(self, op: str) -> str | None:
@@ -118,11 +118,15 @@ class FastestPlan(Plan):
             operands = recorded.operands(self._is_cached(args[position], cache), runs_in_function)
             ways = choose_recorded(profile, dtype, product, operands)
             return Decision(ways.forward, ways.reason, recorded, ways)
-        kernel = self.kernels.get(op)
-        is_wide = args[position].dtype is torch.float32
-        has_kernel = kernel is not None and is_wide and kernel.unsupported_reason(*args) is None
         conversions = self._conversions(args, position, cache)
-        return Decision(*choose(profile, dtype, product, conversions, has_kernel))
+        return Decision(*choose(profile, dtype, product, conversions, self._ways_by_kernel(op, args, position)))
+
+    def _ways_by_kernel(self, op: str, args: Sequence[Any], position: int) -> tuple[Way, ...]:
+        """Return the ways by the kernel of an op, if it supports a call."""
+        kernel = self.kernels.get(op)
+        if kernel is None or args[position].dtype is not torch.float32 or kernel.unsupported_reason(*args) is not None:
+            return ()
+        return (Way.KERNEL, Way.FLOAT32_KERNEL) if kernel.takes_float32 else (Way.KERNEL,)
 
     def _conversions(self, args: Sequence[Any], position: int, cache: WeightCache | None) -> Conversions:
         """Return the elements to convert."""
@@ -148,23 +152,21 @@ class FastestPlan(Plan):
     def _compute(
         self, found: "Decision", op: str, args: Sequence[Any], cache: WeightCache | None, dtype: torch.dtype
     ) -> tuple[torch.Tensor | None, Action | None]:
-        if found.ways is not None and found.recorded is not None and _is_recorded(args):
-            if found.ways.are_all_fast:
-                return None, FALL_BACK
-            if found.ways.is_plain:
-                return in_dtype(op, args, torch.float32).to(dtype), self._float32_action(op, args)
-            return found.recorded.compute(found.ways, dtype, lambda weight: _cached_cast(weight, dtype, cache)), None
+        ways = found.ways if found.recorded is not None and _is_recorded(args) else None
+        if found.recorded is not None and ways is not None and not (ways.are_all_fast or ways.is_plain):
+            return found.recorded.compute(ways, dtype, lambda weight: _cached_cast(weight, dtype, cache)), None
         if found.way is Way.FLOAT32:
-            return in_dtype(op, args, torch.float32).to(dtype), self._float32_action(op, args)
-        if found.way is Way.KERNEL:
-            kernel = self.kernels[op]
-            result = kernel.run((_cached_cast(args[kernel.weight], dtype, cache),), *args)
-            return result if result.dtype is dtype else result.to(dtype), self._actions[op]
+            return in_dtype(op, args, torch.float32).to(dtype), FLOAT32_LAID_OUT if must_lay_out(op, args) else FLOAT32
+        if found.way in (Way.KERNEL, Way.FLOAT32_KERNEL):
+            kernel, action = self.kernels[op], self._actions[op]
+            weight = args[kernel.weight]
+            if found.way is Way.KERNEL:
+                weight = _cached_cast(weight, dtype, cache)
+            elif action is not None:
+                action = action._replace(prepack_kind=AS_IT_IS)
+            result = kernel.run((weight,), *args)
+            return result if result.dtype is dtype else result.to(dtype), action
         return None, FALL_BACK
-
-    def _float32_action(self, op: str, args: Sequence[Any]) -> Action | None:
-        """Return the action that computes a call in float32; None where `in_dtype` lays out the activation anew."""
-        return None if must_lay_out(op, args) else FLOAT32
 
 
 class Decision(NamedTuple):

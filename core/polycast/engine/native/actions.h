@@ -109,7 +109,10 @@ std::shared_ptr<const Action> action_of(PyObject* given, c10::ArrayRef<c10::IVal
 // Return the prepacked weight or the cached cast that an operator takes; nothing if it is not cached.
 std::optional<Tensors> find_parts(const Action& action, const RecipeCall& call, const Tensor& tensor) {
   const DeviceRegion& region = region_of(call.device);
-  if (action.prepack_kind == 0) {
+  if (action.prepack_kind == Action::kAsItIs) {
+    return Tensors{tensor};
+  }
+  if (action.prepack_kind == Action::kCachedCast) {
     const ScalarType fast = at::autocast::get_autocast_dtype(call.device);
     if (tensor.scalar_type() == fast) {
       return Tensors{tensor};
@@ -151,7 +154,12 @@ std::optional<Tensor> compute(const Action& action, const RecipeCall& call, torc
   if (!records) {
     below_autograd.emplace();
   }
-  if (action.kind == Action::Kind::kFloat32) {
+  const bool lays_out = action.kind == Action::Kind::kFloat32LaidOut;
+  if (lays_out || action.kind == Action::Kind::kFloat32) {
+    if (lays_out) {
+      c10::IValue& first = arguments.front();
+      first = first.toTensor().to(at::kFloat, /*non_blocking=*/false, /*copy=*/false, at::MemoryFormat::Contiguous).contiguous();
+    }
     for (c10::IValue& argument : arguments) {
       if (argument.isTensor() && is_eligible(argument.toTensor(), call.device)) {
         argument = argument.toTensor().to(at::kFloat);

@@ -12,11 +12,12 @@ namespace {
 
 // An Action of low_bit/actions.py. Immutable.
 struct Action {
-  enum class Kind : long { kFallBack, kFloat32, kOperator };
+  static constexpr int kCachedCast = 0, kAsItIs = -1;  // the operator takes the cached cast, or the weight itself
+  enum class Kind : long { kFallBack, kFloat32, kOperator, kFloat32LaidOut };
 
   Kind kind;
   size_t weight = 0;
-  int prepack_kind = 0;  // 0: the operator takes the cached cast
+  int prepack_kind = kCachedCast;
   std::optional<c10::OperatorHandle> op;
   size_t parts = 0;  // the number of prepacked tensors that it takes
   std::vector<c10::IValue> constants;
