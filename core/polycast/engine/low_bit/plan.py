@@ -23,6 +23,7 @@ from ..casts.weight_cache import WeightCache
 from ..casts.weights import caching_is_safe, parameter_of
 from .actions import FALL_BACK, Action, ActionKind
 from .equalized import checked_prepack
+from .slower import slower_reason
 
 NO_KERNEL = "the backend has no kernel for it"
 RECORDS = "autograd records it, and low bit is for inference"
@@ -125,7 +126,7 @@ class Plan:
             return "its weight is no tensor"
         if weight.numel() < self._min_size:
             return SMALL
-        return kernel.unsupported_reason(*args)
+        return kernel.unsupported_reason(*args) or slower_reason(self.device_type, self.recipe.kind, op, args)
 
     def _unsupported_tensor(self, args: Sequence[Any], records: bool) -> str | None:
         for arg in args:

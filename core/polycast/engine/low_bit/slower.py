@@ -1,0 +1,45 @@
+"""Whether a recipe's kernel is slower than the fast dtype, by the device's profile if there is one."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...policy.dtypes import dtype_name
+from ...profiling.device_profile import DeviceProfile
+from ...profiling.profile import find
+from ..fastest.choice import bucket
+from ..fastest.cost import seconds_of, seconds_to_cast
+from ..fastest.products import Product, product_of
+
+_MARGIN = 1.1
+"""A kernel that takes up to so many times the fast dtype's time is used: times in a profile are a little off."""
+
+
+def slower_reason(device_type: str, kind: str, op: str, args: Sequence[Any]) -> str | None:
+    """Return that a call is slower than in the fast dtype; None if it is not, or this is unknown. Measure nothing.
+
+    Args:
+        device_type: the device.
+        kind: the recipe's, by which profiles name its times.
+        op: by its name in the dispatcher.
+        args: its arguments, which may be fake.
+    """
+    profile = find(device_type)
+    product = None if profile is None else product_of(op, args)
+    if profile is None or product is None:
+        return None
+    rows = args[1] if op == "aten::addmm" else args[0]
+    converted = 0 if rows.dtype is not torch.float32 else product.rows * product.inner
+    dtype = dtype_name(torch.get_autocast_dtype(device_type))
+    return _reason(profile, kind, dtype, Product(product.op, *map(bucket, product[1:])), bucket(converted))
+
+
+@functools.lru_cache(maxsize=4096)
+def _reason(profile: DeviceProfile, kind: str, dtype: str, product: Product, converted: int) -> str | None:
+    own, fast = (seconds_of(profile, product.op, way, product.rows, product.size) for way in (kind, dtype))
+    if own is None or fast is None:
+        return None
+    fast += seconds_to_cast(profile, f"to {dtype}", converted)
+    return f"{kind} takes {own / fast:.2g} of {dtype}'s time, by the profile" if own > _MARGIN * fast else None

@@ -1,0 +1,96 @@
+"""Calls that a recipe would slow down, by the device's profile, run in the fast dtype."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import polycast
+from polycast import Int8, autocast
+from polycast.profiling import profile as profiles
+
+pytestmark = pytest.mark.usefixtures("engine", "no_grad", "int8_kernels")
+
+WEIGHT = nn.Parameter(torch.randn(64, 64))
+RECIPE = Int8(min_size=1)
+
+
+X = torch.randn(4, 64)
+EXPECTED = F.linear(X.bfloat16(), WEIGHT.detach().bfloat16())
+
+
+@pytest.fixture
+def use(monkeypatch, tmp_path, profile_of):
+    """Return a function that makes the profile of this machine."""
+
+    def use(**ways):
+        path = tmp_path / "profile.json"
+        profile_of(overhead=1e-15, **{"cast": 1e-15, **ways}).save(path)
+        monkeypatch.setenv("POLYCAST_PROFILE", str(path))
+        profiles.forget()
+
+    yield use
+    profiles.forget()
+
+
+@pytest.fixture
+def declined(low_bit_counts):
+    """Return a function that makes a call in a region with int8, and returns why it fell back; "" if not."""
+
+    def declined():
+        with low_bit_counts() as counts, autocast("cpu", recipe=RECIPE):
+            F.linear(X, WEIGHT)
+        return [record.declined for record in counts.records()]
+
+    return declined
+
+
+def test_a_call_that_int8_slows_down_runs_in_the_fast_dtype(use, declined):
+    use(int8=1.0, bfloat16=0.5)
+    assert declined() == ["int8 takes 2 of bfloat16's time, by the profile"]
+    for _ in range(2):  # as Python decides, and as the native engine keeps it
+        with autocast("cpu", recipe=RECIPE):
+            assert torch.equal(F.linear(X, WEIGHT), EXPECTED)
+
+
+def test_a_call_that_int8_speeds_up_is_computed_though_float32_is_faster(use, declined):
+    use(int8=2.0, bfloat16=9.0)
+    assert declined() == [""]
+
+
+@pytest.mark.parametrize("ways", [{"bfloat16": 0.5}, {"int8": 9.0, "float16": 0.1}, {"int8": 1.05, "bfloat16": 1.0}])
+def test_a_call_is_computed_if_its_times_are_unknown_or_almost_equal(use, declined, ways):
+    use(**ways)
+    assert declined() == [""]
+
+
+def test_a_call_is_computed_without_a_profile(declined):
+    assert polycast.profiling.profile.find("cpu") is None
+    assert declined() == [""]
+
+
+def test_the_conversion_that_int8_saves_counts(use, declined):
+    use(int8=1.0, bfloat16=0.5, cast=1e-6)
+    assert declined() == [""]
+
+
+def test_the_fast_dtype_of_the_region_counts(use, declined, low_bit_counts):
+    use(int8=1.0, bfloat16=0.5, float16=9.0)
+    assert declined() == ["int8 takes 2 of bfloat16's time, by the profile"]
+    with low_bit_counts() as counts, autocast("cpu", torch.float16, recipe=RECIPE):
+        F.linear(X, WEIGHT)
+    assert [record.declined for record in counts.records()] == [""]
+
+
+def test_explain_says_why_a_call_falls_back(use):
+    use(int8=1.0, bfloat16=0.5)
+    with autocast("cpu", recipe=RECIPE):
+        text = str(polycast.explain("linear", "cpu", X, WEIGHT))
+    assert "int8 takes 2 of bfloat16's time, by the profile" in text
+
+
+def test_traced_calls_fall_back_too(use):
+    use(int8=1.0, bfloat16=0.5)
+    compiled = torch.compile(lambda x: F.linear(x, WEIGHT), backend="eager")
+    with autocast("cpu", recipe=RECIPE):
+        assert torch.equal(compiled(X), EXPECTED)
