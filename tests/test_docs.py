@@ -154,6 +154,14 @@ def test_links_of_page_have_targets(page):
     assert broken == []
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
+def test_programs_that_a_page_runs_exist(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    programs = re.findall(r"^    (?:polycast run|python) (?:-\S+ )*(\S+\.py)", text, re.MULTILINE)
+    assert [program for program in programs if not (ROOT / program).is_file()] == []
+    assert programs or page != "docs/start.md"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_paths_in_page_exist(page):
     paths = re.findall(r"`((?:core|backends|benchmarks|docs|examples)/[\w./-]+)`", page.read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ from .svg import Picture
 
 FIGURES = Path(__file__).parent.parent / "figures"
 _KINDS = {"ready": "good", "unavailable": "wait", "broken": "bad", "conflict": "bad"}
-_COLUMNS = {"device": 24, "state": 160, "default": 280, "supported": 376, "distribution": 556}
+_COLUMNS = {"device": 24, "state": 160, "default": 280, "supported": 376, "from": 556}
 
 
 def draw() -> Picture:

@@ -2,10 +2,14 @@
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 
 import pytest
+from typer.main import get_command
+
+from polycast.cli import app
 
 
 def test_version(polycast_command):
@@ -19,9 +23,35 @@ def test_help_names_every_command(polycast_command):
     assert {"devices", "ops", "build", "demo", "doctor", "run"} <= set(words)
 
 
+COMMANDS = get_command(app).commands
+PARAMETERS = [(name, each) for name, command in COMMANDS.items() for each in command.params]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_shows_no_type_after_a_flag(polycast_command, command):
+    shown = polycast_command(*command.split(), "--help").stdout
+    assert "--help" in shown
+    assert [word for word in ("bool", "BOOLEAN") if word in shown] == []
+
+
+@pytest.mark.parametrize(("command", "parameter"), PARAMETERS, ids=lambda each: getattr(each, "name", each))
+def test_help_of_a_parameter_is_a_sentence(command, parameter):
+    assert re.fullmatch(r"[A-Z].* .*\.", parameter.help)
+
+
+def test_policy_is_a_policy_file_in_every_command():
+    meanings = {command: each.metavar for command, each in PARAMETERS if "--policy" in each.opts}
+    assert meanings == {"ops": "FILE", "run": "FILE"}
+
+
+def test_help_reflows_its_paragraphs(polycast_command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "again. If one cannot be compiled, the others still are" in polycast_command("build", "--help").stdout
+
+
 @pytest.mark.slow
 def test_module_runs_as_a_command():
-    command = [sys.executable, "-m", "polycast", "ops", "cpu", "--policy", "promote", "--json"]
+    command = [sys.executable, "-m", "polycast", "ops", "cpu", "--cast-policy", "promote", "--json"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert {entry["policy"] for entry in json.loads(result.stdout)} == {"promote"}
 

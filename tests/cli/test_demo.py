@@ -106,6 +106,32 @@ def test_an_inaccurate_run_is_a_problem(mode):
     ]
 
 
+@pytest.mark.parametrize(("epochs", "expected"), [(1, "90%"), (2, "90%"), (3, "95%")])
+def test_fewer_epochs_need_not_be_as_accurate(epochs, expected):
+    inaccurate = replace(with_run("float32", accuracy=0.8999), epochs=epochs)
+    assert problems(inaccurate) == [f"cpu: the accuracy of float32 is 89.99%, expected at least {expected}"]
+    assert (problems(replace(with_run("float32", accuracy=0.91), epochs=epochs)) == []) == (epochs < 3)
+
+
+def test_devices_that_need_a_plugin_are_on_one_line(monkeypatch):
+    monkeypatch.setattr(demo, "measure", lambda *_: GOOD)
+    missing = [name for name, status in polycast.backends().items() if status.state == "missing"]
+    said = [line for line in run_demo().stdout.splitlines() if line.startswith("Not on ")]
+    assert said[-1].startswith(f"Not on {', '.join(missing)}: A plugin is needed: ")
+    assert len(said) == 1 + sum(status.state == "unavailable" for status in polycast.backends().values())
+
+
+def test_headers_of_tables_do_not_wrap(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(demo, "measure", lambda *_: GOOD)
+    headers = [line.split("  ") for line in run_demo().stdout.splitlines() if line.startswith(("mode ", "layer "))]
+    assert [[cell.strip() for cell in header if cell.strip()] for header in headers] == [
+        ["mode", "test accuracy", "final loss"],
+        ["layer", "float32", "torch.autocast", "polycast.autocast"],
+        ["mode", "ms a call", "times float32"],
+    ]
+
+
 def test_an_accuracy_that_is_just_high_enough_is_no_problem():
     assert problems(with_run("float32", accuracy=342 / 360)) == []
 
@@ -194,7 +220,8 @@ def test_the_command_runs_from_end_to_end(engine, monkeypatch):
     try_build(ENGINE)  # building at first use prints to stderr
     monkeypatch.setattr("polycast.cli.demo.timing.ROUNDS", 2)
     result = run_demo("--epochs", "3")
-    assert result.stderr == ""
+    parts = ["float32", "torch.autocast", "polycast.autocast", "inference"]
+    assert result.stderr.splitlines() == [f"cpu: {part} ..." for part in parts]
     assert f"engine: {engine}.\n" in result.stdout
     assert "OK on cpu: every run is at least 95% accurate" in result.stdout
     assert result.exit_code == 0

@@ -6,9 +6,13 @@ import json
 import re
 
 import pytest
+import torch
 
 import polycast
 from polycast.cli import app
+from polycast.engine import installation
+from polycast.toolchain import load
+from polycast.toolchain.prebuilt import no_compiler
 
 KEYS = [
     "device_type",
@@ -75,7 +79,9 @@ def test_a_reason_is_printed_on_a_stream_of_any_encoding(monkeypatch, plugin):
 
 def test_a_device_without_a_backend_shows_what_is_needed(polycast_command):
     reason = "A plugin is needed: no distribution has an entry point 'xla' in the group 'polycast.backends'."
-    assert f"xla: {reason}\n" in polycast_command("devices").stdout
+    missing = [name for name, status in polycast.backends().items() if status.state == "missing"]
+    of_that_name = reason.replace("entry point 'xla'", "entry point of that name")
+    assert f"{', '.join(missing)}: {of_that_name}\n" in polycast_command("devices").stdout
     device = listed(polycast_command("devices", "--json"))["xla"]
     assert (device["state"], device["reason"], device["supported_dtypes"]) == ("missing", reason, None)
 
@@ -88,7 +94,40 @@ def line_that_begins_with(word, text):
 def test_devices_names_the_engine(polycast_command, engine):
     last = line_that_begins_with("Engine:", polycast_command("devices").stdout)
     assert last.startswith(f"Engine: {engine}")
-    assert (engine == "reference") == (last == "Engine: reference")
+    unset = "Engine: reference, because POLYCAST_ENGINE=reference. Unset it for the native engine."
+    assert (engine == "reference") == (last == unset)
+
+
+def test_devices_says_what_the_reference_engine_costs_and_how_to_have_the_native_one(polycast_command, monkeypatch):
+    installation.forget_choice()
+    monkeypatch.setenv("POLYCAST_ENGINE", "auto")
+    failure = no_compiler()
+    monkeypatch.setattr(load, "try_build", lambda _: failure)
+    result = polycast_command("devices")
+    installation.forget_choice()
+    said = result.stdout.splitlines()
+    first = said.index(f"Engine: reference, because the native engine cannot be built: {failure}")
+    assert said[first + 1] == (
+        "Without the native engine, regions are slower and polycast.observe does not work; without a compiler, neither "
+        "do kernels in C++, such as those of int8. A wheel of polycast that has an engine for torch "
+        f"{torch.__version__.partition('+')[0]} needs no compiler."
+    )
+    assert "apt install g++" in said[first]
+    assert result.stderr == ""  # no warning of the same
+
+
+@pytest.mark.parametrize("columns", ["60", "80"])
+def test_devices_breaks_no_word(polycast_command, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    said = re.sub("\x1b\\[[0-9;]*m", "", polycast_command("devices").stdout)
+    words = set(said.split())
+    for name, status in polycast.backends().items():
+        assert {name, status.state} <= words or f"{name}," in words
+        assert set(status.reason.replace(f"point {name!r}", "point of that name").split()) <= words
+    assert {"device", "state", "default", "supported", "from"} <= words
+    assert max(map(len, said.splitlines())) <= int(columns)
 
 
 def test_the_origin_of_the_native_engine_is_shown(polycast_command, engine):

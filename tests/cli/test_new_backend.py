@@ -118,6 +118,7 @@ MODULE = "{!r} cannot be part of a Python module's name. Name the device as torc
         ("npu:0", MODULE.format("npu:0")),
         ("_npu", MODULE.format("_npu")),
         ("nπu", MODULE.format("nπu")),
+        ("NPU", "'NPU' is not in lower case, as device types of torch are. Write npu."),
         ("npu2", "torch does not accept 'npu2' as a device: Invalid device string: 'npu2'. Use letters and und"),
         ("meta", "torch has no Autocast dispatch key for 'meta', so it can have no backend."),
     ],

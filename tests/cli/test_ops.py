@@ -35,12 +35,12 @@ def test_ops_prints_a_line_for_each_op_and_counts_them(polycast_command, hand_ma
 
 @pytest.mark.parametrize("policy", ["promote", "PROMOTE"])
 def test_ops_of_one_policy(polycast_command, policy):
-    shown = json.loads(polycast_command("ops", "cpu", "--policy", policy, "--json").stdout)
+    shown = json.loads(polycast_command("ops", "cpu", "--cast-policy", policy, "--json").stdout)
     assert [entry["op"] for entry in shown] == ["aten::cat", "aten::index_copy", "aten::stack"]
 
 
 def test_ops_of_a_policy_that_no_op_has(polycast_command):
-    assert polycast_command("ops", "cpu", "--policy", "banned").stdout == "cpu: 0 ops\n"
+    assert polycast_command("ops", "cpu", "--cast-policy", "banned").stdout == "cpu: 0 ops\n"
 
 
 def test_ops_of_a_device_without_a_backend(polycast_command):
@@ -115,6 +115,6 @@ def test_drift_is_the_same_while_kernels_are_installed(polycast_command, drifted
 
 
 def test_drift_of_one_policy_is_refused(polycast_command):
-    result = polycast_command("ops", "cpu", "--drift", "--policy", "fp32")
-    assert "--policy and --drift exclude each other" in result.stderr
+    result = polycast_command("ops", "cpu", "--drift", "--cast-policy", "fp32")
+    assert "--cast-policy and --drift exclude each other" in result.stderr
     assert result.exit_code == 2

@@ -29,7 +29,7 @@ def test_each_overload_that_a_name_means_is_explained():
 def test_an_op_is_explained_under_a_policy_file(tmp_path):
     path = tmp_path / "policy.toml"
     Policy({"mm": "fp32"}, name="careful").save(path)
-    told = json.loads(call("ops", "cpu", "--explain", "mm.default", "--policy-file", str(path), "--json").stdout)
+    told = json.loads(call("ops", "cpu", "--explain", "mm.default", "--policy", str(path), "--json").stdout)
     assert (told["policy"], told["rule"], told["rule_name"]) == ("fp32", "region's policy", "careful")
 
 
@@ -48,11 +48,20 @@ def test_an_op_is_explained_in_a_region_with_a_recipe():
         (["--explain", "mm", "--recipe", "int9"], "'int9' is not a recipe: did you mean 'int8'?"),
         (["--recipe", "int8"], "--recipe needs --explain OP."),
         (["--explain", "sofmax"], "has no op 'sofmax'; the nearest are 'softmax', '_softmax', 'fmax'\n"),
-        (["--policy", "fp23"], "--policy must be a CastPolicy or the name of one, got 'fp23'; the nearest is 'fp32'\n"),
-        (["--explain", "mm", "--policy-file", "absent.toml"], "No such file or directory: 'absent.toml'\n"),
-        (["--explain", "mm", "--drift"], "--explain is about one op: leave out --policy and --drift."),
-        (["--explain", "mm", "--policy", "fp32"], "--explain is about one op: leave out --policy and --drift."),
-        (["--policy-file", "absent.toml"], "--policy-file needs --explain OP."),
+        (
+            ["--cast-policy", "fp23"],
+            "--cast-policy must be a CastPolicy or the name of one, got 'fp23'; the nearest is 'fp32'\n",
+        ),
+        (["--explain", "mm", "--policy", "absent.toml"], "No such file or directory: 'absent.toml'\n"),
+        (["--explain", "mm", "--drift"], "--explain is about one op: leave out --cast-policy and --drift."),
+        (
+            ["--explain", "mm", "--cast-policy", "fp32"],
+            "--explain is about one op: leave out --cast-policy and --drift.",
+        ),
+        (
+            ["--policy", "absent.toml"],
+            "--policy FILE needs --explain OP. To see the ops with one cast policy, write --cast-policy NAME.",
+        ),
     ],
 )
 def test_invalid_arguments_are_refused(arguments, said):

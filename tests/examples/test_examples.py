@@ -58,6 +58,15 @@ def test_the_plain_loop_learns_the_same_where_it_is_resumed(run):
     assert stopped + run(*arguments, "--epochs", "2", "--resume", "digits.pt") == whole
 
 
+def test_a_program_of_torchs_runs_on_polycast_unchanged(run):
+    plain = run("unchanged.py", "--epochs", "2")
+    assert [line.partition("  loss ")[0] for line in plain] == ["epoch 1", "epoch 2"]
+    command = [sys.executable, "-m", "polycast", "run", str(EXAMPLES / "unchanged.py"), "--epochs", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
+    assert done.stdout.splitlines() == plain
+    assert "64 regions (cpu bfloat16 64)" in done.stderr
+
+
 def test_a_server_finds_the_casts_of_its_weights_and_casts_them_again_after_an_update(run):
     threads, weights, updates = 3, 4, 3
     served, casts = run("serve.py", "--requests", "80", "--threads", str(threads), "--width", "64")

@@ -96,10 +96,18 @@ def test_an_op_without_known_arguments_is_reported_as_not_called(check):
         check("test_op", having(policies=table), "aten::celu")
 
 
-def test_an_op_that_this_torch_lacks_is_reported(check):
-    table = {"aten::of_another_torch": CastPolicy.FP32}
-    with pytest.raises(pytest.skip.Exception, match="has no op aten::of_another_torch"):
-        check("test_op", having(policies=table), "aten::of_another_torch")
+def test_an_op_that_this_torch_lacks_fails(check):
+    table = {"aten::sofmax.int": CastPolicy.FP32}
+    with pytest.raises(
+        AssertionError, match=r"cpu: policies: .*sofmax.*Correct the name or, .* name it in optional_ops"
+    ):
+        check("test_op", having(policies=table), "aten::sofmax.int")
+
+
+def test_an_optional_op_that_this_torch_lacks_is_skipped_with_its_reason(check):
+    backend = having(policies={"aten::of_2_99": CastPolicy.FP32}, optional_ops={"aten::of_2_99": "it is new in 2.99"})
+    with pytest.raises(pytest.skip.Exception, match=r"has no op aten::of_2_99: it is new in 2\.99"):
+        check("test_op", backend, "aten::of_2_99")
 
 
 def test_a_table_that_lacks_an_op_of_torchs(check):

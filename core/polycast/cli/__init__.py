@@ -1,29 +1,36 @@
 """The ``polycast`` command. Nothing else imports this package, so that ``import polycast`` does not load typer."""
 
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
 from ..common.versions import __version__
 from . import build, demo, devices, doctor, new_backend, ops, profile, run, tune
+from .commands import Command, Commands
 
 app = typer.Typer(
     add_completion=False,
+    cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Autocast for PyTorch as a plugin system.",
+    help="Autocast for PyTorch as a plugin system. `polycast COMMAND --help` describes a command.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command("devices")(devices.show)
-app.command("ops")(ops.show)
-app.command("build")(build.run)
-app.command("doctor")(doctor.run)
-app.command("profile")(profile.run)
-app.command("tune")(tune.run)
-app.command("new-backend")(new_backend.run)
-app.command("demo")(demo.run)
-app.command("run", context_settings={"allow_interspersed_args": False})(run.run)
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "devices": devices.show,
+    "ops": ops.show,
+    "build": build.run,
+    "doctor": doctor.run,
+    "profile": profile.run,
+    "tune": tune.run,
+    "new-backend": new_backend.run,
+    "demo": demo.run,
+}
+for _name, _function in _COMMANDS.items():
+    app.command(_name, cls=Command)(_function)
+app.command("run", cls=Command, context_settings={"allow_interspersed_args": False})(run.run)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,7 +1,7 @@
 """``polycast devices``: list the backends."""
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -17,7 +17,7 @@ from ..policy.recipe import Float8, Int8
 from ..profiling.profile import look_up
 from .compiled import origins
 from .profile import ignored, summary
-from .terminal import console, engine_and_origin, library_errors, print_json, table
+from .terminal import console, engine_lines, library_errors, print_json, print_line, print_table, table
 
 _STYLES = {
     "ready": "green",
@@ -102,15 +102,18 @@ def _ask(status: BackendStatus) -> Device:
 
 
 def show(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: a list of objects, one for a device.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: a list with an object for each device.")] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show tracebacks of broken plugins, and recipes.")
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="Show the tracebacks of broken plugins, and which recipes each device has."
+        ),
     ] = False,
 ) -> None:
     """List the backend of every device: its state, its dtypes and where it comes from."""
     with library_errors():
         devices = known_devices()
-        engine = None if as_json else engine_and_origin()
+        engine = None if as_json else engine_lines()
         ops = {} if as_json else origins()
     if engine is None:
         print_json([device.as_json() for device in devices])
@@ -125,8 +128,8 @@ def show(
         typer.echo("polycast devices --verbose shows the tracebacks.")
 
 
-def _print(devices: list[Device], engine: str, ops: Mapping[str, str], verbose: bool) -> None:
-    rows = table("device", "state", "default", "supported", "distribution")
+def _print(devices: list[Device], engine: list[str], ops: Mapping[str, str], verbose: bool) -> None:
+    rows = table("device", "state", "default", "supported", "from")
     for device in devices:
         status = device.status
         rows.add_row(
@@ -137,12 +140,24 @@ def _print(devices: list[Device], engine: str, ops: Mapping[str, str], verbose: 
             f"{status.distribution} {status.version}".strip() or "-",
         )
     out = console()
-    out.print(rows)
+    print_table(out, rows)
     out.print()
-    for device in devices:
-        profile = device.profile()
-        for note in [*device.notes(), *([profile] if profile else []), *(device.recipes() if verbose else [])]:
-            out.print(f"{device.status.device_type}: {note}", soft_wrap=True)
-    out.print(f"Engine: {engine}", soft_wrap=True)
-    for package, origin in ops.items():
-        out.print(f"Ops of {package}: {origin}", soft_wrap=True)
+    missing = [device for device in devices if device.status.state == "missing"]
+    lines = [line for device in devices if device not in missing for line in _lines_of(device, verbose)]
+    if missing:
+        lines.append(plugins_needed([device.status for device in missing]))
+    for line in [*lines, *engine, *(f"Ops of {package}: {origin}" for package, origin in ops.items())]:
+        print_line(out, line)
+
+
+def _lines_of(device: Device, verbose: bool) -> list[str]:
+    profile = device.profile()
+    notes = [*device.notes(), *([profile] if profile else []), *(device.recipes() if verbose else [])]
+    return [f"{device.status.device_type}: {note}" for note in notes]
+
+
+def plugins_needed(missing: Sequence[BackendStatus]) -> str:
+    """Return a sentence for the devices without a backend; their reasons differ in the name of the device."""
+    names = ", ".join(status.device_type for status in missing)
+    reason = missing[0].reason.replace(f"entry point {missing[0].device_type!r}", "entry point of that name")
+    return f"{names}: {reason}"

@@ -22,10 +22,15 @@ _SUFFIX = ".template"
 
 
 def run(
-    name: Annotated[str, typer.Argument(help="The device type as torch spells it, such as mtia or npu.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The device type as torch spells it, such as mtia or npu.")
+    ],
     directory: Annotated[
         Path | None,
-        typer.Option(help="Where to write it; new or empty. Default: a directory here, named like the package."),
+        typer.Option(
+            metavar="DIR",
+            help="Write it to this directory, new or empty. The default is one here, named as the package.",
+        ),
     ] = None,
 ) -> None:
     """Write a package with a backend for a device: its entry point, op table, tests and README."""
@@ -56,6 +61,8 @@ def _problem(name: str) -> str | None:
         return (
             f"{name!r} cannot be part of a Python module's name. Name the device as torch does: letters, such as npu."
         )
+    if name != name.lower():
+        return f"{name!r} is not in lower case, as device types of torch are. Write {name.lower()}."
     try:
         known = torch.device(name)
     except RuntimeError as error:

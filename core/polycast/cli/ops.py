@@ -18,39 +18,45 @@ from ..policy.recipe import read_recipe
 from ..region.explain import explain_in
 from ..region.explanation import Explanation
 from ..region.policies import override_of
-from .terminal import console, library_errors, print_json, table
+from .terminal import console, library_errors, print_json, print_table, table
 
 
 def show(
-    device: Annotated[str, typer.Argument(help="A device such as cpu or cuda. It need not be present.")],
-    policy: Annotated[
-        str | None, typer.Option(metavar="POLICY", help="Show only the ops with this policy, such as fp32.")
+    device: Annotated[
+        str, typer.Argument(metavar="DEVICE", help="The device, such as cpu or cuda; it need not be present.")
+    ],
+    cast_policy: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Show only the ops with this cast policy, such as fp32.")
     ] = None,
     explain: Annotated[
-        str | None, typer.Option(metavar="OP", help="Explain how an op runs in a region, and by which rule.")
+        str | None, typer.Option(metavar="OP", help="Explain what a region does with an op, and by which rule.")
     ] = None,
-    policy_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --explain: in a region with the policy of this file.")
+    policy: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --explain: explain the op in a region with this policy file."),
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option(metavar="RECIPE", help="With --explain: in a region with this recipe, such as int8.")
+        str | None,
+        typer.Option(metavar="NAME", help="With --explain: explain the op in a region with this recipe, such as int8."),
     ] = None,
     drift: Annotated[bool, typer.Option("--drift", help="Show where the table and the running torch differ.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show which policy each op has on a device."""
-    if drift and policy is not None:
-        raise typer.BadParameter("--policy and --drift exclude each other: --drift is about all ops of the table.")
-    if explain is not None and (drift or policy is not None):
-        raise typer.BadParameter("--explain is about one op: leave out --policy and --drift.")
-    if policy_file is not None and explain is None:
-        raise typer.BadParameter("--policy-file needs --explain OP.")
+    """Show the op table of a device: the cast policy of each op."""
+    if drift and cast_policy is not None:
+        raise typer.BadParameter("--cast-policy and --drift exclude each other: --drift is about all ops of the table.")
+    if explain is not None and (drift or cast_policy is not None):
+        raise typer.BadParameter("--explain is about one op: leave out --cast-policy and --drift.")
+    if policy is not None and explain is None:
+        raise typer.BadParameter(
+            "--policy FILE needs --explain OP. To see the ops with one cast policy, write --cast-policy NAME."
+        )
     if recipe is not None and explain is None:
         raise typer.BadParameter("--recipe needs --explain OP.")
     with library_errors():
         backend = get_backend(device)
-        wanted = None if policy is None else read_policy(policy, "--policy")
-        explained = None if explain is None else _explained(explain, backend, policy_file, recipe)
+        wanted = None if cast_policy is None else read_policy(cast_policy, "--cast-policy")
+        explained = None if explain is None else _explained(explain, backend, policy, recipe)
     if explained is not None:
         if as_json:
             print_json(explained.to_dict())
@@ -85,7 +91,7 @@ def _print(device_type: str, ops: Sequence[tuple[str, CastPolicy]]) -> None:
         last_of_policy = position + 1 == len(ops) or ops[position + 1][1] is not policy
         rows.add_row(name, policy.value, end_section=last_of_policy)
     if ops:
-        out.print(rows)
+        print_table(out, rows)
         out.print()
     policies = [policy for _, policy in ops]
     counts = [f"{policies.count(policy)} {policy.value}" for policy in dict.fromkeys(policies)]
@@ -127,7 +133,7 @@ def _print_differences(backend: Backend, found: Drift, out: Console) -> None:
         rows.add_row(name, backend.policies[name].value, "only in the table: torch does not autocast it")
     for name in found.skipped:
         rows.add_row(name, backend.policies[name].value, "this torch lacks the op: skipped")
-    out.print(rows)
+    print_table(out, rows)
     out.print()
     out.print(
         f"{backend.device_type}: the table differs from torch {torch.__version__}: {len(found.only_in_torch)} ops only "

@@ -26,7 +26,7 @@ def summary(profile: DeviceProfile) -> str:
 
 
 def run(
-    device: Annotated[str, typer.Argument(help="The device, such as cpu.")] = "cpu",
+    device: Annotated[str, typer.Argument(metavar="DEVICE", help="The device, such as cpu.")] = "cpu",
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, and replace the kept profile.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON.")] = False,
     output: Annotated[

@@ -41,26 +41,31 @@ class Ready(BaseException):
 
 
 def run(
-    program: Annotated[str, typer.Argument(help="A script ('-': from the standard input), or with -m a module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="The program's own arguments.", metavar="ARGS")] = None,
+    program: Annotated[
+        str,
+        typer.Argument(metavar="PROGRAM", help="A script; '-' reads it from the standard input. With -m, a module."),
+    ],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments for the program.")] = None,
     is_module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
-    engine: Annotated[Engine | None, typer.Option(help="The engine.")] = None,
+    engine: Annotated[
+        Engine | None, typer.Option(metavar="NAME", help="Run on this engine: auto, native or reference.")
+    ] = None,
     weight_cache: Annotated[
-        bool, typer.Option("--weight-cache", help="Cache weight casts across regions under no_grad.")
+        bool, typer.Option("--weight-cache", help="Keep the casts of weights between regions under no_grad.")
     ] = False,
     wrap: Annotated[
         str | None,
-        typer.Option(metavar="DEVICE[:DTYPE]", help="Run each outermost call of a module in a region."),
-    ] = None,
-    policy: Annotated[Path | None, typer.Option(metavar="FILE", help="Run regions with the policy of a file.")] = None,
-    recipe: Annotated[
-        str | None,
         typer.Option(
-            metavar="RECIPE", help="Compute matmuls below the fast dtype under no_grad: int8, int8:tensor, ..."
+            metavar="DEVICE[:DTYPE]", help="Run each outermost call of a module in a region, such as cpu:bfloat16."
         ),
     ] = None,
+    policy: Annotated[Path | None, typer.Option(metavar="FILE", help="Run regions with this policy file.")] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Compute matmuls by this recipe under no_grad, such as int8 or fastest."),
+    ] = None,
     show_observed: Annotated[
-        bool, typer.Option("--observe", help="Print at the end what ran in which dtype, on stderr.")
+        bool, typer.Option("--observe", help="Print on stderr, at the end, what ran in which dtype.")
     ] = False,
     report: Annotated[
         Path | None,

@@ -7,13 +7,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import typer
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from ..common import env
-from ..engine.choice import choose
+from ..engine.choice import build_failure, choose
 from ..errors import SlowDtypeWarning
 
 
@@ -26,11 +27,37 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def table(*columns: str, numbers: tuple[str, ...] = (), title: str | None = None) -> Table:
-    """Return an empty table; the columns in `numbers` are aligned right."""
-    new = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", show_edge=False)
+    """Return an empty table for :func:`print_table`; the columns in `numbers` are aligned right."""
+    new = Table(
+        box=box.SIMPLE_HEAD,
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     for column in columns:
-        new.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+        justify: JustifyMethod = "right" if column in numbers else "left"
+        new.add_column(column, justify=justify, overflow="fold")
     return new
+
+
+def print_table(out: Console, rows: Table) -> None:
+    """Print a table. Neither a header nor a word is broken, unless the terminal is too narrow for the longest words."""
+    widths = [
+        max([len(str(column.header)), *(len(word) for cell in column.cells for word in str(cell).split())])
+        for column in rows.columns
+    ]
+    if sum(widths) + 2 * (len(widths) - 1) <= out.width:
+        for column, width in zip(rows.columns, widths, strict=True):
+            column.min_width = width
+    out.print(rows)
+
+
+def print_line(out: Console, line: str) -> None:
+    """Print a line of text: wrapped between words in a terminal, whole elsewhere."""
+    out.print(line, soft_wrap=not out.is_terminal)
 
 
 def print_json(value: object) -> None:
@@ -48,10 +75,29 @@ def engine_name() -> str:
     return choose().name
 
 
-def engine_and_origin() -> str:
-    """Return the engine's name and where it comes from; raises as :func:`engine_name` does."""
-    engine = choose()
-    return f"{engine.name}, {engine.origin}" if engine.origin else engine.name
+def engine_lines() -> list[str]:
+    """Return what there is to say about the engine: where it comes from or, if it is not the native one, why not.
+
+    Raises as :func:`engine_name` does.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "polycast runs on its reference engine")  # said by the lines
+        engine = choose()
+    if engine.name == "native":
+        return [f"Engine: native, {engine.origin}"]
+    failure = build_failure()
+    if not failure:
+        why = "because POLYCAST_ENGINE=reference. Unset it for the native engine."
+        return [f"Engine: reference, {why}", f"{_COST}."]
+    version = str(torch.__version__).partition("+")[0]
+    return [
+        f"Engine: reference, because the native engine cannot be built: {failure}",
+        f"{_COST}; without a compiler, neither do kernels in C++, such as those of int8. A wheel of polycast that has "
+        f"an engine for torch {version} needs no compiler.",
+    ]
+
+
+_COST = "Without the native engine, regions are slower and polycast.observe does not work"
 
 
 @contextmanager

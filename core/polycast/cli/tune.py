@@ -37,22 +37,35 @@ class Objective(enum.Enum):
 def run(
     target: Annotated[
         str,
-        typer.Argument(metavar="SCRIPT:BUILD", help="A file and a function in it that returns a model and its inputs."),
+        typer.Argument(
+            metavar="SCRIPT:BUILD", help="A Python file, and a function in it that returns a model and its inputs."
+        ),
     ],
-    device: Annotated[str, typer.Option(help="The device of the region.")] = "cpu",
-    dtype: Annotated[str | None, typer.Option(help="The fast dtype, such as float16.  [default: the device's]")] = None,
-    tolerance: Annotated[float, typer.Option(help="The largest error of the output relative to float32.")] = 1e-2,
-    over: Annotated[Over, typer.Option(help="The candidates.")] = Over.MODULES,
+    device: Annotated[str, typer.Option(metavar="NAME", help="Run the region on this device.")] = "cpu",
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Use this fast dtype, such as float16. The default is the device's."),
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(metavar="NUMBER", help="Accept this error of the output, relative to float32.")
+    ] = 1e-2,
+    over: Annotated[
+        Over, typer.Option(metavar="NAME", help="Choose the precision of each of these: modules or ops.")
+    ] = Over.MODULES,
     objective: Annotated[
-        Objective, typer.Option(help="The smallest set in float32, or the fastest precision for each.")
+        Objective,
+        typer.Option(
+            metavar="NAME",
+            help="Look for the smallest set in float32 (accuracy), or for the fastest precision of each (time).",
+        ),
     ] = Objective.ACCURACY,
     recipe: Annotated[
         str | None,
-        typer.Option(metavar="RECIPE", help="Find what this recipe must leave out: int8, int8:tensor, ..."),
+        typer.Option(metavar="NAME", help="Find what this recipe, such as int8, must leave out."),
     ] = None,
-    budget: Annotated[int | None, typer.Option(help="The largest number of evaluations.")] = None,
+    budget: Annotated[int | None, typer.Option(metavar="N", help="Stop after this number of evaluations.")] = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the policy to a file.  [default: standard output]")
+        Path | None, typer.Option(metavar="FILE", help="Write the policy to a file instead of the standard output.")
     ] = None,
     state: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Save evaluations to a file, and resume from it.")

@@ -119,6 +119,8 @@ class Backend:
         remedies: optional; for a BANNED op, a sentence that says what to use instead.
         excluded_ops: optional; ops that torch's own autocast casts on the device and that `policies` omits on purpose,
             each with the reason.
+        optional_ops: optional; ops of `policies` that a torch which the backend supports may lack, each with the
+            reason. The conformance suite fails for other ops that the running torch lacks: they may be misspelled.
         ops_in_cpp: optional; the packages that the backend passes to :func:`polycast.load_ops`, which
             ``polycast build`` compiles ahead of their first use.
     """
@@ -129,6 +131,7 @@ class Backend:
     kernels: Mapping[KernelKey, Callable[..., Any]] = MappingProxyType({})
     remedies: Mapping[str, str] = MappingProxyType({})
     excluded_ops: Mapping[str, str] = MappingProxyType({})
+    optional_ops: Mapping[str, str] = MappingProxyType({})
     ops_in_cpp: Sequence[str] = ()
 
     _required: ClassVar[tuple[str, ...]] = ("device_type", "default_dtype", "policies")
@@ -236,6 +239,7 @@ def validate(backend: object, device_type: str | None = None) -> Backend:
     problems += _kernel_problems(backend.kernels)
     problems += _text_problems("remedies", backend.remedies)
     problems += _text_problems("excluded_ops", backend.excluded_ops)
+    problems += _text_problems("optional_ops", backend.optional_ops)
     problems += _package_problems(backend.ops_in_cpp)
     problems += [
         f"{name}() is not implemented"

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..engine.drift import drift_of
 from ..policy.cast_policy import CastPolicy
+from ..policy.names import OpName, known_overloads
 from ..policy.schemas import find_op
 from .expected import read
 from .oracle import call_as, eligible
@@ -24,7 +25,9 @@ class OpChecks(Subject):
         """In a region an op does what it does outside of one with its inputs cast by its policy."""
         overload = find_op(op)
         if overload is None:
-            pytest.skip(f"this torch ({torch.__version__}) has no op {op}")
+            reason = device.backend.optional_ops.get(op)
+            require(reason is not None, f"{self.backend}: policies: {_missing(op)}")
+            pytest.skip(f"this torch ({torch.__version__}) has no op {op}: {reason}")
         make = {**SAMPLES, **self.samples}.get(op)
         if make is None:
             pytest.skip(f"{op} was not called: no arguments for it are known. Give them in the attribute `samples`.")
@@ -106,6 +109,19 @@ class _Call:
             torch.testing.assert_close(found, expected, equal_nan=True)
         except AssertionError as error:
             raise AssertionError(f"{self.how}: the values differ from those of the policy: {error}") from None
+
+
+def _missing(op: str) -> str:
+    """Return what is wrong with an op that no loaded library has, and what to do."""
+    try:
+        known_overloads(OpName.of_overload(op))
+        problem = f"this torch ({torch.__version__}) has no op {op}"
+    except ValueError as error:
+        problem = str(error).rstrip(".")
+    return (
+        f"{problem}. Correct the name or, if the op is of another torch or of a library that is not loaded, name it in "
+        "optional_ops with the reason."
+    )
 
 
 def _outcome(function: Callable[[], Any]) -> Any:

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import torch
 import typer
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ...engine.installation import uninstall
@@ -21,8 +22,9 @@ from ...observer.observe import observe
 from ...observer.report.target import check_target
 from ...plugins.registry import backends, get_backend
 from ...region.slow_dtype import describe
-from ..terminal import console, engine_name, ignore_slow_dtypes, library_errors
-from .checks import MIN_ACCURACY, Result, problems
+from ..devices import plugins_needed
+from ..terminal import console, engine_name, ignore_slow_dtypes, library_errors, print_line
+from .checks import Result, problems
 from .digits import Digits, load_digits
 from .report import print_result
 from .timing import ROUNDS, time_inference
@@ -62,7 +64,9 @@ def measure(
         seen = observe_training(device_type, dtype, here) if observes else None
     finally:
         uninstall(device_type)
-    return Result(device_type, dtype, runs, timing, seen, accuracies, () if inferred is None else inferred.low_bit)
+    return Result(
+        device_type, dtype, runs, timing, seen, accuracies, () if inferred is None else inferred.low_bit, epochs
+    )
 
 
 def steps(digits: Digits, epochs: int) -> int:
@@ -71,10 +75,10 @@ def steps(digits: Digits, epochs: int) -> int:
 
 
 def run(
-    epochs: Annotated[int, typer.Option(min=1, help="The number of epochs.")] = 4,
+    epochs: Annotated[int, typer.Option(min=1, metavar="N", help="Train for this number of epochs.")] = 4,
     report: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where to write the report. Default: a new temporary folder."),
+        typer.Option(metavar="FILE", help="Write the report to a file. The default is one in a new temporary folder."),
     ] = None,
 ) -> None:
     """Train a small network on handwritten digits, and time a few large layers, on each available device.
@@ -84,7 +88,8 @@ def run(
 
     The exit status is 1 if a run is not accurate, or if torch's autocast and polycast's disagree.
     """
-    with library_errors():
+    out = console()
+    with library_errors(), _loading("the engine"):
         if report is not None:
             check_target(report)
         statuses, engine = backends(), engine_name()
@@ -92,26 +97,29 @@ def run(
         if report is not None and unobserved is not None:
             raise RuntimeError(unobserved)
     try:
-        digits = load_digits()
+        with _loading("scikit-learn's digits"):
+            digits = load_digits()
     except ImportError as error:
         typer.echo(f'polycast: the demo needs scikit-learn: pip install "polycast[demo]" ({error})', err=True)
         raise typer.Exit(1) from error
     ready = {name: status.default_dtype for name, status in statuses.items() if status.state == "ready"}
-    out = console()
     out.print(
         f"{len(digits.images):,} handwritten digits for training, {len(digits.test_images):,} for testing; "
         f"epochs: {epochs}.\ntorch {torch.__version__}, engine: {engine}."
     )
     for name, status in statuses.items():
-        if name not in ready:
-            out.print(f"Not on {name}: {status.reason}", soft_wrap=True)
+        if name not in ready and status.state != "missing":
+            print_line(out, f"Not on {name}: {status.reason}")
+    missing = [status for status in statuses.values() if status.state == "missing"]
+    if missing:
+        print_line(out, f"Not on {plugins_needed(missing)}")
     if not ready:
         typer.echo("polycast: no device is available; see polycast devices", err=True)
         raise typer.Exit(1)
     for name, dtype in ready.items():
         slow = None if dtype is None else describe(get_backend(name), dtype)
         if slow is not None:
-            out.print(f"{slow}.", soft_wrap=True)
+            print_line(out, f"{slow}.")
     started = time.perf_counter()
     with ignore_slow_dtypes(), _progress(len(ready) * steps(digits, epochs)) as advance:
         results = [
@@ -141,13 +149,40 @@ def _why_unobserved() -> str | None:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], object]]:
-    """Show a progress bar on stderr if that is a terminal; yield a function that advances it by a step."""
+def _loading(what: str) -> Iterator[None]:
+    """Show on stderr, if that is a terminal, that something is loaded, which may take long."""
     screen = console(stderr=True)
+    with screen.status(f"Loading {what}") if screen.is_terminal else nullcontext():
+        yield
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], object]]:
+    """Show the progress on stderr, as a bar or, if that is no terminal, a line for each part.
+
+    Yield a function that advances it by a step.
+    """
+    screen = console(stderr=True)
+    if not screen.is_terminal:
+        yield _printed_once(screen)
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("", total=total)
+    with Progress(*columns, console=screen, transient=True) as bar:
+        task = bar.add_task("training", total=total)
         yield lambda doing: bar.update(task, advance=1, description=doing)
+
+
+def _printed_once(screen: Console) -> Callable[[str], object]:
+    """Return a function that prints a text unless it is the one printed last."""
+    last = ""
+
+    def advance(doing: str) -> None:
+        nonlocal last
+        if doing != last:
+            last = doing
+            screen.print(f"{doing} ...", soft_wrap=True)
+
+    return advance
 
 
 def _conclude(results: list[Result], seconds: float) -> bool:
@@ -161,8 +196,8 @@ def _conclude(results: list[Result], seconds: float) -> bool:
         difference = result.loss_difference()
         apart = f"differ by {difference:.1e}" if difference else "are equal to the last bit"
         typer.echo(
-            f"OK on {result.device_type}: every run is at least {MIN_ACCURACY:.0%} accurate, and the final losses of "
-            f"the two autocasts {apart}."
+            f"OK on {result.device_type}: every run is at least {result.min_accuracy:.0%} accurate, and the final "
+            f"losses of the two autocasts {apart}."
         )
     typer.echo(f"Done in {seconds:.0f} s.")
     return False

@@ -4,7 +4,7 @@ import torch
 from rich.console import Console
 
 from ...policy.dtypes import dtype_name
-from ..terminal import table
+from ..terminal import print_line, print_table, table
 from .checks import Result
 from .timing import BATCH, FEATURES, LAYERS
 from .training import FLOAT32, INT8, MODES, POLYCAST, TORCH, Mode
@@ -29,14 +29,14 @@ def _print_runs(result: Result, out: Console) -> None:
     )
     for run in result.runs.values():
         rows.add_row(run.mode, f"{run.accuracy:.2%}", f"{run.loss:.8f}")
-    out.print(rows)
+    print_table(out, rows)
 
 
 def _print_dtypes(result: Result, out: Console) -> None:
     rows = table("layer", *result.runs, title="Output dtypes")
     for layer in result.runs[FLOAT32.name].dtypes:
         rows.add_row(layer, *(run.dtypes[layer] for run in result.runs.values()))
-    out.print(rows)
+    print_table(out, rows)
 
 
 def _print_timings(result: Result, out: Console) -> None:
@@ -51,17 +51,17 @@ def _print_timings(result: Result, out: Console) -> None:
     for mode in _modes(result):
         accuracy = [f"{result.accuracies[mode.name]:.2%}"] if result.accuracies else []
         rows.add_row(mode.name, f"{timing.median(mode) * 1e3:.1f}", f"{timing.ratio(mode, FLOAT32):.2f}", *accuracy)
-    out.print(rows)
+    print_table(out, rows)
     note = (
         f"Medians of {len(timing.rounds)} rounds in which the modes take turns, on {torch.get_num_threads()} threads."
     )
     if result.accuracies:
         note += " Accuracy: of the small network that was trained in float32."
-    out.print(note, soft_wrap=True)
+    print_line(out, note)
     for each in result.low_bit:
         where = f"{dtype_name(result.dtype)}: {each.declined}" if each.declined else each.recipe
-        out.print(f"{each.op.removeprefix('aten::')}: {each.calls} in {where}.", soft_wrap=True)
-    out.print(conclusion(result), soft_wrap=True)
+        print_line(out, f"{each.op.removeprefix('aten::')}: {each.calls} in {where}.")
+    print_line(out, conclusion(result))
     out.print()
 
 
