@@ -16,7 +16,7 @@ import torch
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 import polycast
-from polycast.engine.casts.weight_cache import caches_alive
+from polycast.engine.casts.cast_cache import caches_alive
 
 from .timing import Race, Ratio, Result, Several, Side
 

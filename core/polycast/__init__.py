@@ -21,8 +21,9 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from .common.versions import __version__ as __version__
     from .drop_in.patch import patch_torch
-    from .engine.casts.weight_cache import WeightCache, WeightCacheStats
+    from .engine.casts.cast_cache import WeightCacheStats
     from .engine.installation import install, uninstall
+    from .engine.persistence.weight_cache import WeightCache
     from .engine.register_backend import register_backend, unregister_backend
     from .engine.register_op import OpRegistration, register_op
     from .errors import (
@@ -112,8 +113,8 @@ _LAZY_NAMES = {
     "Snapshot": "region.capture",
     "StaleWeightError": "errors",
     "Tuned": "precision.evidence",
-    "WeightCache": "engine.casts.weight_cache",
-    "WeightCacheStats": "engine.casts.weight_cache",
+    "WeightCache": "engine.persistence.weight_cache",
+    "WeightCacheStats": "engine.casts.cast_cache",
     "__version__": "common.versions",
     "apply_policy": "region.module_rules",
     "autocast": "region.autocast",

@@ -21,8 +21,8 @@ import torch
 import typer
 
 from ..common.versions import versions
-from ..engine.casts.weight_cache import WeightCache
 from ..engine.choice import choose
+from ..engine.persistence.weight_cache import WeightCache
 from ..plugins.registry import backends
 from ..profiling.device_profile import DeviceProfile
 from ..profiling.profile import look_up

@@ -12,8 +12,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from ..engine.casts.cast_cache import CastCache, cache_by_identity
 from ..engine.casts.traced import can_leave_casts
-from ..engine.casts.weight_cache import WeightCache, cache_by_identity
 from ..engine.fastest.profiles import with_profile
 from ..engine.installation import kernels_of, support_overrides
 from ..engine.override import MODULE_RULE, Override, make_override
@@ -36,7 +36,7 @@ def region_in_graph(
     """Return the region that traced code makes; Dynamo traces this function, too."""
     text = recipe.text if isinstance(recipe, Recipe) else recipe
     # As a text: Dynamo would make a variable of a number that differs from call to call.
-    number = cache.number if isinstance(cache, WeightCache) else "" if cache is None else "none"
+    number = cache.number if isinstance(cache, CastCache) else "" if cache is None else "none"
     if policy is None or isinstance(policy, dict):
         return _made_once(cls, number, policy, text, *args, **kwargs)  # type: ignore[no-any-return]
     return _made_once(cls, number, {}, text, *args, **kwargs)  # type: ignore[no-any-return]
@@ -133,7 +133,7 @@ def _check_override_can_be_held() -> None:
         _break("this torch cannot guard compiled code on policies")
 
 
-def _move_to_graph(region: Any, override: Override | None, cache: WeightCache | None) -> None:
+def _move_to_graph(region: Any, override: Override | None, cache: CastCache | None) -> None:
     """Move override and cache of a region into its cache_enabled, which Dynamo passes to where it is entered."""
     if override is None and cache is None:
         return

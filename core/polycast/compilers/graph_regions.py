@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from ..engine import state
 from ..engine.casts.cached_cast import enter_in_graph, leave_in_graph
-from ..engine.casts.weight_cache import cache_by_identity
+from ..engine.casts.cast_cache import cache_by_identity
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.installation import install_for
 from ..engine.override import Override

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..engine import state
-from ..engine.casts.weight_cache import WeightCache
+from ..engine.persistence.weight_cache import WeightCache
 from ..engine.state import Settings
 from ..plugins.registry import registry
 from ..policy.dtypes import dtype_name

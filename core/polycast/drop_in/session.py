@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine.casts.weight_cache import WeightCache
 from ..engine.choice import choose
+from ..engine.persistence.weight_cache import WeightCache
 from ..plugins.registry import registry
 from ..policy.value import Policy
 from ..region import slow_dtype

@@ -15,6 +15,7 @@ from ..policy.cast_policy import CastPolicy
 from ..torch_internals.dispatcher import excluded_keys
 from ..torch_internals.lookup import warn_of_missing
 from . import state
+from .casts.cast_cache import CastCache, CastStore
 from .kernels import Kernels
 
 
@@ -68,6 +69,9 @@ class _Unchosen:
 
     def prepacked(self, *args: Any) -> Any:
         return choose().prepacked(*args)
+
+    def store(self, cache: CastCache) -> CastStore:
+        return choose().store(cache)
 
     def forget_actions(self) -> None:
         pass

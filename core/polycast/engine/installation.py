@@ -10,7 +10,7 @@ from ..policy.registered import Registration, policies_for, refuse_conflict, reg
 from ..torch_internals import changes
 from ..torch_internals.dispatcher import all_op_names, has_kernel_for_dispatch_key
 from . import state
-from .casts.weight_cache import caches_alive
+from .casts.cast_cache import caches_alive
 from .choice import choose, chosen, forget
 from .kernels import Kernels, autocast_key
 from .low_bit.plan import process_cache
@@ -145,6 +145,13 @@ def support_overrides(device_type: str) -> None:
     guard_on(device_type)
     for feature in changes.FOR_OVERRIDES:
         changes.make(feature)
+
+
+def watch_writes() -> None:
+    """Watch for writes to weights that do not increment the version, also before the first region."""
+    engine = choose()
+    with _lock:
+        engine.watch_writes()
 
 
 def kernels_of(device_type: str, also: Iterable[str] = ()) -> Kernels:

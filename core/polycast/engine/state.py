@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from typing_extensions import Self
 
-from .casts.weight_cache import WeightCache
+from .casts.cast_cache import CastCache, CastStore
 from .disable_dynamo import disable_dynamo
 from .override import Override
 
@@ -33,7 +33,7 @@ class Settings(NamedTuple):
     dtype: torch.dtype
     cache_enabled: bool | None = None
     override: Override | None = None
-    cache: WeightCache | None = None
+    cache: CastCache | None = None
     absolute: bool = False
 
     @property
@@ -72,7 +72,7 @@ class StateMachine(Protocol):
     def open_regions(self, device_type: str, /) -> int:
         """Return the number of open regions for a device, over all threads."""
 
-    def innermost(self, device_type: str, /) -> tuple[Override | None, WeightCache | None] | None:
+    def innermost(self, device_type: str, /) -> tuple[Override | None, CastCache | None] | None:
         """Return override and cache of this thread's innermost region for a device, if it is in one."""
 
     def nesting(self, device_type: str, /) -> int:
@@ -85,13 +85,16 @@ class StateMachine(Protocol):
         """Return the dispatch keys that this thread excludes: those of autocast, for the devices that it is off for."""
 
     def prepacked(
-        self, cache: WeightCache, weight: torch.Tensor, kind: int, prepack: Callable[[torch.Tensor], Any], /
+        self, cache: CastCache, weight: torch.Tensor, kind: int, prepack: Callable[[torch.Tensor], Any], /
     ) -> tuple[torch.Tensor, ...] | str | None:
         """Return a prepacked weight, from a cache or made by `prepack` and cached.
 
         None if `prepack` returns None. If it cannot be cached it is not made, and the reason is returned, from
         NOT_PREPACKED.
         """
+
+    def store(self, cache: CastCache, /) -> CastStore:
+        """Return the store of a cache."""
 
     def forget_actions(self) -> None:
         """Ask Python again how to compute each call by a recipe; see low_bit/actions.py."""

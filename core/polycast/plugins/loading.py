@@ -99,6 +99,12 @@ class BackendLoader:
                 self.loaded = self._load(self._choose())
             return self.loaded
 
+    @property
+    def distribution(self) -> str:
+        """The name and version of the distribution that supplies the backend."""
+        chosen = self._choose()
+        return f"{chosen.distribution} {chosen.version}"
+
     def status(self) -> BackendStatus:
         """Load the backend and return its status. Errors of the plugin are part of the status."""
         try:

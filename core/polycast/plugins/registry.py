@@ -99,6 +99,13 @@ class Registry:
         """Return the status of the backend of a device type that has one."""
         return self._loaders()[name].status()
 
+    def version(self, backend: Backend) -> str:
+        """Return name and version of the distribution that supplies a backend; empty for one registered by hand."""
+        loader = self._loaders().get(backend.device_type)
+        if loader is None or loader.loaded is not backend:
+            return ""
+        return loader.distribution
+
     def statuses(self) -> BackendStatuses:
         """See :func:`backends`."""
         loaders = self._loaders().copy()

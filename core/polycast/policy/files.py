@@ -19,11 +19,11 @@ A file has the arguments of `Policy`, under the same names::
 
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ..common.replaced_file import replaced_file
 from .names import hint
 
 SCHEMA = 1
@@ -86,17 +86,8 @@ def write(path: PolicyPath, text: str) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    target = Path(path)
-    try:
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
-            complete = Path(folder, target.name)
-            complete.write_text(text, encoding="utf-8", newline="\n")
-            complete.replace(target)
-    except OSError as error:
-        if error.filename is None:
-            raise
-        # The error names the temporary file.
-        raise OSError(error.errno, error.strerror, str(target)) from error
+    with replaced_file(Path(path)) as complete:
+        complete.write_text(text, encoding="utf-8", newline="\n")
 
 
 def to_text(table: Mapping[str, Any]) -> str:

@@ -12,8 +12,8 @@ from ..compilers.export import record_entry, record_exit
 from ..compilers.torch_autocast import TorchAutocast
 from ..compilers.torchscript import ScriptedAsTorch
 from ..engine import state
-from ..engine.casts.weight_cache import WeightCache
 from ..engine.disable_dynamo import disable_dynamo
+from ..engine.persistence.weight_cache import WeightCache
 from ..engine.state import Region, Settings
 from ..errors import AutocastDisabledWarning, warn_user
 from ..plugins.backend import Availability, Backend

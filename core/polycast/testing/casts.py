@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ..engine.casts.weight_cache import WeightCache
+from ..engine.persistence.weight_cache import WeightCache
 from .subject import Device, Subject, require
 
 _ADDRESS = "two uses of one weight in {} must share one cast; each made its own. Is is_capturing() true?"

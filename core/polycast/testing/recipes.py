@@ -11,9 +11,9 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from ..engine.casts.weight_cache import WeightCache
 from ..engine.low_bit.listeners import listeners
 from ..engine.low_bit.operators import operator_of
+from ..engine.persistence.weight_cache import WeightCache
 from ..plugins.backend import LowBitKernel
 from ..policy.cast_policy import CastPolicy
 from ..policy.recipe import Float8, Int8, Recipe

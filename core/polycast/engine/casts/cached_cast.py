@@ -15,7 +15,7 @@ import torch
 from torch.library import Library
 
 if TYPE_CHECKING:
-    from .weight_cache import WeightCache
+    from .cast_cache import CastCache
 
 # A recorded device graph would not see that a weight has a new cast.
 TAGS = tuple(getattr(torch.Tag, name) for name in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, name))
@@ -67,26 +67,26 @@ _library.impl("cached_cast", _with_history, "Autograd")  # type: ignore[no-untyp
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.caches: list[WeightCache] = []
+        self.caches: list[CastCache] = []
         """The caches of the regions in compiled code that the thread is in."""
 
 
 _thread = _Thread()
 
 
-def enter_in_graph(cache: "WeightCache | None") -> None:
+def enter_in_graph(cache: "CastCache | None") -> None:
     """Note that a region in compiled code is entered; operators traced in it name its cache by number."""
     if cache is not None:
         _thread.caches.append(cache)
 
 
-def leave_in_graph(cache: "WeightCache | None") -> None:
+def leave_in_graph(cache: "CastCache | None") -> None:
     """Note that a region in compiled code is left."""
     if cache is not None:
         _thread.caches.remove(cache)
 
 
-def number_in_graph(cache: "WeightCache | None") -> int:
+def number_in_graph(cache: "CastCache | None") -> int:
     """Return the number by which compiled code names a region's cache; 0 for the cache where it runs."""
     return cache.identity if cache is not None and any(each is cache for each in _thread.caches) else 0
 

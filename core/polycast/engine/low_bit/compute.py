@@ -7,8 +7,8 @@ import torch
 
 from ...torch_internals.names import are_functorch_transforms_active, is_forward_ad_active, is_tracing
 from .. import state
+from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import INTERCEPTED
-from ..casts.weight_cache import WeightCache
 from ..disable_dynamo import disable_dynamo
 from ..fastest.choice import Way, name_of
 from ..inference import in_function
@@ -82,7 +82,7 @@ def way_of(
     op: str,
     device_type: str,
     args: Sequence[Any],
-    cache: WeightCache | None,
+    cache: CastCache | None,
     dtype: torch.dtype,
 ) -> Computed:
     """Return how the recipe computes a call that it does not decline, given arguments that may be fake."""

@@ -10,9 +10,9 @@ from ...plugins.backend import Backend, LowBitKernel
 from ...policy.recipe import Fastest
 from ...profiling.device_profile import DeviceProfile
 from ...torch_internals.names import are_functorch_transforms_active, is_forward_ad_active, is_tracing, size_hint
+from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import INTERCEPTED
 from ..casts.traced import cast_of_traced
-from ..casts.weight_cache import WeightCache
 from ..casts.weights import caching_is_safe, is_all_of, is_dense, is_weight, parameter_of
 from ..fastest.choice import Conversions, Way, choose, name_of
 from ..fastest.products import product_of, weight_position
@@ -64,7 +64,7 @@ class FastestPlan(Plan):
         return found if isinstance(found, str) else None
 
     def perform(
-        self, op: str, args: Sequence[Any], cache: WeightCache | None, plain: bool
+        self, op: str, args: Sequence[Any], cache: CastCache | None, plain: bool
     ) -> tuple[torch.Tensor | None, Action | None]:
         """Compute an op, and notify listeners; see ``compute.perform``."""
         dtype = torch.get_autocast_dtype(self.device_type)
@@ -80,7 +80,7 @@ class FastestPlan(Plan):
         return result, None if listeners else action
 
     def choice(
-        self, op: str, args: Sequence[Any], cache: WeightCache | None, dtype: torch.dtype, plain: bool = False
+        self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype, plain: bool = False
     ) -> "Decision | str":
         """Return the way to compute a call, or why there is no choice and it runs in the fast dtype.
 
@@ -128,7 +128,7 @@ class FastestPlan(Plan):
             return ()
         return (Way.KERNEL, Way.FLOAT32_KERNEL) if kernel.takes_float32 else (Way.KERNEL,)
 
-    def _conversions(self, args: Sequence[Any], position: int, cache: WeightCache | None) -> Conversions:
+    def _conversions(self, args: Sequence[Any], position: int, cache: CastCache | None) -> Conversions:
         """Return the elements to convert."""
         narrow = wide = weight = 0
         for at, arg in enumerate(args):
@@ -142,7 +142,7 @@ class FastestPlan(Plan):
                     weight += elements
         return Conversions(narrow, wide, weight)
 
-    def _is_cached(self, tensor: torch.Tensor, cache: WeightCache | None) -> bool:
+    def _is_cached(self, tensor: torch.Tensor, cache: CastCache | None) -> bool:
         """Return whether the cast of a tensor will be found in a cache: of a frozen weight, or at inference."""
         if cache is None or not torch.is_autocast_cache_enabled() or (tensor.requires_grad and torch.is_grad_enabled()):
             return False
@@ -150,7 +150,7 @@ class FastestPlan(Plan):
         return parameter is not None and is_all_of(tensor, parameter)
 
     def _compute(
-        self, found: "Decision", op: str, args: Sequence[Any], cache: WeightCache | None, dtype: torch.dtype
+        self, found: "Decision", op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype
     ) -> tuple[torch.Tensor | None, Action | None]:
         ways = found.ways if found.recorded is not None and _is_recorded(args) else None
         if found.recorded is not None and ways is not None and not (ways.are_all_fast or ways.is_plain):
@@ -194,7 +194,7 @@ def _is_recorded(args: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
 
 
-def _cached_cast(weight: torch.Tensor, dtype: torch.dtype, cache: WeightCache | None) -> torch.Tensor:
+def _cached_cast(weight: torch.Tensor, dtype: torch.dtype, cache: CastCache | None) -> torch.Tensor:
     """Return the cast of a weight, from the region's cache; for a view of all of it, a view of that."""
     if cache is not None and not caching_is_safe():
         traced = cast_of_traced(weight, dtype, weight.device.type)

@@ -18,8 +18,8 @@ from ...policy.schemas import find_op, unflatten_arguments
 from ...torch_internals.dispatcher import OpOverload, disable_autocast, noting_views
 from .. import state
 from ..casts.cached_cast import TAGS, number_in_graph
+from ..casts.cast_cache import CastCache, cache_by_identity
 from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT
-from ..casts.weight_cache import WeightCache, cache_by_identity
 from ..casts.weights import parameter_of
 from ..disable_dynamo import disable_dynamo
 from .listeners import notify
@@ -27,7 +27,7 @@ from .plan import FLOATS, Plan
 from .plans import plan_for
 
 
-def traced(op: str, plan: Plan, args: Sequence[Any], cache: WeightCache | None) -> torch.Tensor | str:
+def traced(op: str, plan: Plan, args: Sequence[Any], cache: CastCache | None) -> torch.Tensor | str:
     """Call the operator of an op in traced code; return its result, or why the op falls back."""
     if torch.compiler.is_exporting():
         return INTERCEPTED

@@ -18,11 +18,12 @@ from ...plugins.checks import check_recipe
 from ...policy.recipe import Recipe
 from ...torch_internals.names import disable_current_modes, has_python_key
 from .. import state
+from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import NO_WEIGHT, NOT_CACHED
-from ..casts.weight_cache import WeightCache
 from ..casts.weights import caching_is_safe, parameter_of
 from .actions import FALL_BACK, Action, ActionKind
 from .equalized import checked_prepack
+from .packings import Packing, packing_of
 from .slower import slower_reason
 
 NO_KERNEL = "the backend has no kernel for it"
@@ -40,23 +41,25 @@ hold_during_fork(lambda: [_lock])
 _kinds: list[tuple[weakref.ref[Backend], dict[Hashable, int]]] = []
 """The kinds of prepacked weights by backend; another instance of its class may prepack differently."""
 _unused_kinds = itertools.count(1)
+_packings: dict[int, Packing] = {}
+"""By kind, what the prepacked weights are made by."""
 
 
 class _ProcessCache:
     """The cache of prepacked weights for regions without a WeightCache."""
 
     def __init__(self) -> None:
-        self._cache: WeightCache | None = None
+        self._cache: CastCache | None = None
 
     @property
-    def cache(self) -> WeightCache:
+    def cache(self) -> CastCache:
         found = self._cache
         if found is None:
-            found = self._cache = WeightCache()
+            found = self._cache = CastCache()
         return found
 
     @property
-    def made(self) -> WeightCache | None:
+    def made(self) -> CastCache | None:
         """The cache, if it is used already."""
         return self._cache
 
@@ -95,6 +98,8 @@ class Plan:
             self.refusal = answer.reason
         self._kinds = {op: _kind_of(backend, recipe, op, kernel) for op, kernel in self.kernels.items()}
         self._prepack = {op: checked_prepack(kernel, recipe, op) for op, kernel in self.kernels.items()}
+        for op, kernel in self.kernels.items():
+            _packings.setdefault(self._kinds[op], packing_of(backend, recipe, op, kernel))
         self._actions = {op: self._action(op, kernel) for op, kernel in self.kernels.items()}
 
     def _action(self, op: str, kernel: LowBitKernel) -> Action | None:
@@ -107,6 +112,14 @@ class Plan:
                     f"{type(kernel).__name__}.constants must be numbers, strings, dtypes or None, got {constant!r}"
                 )
         return Action(ActionKind.OPERATOR, kernel.weight, self._kinds[op], kernel.operator, tuple(kernel.constants))
+
+    def kind(self, op: str) -> tuple[int, Packing]:
+        """Return the kind of the weights that an op's kernel prepacks, and what they are made by."""
+        return self._kinds[op], packing_of(self.backend, self.recipe, op, self.kernels[op])
+
+    def prepack(self, op: str, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return a weight as an op's kernel prepacks it; empty if it cannot."""
+        return self._prepack[op](weight) or ()
 
     def unsupported_reason(self, op: str, args: Sequence[Any], plain: bool = False) -> str | None:
         """Return why an op falls back to the fast dtype; None if it does not, if its weight can be prepacked.
@@ -155,7 +168,7 @@ class Plan:
         return self.unsupported_reason(op, args)
 
     def compute(
-        self, op: str, args: Sequence[Any], cache: WeightCache | None, plain: bool = False
+        self, op: str, args: Sequence[Any], cache: CastCache | None, plain: bool = False
     ) -> tuple[torch.Tensor | str, Action | None]:
         """Compute an op.
 
@@ -182,6 +195,11 @@ class Plan:
         result = kernel.run(prepared, *args)
         dtype = torch.get_autocast_dtype(self.device_type)
         return result if result.dtype is dtype else result.to(dtype), self._actions[op]
+
+
+def packing_of_kind(kind: int) -> Packing:
+    """Return what the prepacked weights of a kind are made by."""
+    return _packings[kind]
 
 
 def _kind_of(backend: Backend, recipe: Recipe, op: str, kernel: LowBitKernel) -> int:

@@ -12,6 +12,7 @@
 #include "observed.h"
 #include "regions.h"
 #include "registrations.h"
+#include "stored_entries.h"
 #include "user_store.h"
 #include "write_hooks.h"
 
@@ -222,6 +223,8 @@ PyMethodDef functions[] = {
 PyMethodDef store_methods[] = {
     {"clear", &raising<&clear_store>, METH_NOARGS, "Drop every cast."},
     {"statistics", &raising<&store_statistics>, METH_NOARGS, "Return its statistics."},
+    {"entries", &raising<&store_entries>, METH_NOARGS, "Return its valid entries."},
+    {"adopt", &raising<&store_adopt>, METH_VARARGS, "Add an entry that was made earlier."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef registrations_methods[] = {

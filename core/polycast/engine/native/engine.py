@@ -13,10 +13,10 @@ from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import overload_with_dtype
 from ...torch_internals.dispatcher import OpOverload
+from ..casts.cast_cache import CastCache, cache_by_identity
 from ..casts.not_prepacked import NOT_PREPACKED
 from ..casts.traced import cast_of_traced
 from ..casts.unversioned_writes import COLLECTIVES, FUSED_OPTIMIZERS, WatchedWrites
-from ..casts.weight_cache import WeightCache, cache_by_identity
 from ..casts.weights import STALE, storages_are_rewritten
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, autocast_key, refusal
@@ -51,7 +51,7 @@ class NativeEngine:
             policies,
             list(NOT_PREPACKED),
             self._native_override,
-            self._native_store,
+            self.store,
             storages_are_rewritten,
             StaleWeightError,
             STALE,
@@ -89,24 +89,25 @@ class NativeEngine:
         if action is None or action.operator is None:
             return result, action
         schema, made = action.operator._schema, process_cache.made
-        store = None if made is None else self._native_store(made)
+        store = None if made is None else self.store(made)
         return result, (*action[:3], schema.name, schema.overload_name, action.constants, store)
 
     def prepacked(
-        self, cache: WeightCache, weight: torch.Tensor, kind: int, prepack: Callable[[torch.Tensor], Any]
+        self, cache: CastCache, weight: torch.Tensor, kind: int, prepack: Callable[[torch.Tensor], Any]
     ) -> tuple[torch.Tensor, ...] | str | None:
         """See :class:`StateMachine`."""
         found: tuple[torch.Tensor, ...] | int | None
-        found = self._extension.prepacked(self._native_store(cache), weight, kind, prepack)
+        found = self._extension.prepacked(self.store(cache), weight, kind, prepack)
         return _NOT_PREPACKED[found] if isinstance(found, int) else found
 
     @disable_dynamo
-    def _native_store(self, cache: WeightCache) -> Any:
+    def store(self, cache: CastCache) -> Any:
+        """See :class:`StateMachine`."""
         return cache.store(self.name, self._extension.UserStore)
 
     def _store_by_identity(self, identity: int) -> Any:
         cache = cache_by_identity(identity)
-        return None if cache is None else self._native_store(cache)
+        return None if cache is None else self.store(cache)
 
     @disable_dynamo
     def _native_override(self, override: Override) -> Any:

@@ -86,6 +86,32 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
     insert(source, source.key(ScalarType::Undefined, kind), std::move(entry), position);
   }
 
+  // Add a cast or a prepacked weight that was made earlier, of the same values; return whether it was admitted.
+  bool adopt(const Source& source, const Key& key, Tensors tensors) {
+    PendingCollectives::instance().drop_finished();  // a finished one holds the memory of its weights until then
+    const uint64_t position = InvalidationLog::instance().length();
+    auto entry = std::make_shared<Entry>(VersionStamp(source.tensor), std::move(tensors));
+    return insert(source, key, std::move(entry), position, /*is_new=*/false);
+  }
+
+  struct Stored {
+    Object reference;  // a weakref to the weight
+    Key key;
+    std::shared_ptr<Entry> entry;
+  };
+
+  // Return all entries, of which some may be stale. The GIL must be held.
+  std::vector<Stored> entries() {
+    std::vector<Stored> found;
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [key, entry] : table_.entries()) {
+      if (PyObject* const reference = table_.reference(key.weight); reference != nullptr) {
+        found.push_back({Object::borrow(reference), key, entry});
+      }
+    }
+    return found;
+  }
+
   // Return whether a prepacked view would fit beside the other views of its weight; see views_fit().
   bool views_fit_prepacked(const Source& source, int kind) {
     if (source.view == 0) {
@@ -227,7 +253,9 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
     return expected.nan_to_num().equal(kept.nan_to_num()) && expected.isnan().equal(kept.isnan());
   }
 
-  void insert(const Source& source, const Key& key, std::shared_ptr<Entry> entry, uint64_t position) {
+  // Return whether the entry was admitted.
+  bool insert(
+      const Source& source, const Key& key, std::shared_ptr<Entry> entry, uint64_t position, bool is_new = true) {
     const Tensor& weight = source.weight;
     const bool is_admitted = user_store_allows(weight, entry->stamp);
     const auto elements = static_cast<size_t>(source.tensor.numel());
@@ -235,7 +263,7 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
     Dying dying;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      ++misses_;
+      misses_ += is_new ? 1 : 0;
       table_.erase(key, dying);
       const bool has_room =
           table_.budget.has_room(key, elements, bytes) && (key.view == 0 || table_.views_fit(weight, bytes, dying));
@@ -244,7 +272,7 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
       }
       // An invalidation since may be of this weight.
       if (!is_admitted || !has_room || position != InvalidationLog::instance().length()) {
-        return;
+        return false;
       }
       while (const auto evicted = table_.budget.next_to_evict(bytes)) {
         table_.erase(*evicted, dying);
@@ -254,10 +282,11 @@ class UserStore : public std::enable_shared_from_this<UserStore> {
         entry->streams.push_back(*stream);
       }
       if (table_.insert(key, std::move(entry)) != nullptr) {
-        return;
+        return true;
       }
     }
     watch(weight);
+    return true;
   }
 
   // Drop the entries of a weight when it is garbage-collected. Allocating here may run the garbage collector, and so anything.

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-import torch
+from ..casts.cast_cache import Made
 
-Key: TypeAlias = tuple[int, torch.dtype | int, tuple[object, ...]]
-"""The identity of a weight, the dtype of its cast or the kind of prepacking, and the layout of a view."""
+Key: TypeAlias = tuple[int, Made, tuple[Any, ...]]
+"""The identity of a weight, what was made of it, and the layout of a view."""
 
 _MAX_USES = 3
 _USES_TO_REPACK = 16

@@ -17,8 +17,8 @@ from ...plugins.backend import Backend
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import flatten_arguments
 from ...torch_internals.dispatcher import DispatchKeySet, OpOverload, excluding, keys_below, redispatch
+from ..casts.cast_cache import cache_by_identity
 from ..casts.traced import cast_of_traced
-from ..casts.weight_cache import cache_by_identity
 from ..casts.weights import Source, caching_is_safe, is_weight, weight_of
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, refusal

@@ -11,8 +11,8 @@ import torch
 from ...policy.cast_policy import CastPolicy
 from ...torch_internals.dispatcher import excluded_keys
 from ...torch_internals.names import is_function_mode_enabled
+from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT, NOT_CACHED
-from ..casts.weight_cache import WeightCache
 from ..casts.weights import Source, caching_is_safe, is_all_of, weight_of
 from ..override import Override
 from ..state import Settings
@@ -180,7 +180,7 @@ class PythonStateMachine:
     def _living(self) -> list[_ThreadRegions]:
         return [regions for thread in self._threads.copy() if (regions := thread()) is not None]
 
-    def innermost(self, device_type: str) -> tuple[Override | None, WeightCache | None] | None:
+    def innermost(self, device_type: str) -> tuple[Override | None, CastCache | None] | None:
         """Return override and cache of the innermost region for a device."""
         frame = self._regions.innermost.get(device_type)
         return None if frame is None else (frame.override, frame.cache)
@@ -215,7 +215,7 @@ class PythonStateMachine:
         return default if override is None else override.policies.get(name, default)
 
     def prepacked(
-        self, cache: WeightCache, weight: torch.Tensor, kind: int, prepack: Callable[[torch.Tensor], Any]
+        self, cache: CastCache, weight: torch.Tensor, kind: int, prepack: Callable[[torch.Tensor], Any]
     ) -> tuple[torch.Tensor, ...] | str | None:
         """See :class:`StateMachine`."""
         if not caching_is_safe():
@@ -226,7 +226,11 @@ class PythonStateMachine:
         if not torch.is_autocast_cache_enabled():
             return NOT_CACHED
         source = Source(weight, source_weight, holders=1 if weight is source_weight else 2)
-        return cache.store("reference", PythonStore).prepacked(source, kind, prepack)
+        return self.store(cache).prepacked(source, kind, prepack)
+
+    def store(self, cache: CastCache) -> PythonStore:
+        """See :class:`StateMachine`."""
+        return cache.store("reference", PythonStore)
 
     def computes_low_bit(self, name: str, device_type: str) -> bool:
         """Return whether the recipe of this thread's region computes an op."""
@@ -243,7 +247,7 @@ class PythonStateMachine:
         if region is None:
             return None
         own = self._regions.store
-        store = own if region[1] is None else region[1].store("reference", PythonStore)
+        store = own if region[1] is None else self.store(region[1])
 
         def cast(tensor: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
             link = tensor.requires_grad and torch.is_grad_enabled()

@@ -3,55 +3,23 @@
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...common.atfork import Lock
 from ...errors import StaleWeightError
+from ..casts.cast_cache import Made, StoredEntry
 from ..casts.not_prepacked import NO_ROOM, VIEWS_ARE_FULL, WRITTEN_UNSEEN
-from ..casts.weights import STALE, Source, TensorBase, has_other_holders, storages_are_rewritten
+from ..casts.weights import STALE, Source, TensorBase, has_other_holders, storages_are_rewritten, weight_of
 from .byte_budget import ByteBudget, Key
+from .entry import Entry, Prepacked, version_stamp
 from .history import with_history
 from .invalidation import add_store, all_stores, may_be_written, prepacking, track
 
-_Prepacked: TypeAlias = tuple[torch.Tensor, ...] | None
 
-
-@dataclass(slots=True)
-class _Entry:
-    stamp: tuple[object, ...]
-    storage: StorageWeakRef  # reserves the storage's identity
-    tensors: _Prepacked  # a cast, or the prepacked weight
-    uses: int = 1
-    last_use: int = 0  # by the budget's clock
-    versions: tuple[int, ...] = ()
-    nbytes: int = 0
-    original: torch.Tensor | None = None  # if a prepacked weight is to be verified, a copy of the weight
-    alone: bool = True  # nothing else held the weight's memory
-
-    def __post_init__(self) -> None:
-        self.versions = _versions(self.tensors)
-        self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors or ())
-
-    def matches(self, weight: torch.Tensor) -> bool:
-        """Return whether the weight is unchanged, and nothing has written to the cast."""
-        return self.versions == _versions(self.tensors) and self.stamp == _version_stamp(weight)
-
-    @property
-    def cast(self) -> torch.Tensor:
-        assert self.tensors is not None
-        return self.tensors[0]
-
-
-def _versions(tensors: _Prepacked) -> tuple[int, ...]:
-    return tuple(tensor._version for tensor in tensors or ())
-
-
-def _items(entries: Mapping[Key, _Entry]) -> list[tuple[Key, _Entry]]:
+def _items(entries: Mapping[Key, Entry]) -> list[tuple[Key, Entry]]:
     """Return a mapping's items while weights die, and their entries with them.
 
     The garbage collector may run wherever an object is made. Listing the keys makes none, listing the items does.
@@ -75,8 +43,8 @@ class PythonStore:
         self._verify = verify
         # Reentrant: a weight may die, and its entries with it, in the middle of any line below.
         self._lock = threading.RLock()
-        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
-        self._with_history: dict[Key, _Entry] = {}
+        self._entries: OrderedDict[Key, Entry] = OrderedDict()
+        self._with_history: dict[Key, Entry] = {}
         self._drops = 0  # the number of invalidations
         self._weights: dict[int, weakref.ref[torch.Tensor]] = {}
         self._bytes = self._hits = self._misses = self._evictions = 0
@@ -97,15 +65,15 @@ class PythonStore:
             if self._of_region and entry is not None and not (alone and entry.alone) and not self._as_torch(source):
                 return _make_cast(weight, dtype)
             if entry is None:
-                stamp, storage = _version_stamp(weight), track(weight)  # before the cast is made
+                stamp, storage = version_stamp(weight), track(weight)  # before the cast is made
                 admitted = self._admits(source)
-                entry = _Entry(stamp, storage, (_make_cast(weight, dtype),), alone=alone)
+                entry = Entry(stamp, storage, (_make_cast(weight, dtype),), alone=alone)
                 self._insert(key, source, entry, admitted)
             elif self._verify and not _are_equal(weight.detach().to(dtype), entry.cast):
                 raise StaleWeightError(STALE)
             return entry.cast
 
-    def prepacked(self, source: Source, kind: int, prepack: Callable[[torch.Tensor], _Prepacked]) -> _Prepacked | str:
+    def prepacked(self, source: Source, kind: int, prepack: Callable[[torch.Tensor], Prepacked]) -> Prepacked | str:
         """Return the cached prepacked weight, or a new one by `prepack`.
 
         If it could not be cached it is not made, since that is more work than it saves: then return the reason.
@@ -127,17 +95,49 @@ class PythonStore:
             if not self._budget.has_room(key, elements, size, self._bytes, _items(self._entries)):
                 return NO_ROOM
             drops = self._drops
-        stamp, storage = _version_stamp(weight), track(weight)
+        stamp, storage = version_stamp(weight), track(weight)
         if not self._admits(source):
             return WRITTEN_UNSEEN
         with prepacking(weight):
-            entry = _Entry(stamp, storage, prepack(weight))
+            entry = Entry(stamp, storage, prepack(weight))
         if self._verify:
             with torch.no_grad():
                 entry.original = weight.detach().clone()
         with self._lock:
             self._insert(key, source, entry, drops == self._drops)
         return entry.tensors
+
+    def adopt(self, tensor: torch.Tensor, made: Made, tensors: Sequence[torch.Tensor]) -> bool:
+        """See :class:`CastStore`."""
+        weight = weight_of(tensor, to_pack=isinstance(made, int))
+        if weight is None:
+            return False
+        source = Source(tensor, weight, holders=1 if tensor is weight else 2)
+        key = (id(weight), made, source.layout)
+        with self._lock:
+            stamp, storage = version_stamp(tensor), track(tensor)
+            self._insert(key, source, Entry(stamp, storage, tuple(tensors) or None), self._admits(source), is_new=False)
+            return key in self._entries
+
+    def entries(self) -> list[StoredEntry]:
+        """Return the valid entries."""
+        with self._lock:
+            found = [self._stored(key, entry) for key, entry in _items(self._entries)]
+        return [each for each in found if each is not None]
+
+    def _stored(self, key: Key, entry: Entry) -> StoredEntry | None:
+        reference = self._weights.get(key[0])
+        weight = None if reference is None else reference()
+        if weight is None:
+            return None
+        if not key[2]:
+            return StoredEntry(weight, None, key[1], entry.tensors or ()) if entry.matches(weight) else None
+        offset, sizes, strides = key[2]
+        if not entry.matches(weight.detach().as_strided(sizes, strides, offset)):
+            return None
+        return StoredEntry(
+            weight, (tuple(sizes), strides, offset - weight.storage_offset()), key[1], entry.tensors or ()
+        )
 
     def cast_with_history(self, weight: torch.Tensor, dtype: torch.dtype, store: "PythonStore") -> torch.Tensor:
         """Return the cast in `store`, with the history that all its uses in this thread's regions share."""
@@ -147,13 +147,13 @@ class PythonStore:
             fits = entry is not None and (entry.alone or store._of_region) and entry.matches(weight)
             recorded = entry.cast if entry is not None and fits else None
             drops = self._drops
-        stamp, storage = _version_stamp(weight), track(weight)  # before the store casts
+        stamp, storage = version_stamp(weight), track(weight)  # before the store casts
         source = Source(weight, weight)
         admitted, alone = store._admits(source), not has_other_holders(weight)
         cast = store.cast(source, dtype)
         if recorded is not None:
             return recorded
-        entry = _Entry(stamp, storage, (with_history(weight, cast),), alone=alone)
+        entry = Entry(stamp, storage, (with_history(weight, cast),), alone=alone)
         with self._lock:
             if drops == self._drops and admitted:
                 self._with_history[key] = entry
@@ -178,7 +178,7 @@ class PythonStore:
             return alone or (self._as_torch(source) and not (has_others and storages_are_rewritten()))
         return not has_others
 
-    def _find(self, key: Key, source: Source) -> _Entry | None:
+    def _find(self, key: Key, source: Source) -> Entry | None:
         entry = self._entries.get(key)
         if entry is None or not entry.matches(source.tensor):
             return None
@@ -187,9 +187,9 @@ class PythonStore:
         self._entries.move_to_end(key)
         return entry
 
-    def _insert(self, key: Key, source: Source, entry: _Entry, admitted: bool) -> None:
+    def _insert(self, key: Key, source: Source, entry: Entry, admitted: bool, is_new: bool = True) -> None:
         weight, elements = source.weight, source.tensor.numel()
-        self._misses += 1
+        self._misses += is_new
         self._erase(key)
         if not admitted:
             return
@@ -215,7 +215,7 @@ class PythonStore:
         views = [(key, entry) for key, entry in _items(self._entries) if key[0] == id(weight) and key[2]]
         held = sum(entry.nbytes for _, entry in views)
         for key, entry in views if held + size > weight.nbytes else ():
-            if entry.stamp[:2] != _version_stamp(weight)[:2]:  # it has another version or storage by now
+            if entry.stamp[:2] != version_stamp(weight)[:2]:  # it has another version or storage by now
                 held -= entry.nbytes
                 self._erase(key)
         return held + size <= weight.nbytes
@@ -300,19 +300,6 @@ def _is_alone(source: Source) -> bool:
     if has_other_holders(source.tensor, source.holders):
         return False
     return not source.tensor.is_cpu or bool(TensorBase.untyped_storage(source.tensor).resizable())
-
-
-def _version_stamp(weight: torch.Tensor) -> tuple[object, ...]:
-    """Return a weight's version, storage, address and layout, and the current stream: others do not use its cast."""
-    storage, address = TensorBase.untyped_storage(weight), TensorBase.data_ptr(weight)
-    return weight._version, storage._cdata, address, weight.shape, weight.stride(), _stream(weight)
-
-
-def _stream(weight: torch.Tensor) -> object:
-    accelerator = None if weight.is_cpu else torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != weight.device.type:
-        return None
-    return torch.accelerator.current_stream(weight.device.index)
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:

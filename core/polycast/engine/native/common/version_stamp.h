@@ -150,6 +150,9 @@ class VersionStamp {
         storage_._unsafe_get_target() == storage_of(weight);
   }
 
+  at::IntArrayRef sizes() const { return at::IntArrayRef(sizes_and_strides_).slice(0, sizes_and_strides_.size() / 2); }
+  at::IntArrayRef strides() const { return at::IntArrayRef(sizes_and_strides_).slice(sizes_and_strides_.size() / 2); }
+  const void* data() const { return data_; }
   const StorageImpl* storage() const { return storage_._unsafe_get_target(); }
   bool storage_is_alive() const { return storage_.use_count() > 0; }
   Holders holders() const { return holders_; }

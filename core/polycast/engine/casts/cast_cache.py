@@ -1,19 +1,24 @@
-"""`WeightCache`: casts of weights that outlive regions.
+"""`CastCache`: casts of weights that outlive regions.
 
-torch's own cache is one for the process, keyed by the tensor alone. A store here belongs to one thread, or to a user
-(`WeightCache`). An entry is valid while its weight is alive, at the same version and in the same memory. Casts to
-several dtypes live side by side. A cast without autograd history serves grad mode too: the same memory is given one.
+torch's own cache is one for the process, keyed by the tensor alone. A store here belongs to one thread, or to a cache.
+An entry is valid while its weight is alive, at the same version and in the same memory. Casts to several dtypes live
+side by side. A cast without autograd history serves grad mode too: the same memory is given one.
 
-Each engine has stores of its own: reference/store.py, to be read first, and native/user_store.h.
+Each engine has stores of its own: reference/store.py, to be read first, and native/user_store.h. Users have the
+subclass `WeightCache`, in persistence/weight_cache.py.
 """
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar, cast
 
+import torch
 from typing_extensions import Self
+
+Made: TypeAlias = torch.dtype | int
+"""What an entry is: a cast to a dtype, or a prepacked weight of a kind (see low_bit/prepack_kinds.py)."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,23 @@ class WeightCacheStats:
     packed_bytes: int = 0
 
 
+class StoredEntry(NamedTuple):
+    """A valid entry of a store.
+
+    Attributes:
+        weight: the weight that it belongs to.
+        view: sizes, strides and offset of the view that it was made of, the offset from the weight's; None for the
+            weight itself.
+        made: what it is.
+        tensors: the cast alone, or the parts of the prepacked weight; none if it cannot be prepacked.
+    """
+
+    weight: torch.Tensor
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None
+    made: Made
+    tensors: tuple[torch.Tensor, ...]
+
+
 class CastStore(Protocol):
     """A store of either engine."""
 
@@ -48,47 +70,29 @@ class CastStore(Protocol):
     def statistics(self) -> tuple[int, ...]:
         """Return the fields of WeightCacheStats."""
 
+    def entries(self) -> Sequence[tuple[Any, ...]]:
+        """Return the valid entries, as the fields of StoredEntry."""
+
+    def adopt(self, tensor: torch.Tensor, made: Made, tensors: Sequence[torch.Tensor], /) -> bool:
+        """Add an entry for a weight or a view of one; return whether it was added.
+
+        It is not where the weight may be written unseen.
+        """
+
 
 _Store = TypeVar("_Store", bound=CastStore)
-caches_alive: "weakref.WeakValueDictionary[int, WeightCache]" = weakref.WeakValueDictionary()
+caches_alive: "weakref.WeakValueDictionary[int, CastCache]" = weakref.WeakValueDictionary()
 """The caches that are alive, by identity. While there is one, writes of weights are watched."""
 _identities = itertools.count(1)
 
 
-def cache_by_identity(identity: int) -> "WeightCache | None":
+def cache_by_identity(identity: int) -> "CastCache | None":
     """Return the cache that compiled code refers to, if it is alive."""
     return caches_alive.get(identity)
 
 
-class WeightCache:
-    """Casts of weights that outlive regions: inference with float32 weights at the speed of a bfloat16 model.
-
-    Pass one to any regions, on any threads. It caches a cast until the weight changes or is freed, or until the cache
-    is cleared or freed. Casts made under ``torch.no_grad`` and ``torch.inference_mode`` serve grad mode too.
-
-    In-place updates (an optimizer's step, also of a fused one; ``load_state_dict``; a collective), a new
-    ``weight.data = ...`` and writes through ``.data`` (``weight.data.add_(1)``) are seen. No cast is cached while
-    something else holds the weight's memory and may write it unseen, such as ``alias = weight.data``. Writes of C++ at
-    a raw pointer are not seen: call :meth:`clear` after them.
-
-    Args:
-        max_bytes: the memory limit for casts and prepacked weights. A new entry evicts the least recently used one,
-            if that was not used while the new one was needed as often (16 times for prepacked weights). None: no limit.
-        verify: compare the cast with the weight at every hit, to find writes that were not seen. Slow.
-
-    Raises:
-        TypeError: `max_bytes` is not an int, or `verify` not a bool.
-        ValueError: `max_bytes` is negative.
-
-    Example:
-        >>> import torch, polycast
-        >>> model, cache = torch.nn.Linear(8, 8), polycast.WeightCache()
-        >>> for _ in range(3):
-        ...     with torch.no_grad(), polycast.autocast("cpu", cache=cache):
-        ...         y = model(torch.ones(1, 8))
-        >>> cache.stats().misses, cache.stats().hits
-        (2, 4)
-    """
+class CastCache:
+    """A cache of casts and prepacked weights, with a store for each engine; see `WeightCache`."""
 
     def __init__(self, max_bytes: int | None = None, verify: bool = False) -> None:
         if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int)):
@@ -110,6 +114,10 @@ class WeightCache:
         if found is None:
             found = self._stores.setdefault(engine, make(self.max_bytes, self.verify))
         return cast("_Store", found)
+
+    def stored(self) -> list[StoredEntry]:
+        """Return the valid entries of all engines."""
+        return [StoredEntry(*entry) for store in self._stores.values() for entry in store.entries()]
 
     def clear(self) -> None:
         """Drop all entries."""

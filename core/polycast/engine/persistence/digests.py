@@ -1,0 +1,54 @@
+"""Digests of tensors, which tell whether two have the same values.
+
+The digest is that of all bytes: one of a part would miss the change of a single row, as editing a model or training its
+embeddings makes. BLAKE2 needs no instructions that some processors lack, and the chunks of all tensors are hashed by
+several threads at once, since hashlib releases the GIL.
+"""
+
+import ctypes
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from ..casts.weights import TensorBase
+
+_CHUNK = 2**23
+_DIGEST_BYTES = 16
+
+
+def digests(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Return a digest of each tensor: of its dtype, shape and values, in hexadecimal digits."""
+    with torch.no_grad():
+        dense = [tensor.cpu().contiguous() for tensor in tensors]  # not detached: an alias would keep casts from caches
+    chunks = [(each, begin) for each in dense for begin in range(0, each.nbytes, _CHUNK)]
+    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
+        hashes = iter(list(pool.map(lambda chunk: _hash(_bytes(*chunk)), chunks)))
+    found = []
+    for each in dense:
+        head = f"{each.dtype} {list(each.shape)}".encode()
+        found.append(_hash(head + b"".join(next(hashes) for _ in range(0, each.nbytes, _CHUNK))).hex())
+    return found
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU; it must not be used longer than the tensor."""
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(TensorBase.data_ptr(tensor))
+    return memoryview(memory).cast("B")
+
+
+def digest_of_text(text: str) -> str:
+    """Return a digest of a text, in hexadecimal digits."""
+    return _hash(text.encode()).hex()
+
+
+def _bytes(tensor: torch.Tensor, begin: int) -> memoryview:
+    return bytes_of(tensor)[begin : begin + _CHUNK]
+
+
+def _hash(content: Any) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()

@@ -1,0 +1,159 @@
+"""Read a cache from a file, and check that it is of a model."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ...common.atfork import hold_during_fork
+from ...plugins.registry import registry
+from ...policy.recipe import Recipe
+from ...torch_internals.dispatcher import disable_autocast
+from .. import state
+from ..casts.cast_cache import CastCache, Made
+from ..casts.not_prepacked import WRITTEN_UNSEEN
+from ..installation import watch_writes
+from ..low_bit.packings import Packing
+from ..low_bit.plan import Plan
+from ..low_bit.plans import plan_for
+from .digests import digests
+from .manifest import Manifest, SavedEntry, SavedWeight, View, current_versions
+from .saving import flat
+from .tensor_file import TensorFile
+
+_REMEDY = "Save a new one: run the model in a region with a WeightCache, and call its save()."
+_MAX_NAMED = 3
+_lock = threading.Lock()
+"""Held while views of weights are made, which keep other threads from adding entries on the reference engine."""
+hold_during_fork(lambda: [_lock])
+
+
+def load(cache: CastCache, path: Path, model: nn.Module) -> None:
+    """Fill an empty cache from a file; see ``WeightCache.load``."""
+    try:
+        file = TensorFile(path)
+        manifest = Manifest.of_metadata(file.metadata)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        _check_versions(manifest.versions)
+        _check_weights(manifest.weights, parameters)
+        plans = {entry.made: _plan(entry.made) for entry in manifest.entries if isinstance(entry.made, Packing)}
+        with _lock:
+            is_alike = _are_prepacked_alike(manifest.entries, plans, parameters)
+            # Before the digests are computed, so that the cache has stamps: what is written then drops the entries.
+            _adopt(cache, manifest, file, parameters, plans)
+        _check_digests(manifest, file, parameters)
+        _check_packings(is_alike)
+    except ValueError as error:
+        raise ValueError(f"The saved cache {str(path)!r} cannot be used: {error}. {_REMEDY}") from error
+
+
+def _check_versions(saved: Mapping[str, str]) -> None:
+    for name, version in current_versions().items():
+        if saved.get(name) != version:
+            raise ValueError(f"it was saved with {name} {saved.get(name)}, and this is {name} {version}")
+
+
+def _check_weights(saved: Mapping[str, SavedWeight], parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, weight in saved.items():
+        if name not in parameters:
+            raise ValueError(f"the model has no parameter {name!r}")
+        here = SavedWeight.of(parameters[name], weight.digest)
+        if here != weight:
+            raise ValueError(f"the parameter {name!r} is {here}, and was {weight}")
+
+
+def _plan(packing: Packing) -> Plan:
+    try:
+        recipe = Recipe.of_text(packing.recipe)
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"it has weights for the recipe {packing.recipe!r}, which is not known here ({error})"
+        ) from error
+    plan = plan_for(registry.find(packing.device), recipe)
+    if packing.op not in plan.kernels:
+        raise ValueError(
+            f"it has weights for {packing.op} with the recipe {recipe!r}, and here {plan.why_no_kernel(packing.op)}"
+        )
+    here = plan.kind(packing.op)[1]
+    for name in ("backend", "kernel"):
+        was, now = getattr(packing, name), getattr(here, name)
+        if was != now:
+            raise ValueError(f"the {name} of {packing.op} with the recipe {recipe!r} was {was}, and is {now}")
+    return plan
+
+
+def _are_prepacked_alike(
+    entries: Sequence[SavedEntry], plans: Mapping[Packing, Plan], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, bool]:
+    """Prepack one weight of each kind, the smallest; return by description whether it has the bytes of the file.
+
+    A kernel may have changed without another version.
+    """
+    found = {}
+    for packing, plan in plans.items():
+        alike = [entry for entry in entries if entry.made == packing]
+        entry = min(alike, key=lambda entry: _source(entry, parameters).numel())
+        with disable_autocast():
+            prepacked = plan.prepack(packing.op, _source(entry, parameters))
+        what = f"{entry.weight!r} for {packing.op} with the recipe {plan.recipe!r}"
+        found[what] = digests([flat(part) for part in prepacked]) == [part.digest for part in entry.tensors]
+    return found
+
+
+def _check_packings(is_alike: Mapping[str, bool]) -> None:
+    """Raise ValueError if the backend prepacks a weight, of the same values, in other bytes."""
+    for what, is_same in is_alike.items():
+        if not is_same:
+            raise ValueError(f"the backend prepacks {what} differently here")
+
+
+def _adopt(
+    cache: CastCache,
+    manifest: Manifest,
+    file: TensorFile,
+    parameters: Mapping[str, nn.Parameter],
+    plans: Mapping[Packing, Plan],
+) -> None:
+    watch_writes()
+    store = state.machine.store(cache)
+    for entry in manifest.entries:
+        source = _source(entry, parameters)
+        tensors = [
+            file.tensor(part.name).as_strided(part.shape, part.strides).detach().to(source.device)
+            for part in entry.tensors
+        ]
+        if isinstance(entry.made, Packing):
+            made: Made = plans[entry.made].kind(entry.made.op)[0]
+        else:
+            made = getattr(torch, entry.made)
+        if not store.adopt(source, made, tensors):
+            raise ValueError(f"what was made of {entry.weight!r} cannot be cached: {WRITTEN_UNSEEN}")
+
+
+def _check_digests(manifest: Manifest, file: TensorFile, parameters: Mapping[str, nn.Parameter]) -> None:
+    saved = [part for entry in manifest.entries for part in entry.tensors]
+    tensors = [file.tensor(part.name) for part in saved]
+    found = iter(digests([*(parameters[name] for name in manifest.weights), *tensors]))
+    changed = [name for name, weight in manifest.weights.items() if next(found) != weight.digest]
+    if changed:
+        more = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
+        raise ValueError(
+            f"the values of {', '.join(map(repr, changed[:_MAX_NAMED]))}{more} are not those that it was made of"
+        )
+    for part, digest in zip(saved, found, strict=True):
+        if part.digest != digest:
+            raise ValueError(f"its tensor {part.name!r} is damaged")
+
+
+def _source(entry: SavedEntry, parameters: Mapping[str, nn.Parameter]) -> torch.Tensor:
+    """Return the parameter that an entry was made of, or the view of it."""
+    weight = parameters[entry.weight]
+    return weight if entry.view is None else _view(weight, entry.view)
+
+
+def _view(weight: torch.Tensor, view: View) -> torch.Tensor:
+    sizes, strides, offset = view
+    with torch.inference_mode(False), torch.no_grad():
+        return weight.as_strided(sizes, strides, weight.storage_offset() + offset)

@@ -1,0 +1,129 @@
+"""The table of contents of a saved cache: the weights, and what was made of each."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from ...common.versions import versions
+from ..low_bit.packings import Packing
+from .digests import digest_of_text
+
+SCHEMA = 1
+_KEY = "polycast.WeightCache"
+_DIGEST_KEY = f"{_KEY}.digest"
+
+View: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Sizes, strides and offset of a view, the offset from the weight's."""
+
+
+@dataclass(frozen=True)
+class SavedWeight:
+    """A weight, which is not in the file itself."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    digest: str
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, digest: str = "") -> "SavedWeight":
+        """Return the description of a weight."""
+        return cls(dtype_text(weight.dtype), tuple(weight.shape), weight.stride(), digest)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)} with strides {list(self.strides)}"
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of the file, of which the memory is dense in some order."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True)
+class SavedEntry:
+    """An entry of the cache: of a parameter or a view of one, a cast to a dtype or a prepacked weight."""
+
+    weight: str
+    view: View | None
+    made: str | Packing
+    tensors: tuple[SavedTensor, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of the file."""
+
+    versions: Mapping[str, str]
+    weights: Mapping[str, SavedWeight]
+    entries: Sequence[SavedEntry]
+
+    def metadata(self) -> dict[str, str]:
+        """Return the metadata of the file."""
+        packings = list(dict.fromkeys(entry.made for entry in self.entries if isinstance(entry.made, Packing)))
+        content = {
+            "schema": SCHEMA,
+            "versions": dict(self.versions),
+            "weights": {name: asdict(weight) for name, weight in self.weights.items()},
+            "packings": [asdict(packing) for packing in packings],
+            "entries": [
+                {**asdict(entry), "made": entry.made if isinstance(entry.made, str) else packings.index(entry.made)}
+                for entry in self.entries
+            ],
+        }
+        text = json.dumps(content)
+        return {_KEY: text, _DIGEST_KEY: digest_of_text(text)}
+
+    @classmethod
+    def of_metadata(cls, metadata: Mapping[str, str]) -> "Manifest":
+        """Return the manifest in the metadata of a file.
+
+        Raises:
+            ValueError: it has none, or one that is damaged or of another schema.
+        """
+        text = metadata.get(_KEY)
+        if text is None:
+            raise ValueError("it was not saved by WeightCache.save")
+        if metadata.get(_DIGEST_KEY) != digest_of_text(text):
+            raise ValueError("its table of contents is damaged")
+        content: dict[str, Any] = json.loads(text)
+        if content["schema"] != SCHEMA:
+            raise ValueError(f"it has schema {content['schema']!r}, and this polycast reads schema {SCHEMA}")
+        packings = [Packing(**each) for each in content["packings"]]
+        weights = {name: _weight(each) for name, each in content["weights"].items()}
+        return cls(content["versions"], weights, [_entry(each, packings) for each in content["entries"]])
+
+
+def current_versions() -> dict[str, str]:
+    """Return the versions that casts and prepacked weights may depend on."""
+    return {name: version for name, version in versions().items() if name != "python"}
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """Return the name of a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _weight(data: dict[str, Any]) -> SavedWeight:
+    return SavedWeight(data["dtype"], tuple(data["shape"]), tuple(data["strides"]), data["digest"])
+
+
+def _entry(data: dict[str, Any], packings: Sequence[Packing]) -> SavedEntry:
+    made, view = data["made"], data["view"]
+    tensors = [
+        SavedTensor(each["name"], tuple(each["shape"]), tuple(each["strides"]), each["digest"])
+        for each in data["tensors"]
+    ]
+    return SavedEntry(
+        data["weight"],
+        None if view is None else (tuple(view[0]), tuple(view[1]), view[2]),
+        made if isinstance(made, str) else packings[made],
+        tuple(tensors),
+    )

@@ -1,0 +1,117 @@
+"""Write a cache to a file."""
+
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..casts.cast_cache import CastCache, StoredEntry
+from ..casts.weights import is_dense
+from ..low_bit.plan import packing_of_kind
+from . import tensor_file
+from .digests import digests
+from .manifest import Manifest, SavedEntry, SavedTensor, SavedWeight, current_versions, dtype_text
+
+_NOTHING = (
+    "There is nothing to save: the cache has no casts or prepacked weights of the model's parameters. Run the model in "
+    "a region with this cache first."
+)
+
+
+def save(cache: CastCache, path: Path, model: nn.Module | None) -> None:
+    """Write a cache to a file; see ``WeightCache.save``."""
+    stored = cache.stored()
+    names = _names(model if model is not None else _only_model(stored))
+    entries = sorted((each for each in stored if id(each.weight) in names), key=_order(names))
+    if not entries:
+        raise ValueError(_NOTHING)
+    weights = {names[id(each.weight)]: each.weight for each in entries}
+    tensors: dict[str, torch.Tensor] = {}
+    layouts = [_layouts(number, each, names[id(each.weight)], tensors) for number, each in enumerate(entries)]
+    found = iter(digests([*weights.values(), *tensors.values()]))
+    saved_weights = {name: SavedWeight.of(weight, next(found)) for name, weight in weights.items()}
+    by_tensor = dict(zip(tensors, found, strict=True))
+    _check_unchanged(entries, cache, names)
+    saved = [
+        SavedEntry(
+            names[id(each.weight)],
+            each.view,
+            dtype_text(each.made) if isinstance(each.made, torch.dtype) else packing_of_kind(each.made),
+            tuple(SavedTensor(name, sizes, strides, by_tensor[name]) for name, sizes, strides in of_entry),
+        )
+        for each, of_entry in zip(entries, layouts, strict=True)
+    ]
+    tensor_file.write(path, tensors, Manifest(current_versions(), saved_weights, saved).metadata())
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor, or its elements in the order of its memory if it is not contiguous."""
+    return tensor if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _order(names: Iterable[int]) -> Callable[[StoredEntry], tuple[object, ...]]:
+    """Return a key that sorts entries as the parameters of the model, so that a file is the same each time."""
+    positions = {identity: position for position, identity in enumerate(names)}
+    return lambda entry: (positions[id(entry.weight)], str(entry.made), entry.view or ())
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def _layouts(
+    number: int, entry: StoredEntry, weight: str, tensors: dict[str, torch.Tensor]
+) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Add the tensors of an entry to those of the file; return the name, shape and strides of each."""
+    found = []
+    for position, tensor in enumerate(entry.tensors):
+        if not tensor_file.can_be_written(tensor) or not is_dense(tensor):
+            maker = packing_of_kind(entry.made).kernel if isinstance(entry.made, int) else "a cast"
+            raise ValueError(
+                f"{weight!r} cannot be saved: {maker} made a tensor of {dtype_text(tensor.dtype)}, {tensor.layout}, "
+                f"with sizes {list(tensor.shape)} and strides {list(tensor.stride())}. Only dense tensors of dtypes "
+                "that safetensors has can be saved."
+            )
+        name = f"{weight}/{number}/{position}"
+        tensors[name] = flat(tensor)
+        found.append((name, tuple(tensor.shape), tensor.stride()))
+    return found
+
+
+def _check_unchanged(entries: Iterable[StoredEntry], cache: CastCache, names: Mapping[int, str]) -> None:
+    """Raise RuntimeError if an entry is not in the cache any more, so that its weight may have another digest."""
+    still = {_identity(each) for each in cache.stored()}
+    for each in entries:
+        if _identity(each) not in still:
+            raise RuntimeError(
+                f"The cache changed while it was saved: its entry of {names[id(each.weight)]!r} is gone. Save it while "
+                "no thread writes the weights or clears the cache."
+            )
+
+
+def _identity(entry: StoredEntry) -> tuple[object, ...]:
+    return id(entry.weight), entry.view, entry.made, tuple(map(id, entry.tensors))
+
+
+def _only_model(stored: Sequence[StoredEntry]) -> nn.Module:
+    """Return the outermost module that has weights of the cache, if there is only one."""
+    weights = {id(each.weight) for each in stored}
+    modules: list[nn.Module] = [
+        each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)
+    ]
+    inner = {id(child) for module in modules for child in vars(module)["_modules"].values()}
+    found = [
+        module
+        for module in modules
+        if id(module) not in inner and any(id(parameter) in weights for parameter in module.parameters())
+    ]
+    if not found:
+        raise ValueError(_NOTHING)
+    if len(found) > 1:
+        classes = ", ".join(sorted(type(module).__name__ for module in found))
+        raise ValueError(
+            f"The cache has weights of {len(found)} models ({classes}): pass the one to save, save(path, model)."
+        )
+    return found[0]

@@ -1,0 +1,97 @@
+"""Files of tensors in the format of safetensors, written without copies and mapped into memory when they are read.
+
+The writer of the package aligns tensors to eight bytes. Here the sizes that cache lines divide come first, at an
+alignment of cache lines, because kernels read them at each call.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...common.replaced_file import replaced_file
+from .digests import bytes_of
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_LINE = 64
+"""Bytes of a cache line."""
+
+
+def can_be_written(tensor: torch.Tensor) -> bool:
+    """Return whether the format has the dtype of a tensor, and the tensor is plain."""
+    return tensor.layout is torch.strided and tensor.dtype in _DTYPES and not tensor.is_meta
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write contiguous tensors atomically, with metadata.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    order = sorted(tensors, key=lambda name: _order(tensors[name]))
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % _LINE)
+    with replaced_file(path) as new, new.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            tensor = tensors[name].cpu()
+            file.write(bytes_of(tensor))
+
+
+def _order(tensor: torch.Tensor) -> int:
+    """Return a key that sorts tensors so that each is aligned to its elements, and the first ones to cache lines."""
+    return 0 if tensor.nbytes % _LINE == 0 else 9 - tensor.element_size()
+
+
+class TensorFile:
+    """A file that is mapped into memory, copied on writes: its tensors share their pages with other processes.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not such a file, or truncated.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import safetensors  # only here, since few programs load a cache
+
+        with path.open("rb"):  # the package's errors are of other classes
+            pass
+        try:
+            file: Any = safetensors.safe_open(path, framework="pt")
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"it is no complete safetensors file: {error}") from error
+        self._file = file
+        self.metadata: Mapping[str, str] = file.metadata() or {}
+        self._names = frozenset(file.keys())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor of the file.
+
+        Raises:
+            ValueError: there is none of the name.
+        """
+        if name not in self._names:
+            raise ValueError(f"it lacks the tensor {name!r}")
+        found: torch.Tensor = self._file.get_tensor(name)
+        return found.detach()

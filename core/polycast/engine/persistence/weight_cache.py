@@ -1,0 +1,93 @@
+"""`WeightCache`: the cache of casts and prepacked weights that users have."""
+
+import os
+from pathlib import Path
+
+from torch import nn
+from typing_extensions import Self
+
+from ..casts.cast_cache import CastCache
+from .loading import load
+from .saving import save
+
+
+class WeightCache(CastCache):
+    """Casts of weights that outlive regions: inference with float32 weights at the speed of a bfloat16 model.
+
+    Pass one to any regions, on any threads. It caches a cast until the weight changes or is freed, or until the cache
+    is cleared or freed. Casts made under ``torch.no_grad`` and ``torch.inference_mode`` serve grad mode too.
+
+    In-place updates (an optimizer's step, also of a fused one; ``load_state_dict``; a collective), a new
+    ``weight.data = ...`` and writes through ``.data`` (``weight.data.add_(1)``) are seen. No cast is cached while
+    something else holds the weight's memory and may write it unseen, such as ``alias = weight.data``. Writes of C++ at
+    a raw pointer are not seen: call :meth:`clear` after them.
+
+    Args:
+        max_bytes: the memory limit for casts and prepacked weights. A new entry evicts the least recently used one,
+            if that was not used while the new one was needed as often (16 times for prepacked weights). None: no limit.
+        verify: compare the cast with the weight at every hit, to find writes that were not seen. Slow.
+
+    Raises:
+        TypeError: `max_bytes` is not an int, or `verify` not a bool.
+        ValueError: `max_bytes` is negative.
+
+    Example:
+        >>> import torch, polycast
+        >>> model, cache = torch.nn.Linear(8, 8), polycast.WeightCache()
+        >>> for _ in range(3):
+        ...     with torch.no_grad(), polycast.autocast("cpu", cache=cache):
+        ...         y = model(torch.ones(1, 8))
+        >>> cache.stats().misses, cache.stats().hits
+        (2, 4)
+    """
+
+    def save(self, path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
+        """Write the casts and prepacked weights of a model to a file, for :meth:`load`.
+
+        The file is written beside `path` and then replaces it, so an interrupted save leaves the old file, and caches
+        that were loaded from that go on using it. Its format is that of safetensors.
+
+        Args:
+            path: the file.
+            model: the model whose parameters were cast; entries of others are left out. None: the only module that has
+                them. Pass the same module to :meth:`load`.
+
+        Raises:
+            OSError: the file cannot be written.
+            TypeError: `path` is not a path, or `model` not a module.
+            ValueError: there is nothing to save; several models have weights in the cache; or a backend prepacks
+                weights into tensors that cannot be saved.
+            RuntimeError: a weight was written, or the cache cleared, while it was saved.
+        """
+        if model is not None:
+            _check_model(model)
+        save(self, Path(path), model)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Self:
+        """Return a cache with the casts and prepacked weights of a file, without making them again.
+
+        They are mapped into memory: processes that load the file share it. Writes to a weight drop them, as those that
+        were made in this process. All bytes of the weights and of the file are compared with digests, which takes a
+        second for some GB.
+
+        Args:
+            path: a file that :meth:`save` wrote.
+            model: the model, with the same weights.
+
+        Raises:
+            OSError: the file cannot be read.
+            TypeError: `path` is not a path, or `model` not a module.
+            ValueError: the file is damaged, of another version of polycast, torch or a backend, or was made of other
+                weights or by another kernel; or something else holds the memory of a weight, such as a state dict. The
+                message says which.
+        """
+        _check_model(model)
+        cache = cls()
+        load(cache, Path(path), model)
+        return cache
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {model!r}")

@@ -1,0 +1,312 @@
+"""Files that are refused, and caches that cannot be saved: the message says why, and nothing changes."""
+
+import copy
+import json
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+from polycast import Int8, WeightCache, autocast
+from polycast.engine.persistence import manifest, tensor_file
+from polycast.engine.persistence.digests import digest_of_text
+
+pytestmark = pytest.mark.usefixtures("engine", "no_grad")
+
+INT8 = Int8(min_size=1)
+
+
+def run(model, cache, recipe=None):
+    with autocast("cpu", cache=cache, recipe=recipe):
+        return model(torch.ones(2, 8))
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "model.casts"
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+@pytest.fixture
+def saved(path, model):
+    cache = WeightCache()
+    run(model, cache)
+    cache.save(path)
+    return path
+
+
+@pytest.fixture
+def saved_int8(path, model, int8_kernels):
+    cache = WeightCache()
+    run(model, cache, INT8)
+    cache.save(path)
+    return path
+
+
+def refused(path, model):
+    """Return why a file is refused."""
+    with pytest.raises(ValueError, match=r"^The saved cache '.*model\.casts' cannot be used: .*") as caught:
+        WeightCache.load(path, model)
+    text = str(caught.value)
+    assert text.endswith(". Save a new one: run the model in a region with a WeightCache, and call its save().")
+    return text.partition("cannot be used: ")[2].partition(". Save a new one")[0]
+
+
+@pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: x.data.add_(1)], ids=["in place", "through .data"])
+def test_other_values(saved, model, write):
+    write(model[1].weight[:1])
+    assert refused(saved, model) == "the values of '1.weight' are not those that it was made of"
+
+
+def test_other_values_in_one_element(saved, model):
+    model[0].weight[7, 7] += 1e-6
+    assert refused(saved, model) == "the values of '0.weight' are not those that it was made of"
+
+
+def test_many_other_values(saved, model):
+    for weight in model.parameters():
+        weight.add_(1)
+    assert refused(saved, model) == (
+        "the values of '0.weight', '0.bias', '1.weight' and 1 more are not those that it was made of"
+    )
+
+
+def test_a_model_without_a_parameter(saved, model):
+    assert refused(saved, model[:1]) == "the model has no parameter '1.weight'"
+
+
+def test_another_shape(saved, model):
+    model[1] = nn.Linear(8, 4)
+    assert refused(saved, model) == (
+        "the parameter '1.weight' is float32 [4, 8] with strides [8, 1], and was float32 [8, 8] with strides [8, 1]"
+    )
+
+
+def test_another_dtype(saved_int8, model):
+    model[1].bfloat16()
+    assert refused(saved_int8, model) == (
+        "the parameter '1.weight' is bfloat16 [8, 8] with strides [8, 1], and was float32 [8, 8] with strides [8, 1]"
+    )
+
+
+def test_other_strides(saved, model):
+    model[0].weight.data = model[0].weight.data.t().contiguous().t()
+    assert refused(saved, model).startswith("the parameter '0.weight' is float32 [8, 8] with strides [1, 8], and was")
+
+
+@pytest.mark.parametrize("package", ["polycast", "torch"])
+def test_another_version(saved, model, package, monkeypatch):
+    here = manifest.current_versions()
+    monkeypatch.setattr("polycast.engine.persistence.loading.current_versions", lambda: {**here, package: "9.9"})
+    assert refused(saved, model) == f"it was saved with {package} {here[package]}, and this is {package} 9.9"
+
+
+def test_a_kernel_of_another_class(saved_int8, model, int8_kernels):
+    class Other(type(int8_kernels["aten::linear"])):
+        pass
+
+    recipe = Int8(min_size=1)
+    polycast.unregister_backend("cpu")
+    backend = copy.copy(polycast.get_backend("cpu"))
+    kernels = {"aten::linear": Other()}
+    vars(backend).update(
+        recipe_availability=lambda recipe: polycast.Availability(True), low_bit_kernels=lambda recipe: kernels
+    )
+    polycast.register_backend(backend)
+    why = refused(saved_int8, model)
+    assert why.startswith(f"the kernel of aten::linear with the recipe {recipe!r} was ")
+    assert "Int8Linear ('rows'), and is " in why
+    assert why.endswith("Other ('rows')")
+
+
+def test_another_instruction_set(saved_int8, model, int8_kernels, monkeypatch):
+    monkeypatch.setattr(int8_kernels["aten::linear"], "constants", (3,))
+    assert refused(saved_int8, model).endswith("Int8Linear ('rows'), 3")
+
+
+def test_a_kernel_that_prepacks_differently(saved_int8, model, int8_kernels, monkeypatch):
+    kernel = int8_kernels["aten::linear"]
+    prepack = type(kernel).prepack
+    monkeypatch.setattr(type(kernel), "prepack", lambda self, weight: prepack(self, weight * 2))
+    assert refused(saved_int8, model) == (
+        "the backend prepacks '0.weight' for aten::linear with the recipe Int8(min_size=1) differently here"
+    )
+
+
+def test_a_recipe_without_kernels_here(saved_int8, model):
+    polycast.unregister_backend("cpu")
+    backend = copy.copy(polycast.get_backend("cpu"))
+    vars(backend).update(recipe_availability=lambda recipe: polycast.Availability(False, "this processor is too old"))
+    polycast.register_backend(backend)
+    assert refused(saved_int8, model) == (
+        "it has weights for aten::linear with the recipe Int8(min_size=1), and here this processor is too old"
+    )
+
+
+def test_a_recipe_that_is_not_known(saved_int8, model):
+    rewrite(saved_int8, lambda content: content["packings"][0].update(recipe="int2 3 4 5"))
+    assert refused(saved_int8, model).startswith("it has weights for the recipe 'int2 3 4 5', which is not known here")
+
+
+def rewrite(path, change):
+    """Change the table of contents of a file, and its digest."""
+    file = tensor_file.TensorFile(path)
+    content = json.loads(file.metadata["polycast.WeightCache"])
+    tensors = {part["name"]: file.tensor(part["name"]) for entry in content["entries"] for part in entry["tensors"]}
+    change(content)
+    text = json.dumps(content)
+    metadata = {"polycast.WeightCache": text, "polycast.WeightCache.digest": digest_of_text(text)}
+    tensor_file.write(path, tensors, metadata)
+
+
+def test_another_schema(saved, model):
+    rewrite(saved, lambda content: content.update(schema=2))
+    assert refused(saved, model) == "it has schema 2, and this polycast reads schema 1"
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 100, -1, -64])
+def test_a_truncated_file(saved, model, size):
+    content = saved.read_bytes()
+    saved.write_bytes(content[:size])
+    assert refused(saved, model).startswith("it is no complete safetensors file")
+
+
+def test_each_damaged_byte_is_seen(saved_int8, model):
+    # Of the digits of offsets, shapes and names too, and of the padding.
+    content = saved_int8.read_bytes()
+    for position in range(0, len(content), 41):
+        damaged = bytearray(content)
+        damaged[position] ^= 0x10
+        saved_int8.write_bytes(damaged)
+        try:
+            cache = WeightCache.load(saved_int8, model)
+        except ValueError:
+            continue
+        assert torch.equal(run(model, cache, INT8), run(model, WeightCache(), INT8))
+        assert content[position : position + 1].isspace()
+
+
+def test_a_file_of_something_else(path, model):
+    path.write_bytes(b"not at all" * 100)
+    assert refused(path, model).startswith("it is no complete safetensors file")
+    tensor_file.write(path, dict(model.state_dict()), {})
+    assert refused(path, model) == "it was not saved by WeightCache.save"
+
+
+def test_no_file(path, model):
+    with pytest.raises(FileNotFoundError, match=r"model\.casts"):
+        WeightCache.load(path, model)
+
+
+def test_weights_that_something_else_may_write(saved, model):
+    alias = model[0].weight.data
+    assert refused(saved, model).startswith("what was made of '0.weight' cannot be cached: something else holds")
+    del alias
+    WeightCache.load(saved, model)
+
+
+def test_nothing_to_save(path, model):
+    for arguments in [(path,), (path, model)]:
+        with pytest.raises(ValueError, match=r"There is nothing to save: .* Run the model in a region with this cache"):
+            WeightCache().save(*arguments)
+    assert os.listdir(path.parent) == []
+
+
+def test_stale_entries_are_not_saved(path, model):
+    cache = WeightCache()
+    run(model, cache)
+    model[0].weight.add_(1)
+    cache.save(path)
+    assert WeightCache.load(path, model).stats().entries == 3
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "linear"])
+def test_arguments_of_other_types(path, model, wrong):
+    cache = WeightCache()
+    run(model, cache)
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got"):
+        WeightCache.load(path, wrong)
+    if wrong is not None:
+        with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got"):
+            cache.save(path, wrong)
+    with pytest.raises(TypeError):
+        cache.save(3.5)
+    with pytest.raises(TypeError):
+        WeightCache.load(3.5, model)
+
+
+def test_a_folder_that_is_not_there(tmp_path, model):
+    cache = WeightCache()
+    run(model, cache)
+    with pytest.raises(FileNotFoundError, match="not/there"):
+        cache.save(tmp_path / "not" / "there")
+
+
+def test_an_interrupted_save_leaves_the_old_file(saved, model, monkeypatch):
+    content = saved.read_bytes()
+    cache = WeightCache()
+    run(model, cache)
+    written = []
+
+    def interrupt(tensor):
+        written.append(tensor)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        return bytes(tensor.nbytes)
+
+    monkeypatch.setattr(tensor_file, "bytes_of", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        cache.save(saved)
+    assert saved.read_bytes() == content
+    assert os.listdir(saved.parent) == [saved.name]
+
+
+def test_a_write_during_a_save_is_seen(path, model, monkeypatch):
+    cache = WeightCache()
+    run(model, cache)
+    from polycast.engine.persistence import saving
+
+    digests = saving.digests
+
+    def write_first(tensors):
+        model[1].weight.data.add_(1)
+        return digests(tensors)
+
+    monkeypatch.setattr(saving, "digests", write_first)
+    with pytest.raises(RuntimeError, match=r"its entry of '1\.weight' is gone"):
+        cache.save(path, model)
+    assert os.listdir(path.parent) == []
+
+
+def test_a_write_during_a_load_is_seen(saved, model, monkeypatch):
+    from polycast.engine.persistence import loading
+
+    digests, before = loading.digests, run(model, None)
+
+    def write_afterwards(tensors):
+        found = digests(tensors)
+        model[1].bias.data.add_(1)
+        return found
+
+    monkeypatch.setattr(loading, "digests", write_afterwards)
+    cache = WeightCache.load(saved, model)
+    assert torch.equal(run(model, cache), run(model, None))
+    assert not torch.equal(run(model, None), before)
+
+
+@pytest.mark.parametrize("make", [lambda w: w.to_mkldnn(), lambda w: w.expand(3, *w.shape)], ids=["mkldnn", "expanded"])
+def test_packings_that_cannot_be_saved(path, model, int8_kernels, monkeypatch, make):
+    kernel = int8_kernels["aten::linear"]
+    monkeypatch.setattr(type(kernel), "prepack", lambda self, weight: (make(weight.clone()),))
+    monkeypatch.setattr(type(kernel), "run", lambda self, prepared, x, weight, bias: x.bfloat16())
+    cache = WeightCache()
+    run(model, cache, INT8)
+    with pytest.raises(ValueError, match=r"'0\.weight' cannot be saved: .*Int8Linear.* made a tensor of float32, "):
+        cache.save(path)
+    assert os.listdir(path.parent) == []
