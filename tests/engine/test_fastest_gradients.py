@@ -60,8 +60,6 @@ def test_gradients_are_those_of_the_products_in_each_way(
 ):
     if op == "conv2d" and of_first is not of_second:
         pytest.skip("one op computes both gradients")
-    if op == "conv2d" and of_first is FAST and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("torch rounds sums in the gradients of bfloat16 convolutions on this processor")
     function, *shapes = OPS[op]
     monkeypatch.setattr(fastest, "choose_recorded", lambda *_: Ways(forward, of_first, of_second, "for a test"))
     torch.manual_seed(0)

@@ -63,8 +63,8 @@ std::vector<int64_t> quantize(Isa isa, const T* rows, int64_t row_step, int64_t 
 }
 
 // Compute a row with inf or nan from these alone: finite values do not change the result.
-template <typename T, typename Out>
-void product_of_nonfinite(const T* row, const Weight& weight, float alpha, const float* bias, Out* out) {
+template <typename T, typename AnyWeight, typename Out>
+void product_of_nonfinite(const T* row, const AnyWeight& weight, float alpha, const float* bias, Out* out) {
   std::vector<int64_t> places;
   for (int64_t k = 0; k < weight.terms; ++k) {
     if (!std::isfinite(static_cast<float>(row[k]))) {

@@ -6,6 +6,7 @@
 #include "conv2d.h"
 #include "fake.h"
 #include "few_rows.h"
+#include "int4_linear.h"
 #include "isa.h"
 #include "linear.h"
 #include "pack.h"
@@ -30,6 +31,13 @@ TORCH_LIBRARY(polycast_cpu, library) {
            "SymInt groups", "");
   def_int8("int8_conv2d.padding(Tensor x, Tensor weight, Tensor? bias, SymInt[2] stride, str padding, SymInt[2] dilation, "
            "SymInt groups", "");
+  library.def("int4_pack(Tensor weight, Tensor? factors, int group_size) -> Tensor[]");
+  const auto def_int4 = [&](const std::string& op) {
+    library.def((op + ", Tensor values, Tensor factors, ScalarType dtype, int group_size, int isa) -> Tensor").c_str());
+  };
+  def_int4("int4_linear(Tensor x, Tensor weight, Tensor? bias");
+  def_int4("int4_matmul(Tensor x, Tensor weight");
+  def_int4("int4_addmm(Tensor bias, Tensor x, Tensor weight, Scalar beta, Scalar alpha");
   library.def("best_simd() -> int", [] { return static_cast<int64_t>(best_simd()); });
   library.def("few_rows_linear(Tensor x, Tensor weight, Tensor? bias, Tensor cast, ScalarType dtype, int simd) -> Tensor");
   library.def("few_rows_matmul(Tensor x, Tensor weight, Tensor cast, ScalarType dtype, int simd) -> Tensor");
@@ -44,6 +52,10 @@ TORCH_LIBRARY_IMPL(polycast_cpu, CPU, library) {
   library.impl("int8_addmm", int8_addmm);
   library.impl("int8_conv2d", int8_conv2d);
   library.impl("int8_conv2d.padding", int8_conv2d_padding);
+  library.impl("int4_pack", int4_pack);
+  library.impl("int4_linear", int4_linear);
+  library.impl("int4_matmul", int4_matmul);
+  library.impl("int4_addmm", int4_addmm);
   library.impl("few_rows_linear", few_rows_linear);
   library.impl("few_rows_matmul", few_rows_matmul);
   library.impl("few_rows_addmm", few_rows_addmm);
@@ -56,6 +68,9 @@ TORCH_LIBRARY_IMPL(polycast_cpu, Meta, library) {
   library.impl("int8_addmm", fake_addmm<T, T, T, T, ScalarType, bool, int64_t>);
   library.impl("int8_conv2d", fake_conv2d<c10::SymIntArrayRef, T, T, T, ScalarType, bool, int64_t>);
   library.impl("int8_conv2d.padding", fake_conv2d<c10::string_view, T, T, T, ScalarType, bool, int64_t>);
+  library.impl("int4_linear", fake_linear<T, T, ScalarType, int64_t, int64_t>);
+  library.impl("int4_matmul", fake_matmul<T, T, ScalarType, int64_t, int64_t>);
+  library.impl("int4_addmm", fake_addmm<T, T, ScalarType, int64_t, int64_t>);
   library.impl("few_rows_linear", fake_linear<T, ScalarType, int64_t>);
   library.impl("few_rows_matmul", fake_matmul<T, ScalarType, int64_t>);
   library.impl("few_rows_addmm", fake_addmm<T, ScalarType, int64_t>);
@@ -64,7 +79,8 @@ TORCH_LIBRARY_IMPL(polycast_cpu, Meta, library) {
 // Nothing is recorded: skip torch's fallback, which would look for gradients.
 TORCH_LIBRARY_IMPL(polycast_cpu, Autograd, library) {
   for (const char* op : {"int8_pack", "int8_linear", "int8_matmul", "int8_addmm", "int8_conv2d", "int8_conv2d.padding",
-                         "few_rows_linear", "few_rows_matmul", "few_rows_addmm"}) {
+                         "int4_pack", "int4_linear", "int4_matmul", "int4_addmm", "few_rows_linear", "few_rows_matmul",
+                         "few_rows_addmm"}) {
     library.impl(op, torch::CppFunction::makeFallthrough());
   }
 }

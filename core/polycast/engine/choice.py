@@ -104,9 +104,8 @@ def choose() -> Engine:
         return _engine
     wanted, failure = env.engine(), None
     if wanted != "reference":
-        with _lock:  # in a child that is forked during an import, the import would hang
-            from ..toolchain.load import try_build  # imported here because it is slow to import
-            from .native.loading import ENGINE
+        from ..toolchain.load import try_build  # imported here because it is slow to import
+        from .native.loading import ENGINE
 
         failure = try_build(ENGINE)
     with _lock:

@@ -1,0 +1,139 @@
+// Prepacking of weights in 4 bits: the choice of scales and multipliers, and the layout.
+#pragma once
+
+#include <ATen/ops/reciprocal.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/BFloat16.h>
+
+#include <array>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "equalize.h"
+#include "huge_pages.h"
+#include "int4_layout.h"
+#include "parts.h"
+#include "quantize.h"
+#include "tensors.h"
+
+namespace polycast_cpu {
+
+// Return the level, as it is stored, of a term in units of its group's step.
+inline int stored_level(float value) {
+  return static_cast<int>(std::nearbyint(std::clamp(value, -8.0f, 7.0f))) + Int4Weight::kZero;
+}
+
+// Return the multiplier with the least squared error for the terms of a group, in units of the chunk's scale. The value of the
+// largest magnitude comes near the level -8, the only one of its magnitude; so multipliers may be negative.
+inline int best_multiplier(const float* terms, int64_t count, float largest) {
+  const int near = static_cast<int>(std::nearbyint(largest / -8));
+  int best = largest > 0 ? -1 : 1;
+  float least = std::numeric_limits<float>::infinity();
+  for (const int multiplier : {near, near - 1, near + 1}) {
+    if (multiplier == 0 || std::abs(multiplier) > Int4Weight::kMostMultiplier) {
+      continue;
+    }
+    const float inverse = 1 / static_cast<float>(multiplier);
+    float error = 0;
+    for (int64_t k = 0; k < count; ++k) {
+      const float difference =
+          terms[k] - static_cast<float>((stored_level(terms[k] * inverse) - Int4Weight::kZero) * multiplier);
+      error += difference * difference;
+    }
+    if (error < least) {
+      least = error;
+      best = multiplier;
+    }
+  }
+  return best;
+}
+
+// Pack one column of a chunk: `terms`, which are overwritten.
+inline void pack_chunk(const Groups& groups, float* terms, int64_t count, float magnitude, int64_t lane, uint8_t* chunk) {
+  const c10::BFloat16 scale(std::max(magnitude, kSmallest) / (8 * Int4Weight::kMostMultiplier));
+  std::memcpy(chunk + 2 * lane, &scale.x, sizeof scale.x);
+  const float inverse = 1 / static_cast<float>(scale);
+  for (int64_t k = 0; k < count; ++k) {
+    terms[k] *= inverse;
+  }
+  uint8_t* group = chunk + Int4Weight::kScaleBytes;
+  for (int64_t first = 0; first < count; first += groups.group, group += Int4Weight::group_bytes(groups.group)) {
+    const int64_t size = std::min(groups.group, count - first);
+    const float largest = *std::max_element(terms + first, terms + first + size,
+                                            [](float a, float b) { return std::abs(a) < std::abs(b); });
+    const int multiplier = best_multiplier(terms + first, size, largest);
+    group[lane] = static_cast<uint8_t>(static_cast<int8_t>(multiplier));
+    uint8_t* const bytes = group + Int4Weight::kMultiplierBytes + 4 * lane;
+    const float of_group = 1 / static_cast<float>(multiplier);
+    for (int64_t k = 0; k < size; ++k) {
+      const int level = stored_level(terms[first + k] * of_group);
+      bytes[k / 8 * Int4Weight::kStepBytes + k % 4] |= static_cast<uint8_t>(k % 8 < 4 ? level : level << 4);
+    }
+  }
+}
+
+// Pack a column of a weight into its block; return false if a value is inf, nan or too large.
+template <typename T>
+bool pack_int4_column(const T* row, const Groups& groups, float* terms, int64_t lane, uint8_t* block) {
+  for (int64_t number = 0; number < groups.chunks(); ++number) {
+    const T* const from = row + number * groups.chunk;
+    const int64_t count = groups.terms_of_chunk(number);
+    const uint32_t magnitude = largest_magnitude_plain(from, count);
+    if (magnitude > std::bit_cast<uint32_t>(kLargestWeight)) {
+      return false;
+    }
+    std::copy_n(from, count, terms);
+    pack_chunk(groups, terms, count, std::bit_cast<float>(magnitude), lane, block);
+    block += Int4Weight::chunk_bytes(groups, count);
+  }
+  return true;
+}
+
+// Pack the rows of a weight [N, K] into zeros; return false if it cannot be packed.
+template <typename T>
+bool pack_int4(const T* rows, int64_t stride, int64_t columns, const Groups& groups, const float* factors,
+               uint8_t* values) {
+  const int64_t size = Int4Weight::block_bytes(groups);
+  std::atomic<bool> possible = true;
+  for_each_part(blocks(columns), grain(8 * size), [&](int64_t begin, int64_t end) {
+    std::vector<float> terms(groups.chunk);
+    Equalizer equalizer(Isa::plain, factors, groups.terms);
+    for (int64_t column = begin * kBlock; column < std::min(columns, end * kBlock); ++column) {
+      const bool is_packed = equalizer.with_row(rows + column * stride, [&](const auto* row) {
+        return pack_int4_column(row, groups, terms.data(), column % kBlock, values + column / kBlock * size);
+      });
+      if (!is_packed) {
+        possible = false;
+        return;
+      }
+    }
+  });
+  return possible;
+}
+
+// Return what a weight [N, K], multiplied by equalization factors [K] if they are given, is packed into, and the inverse factors,
+// to multiply activations by, empty if there are none. Return an empty list if it cannot be packed.
+inline std::vector<at::Tensor> int4_pack(const at::Tensor& weight, const std::optional<at::Tensor>& factors,
+                                         int64_t group_size) {
+  TORCH_CHECK(weight.dim() == 2, "expected a matrix, got ", weight.dim(), " dimensions");
+  TORCH_CHECK(group_size > 0 && group_size % 16 == 0, "expected a group size that 16 divides, got ", group_size);
+  const at::Tensor rows = with_dense_rows(weight);
+  const int64_t columns = rows.size(0);
+  const Groups groups(rows.size(1), group_size);
+  const at::Tensor by = checked_factors(factors, groups.terms);
+  const std::array<int64_t, 2> shape{blocks(columns), Int4Weight::block_bytes(groups)};
+  at::Tensor values = polycast::zeros_in_huge_pages(shape, at::kByte);
+  if (!values.defined()) {
+    values = at::zeros(shape, at::kByte);
+  }
+  bool possible = false;
+  with_elements(rows, [&](const auto* elements) {
+    possible = pack_int4(elements, rows.stride(0), columns, groups, factors_in(by, groups.terms),
+                         values.data_ptr<uint8_t>());
+  });
+  return possible ? std::vector<at::Tensor>{values, by.reciprocal()} : std::vector<at::Tensor>{};
+}
+
+}  // namespace polycast_cpu

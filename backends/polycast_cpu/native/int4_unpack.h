@@ -1,0 +1,142 @@
+// A chunk of a weight in 4 bits as a weight in 8 bits, for products with many rows.
+#pragma once
+
+#include <algorithm>
+
+#include "int4_dots_avx2.h"
+#include "int4_layout.h"
+#include "isa.h"
+
+namespace polycast_cpu {
+
+// The most terms of a chunk that is unpacked.
+constexpr int64_t kMostUnpacked = 256;
+
+// 64 columns in the layout of a Weight.
+struct UnpackedChunk {
+  alignas(64) int8_t values[kMostUnpacked * kBlock];
+  alignas(64) int32_t offsets[kBlock];
+};
+
+inline void unpack_plain(const uint8_t* chunk, int64_t count, int64_t group_size, UnpackedChunk& out) {
+  std::fill_n(out.offsets, kBlock, 0);
+  const uint8_t* group = chunk + Int4Weight::kScaleBytes;
+  for (int64_t first = 0; first < count; first += group_size) {
+    const int64_t eights = Groups::eights(std::min(group_size, count - first));
+    for (int64_t four = 0; four < 2 * eights; ++four) {
+      for (int64_t lane = 0; lane < kBlock; ++lane) {
+        for (int64_t k = 0; k < 4; ++k) {
+          const uint8_t byte = group[Int4Weight::kMultiplierBytes + four / 2 * Int4Weight::kStepBytes + lane * 4 + k];
+          const int level = (four % 2 == 0 ? byte & 15 : byte >> 4) - Int4Weight::kZero;
+          const auto value = static_cast<int8_t>(level * static_cast<int8_t>(group[lane]));
+          out.values[((first / 4 + four) * kBlock + lane) * 4 + k] = value;
+          out.offsets[lane] += value * kZeroPoint;
+        }
+      }
+    }
+    group += Int4Weight::kMultiplierBytes + eights * Int4Weight::kStepBytes;
+  }
+}
+
+#if defined(__x86_64__)
+
+// Return levels, each stored in the low half of a byte, times the multipliers of 16 bits.
+[[gnu::target("avx512f,avx512bw,avx512vl,avx512vnni")]] inline __m512i times(__m512i levels, __m512i multipliers,
+                                                                             __m512i zeros) {
+  const __m512i low_byte = _mm512_set1_epi16(255);
+  const __m512i even = _mm512_mullo_epi16(_mm512_and_si512(levels, low_byte), multipliers);
+  const __m512i odd = _mm512_mullo_epi16(_mm512_andnot_si512(low_byte, levels), multipliers);
+  return _mm512_sub_epi8(_mm512_ternarylogic_epi32(low_byte, even, odd, 0xca), zeros);
+}
+
+[[gnu::target("avx512f,avx512bw,avx512vl,avx512vnni")]] inline void unpack_vnni(const uint8_t* chunk, int64_t count,
+                                                                                int64_t group_size,
+                                                                                UnpackedChunk& out) {
+  const __m512i low_half = _mm512_set1_epi8(15), zero_point = _mm512_set1_epi8(static_cast<char>(kZeroPoint));
+  for (int part = 0; part < 4; ++part) {
+    __m512i offset = _mm512_setzero_si512();
+    const uint8_t* group = chunk + Int4Weight::kScaleBytes;
+    int8_t* to = out.values + 64 * part;
+    for (int64_t first = 0; first < count; first += group_size) {
+      const __m512i numbers =
+          _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(group + 16 * part)));
+      const __m512i multipliers =
+          _mm512_mullo_epi32(_mm512_and_si512(numbers, _mm512_set1_epi32(0xffff)), _mm512_set1_epi32(0x10001));
+      // Eight times a multiplier in each byte.
+      const __m512i eightfold = _mm512_and_si512(_mm512_slli_epi32(numbers, 3), _mm512_set1_epi32(255));
+      const __m512i zeros = _mm512_mullo_epi32(eightfold, _mm512_set1_epi32(0x1010101));
+      group += Int4Weight::kMultiplierBytes;
+      for (int64_t step = Groups::eights(std::min(group_size, count - first)); step > 0; --step) {
+        const __m512i both = _mm512_loadu_si512(group + 64 * part);
+        const __m512i low = times(_mm512_and_si512(both, low_half), multipliers, zeros);
+        const __m512i high = times(_mm512_and_si512(_mm512_srli_epi16(both, 4), low_half), multipliers, zeros);
+        _mm512_store_si512(to, low);
+        _mm512_store_si512(to + 4 * kBlock, high);
+        offset = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(offset, zero_point, low), zero_point, high);
+        group += Int4Weight::kStepBytes;
+        to += 8 * kBlock;
+      }
+    }
+    _mm512_store_si512(out.offsets + 16 * part, offset);
+  }
+}
+
+[[gnu::target("avx2")]] inline __m256i times(__m256i levels, __m256i multipliers, __m256i zeros) {
+  const __m256i low_byte = _mm256_set1_epi16(255);
+  const __m256i even = _mm256_mullo_epi16(_mm256_and_si256(levels, low_byte), multipliers);
+  const __m256i odd = _mm256_mullo_epi16(_mm256_andnot_si256(low_byte, levels), multipliers);
+  return _mm256_sub_epi8(_mm256_or_si256(_mm256_and_si256(even, low_byte), odd), zeros);
+}
+
+[[gnu::target("avx2")]] inline __m256i sum_of_fours(__m256i signed_bytes) {
+  return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), signed_bytes), _mm256_set1_epi16(1));
+}
+
+[[gnu::target("avx2")]] inline void unpack_avx2(const uint8_t* chunk, int64_t count, int64_t group_size,
+                                                UnpackedChunk& out) {
+  const __m256i low_half = _mm256_set1_epi8(15);
+  for (int part = 0; part < 8; ++part) {
+    __m256i sum = _mm256_setzero_si256();
+    const uint8_t* group = chunk + Int4Weight::kScaleBytes;
+    int8_t* to = out.values + 32 * part;
+    for (int64_t first = 0; first < count; first += group_size) {
+      const __m256i numbers =
+          _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(group + 8 * part)));
+      const __m256i multipliers =
+          _mm256_mullo_epi32(_mm256_and_si256(numbers, _mm256_set1_epi32(0xffff)), _mm256_set1_epi32(0x10001));
+      const __m256i eightfold = _mm256_and_si256(_mm256_slli_epi32(numbers, 3), _mm256_set1_epi32(255));
+      const __m256i zeros = _mm256_mullo_epi32(eightfold, _mm256_set1_epi32(0x1010101));
+      group += Int4Weight::kMultiplierBytes;
+      for (int64_t step = Groups::eights(std::min(group_size, count - first)); step > 0; --step) {
+        const __m256i both = load32(group + 32 * part);
+        const __m256i low = times(_mm256_and_si256(both, low_half), multipliers, zeros);
+        const __m256i high = times(_mm256_and_si256(_mm256_srli_epi16(both, 4), low_half), multipliers, zeros);
+        _mm256_store_si256(reinterpret_cast<__m256i*>(to), low);
+        _mm256_store_si256(reinterpret_cast<__m256i*>(to + 4 * kBlock), high);
+        sum = _mm256_add_epi32(sum, _mm256_add_epi32(sum_of_fours(low), sum_of_fours(high)));
+        group += Int4Weight::kStepBytes;
+        to += 8 * kBlock;
+      }
+    }
+    _mm256_store_si256(reinterpret_cast<__m256i*>(out.offsets + 8 * part),
+                       _mm256_mullo_epi32(sum, _mm256_set1_epi32(kZeroPoint)));
+  }
+}
+
+#endif
+
+// Unpack `count` terms, and zeros up to a multiple of 64 terms.
+inline void unpack(Isa isa, const uint8_t* chunk, int64_t count, int64_t group_size, UnpackedChunk& out) {
+  std::fill(out.values + Groups::padded(count) * kBlock, out.values + blocks(count) * kBlock * kBlock, 0);
+#if defined(__x86_64__)
+  if (has_avx512(isa)) {
+    return unpack_vnni(chunk, count, group_size, out);
+  }
+  if (has_avx2(isa)) {
+    return unpack_avx2(chunk, count, group_size, out);
+  }
+#endif
+  unpack_plain(chunk, count, group_size, out);
+}
+
+}  // namespace polycast_cpu
