@@ -52,16 +52,17 @@ if TYPE_CHECKING:
     from .precision.compare import compare
     from .precision.comparison import Comparison
     from .precision.evidence import Evidence, Tuned
+    from .precision.explain import explain
+    from .precision.model_explanation import ModelExplanation, ModuleExplanation
     from .precision.tune import tune
     from .profiling.device_profile import DeviceProfile
     from .profiling.profile import profile
     from .region.autocast import autocast, autocast_decorator
     from .region.capture import Snapshot, capture
     from .region.custom_function import custom_bwd, custom_fwd
-    from .region.explain import explain
     from .region.explanation import Explanation
     from .region.grad_scaler import grad_scaler
-    from .region.module_rules import ModuleRules, apply_policy
+    from .region.module_rules import ModuleRules, apply_policy, remove_policy, rules_of
     from .region.thread_state import (
         autocast_nesting,
         clear_autocast_cache,
@@ -100,6 +101,8 @@ _LAZY_NAMES = {
     "InvalidBackendError": "errors",
     "LowBitKernel": "plugins.backend",
     "LowBitMatmul": "plugins.low_bit_matmul",
+    "ModelExplanation": "precision.model_explanation",
+    "ModuleExplanation": "precision.model_explanation",
     "ModuleRules": "region.module_rules",
     "NoRecipe": "policy.recipe",
     "Observation": "observer.observation",
@@ -126,7 +129,7 @@ _LAZY_NAMES = {
     "compare": "precision.compare",
     "custom_bwd": "region.custom_function",
     "custom_fwd": "region.custom_function",
-    "explain": "region.explain",
+    "explain": "precision.explain",
     "float32_products": "out_dtype.matmul_kernels",
     "get_autocast_dtype": "region.thread_state",
     "get_backend": "plugins.registry",
@@ -144,6 +147,8 @@ _LAZY_NAMES = {
     "profile": "profiling.profile",
     "register_backend": "engine.register_backend",
     "register_op": "engine.register_op",
+    "remove_policy": "region.module_rules",
+    "rules_of": "region.module_rules",
     "set_autocast_cache_enabled": "region.thread_state",
     "set_autocast_dtype": "region.thread_state",
     "set_autocast_enabled": "region.thread_state",
@@ -174,6 +179,8 @@ __all__ = [
     "InvalidBackendError",
     "LowBitKernel",
     "LowBitMatmul",
+    "ModelExplanation",
+    "ModuleExplanation",
     "ModuleRules",
     "NoRecipe",
     "Observation",
@@ -215,6 +222,8 @@ __all__ = [
     "profile",
     "register_backend",
     "register_op",
+    "remove_policy",
+    "rules_of",
     "set_autocast_cache_enabled",
     "set_autocast_dtype",
     "set_autocast_enabled",

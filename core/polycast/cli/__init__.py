@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..common.versions import __version__
-from . import build, demo, devices, doctor, new_backend, ops, profile, run, tune
+from . import build, demo, devices, doctor, explain, new_backend, ops, profile, run, tune
 from .commands import Command, Commands
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "build": build.run,
     "doctor": doctor.run,
     "profile": profile.run,
+    "explain": explain.run,
     "tune": tune.run,
     "new-backend": new_backend.run,
     "demo": demo.run,

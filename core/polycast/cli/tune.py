@@ -1,13 +1,10 @@
 """``polycast tune``: search for a policy, and write its file."""
 
 import enum
-import importlib.util
-import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import typer
 
 from ..observer.report.target import check_target
@@ -15,9 +12,8 @@ from ..policy.names import read_dtype
 from ..policy.recipe import read_recipe
 from ..precision.evidence import Tuned
 from ..precision.tune import tune
+from .built import HELP, built, function_of
 from .terminal import console, library_errors
-
-_BUILD = "It must return (model, inputs) or (model, inputs, metric), as polycast.tune takes them."
 
 
 class Over(enum.Enum):
@@ -37,9 +33,7 @@ class Objective(enum.Enum):
 def run(
     target: Annotated[
         str,
-        typer.Argument(
-            metavar="SCRIPT:BUILD", help="A Python file, and a function in it that returns a model and its inputs."
-        ),
+        typer.Argument(metavar="SCRIPT:BUILD", help=HELP),
     ],
     device: Annotated[str, typer.Option(metavar="NAME", help="Run the region on this device.")] = "cpu",
     dtype: Annotated[
@@ -78,11 +72,11 @@ def run(
     with library_errors():
         if output is not None:
             check_target(output, "policy.toml")  # before the search, which may take hours
-    build = _function(target)
+    build = function_of(target)
     with library_errors():
         fast = None if dtype is None else read_dtype(dtype)
         wanted = None if recipe is None else read_recipe(recipe)
-    model, inputs, metric = _built(target, build())
+    model, inputs, metric = built(target, build())
     try:
         with library_errors(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "no policy keeps the tolerance", UserWarning)  # reported below
@@ -115,30 +109,3 @@ def _write(tuned: Tuned, output: Path | None) -> None:
         return
     tuned.save(output)
     console().print("\n".join([*tuned.evidence.lines(), f"written: {output}"]), soft_wrap=True)
-
-
-def _function(target: str) -> Any:
-    """Return the function that a target names; its file is imported as a module."""
-    name, colon, function = target.rpartition(":")
-    path = Path(name)
-    if not (colon and function.isidentifier()):
-        raise typer.BadParameter(f"{target!r}: expected a file and a function in it, such as model.py:build.")
-    if not path.is_file():
-        raise typer.BadParameter(f"{target!r}: there is no file {name!r}.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise typer.BadParameter(f"{target!r}: {name!r} is not a Python file.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
-    sys.path.insert(0, str(path.resolve().parent))
-    spec.loader.exec_module(module)
-    if not callable(getattr(module, function, None)):
-        raise typer.BadParameter(f"{target!r}: {name!r} has no function {function!r}. {_BUILD}")
-    return getattr(module, function)
-
-
-def _built(target: str, built: Any) -> tuple[torch.nn.Module, Any, Any]:
-    if not (isinstance(built, tuple) and len(built) in (2, 3) and isinstance(built[0], torch.nn.Module)):
-        raise typer.BadParameter(f"{target!r} returned {type(built).__name__}. {_BUILD}")
-    model, inputs, *metric = built
-    return model, inputs, metric[0] if metric else None

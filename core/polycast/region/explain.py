@@ -1,4 +1,4 @@
-"""``explain``: what autocast does to an op in this thread's region, and which rule decides it."""
+"""``explain_op``: what autocast does to an op in this thread's region, and which rule decides it."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -31,47 +31,19 @@ from ..torch_internals.dispatcher import (
 from .explanation import NO_RULE, OTHERS_KERNEL, Argument, Explanation
 from .policies import override_of
 
-_Op: TypeAlias = str | OpOverload | OpOverloadPacket | CustomOpDef
+Op: TypeAlias = str | OpOverload | OpOverloadPacket | CustomOpDef
 _Rule: TypeAlias = tuple[CastPolicy | None, str, str]
 
 
-def explain(
-    op: _Op,
+def explain_op(
+    op: Op,
     device_type: str,
     *args: Any,
     policy: PolicyLike | None = None,
     recipe: RecipeLike | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """Explain what autocast does to an op in this thread's region for a device, and which rule decides it.
-
-    Nothing is run.
-
-    Args:
-        op: a name, as in a :class:`Policy`, or the op itself.
-        device_type: the device whose autocast to explain.
-        args, kwargs: arguments of the op, to explain the dtype of each tensor. They may be fake tensors; a tensor on
-            ``meta`` counts as on the device. Without any, only the rule is explained, for each overload of the name.
-        policy: explain a region with this ``policy=``, inside this thread's region.
-        recipe: explain a region with this ``recipe=``.
-
-    Returns:
-        An explanation; ``str()`` formats it.
-
-    Raises:
-        TypeError: the op does not take the arguments, or `op` is not an op.
-        ValueError: torch has no such op, with the nearest names; or `policy` or `recipe` is invalid.
-        ValueError, RuntimeError: as :func:`polycast.get_backend`.
-
-    Example:
-        >>> import torch, polycast
-        >>> with polycast.autocast("cpu"):
-        ...     print(polycast.explain("mm", "cpu", torch.ones(2, 2), torch.ones(2, 2).bfloat16()))
-        aten::mm on cpu, a region of bfloat16
-        lower_precision_fp (backend's table): its inputs are cast to bfloat16
-          self: float32 -> bfloat16
-          mat2: bfloat16, unchanged
-    """
+    """Explain what autocast does to an op in this thread's region for a device; see :func:`polycast.explain`."""
     backend = registry.find(device_type)
     device_type = backend.device_type
     region = state.machine.innermost(device_type)
@@ -88,9 +60,9 @@ def explain(
 
 
 def explain_in(
-    region: Settings, backend: Backend, op: _Op, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    region: Settings, backend: Backend, op: Op, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Explanation:
-    """Explain an op in a region with these settings; see :func:`explain`."""
+    """Explain an op in a region with these settings; see :func:`polycast.explain`."""
     name, kwargs = read_op(op), kwargs or {}
     if not args and not kwargs:
         told = [_without_arguments(each, region, backend) for each in known_overloads(name)]

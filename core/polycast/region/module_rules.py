@@ -19,7 +19,7 @@ from ..policy.op_policies import OpPolicies
 from ..policy.recipe import Recipe
 from ..policy.value import Policy, PolicyLike
 from . import compiled_models
-from .ruled_forward import ANY_DEVICE, FORWARD, Mark, Rule, RuledForward, rules_of
+from .ruled_forward import ANY_DEVICE, FORWARD, Mark, Rule, RuledForward, ruled_forward_of
 
 
 class ModuleRules:
@@ -52,15 +52,13 @@ class ModuleRules:
         return f"<rules of polycast.apply_policy for {len(self.rules)} modules>"
 
     def _put(self, name: str, module: nn.Module, rules: Mapping[str, Rule]) -> None:
-        forward = rules_of(module)
+        forward = ruled_forward_of(module)
         if forward is None:
             forward = RuledForward(module, vars(module).get(FORWARD))
             forward.put()
         forward.add(self._mark, rules)
         self._forwards.append(forward)
-        self.rules[name] = ", ".join(
-            f"{device}: {rule.text}" if device else rule.text for device, rule in rules.items()
-        )
+        self.rules[name] = _as_text(rules)
 
 
 def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
@@ -132,6 +130,63 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
         handle.remove()
         raise
     return handle
+
+
+def rules_of(model: nn.Module) -> dict[str, str]:
+    """Return the rules of a model's modules by module name, as text, whoever put the model under them.
+
+    A copied or loaded model keeps its rules, but nobody has their :class:`ModuleRules`.
+
+    Args:
+        model: a model, under rules of :func:`apply_policy` or not.
+
+    Returns:
+        For each module with a rule, the one that decides, such as ``"'head' = 'fp32'"``.
+
+    Raises:
+        TypeError: `model` is not a module.
+
+    Example:
+        >>> import copy, torch, polycast
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        >>> rules = polycast.apply_policy(model, polycast.Policy(modules={"1": "fp32"}))
+        >>> copied = copy.deepcopy(model)
+        >>> polycast.rules_of(copied)
+        {'1': "1 = 'fp32'"}
+        >>> polycast.remove_policy(copied)
+        >>> polycast.rules_of(copied), polycast.rules_of(model)
+        ({}, {'1': "1 = 'fp32'"})
+    """
+    forwards = {name: forward.rules for name, forward in _ruled_forwards(model).items()}
+    return {name: _as_text(rules) for name, rules in forwards.items() if rules}
+
+
+def remove_policy(model: nn.Module) -> None:
+    """Remove all rules from a model's modules, whoever put it under them.
+
+    Use it for copied and loaded models; :meth:`ModuleRules.remove` removes the rules of one call of
+    :func:`apply_policy`, and does nothing afterwards. Copies of the model keep their rules.
+
+    Args:
+        model: a model, under rules or not.
+
+    Raises:
+        TypeError: `model` is not a module.
+    """
+    for forward in _ruled_forwards(model).values():
+        forward.drop_all()
+
+
+def _ruled_forwards(model: nn.Module) -> dict[str, RuledForward]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    forwards = {name: ruled_forward_of(module) for name, module in model.named_modules()}
+    return {name: forward for name, forward in forwards.items() if forward is not None}
+
+
+def _as_text(rules: Mapping[str, Rule]) -> str:
+    """Return a module's rules by device as text."""
+    return ", ".join(f"{device}: {rule.text}" if device else rule.text for device, rule in rules.items())
 
 
 def _read_policy(model: nn.Module, policy: PolicyLike) -> Policy:

@@ -51,6 +51,7 @@ class RuledForward:
     Attributes:
         module: the module.
         inner: the instance's own forward before; None if it had none, so that its class's is called.
+        rules: by device, the rules that decide: those added last.
     """
 
     def __init__(self, module: nn.Module, inner: Callable[..., Any] | None) -> None:
@@ -58,7 +59,7 @@ class RuledForward:
         self.inner = inner
         self._devices = _known_devices()
         self._entries: list[tuple[Mark, Mapping[str, Rule]]] = []
-        self._rules: Mapping[str, Rule] = {}
+        self.rules: Mapping[str, Rule] = {}
         self._usual: dict[int, _ActiveRules] = {}
         self._regions: dict[tuple[str, torch.dtype, int], autocast] = {}
 
@@ -81,7 +82,14 @@ class RuledForward:
 
     def drop(self, mark: Mark) -> None:
         """Remove rules. Without any left, restore the module's forward."""
-        self._entries = [entry for entry in self._entries if entry[0] is not mark]
+        self._keep([entry for entry in self._entries if entry[0] is not mark])
+
+    def drop_all(self) -> None:
+        """Remove all rules, and restore the module's forward."""
+        self._keep([])
+
+    def _keep(self, entries: list[tuple[Mark, Mapping[str, Rule]]]) -> None:
+        self._entries = entries
         self._decide()
         attributes = vars(self.module)
         if self._entries or attributes.get(FORWARD) is not self:  # somebody has wrapped it since
@@ -94,7 +102,7 @@ class RuledForward:
             del attributes[_REPLICATE]
 
     def _decide(self) -> None:
-        self._rules = self._entries[-1][1] if self._entries else {}
+        self.rules = self._entries[-1][1] if self._entries else {}
         self._usual = {}
         self._regions = {}
 
@@ -115,7 +123,7 @@ class RuledForward:
             devices = tuple([each for each in self._devices if each in enabled or switched_off.by_rule(each)])
         found = []
         for device in devices:
-            rule = self._rules.get(device) or self._rules.get(ANY_DEVICE)
+            rule = self.rules.get(device) or self.rules.get(ANY_DEVICE)
             # Policies for ops do not enable autocast.
             if rule is not None and (rule.dtype or rule.recipe or not rule.enabled or device in enabled):
                 found.append((device, rule))
@@ -232,7 +240,7 @@ def _refuse_replicas() -> NoReturn:
     )
 
 
-def rules_of(module: nn.Module) -> "RuledForward | None":
+def ruled_forward_of(module: nn.Module) -> "RuledForward | None":
     """Return the forward with a module's rules, even if it was wrapped since; None if it has none."""
     forward = vars(module).get(FORWARD)
     while forward is not None:

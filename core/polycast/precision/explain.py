@@ -1,0 +1,238 @@
+"""``explain``: what autocast does to an op, or to the modules of a model, without running it."""
+
+import copy
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from itertools import chain
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..engine.low_bit.listeners import listeners as low_bit_listeners
+from ..policy.dtypes import dtype_name
+from ..policy.recipe import Recipe, RecipeLike
+from ..policy.value import Policy, PolicyLike
+from ..region.explain import Op, explain_op
+from ..region.explanation import Explanation
+from ..region.module_rules import apply_policy, rules_of
+from ..torch_internals.dispatcher import OpOverload
+from .calls import Call
+from .compare import enabled_region, wanted_recipe, without_modules
+from .hooks import in_this_thread, watched
+from .model_explanation import ModelExplanation, ModuleExplanation
+from .values import tensors_in
+
+_MOVES = ("aten::_to_copy", "aten::copy_", "aten::clone", "aten::detach", "aten::empty_like")
+"""Ops that compute nothing."""
+
+
+@overload
+def explain(
+    subject: Op,
+    device_type: str,
+    /,
+    *args: Any,
+    policy: PolicyLike | None = None,
+    recipe: RecipeLike | None = None,
+    **kwargs: Any,
+) -> Explanation: ...
+
+
+@overload
+def explain(
+    subject: nn.Module,
+    inputs: Any,
+    /,
+    device_type: str | None = None,
+    dtype: torch.dtype | None = None,
+    policy: PolicyLike | None = None,
+    recipe: RecipeLike | None = None,
+) -> ModelExplanation: ...
+
+
+def explain(subject: Any, /, *args: Any, **kwargs: Any) -> Explanation | ModelExplanation:
+    """Explain what autocast does to an op, or to the modules of a model. Nothing is computed.
+
+    For an op, ``explain(op, device_type, *args, policy=None, recipe=None, **kwargs)``: what autocast does to it in this
+    thread's region for the device, and which rule decides it. `args` and `kwargs` are arguments of the op, to explain
+    the dtype of each tensor; they may be fake tensors, and a tensor on ``meta`` counts as on the device. Without any,
+    only the rule is explained, for each overload of the name.
+
+    For a model, ``explain(model, inputs, device_type=None, dtype=None, policy=None, recipe=None)``: for each module,
+    its rule (:func:`apply_policy`), and the dtypes of its weights, of what it computes in, and of its output, in a
+    region inside this thread's. The forward of a copy with fake tensors runs, under the current grad mode, and
+    compiled modules run eagerly. `inputs` are a tensor, a tuple of arguments, or a dict of keyword arguments.
+
+    Args:
+        subject: an op, itself or by a name as in a :class:`Policy`; or a model.
+        device_type: the device whose autocast to explain; for a model, by default that of its first tensor.
+        dtype: the fast dtype, by default that of this thread's region, or the device's.
+        policy: explain a region with this ``policy=``, inside this thread's region; for a model, it may have rules for
+            modules.
+        recipe: explain a region with this ``recipe=``.
+
+    Returns:
+        An :class:`Explanation` of the op, or a :class:`ModelExplanation`; ``print`` shows either.
+
+    Raises:
+        TypeError: the op does not take the arguments; `subject` is neither an op nor a model; `inputs` are of another
+            type; or the model cannot be copied.
+        ValueError: torch has no such op, with the nearest names; or `policy` or `recipe` is invalid.
+        RuntimeError: the model's forward depends on values of tensors; or the region cannot run enabled, or not with
+            the recipe.
+        ValueError, RuntimeError: as :func:`polycast.get_backend`.
+
+    Example:
+        >>> import torch, polycast
+        >>> with polycast.autocast("cpu"):
+        ...     print(polycast.explain("mm", "cpu", torch.ones(2, 2), torch.ones(2, 2).bfloat16()))
+        aten::mm on cpu, a region of bfloat16
+        lower_precision_fp (backend's table): its inputs are cast to bfloat16
+          self: float32 -> bfloat16
+          mat2: bfloat16, unchanged
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+        >>> for module in polycast.explain(model, torch.ones(1, 4)).modules:
+        ...     print(module.name, module.kind, *module.compute, *module.output)
+        0 Linear bfloat16 torch.bfloat16
+        1 LayerNorm float32 torch.float32
+    """
+    if isinstance(subject, nn.Module):
+        return explain_model(subject, *args, **kwargs)
+    return explain_op(subject, *args, **kwargs)
+
+
+def explain_model(
+    model: nn.Module,
+    inputs: Any,
+    device_type: str | None = None,
+    dtype: torch.dtype | None = None,
+    policy: PolicyLike | None = None,
+    recipe: RecipeLike | None = None,
+) -> ModelExplanation:
+    """Explain the modules of a model; see :func:`explain`."""
+    call, given, wanted = Call.of(model, inputs), Policy.of(policy or {}), wanted_recipe(recipe)
+    arguments = [tensor for _, tensor in tensors_in((call.args, call.kwargs))]
+    device = device_type or next(chain(model.parameters(), model.buffers(), arguments), torch.empty(0)).device.type
+    if dtype is None and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    region = enabled_region(device, dtype, without_modules(given), wanted)
+    modules = given.for_device(region.device).modules
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fakes: dict[int, torch.Tensor] = {
+        id(each): mode.from_tensor(each) for each in (*model.parameters(), *model.buffers(), *arguments)
+    }
+    copied, args, kwargs = _copied((model, call.args, dict(call.kwargs)), fakes)
+    with apply_policy(copied, Policy(modules=modules)):
+        calls = _Calls(copied)
+        with ExitStack() as stack:
+            stack.enter_context(region)
+            stack.enter_context(watched(copied, in_this_thread(calls)))
+            low_bit_listeners.add(calls.note_declined)
+            stack.callback(low_bit_listeners.remove, calls.note_declined)
+            stack.enter_context(mode)
+            stack.enter_context(calls)
+            _run(copied, args, kwargs)
+    return ModelExplanation(region.device, region.fast_dtype, wanted, tuple(calls.explanations()))
+
+
+def _copied(value: tuple[Any, ...], fakes: dict[int, torch.Tensor]) -> tuple[Any, ...]:
+    """Return a copy of a model and its arguments, with fake tensors by the id of the original."""
+    try:
+        return copy.deepcopy(value, dict[int, Any](fakes))
+    except Exception as error:
+        raise TypeError(f"explain runs a copy of the model, which cannot be copied: {error}") from error
+
+
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    try:
+        model(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
+        raise RuntimeError(
+            f"the forward of {type(model).__name__} depends on values of tensors ({error}), which explain does not "
+            "compute: run the model in a region under polycast.observe(model)"
+        ) from error
+
+
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the calls of a model's modules, and the ops in each; a watcher of modules and a mode below autocast."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {module: name for name, module in model.named_modules()}
+        self._rules = rules_of(model)
+        self._open: list[_Module] = []
+        self._found: dict[nn.Module, _Module] = {}
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle a call of a module."""
+        found = self._found.get(module)
+        if found is None:
+            name = self._names.get(module, "")
+            around = self._open[-1].rule if self._open else ""
+            found = self._found[module] = _Module(name, module, self._rules.get(name, around))
+        found.calls += 1
+        self._open.append(found)
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        """Handle the return of a module."""
+        while self._open.pop().module is not module:  # a call inside it raised, and its caller went on
+            pass
+        found = self._found[module]
+        found.output.update(dict.fromkeys(_floating(tensor for _, tensor in tensors_in(output))))
+
+    def note_declined(self, _device: str, _recipe: str, op: str, reason: str | None) -> None:
+        """Handle an op that a recipe declines."""
+        if self._open and reason is not None:
+            self._open[-1].declined[op] = reason
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._open and (what := _computes_in(op, args)) is not None:
+            self._open[-1].compute[what] += 1
+        return op(*args, **(kwargs or {}))
+
+    def explanations(self) -> Iterator[ModuleExplanation]:
+        """Yield the explanation of each module that ran ops, or has a rule of its own."""
+        for each in self._found.values():
+            if each.compute or each.declined or each.name in self._rules:
+                yield each.explanation()
+
+
+class _Module:
+    """What is known of a module."""
+
+    def __init__(self, name: str, module: nn.Module, rule: str) -> None:
+        self.name, self.module, self.rule = name, module, rule
+        self.calls = 0
+        self.compute: Counter[str] = Counter()
+        self.output: dict[torch.dtype, None] = {}
+        self.declined: dict[str, str] = {}
+
+    def explanation(self) -> ModuleExplanation:
+        weights = tuple(dict.fromkeys(_floating(self.module.parameters(recurse=False))))
+        compute = dict(self.compute.most_common())
+        kind = type(self.module).__name__
+        return ModuleExplanation(
+            self.name, kind, self.calls, self.rule, weights, compute, tuple(self.output), self.declined
+        )
+
+
+def _floating(tensors: Iterable[torch.Tensor]) -> Iterator[torch.dtype]:
+    return (each.dtype for each in tensors if each.is_floating_point())
+
+
+def _computes_in(op: OpOverload, args: tuple[Any, ...]) -> str | None:
+    """Return the dtype or the recipe that an op computes in; None if it computes nothing on floating-point numbers."""
+    names = [argument.name for argument in op._schema.arguments]
+    if op.namespace == "polycast":
+        return Recipe.of_text(args[names.index("recipe")]).short if "recipe" in names else None
+    if op.namespace == "prim" or op.is_view or op._schema.name in _MOVES:
+        return None
+    dtype = next(_floating(tensor for _, tensor in tensors_in(args)), None)
+    return None if dtype is None else dtype_name(dtype)

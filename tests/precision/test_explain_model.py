@@ -1,0 +1,212 @@
+"""``explain`` for a model: the dtypes of its modules, found without computing anything."""
+
+import copy
+import json
+import re
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+from polycast import Int8, Policy
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def forward(self, x):
+        return x + self.inner(self.norm(x))
+
+
+class Refusing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return -x if self.linear(x).sum() > 0 else x
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), nn.Linear(16, 4))
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 16)
+
+
+def by_name(explanation):
+    return {each.name: each for each in explanation.modules}
+
+
+def dtypes_of_outputs(model, x, **settings):
+    """Return the dtypes that the modules of a model really return in a region."""
+    found = {}
+
+    def note(name):
+        return lambda module, args, output: found.__setitem__(name, (output.dtype,))
+
+    hooks = [each.register_forward_hook(note(name)) for name, each in model.named_modules()]
+    with polycast.autocast("cpu", **settings):
+        model(x)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_outputs_have_the_dtypes_of_a_real_run(model, x, dtype, engine):
+    explained = by_name(polycast.explain(model, x, dtype=dtype))
+    real = dtypes_of_outputs(model, x, dtype=dtype)
+    assert set(explained) == {"0", "0.norm", "0.inner.0", "0.inner.1", "0.inner.2", "1"}
+    assert {name: each.output for name, each in explained.items()} == {name: real[name] for name in explained}
+    assert explained["1"].compute == {str(dtype).removeprefix("torch."): 1}
+    assert explained["0.norm"].compute == {"float32": 1}
+
+
+def test_nothing_is_computed_or_changed(model, x, engine):
+    state, seed = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    attributes = {name: set(vars(each)) for name, each in model.named_modules()}
+    polycast.explain(nn.Sequential(model, nn.Dropout()), x)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), seed)
+    assert {name: set(vars(each)) for name, each in model.named_modules()} == attributes
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+
+
+def test_memory_is_not_needed(engine):
+    huge = nn.Linear(2**20, 2**20, device="meta").to_empty(device="meta")
+    explained = polycast.explain(huge, torch.empty(1, 2**20, device="meta"), "cpu")
+    assert [each.kind for each in explained.modules] == ["Linear"]
+
+
+def test_buffers_of_the_model_keep_their_values(engine):
+    norm = nn.BatchNorm1d(4)
+    polycast.explain(norm, torch.randn(8, 4))
+    assert norm.num_batches_tracked == 0
+    assert torch.equal(norm.running_mean, torch.zeros(4))
+
+
+def test_rules_apply_to_their_module_and_the_modules_in_it(model, x, engine):
+    polycast.apply_policy(model, Policy(modules={"0.inner": "fp32"}))
+    explained = by_name(polycast.explain(model, x))
+    assert {name: each.rule for name, each in explained.items() if each.rule} == {
+        "0.inner": "0.inner = 'fp32'",
+        "0.inner.0": "0.inner = 'fp32'",
+        "0.inner.1": "0.inner = 'fp32'",
+        "0.inner.2": "0.inner = 'fp32'",
+    }
+    assert explained["0.inner.0"].compute == {"float32": 1}
+    assert explained["1"].compute == {"bfloat16": 1}
+
+
+def test_a_policy_is_explained_without_applying_it(model, x, engine):
+    policy = Policy({"gelu": "fp32"}, modules={"1": "off"})
+    explained = by_name(polycast.explain(model, x, policy=policy))
+    assert explained["1"].output == explained["0.inner.1"].output == (torch.float32,)
+    assert polycast.rules_of(model) == {}
+
+
+def test_the_region_of_the_thread_decides(model, x, engine):
+    with polycast.autocast("cpu", torch.float16, policy={"linear": "fp32"}):
+        explained = polycast.explain(model, x)
+    assert explained.dtype is torch.float16
+    assert by_name(explained)["1"].compute == {"float32": 1}
+
+
+@pytest.mark.usefixtures("int8_in_python")
+def test_ops_of_a_recipe_and_why_others_are_declined(model, x, engine):
+    with torch.no_grad():
+        explained = by_name(polycast.explain(model, x, recipe=Int8(min_size=512)))
+    assert explained["0.inner.0"].compute == {"int8": 1}
+    assert explained["1"].compute == {"bfloat16": 1}
+    assert explained["1"].declined == {"aten::linear": "the weight is smaller than the recipe's min_size"}
+
+
+@pytest.mark.usefixtures("int8_in_python")
+def test_a_recipe_for_inference_is_declined_where_autograd_records(model, x, engine):
+    explained = by_name(polycast.explain(model, x, recipe=Int8(min_size=0)))
+    assert explained["1"].compute == {"bfloat16": 1}
+    assert set(explained["1"].declined) == {"aten::linear"}
+
+
+def test_a_module_that_is_called_twice_is_one_row(x, engine):
+    linear = nn.Linear(16, 16)
+    explained = polycast.explain(nn.Sequential(linear, nn.Tanh(), linear), x)
+    assert [(each.name, each.calls) for each in explained.modules] == [("0", 2), ("1", 1)]
+
+
+def test_inputs_are_a_tuple_or_a_dict_too(model, x, engine):
+    expected = polycast.explain(model, x)
+    assert polycast.explain(model, (x,)) == polycast.explain(model, {"input": x}) == expected
+
+
+def test_compiled_modules_are_explained_without_compiling_them(model, x, engine):
+    explained = polycast.explain(torch.compile(model, backend="eager"), x)
+    assert by_name(explained)["_orig_mod.1"].compute == {"bfloat16": 1}
+
+
+def test_modules_of_other_threads_do_not_count(model, x, engine):
+    class Threaded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            thread = threading.Thread(target=self.model, args=(torch.randn(2, 16),))
+            thread.start()
+            thread.join()
+            return x
+
+    assert polycast.explain(Threaded(), x).modules == ()
+
+
+def test_the_table_has_a_line_for_each_module(model, x, engine):
+    lines = str(polycast.explain(model, x)).splitlines()
+    assert re.fullmatch(r" *1 +Linear +float32 +bfloat16 +bfloat16", lines[-4])
+    assert lines[-1] == "In a region of bfloat16 on cpu."
+    assert not any("rule" in line for line in lines)
+
+
+def test_the_explanation_is_plain_data(model, x, engine):
+    data = json.loads(json.dumps(polycast.explain(model, x).to_dict()))
+    assert data["modules"][-1] == {
+        "name": "1",
+        "kind": "Linear",
+        "calls": 1,
+        "rule": "",
+        "weights": ["float32"],
+        "compute": {"bfloat16": 1},
+        "output": ["bfloat16"],
+        "declined": {},
+    }
+
+
+def test_a_forward_that_reads_values_is_refused(x, engine):
+    with pytest.raises(RuntimeError, match=r"^the forward of Refusing depends on values .*polycast.observe\(model\)$"):
+        polycast.explain(Refusing(), x)
+    assert not polycast.is_autocast_enabled("cpu")
+
+
+def test_a_model_that_cannot_be_copied_is_refused(x, engine):
+    model = nn.Linear(16, 16)
+    model.lock = threading.Lock()
+    with pytest.raises(TypeError, match="^explain runs a copy of the model, which cannot be copied: .*lock"):
+        polycast.explain(model, x)
+
+
+def test_inputs_of_another_type_are_refused(model, engine):
+    with pytest.raises(TypeError, match="^inputs must be a tensor, a tuple of arguments or a dict"):
+        polycast.explain(model, [1])
+
+
+def test_what_is_neither_an_op_nor_a_model_is_refused(engine):
+    with pytest.raises(TypeError):
+        polycast.explain(3, "cpu")

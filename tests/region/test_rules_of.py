@@ -1,0 +1,104 @@
+"""``rules_of`` and ``remove_policy``: the rules of a model that nobody has a handle of."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+from polycast import Policy, apply_policy, remove_policy, rules_of
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+@pytest.fixture
+def x():
+    return torch.ones(1, 4)
+
+
+def dtype_in_a_region(model, x):
+    with polycast.autocast("cpu"):
+        return model(x).dtype
+
+
+def loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def test_a_model_without_rules(model, x, engine):
+    assert rules_of(model) == {}
+    remove_policy(model)
+    assert "forward" not in vars(model[0])
+
+
+def test_the_rules_that_decide_are_returned(model):
+    apply_policy(model, Policy(modules={"*": "fp32"}))
+    apply_policy(model, Policy(modules={"1": "float16"}, devices={"cuda": Policy(modules={"1": "off"})}))
+    assert rules_of(model) == {"0": "* = 'fp32'", "1": "1 = 'float16', cuda: 1 = 'off'"}
+
+
+@pytest.mark.parametrize("other", [copy.deepcopy, loaded])
+def test_rules_of_a_copy_are_removed_and_the_model_keeps_its_own(other, model, x, engine):
+    rules = apply_policy(model, Policy(modules={"1": "fp32"}))
+    copied = other(model)
+    assert rules_of(copied) == rules.rules == {"1": "1 = 'fp32'"}
+    remove_policy(copied)
+    assert rules_of(copied) == {}
+    assert "forward" not in vars(copied[1])
+    assert dtype_in_a_region(copied, x) is torch.bfloat16
+    assert dtype_in_a_region(model, x) is torch.float32
+
+
+def test_rules_of_all_calls_are_removed(model, x, engine):
+    first, second = (apply_policy(model, Policy(modules={"1": rule})) for rule in ("fp32", "off"))
+    remove_policy(model)
+    assert dtype_in_a_region(model, x) is torch.bfloat16
+    second.remove()
+    first.remove()
+    assert dtype_in_a_region(model, x) is torch.bfloat16
+
+
+def test_a_forward_that_was_wrapped_since_stays_and_has_no_rules(model, x, engine):
+    apply_policy(model, Policy(modules={"1": "fp32"}))
+    ruled = model[1].forward
+
+    def wrapper(x):
+        return ruled(x)
+
+    wrapper.__wrapped__ = ruled
+    model[1].forward = wrapper
+    remove_policy(model)
+    assert rules_of(model) == {}
+    assert vars(model[1])["forward"] is wrapper
+    assert dtype_in_a_region(model, x) is torch.bfloat16
+
+
+def test_rules_can_be_applied_again(model, x, engine):
+    apply_policy(model, Policy(modules={"1": "fp32"}))
+    remove_policy(model)
+    with apply_policy(model, Policy(modules={"1": "fp32"})):
+        assert dtype_in_a_region(model, x) is torch.float32
+    assert dtype_in_a_region(model, x) is torch.bfloat16
+
+
+@pytest.mark.slow
+def test_compiled_code_follows(model, x, engine):
+    apply_policy(model, Policy(modules={"1": "fp32"}))
+    compiled = torch.compile(model, backend="eager")
+    assert dtype_in_a_region(compiled, x) is torch.float32
+    remove_policy(compiled)
+    assert dtype_in_a_region(compiled, x) is torch.bfloat16
+
+
+@pytest.mark.parametrize("function", [rules_of, remove_policy])
+def test_what_is_no_module_is_refused(function):
+    with pytest.raises(TypeError, match="^model must be a torch.nn.Module, got int$"):
+        function(3)
