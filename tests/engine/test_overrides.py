@@ -87,7 +87,7 @@ def test_a_region_that_is_entered_again_after_uninstalling_has_the_kernels_of_it
         lambda x: x * 2,
         lambda x: 2.5 * x,
         lambda x: x * True,
-        lambda x: x * (1 + 2j),
+        lambda x: x.float() * (1 + 2j),
         lambda x: torch.tensor([1, 2]) * 2.5,
         lambda x: x[0] * 2.5,
         lambda x: x.clone().mul_(3),
