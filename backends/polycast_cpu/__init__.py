@@ -9,9 +9,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from typing_extensions import override
 
-from polycast import Availability, Backend, LowBitKernel, Recipe, hookimpl
+from polycast import Availability, Backend, Int8, LowBitKernel, Recipe, hookimpl
 
+from .few_rows import few_rows_kernels
 from .instructions import missing_instructions
+from .int4 import int4_kernels
+from .int8 import int8_availability, int8_kernels
 from .kernels import KERNELS
 from .policies import POLICIES
 from .processor import processor_details
@@ -47,25 +50,17 @@ class CpuBackend(Backend):
 
     @override
     def recipe_availability(self, recipe: Recipe) -> Availability:
-        if recipe.kind not in ("int4", "int8"):
+        if recipe.kind != "int4" and not isinstance(recipe, Int8):
             return super().recipe_availability(recipe)
-        from .int8 import int8_availability  # few programs use recipes
-
         return int8_availability()
 
     @override
     def low_bit_kernels(self, recipe: Recipe) -> Mapping[str, LowBitKernel]:
         if recipe.kind == "fastest":
-            from .few_rows import few_rows_kernels
-
             return few_rows_kernels()
         if recipe.kind == "int4":
-            from .int4 import int4_kernels
-
             return int4_kernels(recipe)
-        from .int8 import int8_kernels
-
-        return int8_kernels(recipe.scales)
+        return int8_kernels(recipe.scales) if isinstance(recipe, Int8) else {}
 
 
 @hookimpl

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from typing_extensions import override
 
-from polycast import STANDARD_REMEDIES, Availability, Backend, LowBitKernel, Recipe, hookimpl
+from polycast import STANDARD_REMEDIES, Availability, Backend, Float8, LowBitKernel, Recipe, hookimpl
 
 from .kernels import KERNELS
 from .policies import EXCLUDED_OPS, POLICIES
@@ -47,7 +47,7 @@ class CudaBackend(Backend):
 
     @override
     def recipe_availability(self, recipe: Recipe) -> Availability:
-        if recipe.kind != "float8":
+        if not isinstance(recipe, Float8):
             return super().recipe_availability(recipe)
         from .float8 import float8_availability  # few programs use recipes
 
@@ -55,6 +55,8 @@ class CudaBackend(Backend):
 
     @override
     def low_bit_kernels(self, recipe: Recipe) -> Mapping[str, LowBitKernel]:
+        if not isinstance(recipe, Float8):
+            return {}
         from .float8 import float8_kernels
 
         return float8_kernels(recipe.scales)

@@ -11,7 +11,7 @@ import polycast
 from polycast import Fastest, WeightCache, autocast
 from polycast.engine.fastest.choice import Conversions, Way, bucket, choose
 from polycast.engine.fastest.products import Product
-from polycast.policy import recipe as recipes
+from polycast.policy import recipe_arguments
 
 pytestmark = pytest.mark.usefixtures("engine", "no_grad")
 X = torch.randn(6, 32)
@@ -289,7 +289,7 @@ def test_a_weight_that_is_cast_for_one_row_alone_is_read_as_it_is(profile_of):
 def test_a_profile_that_becomes_known_is_used(profile_of, monkeypatch):
     profile, weight = profile_of(overhead=1e-15, cast=1e-15, bfloat16=7.0), nn.Parameter(torch.randn(32, 32))
     text = Fastest(profile).text
-    monkeypatch.setattr(recipes, "_profiles", {})
+    monkeypatch.setattr(recipe_arguments, "objects", {})
 
     def run(recipe):
         with autocast("cpu", recipe=recipe):

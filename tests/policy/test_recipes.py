@@ -73,7 +73,7 @@ def test_read_recipe_takes_names(text, recipe):
     ("make", "error", "text"),
     [
         (lambda: read_recipe("int9"), ValueError, "'int9' is not a recipe: did you mean 'int8'?"),
-        (lambda: read_recipe("int8:column"), ValueError, "'int8:column' is not a recipe: expected one of"),
+        (lambda: read_recipe("int8:column"), ValueError, "'int8:column' is not a recipe: did you mean"),
         (lambda: read_recipe("none:row"), ValueError, "'none:row' is not a recipe"),
         (lambda: read_recipe(Int8), TypeError, r"recipe is the class Int8: call it, Int8\(\)"),
         (
@@ -85,10 +85,14 @@ def test_read_recipe_takes_names(text, recipe):
         (lambda: Int8(ops="mm"), TypeError, "ops must be names of ops, such as"),
         (lambda: Int8(ops=("liner",)), ValueError, "has no op 'liner'; the nearest"),
         (lambda: Int8(min_size=-1), ValueError, "min_size must not be negative, got -1"),
-        (lambda: Int8(min_size=2.0), TypeError, "min_size must be an int, a number of elements, got 2.0"),
+        (lambda: Int8(min_size=2.0), TypeError, "min_size must be an int, got 2.0"),
         (lambda: Fastest(7), TypeError, "profile must be a DeviceProfile, the path of a saved one, or None, got 7"),
         (lambda: read_recipe("fastest:row"), ValueError, "'fastest:row' is not a recipe: did you mean"),
-        (lambda: Fastest(SimpleNamespace(digest="0")).written, ValueError, "cannot be written: save its profile"),
+        (
+            lambda: Fastest(SimpleNamespace(digest="0")).written,
+            ValueError,
+            "cannot be written: its profile is an object",
+        ),
         (lambda: Int8(keep=()), TypeError, "unexpected keyword argument 'keep'"),
         (lambda: Recipe(), TypeError, "Recipe is no kind of recipe: use one such as polycast.Int8"),
     ],

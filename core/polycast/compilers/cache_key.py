@@ -17,7 +17,7 @@ from . import backward
 
 _MARK = "polycast"
 """An attribute of the objects that keys are hashes of."""
-_CODE = 3
+_CODE = 4
 """The version of the code that polycast's operators and regions compile to, and of the choices of the recipe "fastest";
 raise it when they change."""
 

@@ -123,7 +123,7 @@ def _prepare_dynamo() -> None:
 
 
 def _recipe_of(text: str) -> Recipe:
-    return Recipe.of_text(text) if " " in text else read_recipe(text)
+    return Recipe.of_text(text) if "(" in text else read_recipe(text)
 
 
 def _check_override_can_be_held() -> None:

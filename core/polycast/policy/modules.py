@@ -87,10 +87,10 @@ def recipe_of_table(table: Mapping[str, object]) -> Recipe:
     """Return the recipe of a table in a policy file."""
     options = dict(table)
     recipe = read_recipe(options.pop(RECIPE))
-    unknown = options.keys() - set(recipe.table_keys)
+    unknown = options.keys() - recipe.settings.keys()
     if unknown:
-        known = ("'recipe'", *map(repr, recipe.table_keys))
-        raise ValueError(f"a recipe's table has {', '.join(known[:-1])} and {known[-1]}, got {sorted(unknown)[0]!r}")
+        known = ", ".join(("'recipe'", *map(repr, recipe.settings)))
+        raise ValueError(f"the table of a recipe {recipe.kind!r} has {known}; got {sorted(unknown)[0]!r}")
     try:
         return recipe.with_options(**options)
     except TypeError as error:

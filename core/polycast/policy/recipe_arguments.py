@@ -1,9 +1,11 @@
-"""Read the arguments of recipes. Dynamo traces this, too."""
+"""Read the settings of recipes, and write them as text. Dynamo traces this, too."""
 
+import ast
 import functools
 import os
 from collections.abc import Iterable
-from urllib.parse import quote
+from dataclasses import dataclass
+from typing import Any
 
 from .names import known_overloads, read_op
 
@@ -14,6 +16,48 @@ PRODUCTS = (
     "scaled_dot_product_attention",
 )
 """The ops of `Fastest`, by default."""
+SIMPLE_TYPES = (bool, int, float, str)
+"""The types that settings are checked for."""
+
+_LITERALS = (str, float, tuple, type(None))
+objects: dict[str, Any] = {}
+"""The objects that are settings of this process's recipes, by digest."""
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """An object that this process does not have, by its digest."""
+
+    digest: str
+
+
+def read_setting(name: str, value: Any, expected: Any) -> Any:
+    """Return the value of a setting.
+
+    Args:
+        name: its name.
+        value: as given.
+        expected: a tuple of the values that it can have, one of `SIMPLE_TYPES`, or None.
+
+    Raises:
+        TypeError: it is of another type.
+        ValueError: it has another value, or names an op that torch does not have.
+    """
+    if name == "ops":
+        return read_ops(value)
+    if isinstance(expected, tuple) and value not in expected:
+        raise ValueError(f"{name} must be {' or '.join(map(repr, expected))}, got {value!r}")
+    if expected in SIMPLE_TYPES:
+        wanted = (int, float) if expected is float else expected
+        if not isinstance(value, wanted) or (isinstance(value, bool) and expected is not bool):
+            raise TypeError(f"{name} must be {'an' if expected is int else 'a'} {expected.__name__}, got {value!r}")
+    if name == "min_size" and value < 0:
+        raise ValueError(f"min_size must not be negative, got {value}")
+    if expected is float:
+        return float(value)
+    if isinstance(value, list):
+        return tuple(value)
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def read_ops(ops: Iterable[str]) -> tuple[str, ...]:
@@ -21,7 +65,40 @@ def read_ops(ops: Iterable[str]) -> tuple[str, ...]:
     if isinstance(ops, str) or not isinstance(ops, Iterable):
         raise TypeError(f"ops must be names of ops, such as ('linear', 'mm'), got {ops!r}")
     given = tuple(ops)
-    return given if given in (MATMULS, PRODUCTS) else _known_ops(given)
+    return given if given in (MATMULS, PRODUCTS, ()) else _known_ops(given)
+
+
+def text_of(name: str, value: Any) -> str:
+    """Return a setting as text, from which `value_of` reads it.
+
+    Raises:
+        TypeError: it is none of the types that a setting can have.
+    """
+    if isinstance(value, int):
+        return f"{value}" if isinstance(value, bool) else f"{int(value)}"  # int() makes a constant of a symbolic number
+    if isinstance(value, _LITERALS):
+        return _literal(name, value)
+    digest = getattr(value, "digest", None)
+    if not isinstance(digest, str):
+        raise TypeError(
+            f"{name} must be a str, a finite number, a bool, None, a tuple of these, or an object with a `digest`; "
+            f"got {value!r}"
+        )
+    if not isinstance(value, Unknown):
+        objects[digest] = value
+    return f"digest({digest!r})"
+
+
+def value_of(node: ast.expr) -> Any:
+    """Return the value of a setting, given its text as parsed."""
+    if not isinstance(node, ast.Call):
+        return ast.literal_eval(node)
+    return resolve(Unknown(ast.literal_eval(node.args[0])))
+
+
+def resolve(value: Any) -> Any:
+    """Return the object that this process has for an `Unknown`, if it has one; other values as they are."""
+    return objects.get(value.digest, value) if isinstance(value, Unknown) else value
 
 
 def _known_ops(ops: tuple[str, ...]) -> tuple[str, ...]:
@@ -29,12 +106,19 @@ def _known_ops(ops: tuple[str, ...]) -> tuple[str, ...]:
     return _sorted_ops(ops)
 
 
-def quoted(path: str) -> str:
-    """Return a path without spaces, as an absolute one. A constant to Dynamo, as above."""
-    return quote(os.path.abspath(path))
+def _literal(name: str, value: Any) -> str:
+    """Return a plain value as Python writes it. A constant to Dynamo, as above."""
+    text = repr(value)
+    try:
+        is_read = ast.literal_eval(text) == value
+    except (SyntaxError, ValueError):
+        is_read = False
+    if not is_read:
+        raise TypeError(f"{name} must have strs, finite numbers, bools and None only, got {value!r}")
+    return text
 
 
-for _each in (_known_ops, quoted):  # as torch.compiler.assume_constant_result does, which imports Dynamo
+for _each in (_known_ops, _literal):  # as torch.compiler.assume_constant_result does, which imports Dynamo
     setattr(_each, "_dynamo_marked_constant", True)
 
 

@@ -68,8 +68,9 @@ class Product:
         x, weight = exact[self.activations], exact[self.weight]
         error = _ERRORS[recipe.kind]
         other_than_features = [dim for dim in range(weight.dim()) if dim != self.features]
-        by_feature = recipe.scales == "row" or recipe.kind == Int8.kind
-        dx = error(x, [-1] if recipe.scales == "row" and self.rows else None)
+        by_row = recipe.settings["scales"] == "row"
+        by_feature = by_row or recipe.kind == Int8.kind
+        dx = error(x, [-1] if by_row and self.rows else None)
         dw = error(weight, other_than_features if by_feature else None)
         magnitudes = [(dx, weight.abs()), (x.abs(), dw), (dx, dw)]
         return self(exact), sum((self(self._of(exact, *pair)) for pair in magnitudes), torch.zeros((), dtype=x.dtype))

@@ -296,7 +296,7 @@ def _calls(device: Device, name: str, declined_too: bool = False) -> Iterator[_K
         product = PRODUCTS.get(op)
         if product is None:
             continue
-        with_op = type(recipe)(recipe.scales, (op,), 0)
+        with_op = recipe.with_options(ops=(op,), min_size=0)
         for sizes in _SIZES:
             for args in _arguments(op, *sizes):
                 call = _KernelCall(device.type, kernel, product, with_op, args)

@@ -23,13 +23,13 @@ def with_profile(recipe: Fastest, device_type: str, *, measure: bool) -> Fastest
         ValueError: the profile is of another device type; or its file cannot be read, or is not a profile.
         Exception: the device cannot be measured.
     """
-    if recipe.is_of_machine:
+    if recipe.profile is None:
         found = profile(device_type) if measure else find(device_type)
     elif isinstance(recipe.profile, str):
         found = _loaded(recipe.profile, _status(recipe.profile))
     else:
         found = recipe.profile
-    if found is None:
+    if not isinstance(found, DeviceProfile):
         return recipe
     if found.device_type != device_type:
         raise ValueError(f"{recipe!r} has a profile of {found.device_type}, and the region is for {device_type}")
@@ -38,7 +38,7 @@ def with_profile(recipe: Fastest, device_type: str, *, measure: bool) -> Fastest
 
 @functools.lru_cache(maxsize=64)
 def _with(recipe: Fastest, found: DeviceProfile) -> Fastest:
-    return Fastest(found, recipe.ops, recipe.min_size)
+    return recipe.with_options(profile=found)
 
 
 @functools.lru_cache(maxsize=64)

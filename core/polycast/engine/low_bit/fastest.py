@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from ...plugins.backend import Backend, LowBitKernel
 from ...policy.recipe import Fastest
+from ...policy.recipe_arguments import resolve
 from ...profiling.device_profile import DeviceProfile
 from ...torch_internals.names import are_functorch_transforms_active, is_forward_ad_active, is_tracing, size_hint
 from ..casts.cast_cache import CastCache
@@ -43,10 +44,8 @@ class FastestPlan(Plan):
     @property
     def profile(self) -> DeviceProfile | None:
         """The profile of the recipe, which a recipe made of its text may get to know later; None if it is unknown."""
-        found = self.recipe.profile
-        if found is None:
-            found = getattr(Fastest.of_text(self.recipe.text), "profile", None)
-        return None if isinstance(found, str) else found
+        profile = resolve(self.recipe.profile)
+        return profile if isinstance(profile, DeviceProfile) else None
 
     @override
     def _action(self, op: str, kernel: LowBitKernel) -> Action | None:

@@ -204,7 +204,7 @@ def packing_of_kind(kind: int) -> Packing:
 
 def _kind_of(backend: Backend, recipe: Recipe, op: str, kernel: LowBitKernel) -> int:
     # Not by kernel: equal recipes share prepacked weights, and may have kernels of their own.
-    key = (recipe.text, op) if kernel.prepack_key is None else (recipe.kind, recipe.scales, kernel.prepack_key)
+    key = recipe.format, kernel.prepack_key, op if kernel.prepack_key is None else None
     with _lock:
         _kinds[:] = [known for known in _kinds if known[0]() is not None]
         kinds = next((kinds for of, kinds in _kinds if of() is backend), None)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from typing_extensions import override
 
-from polycast import STANDARD_REMEDIES, Availability, Backend, LowBitKernel, Recipe
+from polycast import STANDARD_REMEDIES, Availability, Backend, Int8, LowBitKernel, Recipe
 
 from .device import numpy_availability
 from .kernels import KERNELS
@@ -32,8 +32,8 @@ class NpyBackend(Backend):
 
     @override
     def recipe_availability(self, recipe: Recipe) -> Availability:
-        return Availability(True) if recipe.kind == "int8" else super().recipe_availability(recipe)
+        return Availability(True) if isinstance(recipe, Int8) else super().recipe_availability(recipe)
 
     @override
     def low_bit_kernels(self, recipe: Recipe) -> Mapping[str, LowBitKernel]:
-        return Product(recipe.scales).kernels()
+        return Product(recipe.scales).kernels() if isinstance(recipe, Int8) else {}

@@ -1,0 +1,234 @@
+"""`Recipe`: how to compute ops with the policy LOWER_PRECISION_FP. Subclasses declare their settings."""
+
+import ast
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from typing_extensions import Self, dataclass_transform
+
+from .names import hint, known_overloads, read_op
+from .recipe_arguments import SIMPLE_TYPES, read_setting, text_of, value_of
+
+kinds: dict[str, type["Recipe"]] = {}
+"""The classes of recipes, by kind."""
+_Class = TypeVar("_Class", bound="Recipe")
+
+
+@dataclass_transform(eq_default=False, frozen_default=True)
+class Recipe:
+    """How a region computes ops with the policy LOWER_PRECISION_FP: in a lower precision, or the fastest way.
+
+    An immutable value for ``polycast.autocast(..., recipe=...)``. Outputs have the fast dtype, and ops without a kernel
+    for the recipe compute in it. To compute a module in the fast dtype, give it the rule ``"none"``
+    (:func:`apply_policy`). Recipes with equal settings are equal, and can be made in compiled code.
+
+    A subclass is a recipe of its own: it has a `kind`, which backends query, and declares its settings as a dataclass
+    declares fields, each with a default, and without a decorator. Equality, text, pickles, names and policy files
+    follow from them. A setting is a str, a number, a bool, None, a tuple of these, or an object with a `digest`: a str
+    that is the same for equal objects, and for no others. ``Literal`` lists the values that a setting can have; one of
+    strs is part of the name, as in ``"int8:tensor"``. All subclasses have
+
+    Attributes:
+        ops: the ops to compute by the recipe if the backend has a kernel, by names as in a :class:`Policy`. None of
+            them, unless the subclass declares it.
+        min_size: the smallest number of elements of a weight for which the recipe is used. 0, unless declared.
+        text: the kind and the settings as text, the same in every process for equal recipes.
+
+    Raises:
+        TypeError: a setting is of another type than declared; it has no default; or the class has no kind.
+        ValueError: it is not one of those that ``Literal`` lists; torch has no such op; or `min_size` is negative.
+
+    Example:
+        >>> from collections.abc import Sequence
+        >>> from typing import Literal
+        >>> import polycast
+        >>> class Nf4(polycast.Recipe):
+        ...     kind = "nf4"
+        ...     group_size: Literal[32, 64] = 32
+        ...     ops: Sequence[str] = ("linear", "mm")
+        >>> Nf4(64), Nf4(64) == Nf4(), polycast.Policy(modules={"head": "nf4"}).modules["head"] == Nf4()
+        (Nf4(group_size=64), False, True)
+    """
+
+    kind: ClassVar[str]
+    needs_kernels: ClassVar[bool] = True
+    """Whether a device supports the recipe only if its backend says so."""
+    _defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    _expected: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """What `read_setting` expects, by setting."""
+
+    ops: Sequence[str] = ()
+    min_size: int = 0
+    text: str
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        declared = fields(dataclass(frozen=True, eq=False, repr=False)(cls))  # type: ignore[arg-type]
+        for field in declared:
+            if field.default is MISSING:
+                raise TypeError(f"{cls.__name__}.{field.name} needs a default: a recipe's name stands for its defaults")
+        hints = get_type_hints(cls)
+        cls._defaults = {field.name: field.default for field in declared}
+        cls._expected = {field.name: _expectation(hints[field.name]) for field in declared}
+        kind = vars(cls).get("kind")
+        if kind is not None:
+            _check_kind(cls, kind)
+            kinds[kind] = cls
+
+    def __init__(self) -> None:
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        # Dynamo traces this and the functions that it calls.
+        if not hasattr(self, "kind"):
+            raise TypeError(f"{type(self).__name__} is no kind of recipe: use one such as polycast.Int8")
+        for name in self._defaults:
+            object.__setattr__(self, name, read_setting(name, getattr(self, name), self._expected[name]))
+        self.check()
+        object.__setattr__(self, "text", self._text_of(*self._defaults))
+
+    def check(self) -> None:
+        """Raise TypeError or ValueError if the settings cannot be used. A subclass may override it."""
+
+    @classmethod
+    def of_text(cls, text: str) -> "Recipe":
+        """Return the recipe with a `text`. An object that this process does not have is an `Unknown`.
+
+        Raises:
+            KeyError: this process has no such kind of recipe.
+            ValueError: it is not the text of a recipe.
+        """
+        kind, _, settings = text.partition("(")
+        try:
+            call = ast.parse(f"settings({settings}", mode="eval").body
+        except SyntaxError:
+            call = None
+        if not isinstance(call, ast.Call):
+            raise ValueError(f"{text!r} is not the text of a recipe")
+        return restored(kinds[kind], {str(each.arg): value_of(each.value) for each in call.keywords})
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings, by name."""
+        return {name: getattr(self, name) for name in self._defaults}
+
+    @property
+    def format(self) -> str:
+        """The text without `ops` and `min_size`: what a prepacked weight depends on."""
+        return self._text_of(*(name for name in self._defaults if name not in ("ops", "min_size")))
+
+    @property
+    def derived(self) -> dict[Any, Any]:
+        """Objects that other modules derived from equal recipes, each under a key that has its type."""
+        found: dict[Any, Any] | None = vars(self).get("_derived")
+        if found is None:
+            found = vars(self)["_derived"] = _derived(self.text)  # this recipe's, also once the table has dropped it
+        return found
+
+    @property
+    def overloads(self) -> frozenset[str]:
+        """The ops to compute by the recipe, by dispatcher name."""
+        return frozenset(name for op in self.ops for name in known_overloads(read_op(op)))
+
+    @property
+    def short(self) -> str:
+        """The name: the kind, and choices other than the default, such as ``"int8"`` or ``"int8:tensor"``."""
+        values = [getattr(self, name) for name in self.named_settings() if getattr(self, name) != self._defaults[name]]
+        return ":".join([self.kind, *values])
+
+    @property
+    def written(self) -> str | dict[str, Any]:
+        """The recipe as in a policy file: its name, or a table if it has other settings.
+
+        Raises:
+            ValueError: a setting is an object.
+        """
+        others = {name: value for name, value in self._changed().items() if name not in self.named_settings()}
+        for name, value in others.items():
+            if hasattr(value, "digest"):
+                raise ValueError(
+                    f"{self!r} cannot be written: its {name} is an object. A policy file has texts and numbers only, "
+                    "such as the path of a saved one, where the recipe takes that"
+                )
+            others[name] = list(value) if isinstance(value, tuple) else value
+        return {"recipe": self.short, **others} if others else self.short
+
+    def with_options(self, **options: Any) -> Self:
+        """Return the recipe with other settings.
+
+        Raises:
+            TypeError, ValueError: a setting is invalid.
+        """
+        unknown = sorted(options.keys() - self._defaults.keys())
+        if unknown:
+            raise TypeError(f"{type(self).__name__} has no setting {unknown[0]!r}: {hint(unknown[0], self._defaults)}")
+        return restored(type(self), {**self.settings, **options})
+
+    @classmethod
+    def named_settings(cls) -> dict[str, tuple[str, ...]]:
+        """Return the settings that are part of names, with the values that they can have."""
+        choices = {name: values for name, values in cls._expected.items() if isinstance(values, tuple)}
+        return {name: values for name, values in choices.items() if all(isinstance(each, str) for each in values)}
+
+    def _changed(self) -> dict[str, Any]:
+        """Return the settings other than the defaults."""
+        default = restored(type(self), {})
+        return {name: value for name, value in self.settings.items() if value != getattr(default, name)}
+
+    def _text_of(self, *names: str) -> str:
+        return f"{self.kind}({', '.join([f'{name}={text_of(name, getattr(self, name))}' for name in names])})"
+
+    def __eq__(self, other: object) -> bool:
+        return (type(self), self.text) == (type(other), other.text) if isinstance(other, Recipe) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __repr__(self) -> str:
+        shown = {
+            name: f"<{type(value).__name__} {value.digest}>" if hasattr(value, "digest") else repr(value)
+            for name, value in self._changed().items()
+        }
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return restored, (type(self), self.settings)
+
+
+def restored(kind: type[_Class], settings: Mapping[str, Any]) -> _Class:
+    """Return a recipe with these settings, and the defaults of others, without calling a subclass's constructor."""
+    recipe = object.__new__(kind)
+    for name, default in kind._defaults.items():
+        object.__setattr__(recipe, name, settings.get(name, default))
+    recipe.__post_init__()
+    return recipe
+
+
+def _check_kind(cls: type[Recipe], kind: object) -> None:
+    if not isinstance(kind, str) or not re.fullmatch(r"\w+(-\w+)*", kind):
+        raise ValueError(f"{cls.__name__}.kind must be a name such as 'int8', got {kind!r}")
+    name, taken = (
+        None if each is None else f"{each.__module__}.{each.__qualname__}" for each in (cls, kinds.get(kind))
+    )
+    if taken not in (None, name):
+        raise ValueError(f"{cls.__name__}.kind is {kind!r}, which is the kind of {taken}: give it another")
+
+
+def _expectation(hint: Any) -> Any:
+    """Return what `read_setting` expects of a setting, given its annotation."""
+    return get_args(hint) if get_origin(hint) is Literal else hint if hint in SIMPLE_TYPES else None
+
+
+@functools.lru_cache(maxsize=64)
+def _derived(text: str) -> dict[Any, Any]:
+    return {}

@@ -1,0 +1,102 @@
+"""Prepacked weights of one WeightCache: apart for recipes that pack differently, shared by those that do not."""
+
+import copy
+from collections.abc import Sequence
+from typing import Literal
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+from polycast import LowBitMatmul, Recipe, WeightCache, autocast
+from polycast.policy.recipe_base import kinds
+
+pytestmark = pytest.mark.usefixtures("no_grad", "engine")
+
+X = torch.randn(3, 64)
+
+
+class Grouped(Recipe):
+    """A recipe of a backend, which rounds weights in groups."""
+
+    kind = "packed-in-groups"
+    group_size: Literal[16, 32] = 32
+    ops: Sequence[str] = ("linear", "mm")
+    min_size: int = 0
+
+
+del kinds[Grouped.kind]
+
+
+@pytest.fixture(autouse=True)
+def _only_for_these_tests(monkeypatch):
+    monkeypatch.setitem(kinds, Grouped.kind, Grouped)
+
+
+class Product(LowBitMatmul):
+    def __init__(self, group_size):
+        self.group_size, self.packed = group_size, 0
+
+    def prepack(self, weight):
+        self.packed += 1
+        groups = weight.float().unflatten(1, (-1, self.group_size))
+        scale = groups.abs().amax(2, keepdim=True) / 7
+        return ((groups / scale).round() * scale).flatten(1), torch.tensor(self.group_size)
+
+    def multiply(self, x, packed, bias, alpha):
+        weight, group_size = packed
+        assert int(group_size) == self.group_size
+        return nn.functional.linear(x.float(), weight, bias).bfloat16()
+
+
+@pytest.fixture
+def products():
+    """Register a backend for the CPU with kernels for the recipe; return its products, by group size."""
+    products = {size: Product(size) for size in (16, 32)}
+    backend = copy.copy(polycast.get_backend("cpu"))
+    vars(backend).update(
+        recipe_availability=lambda recipe: polycast.Availability(isinstance(recipe, Grouped)),
+        low_bit_kernels=lambda recipe: products[recipe.group_size].kernels(),
+    )
+    polycast.register_backend(backend)
+    yield products
+    polycast.clear_autocast_cache()
+
+
+@pytest.mark.parametrize("cache", [None, WeightCache], ids=["process", "own"])
+def test_two_group_sizes_do_not_share_a_packing(products, cache):
+    layer = nn.Linear(64, 8)
+    settings = {} if cache is None else {"cache": cache()}
+    for _ in range(3):
+        for size in (16, 32):
+            expected = products[size].multiply(X, products[size].prepack(layer.weight), layer.bias, 1.0)
+            with autocast("cpu", recipe=Grouped(size), **settings):
+                assert torch.equal(layer(X), expected)
+    assert [product.packed - 3 for product in products.values()] == [1, 1]
+
+
+def test_recipes_that_pack_alike_share_a_packing(products):
+    layer, cache = nn.Linear(64, 8), WeightCache()
+    for recipe in (Grouped(16), Grouped(16, min_size=1), Grouped(16, ops=("linear",))):
+        with autocast("cpu", recipe=recipe, cache=cache):
+            layer(X)
+    assert (products[16].packed, cache.stats().packings) == (1, 1)
+
+
+def test_compiled_code_finds_the_packing_of_its_recipe(products):
+    layer, cache = nn.Linear(64, 8), WeightCache()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def function(x, size):
+        with autocast("cpu", recipe=Grouped(size), cache=cache):
+            return layer(x)
+
+    for sizes in ((16, 32), (16, 32), (16, 32, 16)):
+        before = [product.packed for product in products.values()]
+        for size in sizes:
+            with autocast("cpu", recipe=Grouped(size), cache=cache):
+                expected = layer(X)
+            assert torch.equal(function(X, size), expected)
+    # The first call of new code gives out the weight's memory, so that it is packed again; the last has none.
+    assert [product.packed for product in products.values()] == before

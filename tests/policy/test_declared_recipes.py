@@ -1,0 +1,225 @@
+"""Recipes that backends declare: equality, text, names, pickles and policy files follow from their settings."""
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+
+from polycast import Int8, NoRecipe, Policy, Recipe
+from polycast.policy.recipe import all_recipes, read_recipe
+from polycast.policy.recipe_arguments import Unknown, resolve
+from polycast.policy.recipe_base import kinds
+
+
+class Grouped(Recipe):
+    kind = "grouped"
+    group_size: Literal[32, 64] = 32
+    rounding: Literal["nearest", "up"] = "nearest"
+    clip: float = 1.0
+    symmetric: bool = True
+    codes: tuple[int, ...] = ()
+    table: Any = None
+    ops: Sequence[str] = ("mm", "linear")
+    min_size: int = 16
+
+    def check(self) -> None:
+        if self.clip <= 0:
+            raise ValueError(f"clip must be positive, got {self.clip}")
+
+
+class Bare(Recipe):
+    kind = "bare"
+
+
+KINDS = {kind: kinds.pop(kind) for kind in ("grouped", "bare")}
+
+
+@pytest.fixture(autouse=True)
+def _only_for_these_tests(monkeypatch):
+    for kind, each in KINDS.items():
+        monkeypatch.setitem(kinds, kind, each)
+
+
+class Table:
+    def __init__(self, digest):
+        self.digest = digest
+
+
+RECIPES = [
+    Bare(),
+    Grouped(),
+    Grouped(64),
+    Grouped(rounding="up"),
+    Grouped(clip=2),
+    Grouped(symmetric=False),
+    Grouped(codes=(1, 2)),
+    Grouped(table="a b), (c"),
+    Grouped(table=Table("0a")),
+    Grouped(table=Table("0b")),
+    Grouped(ops=()),
+    Grouped(min_size=0),
+    Int8(),
+]
+
+
+def test_each_setting_makes_another_recipe():
+    for recipe in RECIPES:
+        assert [other for other in RECIPES if other == recipe] == [recipe]
+        assert [other for other in RECIPES if other.text == recipe.text] == [recipe]
+    assert len({*RECIPES}) == len({hash(each) for each in RECIPES}) == len(RECIPES)
+    assert Grouped(32) != Grouped(64)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=repr)
+def test_copies_and_texts_restore_each_setting(recipe):
+    for twin in (
+        copy.copy(recipe),
+        copy.deepcopy(recipe),
+        pickle.loads(pickle.dumps(recipe)),
+        Recipe.of_text(recipe.text),
+        recipe.with_options(**recipe.settings),
+    ):
+        assert (twin, hash(twin), twin.text, repr(twin)) == (recipe, hash(recipe), recipe.text, repr(recipe))
+        assert type(twin) is type(recipe)
+
+
+def test_texts_are_the_same_in_another_process():
+    code = "import polycast; print(polycast.Int8('tensor', ops=['linear', 'mm'], min_size=3).text)"
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=os.environ)
+    assert told.stdout.strip() == Int8("tensor", ops=("mm", "linear"), min_size=3).text
+
+
+def test_a_repr_has_what_differs_from_the_defaults():
+    assert repr(Grouped()) == "Grouped()"
+    assert repr(Grouped(64, codes=[7], table=Table("0a"))) == "Grouped(group_size=64, codes=(7,), table=<Table 0a>)"
+
+
+def test_choices_of_strs_are_part_of_the_name():
+    assert (Grouped(64).short, Grouped(rounding="up").short) == ("grouped", "grouped:up")
+    assert read_recipe("grouped:up") == Grouped(rounding="up")
+    assert read_recipe("grouped:nearest") == read_recipe("grouped") == Grouped()
+    assert Grouped() in all_recipes()
+    for name in ("grouped:64", "grouped:up:up", "grouped:up:nearest", "bare:up"):
+        with pytest.raises(ValueError, match=f"'{name}' is not a recipe"):
+            read_recipe(name)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "written"),
+    [
+        (Bare(), "bare"),
+        (Grouped(), "grouped"),
+        (Grouped(rounding="up"), "grouped:up"),
+        (Grouped(64), {"recipe": "grouped", "group_size": 64}),
+        (
+            Grouped(rounding="up", codes=(1,), ops=("mm",), clip=3),
+            {"recipe": "grouped:up", "clip": 3.0, "codes": [1], "ops": ["mm"]},
+        ),
+    ],
+    ids=repr,
+)
+def test_a_policy_file_has_the_settings_that_differ(recipe, written, tmp_path):
+    policy = Policy(modules={"head": recipe})
+    policy.save(tmp_path / "policy.toml")
+    assert recipe.written == written
+    assert Policy.load(tmp_path / "policy.toml") == policy == Policy(modules={"head": written})
+    assert Policy.load(tmp_path / "policy.toml").text() == policy.text()
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        (
+            {"recipe": "grouped", "size": 64},
+            "the table of a recipe 'grouped' has 'recipe', 'group_size', .*; got 'size'",
+        ),
+        ({"recipe": "grouped", "group_size": 65}, "group_size must be 32 or 64, got 65"),
+        ({"recipe": "grouped", "symmetric": 1}, "symmetric must be a bool, got 1"),
+        ({"recipe": "bare", "min_size": 1}, "the table of a recipe 'bare' has 'recipe'; got 'min_size'"),
+    ],
+)
+def test_an_invalid_table_is_refused(table, text):
+    with pytest.raises(ValueError, match=text):
+        Policy(modules={"head": table})
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"group_size": 33}, ValueError, "group_size must be 32 or 64, got 33"),
+        ({"rounding": "down"}, ValueError, "rounding must be 'nearest' or 'up', got 'down'"),
+        ({"symmetric": "yes"}, TypeError, "symmetric must be a bool, got 'yes'"),
+        ({"clip": "1"}, TypeError, "clip must be a float, got '1'"),
+        ({"clip": True}, TypeError, "clip must be a float, got True"),
+        ({"clip": float("inf")}, TypeError, "clip must have strs, finite numbers, bools and None only, got inf"),
+        ({"clip": -1}, ValueError, "clip must be positive, got -1"),
+        ({"table": object()}, TypeError, "table must be a str, .* or an object with a `digest`; got <object"),
+        ({"table": (object(),)}, TypeError, "table must have strs, finite numbers, bools and None only"),
+        ({"min_size": True}, TypeError, "min_size must be an int, got True"),
+        ({"size": 1}, TypeError, "size"),
+    ],
+)
+def test_an_invalid_setting_is_refused(settings, error, text):
+    for make in (Grouped, Grouped().with_options):
+        with pytest.raises(error, match=text):
+            make(**settings)
+
+
+def test_a_class_without_kind_or_default_is_refused():
+    class Abstract(Recipe):
+        size: int = 1
+
+    with pytest.raises(TypeError, match="Abstract is no kind of recipe"):
+        Abstract()
+    with pytest.raises(TypeError, match="Sized.size needs a default"):
+        type("Sized", (Recipe,), {"kind": "sized", "__annotations__": {"size": int}})
+    with pytest.raises(ValueError, match="Colon.kind must be a name such as 'int8', got 'a:b'"):
+        type("Colon", (Recipe,), {"kind": "a:b"})
+    with pytest.raises(ValueError, match="Mine.kind is 'int8', which is the kind of polycast.policy.recipe.Int8"):
+        type("Mine", (Recipe,), {"kind": "int8"})
+    assert "sized" not in kinds
+    assert kinds["int8"] is Int8
+
+
+def test_a_class_may_be_defined_again_as_in_a_notebook():
+    again = type("Bare", (Recipe,), {"kind": "bare", "__module__": __name__, "__qualname__": "Bare"})
+    assert type(Recipe.of_text("bare()")) is again
+
+
+def test_an_object_is_known_by_its_digest():
+    table = Table("0c")
+    recipe = Grouped(table=table)
+    assert Recipe.of_text(recipe.text).table is table
+    assert "0c" in recipe.format
+    with pytest.raises(ValueError, match="cannot be written: its table is an object"):
+        Policy(modules={"head": recipe}).text()
+
+
+def test_an_object_of_another_process_is_known_once_this_one_has_it():
+    text = Grouped(table=Unknown("0d")).text
+    early = Recipe.of_text(text)
+    assert early.table == resolve(early.table) == Unknown("0d")
+    table = Table("0d")
+    assert Grouped(table=table) == early == pickle.loads(pickle.dumps(early))
+    assert resolve(early.table) is table
+
+
+def test_what_packings_depend_on_leaves_out_ops_and_min_size():
+    assert Int8(ops=("mm",), min_size=0).format == Int8().format
+    assert Grouped(ops=(), min_size=0).format == Grouped().format
+    assert len({each.format for each in RECIPES}) == len(RECIPES) - 2
+    assert NoRecipe().format == "none()"
+
+
+def test_an_equalization_is_a_setting_of_int8():
+    equalization = SimpleNamespace(digest="0e", factors=lambda weight: None)
+    assert Int8(equalization=equalization) == Int8(equalization=equalization) != Int8()
+    assert Int8(equalization=equalization).format != Int8().format
+    with pytest.raises(TypeError, match=r"equalization must be an Equalization, .*, or None, got 'a path'"):
+        Int8(equalization="a path")
