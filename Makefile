@@ -94,8 +94,9 @@ bench: $(VENV)/bench.stamp
 	$(VENV)/bin/python -m docs
 
 # A wheel with an engine for each torch of TORCHES, beside the pure one: it needs no compiler. Each engine is built in a
-# temporary environment with its torch.
-TORCHES ?= $(TORCH)
+# temporary environment with its torch, of some 5 GB. The default is each torch of the table in pyproject.toml; TORCHES
+# takes fewer, separated by spaces: make wheels TORCHES=torch==2.13.0. PYTHON must have wheels of each.
+TORCHES ?= $(shell sed -n "s/.*torch = \"\(torch[^\"]*\)\" }.*/'\1'/p" pyproject.toml | sort -u)
 wheels: $(VENV)/polycast.stamp
 	$(VENV)/bin/python -m pip install --quiet 'auditwheel>=6'
 	rm -rf build/engines

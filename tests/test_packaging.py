@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.resources
+import os
 import re
 import shutil
 import subprocess
@@ -156,6 +157,19 @@ def test_the_matrix_goes_from_the_lowest_torch_to_the_newest(project):
     wanted = [row["torch"] for row in project["tool"]["polycast"]["matrix"]]
     assert f"{wanted[0].replace('==', '>=').removesuffix('.*')}" in project["project"]["dependencies"]
     assert [torch for torch in wanted if ">=" in torch] == [wanted[-1]]
+
+
+def test_a_wheel_has_an_engine_for_each_torch_of_the_matrix(project):
+    show = "show:\n\t@printf '%s\\n' $(TORCHES)"
+    command = ["make", "--no-print-directory", f"--eval={show}", "show"]
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHES"}
+
+    def torches(**variables):
+        done = subprocess.run(command, cwd=ROOT, env={**environment, **variables}, capture_output=True, text=True)
+        return done.stdout.splitlines()
+
+    assert torches() == sorted({row["torch"] for row in project["tool"]["polycast"]["matrix"]})
+    assert torches(TORCHES="torch==2.13.0") == ["torch==2.13.0"]
 
 
 def test_the_torch_that_make_installs_is_in_the_matrix(project):

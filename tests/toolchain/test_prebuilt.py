@@ -14,7 +14,7 @@ import torch
 from polycast.engine.native import loading
 from polycast.engine.native.loading import ENGINE
 from polycast.toolchain import prebuilt
-from polycast.toolchain.compiler import checksum
+from polycast.toolchain.compiler import checksum, digest_of_headers, find_compiler, headers_of_torch
 from polycast.toolchain.cpp_library import CppLibrary
 from polycast.toolchain.prebuilt import find_prebuilt
 
@@ -55,6 +55,72 @@ def test_a_library_fits_all_official_builds_of_a_version(came_with, monkeypatch)
 def test_no_library_fits_another_version_or_an_unofficial_build(came_with, monkeypatch, version):
     running(monkeypatch, version)
     assert find_prebuilt(ENGINE) is None
+
+
+HEADERS = ["ATen/core/TensorBase.h", "c10/core/TensorImpl.h"]
+
+
+@pytest.fixture
+def with_headers(came_with):
+    """The library, with the digest of the headers that it was compiled from."""
+    came_with.with_suffix(".headers").write_text("\n".join([digest_of_headers(HEADERS), *HEADERS]))
+    prebuilt._has_the_headers.cache_clear()
+    yield came_with
+    prebuilt._has_the_headers.cache_clear()
+
+
+def of_patch(number):
+    major, minor, _ = torch.__version__.partition("+")[0].split(".")
+    return f"{major}.{minor}.{number}"
+
+
+def test_a_library_fits_another_patch_release_with_the_same_headers(with_headers, monkeypatch):
+    for version in (of_patch(7), of_patch(8) + "+cpu"):
+        running(monkeypatch, version)
+        assert find_prebuilt(ENGINE) == with_headers
+
+
+@pytest.mark.parametrize("change", ["header_differs", "header_is_missing", "no_list"])
+def test_no_library_fits_another_patch_release_with_other_headers(with_headers, monkeypatch, change):
+    headers = with_headers.with_suffix(".headers")
+    if change == "no_list":
+        headers.unlink()
+    else:
+        other = "c10/core/Device.h" if change == "header_differs" else "c10/core/absent.h"
+        headers.write_text("\n".join([digest_of_headers(HEADERS), HEADERS[0], other]))
+    running(monkeypatch, of_patch(7))
+    assert find_prebuilt(ENGINE) is None
+
+
+def test_no_library_fits_another_minor_release_even_with_the_same_headers(with_headers, monkeypatch):
+    running(monkeypatch, "2.99.0")
+    assert find_prebuilt(ENGINE) is None
+
+
+def test_the_headers_of_torch_that_a_library_is_compiled_from_are_listed(tmp_path):
+    compiler = find_compiler()
+    if compiler is None:
+        pytest.skip("there is no compiler here")
+    library, source = CppLibrary.of_ops("acme"), b"#include <c10/core/Device.h>\n#include <vector>\n"
+    headers = headers_of_torch(compiler, library, {"acme.cpp": source}, tmp_path)
+    assert {"c10/core/Device.h", "c10/core/DeviceType.h"} <= set(headers)
+    assert [header for header in headers if not (Path(torch.__file__).parent / "include" / header).is_file()] == []
+    assert digest_of_headers(headers) == digest_of_headers(list(headers))
+
+
+def test_a_wheel_that_is_too_large_is_removed(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("platform_wheel", TOOL)
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    wheel = tmp_path / "polycast-0.1.0-cp310-abi3-linux_x86_64.whl"
+    wheel.write_bytes(b"x" * 100)
+    monkeypatch.setattr(tool, "MAX_BYTES", 100)
+    tool.check_size(wheel)
+    assert wheel.exists()
+    monkeypatch.setattr(tool, "MAX_BYTES", 99)
+    with pytest.raises(SystemExit, match=r"has 100 bytes, more than 99: build it for fewer versions of torch\."):
+        tool.check_size(wheel)
+    assert not wheel.exists()
 
 
 def test_no_library_fits_other_sources(came_with, monkeypatch):

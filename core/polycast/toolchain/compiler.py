@@ -12,14 +12,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from .cpp_library import BuildError, CppLibrary
-from .header_excerpts import write_excerpts
+from .header_excerpts import EXCERPTED_HEADERS, write_excerpts
 
 
 class Compiler(NamedTuple):
@@ -29,6 +29,8 @@ class Compiler(NamedTuple):
     version: str
 
 
+# torch.utils.cpp_extension knows torch's folders too, but its import looks for CUDA and prints about it.
+_TORCH = Path(torch.__file__).parent
 PYTHON_ABI = str(sysconfig.get_config_var("SOABI")) if sysconfig.get_config_var("Py_GIL_DISABLED") else "abi3"
 
 # NDEBUG as in torch's own libraries: without it at::RecordFunction has another layout.
@@ -75,38 +77,66 @@ def compile_library(
     Raises:
         BuildError: torch's headers are missing, or differ from those that polycast knows.
     """
-    folder = path.parent
-    for name, text in sources.items():  # the package may be inside an archive
-        (folder / name).write_bytes(text)
-    # torch.utils.cpp_extension knows these paths too, but its import looks for CUDA and prints about it.
-    torch_folder = Path(torch.__file__).parent
-    if library.uses_excerpts:
-        write_excerpts(torch_folder / "include", folder / "excerpts")
-    includes = (
-        *(("excerpts",) if library.uses_excerpts else ()),
-        str(torch_folder / "include"),
-        sysconfig.get_path("include"),
-    )
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    units = sorted(name for name in sources if name.endswith(".cpp"))
-    command = shlex.split(compiler.command)
-    compile_ = [*command, *FLAGS, abi, *(f"-isystem{include}" for include in includes), *units]
-    libraries = (f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
+    compile_ = _compile_command(compiler, library, sources, path.parent)
+    libraries = (f"-L{_TORCH / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python")
     # The process that loads the library provides Python's symbols; macOS's linker has to be told.
     undefined = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
     link = ["-shared", *undefined, *linker_flags, *libraries, "-o", str(path)]
     steps = [[*compile_, *link]]
     if shutil.which("ccache") is not None and "ccache" not in compiler.command:  # it caches objects, not libraries
-        steps = [["ccache", *compile_, "-c", "-o", "unit.o"], [*command, "unit.o", *link]]
+        steps = [["ccache", *compile_, "-c", "-o", "unit.o"], [*shlex.split(compiler.command), "unit.o", *link]]
     output = ""
     for step in steps:
-        # Temporary files of a compiler that is killed are removed with the folder. Names are relative, because ccache
-        # compares them.
-        done = _run(step, stderr=subprocess.STDOUT, cwd=folder, env={**os.environ, "TMPDIR": str(folder)})
+        done = _run_in(path.parent, step)
         output += f"{shlex.join(step)}\n{done.stdout}"
         if done.returncode != 0:
             break
     return done.returncode, output
+
+
+def headers_of_torch(compiler: Compiler, library: CppLibrary, sources: Mapping[str, bytes], folder: Path) -> list[str]:
+    """Return the paths, in torch's include folder, of the headers that a library is compiled from.
+
+    Args:
+        compiler, library, sources: as for :func:`compile_library`.
+        folder: an empty folder.
+
+    Raises:
+        BuildError: the compiler cannot list them.
+    """
+    done = _run_in(folder, [*_compile_command(compiler, library, sources, folder), "-M"])
+    if done.returncode != 0:
+        raise BuildError(f"the compiler lists no headers: {done.stdout}")
+    include = str(_TORCH / "include") + os.sep
+    paths = {word.removeprefix(include) for word in done.stdout.split() if word.startswith(include)}
+    return sorted(paths | (set(EXCERPTED_HEADERS) if library.uses_excerpts else set()))
+
+
+def digest_of_headers(headers: Iterable[str]) -> str:
+    """Return a digest of headers in the include folder of the installed torch; they may be missing."""
+    digest = hashlib.sha256()
+    for header in headers:
+        path = _TORCH / "include" / header
+        digest.update(f"{header}\0{checksum(path) if path.is_file() else ''}\0".encode())
+    return digest.hexdigest()
+
+
+def _compile_command(compiler: Compiler, library: CppLibrary, sources: Mapping[str, bytes], folder: Path) -> list[str]:
+    """Write the sources to a folder, and return the command that compiles them there."""
+    for name, text in sources.items():  # the package may be inside an archive
+        (folder / name).write_bytes(text)
+    if library.uses_excerpts:
+        write_excerpts(_TORCH / "include", folder / "excerpts")
+    excerpts = ("excerpts",) if library.uses_excerpts else ()
+    includes = (*excerpts, str(_TORCH / "include"), sysconfig.get_path("include"))
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    units = sorted(name for name in sources if name.endswith(".cpp"))
+    return [*shlex.split(compiler.command), *FLAGS, abi, *(f"-isystem{include}" for include in includes), *units]
+
+
+def _run_in(folder: Path, command: list[str]) -> "subprocess.CompletedProcess[str]":
+    """Run a compiler in a folder, which has its temporary files too. Names are relative: ccache compares them."""
+    return _run(command, stderr=subprocess.STDOUT, cwd=folder, env={**os.environ, "TMPDIR": str(folder)})
 
 
 def first_error(output: str) -> str:

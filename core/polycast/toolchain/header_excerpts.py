@@ -15,6 +15,9 @@ _STRUCTS = {
     "ToCopyBackward0": "torch/csrc/autograd/generated/Functions.h",
 }
 
+EXCERPTED_HEADERS = tuple(_STRUCTS.values())
+"""The headers of the structs, in torch's include folder."""
+
 # Some headers include all ops and need none of their functions.
 _REPLACEMENTS = {"ATen/ATen.h": "#pragma once\n#include <ATen/core/Tensor.h>\n"}
 

@@ -1,11 +1,13 @@
 """Prebuilt libraries, which come with the package for each version of torch that a wheel supports.
 
 A library fits if it was built from the installed sources for the running version of torch: the layouts in torch's
-headers differ between versions, but not between the builds of one version, for the CPU and for each CUDA. It serves
-every Python that has the limited API. Anyone who can write it can write polycast too, so only its checksum is checked,
+headers differ between versions, but not between the builds of one version, for the CPU and for each CUDA. It also fits
+another patch release if the headers that it was compiled from are the same there. It serves every Python that has the
+limited API. Anyone who can write it can write polycast too, so only its checksum is checked,
 which detects truncated files.
 """
 
+import functools
 import hashlib
 import re
 import sys
@@ -17,7 +19,14 @@ from pathlib import Path
 import torch
 from torch.torch_version import TorchVersion
 
-from .compiler import PYTHON_ABI, checksum, compile_library, find_compiler
+from .compiler import (
+    PYTHON_ABI,
+    checksum,
+    compile_library,
+    digest_of_headers,
+    find_compiler,
+    headers_of_torch,
+)
 from .cpp_library import BuildError, CppLibrary
 
 _FOLDER = Path(__file__).parent / "prebuilt"
@@ -30,13 +39,29 @@ _BUILT_FOR = re.compile(r"torch-(\d+\.\d+\.\d+)-")
 
 def find_prebuilt(library: CppLibrary) -> Path | None:
     """Return the path of the prebuilt library that fits, or None."""
-    key = _key(library.read_sources())
-    path = None if key is None else _FOLDER / key / f"{library.name}.so"
+    sources = library.read_sources()
+    key = _key(sources)
+    if key is None:
+        return None
+    path = _FOLDER / key / f"{library.name}.so"
+    if not path.parent.is_dir():
+        others = _FOLDER.glob(f"{_key(sources, any_patch=True)}/{library.name}.so")
+        path = next((other for other in sorted(others) if _has_the_headers(other)), path)
     try:
-        complete = path is not None and path.with_suffix(".sha256").read_text() == checksum(path)
+        complete = path.with_suffix(".sha256").read_text() == checksum(path)
     except (OSError, UnicodeDecodeError):
         return None
     return path if complete else None
+
+
+@functools.cache
+def _has_the_headers(path: Path) -> bool:
+    """Return whether the headers that a library was compiled from are those of the installed torch."""
+    try:
+        digest, *headers = path.with_suffix(".headers").read_text().split()
+    except (OSError, ValueError):
+        return False
+    return digest_of_headers(headers) == digest
 
 
 def no_compiler() -> BuildError:
@@ -73,14 +98,21 @@ def build_prebuilt(folder: Path, library: CppLibrary) -> Path:
         if status != 0:
             raise BuildError(f"the compiler failed with status {status}: {output}")
         path.write_bytes(compiled.read_bytes())
+    with tempfile.TemporaryDirectory() as scratch:
+        headers = headers_of_torch(compiler, library, sources, Path(scratch))
+    path.with_suffix(".headers").write_text("\n".join([digest_of_headers(headers), *headers]))
     path.with_suffix(".sha256").write_text(checksum(path))
     return path
 
 
-def _key(sources: Mapping[str, bytes]) -> str | None:
-    """Return a key of torch's version, the platform and the sources; None if no prebuilt library can fit."""
+def _key(sources: Mapping[str, bytes], any_patch: bool = False) -> str | None:
+    """Return a key of torch's version, the platform and the sources; None if no prebuilt library can fit.
+
+    With `any_patch`, return a pattern of the keys of all patch releases.
+    """
     version = _OFFICIAL_VERSION.fullmatch(str(torch.__version__))
     if version is None or PYTHON_ABI != "abi3" or not torch.compiled_with_cxx11_abi():
         return None
     source = hashlib.sha256(b"\0".join(part for name, text in sources.items() for part in (name.encode(), text)))
-    return f"torch-{version[1]}-{sysconfig.get_platform()}-{source.hexdigest()[:16]}"
+    release = f"{version[1].rpartition('.')[0]}.*" if any_patch else version[1]
+    return f"torch-{release}-{sysconfig.get_platform()}-{source.hexdigest()[:16]}"
