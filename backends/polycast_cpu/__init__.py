@@ -29,8 +29,8 @@ class CpuBackend(Backend):
     default_dtype = torch.bfloat16
     policies = POLICIES
     kernels = KERNELS
-    # For all x86 processors, whatever this one supports: a build may be shared.
-    ops_in_cpp = ("polycast_cpu.native",) if platform.machine() in ("x86_64", "AMD64") else ()
+    # For all x86 and Arm processors, whatever this one supports: a build may be shared.
+    ops_in_cpp = ("polycast_cpu.native",) if platform.machine() in ("x86_64", "AMD64", "aarch64", "arm64") else ()
 
     @override
     def supported_dtypes(self) -> Sequence[torch.dtype]:

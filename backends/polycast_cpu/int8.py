@@ -31,11 +31,11 @@ _LONG_SUMS = f"its sums have more than {_MOST_TERMS} terms, which may not fit 32
 @functools.cache
 def int8_availability() -> Availability:
     """Return whether the processor multiplies int8 faster than float32, and the C++ ops are available."""
-    too_slow = Availability(
-        False,
-        "this CPU has no AVX2, or ATEN_CPU_CAPABILITY forbids it: int8 would be slower than float32",
-    )
-    if platform.machine() not in ("x86_64", "AMD64") or torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    needed = "AVX2, or ATEN_CPU_CAPABILITY forbids it" if is_x86 else "dot products of int8"
+    too_slow = Availability(False, f"this CPU has no {needed}: int8 would be slower than float32")
+    is_arm = platform.machine() in ("aarch64", "arm64")
+    if not (is_x86 or is_arm) or (is_x86 and torch.backends.cpu.get_cpu_capability() == "DEFAULT"):
         return too_slow  # without compiling
     loaded = load_ops("polycast_cpu.native")
     return loaded if not loaded or torch.ops.polycast_cpu.best_isa() > 0 else too_slow

@@ -56,11 +56,9 @@ template <typename T>
   _mm512_storeu_si512(to, _mm512_permutex2var_epi16(rounded_to_bfloat16(low), odd, rounded_to_bfloat16(high)));
 }
 
-// With a rounding mode, the last product is not fused with an addition, which would round once less than other sets do.
 [[gnu::target("avx512f,avx512bw,avx512vl")]] inline __m512 scaled16(__m512i sums, __m512i offsets, __m512 scales,
                                                                     __m512 scale) {
-  const __m512 by_column = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sums, offsets)), scales);
-  return _mm512_mul_round_ps(by_column, scale, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  return _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sums, offsets)), scales), scale);
 }
 
 template <typename T>
@@ -93,7 +91,6 @@ template <typename T>
   }
 }
 
-// Without FMA, for the same reason.
 template <typename T>
 [[gnu::target("avx2,f16c")]] void finish_row_avx2(const int32_t* sums, const int32_t* offsets, const float* scales,
                                                   float scale, const float* bias, int64_t columns, T* out) {

@@ -15,13 +15,17 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace polycast_cpu {
 
 // Each set has what kernels of integers need: `vnni` is AVX512-VNNI, `avx_vnni` the same with vectors of 256 bits, and `amx` adds
-// tiles to it.
-enum class Isa : int64_t { plain = 0, avx2 = 1, avx_vnni = 2, vnni = 3, amx = 4 };
+// tiles to it. `dotprod` and `i8mm` are those of Arm's NEON.
+enum class Isa : int64_t { plain = 0, avx2 = 1, avx_vnni = 2, vnni = 3, amx = 4, dotprod = 5, i8mm = 6 };
 
 constexpr bool has_avx512(Isa isa) {
   return isa == Isa::vnni || isa == Isa::amx;
@@ -94,8 +98,55 @@ inline bool is_allowed(Isa isa) {
 
 #else
 
+#if defined(__aarch64__) && defined(__linux__)
+
+inline bool supports_dotprod() {
+  constexpr unsigned long dotprod = 1ul << 20;
+  return getauxval(AT_HWCAP) & dotprod;
+}
+
+inline bool supports_i8mm() {
+  constexpr unsigned long i8mm = 1ul << 13;
+  return supports_dotprod() && (getauxval(AT_HWCAP2) & i8mm);
+}
+
+#elif defined(__aarch64__) && defined(__APPLE__)
+
+inline bool supports(const char* feature) {
+  int found = 0;
+  size_t size = sizeof(found);
+  return sysctlbyname(feature, &found, &size, nullptr, 0) == 0 && found != 0;
+}
+
+inline bool supports_dotprod() {
+  return supports("hw.optional.arm.FEAT_DotProd");
+}
+
+inline bool supports_i8mm() {
+  return supports_dotprod() && supports("hw.optional.arm.FEAT_I8MM");
+}
+
+#else
+
+inline bool supports_dotprod() {
+  return false;
+}
+
+inline bool supports_i8mm() {
+  return false;
+}
+
+#endif
+
 inline std::vector<int64_t> find_isas() {
-  return {static_cast<int64_t>(Isa::plain)};
+  std::vector<int64_t> found{static_cast<int64_t>(Isa::plain)};
+  if (supports_dotprod()) {
+    found.push_back(static_cast<int64_t>(Isa::dotprod));
+  }
+  if (supports_i8mm()) {
+    found.push_back(static_cast<int64_t>(Isa::i8mm));
+  }
+  return found;
 }
 
 inline bool is_allowed(Isa) {

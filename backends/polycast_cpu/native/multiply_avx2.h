@@ -1,12 +1,9 @@
 // Integer products by AVX2, without and with its dot products of bytes (AVX-VNNI).
-//
-// The terms are in parts of a weight that stay in the L1 cache while all rows are multiplied by them. There are 16 registers: fewer
-// rows take more columns at once.
 #pragma once
 
-#include <algorithm>
 #include <cstring>
 
+#include "add_products.h"
 #include "isa.h"
 #include "layout.h"
 
@@ -14,18 +11,8 @@ namespace polycast_cpu {
 
 #if defined(__x86_64__)
 
-// Groups of four terms that are added to sums in registers: 16 KiB of the weight.
-constexpr int64_t kFoursAtOnce = 64;
 // How far before its use the weight is fetched, in bytes.
 constexpr int64_t kBytesAhead = 2048;
-
-// Rows of activations, and a part of a block of the weight.
-struct MultiplyArguments {
-  const uint8_t* rows;
-  int64_t stride;
-  const int8_t* block;
-  int64_t fours;
-};
 
 // Read four activations into each group of four bytes.
 [[gnu::target("avx2")]] inline __m256i four_activations(const uint8_t* from) {
@@ -123,33 +110,6 @@ template <int Rows, int Parts, bool Prefetches>
   }
 }
 
-// A function for some rows, and how many columns it takes at once.
-struct AddProducts {
-  void (*function)(const MultiplyArguments&, int32_t (*)[kBlock]);
-  int64_t columns;
-};
-
-// Add the products of rows by a block to sums, by the functions for 1, 2, ... rows: the first group of rows fetches the weight.
-template <size_t Most>
-void add_products(const AddProducts (&fetching)[Most], const AddProducts (&others)[Most], const MultiplyArguments& all,
-                  int64_t count, int32_t (*sums)[kBlock]) {
-  constexpr auto most = static_cast<int64_t>(Most);
-  for (int64_t four = 0; four < all.fours; four += kFoursAtOnce) {
-    for (int64_t row = 0; row < count;) {
-      // Five rows are three and two, not four and one.
-      const int64_t left = count - row, turns = (left + most - 1) / most, now = (left + turns - 1) / turns;
-      const AddProducts& add = (row == 0 ? fetching : others)[now - 1];
-      for (int64_t column = 0; column < kBlock; column += add.columns) {
-        const MultiplyArguments part{all.rows + row * all.stride + 4 * four, all.stride,
-                                     all.block + 4 * (four * kBlock + column), std::min(kFoursAtOnce, all.fours - four)};
-        add.function(part, reinterpret_cast<int32_t(*)[kBlock]>(sums[row] + column));
-      }
-      row += now;
-    }
-  }
-}
-
-// The sums are of signed activations: they begin at the offsets, to become those that others sets have.
 inline void multiply_avx2(const uint8_t* rows, int64_t stride, int64_t count, const int8_t* block, int64_t terms,
                           const int32_t* offsets, int64_t columns, int32_t (*sums)[kBlock]) {
   static constexpr AddProducts fetching[] = {{add_products_avx2<1, 8, true>, 64},
@@ -160,9 +120,7 @@ inline void multiply_avx2(const uint8_t* rows, int64_t stride, int64_t count, co
                                            {add_products_avx2<2, 4, false>, 32},
                                            {add_products_avx2<3, 2, false>, 16},
                                            {add_products_avx2<4, 2, false>, 16}};
-  for (int64_t row = 0; row < count; ++row) {
-    std::fill(std::copy_n(offsets, columns, sums[row]), sums[row] + kBlock, 0);
-  }
+  begin_at_offsets(offsets, columns, count, sums);
   add_products(fetching, others, {rows, stride, block, (terms + 3) / 4}, count, sums);
 }
 

@@ -5,6 +5,7 @@
 #include "layout.h"
 #include "multiply.h"
 #include "multiply_avx2.h"
+#include "multiply_neon.h"
 #include "parts.h"
 
 namespace polycast_cpu {
@@ -14,26 +15,31 @@ constexpr int64_t kRowsAtOnce = 256;
 // Fewer rows leave AMX tiles mostly empty.
 constexpr int64_t kFewRows = 4;
 
-inline void multiply(Isa isa, const Activations& x, int64_t row, int64_t count, const Weight& weight, int64_t block,
-              int32_t (*sums)[kBlock]) {
-  const uint8_t* rows = x.values + row * x.stride;
+inline void multiply(Isa isa, const Activations& x, int64_t row, int64_t count, const Weight& weight, int64_t number,
+                     int32_t (*sums)[kBlock]) {
+  const uint8_t* const rows = x.values + row * x.stride;
+  const int8_t* const block = weight.block(number);
+  [[maybe_unused]] const int32_t* const offsets = weight.offsets + number * kBlock;
+  [[maybe_unused]] const int64_t columns = std::min(kBlock, weight.columns - number * kBlock);
+  switch (isa) {
 #if defined(__x86_64__)
-  if (isa == Isa::amx) {
-    return multiply_amx(rows, x.stride, count, weight.block(block), weight.terms, sums);
-  }
-  if (isa == Isa::vnni) {
-    return multiply_vnni(rows, x.stride, count, weight.block(block), weight.terms, sums);
-  }
-  if (isa == Isa::avx_vnni) {
-    return multiply_avx_vnni(rows, x.stride, count, weight.block(block), weight.terms, sums);
-  }
-  if (isa == Isa::avx2) {
-    const int64_t column = block * kBlock;
-    return multiply_avx2(rows, x.stride, count, weight.block(block), weight.terms, weight.offsets + column,
-                         std::min(kBlock, weight.columns - column), sums);
-  }
+    case Isa::amx:
+      return multiply_amx(rows, x.stride, count, block, weight.terms, sums);
+    case Isa::vnni:
+      return multiply_vnni(rows, x.stride, count, block, weight.terms, sums);
+    case Isa::avx_vnni:
+      return multiply_avx_vnni(rows, x.stride, count, block, weight.terms, sums);
+    case Isa::avx2:
+      return multiply_avx2(rows, x.stride, count, block, weight.terms, offsets, columns, sums);
+#elif defined(__aarch64__)
+    case Isa::i8mm:
+      return multiply_i8mm(rows, x.stride, count, block, weight.terms, offsets, columns, sums);
+    case Isa::dotprod:
+      return multiply_dotprod(rows, x.stride, count, block, weight.terms, offsets, columns, sums);
 #endif
-  multiply_plain(rows, x.stride, count, weight.block(block), weight.terms, sums);
+    default:
+      return multiply_plain(rows, x.stride, count, block, weight.terms, sums);
+  }
 }
 
 template <typename T>

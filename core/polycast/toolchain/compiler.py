@@ -33,13 +33,15 @@ class Compiler(NamedTuple):
 _TORCH = Path(torch.__file__).parent
 PYTHON_ABI = str(sysconfig.get_config_var("SOABI")) if sysconfig.get_config_var("Py_GIL_DISABLED") else "abi3"
 
-# NDEBUG as in torch's own libraries: without it at::RecordFunction has another layout.
+# NDEBUG as in torch's own libraries: without it at::RecordFunction has another layout. No product is fused with a sum
+# unless the code says so: results would depend on the processor.
 FLAGS = (
     "-O2",
     "-g0",
     "-DNDEBUG",
     "-fPIC",
     "-std=c++20",
+    "-ffp-contract=off",
     "-fvisibility=hidden",
     "-ffunction-sections",
     "-DAT_PER_OPERATOR_HEADERS",
