@@ -1,0 +1,163 @@
+"""Where a loaded cache is: on pages of its file, which processes share, and of which writes make copies."""
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from polycast import WeightCache, autocast
+
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux says where memory is"),
+    pytest.mark.usefixtures("engine", "no_grad"),
+]
+SIZE = 512
+FILE = 2 * SIZE * SIZE  # bytes of the cast
+
+PROGRAM = f"""
+import os, sys, torch
+from pathlib import Path
+from polycast import WeightCache, autocast
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_saved_caches_in_memory import memory_of, model_of, run
+
+folder = Path(sys.argv[1])
+with torch.no_grad():
+    model = model_of(folder / "weights.pt")
+    cache = WeightCache.load(folder / "model.casts", model)
+    run(model, cache)
+    assert cache.stats().misses == 0
+    print("ready", flush=True)
+    sys.stdin.readline()
+    print(*(memory_of(folder / "model.casts")[name] for name in ("Rss", "Pss", "Anonymous")), flush=True)
+"""
+
+
+def memory_of(path):
+    """Return the bytes of this process's mappings of a file, by the names of smaps."""
+    totals, is_of_file = {}, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name in ("Rss", "Pss", "Anonymous", "Private_Dirty"):
+            totals[name] = totals.get(name, 0) + is_of_file * int(rest.split()[0]) * 1024
+        elif "-" in name.split(" ")[0]:
+            is_of_file = line.endswith(str(path))
+    return totals
+
+
+def model_of(weights):
+    """Return a model on the pages of a file."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False)).requires_grad_(False)
+    model.load_state_dict(torch.load(weights, mmap=True), assign=True)
+    return model
+
+
+def run(model, cache):
+    with autocast("cpu", cache=cache):
+        return model(torch.ones(1, SIZE))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return a folder with a model's weights and its saved cache."""
+    model, cache = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False)), WeightCache()
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    run(model, cache)
+    cache.save(tmp_path / "model.casts")
+    return tmp_path
+
+
+def test_it_is_on_pages_of_its_file(folder):
+    path = folder / "model.casts"
+    model = model_of(folder / "weights.pt")
+    cache = WeightCache.load(path, model)
+    run(model, cache)
+    used = memory_of(path)
+    assert used["Rss"] >= FILE
+    assert used["Anonymous"] == 0
+    assert memory_of(folder / "weights.pt")["Anonymous"] == 0
+    del cache
+    gc.collect()
+    assert memory_of(path)["Rss"] == 0
+
+
+def test_a_write_copies_pages(folder):
+    path = folder / "model.casts"
+    content = path.read_bytes()
+    model = model_of(folder / "weights.pt")
+    cache = WeightCache.load(path, model)
+    (entry,) = cache.stored()
+    entry.tensors[0][:8].zero_()
+    assert 0 < memory_of(path)["Anonymous"] < FILE
+    assert path.read_bytes() == content
+
+
+def test_a_save_over_a_loaded_file_leaves_what_was_loaded(folder):
+    path = folder / "model.casts"
+    model = model_of(folder / "weights.pt")
+    cache = WeightCache.load(path, model)
+    expected = run(model, cache)
+    other, cache_of_other = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False)), WeightCache()
+    run(other, cache_of_other)
+    cache_of_other.save(path, other)
+    assert torch.equal(run(model, cache), expected)
+    assert torch.equal(run(other, WeightCache.load(path, other)), run(other, cache_of_other))
+
+
+def test_a_removed_file_leaves_what_was_loaded(folder):
+    path = folder / "model.casts"
+    model = model_of(folder / "weights.pt")
+    cache = WeightCache.load(path, model)
+    path.unlink()
+    assert torch.equal(run(model, cache), run(model, WeightCache()))
+    assert cache.stats().misses == 0
+
+
+@pytest.mark.slow
+def test_processes_share_it(engine, folder):
+    environment = {**os.environ, "POLYCAST_ENGINE": engine, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PROGRAM, str(folder)]
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(2)
+    ]
+    try:
+        assert [process.stdout.readline() for process in processes] == ["ready\n", "ready\n"]
+        # Both run until both have said where their memory is.
+        found = []
+        for process in processes:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            found.append([int(number) for number in process.stdout.readline().split()])
+            assert len(found[-1]) == 3
+            if len(found) == 1:
+                assert found[0][1] < 0.75 * found[0][0]  # two map the pages
+    finally:
+        for process in processes:
+            process.communicate()
+    assert all(resident >= FILE and anonymous == 0 for resident, _, anonymous in found)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_forked_child_uses_it_and_loads_it(engine, folder):
+    program = PROGRAM.partition("    print(")[0] + (
+        "    torch.set_num_threads(1)\n"
+        "    expected = run(model, cache)\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        again = WeightCache.load(folder / 'model.casts', model)\n"
+        "        same = torch.equal(run(model, cache), expected) and torch.equal(run(model, again), expected)\n"
+        "        misses = cache.stats().misses + again.stats().misses\n"
+        "        os._exit(0 if same and misses == 0 else 1)\n"
+        "    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    environment = {**os.environ, "POLYCAST_ENGINE": engine, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program, str(folder)], env=environment, timeout=300, check=False)
+    assert done.returncode == 0
