@@ -83,15 +83,15 @@ def _resnet(number: int) -> Made:
     return ResNetForImageClassification(ResNetConfig(**options[number])).eval(), torch.randn(2, 3, 224, 224)
 
 
-def _llama() -> Made:
-    """Return a LLaMA of 1.1 billion random weights (TinyLlama's sizes), and one token, at one position."""
+def llama(use_cache: bool = True) -> nn.Module:
+    """Return a LLaMA of 1.1 billion random weights (TinyLlama's sizes)."""
     config = LlamaConfig(
         hidden_size=2048,
         intermediate_size=5632,
         num_hidden_layers=22,
         num_attention_heads=32,
         num_key_value_heads=4,
-        use_cache=False,
+        use_cache=use_cache,
     )
     with torch.device("meta"):  # initializing a billion weights takes longer than the race
         model = LlamaForCausalLM(config)
@@ -100,7 +100,12 @@ def _llama() -> Made:
     with torch.no_grad():
         for weight in model.parameters():
             weight.uniform_(-0.02, 0.02)
-    return model.eval(), torch.tensor([[464]])
+    return model.eval()
+
+
+def _llama() -> Made:
+    """Return the LLaMA, and one token, at one position."""
+    return llama(use_cache=False), torch.tensor([[464]])
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
