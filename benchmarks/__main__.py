@@ -107,7 +107,7 @@ def table_of_accuracy(scores: list[Scores]) -> Table:
 def _verdict(results: list[Result]) -> str:
     missed = sum(not result.ok for result in results)
     skipped = sum(result.measured is None for result in results)
-    bounded = sum(result.at_most is not None for result in results) - skipped
+    bounded = sum(result.at_most is not None and result.measured is not None for result in results)
     within = f"\n{bounded - missed} of {bounded} within their bounds, {missed} missed"
     return f"{within}, {skipped} skipped." if skipped else f"{within}."
 
