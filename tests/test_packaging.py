@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.resources
+import importlib.util
 import os
 import re
 import shutil
@@ -175,3 +176,44 @@ def test_a_wheel_has_an_engine_for_each_torch_of_the_matrix(project):
 def test_the_torch_that_make_installs_is_in_the_matrix(project):
     (version,) = re.findall(r"^TORCH \?= (torch==\d+\.\d+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert f"{version}.*" in [row["torch"] for row in project["tool"]["polycast"]["matrix"]]
+
+
+@pytest.fixture(scope="module")
+def for_index():
+    spec = importlib.util.spec_from_file_location("for_index", ROOT / "tools" / "for_index.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    return tool
+
+
+ADDRESS = "https://forge.example/somebody/polycast"
+
+
+def test_links_of_the_published_readme_are_absolute(for_index):
+    published = for_index.absolute((ROOT / "README.md").read_text(encoding="utf-8"), ADDRESS, "v0.1.0")
+    images = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", published)
+    links = re.findall(r"(?<!!)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^)]+)\)", published)
+    assert len(images) == 3
+    assert len(links) > 20
+    for targets, kind in ((images, "raw"), (links, "blob")):
+        begin = f"{ADDRESS}/{kind}/v0.1.0/"
+        assert [target for target in targets if not target.startswith(begin)] == []
+        paths = [target.removeprefix(begin).partition("#")[0] for target in targets]
+        assert [path for path in paths if not (ROOT / path).is_file()] == []
+
+
+def test_the_published_project_has_its_addresses(for_index, project):
+    import tomllib
+
+    published = for_index.with_urls((ROOT / "pyproject.toml").read_text(encoding="utf-8"), ADDRESS, "v0.1.0")
+    urls = tomllib.loads(published)["project"].pop("urls")
+    assert set(urls) == {"Documentation", "Repository", "Issues", "Changelog"}
+    assert all(address.startswith(ADDRESS) for address in urls.values())
+    rest = tomllib.loads(published)
+    del rest["project"]["urls"]
+    assert rest == project
+
+
+def test_classifiers_are_known(project):
+    known = pytest.importorskip("trove_classifiers", reason="it lists the classifiers of PyPI").classifiers
+    assert [each for each in project["project"]["classifiers"] if each not in known] == []

@@ -50,10 +50,27 @@ def test_pictures_of_readme_have_alternative_text():
     assert len(re.findall(r"!\[", README)) == 3
 
 
+def test_readme_has_the_current_figures(module):
+    assert module("readme_figures").updated(README) == README
+    for name in ("region", "cache", "int8"):
+        assert re.search(rf"<!-- figure of {name}: make docs -->\n.*\*\*\d\.\d\d\*\* of float32's time", README)
+
+
 def test_readme_has_the_current_test_matrix(module):
     assert module("versions").updated(README) == README
     assert "| 2.11 | 3.10 |" in README
 
 
 def test_readme_is_short():
-    assert len(README.splitlines()) < 110
+    assert len(README.splitlines()) < 150
+
+
+def test_readme_names_each_backend_in_the_table_of_devices():
+    devices = README.partition("## Devices")[2].partition("##")[0]
+    rows = [line for line in devices.splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert named == {path.name.removeprefix("polycast_") for path in (ROOT / "backends").glob("polycast_*")}
+
+
+def test_words_that_people_search_for_are_in_the_readme():
+    assert [word for word in ("GPU", "quantization", "int8", "mixed precision") if word not in README] == []
