@@ -154,6 +154,12 @@ def test_links_of_page_have_targets(page):
     assert broken == []
 
 
+def test_the_first_release_has_nothing_to_change_or_fix():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    first = text.partition("\n## 0.1.0")[2].partition("\n## ")[0]
+    assert re.findall(r"^### (.+)$", first, re.MULTILINE) == ["Added"]
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
 def test_programs_that_a_page_runs_exist(page):
     text = (ROOT / page).read_text(encoding="utf-8")

@@ -80,6 +80,7 @@ def test_the_requirements_of_each_extra():
         "pluggy>=1.5",
         "typing-extensions>=4.10",
         "rich>=13",
+        "safetensors>=0.5",
         'tomli>=2; python_version < "3.11"',
         "tomli-w>=1",
         "typer>=0.15",

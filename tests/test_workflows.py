@@ -59,3 +59,30 @@ def test_the_issue_templates_ask_for_what_the_doctor_says():
     forms = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml"]
     assert len(forms) == 3
     assert [path.name for path in forms if "`polycast doctor`" not in path.read_text(encoding="utf-8")] == []
+
+
+RELEASE = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+WHEELS = (ROOT / ".github" / "workflows" / "wheels.yml").read_text(encoding="utf-8")
+
+
+def test_nothing_is_published_that_was_not_installed_in_a_clean_environment():
+    assert re.search(r"^  publish:\n(?:    .*\n)*?    needs: \[wheels, try\]$", RELEASE, re.MULTILINE)
+    tried = RELEASE.partition("\n  try:\n")[2].partition("\n  publish:\n")[0]
+    assert "python -m venv clean" in tried
+    assert "actions/checkout" not in tried  # nothing but what was built
+    assert 'polycast" doctor' in tried
+    assert re.search(r"if: matrix\.kind == 'wheel'\n.*\n +run: echo \"CXX=no-compiler\"", tried)
+
+
+def test_what_is_published_has_absolute_links():
+    builds = re.findall(r"make wheels|pipx run build", WHEELS)
+    assert (
+        len(re.findall(r"tools/for_index\.py \"\$GITHUB_SERVER_URL/\$GITHUB_REPOSITORY\"", WHEELS)) == len(builds) == 2
+    )
+
+
+def test_the_releases_are_tried_on_the_ends_of_the_table():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    table = re.findall(r'python = "([\d.]+)", torch = "([^"]+)"', project)
+    tried = re.findall(r'python: "([\d.]+)", torch: "([^"]+)"', RELEASE)
+    assert set(tried) == {table[0], table[-1]}
