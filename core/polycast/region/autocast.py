@@ -20,7 +20,7 @@ from ..plugins.backend import Availability, Backend
 from ..plugins.checks import check_availability, check_dtype
 from ..plugins.registry import registry
 from ..policy.names import OpName
-from ..policy.recipe import NoRecipe, RecipeLike
+from ..policy.recipe import NoRecipe, Recipe, RecipeLike
 from ..policy.value import PolicyLike
 from .decorate import decorate
 from .entry import prepare
@@ -127,12 +127,13 @@ class autocast(Region, TorchAutocast):
         if cache is None and policy is None and recipe is None:
             self._settings = _plain_settings(self.device, bool(enabled), dtype, cache_enabled)
         else:
-            _check_cache(cache, cache_enabled)
+            if cache is not None:
+                _check_cache(cache, cache_enabled)
             usable = None if recipe is None else usable_recipe(recipe, backend, bool(enabled))
             if enabled and (usable is None or isinstance(usable, NoRecipe)):
                 warn_if_slow(backend, dtype)
-            override = None if policy is None and usable is None else override_of(policy, self.device, usable)
-            self._settings = Settings(self.device, bool(enabled), dtype, cache_enabled, override, cache)
+            make = _settings if policy is None and cache is None else _settings.__wrapped__
+            self._settings = make(self.device, bool(enabled), dtype, cache_enabled, policy, usable, cache)
             self._ready_key = self._settings.ready_key
 
     @disable_dynamo
@@ -243,8 +244,22 @@ def _plain_settings(device_type: str, enabled: bool, dtype: torch.dtype, cache_e
     return Settings(device_type, enabled, dtype, cache_enabled)
 
 
-def _check_cache(cache: WeightCache | None, cache_enabled: bool | None) -> None:
-    if not isinstance(cache, (WeightCache, type(None))):
+@functools.lru_cache(maxsize=256)
+def _settings(
+    device_type: str,
+    enabled: bool,
+    dtype: torch.dtype,
+    cache_enabled: bool | None,
+    policy: PolicyLike | None,
+    recipe: Recipe | None,
+    cache: WeightCache | None,
+) -> Settings:
+    override = None if policy is None and recipe is None else override_of(policy, device_type, recipe)
+    return Settings(device_type, enabled, dtype, cache_enabled, override, cache)
+
+
+def _check_cache(cache: object, cache_enabled: bool | None) -> None:
+    if not isinstance(cache, WeightCache):
         raise TypeError(f"cache must be a polycast.WeightCache or None, got {cache!r}")
-    if cache is not None and cache_enabled is False:
+    if cache_enabled is False:
         raise ValueError("cache= asks to keep casts and cache_enabled=False not to: leave out one of the two")

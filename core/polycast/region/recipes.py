@@ -23,8 +23,8 @@ def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:
     """
     key = given, backend, enabled, torch.get_num_threads(), env.profile()
     kept = profile.derived
-    if isinstance(given, (str, Recipe)) and key in kept:
-        found: Recipe = kept[key]
+    found: Recipe | None = kept.get(key) if isinstance(given, (str, Recipe)) else None
+    if found is not None:
         return found
     recipe = asked = read_recipe(given)
     if isinstance(recipe, NoRecipe):
