@@ -171,7 +171,7 @@ def test_the_cast_of_a_weight_counts_unless_a_cache_holds_it(profile_of, cached,
 
 
 def test_small_ops_run_in_the_fast_dtype(profile_of, low_bit_counts):
-    with autocast("cpu", recipe=Fastest(profile_of(bfloat16=1.5))), low_bit_counts() as counts:
+    with autocast("cpu", recipe=Fastest(profile_of(bfloat16=1.5)), cache=WeightCache()), low_bit_counts() as counts:
         nn.Linear(4, 4)(torch.randn(1, 4).bfloat16())
     assert [record.recipe for record in counts.records()] == ["fastest:bfloat16"]
 

@@ -80,7 +80,9 @@ def _all_cases() -> Iterator[Case]:
     for rows in (1, 16, 128, 1024):
         yield _bmm(rows)
     for rows in (1, 16, 128, 512):
-        yield _attention(rows)
+        yield _attention(rows, _HEADS, _KEYS)
+    for rows in (1, 16, 64):
+        yield _attention(rows, 4, 64)
     for elements in (1, 64, 4096, 2**16, 2**20):
         yield _cast(elements)
 
@@ -123,13 +125,13 @@ def _bmm(rows: int) -> Case:
     return Case("bmm", rows, size, rows * size, _ATEN.bmm.default, arguments)
 
 
-def _attention(rows: int) -> Case:
+def _attention(rows: int, heads: int, keys: int) -> Case:
     def arguments(way: Way, operands: Operands) -> tuple[Any, ...]:
-        query = operands.activation(1, _HEADS, rows, _HEAD_FEATURES, dtype=way.dtype)
-        key = operands.activation(1, _HEADS, _KEYS, _HEAD_FEATURES, dtype=way.dtype, after=query)
-        return query, key, operands.activation(1, _HEADS, _KEYS, _HEAD_FEATURES, dtype=way.dtype, after=key)
+        query = operands.activation(1, heads, rows, _HEAD_FEATURES, dtype=way.dtype)
+        key = operands.activation(1, heads, keys, _HEAD_FEATURES, dtype=way.dtype, after=query)
+        return query, key, operands.activation(1, heads, keys, _HEAD_FEATURES, dtype=way.dtype, after=key)
 
-    size = 2 * _HEADS * _HEAD_FEATURES * _KEYS
+    size = 2 * heads * _HEAD_FEATURES * keys
     attention = _ATEN.scaled_dot_product_attention.default
     return Case("scaled_dot_product_attention", rows, size, rows * size, attention, arguments)
 

@@ -10,6 +10,8 @@ from ...profiling.device_profile import DeviceProfile
 
 FLOAT32 = "float32"
 CAST = "cast"
+_CALL_FROM_PYTHON = 0.5
+"""The part of the time of converting one element that the call from Python takes, which ops that convert do without."""
 
 
 def seconds_of(profile: DeviceProfile, op: str, way: str, rows: int, size: int) -> float | None:
@@ -36,7 +38,8 @@ def seconds_to_cast(profile: DeviceProfile, way: str, elements: int) -> float:
 
     A profile without conversions makes them free.
     """
-    return 0.0 if elements <= 0 else profile.seconds(CAST, elements, way) or 0.0
+    seconds = None if elements <= 0 else profile.seconds(CAST, elements, way)
+    return 0.0 if seconds is None else seconds - _CALL_FROM_PYTHON * (profile.seconds(CAST, 1, way) or 0.0)
 
 
 def seconds_to_cast_weight(profile: DeviceProfile, way: str, elements: int) -> float:
