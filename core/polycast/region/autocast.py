@@ -132,8 +132,11 @@ class autocast(Region, TorchAutocast):
             usable = None if recipe is None else usable_recipe(recipe, backend, bool(enabled))
             if enabled and (usable is None or isinstance(usable, NoRecipe)):
                 warn_if_slow(backend, dtype)
-            make = _settings if policy is None and cache is None else _settings.__wrapped__
-            self._settings = make(self.device, bool(enabled), dtype, cache_enabled, policy, usable, cache)
+            if policy is None and cache is None:
+                self._settings = _recipe_settings(self.device, bool(enabled), dtype, cache_enabled, usable)
+            else:
+                override = None if policy is None and usable is None else override_of(policy, self.device, usable)
+                self._settings = Settings(self.device, bool(enabled), dtype, cache_enabled, override, cache)
             self._ready_key = self._settings.ready_key
 
     @disable_dynamo
@@ -245,17 +248,10 @@ def _plain_settings(device_type: str, enabled: bool, dtype: torch.dtype, cache_e
 
 
 @functools.lru_cache(maxsize=256)
-def _settings(
-    device_type: str,
-    enabled: bool,
-    dtype: torch.dtype,
-    cache_enabled: bool | None,
-    policy: PolicyLike | None,
-    recipe: Recipe | None,
-    cache: WeightCache | None,
+def _recipe_settings(
+    device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: bool | None, recipe: Recipe | None
 ) -> Settings:
-    override = None if policy is None and recipe is None else override_of(policy, device_type, recipe)
-    return Settings(device_type, enabled, dtype, cache_enabled, override, cache)
+    return Settings(device_type, enabled, dtype, cache_enabled, override_of(None, device_type, recipe))
 
 
 def _check_cache(cache: object, cache_enabled: bool | None) -> None:
