@@ -13,8 +13,11 @@ from .choice import MARGIN, Way, bucket, name_of, seconds_by_way
 from .cost import seconds_to_cast, seconds_to_cast_weight
 from .products import ATTENTION, Product
 
-_FUNCTION_SECONDS = 60e-6
+_FUNCTION_SECONDS = 150e-6
 """An autograd function in Python takes about so long, forward and backward."""
+_NATIVE_FUNCTION_SECONDS = 20e-6
+"""The same in the native engine, which has those in float32 for these ops of the profile."""
+_NATIVE_OPS = ("linear", "matmul", "conv2d")
 
 
 class Operands(NamedTuple):
@@ -49,7 +52,8 @@ class Ways(NamedTuple):
     Attributes:
         forward, first, second: the ways.
         reason: why.
-        is_plain: whether all is float32, and torch may record the op and the conversions itself: what it saves then
+        is_float32: whether the forward and the gradients that are needed are all computed in float32.
+        is_plain: whether they are, and torch may record the op and the conversions itself: what it saves then
             takes no more memory than the casts of both operands, which the fast dtype's op saves.
     """
 
@@ -57,6 +61,7 @@ class Ways(NamedTuple):
     first: Way
     second: Way
     reason: str
+    is_float32: bool = False
     is_plain: bool = False
 
     @property
@@ -96,7 +101,8 @@ def _choose(profile: DeviceProfile, dtype: torch.dtype, product: Product, operan
     backward = " and ".join(dict.fromkeys(of_needed)) or "none"
     ratio = total[best] / fast
     reason = f"forward in {names[0]}, backward in {backward}: {ratio:.2f} of {dtype_name(dtype)}'s time"
-    return Ways(*best, reason, operands.may_be_saved and Way.FAST not in (best[0], *_of_needed(best, operands)))
+    is_float32 = Way.FAST not in (best[0], *_of_needed(best, operands))
+    return Ways(*best, reason, is_float32, operands.may_be_saved and is_float32)
 
 
 def _of_needed(ways: tuple[Way, Way, Way], operands: Operands) -> list[Way]:
@@ -140,7 +146,8 @@ class _Costs:
         if is_fast or (needed.may_be_saved and ways == {Way.FLOAT32}):
             return seconds  # torch records it
         recomputed = self._seconds[0][first] if self._product.op == ATTENTION else 0.0
-        return seconds + recomputed + _FUNCTION_SECONDS
+        is_native = ways == {Way.FLOAT32} and self._product.op in _NATIVE_OPS
+        return seconds + recomputed + (_NATIVE_FUNCTION_SECONDS if is_native else _FUNCTION_SECONDS)
 
     def _forward(self, way: Way, of_way: Mapping[Way, float]) -> float:
         has = self._operands

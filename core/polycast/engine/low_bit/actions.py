@@ -16,6 +16,8 @@ class ActionKind(IntEnum):
     """Cast the tensors to float32, compute the op, and cast the result to the fast dtype, each recorded by autograd."""
     FLOAT32_LAID_OUT = 3
     """The same, with the first tensor made contiguous."""
+    RECORDED = 4
+    """Compute a product that autograd records in float32, forward and backward; see native/recorded.h."""
     OPERATOR = 2
     """Call an operator with the op's arguments, the prepacked weight or its cached cast, the fast dtype and constants.
     Calls that autograd records ask Python, and so do those whose weight is not cached or cannot be."""
@@ -34,7 +36,7 @@ class Action(NamedTuple):
 
     Attributes:
         kind: what to do.
-        weight: for OPERATOR, the position of the weight among the op's arguments.
+        weight: for OPERATOR and RECORDED, the position of the weight among the op's arguments.
         prepack_kind: for OPERATOR, the kind of the prepacked weight; CACHED_CAST: the operator takes the weight's cast;
             AS_IT_IS: the weight itself.
         operator: for OPERATOR, the operator.

@@ -22,7 +22,15 @@ from ..inference import in_function
 from .actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, FLOAT32_LAID_OUT, Action, ActionKind
 from .listeners import listeners, notify
 from .plan import SMALL, SUBCLASS, Plan, is_special
-from .recorded import UNRECORDED, Recorded, RecordedAttention, in_dtype, must_lay_out, recorded_call
+from .recorded import (
+    UNRECORDED,
+    Recorded,
+    RecordedAttention,
+    has_native_function,
+    in_dtype,
+    must_lay_out,
+    recorded_call,
+)
 
 NO_PROFILE = "its profile is not known in this process"
 UNKNOWN_SIZES = "the profile has nothing like it (a vector, or no elements)"
@@ -153,7 +161,9 @@ class FastestPlan(Plan):
     ) -> tuple[torch.Tensor | None, Action | None]:
         ways = found.ways if found.recorded is not None and _is_recorded(args) else None
         if found.recorded is not None and ways is not None and not (ways.are_all_fast or ways.is_plain):
-            return found.recorded.compute(ways, dtype, lambda weight: _cached_cast(weight, dtype, cache)), None
+            result = found.recorded.compute(ways, dtype, lambda weight: _cached_cast(weight, dtype, cache))
+            has_action = ways.is_float32 and has_native_function(op, args)
+            return result, Action(ActionKind.RECORDED, weight_position(op)) if has_action else None
         if found.way is Way.FLOAT32:
             return in_dtype(op, args, torch.float32).to(dtype), FLOAT32_LAID_OUT if must_lay_out(op, args) else FLOAT32
         if found.way in (Way.KERNEL, Way.FLOAT32_KERNEL):

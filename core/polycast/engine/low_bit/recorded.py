@@ -33,6 +33,14 @@ def must_lay_out(op: str, args: Sequence[Any]) -> bool:
     return op in ("aten::linear", "aten::matmul") and args[0].dim() > 2 and not args[0].is_contiguous()
 
 
+def has_native_function(op: str, args: Sequence[Any]) -> bool:
+    """Return whether the native engine has an autograd function for a call; see native/recorded.h."""
+    if op in ("aten::conv1d", "aten::conv2d", "aten::conv3d"):
+        x, weight, _, *settings, _ = args
+        return x.dim() == weight.dim() and all(len(each) == weight.dim() - 2 for each in settings)
+    return op in ("aten::linear", "aten::mm", "aten::addmm") and not must_lay_out(op, args)
+
+
 class Recorded(NamedTuple):
     """A product that autograd records.
 

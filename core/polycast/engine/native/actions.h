@@ -8,6 +8,7 @@
 #include "decisions.h"
 #include "extension.h"
 #include "prepacked.h"
+#include "recorded.h"
 #include "user_store.h"
 
 namespace {
@@ -86,6 +87,7 @@ std::shared_ptr<const Action> action_of(PyObject* given, c10::ArrayRef<c10::IVal
   auto action = std::make_shared<Action>();
   action->kind = static_cast<Action::Kind>(PyLong_AsLong(PyTuple_GetItem(given, 0)));
   if (action->kind != Action::Kind::kOperator) {
+    action->weight = static_cast<size_t>(PyLong_AsSize_t(PyTuple_GetItem(given, 1)));
     return action;
   }
   int kind;
@@ -137,6 +139,9 @@ std::optional<Tensor> compute(const Action& action, const RecipeCall& call, torc
     return Tensor();
   }
   const ScalarType fast = at::autocast::get_autocast_dtype(call.device);
+  if (action.kind == Action::Kind::kRecorded) {
+    return record({call.handle, arguments, action.weight, fast});
+  }
   if (action.kind == Action::Kind::kOperator) {
     const std::optional<Tensors> parts = find_parts(action, call, arguments[action.weight].toTensor());
     if (!parts || parts->empty() || parts->size() != action.parts) {

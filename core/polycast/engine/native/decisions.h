@@ -13,7 +13,7 @@ namespace {
 // An Action of low_bit/actions.py. Immutable.
 struct Action {
   static constexpr int kCachedCast = 0, kAsItIs = -1;  // the operator takes the cached cast, or the weight itself
-  enum class Kind : long { kFallBack, kFloat32, kOperator, kFloat32LaidOut };
+  enum class Kind : long { kFallBack, kFloat32, kOperator, kFloat32LaidOut, kRecorded };
 
   Kind kind;
   size_t weight = 0;

@@ -1,0 +1,164 @@
+"""Products that autograd records in float32: after the first call by the native engine, with the same bits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from polycast import Fastest, autocast
+from polycast.engine import installation
+
+CALLS = {
+    "linear": (lambda x, w: F.linear(x, w), (48, 16), (8, 16)),
+    "linear with a bias": (lambda x, w: F.linear(x, w, w[:, 0]), (3, 48, 16), (8, 16)),
+    "linear of a view": (lambda x, w: F.linear(x, w.t()), (48, 8), (8, 16)),
+    "mm": (lambda x, w: torch.mm(x, w), (48, 16), (16, 8)),
+    "mm of activations": (lambda x, w: torch.mm(x, (w * 2).t()), (48, 16), (8, 16)),
+    "addmm": (lambda x, w: torch.addmm(w[0], x, w), (48, 16), (16, 8)),
+    "addmm of a column": (lambda x, w: torch.addmm(x[:, :1], x, w, beta=0.5, alpha=2), (48, 16), (16, 8)),
+    "addmm of a matrix": (lambda x, w: torch.addmm(x[:, :8], x, w, alpha=-1.5), (48, 16), (16, 8)),
+    "conv1d": (lambda x, w: F.conv1d(x, w, w[:, 0, 0], padding=1), (3, 8, 40), (6, 8, 3)),
+    "conv2d": (lambda x, w: F.conv2d(x, w, stride=2), (3, 8, 11, 9), (6, 8, 3, 2)),
+    "conv2d in groups": (lambda x, w: F.conv2d(x, w, w[:, 0, 0, 0], 1, (1, 0), 2, 4), (3, 8, 11, 9), (8, 2, 3, 2)),
+    "conv3d": (lambda x, w: F.conv3d(x, w, w[:, 0, 0, 0, 0]), (2, 4, 5, 6, 7), (6, 4, 3, 2, 1)),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+NEEDED = {"both": (True, True), "activation": (True, False), "weight": (False, True)}
+
+
+@pytest.fixture(params=CALLS)
+def call(request):
+    """Return a function of an activation and a weight, and their shapes."""
+    return CALLS[request.param]
+
+
+@pytest.fixture
+def native(monkeypatch):
+    """Choose the native engine."""
+    installation.forget_choice()
+    monkeypatch.setenv("POLYCAST_ENGINE", "native")
+    yield
+    installation.forget_choice()
+
+
+@pytest.fixture
+def recipe(native, profile_of):
+    """Return the recipe for a machine where only float32 is fast."""
+    return Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1e9, float16=1e9))
+
+
+def made(shapes, dtype=torch.float32, needed=(True, True)):
+    torch.manual_seed(0)
+    x = torch.randn(shapes[0]).to(dtype).requires_grad_(needed[0])
+    return x, nn.Parameter(torch.randn(shapes[1]), requires_grad=needed[1])
+
+
+def is_native(result):
+    return "CppFunction" in type(result.grad_fn).__name__
+
+
+@pytest.mark.parametrize("needed", NEEDED)
+@pytest.mark.parametrize("given", DTYPES)
+@pytest.mark.parametrize("fast", [torch.bfloat16, torch.float16], ids=str)
+def test_all_calls_have_the_bits_of_the_first(call, recipe, fast, given, needed):
+    function, *shapes = call
+    x, weight = made(shapes, DTYPES[given], NEEDED[needed])
+    results = []
+    for _ in range(3):
+        with autocast("cpu", fast, recipe=recipe):
+            results.append(function(x, weight))
+    assert [result.dtype for result in results] == [fast] * 3
+    assert [is_native(result) for result in results] == [False, *[is_native(results[-1])] * 2]
+    # What torch records itself is recorded by torch each time.
+    assert is_native(results[-1]) or type(results[-1].grad_fn).__name__ == "ToCopyBackward0"
+    gradient = torch.randn(results[0].shape).to(fast)
+    inputs = [each for each in (x, weight) if each.requires_grad]
+    expected, *others = [torch.autograd.grad(result, inputs, gradient) for result in results]
+    for found in others:
+        assert [each.dtype for each in found] == [each.dtype for each in inputs]
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_most_calls_are_recorded_natively(call, recipe):
+    function, *shapes = call
+    x, weight = made(shapes)
+    with autocast("cpu", recipe=recipe):
+        results = [function(x, weight) for _ in range(2)]
+    assert [is_native(result) for result in results] == [False, True]
+
+
+def test_second_derivatives_have_the_bits_of_the_first_call(call, recipe):
+    function, *shapes = call
+    x, weight = made(shapes)
+    found = []
+    for _ in range(2):
+        with autocast("cpu", recipe=recipe):
+            result = function(x, weight)
+        first = torch.autograd.grad(result.float().pow(2).mean(), (x, weight), create_graph=True)
+        found.append(torch.autograd.grad(sum(each.pow(2).sum() for each in first), (x, weight)))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_a_backward_in_a_region_computes_in_float32(call, recipe):
+    function, *shapes = call
+    x, weight = made(shapes)
+    found = []
+    for region in (autocast("cpu", enabled=False), autocast("cpu"), autocast("cpu", torch.float16)):
+        for _ in range(2):
+            with autocast("cpu", recipe=recipe):
+                result = function(x, weight)
+        gradient = torch.ones_like(result)
+        with region:
+            found.append(torch.autograd.grad(result, (x, weight), gradient))
+    for others in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(found[0], others, strict=True))
+
+
+def test_a_second_backward_and_a_changed_weight_raise(recipe):
+    x, weight = made([(48, 16), (8, 16)])
+    with autocast("cpu", recipe=recipe):
+        results = [F.linear(x, weight) for _ in range(3)]
+    results[1].sum().backward()
+    with pytest.raises(
+        RuntimeError, match="backward through the graph a second time|after they have already been freed"
+    ):
+        results[1].sum().backward()
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        results[2].sum().backward()
+
+
+def test_saved_tensors_go_through_hooks(recipe):
+    x, weight = made([(48, 16), (8, 16)])
+    seen = []
+
+    def pack(tensor):
+        seen.append(tensor.dtype)
+        return tensor.clone()
+
+    with autocast("cpu", recipe=recipe):
+        F.linear(x, weight)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            result = F.linear(x, weight)
+    assert is_native(result)
+    assert seen == [torch.bfloat16, torch.float32]
+    result.sum().backward()
+    assert weight.grad.dtype is torch.float32
+
+
+@pytest.mark.slow
+def test_compiled_autograd_runs_the_backward(call, recipe):
+    from torch._dynamo import compiled_autograd
+
+    function, *shapes = call
+    x, weight = made(shapes)
+    for _ in range(2):
+        with autocast("cpu", recipe=recipe):
+            result = function(x, weight)
+    loss = result.float().square().sum()
+    expected = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+    with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")):
+        loss.backward()
+    assert all(torch.equal(*pair) for pair in zip((x.grad, weight.grad), expected, strict=True))
