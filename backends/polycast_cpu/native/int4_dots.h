@@ -10,7 +10,7 @@
 namespace polycast_cpu {
 
 // The most rows for one pass over the chunk.
-constexpr int64_t kDirectRows = 4;
+constexpr int64_t kDirectRows = 3;
 
 // `count` terms of rows of activations, in signed bytes, zero-padded to eights.
 struct Int4Arguments {
@@ -52,79 +52,68 @@ void int4_dots_plain(const Int4Arguments& of, int32_t (*sums)[kBlock]) {
 // How far before its use the weight is fetched, in bytes.
 constexpr int64_t kInt4Ahead = 4096;
 
-// `Rows` rows by `Parts` times 16 columns, of which the first is `16 * part`.
-template <int Rows, int Parts>
-[[gnu::target("avx512f,avx512bw,avx512vl,avx512vnni")]] void int4_dots_vnni(const Int4Arguments& of, int part,
+// Repeat four terms. Read as a whole, from memory: eight terms would be split in general registers, which is slow.
+[[gnu::target("avx512f")]] inline __m512i repeated_four_avx512(const int8_t* from) {
+  int32_t four;
+  std::memcpy(&four, from, sizeof four);
+  return _mm512_set1_epi32(four);
+}
+
+// Sums of a group are in registers, those of the chunk in the cache: 16 columns by 16.
+template <int Rows, bool Prefetches>
+[[gnu::target("avx512f,avx512bw,avx512vl,avx512vnni")]] void int4_dots_vnni(const Int4Arguments& of,
                                                                              int32_t (*sums)[kBlock]) {
   const __m512i low_half = _mm512_set1_epi8(15);
-  __m512i sum[Rows][Parts];
-#pragma GCC unroll 4
-  for (int row = 0; row < Rows; ++row) {
-#pragma GCC unroll 4
-    for (int each = 0; each < Parts; ++each) {
-      sum[row][each] = _mm512_setzero_si512();
-    }
-  }
   const uint8_t* at = of.chunk + Int4Weight::kScaleBytes;
   const int8_t* x = of.x;
-  for (int64_t first = 0, number = 0; first < of.count; first += of.group, ++number) {
-    const uint8_t* const multipliers = at + 16 * part;
+  const int32_t* offsets = of.offsets;
+  std::fill_n(sums[0], Rows * kBlock, 0);
+  for (int64_t first = 0; first < of.count; first += of.group, ++offsets) {
+    const uint8_t* const multipliers = at;
     at += Int4Weight::kMultiplierBytes;
-    __m512i of_group[Rows][Parts];
+    __m512i of_group[Rows][4];
 #pragma GCC unroll 4
     for (int row = 0; row < Rows; ++row) {
 #pragma GCC unroll 4
-      for (int each = 0; each < Parts; ++each) {
-        of_group[row][each] = _mm512_set1_epi32(of.offsets[row * of.offset_stride + number]);
+      for (int part = 0; part < 4; ++part) {
+        of_group[row][part] = _mm512_set1_epi32(offsets[row * of.offset_stride]);
       }
     }
     for (int64_t step = Groups::eights(std::min(of.group, of.count - first)); step > 0; --step) {
+      __m512i first_four[Rows], last_four[Rows];
 #pragma GCC unroll 4
-      for (int each = 0; each < Parts; ++each) {
-        const uint8_t* const bytes = at + 64 * (part + each);
-        if constexpr (Rows == 1) {
-          _mm_prefetch(reinterpret_cast<const char*>(bytes) + kInt4Ahead, _MM_HINT_T0);
+      for (int row = 0; row < Rows; ++row) {
+        first_four[row] = repeated_four_avx512(x + row * of.x_stride);
+        last_four[row] = repeated_four_avx512(x + row * of.x_stride + 4);
+      }
+#pragma GCC unroll 4
+      for (int part = 0; part < 4; ++part) {
+        if constexpr (Prefetches) {
+          _mm_prefetch(reinterpret_cast<const char*>(at) + kInt4Ahead + 64 * part, _MM_HINT_T0);
         }
-        const __m512i both = _mm512_loadu_si512(bytes);
+        const __m512i both = _mm512_loadu_si512(at + 64 * part);
         const __m512i low = _mm512_and_si512(both, low_half);
         const __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), low_half);
 #pragma GCC unroll 4
         for (int row = 0; row < Rows; ++row) {
-          int32_t four[2];
-          std::memcpy(four, x + row * of.x_stride, sizeof four);
-          of_group[row][each] = _mm512_dpbusd_epi32(of_group[row][each], low, _mm512_set1_epi32(four[0]));
-          of_group[row][each] = _mm512_dpbusd_epi32(of_group[row][each], high, _mm512_set1_epi32(four[1]));
+          of_group[row][part] = _mm512_dpbusd_epi32(of_group[row][part], low, first_four[row]);
+          of_group[row][part] = _mm512_dpbusd_epi32(of_group[row][part], high, last_four[row]);
         }
       }
       at += Int4Weight::kStepBytes;
       x += Groups::kEight;
     }
 #pragma GCC unroll 4
-    for (int each = 0; each < Parts; ++each) {
+    for (int part = 0; part < 4; ++part) {
       const __m512i multiplier =
-          _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(multipliers + 16 * each)));
+          _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(multipliers + 16 * part)));
 #pragma GCC unroll 4
       for (int row = 0; row < Rows; ++row) {
-        sum[row][each] = _mm512_add_epi32(sum[row][each], _mm512_mullo_epi32(of_group[row][each], multiplier));
+        int32_t* const to = sums[row] + 16 * part;
+        const __m512i product = _mm512_mullo_epi32(of_group[row][part], multiplier);
+        _mm512_storeu_si512(to, _mm512_add_epi32(_mm512_loadu_si512(to), product));
       }
     }
-  }
-#pragma GCC unroll 4
-  for (int row = 0; row < Rows; ++row) {
-#pragma GCC unroll 4
-    for (int each = 0; each < Parts; ++each) {
-      _mm512_storeu_si512(sums[row] + 16 * (part + each), sum[row][each]);
-    }
-  }
-}
-
-// All columns at once, or half of them twice where registers would not suffice.
-template <int Rows>
-[[gnu::target("avx512f,avx512bw,avx512vl,avx512vnni")]] void int4_dots_vnni(const Int4Arguments& of,
-                                                                             int32_t (*sums)[kBlock]) {
-  constexpr int parts = Rows <= 2 ? 4 : 2;
-  for (int part = 0; part < 4; part += parts) {
-    int4_dots_vnni<Rows, parts>(of, part, sums);
   }
 }
 

@@ -20,28 +20,49 @@
 
 namespace polycast_cpu {
 
-// Return the level, as it is stored, of a term in units of its group's step.
-inline int stored_level(float value) {
-  return static_cast<int>(std::nearbyint(std::clamp(value, -8.0f, 7.0f))) + Int4Weight::kZero;
+// Round to the nearest integer, ties to even, a number of magnitude below 2^22: without SSE4.1, nearbyint() is a slow function.
+inline float rounded(float value) {
+  constexpr float kIntegers = 0x1.8p23f;  // floats near it are the integers
+  return (value + kIntegers) - kIntegers;
+}
+
+// Return the level of a term in units of its group's step.
+inline float level_of(float value) {
+  return rounded(std::clamp(value, -8.0f, 7.0f));
+}
+
+// Return the squared error of the terms of a group with a multiplier.
+inline float error_of(const float* terms, int64_t count, float multiplier) {
+  const float inverse = 1 / multiplier;
+  const auto squared_error = [&](float term) {
+    const float difference = term - level_of(term * inverse) * multiplier;
+    return difference * difference;
+  };
+  float errors[4] = {};  // so that the processor does not wait for additions
+  int64_t k = 0;
+  for (; k + 4 <= count; k += 4) {
+    errors[0] += squared_error(terms[k]);
+    errors[1] += squared_error(terms[k + 1]);
+    errors[2] += squared_error(terms[k + 2]);
+    errors[3] += squared_error(terms[k + 3]);
+  }
+  for (; k < count; ++k) {
+    errors[0] += squared_error(terms[k]);
+  }
+  return (errors[0] + errors[1]) + (errors[2] + errors[3]);
 }
 
 // Return the multiplier with the least squared error for the terms of a group, in units of the chunk's scale. The value of the
 // largest magnitude comes near the level -8, the only one of its magnitude; so multipliers may be negative.
 inline int best_multiplier(const float* terms, int64_t count, float largest) {
-  const int near = static_cast<int>(std::nearbyint(largest / -8));
+  const int near = static_cast<int>(rounded(largest / -8));
   int best = largest > 0 ? -1 : 1;
   float least = std::numeric_limits<float>::infinity();
   for (const int multiplier : {near, near - 1, near + 1}) {
     if (multiplier == 0 || std::abs(multiplier) > Int4Weight::kMostMultiplier) {
       continue;
     }
-    const float inverse = 1 / static_cast<float>(multiplier);
-    float error = 0;
-    for (int64_t k = 0; k < count; ++k) {
-      const float difference =
-          terms[k] - static_cast<float>((stored_level(terms[k] * inverse) - Int4Weight::kZero) * multiplier);
-      error += difference * difference;
-    }
+    const float error = error_of(terms, count, static_cast<float>(multiplier));
     if (error < least) {
       least = error;
       best = multiplier;
@@ -68,7 +89,7 @@ inline void pack_chunk(const Groups& groups, float* terms, int64_t count, float 
     uint8_t* const bytes = group + Int4Weight::kMultiplierBytes + 4 * lane;
     const float of_group = 1 / static_cast<float>(multiplier);
     for (int64_t k = 0; k < size; ++k) {
-      const int level = stored_level(terms[first + k] * of_group);
+      const int level = static_cast<int>(level_of(terms[first + k] * of_group)) + Int4Weight::kZero;
       bytes[k / 8 * Int4Weight::kStepBytes + k % 4] |= static_cast<uint8_t>(k % 8 < 4 ? level : level << 4);
     }
   }

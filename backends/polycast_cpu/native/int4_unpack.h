@@ -16,6 +16,7 @@ constexpr int64_t kMostUnpacked = 256;
 struct UnpackedChunk {
   alignas(64) int8_t values[kMostUnpacked * kBlock];
   alignas(64) int32_t offsets[kBlock];
+  alignas(64) float scales[kBlock];
 };
 
 inline void unpack_plain(const uint8_t* chunk, int64_t count, int64_t group_size, UnpackedChunk& out) {
@@ -53,31 +54,39 @@ inline void unpack_plain(const uint8_t* chunk, int64_t count, int64_t group_size
                                                                                 int64_t group_size,
                                                                                 UnpackedChunk& out) {
   const __m512i low_half = _mm512_set1_epi8(15), zero_point = _mm512_set1_epi8(static_cast<char>(kZeroPoint));
-  for (int part = 0; part < 4; ++part) {
-    __m512i offset = _mm512_setzero_si512();
-    const uint8_t* group = chunk + Int4Weight::kScaleBytes;
-    int8_t* to = out.values + 64 * part;
-    for (int64_t first = 0; first < count; first += group_size) {
-      const __m512i numbers =
-          _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(group + 16 * part)));
-      const __m512i multipliers =
-          _mm512_mullo_epi32(_mm512_and_si512(numbers, _mm512_set1_epi32(0xffff)), _mm512_set1_epi32(0x10001));
-      // Eight times a multiplier in each byte.
-      const __m512i eightfold = _mm512_and_si512(_mm512_slli_epi32(numbers, 3), _mm512_set1_epi32(255));
-      const __m512i zeros = _mm512_mullo_epi32(eightfold, _mm512_set1_epi32(0x1010101));
-      group += Int4Weight::kMultiplierBytes;
-      for (int64_t step = Groups::eights(std::min(group_size, count - first)); step > 0; --step) {
-        const __m512i both = _mm512_loadu_si512(group + 64 * part);
-        const __m512i low = times(_mm512_and_si512(both, low_half), multipliers, zeros);
-        const __m512i high = times(_mm512_and_si512(_mm512_srli_epi16(both, 4), low_half), multipliers, zeros);
-        _mm512_store_si512(to, low);
-        _mm512_store_si512(to + 4 * kBlock, high);
-        offset = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(offset, zero_point, low), zero_point, high);
-        group += Int4Weight::kStepBytes;
-        to += 8 * kBlock;
-      }
+  // The indices of the lowest two bytes, or of the lowest byte, of each number in a lane.
+  const __m512i two_bytes = _mm512_set4_epi32(0x0d0c0d0c, 0x09080908, 0x05040504, 0x01000100);
+  const __m512i one_byte = _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0x00000000);
+  __m512i offsets[4] = {};
+  const uint8_t* at = chunk + Int4Weight::kScaleBytes;
+  int8_t* to = out.values;
+  for (int64_t first = 0; first < count; first += group_size) {
+    __m512i multipliers[4], zeros[4];
+#pragma GCC unroll 4
+    for (int part = 0; part < 4; ++part) {
+      const __m512i numbers = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at + 16 * part)));
+      multipliers[part] = _mm512_shuffle_epi8(numbers, two_bytes);
+      zeros[part] = _mm512_shuffle_epi8(_mm512_slli_epi32(numbers, 3), one_byte);
     }
-    _mm512_store_si512(out.offsets + 16 * part, offset);
+    at += Int4Weight::kMultiplierBytes;
+    for (int64_t step = Groups::eights(std::min(group_size, count - first)); step > 0; --step) {
+#pragma GCC unroll 4
+      for (int part = 0; part < 4; ++part) {
+        const __m512i both = _mm512_loadu_si512(at + 64 * part);
+        const __m512i low = times(_mm512_and_si512(both, low_half), multipliers[part], zeros[part]);
+        const __m512i high =
+            times(_mm512_and_si512(_mm512_srli_epi16(both, 4), low_half), multipliers[part], zeros[part]);
+        _mm512_store_si512(to + 64 * part, low);
+        _mm512_store_si512(to + 64 * part + 4 * kBlock, high);
+        offsets[part] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(offsets[part], zero_point, low), zero_point, high);
+      }
+      at += Int4Weight::kStepBytes;
+      to += 8 * kBlock;
+    }
+  }
+#pragma GCC unroll 4
+  for (int part = 0; part < 4; ++part) {
+    _mm512_store_si512(out.offsets + 16 * part, offsets[part]);
   }
 }
 
@@ -127,6 +136,9 @@ inline void unpack_plain(const uint8_t* chunk, int64_t count, int64_t group_size
 
 // Unpack `count` terms, and zeros up to a multiple of 64 terms.
 inline void unpack(Isa isa, const uint8_t* chunk, int64_t count, int64_t group_size, UnpackedChunk& out) {
+  for (int64_t lane = 0; lane < kBlock; ++lane) {
+    out.scales[lane] = Int4Weight::scale(chunk, lane);
+  }
   std::fill(out.values + Groups::padded(count) * kBlock, out.values + blocks(count) * kBlock * kBlock, 0);
 #if defined(__x86_64__)
   if (has_avx512(isa)) {
