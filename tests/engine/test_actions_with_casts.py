@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from polycast import Int8, WeightCache, autocast
-from polycast.engine.low_bit.actions import FLOAT32, Action, ActionKind
+from polycast.engine.low_bit.actions import AS_IT_IS, FLOAT32, Action, ActionKind
 from polycast.engine.low_bit.plan import Plan
 
 X = torch.randn(3, 8)
@@ -119,3 +119,18 @@ def test_a_weight_and_a_part_of_one_are_told_apart(decide, asked):
     assert len(asked) == 3
     run(linear, X, nn.Parameter(torch.randn(64)).view(8, 8))  # a view of all of a weight
     assert len(asked) == 3
+
+
+def test_an_operator_that_is_removed_is_called_no_more(layer, decide, asked):
+    library = torch.library.Library("polycast_test_removed", "FRAGMENT")
+    library.define("op(Tensor x, Tensor weight, Tensor? bias, Tensor part, ScalarType dtype) -> Tensor")
+    library.impl("op", lambda x, weight, bias, part, dtype: torch.ones(3, 8, dtype=dtype), "CPU")
+    decide(Action(ActionKind.OPERATOR, 1, AS_IT_IS, torch.ops.polycast_test_removed.op.default))
+    run(layer, X)
+    assert run(layer, X).eq(1).all()
+    assert asked == ["linear"]
+    decide(FLOAT32)
+    library._destroy()
+    assert run(layer, X).isnan().all()  # Python's
+    assert torch.equal(run(layer, X), layer(X).bfloat16())
+    assert asked == ["linear"] * 2

@@ -52,8 +52,23 @@ std::optional<c10::IValue> constant_of(PyObject* object) {
 // Such as the missing bias of torch's recurrent cells.
 bool is_undefined(const c10::IValue& value) { return value.isTensor() && !value.toTensor().defined(); }
 
+// Forgets what has been decided when an operator is removed, as actions hold operators.
+class OperatorRemovals final : public c10::OpRegistrationListener {
+ public:
+  // Listen until the process ends.
+  static void listen() {
+    static const auto* const registration = new c10::RegistrationHandleRAII(
+        c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<OperatorRemovals>()));
+    static_cast<void>(registration);
+  }
+
+  void onOperatorRegistered(const c10::OperatorHandle&) override {}
+  void onOperatorDeregistered(const c10::OperatorHandle&) override { Decisions::forget_all(); }
+};
+
 // Complete an action with its operator; return false if it cannot be called with the types of the arguments.
 bool add_operator(Action& action, const char* name, const char* overload, c10::ArrayRef<c10::IValue> arguments) {
+  OperatorRemovals::listen();
   action.op = c10::Dispatcher::singleton().findSchema({name, overload});
   if (!action.op) {
     return false;
