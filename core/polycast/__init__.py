@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from .policy.value import Policy
     from .precision.compare import compare
     from .precision.comparison import Comparison
+    from .precision.equalization import Equalization
+    from .precision.equalize import equalize
     from .precision.evidence import Evidence, Tuned
     from .precision.explain import explain
     from .precision.model_explanation import ModelExplanation, ModuleExplanation
@@ -93,6 +95,7 @@ _LAZY_NAMES = {
     "CastPolicy": "policy.cast_policy",
     "Comparison": "precision.comparison",
     "DeviceProfile": "profiling.device_profile",
+    "Equalization": "precision.equalization",
     "Evidence": "precision.evidence",
     "Explanation": "region.explanation",
     "Fastest": "policy.recipe",
@@ -129,6 +132,7 @@ _LAZY_NAMES = {
     "compare": "precision.compare",
     "custom_bwd": "region.custom_function",
     "custom_fwd": "region.custom_function",
+    "equalize": "precision.equalize",
     "explain": "precision.explain",
     "float32_products": "out_dtype.matmul_kernels",
     "get_autocast_dtype": "region.thread_state",
@@ -171,6 +175,7 @@ __all__ = [
     "CastPolicy",
     "Comparison",
     "DeviceProfile",
+    "Equalization",
     "Evidence",
     "Explanation",
     "Fastest",
@@ -204,6 +209,7 @@ __all__ = [
     "compare",
     "custom_bwd",
     "custom_fwd",
+    "equalize",
     "explain",
     "float32_products",
     "get_autocast_dtype",

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "quantize.h"
+#include "vectors_avx2.h"
 
 namespace polycast_cpu {
 
@@ -25,14 +26,26 @@ template <typename T>
   }
 }
 
+template <typename T>
+[[gnu::target("avx2,f16c")]] void scale_row_avx2(const T* row, const float* factors, int64_t terms, float* out) {
+  int64_t k = 0;
+  for (; k + 8 <= terms; k += 8) {
+    store8(out + k, _mm256_mul_ps(load8(row + k), load8(factors + k)));
+  }
+  scale_row_plain(row + k, factors + k, terms - k, out + k);
+}
+
 #endif
 
 // Multiply the terms of a row by factors.
 template <typename T>
 void scale_row(Isa isa, const T* row, const float* factors, int64_t terms, float* out) {
 #if defined(__x86_64__)
-  if (isa == Isa::vnni || isa == Isa::amx) {
+  if (has_avx512(isa)) {
     return scale_row_avx512(row, factors, terms, out);
+  }
+  if (has_avx2(isa)) {
+    return scale_row_avx2(row, factors, terms, out);
   }
 #endif
   scale_row_plain(row, factors, terms, out);

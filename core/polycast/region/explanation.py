@@ -71,7 +71,7 @@ class Explanation:
         declined: why the recipe does not compute the op, which runs in the fast dtype; None if it does. Without
             arguments: why it computes no call.
         way: the way in which the recipe computes the call, if it has several: ``"float32"``; empty without arguments.
-        reason: why it is computed in that way.
+        reason: why it is computed in that way; of a recipe with an equalization, whether the weight is equalized.
         others: explanations of the other overloads of the name, if no arguments were given.
     """
 
@@ -135,7 +135,7 @@ class Explanation:
             meaning += f", for the recipe {self.recipe} declines: {self.declined}"
         elif self.recipe:
             here = self.arguments is not None and self.enabled and self.reached
-            how = f" in {self.way}: {self.reason}" if self.way else ""
+            how = f" in {self.way}: {self.reason}" if self.way else f", {self.reason}" if self.reason else ""
             meaning = f"the recipe {self.recipe} computes it{how}" + ("" if here else f", or {meaning}")
         return self.policy.value, rule, meaning + ("" if self.enabled else ", in a region")
 

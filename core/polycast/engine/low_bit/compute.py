@@ -14,6 +14,8 @@ from ..fastest.choice import Way, name_of
 from ..inference import in_function
 from ..override import Override
 from .actions import Action
+from .calibration import calibrate, calibrators
+from .equalized import describe
 from .fastest import FastestPlan
 from .listeners import listeners, notify
 from .operators import traced
@@ -53,13 +55,15 @@ def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False)
         result = IN_FUNCTION
     elif not plain and (is_forward_ad_active() or are_functorch_transforms_active() or is_tracing()):
         result = INTERCEPTED
+    elif (calibrated := calibrate(plan, op, args) if calibrators else None) is not None:
+        result = calibrated
     else:
         result, action = plan.compute(op, args, cache, plain)
         if result is INTERCEPTED:
             result = traced(op, plan, args, cache)
             if isinstance(result, torch.Tensor):
                 return result, None  # the operator notifies listeners when it runs
-    if listeners:
+    if listeners or calibrators:
         action = None  # they are notified of each call
     reason = result if isinstance(result, str) else None
     notify(device_type, plan.recipe.short, op, reason)
@@ -69,7 +73,8 @@ def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False)
 class Computed(NamedTuple):
     """How a recipe computes a call: the name of the way, why it was chosen, and the dtype that it casts tensors to.
 
-    Without a choice, `way` and `reason` are empty; a kernel may take tensors of several dtypes, and `dtype` is None.
+    Without a choice, `way` is empty, and `reason` says whether the weight is equalized, if the recipe has an
+    equalization; a kernel may take tensors of several dtypes, and `dtype` is None.
     """
 
     way: str = ""
@@ -87,7 +92,12 @@ def way_of(
 ) -> Computed:
     """Return how the recipe computes a call that it does not decline, given arguments that may be fake."""
     plan = plan_of(override, device_type)
-    found = plan.choice(op, args, cache, dtype) if isinstance(plan, FastestPlan) else ""
+    if plan is None:
+        return Computed()
+    if not isinstance(plan, FastestPlan):
+        kernel = plan.kernels[op]
+        return Computed(reason=describe(plan.recipe, kernel, op, args[kernel.weight]))
+    found = plan.choice(op, args, cache, dtype)
     if isinstance(found, str):
         return Computed()
     dtypes = {Way.FAST: dtype, Way.FLOAT32: torch.float32}

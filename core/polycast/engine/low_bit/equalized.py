@@ -1,12 +1,13 @@
 """The equalization of a recipe in use: the factors of each weight that a kernel prepacks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ...plugins.backend import LowBitKernel
 from ...policy.recipe import Recipe
+from ...torch_internals.names import has_python_key
 
 _IS_TRANSPOSED = {"aten::linear": False, "aten::matmul": True, "aten::mm": True, "aten::addmm": True}
 """By op with a matrix as its weight: whether that is [K, N]."""
@@ -20,14 +21,54 @@ def matrix_of(op: str, weight: torch.Tensor) -> torch.Tensor | None:
     return weight.t() if is_transposed else weight
 
 
-def factors_of(recipe: Recipe, op: str, weight: torch.Tensor) -> torch.Tensor | None:
+def activations_of(op: str, args: Sequence[Any]) -> torch.Tensor:
+    """Return the activations [..., K] among the arguments of an op whose weight is a matrix."""
+    activations: torch.Tensor = args[1 if op == "aten::addmm" else 0]
+    return activations
+
+
+def product_arguments(op: str, x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, ...]:
+    """Return arguments of an op for the product of activations [M, K] by its weight, without a bias."""
+    if op == "aten::linear":
+        return x, weight, None
+    return (x.new_zeros(weight.shape[1]), x, weight, 1, 1) if op == "aten::addmm" else (x, weight)
+
+
+def _factors_of(recipe: Recipe, op: str, weight: torch.Tensor) -> torch.Tensor | None:
     """Return the factors [K] of the weight of an op; None if the recipe has none for it."""
-    equalization = getattr(recipe, "equalization", None)
+    equalization = _equalization_of(recipe)
     matrix = matrix_of(op, weight)
     if equalization is None or matrix is None:
         return None
     factors: torch.Tensor | None = equalization.factors(matrix)
     return factors
+
+
+def _equalization_of(recipe: Recipe) -> Any:
+    """Return the equalization of a recipe, or None.
+
+    Raises:
+        RuntimeError: the recipe was made of its text, in compiled code, and this process does not have it.
+    """
+    equalization = getattr(recipe, "equalization", None)
+    if equalization is not None and not hasattr(equalization, "factors"):
+        raise RuntimeError(
+            f"{recipe!r} is in compiled code of another process, and this process does not have its equalization: load "
+            "it with polycast.Equalization.load, and make a recipe of it, before the code runs"
+        )
+    return equalization
+
+
+def describe(recipe: Recipe, kernel: LowBitKernel, op: str, weight: torch.Tensor) -> str:
+    """Return whether a weight, which may be fake, is equalized; "" if that is unknown, or there is no equalization."""
+    equalization = _equalization_of(recipe)
+    matrix = matrix_of(op, weight)
+    if equalization is None or weight.is_meta or has_python_key(weight):
+        return ""
+    if matrix is None or not kernel.equalizes:
+        return "not equalized: the kernel takes no factors"
+    text: str = equalization.describe(matrix)
+    return text
 
 
 def checked_prepack(
@@ -41,7 +82,7 @@ def checked_prepack(
     def prepack(weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         with torch.inference_mode(False), torch.no_grad():
             plain = weight.detach()
-            factors = factors_of(recipe, op, plain) if kernel.equalizes else None
+            factors = _factors_of(recipe, op, plain) if kernel.equalizes else None
             kernel_prepack: Callable[..., Any] = kernel.prepack
             packed = kernel_prepack(plain) if factors is None else kernel_prepack(plain, factors)
             if isinstance(packed, torch.Tensor):  # a sequence too

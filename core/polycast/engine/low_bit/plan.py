@@ -121,13 +121,16 @@ class Plan:
         """Return a weight as an op's kernel prepacks it; empty if it cannot."""
         return self._prepack[op](weight) or ()
 
-    def unsupported_reason(self, op: str, args: Sequence[Any], plain: bool = False) -> str | None:
+    def unsupported_reason(
+        self, op: str, args: Sequence[Any], plain: bool = False, by_profile: bool = True
+    ) -> str | None:
         """Return why an op falls back to the fast dtype; None if it does not, if its weight can be prepacked.
 
         Args:
             op: by its name in the dispatcher.
             args: its arguments, in the order of the schema.
             plain: skip the checks of single tensors, which the caller has made.
+            by_profile: whether it falls back where the device's profile says that the kernel is slower.
         """
         kernel = self.kernels.get(op)
         if kernel is None:
@@ -139,7 +142,8 @@ class Plan:
             return "its weight is no tensor"
         if weight.numel() < self._min_size:
             return SMALL
-        return kernel.unsupported_reason(*args) or slower_reason(self.device_type, self.recipe.kind, op, args)
+        reason = kernel.unsupported_reason(*args)
+        return slower_reason(self.device_type, self.recipe.kind, op, args) if reason is None and by_profile else reason
 
     def _unsupported_tensor(self, args: Sequence[Any], records: bool) -> str | None:
         for arg in args:

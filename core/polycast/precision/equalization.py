@@ -1,0 +1,237 @@
+"""`Equalization`: factors for the input channels of weights, which even out outliers in activations."""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import Self
+
+from ..common.cached_property import cached_property
+from ..common.plain_text import as_text, under_the_head
+from ..engine.persistence.digests import bytes_of
+from . import equalization_file as file
+from .weight_views import matrix_in, parameters_by_name
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_SHOWN = 40
+_SAMPLES = 32
+"""The rows and the columns of a weight that its fingerprint is made of."""
+_MAX_NAMED = 3
+
+
+@dataclass(frozen=True, eq=False)
+class EqualizedWeight:
+    """A weight that was seen in a product while a model was equalized.
+
+    Attributes:
+        name: its name in the model, with the view of it that is multiplied, if that is not all of it.
+        shape: its size as a matrix, output features by input channels.
+        strength: how far outliers are moved from the activations into the weight, from 0 to 1; 0: not at all, because
+            that lowers the error little or not.
+        error: the relative error of its products on the data by the recipe, as it is equalized.
+        plain_error: the same without equalization.
+        parameter, size: the name and the size of the parameter.
+        view: the matrix in the parameter; see ``weight_views.py``.
+        fingerprint: the fingerprint of its values.
+        factors: float32 [K], or None.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    strength: float
+    error: float
+    plain_error: float
+    parameter: str = field(repr=False)
+    size: tuple[int, ...] = field(repr=False)
+    view: str = field(repr=False)
+    fingerprint: str = field(repr=False)
+    factors: torch.Tensor | None = field(repr=False)
+
+    def described(self) -> dict[str, Any]:
+        """Return everything but the factors, as plain data."""
+        return {name: value for name, value in vars(self).items() if name not in ("name", "factors")}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Equalization:
+    """Factors for the input channels of a model's weights, from :func:`equalize`, for ``Int8(equalization=...)``.
+
+    A kernel divides activations by the factors and multiplies the weight by them before it quantizes both. This does
+    not change the product, but channels of the activations that are much larger than the others no longer take all
+    levels. Immutable; equalizations with equal contents are equal. ``print`` shows a table.
+
+    A weight is recognized by its values (size, and a sample rounded to bfloat16), so copies of a model, models that are
+    moved, converted to bfloat16 or loaded again (``assign=True``), other processes and unpickled recipes need nothing.
+    The other side of it: a weight that is *changed* (trained, merged with adapters, converted to float16) has no
+    factors until the equalization is loaded again with the changed model, and is then computed without. So is a weight
+    that the data did not reach. :func:`explain` tells.
+
+    Attributes:
+        weights: the weights whose products were seen.
+    """
+
+    weights: tuple[EqualizedWeight, ...]
+
+    def factors(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """Return the factors of a weight, float32 [K] in host memory; None if there are none.
+
+        Args:
+            weight: [N, K], a row for each output feature: the weight of linear, or the transposed one of mm and addmm.
+        """
+        found = self._by_fingerprint.get(fingerprint_of(weight))
+        return None if found is None or found.factors is None else found.factors.clone()
+
+    def describe(self, weight: torch.Tensor) -> str:
+        """Return whether and how a weight [N, K] is equalized, for messages."""
+        found = self._by_fingerprint.get(fingerprint_of(weight))
+        if found is None:
+            return "not equalized: the equalization has no factors for this weight"
+        if found.factors is None:
+            return "not equalized, because that did not lower its error on the data"
+        return f"equalized with strength {found.strength:g}"
+
+    @cached_property
+    def digest(self) -> str:
+        """The digest of the contents, 16 hexadecimal digits."""
+        digest = hashlib.sha256()
+        for each in self.weights:
+            digest.update(json.dumps([each.name, each.described()], sort_keys=True).encode())
+            if each.factors is not None:
+                digest.update(bytes_of(each.factors))
+        return digest.hexdigest()[:16]
+
+    @cached_property
+    def _by_fingerprint(self) -> dict[str, EqualizedWeight]:
+        return {each.fingerprint: each for each in self.weights}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the equalization to a file of safetensors: the factors by name of the weight.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        tensors = {each.name: each.factors for each in self.weights if each.factors is not None}
+        described = {each.name: each.described() for each in self.weights}
+        file.write(Path(path), tensors, described, self.digest)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: torch.nn.Module) -> Self:
+        """Return the equalization in a file, for the weights of a model.
+
+        The weights may have other values than those that it was made with, such as those of a later checkpoint.
+
+        Args:
+            path: a file that :meth:`save` wrote.
+            model: a model with the same names and sizes of weights, in any dtype. It may have more.
+
+        Raises:
+            OSError: the file cannot be read.
+            TypeError: `model` is not a module.
+            ValueError: the file is damaged or no equalization; it is of another model, with what differs; or a weight
+                has no values yet.
+        """
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        tensors, described, digest = file.read(Path(path))
+        try:
+            found = cls(tuple(_restored(name, fields, tensors.get(name)) for name, fields in described.items()))
+            is_whole = found.digest == digest
+        except (TypeError, ValueError, KeyError):
+            is_whole = False
+        if not is_whole:
+            raise ValueError(f"{os.fspath(path)!r} is damaged: its contents do not have the digest that it says")
+        return cls(_of_model(os.fspath(path), found.weights, model))
+
+    def __eq__(self, other: object) -> bool:
+        return self.digest == other.digest if isinstance(other, Equalization) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        with_factors = sum(each.factors is not None for each in self.weights)
+        return f"<Equalization {self.digest}: factors for {with_factors} of {len(self.weights)} weights>"
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __rich__(self) -> "RenderableType":
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=under_the_head(), show_edge=False)
+        table.add_column("weight", overflow="fold")
+        for column in ("size", "strength", "error", "without"):
+            table.add_column(column, justify="right", no_wrap=True)
+        shown = sorted(self.weights, key=lambda each: each.error - each.plain_error)[:_SHOWN]
+        for each in shown:
+            size = " x ".join(map(str, each.shape))
+            strength = f"{each.strength:g}" if each.strength else "-"
+            table.add_row(each.name, size, strength, f"{each.error:.2e}", f"{each.plain_error:.2e}")
+        others = len(self.weights) - len(shown)
+        more = f"\n{others} more {'weight is' if others == 1 else 'weights are'} not shown." if others else ""
+        return Group(table, Text(f"\nErrors of products relative to float32's, on the data.{more}"))
+
+    def __str__(self) -> str:
+        return as_text(self.__rich__(), 1000)
+
+
+def fingerprint_of(weight: torch.Tensor) -> str:
+    """Return a text that tells weights apart: of the size, and of a sample of the values in bfloat16."""
+    rows, columns = (_spread(size, weight.device) for size in weight.shape)
+    with torch.no_grad():
+        sample = weight.detach()[rows[:, None], columns].to(torch.bfloat16).cpu().contiguous()
+    return hashlib.sha256(f"{list(weight.shape)}".encode() + bytes_of(sample)).hexdigest()[:16]
+
+
+def _spread(size: int, device: torch.device) -> torch.Tensor:
+    count = min(size, _SAMPLES)
+    return torch.arange(count, device=device) * (size - 1) // max(1, count - 1)
+
+
+def _restored(name: str, fields: dict[str, Any], factors: torch.Tensor | None) -> EqualizedWeight:
+    shape, size = (tuple(map(int, fields[key])) for key in ("shape", "size"))
+    if factors is not None and (
+        factors.shape != shape[1:] or factors.dtype is not torch.float32 or not bool((factors > 0).all())
+    ):
+        raise ValueError(f"{name} has wrong factors")
+    return EqualizedWeight(name=name, factors=factors, **{**fields, "shape": shape, "size": size})
+
+
+def _of_model(path: str, weights: tuple[EqualizedWeight, ...], model: torch.nn.Module) -> tuple[EqualizedWeight, ...]:
+    """Return equalized weights with the fingerprints of a model's.
+
+    Raises:
+        ValueError: the model lacks some; or they have other sizes, or no values.
+    """
+    parameters = parameters_by_name(model)
+    found, differences = [], []
+    for each in weights:
+        parameter = parameters.get(each.parameter)
+        if parameter is None:
+            differences.append(f"the model has no parameter {each.parameter!r}")
+        elif tuple(parameter.shape) != each.size:
+            sizes = " and ".join(
+                f"{size} in the {where}" for size, where in ((each.size, "file"), (tuple(parameter.shape), "model"))
+            )
+            differences.append(f"{each.parameter!r} has the size {sizes}")
+        elif parameter.is_meta:
+            raise ValueError(f"the model's parameter {each.parameter!r} is on meta, without values: load them first")
+        else:
+            matrix = matrix_in(parameter, each.view)
+            found.append(replace(each, fingerprint=fingerprint_of(matrix)))
+    if differences:
+        more = len(differences) - _MAX_NAMED
+        listed = "; ".join(differences[:_MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")
+        raise ValueError(f"{path!r} is the equalization of another model: {listed}")
+    return tuple(found)

@@ -1,0 +1,182 @@
+"""``equalize``: find factors for the input channels of a model's weights, in one pass over data."""
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from ..engine.casts.weights import parameter_of
+from ..engine.low_bit.calibration import calibrators
+from ..engine.low_bit.equalized import activations_of, matrix_of
+from ..engine.low_bit.plan import Plan
+from ..policy.recipe import Recipe, RecipeLike, read_recipe
+from .calls import Call
+from .compare import enabled_region
+from .equalization import Equalization, EqualizedWeight, fingerprint_of
+from .equalized_product import EqualizedProduct
+from .hooks import uncompiled
+from .isolation import RandomState, find_writes, isolated
+from .weight_views import TRANSPOSED, WHOLE, parameters_by_name, view_of
+
+_SEED = 0
+
+
+def equalize(model: torch.nn.Module, batches: Iterable[Any], recipe: RecipeLike) -> Equalization:
+    """Run a model over data, and return factors that even out the input channels of its weights for a recipe.
+
+    A recipe with a scale for each row of the activations loses accuracy where a few channels are much larger than the
+    others, as in many large models. Factors move these outliers into the weight, which has a scale for each output
+    feature (as SmoothQuant does, arXiv 2211.10438). Each weight gets the factors with the least error of its products
+    on the data, computed by the kernel that will be used; or none, if no factors lower the error by much.
+
+    The model runs in eval mode, under ``no_grad``, in a region in which the products of the recipe are in float32. It
+    is restored: mode, buffers, attributes, random number generators. Weights are not changed. Compiled modules run
+    eagerly, and rules for modules apply. Memory: for each weight, 64 rows of activations and the largest of each
+    channel.
+
+    A few dozen typical inputs suffice, but they have to reach each part of the model: a weight that is not multiplied
+    gets no factors.
+
+    Args:
+        model: a module, on the device that it will run on.
+        batches: an iterable of batches, such as a list or a DataLoader, which is read once. A batch is a tensor, a
+            tuple or list of arguments, or a dict of keyword arguments for the model's forward.
+        recipe: the recipe that will be used, such as ``"int8"`` or ``Int8()``.
+
+    Returns:
+        An equalization, for ``Int8(equalization=...)``. ``print`` shows the error of each weight's products.
+
+    Raises:
+        TypeError: `model`, `batches` or a batch is of another type.
+        ValueError: there are no batches; the recipe takes no equalization; or the model has no parameters, or no
+            products that the recipe computes.
+        RuntimeError: the recipe cannot be used on the model's device; or the model's forward writes to its parameters.
+
+    Example:
+        >>> import torch, polycast
+        >>> model = torch.nn.Sequential(torch.nn.LayerNorm(256), torch.nn.Linear(256, 256))
+        >>> batches = [torch.randn(16, 256) for _ in range(4)]
+        >>> equalization = polycast.equalize(model, batches, "int8")  # doctest: +SKIP
+        >>> with torch.no_grad(), polycast.autocast("cpu", recipe=polycast.Int8(equalization=equalization)):
+        ...     y = model(torch.randn(1, 256))  # doctest: +SKIP
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    calls, plain = _calls(model, batches), _without_equalization(recipe)
+    device_type = next((parameter.device.type for parameter in model.parameters()), None)
+    if device_type is None:
+        raise ValueError(f"{type(model).__name__} has no parameters, so there is nothing to equalize")
+    region = enabled_region(device_type, None, recipe=plain)
+    products = _Products(model)
+
+    def run() -> int:
+        count = 0
+        for call in calls:
+            with region:
+                call.of_model(model)
+            count += 1
+        return count
+
+    with ExitStack() as stack:
+        stack.enter_context(isolated())
+        stack.enter_context(RandomState(device_type).preserved())
+        stack.enter_context(uncompiled())
+        stack.enter_context(_in_eval_mode(model))
+        stack.callback(calibrators.remove, products.add)
+        calibrators.add(products.add, threading.get_ident())
+        count, _ = find_writes(model, run)
+    if not count:
+        raise ValueError("there are no batches: equalize needs inputs like those that the model will get")
+    if not products.found:
+        raise ValueError(
+            f"{plain!r} computes no product with a weight of the model on {device_type} that can be equalized. "
+            f"polycast.compare(model, inputs, {device_type!r}, recipe={plain.short!r}) shows the reasons."
+        )
+    return Equalization(tuple(products.equalized()))
+
+
+def _calls(model: torch.nn.Module, batches: object) -> Iterator[Call]:
+    if isinstance(batches, (torch.Tensor, tuple, str, Mapping)) or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"batches must be an iterable of batches, such as a list or a DataLoader, got {type(batches).__name__}. "
+            "Put a single batch into a list: [batch]."
+        )
+    return (Call.of(model, tuple(batch) if isinstance(batch, list) else batch) for batch in batches)
+
+
+def _without_equalization(recipe: RecipeLike) -> Recipe:
+    """Return a recipe with the same settings, and no equalization.
+
+    Raises:
+        TypeError, ValueError: it is not a recipe, or takes no equalization.
+    """
+    wanted = read_recipe(recipe)
+    if not hasattr(wanted, "equalization"):
+        raise ValueError(f"{wanted!r} takes no equalization: use a recipe that does, such as polycast.Int8()")
+    return wanted if wanted.equalization is None else wanted.with_options(equalization=None)
+
+
+@contextmanager
+def _in_eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+class _Products:
+    """The products by weights of a model.
+
+    Attributes:
+        found: the products by each weight, by its name.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.found: dict[str, tuple[str, str, torch.Tensor, EqualizedProduct]] = {}
+        self._names: dict[int, str] = {}
+        for name, parameter in parameters_by_name(model).items():
+            self._names.setdefault(id(parameter), name)
+        self._generator = torch.Generator().manual_seed(_SEED)
+
+    def add(self, plan: Plan, op: str, args: Sequence[Any]) -> None:
+        """Add a call of an op, given its plan."""
+        kernel = plan.kernels[op]
+        weight = args[kernel.weight]
+        parameter, matrix = parameter_of(weight), matrix_of(op, weight)
+        if not kernel.equalizes or matrix is None or parameter is None or id(parameter) not in self._names:
+            return
+        name, view = self._names[id(parameter)], view_of(matrix, parameter)
+        if view is None:
+            return
+        key = name if view in (WHOLE, TRANSPOSED) else f"{name}[{view}]"
+        if key in self.found and self.found[key][1] != view:  # the matrix and the transposed one
+            key = f"{name}[{view or 'whole'}]"
+        if key not in self.found:
+            product = EqualizedProduct(kernel, op, weight.detach(), matrix.detach(), self._generator)
+            self.found[key] = name, view, parameter, product
+        self.found[key][3].activations.add(activations_of(op, args))
+
+    def equalized(self) -> Iterator[EqualizedWeight]:
+        """Yield the weights with the factors that were chosen."""
+        for key, (name, view, parameter, product) in self.found.items():
+            with isolated():
+                chosen = product.choose()
+            if chosen is not None:
+                yield EqualizedWeight(
+                    name=key,
+                    shape=(product.matrix.shape[0], product.matrix.shape[1]),
+                    strength=chosen.strength,
+                    error=chosen.error,
+                    plain_error=chosen.plain_error,
+                    parameter=name,
+                    size=tuple(parameter.shape),
+                    view=view,
+                    fingerprint=fingerprint_of(product.matrix),
+                    factors=chosen.factors,
+                )

@@ -1,0 +1,44 @@
+"""The weights of a model as matrices [N, K], by the names of its parameters."""
+
+import torch
+
+WHOLE, TRANSPOSED = "", "transposed"
+"""Views: of a parameter that is the matrix, and of one that is the transposed matrix. Other views are five numbers:
+the offset of the matrix in a contiguous parameter, its size, and its strides."""
+
+
+def parameters_by_name(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters of a model by name, tied ones by each of their names; of a compiled model as before."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name.replace("_orig_mod.", ""): parameter for name, parameter in named}
+
+
+def view_of(matrix: torch.Tensor, parameter: torch.Tensor) -> str | None:
+    """Return how a matrix lies in a parameter; None if that cannot be said."""
+    for view, whole in ((WHOLE, parameter), (TRANSPOSED, parameter.t() if parameter.dim() == 2 else parameter)):
+        if _layout(matrix) == _layout(whole):
+            return view
+    if not parameter.is_contiguous():
+        return None
+    numbers = matrix.storage_offset() - parameter.storage_offset(), *matrix.shape, *matrix.stride()
+    return ",".join(map(str, numbers))
+
+
+def matrix_in(parameter: torch.Tensor, view: str) -> torch.Tensor:
+    """Return the matrix in a parameter, given how it lies there; see `view_of`.
+
+    Raises:
+        ValueError: the text is no view of the parameter.
+    """
+    plain = parameter.detach()
+    if view in (WHOLE, TRANSPOSED):
+        return plain if view == WHOLE else plain.t()
+    try:
+        offset, *numbers = map(int, view.split(","))
+        return plain.contiguous().flatten().as_strided(numbers[:2], numbers[2:], offset)
+    except RuntimeError as error:
+        raise ValueError(f"{view!r} is no view of a parameter of the size {tuple(parameter.shape)}") from error
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.storage_offset(), tensor.shape, tensor.stride()

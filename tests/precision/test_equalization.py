@@ -1,0 +1,267 @@
+"""``Equalization``: a value, its files, and the weights that it recognizes."""
+
+import copy
+import dataclasses
+import io
+import json
+import pickle
+import re
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import polycast
+from polycast import Equalization, Int8
+
+AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
+
+RECIPE = Int8(min_size=0)
+
+
+class Head(nn.Module):
+    """A weight [K, N], as GPT-2 has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(24, 8))
+
+    def forward(self, x):
+        return torch.addmm(torch.zeros(8), x, self.weight)
+
+
+def new_model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(32, 24), Head())
+
+
+@pytest.fixture(scope="module")
+def model():
+    return new_model()
+
+
+@pytest.fixture(scope="module")
+def e(model):
+    x = torch.randn(16, 32)
+    x[:, 3] *= 300
+    return polycast.equalize(model, [x], RECIPE)
+
+
+def factors(e, model):
+    return [e.factors(model[0].weight), e.factors(model[1].weight.t())]
+
+
+def same(one, other):
+    return all(torch.equal(*pair) if pair[0] is not None else pair[1] is None for pair in zip(one, other, strict=True))
+
+
+def test_a_file_holds_the_equalization(model, e, tmp_path):
+    e.save(tmp_path / "e.safetensors")
+    loaded = Equalization.load(tmp_path / "e.safetensors", model)
+    assert loaded == e
+    assert hash(loaded) == hash(e)
+    assert same(factors(loaded, model), factors(e, model))
+    assert str(loaded) == str(e)
+
+
+def test_the_file_is_of_safetensors_by_name_of_the_weight(e, tmp_path):
+    from safetensors.torch import load_file
+
+    e.save(tmp_path / "e.safetensors")
+    tensors = load_file(tmp_path / "e.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
+        each.name: (each.shape[1],) for each in e.weights if each.factors is not None
+    }
+    assert "0.weight" in tensors
+    e.save(tmp_path / "e.safetensors")  # over the other one
+    assert [path.name for path in tmp_path.iterdir()] == ["e.safetensors"]
+
+
+def test_a_later_checkpoint_of_the_model_loads_it(e, tmp_path):
+    e.save(tmp_path / "e.safetensors")
+    later = new_model(1)
+    assert e.factors(later[0].weight) is None
+    loaded = Equalization.load(tmp_path / "e.safetensors", later)
+    assert loaded != e
+    assert torch.equal(loaded.factors(later[0].weight), e.weights[0].factors)
+
+
+def with_key(state, key, value):
+    return {**state, key: value}
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (lambda: nn.Sequential(nn.Linear(32, 24)), "the model has no parameter '1.weight'"),
+        (lambda: nn.Linear(32, 24), "has no parameter '0.weight'; the model has no parameter '1.weight'"),
+        (
+            lambda: nn.Sequential(nn.Linear(32, 25), Head()),
+            "'0.weight' has the size (24, 32) in the file and (25, 32) in the model",
+        ),
+    ],
+    ids=["fewer", "names", "sizes"],
+)
+def test_another_model_is_refused_with_what_differs(e, tmp_path, other, message):
+    e.save(tmp_path / "e.safetensors")
+    with pytest.raises(ValueError, match="is the equalization of another model: ") as caught:
+        Equalization.load(tmp_path / "e.safetensors", other())
+    assert message in str(caught.value)
+
+
+def test_many_differences_are_counted(tmp_path):
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(9)))
+    polycast.equalize(model, [torch.randn(4, 8)], RECIPE).save(tmp_path / "e")
+    with pytest.raises(ValueError, match=r"'2\.weight'; and 6 more$"):
+        Equalization.load(tmp_path / "e", nn.Linear(8, 8))
+
+
+def test_weights_without_values_are_refused(e, tmp_path):
+    e.save(tmp_path / "e")
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' is on meta, without values: load them first"):
+        Equalization.load(tmp_path / "e", new_model().to("meta"))
+
+
+def test_a_model_must_be_a_module(tmp_path):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got dict"):
+        Equalization.load(tmp_path / "e", {})
+
+
+def test_a_missing_file_is_an_os_error(model, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        Equalization.load(tmp_path / "e", model)
+
+
+@pytest.mark.parametrize("part", [0.0, 0.005, 0.5, 0.9, 0.999])
+def test_a_truncated_file_is_refused(model, e, tmp_path, part):
+    path = tmp_path / "e"
+    e.save(path)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * part)])
+    with pytest.raises(ValueError, match="is no equalization: it is no complete safetensors file"):
+        Equalization.load(path, model)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\0" * 100, b"\xff" * 100], ids=["empty", "json", "zeros", "ones"])
+def test_a_file_of_another_kind_is_refused(model, tmp_path, content):
+    (tmp_path / "e").write_bytes(content)
+    with pytest.raises(ValueError, match="is no "):
+        Equalization.load(tmp_path / "e", model)
+
+
+def test_other_safetensors_are_refused(model, tmp_path):
+    save_file({"0.weight": torch.ones(32)}, tmp_path / "e")
+    with pytest.raises(ValueError, match="is no equalization that polycast saved, but another file of safetensors"):
+        Equalization.load(tmp_path / "e", model)
+
+
+def changed(path, change):
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    change(header["__metadata__"])
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :])
+
+
+@pytest.mark.parametrize("where", [-1, -20, -100])
+def test_a_file_with_other_factors_is_refused(model, e, tmp_path, where):
+    path = tmp_path / "e"
+    e.save(path)
+    content = bytearray(path.read_bytes())
+    content[where] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged: its contents do not have the digest that it says"):
+        Equalization.load(path, model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda metadata: metadata.update(version="2"), "is of version 2: install a newer polycast"),
+        (lambda metadata: metadata.pop("weights"), "is damaged: 'weights'"),
+        (lambda metadata: metadata.update(weights="[]]"), "is damaged: "),
+        (lambda metadata: metadata.update(weights="{}"), "is damaged: its contents"),
+        (lambda metadata: metadata.update(weights='{"0.weight": {}}'), "is damaged: 'strength'"),
+        (lambda metadata: metadata.update(weights='{"0.weight": 3}'), "is damaged: 'int' object"),
+        (lambda metadata: metadata.update(digest="0"), "is damaged: its contents"),
+    ],
+    ids=["version", "no weights", "no json", "none", "empty", "number", "digest"],
+)
+def test_a_file_with_another_description_is_refused(model, e, tmp_path, change, message):
+    e.save(tmp_path / "e")
+    changed(tmp_path / "e", change)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Equalization.load(tmp_path / "e", model)
+
+
+def reloaded(model):
+    other = new_model(1)
+    other.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return other
+
+
+def pickled(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.deepcopy,
+        reloaded,
+        pickled,
+        lambda model: copy.deepcopy(model).bfloat16(),
+        lambda model: copy.deepcopy(model).bfloat16().float(),
+        lambda model: copy.deepcopy(model).requires_grad_(False),
+        lambda model: copy.deepcopy(model).share_memory(),
+    ],
+    ids=["deepcopy", "assigned", "pickled", "bfloat16", "bfloat16 and back", "frozen", "moved"],
+)
+def test_weights_of_equal_values_are_recognized(model, e, copied):
+    assert same(factors(e, copied(model)), factors(e, model))
+
+
+def test_changed_weights_are_not_recognized(model, e):
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other[0].weight.mul_(1.1)
+    assert e.factors(other[0].weight) is None
+    assert e.describe(other[0].weight) == "not equalized: the equalization has no factors for this weight"
+    assert e.describe(model[0].weight).startswith("equalized with strength 0.")
+
+
+def test_a_matrix_is_not_its_transpose(e):
+    assert e.factors(new_model()[0].weight.t()) is None
+
+
+def test_it_survives_pickling_and_copying(model, e):
+    other = pickle.loads(pickle.dumps(e))
+    assert other == e
+    assert same(factors(other, model), factors(e, model))
+    assert copy.deepcopy(e) is copy.copy(e) is e
+
+
+def test_it_cannot_be_changed(model, e):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        e.weights = ()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        e.weights[0].strength = 1.0
+    before = e.factors(model[0].weight)
+    e.factors(model[0].weight).zero_()
+    assert torch.equal(e.factors(model[0].weight), before)
+
+
+def test_its_texts(e):
+    with_factors = sum(each.factors is not None for each in e.weights)
+    assert repr(e) == f"<Equalization {e.digest}: factors for {with_factors} of 2 weights>"
+    assert len(e.digest) == 16
+    head, _, first, *_ = str(e).splitlines()
+    assert head.split() == ["weight", "size", "strength", "error", "without"]
+    assert first.split()[:4] == ["0.weight", "24", "x", "32"]
+    assert str(e).endswith("Errors of products relative to float32's, on the data.")

@@ -1,0 +1,328 @@
+"""``polycast.equalize``: what it sees of a model, and what it leaves as it was."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import polycast
+from polycast import Int8
+from polycast.engine.low_bit import slower
+from polycast.engine.low_bit.calibration import calibrators
+from polycast.precision.activations import Activations
+
+AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
+
+RECIPE = Int8(min_size=0)
+LARGE = [1, 5]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def with_outliers(rows=16, terms=32):
+    x = torch.randn(rows, terms)
+    x[:, LARGE] *= 200
+    return x
+
+
+def small_channels(weight, dim=1):
+    """Make the channels of a weight small that are large in `with_outliers`."""
+    with torch.no_grad():
+        weight.index_copy_(dim, torch.tensor(LARGE), weight.index_select(dim, torch.tensor(LARGE)) / 200)
+    return weight
+
+
+class Functional(nn.Module):
+    """Multiplies by its parameters in each of the ways that a recipe computes."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("linear", "transposed", "rows"):
+            setattr(self, name, nn.Parameter(small_channels(torch.randn(24, 32))))
+        for name in ("addmm", "mm", "matmul"):
+            setattr(self, name, nn.Parameter(small_channels(torch.randn(32, 24), 0)))
+        self.experts = nn.Parameter(small_channels(torch.randn(3, 24, 32), 2))
+
+    def forward(self, x):
+        expert = F.linear(x, self.experts[1])
+        rows = F.linear(x, self.rows[:8])
+        outputs = F.linear(x, self.linear), x @ self.transposed.t(), torch.mm(x, self.mm), x[None] @ self.matmul
+        return *outputs, torch.addmm(torch.zeros(24), x, self.addmm), expert, rows
+
+
+def named(equalization):
+    return {each.name: each for each in equalization.weights}
+
+
+def test_products_of_every_op_are_seen_also_outside_of_modules(engine):
+    model = Functional()
+    found = named(polycast.equalize(model, [with_outliers()], RECIPE))
+    assert found.keys() == {
+        *("linear", "transposed", "mm", "matmul", "addmm"),
+        *("experts[768,24,32,32,1]", "rows[0,8,32,32,1]"),
+    }
+    for each in found.values():
+        assert each.error < 0.02 < 0.1 < each.plain_error, each
+
+
+def test_factors_are_found_by_the_matrix_that_is_multiplied():
+    model = Functional()
+    e = polycast.equalize(model, [with_outliers()], RECIPE)
+    for matrix in (model.linear, model.transposed, model.mm.t(), model.matmul.t(), model.experts[1], model.rows[:8]):
+        factors = e.factors(matrix)
+        assert (factors.shape, factors.dtype) == ((32,), torch.float32)
+        assert factors[LARGE].min() > 4 * factors.median()
+        assert factors.min() >= 1
+    assert e.factors(model.experts[0]) is None
+    assert e.factors(model.rows) is None
+    assert e.factors(model.mm) is None
+
+
+def test_a_tied_weight_has_its_first_name_and_one_equalization():
+    model = nn.ModuleDict({"embedding": nn.Embedding(40, 32), "head": nn.Linear(32, 40, bias=False)})
+    model.head.weight = model.embedding.weight
+    model.forward = lambda tokens: model.head(model.embedding(tokens))
+    found = polycast.equalize(model, [torch.arange(40)], RECIPE)
+    assert [each.name for each in found.weights] == ["embedding.weight"]
+
+
+def test_a_parameter_that_is_multiplied_both_ways_has_an_equalization_of_each():
+    class Autoencoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(24, 32))
+
+        def forward(self, x):
+            return F.linear(x, self.weight) @ self.weight
+
+    found = named(polycast.equalize(Autoencoder(), [torch.randn(8, 32)], RECIPE))
+    assert {name: each.shape for name, each in found.items()} == {
+        "weight": (24, 32),
+        "weight[transposed]": (32, 24),
+    }
+
+
+def linear(**settings):
+    layer = nn.Linear(32, 24, **settings)
+    small_channels(layer.weight.data)
+    return layer
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        lambda x: [x],
+        lambda x: [(x,)],
+        lambda x: [[x]],
+        lambda x: [{"input": x}],
+        lambda x: (each for each in x.split(4)),
+        lambda x: torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=4),
+    ],
+    ids=["tensor", "tuple", "list", "dict", "generator", "DataLoader"],
+)
+def test_each_kind_of_batches_is_read_once(batches):
+    x = with_outliers()
+    layer = linear()
+    (found,) = polycast.equalize(layer, batches(x), RECIPE).weights
+    (expected,) = polycast.equalize(layer, [x], RECIPE).weights
+    assert found.strength == expected.strength > 0
+    assert torch.equal(found.factors, expected.factors)
+
+
+def test_the_same_data_give_the_same_equalization(engine):
+    layer, x = linear(), [torch.randn(500, 32) for _ in range(3)]
+    assert polycast.equalize(layer, x, RECIPE) == polycast.equalize(layer, x, RECIPE)
+
+
+def test_a_weight_that_gains_nothing_gets_no_factors():
+    layer = nn.Linear(32, 24)
+    with torch.no_grad():
+        layer.weight.sign_()
+    (found,) = polycast.equalize(layer, [torch.randn(64, 32).sign()], RECIPE).weights
+    assert (found.factors, found.strength, found.error) == (None, 0, found.plain_error)
+
+
+def test_a_channel_that_was_always_zero_gets_a_usual_factor():
+    x, layer = with_outliers(), linear()
+    x[:, 7] = 0
+    with torch.no_grad():
+        layer.weight[:, 9] = 0
+    factors = polycast.equalize(layer, [x], RECIPE).factors(layer.weight)
+    assert factors.isfinite().all()
+    assert factors[7] < factors[LARGE].min()
+
+
+def test_weights_are_seen_whose_products_by_as_many_rows_are_slower(profile_of, monkeypatch):
+    profile = profile_of(overhead=1e-15, cast=1e-15, bfloat16=0.1, int8=1.0)
+    monkeypatch.setattr(slower, "find", lambda device_type: profile)
+    layer, x = linear(), with_outliers()
+    with torch.no_grad(), polycast.autocast("cpu"):
+        assert "int8 takes" in polycast.explain("linear", "cpu", x, layer.weight, layer.bias, recipe=RECIPE).declined
+    assert polycast.equalize(layer, [x], RECIPE).factors(layer.weight) is not None
+
+
+def test_small_weights_and_modules_with_a_rule_are_left_out():
+    model = nn.Sequential(linear(), nn.Linear(24, 32), nn.Linear(32, 32))
+    with polycast.apply_policy(model, polycast.Policy(modules={"0": "none"})):
+        found = polycast.equalize(model, [with_outliers()], Int8(min_size=1000))
+    assert [each.name for each in found.weights] == ["2.weight"]
+
+
+class Stateful(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop, self.layer = nn.BatchNorm1d(32), nn.Dropout(0.5), linear()
+        self.calls, self.last = 0, None
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = self.layer(self.drop(self.norm(x)))
+        return self.last
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_left_as_it_was(training, engine):
+    model = Stateful().train(training)
+    model.drop.train(not training)
+    modes = [module.training for module in model.modules()]
+    state = {name: (value.clone(), value._version) for name, value in model.state_dict().items()}
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    batches = [with_outliers()] * 2
+    generator = torch.get_rng_state()
+    with polycast.autocast("cpu", torch.float16):
+        polycast.equalize(model, batches, RECIPE)
+    assert torch.equal(generator, torch.get_rng_state())
+    assert [module.training for module in model.modules()] == modes
+    assert (model.calls, model.last) == (0, None)
+    assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name][0])
+        assert value._version == state[name][1]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not calibrators
+
+
+def test_an_error_of_the_model_propagates_and_leaves_the_model_as_it_was():
+    model = Stateful().train()
+    with pytest.raises(RuntimeError, match="running_mean"):
+        polycast.equalize(model, [with_outliers(), torch.randn(4, 31)], RECIPE)
+    assert (model.calls, model.training, bool(calibrators)) == (0, True, False)
+
+
+def test_the_products_are_computed_in_float32(engine):
+    seen = []
+
+    class Watched(nn.Linear):
+        def forward(self, x):
+            seen.append(super().forward(x))
+            return seen[-1]
+
+    layer = Watched(32, 24)
+    small_channels(layer.weight.data)
+    x = with_outliers()
+    polycast.equalize(layer, [x], RECIPE)
+    assert torch.equal(seen[0], F.linear(x, layer.weight, layer.bias).bfloat16())
+
+
+def test_products_of_other_threads_are_computed_as_before(engine):
+    layer, other, x = linear(), linear(), with_outliers()
+    with torch.no_grad(), polycast.autocast("cpu", recipe=RECIPE):
+        expected = other(x)
+    results = []
+
+    def run():
+        with torch.no_grad(), polycast.autocast("cpu", recipe=RECIPE):
+            results.append(other(x))
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.other = layer, other
+
+        def forward(self, x):
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+            return self.layer(x)
+
+    found = polycast.equalize(Both(), [x], RECIPE)
+    assert [each.name for each in found.weights] == ["layer.weight"]
+    assert torch.equal(results[0], expected)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_has_the_names_of_the_model():
+    model = nn.Sequential(linear(), nn.ReLU())
+    x = [with_outliers()]
+    assert polycast.equalize(torch.compile(model, backend="eager"), x, RECIPE) == polycast.equalize(model, x, RECIPE)
+
+
+X = torch.randn(2, 32)
+
+
+@pytest.mark.parametrize(
+    ("model", "batches", "recipe", "error", "message"),
+    [
+        (lambda x: x, [X], "int8", TypeError, "model must be a torch.nn.Module, got function"),
+        (nn.Linear(32, 24), [], RECIPE, ValueError, "there are no batches"),
+        (nn.Linear(32, 24), X, RECIPE, TypeError, "got Tensor. Put a single batch into a list"),
+        (nn.Linear(32, 24), (X,), RECIPE, TypeError, "got tuple. Put a single batch into a list"),
+        (nn.Linear(32, 24), {"input": X}, RECIPE, TypeError, "got dict. Put a single batch into a list"),
+        (nn.Linear(32, 24), 3, RECIPE, TypeError, "batches must be an iterable of batches"),
+        (nn.Linear(32, 24), [3], RECIPE, TypeError, "inputs must be a tensor, a tuple of arguments or a dict"),
+        (nn.Linear(32, 24), [X], "float8", ValueError, "Float8() takes no equalization"),
+        (nn.Linear(32, 24), [X], "none", ValueError, "NoRecipe() takes no equalization"),
+        (nn.Linear(32, 24), [X], "int9", ValueError, "'int9' is not a recipe"),
+        (nn.ReLU(), [X], RECIPE, ValueError, "ReLU has no parameters, so there is nothing to equalize"),
+        (nn.LayerNorm(32), [X], RECIPE, ValueError, "computes no product with a weight of the model on cpu"),
+        (nn.Linear(32, 24), [X], "int8", ValueError, "polycast.compare(model, inputs, 'cpu', recipe='int8')"),
+    ],
+    ids=[
+        *("no module", "no batches", "tensor", "tuple", "dict", "number", "batch", "float8", "none", "unknown recipe"),
+        *("no parameters", "no products", "small weights"),
+    ],
+)
+def test_wrong_arguments_are_refused(model, batches, recipe, error, message):
+    with pytest.raises(error) as caught:
+        polycast.equalize(model, batches, recipe)
+    assert message in str(caught.value)
+
+
+def test_an_equalization_in_the_recipe_is_not_used():
+    layer, x = linear(), [with_outliers()]
+    first = polycast.equalize(layer, x, RECIPE)
+    assert polycast.equalize(layer, x, Int8(min_size=0, equalization=first)) == first
+
+
+class TestActivations:
+    def make(self, terms=4):
+        return Activations(terms, torch.device("cpu"), torch.Generator().manual_seed(0))
+
+    def test_the_largest_magnitudes_are_of_all_rows(self):
+        found, rows = self.make(), torch.randn(10, 50, 4).bfloat16()
+        for each in rows:
+            found.add(each)
+        assert torch.equal(found.amax, rows.abs().flatten(0, 1).amax(0).float())
+
+    def test_the_sample_does_not_grow_and_is_of_all_rows_alike(self):
+        found = self.make(1)
+        for each in torch.arange(20000.0).split(700):
+            found.add(each[:, None])
+        assert len(found.rows) == 64
+        assert len(found.rows.unique()) == 64
+        assert 8000 < found.rows.mean() < 12000
+
+    def test_rows_with_inf_or_nan_are_left_out(self):
+        found, rows = self.make(), torch.randn(5, 4)
+        rows[1, 2], rows[3, 0] = torch.inf, torch.nan
+        found.add(rows)
+        found.add(torch.full((2, 4), torch.nan))
+        found.add(torch.empty(0, 4))
+        assert torch.equal(found.amax, rows[[0, 2, 4]].abs().amax(0))
+        assert sorted(found.rows[:, 0].tolist()) == sorted(rows[[0, 2, 4], 0].tolist())
