@@ -1,5 +1,8 @@
 """The site is complete, and a faulty page stops its build."""
 
+import html
+import re
+import runpy
 import shutil
 import zlib
 from pathlib import Path
@@ -21,7 +24,8 @@ def broken(build, tmp_path_factory):
     """Return the output of a build of a site with one fault of each kind."""
     folder = tmp_path_factory.mktemp("broken")
     shutil.copytree(DOCS, folder / "docs")
-    shutil.copy(DOCS.parent / "CHANGELOG.md", folder)
+    for name in ("CHANGELOG.md", "README.md"):
+        shutil.copy(DOCS.parent / name, folder)
     shutil.copytree(DOCS.parent / "examples", folder / "examples")
     with (folder / "docs" / "limits.md").open("a", encoding="utf-8") as page:
         page.write("\n[a page](no-such-page.md), [a place](regions.md#no-such-place), [a file](../no-such-file.py)\n")
@@ -82,6 +86,26 @@ def test_options_of_command_are_in_the_reference(command):
     synopsis = "".join(line for line in text.splitlines() if line.startswith(f"    polycast {command} "))
     options = [max(each.opts, key=len) for each in get_command(app).commands[command].params if each.opts[0][0] == "-"]
     assert [option for option in options if option not in synopsis] == []
+
+
+def test_the_home_page_has_the_install_line_and_the_examples_of_the_readme(site):
+    page = html.unescape(re.sub("<[^>]+>", "", (site / "index.html").read_text(encoding="utf-8")))
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert "pip install ." in page
+    assert len(examples) == 4
+    assert [example for example in examples if example.strip() not in page] == []
+
+
+@pytest.mark.parametrize("name", ["somebody/polycast", ""])
+def test_the_home_page_links_the_repository_that_builds_it(monkeypatch, name):
+    monkeypatch.setenv("GITHUB_REPOSITORY", name)
+    monkeypatch.delenv("GITHUB_SERVER_URL", raising=False)
+    settings = runpy.run_path(str(DOCS / "conf.py"))
+    link = settings["myst_substitutions"]["repository"]
+    assert ("(https://github.com/somebody/polycast)" in link) == bool(name)
+    assert bool(settings["html_theme_options"]) == bool(name)
+    assert "{{ repository }}" in (DOCS / "index.md").read_text(encoding="utf-8")
 
 
 def test_each_page_is_built(site):

@@ -58,6 +58,11 @@ def test_images_have_alternative_text(visits):
         ("WeightCache", "reference/cached-weights.html#polycast.WeightCache"),
         ("observe", "reference/observability.html#polycast.observe"),
         ("overflow", "precision.html"),
+        ("bf16", "regions.html"),
+        ("fp16", "regions.html"),
+        ("fp8", "quantization.html"),
+        ("quantization", "quantization.html"),
+        ("amp", "coming-from.html"),
     ],
 )
 def test_search_finds_page(browser, address, words, target):
@@ -66,6 +71,50 @@ def test_search_finds_page(browser, address, words, target):
     browser.open(f"{address}search.html?q={words}")
     WebDriverWait(browser.driver, 60).until(lambda _: any(target in link for link in browser.js(FOUND)), words)
     assert [url for url in browser.requests() if not url.startswith(address)] == []
+
+
+CUT_OFF = """[...document.querySelectorAll(".highlight pre")]
+    .filter((each) => each.scrollWidth > each.clientWidth + 1).map((each) => each.textContent.slice(0, 60))"""
+TOO_WIDE = "document.documentElement.scrollWidth - innerWidth"
+
+
+@pytest.fixture
+def resize(browser):
+    """Return a function that sets the width of the window."""
+
+    def resize(width):
+        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+        browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+    yield resize
+    browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("page", ["index", "start", "backends", "precision", "reference/command-line"])
+def test_code_fits_the_window(browser, address, resize, page, width):
+    resize(width)
+    browser.open(f"{address}{page}.html")
+    assert browser.js("document.querySelectorAll('.highlight pre').length") > 0
+    assert browser.js(CUT_OFF) == []
+    assert browser.js(TOO_WIDE) <= 0
+
+
+def test_a_button_copies_code(browser, address):
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    permissions = {"origin": address.rstrip("/"), "permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+    browser.driver.execute_cdp_cmd("Browser.grantPermissions", permissions)
+    browser.open(f"{address}start.html")
+    assert browser.js("document.querySelectorAll('.highlight').length === document.querySelectorAll('.copy').length")
+    assert browser.js("document.querySelector('.copy').getAttribute('aria-label')") == "Copy the code"
+    browser.driver.execute_script("window.focus(); document.querySelector('.copy').click()")
+    WebDriverWait(browser.driver, 10).until(
+        lambda _: browser.js("document.querySelector('.copy').textContent") != "Copy"
+    )
+    assert browser.js("document.querySelector('.copy').textContent") == "Copied"
+    copied = browser.driver.execute_async_script("navigator.clipboard.readText().then(arguments[0])")
+    assert copied == "pip install .\npolycast doctor"
 
 
 def test_colours_follow_the_system(browser, address):
