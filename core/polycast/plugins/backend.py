@@ -59,7 +59,7 @@ class LowBitKernel:
         uses_cast: whether the kernel multiplies the weight's cast to the fast dtype. `prepack` is not called then: the
             prepacked weight is the cast, a tuple of one tensor, with the weight's strides if they are dense.
         takes_float32: whether a kernel with `uses_cast` also takes a float32 weight itself in place of its cast.
-        equalizes: whether ``prepack(weight, factors)`` takes the factors of an :class:`Equalization` too: positive
+        equalizes: whether ``prepack(weight, factors)`` takes the factors of an ``Equalization`` too: positive
             float32 numbers [K] in host memory, one for each input channel, or None. The weight is multiplied by them
             before it is quantized, and the activations are divided by them. Kernels without it compute a recipe that
             has an equalization as they compute one that has none.

@@ -136,7 +136,7 @@ class Recipe:
 
     @property
     def short(self) -> str:
-        """The name: the kind, and choices other than the default, such as ``"int8"`` or ``"int8:tensor"``."""
+        """Its name, of the kind and choices other than the default, such as ``"int8"`` or ``"int8:tensor"``."""
         values = [getattr(self, name) for name in self.named_settings() if getattr(self, name) != self._defaults[name]]
         return ":".join([self.kind, *values])
 

@@ -20,7 +20,7 @@ class WeightCache(CastCache):
     In-place updates (an optimizer's step, also of a fused one; ``load_state_dict``; a collective), a new
     ``weight.data = ...`` and writes through ``.data`` (``weight.data.add_(1)``) are seen. No cast is cached while
     something else holds the weight's memory and may write it unseen, such as ``alias = weight.data``. Writes of C++ at
-    a raw pointer are not seen: call :meth:`clear` after them.
+    a raw pointer are not seen: call ``clear()`` after them.
 
     Args:
         max_bytes: the memory limit for casts and prepacked weights. A new entry evicts the least recently used one,
