@@ -89,8 +89,9 @@ template <typename T, typename Out>
 void multiply_terms(Simd simd, const FloatRows& x, int64_t first, int64_t last, const FastWeight<T>& weight,
                     const Finish& finish, int64_t begin, int64_t end, Out* out) {
   alignas(64) float sums[kFewestReads][kTile];
-  for (int64_t tile = begin; tile < end; tile += kTile) {
-    const int64_t width = std::min(kTile, end - tile);
+  const int64_t most = last - first == 1 ? kTile : kTileOfSeveral;
+  for (int64_t tile = begin; tile < end; tile += most) {
+    const int64_t width = std::min(most, end - tile);
     for (int64_t row = first; row < last; ++row) {
       std::fill_n(sums[row - first], (width + 15) / 16 * 16, 0.0f);
     }

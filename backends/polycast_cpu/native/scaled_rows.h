@@ -12,8 +12,9 @@ namespace polycast_cpu {
 
 // The most rows of activations for one load of the weight.
 constexpr int64_t kScaledRows = 4;
-// The columns whose sums stay in the L1 cache.
-constexpr int64_t kTile = 1024;
+// The columns whose sums stay in the L1 cache, for one row of activations and for several. Memory is read the faster the more of a
+// row of the weight is read at once.
+constexpr int64_t kTile = 4096, kTileOfSeveral = 1024;
 // The rows of the weight that are read at once, and how many rows before their use they are fetched.
 constexpr int64_t kTerms = 4;
 constexpr int64_t kTermsAhead = 16;
