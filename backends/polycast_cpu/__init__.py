@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from typing_extensions import override
 
-from polycast import Availability, Backend, Int8, LowBitKernel, Recipe, hookimpl
+from polycast import Availability, Backend, Int4, Int8, LowBitKernel, Recipe, hookimpl
 
 from .few_rows import few_rows_kernels
 from .instructions import missing_instructions
-from .int4 import int4_kernels
+from .int4 import int4_availability, int4_kernels
 from .int8 import int8_availability, int8_kernels
 from .kernels import KERNELS
 from .policies import POLICIES
@@ -50,16 +50,16 @@ class CpuBackend(Backend):
 
     @override
     def recipe_availability(self, recipe: Recipe) -> Availability:
-        if recipe.kind != "int4" and not isinstance(recipe, Int8):
-            return super().recipe_availability(recipe)
-        return int8_availability()
+        if isinstance(recipe, Int4):
+            return int4_availability()
+        return int8_availability() if isinstance(recipe, Int8) else super().recipe_availability(recipe)
 
     @override
     def low_bit_kernels(self, recipe: Recipe) -> Mapping[str, LowBitKernel]:
         if recipe.kind == "fastest":
             return few_rows_kernels()
-        if recipe.kind == "int4":
-            return int4_kernels(recipe)
+        if isinstance(recipe, Int4):
+            return int4_kernels(recipe.group_size)
         return int8_kernels(recipe.scales) if isinstance(recipe, Int8) else {}
 
 

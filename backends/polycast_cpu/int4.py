@@ -15,7 +15,6 @@ weight with inf or nan is not quantized.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import torch
 from typing_extensions import override
@@ -65,6 +64,6 @@ class Product(LowBitMatmul):
         return kernels
 
 
-def int4_kernels(recipe: Any) -> Mapping[str, LowBitKernel]:
-    """Return the kernels of the recipe, which has a `group_size`, by op; none if they are not available."""
-    return Product(recipe.group_size).kernels() if int4_availability() else {}
+def int4_kernels(group_size: int) -> Mapping[str, LowBitKernel]:
+    """Return the kernels of ``Int4(group_size)`` by op; none if they are not available."""
+    return Product(group_size).kernels() if int4_availability() else {}

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from .plugins.low_bit_matmul import LowBitMatmul
     from .plugins.registry import backends, get_backend, is_autocast_available
     from .policy.cast_policy import CastPolicy, policy_table
-    from .policy.recipe import Fastest, Float8, Int8, NoRecipe, Recipe
+    from .policy.recipe import Fastest, Float8, Int4, Int8, NoRecipe, Recipe
     from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
     from .policy.value import Policy
     from .precision.compare import compare
@@ -100,6 +100,7 @@ _LAZY_NAMES = {
     "Explanation": "region.explanation",
     "Fastest": "policy.recipe",
     "Float8": "policy.recipe",
+    "Int4": "policy.recipe",
     "Int8": "policy.recipe",
     "InvalidBackendError": "errors",
     "LowBitKernel": "plugins.backend",
@@ -180,6 +181,7 @@ __all__ = [
     "Explanation",
     "Fastest",
     "Float8",
+    "Int4",
     "Int8",
     "InvalidBackendError",
     "LowBitKernel",

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -291,7 +290,7 @@ def test_a_group_size_must_be_a_multiple_of_16(group_size):
 
 
 def test_the_backend_has_kernels_for_the_recipe():
-    recipe = SimpleNamespace(kind="int4", group_size=64)
+    recipe = polycast.Int4(64)
     backend = polycast.get_backend("cpu")
     assert backend.recipe_availability(recipe)
     kernels = backend.low_bit_kernels(recipe)

@@ -190,7 +190,7 @@ def test_verbose_shows_which_recipes_a_device_supports(polycast_command, hand_ma
 
     hand_made("cpu", recipe_availability=recipe_availability)
     shown = polycast_command("devices", "--verbose").stdout
-    assert "cpu: int8: yes\ncpu: float8: no, it has no such units\n" in shown
+    assert "cpu: int8: yes\ncpu: int4: no, it has no such units\ncpu: float8: no, it has no such units\n" in shown
     assert "xpu: int8" not in shown
     assert "int8" not in polycast_command("devices").stdout
 

@@ -13,7 +13,7 @@ from ..plugins.checks import check_recipe
 from ..plugins.loading import BackendStatus
 from ..plugins.registry import backends, get_backend
 from ..policy.dtypes import dtype_name
-from ..policy.recipe import Float8, Int8
+from ..policy.recipe import Float8, Int4, Int8
 from ..profiling.profile import look_up
 from .compiled import origins
 from .profile import ignored, summary
@@ -51,7 +51,7 @@ class Device:
         if self.status.state != "ready":
             return []
         backend = get_backend(self.status.device_type)
-        answers = {recipe.kind: check_recipe(backend, recipe) for recipe in (Int8(), Float8())}
+        answers = {recipe.kind: check_recipe(backend, recipe) for recipe in (Int8(), Int4(), Float8())}
         return [
             f"{kind}: {'yes' if answer else 'no'}, {answer.reason}".rstrip(", ") for kind, answer in answers.items()
         ]

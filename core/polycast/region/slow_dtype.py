@@ -29,7 +29,7 @@ def warn_if_slow(backend: Backend, dtype: torch.dtype) -> None:
         return
     innermost = state.machine.innermost(backend.device_type)
     override = None if innermost is None else innermost[0]
-    if override is not None and override.recipe is not None and override.recipe.kind in FASTER_RECIPES:
+    if override is not None and override.recipe is not None and override.recipe.ops:
         return
     # A profile is read only if the backend says that the dtype is slow: most programs need none.
     text = None if ask_slow_reason(backend, dtype) is None else describe(backend, dtype)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..plugins.backend import LowBitKernel
-from ..policy.recipe import Float8, Int8, Recipe
+from ..policy.recipe import Float8, Int4, Int8, Recipe
 from ..policy.schemas import find_op, unflatten_arguments
 
 _SMALLEST = 2.0**-110
@@ -63,24 +63,41 @@ class Product:
         """Return the op's result in float64, and the error bound of a recipe.
 
         Values x' = x + dx and w' = w + dw give x'w' - xw = dx w + x dw + dx dw. The op of the magnitudes bounds it.
+        In 4 bits that would allow anything. There the bound is a multiple of the standard deviation, for random values.
         """
         exact = [arg.double() if isinstance(arg, torch.Tensor) else arg for arg in args]
         x, weight = exact[self.activations], exact[self.weight]
+        if isinstance(recipe, Int4):
+            dx, dw = _int8_error(x, [-1]), self._int4_error(weight, recipe.group_size)
+            return self(exact), _INT4_DEVIATIONS * self._sum_of_products(exact, dx, dw, power=2).sqrt()
         error = _ERRORS[recipe.kind]
         other_than_features = [dim for dim in range(weight.dim()) if dim != self.features]
         by_row = recipe.settings["scales"] == "row"
         by_feature = by_row or recipe.kind == Int8.kind
         dx = error(x, [-1] if by_row and self.rows else None)
         dw = error(weight, other_than_features if by_feature else None)
-        magnitudes = [(dx, weight.abs()), (x.abs(), dw), (dx, dw)]
-        return self(exact), sum((self(self._of(exact, *pair)) for pair in magnitudes), torch.zeros((), dtype=x.dtype))
+        return self(exact), self._sum_of_products(exact, dx, dw, power=1)
 
-    def _of(self, args: Sequence[Any], x: torch.Tensor, weight: torch.Tensor) -> list[Any]:
-        """Return arguments with other activations and another weight, without the bias."""
+    def _int4_error(self, weight: torch.Tensor, group_size: int) -> torch.Tensor:
+        """Return half of the distance of 16 levels, by group of a weight."""
+        rows = weight.movedim(self.features, 0)
+        padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % group_size))
+        groups = padded.reshape(rows.shape[0], -1, group_size)
+        largest = _largest(groups, [2]).expand(groups.shape).flatten(1)[:, : rows.shape[1]]
+        return (largest / 16).movedim(0, self.features)
+
+    def _sum_of_products(self, exact: Sequence[Any], dx: torch.Tensor, dw: torch.Tensor, power: int) -> torch.Tensor:
+        """Return the op of the powers of ``dx w``, ``x dw`` and ``dx dw``, added up."""
+        x, weight = exact[self.activations].abs(), exact[self.weight].abs()
+        pairs = [(dx, weight), (x, dw), (dx, dw)]
+        return sum((self(self._of(exact, *pair, power)) for pair in pairs), torch.zeros((), dtype=x.dtype))
+
+    def _of(self, args: Sequence[Any], x: torch.Tensor, weight: torch.Tensor, power: int) -> list[Any]:
+        """Return arguments with powers of other activations and another weight, without the bias."""
         given = list(args)
-        given[self.activations], given[self.weight] = x, weight
+        given[self.activations], given[self.weight] = x**power, weight**power
         if self.op == "aten::addmm":
-            given = [torch.zeros_like(given[0]), *given[1:4], abs(given[4])]
+            given = [torch.zeros_like(given[0]), *given[1:4], abs(given[4]) ** power]
         elif self.added is not None:
             given[self.added] = None
         return given
@@ -119,6 +136,9 @@ def _float8_error(values: torch.Tensor, dims: list[int] | None) -> torch.Tensor:
     scale = _largest(values, dims) / 448
     return torch.maximum(values.abs() / 16, (scale / 2**10).expand(values.shape)) * 1.01
 
+
+_INT4_DEVIATIONS = 4.0
+"""The error bound of 4 bits in halves of levels, which are 1.7 standard deviations of rounding."""
 
 _ERRORS: dict[str, Callable[[torch.Tensor, list[int] | None], torch.Tensor]] = {
     Int8.kind: _int8_error,

@@ -16,7 +16,7 @@ from ..engine.low_bit.operators import operator_of
 from ..engine.persistence.weight_cache import WeightCache
 from ..plugins.backend import LowBitKernel
 from ..policy.cast_policy import CastPolicy
-from ..policy.recipe import Float8, Int8, Recipe
+from ..policy.recipe import Float8, Int4, Int8, Recipe
 from ..policy.schemas import find_op
 from ..region.autocast import autocast
 from .contract import answer_of
@@ -24,8 +24,8 @@ from .low_bit import PRODUCTS, Product, assert_within, run_prepared
 from .subject import Device, Subject, require
 
 RECIPES: Mapping[str, Recipe] = {
-    recipe.short: recipe
-    for recipe in (Int8(min_size=0), Int8("tensor", min_size=0), Float8(min_size=0), Float8("tensor", min_size=0))
+    recipe.short: recipe.with_options(min_size=0)
+    for recipe in (Int8(), Int8("tensor"), Int4(), Float8(), Float8("tensor"))
 }
 """The recipes, by the names that test ids and files of expected failures have."""
 

@@ -1,0 +1,235 @@
+"""What every recipe of the CPU promises, with its own kernels: in regions, rules, files, compiled code and tools."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import polycast
+from polycast import Int4, Int8, Policy, WeightCache, autocast
+
+RECIPES = [Int8(), Int8("tensor"), Int4(), Int4(64), Int4(128)]
+pytestmark = pytest.mark.usefixtures("engine", "no_grad")
+
+
+@pytest.fixture(params=RECIPES, ids=repr)
+def recipe(request):
+    answer = polycast.get_backend("cpu").recipe_availability(request.param)
+    if not answer:
+        pytest.skip(answer.reason)
+    yield request.param
+    polycast.clear_autocast_cache()
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(300, 256), nn.ReLU(), nn.Linear(256, 300), nn.Linear(300, 8)).eval()
+
+
+@pytest.fixture
+def x():
+    torch.manual_seed(1)
+    return torch.randn(5, 300)
+
+
+def error(actual, expected):
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def run(model, x, recipe=None, **settings):
+    with autocast("cpu", recipe=recipe, **settings):
+        return model(x)
+
+
+def test_results_are_near_float32s_and_of_the_fast_dtype(model, x, recipe):
+    expected, fast, actual = model(x), run(model, x), run(model, x, recipe)
+    assert actual.dtype is torch.bfloat16
+    assert not torch.equal(actual, fast)
+    assert error(actual, expected) < (0.2 if recipe.kind == "int4" else 0.02)
+    assert torch.equal(run(model, x, recipe), actual)
+
+
+def test_recipes_have_results_of_their_own(model, x, recipe):
+    cache = WeightCache()
+    results = [run(model, x, each, cache=cache) for each in RECIPES]
+    equal = [each for each, result in zip(RECIPES, results, strict=True) if torch.equal(result, run(model, x, recipe))]
+    assert equal == [recipe]
+    # Of the two large weights. Int8's recipes have packings of their own too.
+    assert cache.stats().packings == 2 * len(RECIPES)
+
+
+@pytest.mark.parametrize("call", ["linear", "mm", "addmm", "matmul"])
+def test_each_op_is_computed_by_it(recipe, call, low_bit_counts):
+    weight, bias, x = nn.Parameter(torch.randn(300, 256)), torch.randn(256), torch.randn(3, 300)
+    linear = nn.Parameter(weight.detach().t().contiguous())
+    calls = {
+        "linear": lambda: nn.functional.linear(x, linear),
+        "mm": lambda: torch.mm(x, weight),
+        "addmm": lambda: torch.addmm(bias, x, weight),
+        "matmul": lambda: x @ weight,
+    }
+    with low_bit_counts() as counts, autocast("cpu", recipe=recipe):
+        result = calls[call]()
+    (record,) = counts.records()
+    assert (record.op, record.recipe, record.declined) == (f"aten::{call}", recipe.short, "")
+    assert error(result, calls[call]()) < 0.2
+
+
+def test_small_weights_run_in_the_fast_dtype(model, x, recipe, low_bit_counts):
+    with low_bit_counts() as counts:
+        run(model, x, recipe)
+    assert [(each.calls, each.declined) for each in counts.records()] == [
+        (2, ""),
+        (1, "the weight is smaller than the recipe's min_size"),
+    ]
+    with low_bit_counts() as counts:
+        run(model, x, recipe.with_options(min_size=0))
+    assert [(each.calls, each.declined) for each in counts.records()] == [(3, "")]
+
+
+def test_ops_that_it_does_not_name_run_in_the_fast_dtype(model, x, recipe):
+    assert torch.equal(run(model, x, recipe.with_options(ops=("mm",))), run(model, x))
+
+
+def test_a_written_weight_is_packed_again(model, x, recipe):
+    cache = WeightCache()
+    first = run(model, x, recipe, cache=cache)
+    model[0].weight.mul_(2), model[0].bias.mul_(2)
+    second = run(model, x, recipe, cache=cache)
+    assert cache.stats().packings == 2
+    assert not torch.equal(first, second)
+    assert torch.equal(second, run(model, x, recipe, cache=WeightCache()))
+
+
+def test_a_rule_of_a_policy_file_uses_it(model, x, recipe, tmp_path):
+    path = tmp_path / "policy.toml"
+    Policy(modules={"0": recipe, "2": "none"}).save(path)
+    assert Policy.load(path).modules["0"] == recipe
+    first = run(model[0], x, recipe)
+    with polycast.apply_policy(model, path), autocast("cpu", recipe="int8"):
+        assert torch.equal(model[0](x), first)
+        result = model[2](first)
+    assert torch.equal(result, run(model[2], first))
+
+
+def test_a_name_stands_for_it(model, x, recipe):
+    if recipe.written == recipe.short:
+        assert torch.equal(run(model, x, recipe.short), run(model, x, recipe))
+    else:
+        assert recipe.written == {"recipe": "int4", "group_size": recipe.group_size}
+
+
+def test_training_runs_in_the_fast_dtype(model, x, recipe):
+    with torch.enable_grad():
+        expected = run(model, x)
+        assert torch.equal(run(model, x, recipe), expected)
+        x.requires_grad_()
+        with autocast("cpu", recipe=recipe):
+            assert torch.equal(checkpoint(model, x, use_reentrant=False), expected)
+
+
+def test_it_is_explained(model, x, recipe):
+    with autocast("cpu"):
+        told = polycast.explain("linear", "cpu", x, model[0].weight, recipe=recipe)
+        assert (told.recipe, told.declined) == (recipe.short, None)
+        told = polycast.explain("linear", "cpu", x, model[3].weight, recipe=recipe)
+    assert told.declined == "the weight is smaller than the recipe's min_size"
+
+
+def test_compiled_code_has_its_results(model, x, recipe):
+    torch._dynamo.reset()
+    outside = torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def inside(x):
+        with autocast("cpu", recipe=recipe):
+            return model(x)
+
+    expected = run(model, x, recipe)
+    other = run(model, x, "int8")
+    for _ in range(2):
+        with autocast("cpu", recipe=recipe):
+            assert torch.equal(outside(x), expected)
+        with autocast("cpu", recipe="int8"):
+            assert torch.equal(outside(x), other)
+        assert torch.equal(inside(x), expected)
+
+
+MADE = {
+    "Int4()": lambda: Int4(),
+    "Int4(64)": lambda: Int4(64),
+    "Int4(group_size, ops)": lambda: Int4(group_size=128, ops=["linear", "aten::mm"]),
+    "Int8(scales)": lambda: Int8(scales="tensor"),
+}
+
+
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+def test_it_may_be_made_in_compiled_code(model, x, made):
+    if not polycast.get_backend("cpu").recipe_availability(made()):
+        pytest.skip("the CPU has no such kernels")
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def function(x):
+        recipe = made()
+        with autocast("cpu", recipe=recipe):
+            return model(x), recipe.text
+
+    result, text = function(x)
+    assert torch.equal(result, run(model, x, made()))
+    assert text == made().text
+
+
+def test_compare_shows_its_errors(model, x, recipe):
+    compared = [polycast.compare(model, x, device_type="cpu", recipe=each) for each in (recipe, "none")]
+    assert recipe.short in str(compared[0])
+    assert {(each.recipe, each.calls) for each in compared[0].low_bit if not each.declined} == {(recipe.short, 2)}
+    by_recipe, by_dtype = (next(iter(each.outputs.values())).relative for each in compared)
+    assert by_recipe > by_dtype > 0
+
+
+def test_tune_finds_what_must_leave_it(model, x, recipe):
+    model[0].weight[:, :2] *= 1e-4
+    x[:, :2] *= 1e4
+    tuned = polycast.tune(model, x, tolerance=0.02, device_type="cpu", recipe=recipe)
+    assert tuned.met
+    with polycast.apply_policy(model, tuned.policy), autocast("cpu", recipe=recipe):
+        result = model(x)
+    assert error(result, model(x)) <= 0.02
+
+
+def test_observing_counts_its_share(model, x, recipe, engine):
+    if engine == "reference":
+        pytest.skip("the reference engine cannot be observed")
+    with polycast.observe(model) as seen:
+        run(model, x, recipe)
+    large, small = 2 * 300 * 256, 300 * 8
+    assert seen.recipe_share == pytest.approx(large / (large + small))
+    assert {each.recipe for each in seen.low_bit} == {recipe.short}
+
+
+def test_views_of_parameters_are_packed(recipe):
+    weight, x = nn.Parameter(torch.randn(400, 300)), torch.randn(3, 300)
+    part = nn.Parameter(weight.detach()[:256].clone())
+    with autocast("cpu", recipe=recipe):
+        assert torch.equal(nn.functional.linear(x, weight[:256]), nn.functional.linear(x, part))
+
+
+def test_a_weight_with_inf_runs_in_the_fast_dtype(model, x, recipe):
+    model[0].weight[0, 0] = torch.inf
+    layer = model[0]
+    assert torch.equal(run(layer, x, recipe), run(layer, x))
+
+
+def test_without_kernels_a_warning_says_why(recipe, monkeypatch, model, x):
+    backend = copy.copy(polycast.get_backend("cpu"))
+    vars(backend)["recipe_availability"] = lambda each: polycast.Availability(False, f"no {each.kind} here")
+    polycast.register_backend(backend)
+    with pytest.warns(polycast.RecipeDisabledWarning, match=f"no {recipe.kind} here"):
+        region = autocast("cpu", recipe=recipe)
+    with region:
+        result = model(x)
+    assert torch.equal(result, run(model, x))
