@@ -91,7 +91,9 @@ def test_processes_serve_tokens_from_one_saved_cache(run):
     served = [line for line in printed if line.startswith("process ")]
     assert len(served) == 4
     for line in served:
-        assert re.fullmatch(r"process \d+: 8 tokens, [\d.]+ a second, (.* of its own, .*|memory unknown), 0 made here", line)
+        assert re.fullmatch(
+            r"process \d+: 8 tokens, [\d.]+ a second, (.* of its own, .*|memory unknown), 0 made here", line
+        )
 
 
 @pytest.mark.parametrize(
