@@ -77,6 +77,16 @@ def test_it_is_found_by_another_model_with_the_same_weights(saved, path, recipe)
     assert cache.stats().misses == 0
 
 
+def test_it_is_saved_and_loaded_in_inference_mode_and_regions(saved, path, recipe):
+    model, output = saved
+    with torch.inference_mode(), autocast("cpu", recipe=recipe):
+        cache = WeightCache.load(path, model)
+        cache.save(path, model)
+        cache = WeightCache.load(path, model)
+    assert torch.equal(run(model, cache, recipe), output)
+    assert cache.stats().misses == 0
+
+
 def test_packings_are_found_whatever_the_settings_that_do_not_change_them(int8_kernels, path):
     model, cache = Model(), WeightCache()
     run(model, cache, Int8(min_size=1))

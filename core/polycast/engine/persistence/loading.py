@@ -10,6 +10,7 @@ from torch import nn
 from ...common.atfork import hold_during_fork
 from ...plugins.registry import registry
 from ...policy.recipe import Recipe
+from ...policy.recipe_arguments import Unknown
 from ...torch_internals.dispatcher import disable_autocast
 from .. import state
 from ..casts.cast_cache import CastCache, Made
@@ -39,7 +40,7 @@ def load(cache: CastCache, path: Path, model: nn.Module) -> None:
         _check_versions(manifest.versions)
         _check_weights(manifest.weights, parameters)
         plans = {entry.made: _plan(entry.made) for entry in manifest.entries if isinstance(entry.made, Packing)}
-        with _lock:
+        with _lock, torch.inference_mode(False), torch.no_grad():
             is_alike = _are_prepacked_alike(manifest.entries, plans, parameters)
             # Before the digests are computed, so that the cache has stamps: what is written then drops the entries.
             _adopt(cache, manifest, file, parameters, plans)
@@ -59,6 +60,8 @@ def _check_weights(saved: Mapping[str, SavedWeight], parameters: Mapping[str, nn
     for name, weight in saved.items():
         if name not in parameters:
             raise ValueError(f"the model has no parameter {name!r}")
+        if parameters[name].is_meta:
+            raise ValueError(f"the parameter {name!r} has no values yet: it is on the device 'meta'")
         here = SavedWeight.of(parameters[name], weight.digest)
         if here != weight:
             raise ValueError(f"the parameter {name!r} is {here}, and was {weight}")
@@ -71,6 +74,12 @@ def _plan(packing: Packing) -> Plan:
         raise ValueError(
             f"it has weights for the recipe {packing.recipe!r}, which is not known here ({error})"
         ) from error
+    missing = [name for name, value in recipe.settings.items() if isinstance(value, Unknown)]
+    if missing:
+        raise ValueError(
+            f"it has weights for the recipe {recipe!r}, whose {missing[0]} this process does not have: load that "
+            "first, as Equalization.load does"
+        )
     plan = plan_for(registry.find(packing.device), recipe)
     if packing.op not in plan.kernels:
         raise ValueError(
@@ -155,5 +164,4 @@ def _source(entry: SavedEntry, parameters: Mapping[str, nn.Parameter]) -> torch.
 
 def _view(weight: torch.Tensor, view: View) -> torch.Tensor:
     sizes, strides, offset = view
-    with torch.inference_mode(False), torch.no_grad():
-        return weight.as_strided(sizes, strides, weight.storage_offset() + offset)
+    return weight.as_strided(sizes, strides, weight.storage_offset() + offset)

@@ -1,0 +1,105 @@
+"""Caches that cannot be saved: the message says why, and files stay as they are."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from polycast import Int8, WeightCache, autocast
+from polycast.engine.persistence import saving, tensor_file
+
+pytestmark = pytest.mark.usefixtures("engine", "no_grad")
+
+INT8 = Int8(min_size=1)
+
+
+def run(model, cache, recipe=None):
+    with autocast("cpu", cache=cache, recipe=recipe):
+        return model(torch.ones(2, 8))
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "model.casts"
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+@pytest.fixture
+def saved(path, model):
+    cache = WeightCache()
+    run(model, cache)
+    cache.save(path)
+    return path
+
+
+def test_nothing_to_save(path, model):
+    for arguments in [(path,), (path, model)]:
+        with pytest.raises(ValueError, match=r"There is nothing to save: .* Run the model in a region with this cache"):
+            WeightCache().save(*arguments)
+    assert os.listdir(path.parent) == []
+
+
+def test_stale_entries_are_not_saved(path, model):
+    cache = WeightCache()
+    run(model, cache)
+    model[0].weight.add_(1)
+    cache.save(path)
+    assert WeightCache.load(path, model).stats().entries == 3
+
+
+def test_a_folder_that_is_not_there(tmp_path, model):
+    cache = WeightCache()
+    run(model, cache)
+    with pytest.raises(FileNotFoundError, match="not/there"):
+        cache.save(tmp_path / "not" / "there")
+
+
+def test_an_interrupted_save_leaves_the_old_file(saved, model, monkeypatch):
+    content = saved.read_bytes()
+    cache = WeightCache()
+    run(model, cache)
+    written = []
+
+    def interrupt(tensor):
+        written.append(tensor)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        return bytes(tensor.nbytes)
+
+    monkeypatch.setattr(tensor_file, "bytes_of", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        cache.save(saved)
+    assert saved.read_bytes() == content
+    assert os.listdir(saved.parent) == [saved.name]
+
+
+def test_a_write_during_a_save_is_seen(path, model, monkeypatch):
+    cache = WeightCache()
+    run(model, cache)
+    digests = saving.digests
+
+    def write_first(tensors):
+        model[1].weight.data.add_(1)
+        return digests(tensors)
+
+    monkeypatch.setattr(saving, "digests", write_first)
+    with pytest.raises(RuntimeError, match=r"its entry of '1\.weight' is gone"):
+        cache.save(path, model)
+    assert os.listdir(path.parent) == []
+
+
+@pytest.mark.parametrize("make", [lambda w: w.to_mkldnn(), lambda w: w.expand(3, *w.shape)], ids=["mkldnn", "expanded"])
+def test_packings_that_cannot_be_saved(path, model, int8_kernels, monkeypatch, make):
+    kernel = int8_kernels["aten::linear"]
+    monkeypatch.setattr(type(kernel), "prepack", lambda self, weight: (make(weight.clone()),))
+    monkeypatch.setattr(type(kernel), "run", lambda self, prepared, x, weight, bias: x.bfloat16())
+    cache = WeightCache()
+    run(model, cache, INT8)
+    with pytest.raises(ValueError, match=r"'0\.weight' cannot be saved: .*Int8Linear.* made a tensor of float32, "):
+        cache.save(path)
+    assert os.listdir(path.parent) == []
