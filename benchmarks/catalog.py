@@ -100,6 +100,7 @@ BENCHMARKS: Mapping[str, Entry] = {
     "compiled-memory": Entry("compiled:Memory", all_of_them),
     "tuned": Entry("tuned:tuned", all_of_them),
     "low-bit": Entry("low_bit:eager", each),
+    "int4": Entry("int4:races", each),
     "low-bit-call": Entry("low_bit:Call", one),
     "low-bit-compiled": Entry("low_bit:compiled", all_of_them),
     "fastest": Entry("fastest:Fastest", each),
