@@ -1,7 +1,8 @@
 """Serve a LLaMA with streaming tokens, from processes that share its weights and their casts.
 
-The float32 weights are mapped into memory from their folder. What polycast makes of them, int8 by default, is saved
-once and mapped too, so that all processes share both. The model and its `generate()` are those of transformers.
+The float32 weights are mapped into memory from their folder. What polycast makes of them for a recipe (`--recipe int4`;
+by default int8) is saved once and mapped too, so that all processes share both. The model and its `generate()` are
+those of transformers.
 
     pip install "polycast[serve]"
     python examples/serve_llama.py --weights FOLDER --processes 2
