@@ -299,3 +299,28 @@ def test_a_profile_that_becomes_known_is_used(profile_of, monkeypatch):
     assert torch.equal(run(unknown), run(recipe="none"))
     known, expected = Fastest(profile), F.linear(X, weight).bfloat16()
     assert all(torch.equal(run(each), expected) for each in (known, unknown))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("stride", [0, -1, (1, 1, 1)], ids=str)
+def test_wrong_arguments_raise_torchs_error(slow, grad, stride):
+    x, weight = torch.ones(1, 3, 8, 8, requires_grad=True), nn.Parameter(torch.ones(4, 3, 3, 3))
+    with torch.set_grad_enabled(grad):
+        with pytest.raises(RuntimeError) as expected, autocast("cpu"):
+            F.conv2d(x, weight, stride=stride)
+        with pytest.raises(RuntimeError) as found, autocast("cpu", recipe=slow):
+            F.conv2d(x, weight, stride=stride)
+    assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+def test_padding_that_differs_between_the_sides_trains_in_the_fast_dtype(slow):
+    x, weight = torch.randn(1, 3, 9, 9, requires_grad=True), nn.Parameter(torch.randn(4, 3, 4, 2))
+
+    def gradients(region):
+        with torch.enable_grad(), region:
+            result = F.conv2d(x, weight, padding="same")
+            return [result, *torch.autograd.grad(result.float().square().sum(), (x, weight))]
+
+    pairs = zip(gradients(autocast("cpu", recipe=slow)), gradients(autocast("cpu")), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)

@@ -60,6 +60,8 @@ def test_gradients_are_those_of_the_products_in_each_way(
 ):
     if op == "conv2d" and of_first is not of_second:
         pytest.skip("one op computes both gradients")
+    if op == "conv2d" and of_first is FAST and "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        pytest.skip("torch rounds sums in the gradients of bfloat16 convolutions on this processor")
     function, *shapes = OPS[op]
     monkeypatch.setattr(fastest, "choose_recorded", lambda *_: Ways(forward, of_first, of_second, "for a test"))
     torch.manual_seed(0)

@@ -129,6 +129,47 @@ thread.join()
 print(refusals)
 """
 
+IMPORTING = """
+import contextlib, importlib.abc, os, sys, threading
+import torch
+import polycast
+
+awaited = sys.argv[1]
+begun, go_on = threading.Event(), threading.Event()
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, *_):
+        if name == awaited:
+            begun.set()
+            go_on.wait()
+            raise ImportError("it is awaited, not needed")
+
+
+def use():
+    weight = torch.nn.Parameter(torch.ones(16, 16))
+    with contextlib.suppress(Exception):
+        if awaited == "polycast.profiling.measure":
+            polycast.profile("cpu", refresh=True)
+        with torch.no_grad(), polycast.autocast("cpu", recipe="int8"):
+            torch.nn.functional.linear(torch.ones(1, 16), weight)
+
+
+assert awaited not in sys.modules
+sys.meta_path.insert(0, Finder())
+thread = threading.Thread(target=use)
+thread.start()
+begun.wait()
+os.register_at_fork(before=go_on.set)  # the last that is registered is the first that is called
+child = os.fork()
+if not child:
+    sys.meta_path.pop(0)
+    __import__(awaited)
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+thread.join()
+"""
+
 CASTING = """
 import faulthandler, os, sys
 from concurrent.futures import ThreadPoolExecutor
@@ -221,3 +262,19 @@ def test_no_lock_of_a_module_is_held_in_a_child_by_a_thread_that_is_not_there(en
 )
 def test_a_child_casts_weights_that_its_parent_has_cast_on_several_threads(engine, where, in_child):
     assert run(CASTING, engine, 120, where, in_child) == ("True\n", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+@pytest.mark.parametrize(
+    "module",
+    [
+        "polycast_cpu.few_rows",
+        "polycast_cpu.int4",
+        "polycast_cpu.int8",
+        "polycast.profiling.measure",
+        "polycast.engine.native.loading",
+    ],
+)
+def test_a_child_imports_what_another_thread_was_importing(module):
+    printed, _ = run(IMPORTING, "native", 60, module)  # it says that it measures, too
+    assert printed == "0\n"

@@ -104,8 +104,9 @@ def choose() -> Engine:
         return _engine
     wanted, failure = env.engine(), None
     if wanted != "reference":
-        from ..toolchain.load import try_build  # imported here because it is slow to import
-        from .native.loading import ENGINE
+        with _lock:  # in a child that is forked during an import, the import would hang
+            from ..toolchain.load import try_build  # imported here because it is slow to import
+            from .native.loading import ENGINE
 
         failure = try_build(ENGINE)
     with _lock:

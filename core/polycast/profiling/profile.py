@@ -11,6 +11,7 @@ import torch
 
 from ..common import env
 from ..common.announce import announce
+from ..common.atfork import hold_during_fork
 from ..errors import warn_user
 from ..plugins.backend import Backend
 from ..plugins.registry import registry
@@ -34,6 +35,8 @@ derived: dict[Any, Any] = {}
 """What other modules make of these profiles. `forget` replaces it."""
 _lock = threading.RLock()
 _being_measured: set[str] = set()
+_import_lock = threading.RLock()
+hold_during_fork(lambda: [_import_lock])  # in a child that is forked during an import, the import would hang
 
 
 def profile(device_type: str, *, refresh: bool = False) -> DeviceProfile:
@@ -127,7 +130,8 @@ def _named_by_user(device_type: str) -> DeviceProfile | None:
 
 
 def _measured(backend: Backend, refresh: bool) -> DeviceProfile:
-    from .measure import measure  # few programs measure
+    with _import_lock:
+        from .measure import measure  # few programs measure
 
     if backend.device_type in _being_measured:
         raise RuntimeError(f"the profile of {backend.device_type} is asked for by what is measured for it")

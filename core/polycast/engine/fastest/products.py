@@ -1,7 +1,7 @@
 """`Product`: the amount of work of a call, read from the metadata of its arguments."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -123,12 +123,12 @@ def _convolution(
         return None
     sizes, kernel = _sizes(x), _sizes(weight)[2:]
     strides, dilations = _by_axis(stride, axes), _by_axis(dilation, axes)
+    paddings = _by_axis(0 if isinstance(padding, str) else padding, axes)
+    if {len(strides), len(dilations), len(paddings)} != {axes} or min(strides) <= 0:
+        return None  # torch says what is wrong
     images = sizes[0] if x.dim() == axes + 2 else 1
     spans = [step * (size - 1) for step, size in zip(dilations, kernel, strict=True)]
-    if padding == "same":
-        margins: Iterable[int] = spans
-    else:
-        margins = [2 * each for each in _by_axis(0 if padding == "valid" else padding, axes)]
+    margins = spans if padding == "same" else [2 * each for each in paddings]
     positions = images * math.prod(
         (size + margin - span - 1) // step + 1
         for size, margin, span, step in zip(sizes[-axes:], margins, spans, strides, strict=True)
