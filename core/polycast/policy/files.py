@@ -40,16 +40,26 @@ def read(path: PolicyPath) -> dict[str, Any]:
         OSError: the file cannot be read.
         ValueError: it is not a policy file, or one of a newer schema.
     """
+    content = Path(path).read_bytes()
+    try:
+        return of_text(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8: byte {error.start} is {content[error.start]:#04x}") from error
+
+
+def of_text(text: str) -> dict[str, Any]:
+    """Return the tables in the text of a policy file, without the schema.
+
+    Raises:
+        ValueError: it is not that of a policy file, or of a newer schema.
+    """
     if sys.version_info >= (3, 11):
         import tomllib
     else:
         import tomli as tomllib
 
-    content = Path(path).read_bytes()
     try:
-        table = tomllib.loads(content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"it is not UTF-8: byte {error.start} is {content[error.start]:#04x}") from error
+        table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"it is not TOML: {error}") from error
     except RecursionError:

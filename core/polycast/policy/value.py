@@ -127,6 +127,24 @@ class Policy:
         """Return the text of the policy file that :meth:`save` writes."""
         return files.to_text(self._table())
 
+    @classmethod
+    def of_text(cls, text: str) -> "Policy":
+        """Return the policy with a :meth:`text`.
+
+        Raises:
+            ValueError: as :meth:`load`.
+        """
+        return _from_table(files.of_text(text))
+
+    def without_modules(self) -> "Policy":
+        """Return the policy without its rules for modules, as regions take it."""
+        return Policy(self.ops, devices={device: Policy(part.ops) for device, part in self.devices.items()})
+
+    def only_modules(self) -> "Policy":
+        """Return the rules for modules alone."""
+        devices = {device: Policy(modules=part.modules) for device, part in self.devices.items()}
+        return Policy(modules=self.modules, devices=devices)
+
     def for_device(self, device_type: str) -> "Policy":
         """Return the policy for one device, which has no `devices`."""
         if not self.devices:

@@ -71,7 +71,7 @@ def compare(
     """
     call, given = Call.of(model, inputs), Policy.of(policy or {})
     wanted = wanted_recipe(recipe)
-    region = enabled_region(device_type, dtype, without_modules(given), wanted)
+    region = enabled_region(device_type, dtype, given.without_modules(), wanted)
     profile, output = profile_run(model, call, region.device)
     sums = Sums.of(output, output)
     if sums.inf or sums.nan:
@@ -79,11 +79,6 @@ def compare(
     del output
     with apply_policy(model, Policy(modules=given.for_device(region.device).modules)):
         return compared(model, call, region, profile, wanted)
-
-
-def without_modules(policy: Policy) -> Policy:
-    """Return a policy without its rules for modules, which regions do not take."""
-    return Policy(policy.ops, devices={device: Policy(part.ops) for device, part in policy.devices.items()})
 
 
 def wanted_recipe(recipe: RecipeLike | None) -> Recipe | None:

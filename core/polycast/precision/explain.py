@@ -21,7 +21,7 @@ from ..region.explanation import Explanation
 from ..region.module_rules import apply_policy, rules_of
 from ..torch_internals.dispatcher import OpOverload
 from .calls import Call
-from .compare import enabled_region, wanted_recipe, without_modules
+from .compare import enabled_region, wanted_recipe
 from .hooks import in_this_thread, watched
 from .model_explanation import ModelExplanation, ModuleExplanation
 from .values import tensors_in
@@ -119,7 +119,7 @@ def explain_model(
     device = device_type or next(chain(model.parameters(), model.buffers(), arguments), torch.empty(0)).device.type
     if dtype is None and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    region = enabled_region(device, dtype, without_modules(given), wanted)
+    region = enabled_region(device, dtype, given.without_modules(), wanted)
     modules = given.for_device(region.device).modules
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[int, torch.Tensor] = {

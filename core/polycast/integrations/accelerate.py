@@ -1,0 +1,60 @@
+"""polycast in Accelerate: a function to call before ``prepare``."""
+
+from typing import Any
+
+from accelerate import Accelerator  # type: ignore[import-untyped]
+from torch import nn
+
+from ..engine.persistence.weight_cache import WeightCache
+from ..policy.recipe import RecipeLike
+from ..policy.value import PolicyLike
+from .settings import RegionSettings, run_in_regions
+
+
+def prepare(
+    accelerator: Accelerator,
+    model: nn.Module,
+    *,
+    policy: PolicyLike | None = None,
+    recipe: RecipeLike | None = None,
+    cache: WeightCache | None = None,
+) -> Any:
+    """Prepare a model so that its forward runs in polycast regions.
+
+    The model's forward opens a region inside the one that ``Accelerator(mixed_precision=...)`` makes, with its dtype.
+    Without mixed precision, autocast stays off. ``accelerator.save_state`` saves the policy and the recipe, and
+    ``load_state`` restores them if none were given.
+
+    Args:
+        accelerator: the accelerator.
+        model: the model.
+        policy: a :class:`polycast.Policy`, also with rules for modules, or what makes one.
+        recipe: as in :class:`polycast.autocast`.
+        cache: a :class:`polycast.WeightCache`.
+
+    Returns:
+        The model as ``accelerator.prepare`` returns it.
+
+    Raises:
+        OSError, TypeError, ValueError: see :class:`polycast.autocast`.
+    """
+    settings = _ModelSettings(model, policy, recipe, cache)
+    run_in_regions(model, settings)
+    settings.apply_rules(model)
+    accelerator.register_for_checkpointing(settings)
+    return accelerator.prepare(model)
+
+
+class _ModelSettings(RegionSettings):
+    """Settings that put their model under the rules of a checkpoint."""
+
+    def __init__(self, model: nn.Module, *settings: Any) -> None:
+        super().__init__(*settings)
+        self._model = model
+
+    def load_state_dict(self, state: Any) -> None:
+        """Use the policy and the recipe of a checkpoint, unless others were given."""
+        had_policy = self.policy is not None
+        super().load_state_dict(state)
+        if not had_policy:
+            self.apply_rules(self._model)

@@ -1,0 +1,127 @@
+"""polycast in Lightning: a precision plugin, and a callback that observes.
+
+Works with ``lightning`` and with ``pytorch_lightning``: with the one that is imported already, or the one installed.
+"""
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from ..engine.persistence.weight_cache import WeightCache
+from ..policy.recipe import RecipeLike
+from ..policy.value import PolicyLike
+from .observing import StepObserver
+from .settings import RegionSettings
+
+if TYPE_CHECKING or "pytorch_lightning" in sys.modules:
+    from pytorch_lightning import Callback
+    from pytorch_lightning.plugins.precision import MixedPrecision
+else:
+    try:
+        from lightning.pytorch import Callback
+        from lightning.pytorch.plugins.precision import MixedPrecision
+    except ImportError:
+        from pytorch_lightning import Callback
+        from pytorch_lightning.plugins.precision import MixedPrecision
+
+_KEY = "polycast"
+
+
+class Precision(MixedPrecision):
+    """A precision plugin whose regions are polycast's: ``Trainer(plugins=[Precision("bf16-mixed", "cpu")])``.
+
+    Checkpoints contain the policy and the recipe. A run that resumes without either uses those of its checkpoint.
+
+    Args:
+        precision: ``"bf16-mixed"`` or ``"16-mixed"``.
+        device: the device type of the regions.
+        policy: a :class:`polycast.Policy`, also with rules for modules, or what makes one.
+        recipe: as in :class:`polycast.autocast`.
+        cache: a :class:`polycast.WeightCache`.
+        scaler: a gradient scaler for ``"16-mixed"``, by default ``torch.amp.GradScaler(device)``.
+
+    Raises:
+        OSError, TypeError, ValueError: see :class:`polycast.autocast`.
+    """
+
+    def __init__(
+        self,
+        precision: Literal["16-mixed", "bf16-mixed"],
+        device: str,
+        *,
+        policy: PolicyLike | None = None,
+        recipe: RecipeLike | None = None,
+        cache: WeightCache | None = None,
+        scaler: "torch.amp.GradScaler | None" = None,
+    ) -> None:
+        super().__init__(precision, device, scaler)
+        self.settings = RegionSettings(policy, recipe, cache)
+        self._module: torch.nn.Module | None = None
+
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Put the module under the policy's rules for modules."""
+        self._module = module
+        self.settings.apply_rules(module)
+        return super().convert_module(module)
+
+    def autocast_context_manager(self) -> torch.autocast:
+        """Return a region."""
+        dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
+        return self.settings.region(self.device, dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the scaler, and the policy and the recipe."""
+        return {**super().state_dict(), _KEY: self.settings.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the scaler, and the policy and the recipe if none were given."""
+        scaler = {name: value for name, value in state_dict.items() if name != _KEY}
+        if scaler:
+            super().load_state_dict(scaler)
+        has_policy = self.settings.policy is not None
+        self.settings.load_state_dict(state_dict.get(_KEY, {}))
+        if self._module is not None and not has_policy:
+            self.settings.apply_rules(self._module)
+
+
+class Observe(Callback):
+    """Observe some training steps with :class:`polycast.observe`, and write a report.
+
+    Args:
+        report: the HTML file to write when the last of the steps has ended, or the run; None: none.
+        first: the first step to observe, counted from 0.
+        steps: the number of steps.
+
+    Attributes:
+        observation: the :class:`polycast.Observation`; None before the first step.
+
+    Raises:
+        TypeError: `first` or `steps` is not an int.
+        ValueError: `first` is negative, or `steps` not positive.
+    """
+
+    def __init__(self, report: str | os.PathLike[str] | None = None, *, first: int = 10, steps: int = 10) -> None:
+        self._observer = StepObserver(report, first=first, steps=steps)
+
+    @property
+    def observation(self) -> Any:
+        """Return the observation; None before the first step."""
+        return self._observer.observation
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Start with the first step."""
+        self._observer.step_begins(pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Stop after the last step."""
+        self._observer.step_ends()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Stop when the run is interrupted."""
+        self._observer.stop()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Stop when the run ends."""
+        self._observer.stop()

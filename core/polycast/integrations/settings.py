@@ -1,0 +1,101 @@
+"""The settings of regions in a training run: applied to its model, and saved in its checkpoints."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine.persistence.weight_cache import WeightCache
+from ..errors import warn_user
+from ..policy.recipe import Recipe, RecipeLike, read_recipe
+from ..policy.value import Policy, PolicyLike
+from ..region.autocast import autocast
+from ..region.module_rules import ModuleRules, apply_policy
+
+
+class RegionSettings:
+    """The policy, recipe and cache of a run's regions.
+
+    Raises:
+        OSError, TypeError, ValueError: see :class:`polycast.autocast`.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyLike | None = None,
+        recipe: RecipeLike | None = None,
+        cache: WeightCache | None = None,
+    ) -> None:
+        if cache is not None and not isinstance(cache, WeightCache):
+            raise TypeError(f"cache must be a polycast.WeightCache or None, got {cache!r}")
+        self.recipe: Recipe | None = None if recipe is None else read_recipe(recipe)
+        self.cache = cache
+        self._set_policy(None if policy is None else Policy.of(policy))
+
+    def _set_policy(self, policy: Policy | None) -> None:
+        self.policy = policy
+        self._ops = None if policy is None else policy.without_modules()
+
+    def region(self, device_type: str, dtype: torch.dtype | None = None) -> autocast:
+        """Return a region with these settings; by default of the dtype of the region around it."""
+        return autocast(device_type, dtype, policy=self._ops, recipe=self.recipe, cache=self.cache)
+
+    def apply_rules(self, model: nn.Module) -> ModuleRules | None:
+        """Put a model under the policy's rules for modules, if it has any."""
+        if self.policy is None or not self.policy.has_module_rules:
+            return None
+        return apply_policy(model, self.policy.only_modules())
+
+    def state_dict(self) -> dict[str, str]:
+        """Return the policy and the recipe as text; a cache is not part of a checkpoint."""
+        texts = {"policy": "" if self.policy is None else self.policy.text()}
+        return texts | {"recipe": "" if self.recipe is None else self.recipe.text}
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        """Use the policy and the recipe of a checkpoint, unless others were given.
+
+        Warns:
+            UserWarning: others were given.
+        """
+        here = self.state_dict()
+        for name, saved in state.items():
+            if here[name] and here[name] != saved:
+                warn_user(
+                    f"the run was saved with the {name} {saved or None!r}, and goes on with {here[name]!r}. To use the "
+                    f"saved one, leave out {name}="
+                )
+            elif saved and name == "policy":
+                self._set_policy(Policy.of_text(saved))
+            elif saved:
+                self.recipe = Recipe.of_text(saved)
+
+
+def run_in_regions(model: nn.Module, settings: RegionSettings) -> None:
+    """Make the forward of a model open a region inside the enabled one that it is called in."""
+    model.forward = _ForwardInRegion(model, vars(model).get("forward"), settings)
+
+
+class _ForwardInRegion:
+    """The ``forward`` of a model that runs in regions; unlike a function, it is copied with the model."""
+
+    def __init__(self, model: nn.Module, inner: Callable[..., Any] | None, settings: RegionSettings) -> None:
+        self._model, self._inner, self._settings = model, inner, settings
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward in a region."""
+        device_type = next(self._model.parameters(), torch.empty(0)).device.type
+        if not torch.is_autocast_enabled(device_type):
+            return self.__wrapped__(*args, **kwargs)
+        with self._settings.region(device_type):
+            return self.__wrapped__(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_ForwardInRegion":
+        model, inner = copy.deepcopy((self._model, self._inner), memo)
+        return _ForwardInRegion(model, inner, self._settings)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward that is called, whose signature ``inspect`` reports."""
+        return self._inner if self._inner is not None else type(self._model).forward.__get__(self._model)

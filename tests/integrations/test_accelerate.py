@@ -1,0 +1,63 @@
+"""``prepare`` for Accelerate."""
+
+import copy
+
+import pytest
+import torch
+
+import polycast
+
+accelerate = pytest.importorskip("accelerate", reason="accelerate is in the extra 'test'")
+
+from polycast.integrations.accelerate import prepare  # noqa: E402
+
+
+@pytest.fixture
+def accelerator():
+    """Return a function that makes an accelerator, as a new process would."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield lambda precision="bf16": accelerate.Accelerator(mixed_precision=precision, cpu=True)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def train(accelerator, model, data):
+    """Train a prepared model for four steps; return the losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, batches = accelerator.prepare(optimizer, torch.utils.data.DataLoader(data, 8))
+    losses = []
+    for inputs, targets in batches:
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+def test_without_settings_the_losses_are_those_of_accelerate(precision, accelerator, layers, data, engine):
+    runner = accelerator(precision)
+    theirs = train(runner, runner.prepare(copy.deepcopy(layers)), data)
+    ours = train(runner, prepare(runner, copy.deepcopy(layers)), data)
+    assert len(ours) == 4
+    assert ours == theirs
+
+
+def test_the_policy_and_the_cache_apply(accelerator, layers, data, policy, dtypes, engine):
+    found, cache = dtypes(layers), polycast.WeightCache()
+    runner = accelerator()
+    train(runner, prepare(runner, layers, policy=policy, cache=cache), data)
+    assert found == [torch.bfloat16, torch.float32, torch.float32]
+    assert cache.stats().misses > 0
+
+
+def test_a_resumed_run_uses_the_policy_of_its_checkpoint(accelerator, layers, policy, tmp_path, engine):
+    runner = accelerator()
+    prepare(runner, copy.deepcopy(layers), policy=policy, recipe="fastest")
+    runner.save_state(str(tmp_path))
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    runner = accelerator()
+    model = prepare(runner, copy.deepcopy(layers))
+    assert polycast.rules_of(model) == {}
+    runner.load_state(str(tmp_path))
+    assert polycast.rules_of(model) == {"2": "**.2 = 'fp32'"}

@@ -1,0 +1,166 @@
+"""The precision plugin and the callback for Lightning, in its Trainer."""
+
+import copy
+
+import pytest
+import torch
+
+import polycast
+
+lightning = pytest.importorskip("pytorch_lightning", reason="pytorch-lightning is in the extra 'test'")
+
+from pytorch_lightning.plugins.precision import MixedPrecision  # noqa: E402
+
+from polycast.integrations.lightning import Observe, Precision  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec"),
+    pytest.mark.filterwarnings("ignore:Starting from v1.9.0"),
+]
+
+
+class Regression(lightning.LightningModule):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+        self.losses = []
+
+    def training_step(self, batch):
+        inputs, targets = batch
+        loss = torch.nn.functional.mse_loss(self.layers(inputs).float(), targets)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def fit(layers, data, tmp_path):
+    """Return a function that trains a copy of the model for four steps with a precision plugin."""
+
+    def fit(plugin, checkpoint=None, **settings):
+        model = Regression(copy.deepcopy(layers))
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            plugins=[plugin],
+            max_epochs=2,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+            **{"callbacks": [], **settings},
+        )
+        trainer.fit(model, torch.utils.data.DataLoader(data, 16), ckpt_path=checkpoint, weights_only=True)
+        return model, trainer
+
+    return fit
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_without_settings_the_losses_are_those_of_lightning(precision, fit, engine):
+    theirs, ours = fit(MixedPrecision(precision, "cpu"))[0], fit(Precision(precision, "cpu"))[0]
+    assert len(ours.losses) == 4
+    assert ours.losses == theirs.losses
+
+
+def test_the_policy_applies(fit, layers, policy, dtypes, engine):
+    found = []
+    plugin = Precision("bf16-mixed", "cpu", policy=policy)
+
+    class Recorded(lightning.Callback):
+        def on_train_start(self, trainer, module):
+            found.append(dtypes(module.layers))
+
+    fit(plugin, callbacks=[Recorded()])
+    assert found == [[torch.bfloat16, torch.float32, torch.float32]]
+
+
+def test_a_cache_is_used(fit, engine):
+    cache = polycast.WeightCache()
+    fit(Precision("bf16-mixed", "cpu", cache=cache))
+    assert cache.stats().misses > 0
+
+
+def test_a_resumed_run_uses_the_policy_of_its_checkpoint(fit, policy, tmp_path, engine):
+    _, trainer = fit(Precision("bf16-mixed", "cpu", policy=policy, recipe="fastest"))
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    plugin = Precision("bf16-mixed", "cpu")
+    model, _ = fit(plugin, tmp_path / "run.ckpt")
+    assert plugin.settings.policy == policy
+    assert plugin.settings.recipe == polycast.Fastest()
+    assert polycast.rules_of(model) == {"layers.2": "**.2 = 'fp32'"}
+
+
+def test_a_scaler_is_restored_too(fit, tmp_path):
+    plugin = Precision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+    _, trainer = fit(plugin)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    resumed = Precision("16-mixed", "cpu")
+    fit(resumed, tmp_path / "run.ckpt")
+    assert resumed.scaler.get_scale() == 4.0
+
+
+def test_a_checkpoint_of_lightnings_plugin_is_loaded(fit, tmp_path):
+    _, trainer = fit(MixedPrecision("bf16-mixed", "cpu"))
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    fit(Precision("bf16-mixed", "cpu"), tmp_path / "run.ckpt")
+
+
+def test_another_policy_than_the_checkpoints_is_kept_with_a_warning(fit, policy, tmp_path):
+    _, trainer = fit(Precision("bf16-mixed", "cpu", policy=policy))
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    other = Precision("bf16-mixed", "cpu", policy={"relu": "fp32"})
+    with pytest.warns(UserWarning, match=r"^the run was saved with the policy .*careful.* leave out policy=$"):
+        fit(other, tmp_path / "run.ckpt")
+    assert other.settings.policy == polycast.Policy({"relu": "fp32"})
+
+
+def test_some_steps_are_observed(fit, tmp_path):
+    callback = Observe(tmp_path / "report.html", first=1, steps=2)
+    fit(Precision("bf16-mixed", "cpu"), callbacks=[callback])
+    assert sum(region.entries for region in callback.observation.regions) == 2
+    assert {each.kind for each in callback.observation.modules} >= {"Regression", "Linear"}
+    assert "<html" in (tmp_path / "report.html").read_text()
+
+
+def test_a_run_that_fails_keeps_what_was_observed(fit, tmp_path):
+    class Failing(lightning.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if trainer.global_step == 2:
+                raise ZeroDivisionError
+
+    callback = Observe(tmp_path / "report.html", first=0, steps=100)
+    with pytest.raises(ZeroDivisionError):
+        fit(Precision("bf16-mixed", "cpu"), callbacks=[callback, Failing()])
+    assert sum(region.entries for region in callback.observation.regions) == 2
+    assert (tmp_path / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"policy": {"relo": "fp32"}}, ValueError, "relo"),
+        ({"recipe": "int9"}, ValueError, "int9"),
+        ({"cache": True}, TypeError, "^cache must be a polycast.WeightCache or None, got True$"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, error, message):
+    with pytest.raises(error, match=message):
+        Precision("bf16-mixed", "cpu", **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"first": -1}, ValueError, "^first must be at least 0, got -1$"),
+        ({"steps": 0}, ValueError, "^steps must be at least 1, got 0$"),
+        ({"steps": 1.5}, TypeError, "^steps must be an int, got 1.5$"),
+    ],
+)
+def test_wrong_steps_are_refused(settings, error, message):
+    with pytest.raises(error, match=message):
+        Observe(**settings)

@@ -1,0 +1,90 @@
+"""The callback for the Trainer of transformers."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+import polycast
+
+transformers = pytest.importorskip("transformers", reason="transformers is in the extra 'test'")
+pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+
+from polycast.integrations.transformers import PolycastCallback  # noqa: E402
+
+
+class Regression(torch.nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x, labels=None):
+        return {"loss": torch.nn.functional.mse_loss(self.layers(x).float(), labels)}
+
+
+@pytest.fixture
+def train(layers, data, tmp_path):
+    """Return a function that trains a copy of the model for four steps."""
+
+    def train(callback=None, checkpoint=None, **settings):
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / "run"),
+            use_cpu=True,
+            max_steps=4 if checkpoint is None else 6,
+            per_device_train_batch_size=16,
+            logging_steps=1,
+            save_steps=4,
+            report_to=[],
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+            **{"bf16": True, **settings},
+        )
+        trainer = transformers.Trainer(
+            Regression(copy.deepcopy(layers)),
+            arguments,
+            train_dataset=[{"x": x, "labels": y} for x, y in data],
+            callbacks=[] if callback is None else [callback],
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer
+
+    return train
+
+
+def losses(trainer):
+    return [each["loss"] for each in trainer.state.log_history if "loss" in each]
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_without_settings_the_losses_are_those_of_the_trainer(bf16, train, engine):
+    theirs, ours = train(bf16=bf16), train(PolycastCallback(), bf16=bf16)
+    assert len(losses(ours)) == 4
+    assert losses(ours) == losses(theirs)
+
+
+def test_the_policy_and_the_cache_apply(train, layers, policy, engine):
+    cache = polycast.WeightCache()
+    trainer = train(PolycastCallback(policy=policy, cache=cache))
+    assert cache.stats().misses > 0
+    assert polycast.rules_of(trainer.model) == {"layers.2": "**.2 = 'fp32'"}
+    found = []
+    trainer.model.layers[1].register_forward_hook(lambda module, inputs, output: found.append(output.dtype))
+    trainer.model(torch.ones(1, 8), torch.ones(1, 1))
+    assert found == [torch.float32]
+
+
+def test_the_checkpoint_has_the_policy_and_the_recipe(train, policy, tmp_path, engine):
+    train(PolycastCallback(policy=policy, recipe="fastest"))
+    checkpoint = tmp_path / "run" / "checkpoint-4"
+    state = json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]["PolycastCallback"]
+    callback = PolycastCallback.from_state(copy.deepcopy(state))
+    assert callback.settings.policy == policy
+    assert callback.settings.recipe == polycast.Fastest()
+    resumed = train(PolycastCallback(), str(checkpoint), restore_callback_states_from_checkpoint=True)
+    assert polycast.rules_of(resumed.model) == {"layers.2": "**.2 = 'fp32'"}
+
+
+def test_some_steps_are_observed(train, tmp_path):
+    train(PolycastCallback(report=tmp_path / "report.html", first=1, steps=2))
+    assert "<html" in (tmp_path / "report.html").read_text()
