@@ -94,11 +94,11 @@ def explain(subject: Any, /, *args: Any, **kwargs: Any) -> Explanation | ModelEx
         lower_precision_fp (backend's table): its inputs are cast to bfloat16
           self: float32 -> bfloat16
           mat2: bfloat16, unchanged
-        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
         >>> for module in polycast.explain(model, torch.ones(1, 4)).modules:
         ...     print(module.name, module.kind, *module.compute, *module.output)
         0 Linear bfloat16 torch.bfloat16
-        1 LayerNorm float32 torch.float32
+        1 Tanh bfloat16 torch.bfloat16
     """
     if isinstance(subject, nn.Module):
         return explain_model(subject, *args, **kwargs)
