@@ -13,12 +13,6 @@ from pytorch_lightning.plugins.precision import MixedPrecision  # noqa: E402
 
 from polycast.integrations.lightning import Observe, Precision  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec"),
-    pytest.mark.filterwarnings("ignore:Starting from v1.9.0"),
-]
-
 
 class Regression(lightning.LightningModule):
     def __init__(self, layers):
