@@ -73,11 +73,14 @@ stress: $(VENV)/polycast.stamp
 # fork. So is a test of memory: AddressSanitizer does not return freed memory. setarch turns off address randomization,
 # which ThreadSanitizer does not support.
 SANITIZED ?= tests/engine tests/observe tests/region
+SANITIZED_OPS ?= $(wildcard tests/backends/test_int*.py) tests/backends/test_few_rows.py
 RACE_STEPS ?= 1000
 preloading = LD_PRELOAD="$$($(CXX) -print-file-name=lib$(1).so) $$($(CXX) -print-file-name=libstdc++.so)"
 asan: $(VENV)/polycast.stamp
 	CXX="$(CXX) -fsanitize=address -fno-omit-frame-pointer" ASAN_OPTIONS=detect_leaks=0 $(call preloading,asan) \
 		$(VENV)/bin/pytest --installed -k "native and not fork and not memory_does_not_grow and not grow_memory" $(SANITIZED)
+	CXX="$(CXX) -fsanitize=address -fno-omit-frame-pointer" ASAN_OPTIONS=detect_leaks=0 $(call preloading,asan) \
+		$(VENV)/bin/pytest --installed -m "not slow" $(SANITIZED_OPS)
 	CXX="$(CXX) -fsanitize=address -fno-omit-frame-pointer" ASAN_OPTIONS=detect_leaks=0 $(call preloading,asan) \
 		POLYCAST_ENGINE=native $(VENV)/bin/python tests/engine/stress.py 300 0 0
 

@@ -78,12 +78,14 @@ class Conv2d(LowBitKernel):
     The padding is given as numbers or, for ``aten::conv2d.padding``, as ``"same"`` or ``"valid"``.
     """
 
+    axes = 2
+    op = "int8_conv2d"
     prepack_key: Hashable = "rows are output channels"
 
     def __init__(self, by_image: bool, isa: int | None = None, overload: str = "default") -> None:
         ops = torch.ops.polycast_cpu
         self._isa = ops.best_isa() if isa is None else isa
-        self.operator = getattr(ops.int8_conv2d, overload)
+        self.operator = getattr(getattr(ops, self.op), overload)
         self.constants = (by_image, self._isa)
 
     @override
@@ -91,7 +93,8 @@ class Conv2d(LowBitKernel):
         x, weight, bias, *steps, groups = args
         if groups != 1:
             return "the convolution has groups"
-        if weight.dim() != 4 or x.dim() not in (3, 4) or x.shape[-3] != weight.shape[1]:
+        axes = self.axes
+        if weight.dim() != axes + 2 or x.dim() not in (axes + 1, axes + 2) or x.shape[-axes - 1] != weight.shape[1]:
             return _NO_FIT
         if bias is not None and bias.shape != weight.shape[:1]:
             return "the bias is not a vector of the output channels"
@@ -101,19 +104,26 @@ class Conv2d(LowBitKernel):
             return "the images have no elements"
         if weight.shape[1:].numel() > _MOST_TERMS:
             return _LONG_SUMS
-        given = _steps(weight, *steps)
-        if given is None or not all(map(_fits, x.shape[-2:], weight.shape[-2:], *given)):
+        given, size = _steps(weight, *steps), x.shape[-axes:]
+        if given is None or not all(map(_fits, size, weight.shape[2:], *given)):
             return _NO_FIT
-        padded = math.prod(size + sum(padding) for size, padding in zip(x.shape[-2:], given[1], strict=True))
-        if padded > _MOST_PADDED * x.shape[-2:].numel() + 2**16:  # the kernel writes the padded image
+        padded = math.prod(each + sum(padding) for each, padding in zip(size, given[1], strict=True))
+        if padded > _MOST_PADDED * size.numel() + 2**16:  # the kernel writes the padded image
             return "the padding is much larger than the images"
         return None
 
     @override
     def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-        rows = weight.permute(0, 2, 3, 1).flatten(1)
+        rows = weight.movedim(1, -1).flatten(1)
         packed = torch.ops.polycast_cpu.int8_pack(rows, None, self._isa)
         return tuple(packed[:-1]) or None  # without the factors of an equalization
+
+
+class Conv1d(Conv2d):
+    """``aten::conv1d``, in the same way: weights are [N, C, width]."""
+
+    axes = 1
+    op = "int8_conv1d"
 
 
 _Numbers: TypeAlias = Sequence[int]
@@ -123,22 +133,23 @@ def _steps(
     weight: torch.Tensor, stride: Any, padding: Any, dilation: Any
 ) -> tuple[_Numbers, Sequence[_Numbers], _Numbers] | None:
     """Return stride, padding (before and after) and dilation of each axis; None if torch rejects them."""
-    strides, dilations = _pair(stride), _pair(dilation)
+    axes = weight.dim() - 2
+    strides, dilations = _by_axis(stride, axes), _by_axis(dilation, axes)
     if strides is None or dilations is None:
         return None
     if padding == "same" and all(step == 1 for step in strides):
         totals = [step * (size - 1) for step, size in zip(dilations, weight.shape[2:], strict=True)]
         return strides, [(total // 2, total - total // 2) for total in totals], dilations
-    paddings = _pair(0 if padding == "valid" else padding)
+    paddings = _by_axis(0 if padding == "valid" else padding, axes)
     return None if paddings is None else (strides, [(size, size) for size in paddings], dilations)
 
 
-def _pair(step: Any) -> _Numbers | None:
-    """Return a number for each of two axes, given one or two; None if the argument is something else."""
+def _by_axis(step: Any, axes: int) -> _Numbers | None:
+    """Return a number for each axis, given one or all; None if the argument is something else."""
     if isinstance(step, str):
         return None
-    numbers = (step,) if isinstance(step, int) else step
-    return numbers if len(numbers) == 2 else (*numbers, *numbers) if len(numbers) == 1 else None
+    numbers = (step,) if isinstance(step, int) else tuple(step)
+    return numbers if len(numbers) == axes else numbers * axes if len(numbers) == 1 else None
 
 
 def _fits(size: int, kernel: int, stride: int, padding: _Numbers, dilation: int) -> bool:
@@ -153,6 +164,8 @@ def int8_kernels(scales: str) -> Mapping[str, LowBitKernel]:
     by_row = scales == "row"
     return {
         **Product(by_row).kernels(),
+        "aten::conv1d": Conv1d(by_row),
+        "aten::conv1d.padding": Conv1d(by_row, overload="padding"),
         "aten::conv2d": Conv2d(by_row),
         "aten::conv2d.padding": Conv2d(by_row, overload="padding"),
     }

@@ -52,7 +52,8 @@ def test_each_recipe_has_a_kernel_for_each_op(scales):
     backend = polycast.get_backend("cpu")
     if not backend.recipe_availability(recipe):
         pytest.skip("no int8 here")
-    ops = {"aten::linear", "aten::matmul", "aten::mm", "aten::addmm", "aten::conv2d", "aten::conv2d.padding"}
+    ops = {"aten::linear", "aten::matmul", "aten::mm", "aten::addmm"}
+    ops |= {f"aten::conv{axes}d{overload}" for axes in (1, 2) for overload in ("", ".padding")}
     assert set(backend.low_bit_kernels(recipe)) == ops
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import polycast
-from polycast_cpu.int8 import Conv2d, Product
+from polycast_cpu.int8 import Conv1d, Conv2d, Product
 
 AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
@@ -17,6 +17,10 @@ CALLS = {
     "matmul": (BATCHES, WEIGHT.t()),
     "mm": (X, WEIGHT.t()),
     "addmm": (torch.randn(70), X, WEIGHT.t(), 0.5, 2),
+    "conv1d": (IMAGES[0], torch.randn(4, 9, 3), torch.randn(4), [2], [1], [1], 1),
+    "conv1d of one signal": (IMAGES[0, 0], torch.randn(4, 9, 3), None, [1], [0], [2], 1),
+    "conv1d of channels in order": (IMAGES[0].transpose(1, 2), torch.randn(4, 9, 3), None, [1], [0], [1], 1),
+    "conv1d.padding": (IMAGES[0], torch.randn(4, 9, 4), None, [1], "same", [1], 1),
     "conv2d": (IMAGES, FILTERS, torch.randn(5), [2, 1], [1, 0], [1, 1], 1),
     "conv2d of one image": (IMAGES[0], FILTERS, None, [1, 1], [0, 0], [1, 1], 1),
     "conv2d, channels_last": (IMAGES.to(memory_format=torch.channels_last), FILTERS, None, [1], [0], [1], 1),
@@ -28,8 +32,9 @@ def call(name, dtype=torch.bfloat16):
     """Return the operator of a call, and all its arguments."""
     op = name.partition(" ")[0].rstrip(",")
     args = CALLS[name]
-    if op.startswith("conv2d"):
-        kernel = Conv2d(True, overload="padding" if op.endswith("padding") else "default")
+    if op.startswith("conv"):
+        convolution = Conv1d if op.startswith("conv1d") else Conv2d
+        kernel = convolution(True, overload="padding" if op.endswith("padding") else "default")
     else:
         kernel = Product(True).kernels()[f"aten::{op}"]
     packed = kernel.prepack(args[kernel.weight])

@@ -3,7 +3,7 @@
 
 #include <torch/library.h>
 
-#include "conv2d.h"
+#include "convolution.h"
 #include "fake.h"
 #include "few_rows.h"
 #include "int4_linear.h"
@@ -27,10 +27,13 @@ TORCH_LIBRARY(polycast_cpu, library) {
   def_int8("int8_linear(Tensor x, Tensor weight, Tensor? bias");
   def_int8("int8_matmul(Tensor x, Tensor weight");
   def_int8("int8_addmm(Tensor bias, Tensor x, Tensor weight, Scalar beta, Scalar alpha");
-  def_int8("int8_conv2d(Tensor x, Tensor weight, Tensor? bias, SymInt[2] stride, SymInt[2] padding, SymInt[2] dilation, "
-           "SymInt groups", "");
-  def_int8("int8_conv2d.padding(Tensor x, Tensor weight, Tensor? bias, SymInt[2] stride, str padding, SymInt[2] dilation, "
-           "SymInt groups", "");
+  for (const std::string axes : {"1", "2"}) {
+    const std::string op = "int8_conv" + axes + "d", numbers = "SymInt[" + axes + "] ";
+    const std::string before = "(Tensor x, Tensor weight, Tensor? bias, " + numbers + "stride, ";
+    const std::string after = " padding, " + numbers + "dilation, SymInt groups";
+    def_int8(op + before + numbers + after, "");
+    def_int8(op + ".padding" + before + "str" + after, "");
+  }
   library.def("int4_pack(Tensor weight, Tensor? factors, int group_size) -> Tensor[]");
   const auto def_int4 = [&](const std::string& op) {
     library.def((op + ", Tensor values, Tensor factors, ScalarType dtype, int group_size, int isa) -> Tensor").c_str());
@@ -50,8 +53,10 @@ TORCH_LIBRARY_IMPL(polycast_cpu, CPU, library) {
   library.impl("int8_linear", int8_linear);
   library.impl("int8_matmul", int8_matmul);
   library.impl("int8_addmm", int8_addmm);
-  library.impl("int8_conv2d", int8_conv2d);
-  library.impl("int8_conv2d.padding", int8_conv2d_padding);
+  library.impl("int8_conv1d", int8_conv<1>);
+  library.impl("int8_conv1d.padding", int8_conv_padding<1>);
+  library.impl("int8_conv2d", int8_conv<2>);
+  library.impl("int8_conv2d.padding", int8_conv_padding<2>);
   library.impl("int4_pack", int4_pack);
   library.impl("int4_linear", int4_linear);
   library.impl("int4_matmul", int4_matmul);
@@ -66,8 +71,10 @@ TORCH_LIBRARY_IMPL(polycast_cpu, Meta, library) {
   library.impl("int8_linear", fake_linear<T, T, T, T, ScalarType, bool, int64_t>);
   library.impl("int8_matmul", fake_matmul<T, T, T, T, ScalarType, bool, int64_t>);
   library.impl("int8_addmm", fake_addmm<T, T, T, T, ScalarType, bool, int64_t>);
-  library.impl("int8_conv2d", fake_conv2d<c10::SymIntArrayRef, T, T, T, ScalarType, bool, int64_t>);
-  library.impl("int8_conv2d.padding", fake_conv2d<c10::string_view, T, T, T, ScalarType, bool, int64_t>);
+  library.impl("int8_conv1d", fake_conv<1, c10::SymIntArrayRef, T, T, T, ScalarType, bool, int64_t>);
+  library.impl("int8_conv1d.padding", fake_conv<1, c10::string_view, T, T, T, ScalarType, bool, int64_t>);
+  library.impl("int8_conv2d", fake_conv<2, c10::SymIntArrayRef, T, T, T, ScalarType, bool, int64_t>);
+  library.impl("int8_conv2d.padding", fake_conv<2, c10::string_view, T, T, T, ScalarType, bool, int64_t>);
   library.impl("int4_linear", fake_linear<T, T, ScalarType, int64_t, int64_t>);
   library.impl("int4_matmul", fake_matmul<T, T, ScalarType, int64_t, int64_t>);
   library.impl("int4_addmm", fake_addmm<T, T, ScalarType, int64_t, int64_t>);
@@ -78,8 +85,8 @@ TORCH_LIBRARY_IMPL(polycast_cpu, Meta, library) {
 
 // Nothing is recorded: skip torch's fallback, which would look for gradients.
 TORCH_LIBRARY_IMPL(polycast_cpu, Autograd, library) {
-  for (const char* op : {"int8_pack", "int8_linear", "int8_matmul", "int8_addmm", "int8_conv2d", "int8_conv2d.padding",
-                         "int4_pack", "int4_linear", "int4_matmul", "int4_addmm", "few_rows_linear", "few_rows_matmul",
+  for (const char* op : {"int8_pack", "int8_linear", "int8_matmul", "int8_addmm", "int8_conv1d", "int8_conv1d.padding",
+                         "int8_conv2d", "int8_conv2d.padding", "int4_pack", "int4_linear", "int4_matmul", "int4_addmm", "few_rows_linear", "few_rows_matmul",
                          "few_rows_addmm"}) {
     library.impl(op, torch::CppFunction::makeFallthrough());
   }

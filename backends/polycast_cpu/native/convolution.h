@@ -1,4 +1,4 @@
-// Convolutions as matrix products (im2col): a row of activations is the patch of one output pixel.
+// Convolutions of one and two axes as matrix products (im2col): a row of activations is the patch of one output pixel.
 #pragma once
 
 #include <ATen/ops/constant_pad_nd.h>
@@ -129,22 +129,21 @@ inline at::Tensor convolve_nonfinite(const at::Tensor& image, const Weight& weig
   return at::conv2d(padded, floats.permute({0, 3, 1, 2}), bias, stride, at::IntArrayRef{0}, dilation);
 }
 
-// Return the format of the result as torch does, also for tensors that are in both formats.
-inline at::MemoryFormat convolution_format(const at::Tensor& images, const at::Tensor& weight) {
+// Return the format of the result as torch does, also for tensors that are in both formats. With one axis there is one format.
+template <int Axes>
+at::MemoryFormat convolution_format(const at::Tensor& images, const at::Tensor& weight) {
   const auto is_last = [](const at::Tensor& tensor) {
     return tensor.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
   };
-  return is_last(images) || is_last(weight) ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous;
+  return Axes == 2 && (is_last(images) || is_last(weight)) ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous;
 }
 
-// Return the convolution of images [B, C, H, W]. Of `original`, the weight [N, C, height, width], only sizes and strides are
-// used.
-inline at::Tensor convolve_images(const at::Tensor& x, const at::Tensor& original, const std::optional<at::Tensor>& bias,
+// Return the convolution of images [B, C, H, W], in a format.
+inline at::Tensor convolve_images(const at::Tensor& x, at::MemoryFormat format, const std::optional<at::Tensor>& bias,
                                   const Convolution& convolution, const at::Tensor& values, const at::Tensor& scales,
                                   const at::Tensor& offsets, at::ScalarType dtype, bool by_image, int64_t isa_number) {
   const auto isa = static_cast<Isa>(isa_number);
   const Pair kernel = convolution.kernel;
-  const at::MemoryFormat format = convolution_format(x, original);
   const bool channels_last = format == at::MemoryFormat::ChannelsLast;
   const int64_t count = x.size(0), channels = x.size(1), height = x.size(2), width = x.size(3);
   const int64_t terms = kernel[0] * kernel[1] * channels, columns = scales.size(0);
@@ -152,7 +151,7 @@ inline at::Tensor convolve_images(const at::Tensor& x, const at::Tensor& origina
   const Pair output{convolution.output(height, 0), convolution.output(width, 1)};
   const int64_t pixels = output[0] * output[1];
   TORCH_CHECK(x.numel() > 0 && columns > 0 && output[0] > 0 && output[1] > 0,
-              "polycast_cpu::int8_conv2d: expected images and an output with elements, got images ", x.sizes(), " and an output of ",
+              "an int8 convolution expected images and an output with elements, got images ", x.sizes(), " and an output of ",
               output[0], " by ", output[1], ". Call torch's conv2d for these.");
   at::Tensor out = at::empty({count, columns, output[0], output[1]}, x.options().dtype(dtype), format);
   const bool by_channel = !x.is_contiguous(at::MemoryFormat::ChannelsLast);
@@ -215,10 +214,10 @@ inline at::Tensor convolve_images(const at::Tensor& x, const at::Tensor& origina
 
 inline Convolution convolution_of(const at::Tensor& weight, Pair stride, Pair before, Pair after, Pair dilation,
                                   int64_t groups) {
-  TORCH_CHECK(groups == 1, "polycast_cpu::int8_conv2d: expected one group, got ", groups);
+  TORCH_CHECK(groups == 1, "an int8 convolution expected one group, got ", groups);
   TORCH_CHECK(std::min({stride[0], stride[1], dilation[0], dilation[1]}) > 0 &&
                   std::min({before[0], before[1], after[0], after[1]}) >= 0,
-              "polycast_cpu::int8_conv2d: expected a positive stride and dilation and no negative padding");
+              "an int8 convolution expected a positive stride and dilation and no negative padding");
   return {{weight.size(2), weight.size(3)}, stride, before, after, dilation};
 }
 
@@ -227,46 +226,67 @@ inline Pair pair_of(at::IntArrayRef numbers) {
   return {numbers[0], numbers.back()};
 }
 
-// Images are [B, C, H, W] or [C, H, W].
-inline at::Tensor convolve(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                           const Convolution& convolution, const at::Tensor& values, const at::Tensor& scales,
-                           const at::Tensor& offsets, at::ScalarType dtype, bool by_image, int64_t isa) {
-  TORCH_CHECK(x.dim() == 3 || x.dim() == 4, "polycast_cpu::int8_conv2d: expected images of 3 or 4 dimensions, got ",
+// Images are [B, C, H, W] or [C, H, W]. Of the weight only sizes and strides are used.
+template <int Axes>
+at::Tensor convolve(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                    const Convolution& convolution, const at::Tensor& values, const at::Tensor& scales,
+                    const at::Tensor& offsets, at::ScalarType dtype, bool by_image, int64_t isa) {
+  TORCH_CHECK(x.dim() == 3 || x.dim() == 4, "an int8 convolution expected images of 3 or 4 dimensions, got ",
               x.dim());
-  const at::Tensor out = convolve_images(x.dim() == 4 ? x : x.unsqueeze(0), weight, bias, convolution, values, scales,
-                                         offsets, dtype, by_image, isa);
+  const at::Tensor images = x.dim() == 4 ? x : x.unsqueeze(0);
+  const at::Tensor out = convolve_images(images, convolution_format<Axes>(images, weight), bias, convolution, values,
+                                         scales, offsets, dtype, by_image, isa);
   return x.dim() == 4 ? out : out.squeeze(0);
 }
 
-inline at::Tensor int8_conv2d(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                              at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
-                              int64_t groups, const at::Tensor& values, const at::Tensor& scales,
-                              const at::Tensor& offsets, at::ScalarType dtype, bool by_image, int64_t isa) {
-  const Pair around = pair_of(padding);
+// A tensor of one axis has a height of 1.
+inline at::Tensor with_height(const at::Tensor& tensor, int64_t axes) {
+  return axes == 1 ? tensor.unsqueeze(-2) : tensor;
+}
+
+// The number of an axis, after that of the height if there is one axis.
+template <int Axes>
+Pair axes_of(at::IntArrayRef numbers, int64_t height) {
+  return Axes == 1 ? Pair{height, pair_of(numbers)[0]} : pair_of(numbers);
+}
+
+// For one axis or two.
+template <int Axes>
+at::Tensor int8_conv(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                     at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, int64_t groups,
+                     const at::Tensor& values, const at::Tensor& scales, const at::Tensor& offsets, at::ScalarType dtype,
+                     bool by_image, int64_t isa) {
+  const at::Tensor filters = with_height(weight, Axes);
+  const Pair around = axes_of<Axes>(padding, 0);
   const Convolution convolution =
-      convolution_of(weight, pair_of(stride), around, around, pair_of(dilation), groups);
-  return convolve(x, weight, bias, convolution, values, scales, offsets, dtype, by_image, isa);
+      convolution_of(filters, axes_of<Axes>(stride, 1), around, around, axes_of<Axes>(dilation, 1), groups);
+  const at::Tensor out = convolve<Axes>(with_height(x, Axes), filters, bias, convolution, values, scales, offsets, dtype,
+                                  by_image, isa);
+  return Axes == 1 ? out.squeeze(-2) : out;
 }
 
 // `padding` is "same" or "valid".
-inline at::Tensor int8_conv2d_padding(const at::Tensor& x, const at::Tensor& weight,
-                                      const std::optional<at::Tensor>& bias, at::IntArrayRef stride,
-                                      c10::string_view padding, at::IntArrayRef dilation, int64_t groups,
-                                      const at::Tensor& values, const at::Tensor& scales, const at::Tensor& offsets,
-                                      at::ScalarType dtype, bool by_image, int64_t isa) {
-  const Pair steps = pair_of(stride), dilations = pair_of(dilation);
+template <int Axes>
+at::Tensor int8_conv_padding(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                             at::IntArrayRef stride, c10::string_view padding, at::IntArrayRef dilation, int64_t groups,
+                             const at::Tensor& values, const at::Tensor& scales, const at::Tensor& offsets,
+                             at::ScalarType dtype, bool by_image, int64_t isa) {
+  const at::Tensor filters = with_height(weight, Axes);
+  const Pair steps = axes_of<Axes>(stride, 1), dilations = axes_of<Axes>(dilation, 1);
   Pair before{}, after{};
   if (padding == "same") {
-    TORCH_CHECK(steps[0] == 1 && steps[1] == 1, "polycast_cpu::int8_conv2d: padding \"same\" needs a stride of 1, got ",
+    TORCH_CHECK(steps[0] == 1 && steps[1] == 1, "an int8 convolution with padding \"same\" needs a stride of 1, got ",
                 stride);
     for (int axis = 0; axis < 2; ++axis) {
-      const int64_t total = dilations[axis] * (weight.size(2 + axis) - 1);
+      const int64_t total = dilations[axis] * (filters.size(2 + axis) - 1);
       before[axis] = total / 2;
       after[axis] = total - total / 2;
     }
   }
-  const Convolution convolution = convolution_of(weight, steps, before, after, dilations, groups);
-  return convolve(x, weight, bias, convolution, values, scales, offsets, dtype, by_image, isa);
+  const Convolution convolution = convolution_of(filters, steps, before, after, dilations, groups);
+  const at::Tensor out = convolve<Axes>(with_height(x, Axes), filters, bias, convolution, values, scales, offsets, dtype,
+                                  by_image, isa);
+  return Axes == 1 ? out.squeeze(-2) : out;
 }
 
 }  // namespace polycast_cpu
