@@ -15,11 +15,9 @@ from polycast.cli.demo.checks import Result, problems
 from polycast.cli.demo.report import conclusion
 from polycast.cli.demo.timing import Timing
 from polycast.cli.demo.training import FLOAT32, INT8, MODES, TORCH, Run
-from polycast.engine.native.loading import ENGINE
 from polycast.observer.facts import Facts
 from polycast.observer.records import LowBit
 from polycast.plugins.registry import registry
-from polycast.toolchain.load import try_build
 
 pytest.importorskip("sklearn", reason="the demo's digits are scikit-learn's")
 
@@ -217,11 +215,11 @@ def test_the_command_fails_if_the_result_has_a_problem(monkeypatch, wrong):
 
 @pytest.mark.slow
 def test_the_command_runs_from_end_to_end(engine, monkeypatch):
-    try_build(ENGINE)  # building at first use prints to stderr
     monkeypatch.setattr("polycast.cli.demo.timing.ROUNDS", 2)
     result = run_demo("--epochs", "3")
     parts = ["float32", "torch.autocast", "polycast.autocast", "inference"]
-    assert result.stderr.splitlines() == [f"cpu: {part} ..." for part in parts]
+    said = [line for line in result.stderr.splitlines() if not line.startswith(("polycast: bui", "polycast: wait"))]
+    assert said == [f"cpu: {part} ..." for part in parts]
     assert f"engine: {engine}.\n" in result.stdout
     assert "OK on cpu: every run is at least 95% accurate" in result.stdout
     assert result.exit_code == 0
