@@ -14,19 +14,27 @@ Rows of activations with inf or nan are computed separately, with the quantized 
 weight with inf or nan is not quantized.
 """
 
+import functools
+import platform
 from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from typing_extensions import override
 
-from polycast import LowBitKernel, LowBitMatmul
+from polycast import Availability, LowBitKernel, LowBitMatmul
 
 from .int8 import int8_availability
 
 _MOST_TERMS = 65536
 """Longer sums of products of bytes may overflow 32 bits."""
 
-int4_availability = int8_availability
+
+@functools.cache
+def int4_availability() -> Availability:
+    """Return whether there are kernels for the processor, and the C++ ops are available."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return Availability(False, f"there are int4 kernels for x86 processors only, not for {platform.machine()}")
+    return int8_availability()
 
 
 class Product(LowBitMatmul):

@@ -6,14 +6,18 @@ import pytest
 import torch
 
 import polycast
+import polycast_cpu.int4
 import polycast_cpu.int8
 
 
 @pytest.fixture(autouse=True)
 def ask_anew():
-    polycast_cpu.int8.int8_availability.cache_clear()
+    availabilities = polycast_cpu.int4.int4_availability, polycast_cpu.int8.int8_availability
+    for availability in availabilities:
+        availability.cache_clear()
     yield
-    polycast_cpu.int8.int8_availability.cache_clear()
+    for availability in availabilities:
+        availability.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -67,3 +71,9 @@ def test_the_ops_that_int8_loads_are_those_that_polycast_build_compiles(monkeypa
     )
     polycast_cpu.int8.int8_availability()
     assert polycast.get_backend("cpu").ops_in_cpp == tuple(asked)
+
+
+def test_other_processors_have_no_int4(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    reason = "there are int4 kernels for x86 processors only, not for aarch64"
+    assert polycast.get_backend("cpu").recipe_availability(polycast.Int4()) == polycast.Availability(False, reason)
