@@ -31,17 +31,26 @@ CHECKPOINT = "antiberty", "0.1.3"
 _SEED = 0
 _WINDOW, _WIDTH, _HEADS, _BLOCKS = 64, 128, 4, 3
 _BATCH, _STEPS, _QUICK_STEPS = 32, 800, 100
-_OUTLIERS, _LARGER = (3, 77), 60.0
+_OUTLIERS, _LARGER = (3, 41, 77), (50, 200)
 
 
 def _scores(
-    what: str, metric: str, kept: str, keep: Iterable[str], model: nn.Module, score: Callable[[nn.Module], float]
+    what: str,
+    metric: str,
+    kept: str,
+    keep: Iterable[str],
+    model: nn.Module,
+    batches: Iterable[torch.Tensor],
+    score: Callable[[nn.Module], float],
 ) -> Scores:
     answer = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
     if not answer.available:
         return Scores(what, metric, kept, skipped=answer.reason)
+    model.eval().requires_grad_(False)
+    plain = polycast.Int8(min_size=0)
     recipes: dict[str, polycast.Recipe] = {
-        "int8 by row": polycast.Int8(min_size=0),
+        "int8 by row": plain,
+        "equalized": plain.with_options(equalization=polycast.equalize(model, batches, plain)),
         "by tensor": polycast.Int8("tensor", min_size=0),
         "by row, rules": polycast.Int8(min_size=0),
     }
@@ -50,7 +59,6 @@ def _scores(
         "bfloat16": polycast.autocast("cpu"),
         **{name: polycast.autocast("cpu", recipe=recipe) for name, recipe in recipes.items()},
     }
-    model.eval().requires_grad_(False)
     found = {}
     for name, region in regions.items():
         rules = polycast.Policy(modules=dict.fromkeys(keep, "none") if name == "by row, rules" else {})
@@ -67,7 +75,8 @@ def _digits() -> Scores:
         return (model(digits.test_images).argmax(1) == digits.test_labels).float().mean().item() * 100
 
     what = "digits, the demo's network, 360 images"
-    return _scores(what, "right, %", "logits", ["logits"], network, right)
+    batches = list(digits.images.split(32)[:8])
+    return _scores(what, "right, %", "logits", ["logits"], network, batches, right)
 
 
 class _Block(nn.Module):
@@ -129,7 +138,7 @@ def _trained(text: torch.Tensor, letters: int, steps: int) -> _Characters:
     return model
 
 
-def _with_outliers(model: _Characters) -> _Characters:
+def _with_outliers(model: _Characters, larger: float) -> _Characters:
     """Return the same function with outlier channels in the inputs of matmuls, as in large models."""
     planted = copy.deepcopy(model)
     pairs = [(planted.norm, planted.head)]
@@ -138,9 +147,9 @@ def _with_outliers(model: _Characters) -> _Characters:
     with torch.no_grad():
         for norm, linear in pairs:
             for channel in _OUTLIERS:
-                norm.weight[channel] *= _LARGER
-                norm.bias[channel] *= _LARGER
-                linear.weight[:, channel] /= _LARGER
+                norm.weight[channel] *= larger
+                norm.bias[channel] *= larger
+                linear.weight[:, channel] /= larger
     return planted
 
 
@@ -153,10 +162,11 @@ def _characters(steps: int) -> Iterator[Scores]:
     def perplexity(model: nn.Module) -> float:
         return math.exp(_loss(model, windows).item())
 
-    what = "a character transformer"
-    for named, network in ((what, model), (f"{what}, with outlier channels", _with_outliers(model))):
-        keep = ["head", "blocks.0"]
-        yield _scores(named, "perplexity", "head and first block", keep, network, perplexity)
+    what, keep = "a character transformer", ["head", "blocks.0"]
+    planted = {f"{what}, with outliers times {larger}": _with_outliers(model, larger) for larger in _LARGER}
+    batches = list(text[:rest].unfold(0, _WINDOW, rest // 32).split(8))
+    for named, network in {what: model, **planted}.items():
+        yield _scores(named, "perplexity", "head and first block", keep, network, batches, perplexity)
 
 
 def _masked_language_model(folder: Path) -> BertForMaskedLM:
@@ -202,8 +212,8 @@ def _checkpoint() -> Scores:
             losses.append(functional.cross_entropy(logits.float(), whole[places], reduction="none"))
         return math.exp(torch.cat(losses).mean().item())
 
-    keep = ["cls", "bert.encoder.layer.0"]
-    return _scores(what, metric, kept, keep, model, perplexity)
+    keep, batches = ["cls", "bert.encoder.layer.0"], [each[:16] for each, _ in masked()]
+    return _scores(what, metric, kept, keep, model, batches, perplexity)
 
 
 @dataclass(frozen=True)

@@ -271,9 +271,9 @@ X = torch.randn(2, 32)
     [
         (lambda x: x, [X], "int8", TypeError, "model must be a torch.nn.Module, got function"),
         (nn.Linear(32, 24), [], RECIPE, ValueError, "there are no batches"),
-        (nn.Linear(32, 24), X, RECIPE, TypeError, "got Tensor. Put a single batch into a list"),
-        (nn.Linear(32, 24), (X,), RECIPE, TypeError, "got tuple. Put a single batch into a list"),
-        (nn.Linear(32, 24), {"input": X}, RECIPE, TypeError, "got dict. Put a single batch into a list"),
+        (nn.Linear(32, 24), X, RECIPE, TypeError, "got Tensor. Put a single batch into a list, [batch]"),
+        (nn.Linear(32, 24), (X,), RECIPE, TypeError, "got tuple. Put a single batch into a list, [batch]"),
+        (nn.Linear(32, 24), {"input": X}, RECIPE, TypeError, "got dict. Put a single batch into a list, [batch]"),
         (nn.Linear(32, 24), 3, RECIPE, TypeError, "batches must be an iterable of batches"),
         (nn.Linear(32, 24), [3], RECIPE, TypeError, "inputs must be a tensor, a tuple of arguments or a dict"),
         (nn.Linear(32, 24), [X], "float8", ValueError, "Float8() takes no equalization"),

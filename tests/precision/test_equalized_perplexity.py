@@ -104,4 +104,4 @@ def test_outliers_hardly_change_the_perplexity(gpt2, text, batches, recipe, boun
     assert len(equalization.weights) == 4 * 2 + 1
     assert perplexity(model, text, recipe.with_options(equalization=equalization)) <= bound * exact
     if times == 200:
-        assert perplexity(model, text, recipe) > 1.05 * exact
+        assert perplexity(model, text, recipe) > 1.02 * exact

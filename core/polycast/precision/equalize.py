@@ -101,7 +101,7 @@ def _calls(model: torch.nn.Module, batches: object) -> Iterator[Call]:
     if isinstance(batches, (torch.Tensor, tuple, str, Mapping)) or not isinstance(batches, Iterable):
         raise TypeError(
             f"batches must be an iterable of batches, such as a list or a DataLoader, got {type(batches).__name__}. "
-            "Put a single batch into a list: [batch]."
+            "Put a single batch into a list, [batch]; a tuple of batches has to be a list too, list(batches)."
         )
     return (Call.of(model, tuple(batch) if isinstance(batch, list) else batch) for batch in batches)
 
