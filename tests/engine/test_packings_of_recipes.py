@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import nn
 
 import polycast
-from polycast import LowBitMatmul, Recipe, WeightCache, autocast
+from polycast import Int8, LowBitMatmul, Recipe, WeightCache, autocast
+from polycast.policy import recipe_arguments
+from polycast.policy.recipe_arguments import Unknown
 from polycast.policy.recipe_base import kinds
 
 pytestmark = pytest.mark.usefixtures("no_grad", "engine")
@@ -82,6 +85,25 @@ def test_recipes_that_pack_alike_share_a_packing(products):
         with autocast("cpu", recipe=recipe, cache=cache):
             layer(X)
     assert (products[16].packed, cache.stats().packings) == (1, 1)
+
+
+def test_an_equalization_that_becomes_known_is_used(monkeypatch):
+    if not polycast.get_backend("cpu").recipe_availability(Int8()):
+        pytest.skip("the CPU has no such kernels")
+    monkeypatch.setattr(recipe_arguments, "objects", {})
+    factors = 2.0 ** torch.arange(64).remainder(5)
+    equalization = SimpleNamespace(digest="0f", factors=lambda weight: factors)
+    unknown = Int8(min_size=0, equalization=Unknown("0f"))
+    layer = nn.Linear(64, 8)
+    with autocast("cpu", recipe=unknown), pytest.raises(RuntimeError, match="does not have its equalization"):
+        layer(X)
+    known = Int8(min_size=0, equalization=equalization)
+    with autocast("cpu", recipe=known):
+        expected = layer(X)
+    with autocast("cpu", recipe=unknown):
+        assert torch.equal(layer(X), expected)
+    with autocast("cpu", recipe=Int8(min_size=0)):
+        assert not torch.equal(layer(X), expected)
 
 
 def test_compiled_code_finds_the_packing_of_its_recipe(products):

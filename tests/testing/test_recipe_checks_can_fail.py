@@ -241,7 +241,7 @@ def test_one_scale_for_all_rows_is_not_what_a_scale_for_each_row_gives(monkeypat
         x, weight = torch.randn(3, 32) * torch.tensor([1e-3, 1.0, 1e3])[:, None], torch.randn(16, 32)
         return [[x, weight, None]]
 
-    monkeypatch.setattr(recipes, "_arguments", rows_of_very_different_size)
+    monkeypatch.setattr(recipes, "arguments_of", rows_of_very_different_size)
     check("test_recipe_product", Linear())
     with pytest.raises(AssertionError, match="times the bound of the recipe"):
         check("test_recipe_product", OneScale())
@@ -281,7 +281,7 @@ def rounded_to_e4m3(values):
 @pytest.mark.parametrize("op", PRODUCTS)
 def test_numbers_of_e4m3_are_within_the_error_of_their_recipe(op):
     product = PRODUCTS[op]
-    for args in recipes._arguments(op, 5, 64, 16):
+    for args in recipes.arguments_of(op, 5, 64, 16):
         expected, error = product.within(recipes.RECIPES["float8:tensor"], args)
         given = [arg.double() if isinstance(arg, torch.Tensor) else arg for arg in args]
         for position in (product.activations, product.weight):

@@ -10,6 +10,7 @@ from .compiling import CompileChecks
 from .contract import ContractChecks
 from .functions import FunctionChecks
 from .imports import ImportChecks
+from .kernel_options import KernelOptionChecks
 from .kernels import KernelChecks, kernel_names
 from .ops import OpChecks
 from .recipes import RECIPES, RecipeChecks
@@ -26,6 +27,7 @@ class BackendConformance(
     CompileChecks,
     KernelChecks,
     RecipeChecks,
+    KernelOptionChecks,
     ImportChecks,
 ):
     """The conformance suite of a backend: subclass it in a test file, under a name that begins with ``Test``.

@@ -33,7 +33,7 @@ _SIZES = [(5, 64, 48), (1, 128, 32), (16, 32, 16), (3, 33, 17)]
 """(m, k, n), some of them odd."""
 
 
-def _arguments(op: str, m: int, k: int, n: int) -> list[list[Any]]:
+def arguments_of(op: str, m: int, k: int, n: int) -> list[list[Any]]:
     """Return CPU arguments of an op, several sets, for an m x k by k x n product; the weight has no zeros."""
     x, weight, bias = torch.randn(m, k), torch.randn(n, k), torch.randn(n)
     weight = weight.sign() * (weight.abs() + 0.1)
@@ -86,7 +86,7 @@ class RecipeChecks(Subject):
     def test_recipe_product(self, device: Device, recipe: str) -> None:
         """A kernel returns the op's float64 result in the fast dtype, within the error of the recipe."""
         device.skip_if_fake("there are no values")
-        for call in _calls(device, recipe):
+        for call in kernel_calls(device, recipe):
             for fast_dtype in device.fast_dtypes():
                 for dtype in (torch.float32, fast_dtype):
                     given = call.of_dtype(dtype)
@@ -97,7 +97,7 @@ class RecipeChecks(Subject):
 
     def test_recipe_unsupported_reason(self, device: Device, recipe: str) -> None:
         """A kernel declines sizes that do not fit, and answers for fake tensors as for real ones."""
-        for call in _calls(device, recipe, declined_too=True):
+        for call in kernel_calls(device, recipe, declined_too=True):
             args = tree_map(lambda leaf: device.put(leaf) if isinstance(leaf, torch.Tensor) else leaf, call.args)
             misfit = list(args)
             x = args[call.product.activations]
@@ -123,7 +123,7 @@ class RecipeChecks(Subject):
         """The operator in compiled code has the shape, strides and dtype of the kernel's result."""
         device.skip_if_fake("the kernel has to run")
         dtype = device.backend.default_dtype
-        for call in _calls(device, recipe):
+        for call in kernel_calls(device, recipe):
             args = call.on(device)
             operator = operator_of(call.product.op)
             more = (call.recipe.text, 0, dtype)
@@ -140,7 +140,7 @@ class RecipeChecks(Subject):
         """inf and nan in activations propagate as in the op, and the other outputs are right."""
         device.skip_if_fake("there are no values")
         dtype = device.backend.default_dtype
-        for call in _calls(device, recipe):
+        for call in kernel_calls(device, recipe):
             for value in (torch.inf, -torch.inf, torch.nan):
                 args = list(call.args)
                 x = args[call.product.activations] = args[call.product.activations].clone().contiguous()
@@ -159,7 +159,7 @@ class RecipeChecks(Subject):
     def test_recipe_empty_batch(self, device: Device, recipe: str) -> None:
         """An empty batch gives an empty result."""
         device.skip_if_fake("the kernel has to run")
-        for call in _calls(device, recipe):
+        for call in kernel_calls(device, recipe):
             args = list(call.args)
             if args[call.product.activations].dim() < 2:
                 continue
@@ -176,7 +176,7 @@ class RecipeChecks(Subject):
         """A kernel reads the packed weight only, which has memory of its own."""
         device.skip_if_fake("there are no values")
         dtype = device.backend.default_dtype
-        for call in _calls(device, recipe):
+        for call in kernel_calls(device, recipe):
             args = call.on(device)
             weight = args[call.product.weight].detach()
             with torch.no_grad():
@@ -196,7 +196,7 @@ class RecipeChecks(Subject):
     def test_recipe_in_a_region(self, device: Device, recipe: str) -> None:
         """A region packs a weight once, and again after it has changed."""
         device.skip_if_fake("fake tensors are not packed")
-        for call in _calls(device, recipe):
+        for call in kernel_calls(device, recipe):
             args, cache = call.on(device), WeightCache()
             weight = args[call.product.weight]
             if type(weight) is not torch.nn.Parameter:
@@ -225,7 +225,7 @@ class RecipeChecks(Subject):
                 assert_within(device.values(result), *call.product.within(call.recipe, changed))
 
 
-class _KernelCall:
+class KernelCall:
     """A kernel, and CPU arguments of its op in float32."""
 
     def __init__(self, device_type: str, kernel: LowBitKernel, product: Product, recipe: Recipe, args: Any) -> None:
@@ -256,9 +256,9 @@ class _KernelCall:
         )
         return reason
 
-    def prepack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the packed weight."""
-        prepared = self.kernel.prepack(weight)
+    def prepack(self, weight: torch.Tensor, *factors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """Return the packed weight, given equalization factors if the kernel takes them."""
+        prepared = self.kernel.prepack(weight, *factors)
         require(
             isinstance(prepared, (tuple, list)) and all(isinstance(each, torch.Tensor) for each in prepared),
             f"{self}: prepack() must return a tuple of tensors for a finite weight, got {prepared!r}",
@@ -283,7 +283,7 @@ class _KernelCall:
             raise AssertionError(f"{self}, {how}: {error}") from None
 
 
-def _calls(device: Device, name: str, declined_too: bool = False) -> Iterator[_KernelCall]:
+def kernel_calls(device: Device, name: str, declined_too: bool = False) -> Iterator[KernelCall]:
     """Yield calls of each kernel of a recipe; skip the check if there are none."""
     recipe, backend = RECIPES[name], device.backend
     answer = backend.recipe_availability(recipe)
@@ -298,8 +298,8 @@ def _calls(device: Device, name: str, declined_too: bool = False) -> Iterator[_K
             continue
         with_op = recipe.with_options(ops=(op,), min_size=0)
         for sizes in _SIZES:
-            for args in _arguments(op, *sizes):
-                call = _KernelCall(device.type, kernel, product, with_op, args)
+            for args in arguments_of(op, *sizes):
+                call = KernelCall(device.type, kernel, product, with_op, args)
                 if declined_too or device.fake or call.unsupported_reason(call.on(device)) is None:
                     taken.append(op)
                     yield call

@@ -7,6 +7,7 @@ import torch
 
 from ...plugins.backend import LowBitKernel
 from ...policy.recipe import Recipe
+from ...policy.recipe_arguments import resolve
 from ...torch_internals.names import has_python_key
 
 _IS_TRANSPOSED = {"aten::linear": False, "aten::matmul": True, "aten::mm": True, "aten::addmm": True}
@@ -50,7 +51,7 @@ def _equalization_of(recipe: Recipe) -> Any:
     Raises:
         RuntimeError: the recipe was made of its text, in compiled code, and this process does not have it.
     """
-    equalization = getattr(recipe, "equalization", None)
+    equalization = resolve(getattr(recipe, "equalization", None))
     if equalization is not None and not hasattr(equalization, "factors"):
         raise RuntimeError(
             f"{recipe!r} is in compiled code of another process, and this process does not have its equalization: load "

@@ -1,0 +1,77 @@
+"""Each check of what kernels may offer, on a kernel that is wrong in what it checks: it fails and says what is."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import polycast
+from polycast.testing import BackendConformance
+from polycast_cpu import CpuBackend
+
+from .test_recipe_checks_can_fail import Linear, check, quantized
+
+
+class Equalized(Linear):
+    """A linear that takes factors, and is right."""
+
+    equalizes = True
+
+    def prepack(self, weight, factors=None):
+        factors = torch.ones(weight.shape[1]) if factors is None else factors
+        return quantized(weight * factors, 1), factors.reciprocal()
+
+    def run(self, prepared, x, weight, bias):
+        return super().run(prepared[:1], x.float() * prepared[1], weight, bias)
+
+
+class IgnoresFactors(Equalized):
+    def prepack(self, weight, factors=None):
+        return super().prepack(weight)
+
+
+class OfCast(Linear):
+    """A kernel of the fast dtype that is right."""
+
+    uses_cast = True
+
+    def run(self, prepared, x, weight, bias):
+        product = F.linear(x.float(), prepared[0].float(), None if bias is None else bias.float())
+        return product.to(torch.get_autocast_dtype("cpu"))
+
+
+class OfOtherCast(OfCast):
+    def run(self, prepared, x, weight, bias):
+        return super().run((prepared[0].flip(0),), x, weight, bias)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [(IgnoresFactors(), "with the factors of an equalization: the error is"), (Linear(), "takes the factors of an")],
+    ids=["ignores", "takes none"],
+)
+def test_a_kernel_that_equalizes(kernel, message):
+    check("test_recipe_equalization", Equalized())
+    with pytest.raises((AssertionError, pytest.skip.Exception), match=message):
+        check("test_recipe_equalization", kernel)
+
+
+def check_fast(kernel):
+    class Own(CpuBackend):
+        def low_bit_kernels(self, recipe):
+            return {"aten::linear": kernel}
+
+    polycast.register_backend(Own())
+    suite = type("TestOwn", (BackendConformance,), {"backend": "cpu"})()
+    try:
+        with suite.opened() as device:
+            suite.test_kernels_of_the_fast_dtype(device)
+    finally:
+        polycast.unregister_backend("cpu")
+
+
+def test_a_kernel_of_the_fast_dtype():
+    check_fast(OfCast())
+    with pytest.raises(AssertionError, match="aten::linear by the kernel of torch.bfloat16 on cpu: the error is"):
+        check_fast(OfOtherCast())
+    with pytest.raises(pytest.skip.Exception, match="has no kernels of the fast dtype"):
+        check_fast(Linear())
