@@ -40,6 +40,15 @@ def test_the_backend_offers_int8_and_says_why_not_of_others():
     assert sorted(backend.low_bit_kernels(polycast.Int8())) == ops
 
 
+def test_recipes_with_other_settings_do_not_share_prepacked_weights(engine):
+    layer, x, cache = torch.nn.Linear(64, 32).to("npy"), torch.randn(5, 64).to("npy"), polycast.WeightCache()
+    with torch.no_grad():
+        for recipe in (RECIPE, polycast.Int8("tensor", min_size=0), polycast.Int8(min_size=1)):
+            with polycast.autocast("npy", recipe=recipe, cache=cache):
+                layer(x)
+    assert (cache.stats().packings, cache.stats().misses) == (2, 2)
+
+
 def test_a_region_with_the_recipe_runs_the_kernels(engine):
     layer = torch.nn.Linear(64, 32).to("npy")
     x = torch.randn(5, 64).to("npy")
