@@ -66,6 +66,17 @@ def test_missing_names_are_warned_about_once_when_the_first_engine_is_chosen(mon
     assert [warning.filename for warning in said] == [__file__]
 
 
+def test_a_name_of_a_later_torch_is_not_lacking(monkeypatch):
+    monkeypatch.setattr(lookup, "losses", {})
+    monkeypatch.setattr(lookup, "missing", {})
+    monkeypatch.setattr(lookup, "_VERSION", (2, 11))
+    assert lookup.read("torch._new", "older", "this is lost", since=(2, 12)) == "older"
+    assert lookup.missing == {}
+    monkeypatch.setattr(lookup, "_VERSION", (2, 12))
+    assert lookup.read("torch._new", "older", "this is lost", since=(2, 12)) == "older"
+    assert lookup.missing == {"torch._new": "this is lost"}
+
+
 def test_this_torch_lacks_nothing():
     assert lookup.missing == {}
 

@@ -19,6 +19,7 @@ losses: dict[str, str] = {}
 missing: dict[str, str] = {}
 """The part of `losses` whose names this torch lacks."""
 _warned = False
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def find(name: str) -> Any:
@@ -38,13 +39,14 @@ def find(name: str) -> Any:
     return getattr(owner, attribute)
 
 
-def read(name: str, fallback: _T, loss: str) -> _T:
-    """Return the object with a private name, or the fallback."""
+def read(name: str, fallback: _T, loss: str, since: tuple[int, int] = (0, 0)) -> _T:
+    """Return the object with a private name, or the fallback; a torch before version `since` does not lack it."""
     losses[name] = loss
     try:
         found: _T = find(name)
     except (AttributeError, ImportError):
-        missing[name] = loss
+        if _VERSION >= since:
+            missing[name] = loss
         return fallback
     return found
 

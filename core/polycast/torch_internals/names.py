@@ -59,6 +59,7 @@ UnmanagedAutocast: type[Any] = read(
     "torch.amp.autocast_mode._UnmanagedAutocast",
     type(None),
     "while torch is patched, the regions in graphs become polycast's",
+    since=(2, 12),
 )
 DispatchMode: Any = read(
     "torch.utils._python_dispatch.TorchDispatchMode",
