@@ -24,6 +24,7 @@ MAY_READ = {
     "compilers/guards.py": "names that guard_dynamo has checked",
     "compilers/torchscript.py": "names that torch.jit.script looks for, used while it compiles",
     "drop_in/shim.py": "Dynamo's graph_break, used while it traces",
+    "precision/explain.py": "fake tensors and their errors, used while it explains a model",
     "testing/kernels.py": "the conformance suite runs in tests",
     "testing/oracle.py": "the conformance suite runs in tests",
     "testing/ops.py": "the conformance suite runs in tests",

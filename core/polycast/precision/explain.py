@@ -9,8 +9,6 @@ from typing import Any, overload
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..engine.low_bit.listeners import listeners as low_bit_listeners
 from ..policy.dtypes import dtype_name
@@ -20,6 +18,7 @@ from ..region.explain import Op, explain_op
 from ..region.explanation import Explanation
 from ..region.module_rules import apply_policy, rules_of
 from ..torch_internals.dispatcher import OpOverload
+from ..torch_internals.names import DispatchMode
 from .calls import Call
 from .compare import enabled_region, wanted_recipe
 from .hooks import in_this_thread, watched
@@ -114,6 +113,8 @@ def explain_model(
     recipe: RecipeLike | None = None,
 ) -> ModelExplanation:
     """Explain the modules of a model; see :func:`explain`."""
+    from torch._subclasses import FakeTensorMode
+
     call, given, wanted = Call.of(model, inputs), Policy.of(policy or {}), wanted_recipe(recipe)
     arguments = [tensor for _, tensor in tensors_in((call.args, call.kwargs))]
     device = device_type or next(chain(model.parameters(), model.buffers(), arguments), torch.empty(0)).device.type
@@ -160,11 +161,11 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
         ) from error
 
 
-class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Calls(DispatchMode):  # type: ignore[misc]
     """Records the calls of a model's modules, and the ops in each; a watcher of modules and a mode below autocast."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._names = {module: name for name, module in model.named_modules()}
         self._rules = rules_of(model)
         self._open: list[_Module] = []

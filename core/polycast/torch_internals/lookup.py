@@ -45,7 +45,7 @@ def read(name: str, fallback: _T, loss: str, since: tuple[int, int] = (0, 0)) ->
     try:
         found: _T = find(name)
     except (AttributeError, ImportError):
-        if _VERSION >= since:
+        if since <= _VERSION:
             missing[name] = loss
         return fallback
     return found
