@@ -61,3 +61,25 @@ def test_a_resumed_run_uses_the_policy_of_its_checkpoint(accelerator, layers, po
     assert polycast.rules_of(model) == {}
     runner.load_state(str(tmp_path))
     assert polycast.rules_of(model) == {"2": "**.2 = 'fp32'"}
+
+
+@pytest.mark.parametrize("modules", [{"**.2": "fp32"}, {"": "fp32"}])
+def test_a_copy_of_a_prepared_model_computes_with_its_own_weights(modules, accelerator, layers, engine):
+    model = prepare(accelerator(), layers, policy=polycast.Policy({"relu": "fp32"}, modules=modules))
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+        assert copied(torch.ones(1, 8)) == 0
+        assert model(torch.ones(1, 8)) != 0
+
+
+def test_an_unwrapped_model_runs_under_its_rules(accelerator, layers, policy, dtypes, engine):
+    runner = accelerator()
+    polycast.apply_policy(layers, polycast.Policy({"relu": "fp32"}))
+    model = runner.unwrap_model(prepare(runner, layers), keep_fp32_wrapper=False)
+    found = dtypes(model)
+    assert "" in polycast.rules_of(model)
+    with polycast.autocast("cpu"):
+        model(torch.ones(1, 8))
+    assert found == [torch.bfloat16, torch.float32, torch.bfloat16]

@@ -158,3 +158,9 @@ def test_wrong_settings_are_refused(settings, error, message):
 def test_wrong_steps_are_refused(settings, error, message):
     with pytest.raises(error, match=message):
         Observe(**settings)
+
+
+@pytest.mark.parametrize("engine", ["reference"], indirect=True)
+def test_observing_on_the_reference_engine_is_refused(fit, engine):
+    with pytest.raises(RuntimeError, match="^polycast.observe needs the native engine"):
+        fit(Precision("bf16-mixed", "cpu"), callbacks=[Observe(first=0)])

@@ -88,3 +88,52 @@ def test_the_checkpoint_has_the_policy_and_the_recipe(train, policy, tmp_path, e
 def test_some_steps_are_observed(train, tmp_path):
     train(PolycastCallback(report=tmp_path / "report.html", first=1, steps=2))
     assert "<html" in (tmp_path / "report.html").read_text()
+
+
+def dtype_after_relu(trainer):
+    found = []
+    hook = trainer.model.layers[1].register_forward_hook(lambda module, inputs, output: found.append(output.dtype))
+    trainer.model(torch.ones(1, 8), torch.ones(1, 1))
+    hook.remove()
+    return found
+
+
+def test_a_restored_callback_has_the_policies_for_ops_and_the_cache_that_was_given(train, tmp_path, engine):
+    train(PolycastCallback(policy={"relu": "fp32"}))
+    callback = PolycastCallback(cache=polycast.WeightCache())
+    checkpoint = str(tmp_path / "run" / "checkpoint-4")
+    trainer = train(callback, checkpoint, restore_callback_states_from_checkpoint=True)
+    assert dtype_after_relu(trainer) == [torch.float32]
+    assert callback.settings.cache.stats().misses > 0
+
+
+def test_a_resumed_run_is_observed(train, tmp_path):
+    train(PolycastCallback())
+    callback = PolycastCallback(report=tmp_path / "report.html", first=0, steps=1)
+    train(callback, str(tmp_path / "run" / "checkpoint-4"), restore_callback_states_from_checkpoint=True)
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_a_policy_given_to_a_resumed_run_is_kept_with_a_warning(train, policy, tmp_path, engine):
+    train(PolycastCallback(policy=policy))
+    callback = PolycastCallback(policy={"tanh": "fp32"})
+    with pytest.warns(UserWarning, match="^the run was saved with the policy"):
+        trainer = train(callback, str(tmp_path / "run" / "checkpoint-4"), restore_callback_states_from_checkpoint=True)
+    assert dtype_after_relu(trainer) == [torch.bfloat16]
+    assert polycast.rules_of(trainer.model) == {}
+
+
+def test_a_callback_that_is_added_after_a_run_applies(train, engine):
+    trainer = train()
+    trainer.add_callback(PolycastCallback(policy={"relu": "fp32"}))
+    trainer.train()
+    assert dtype_after_relu(trainer) == [torch.float32]
+
+
+def test_a_copy_of_a_trained_model_computes_with_its_own_weights(train, policy, engine):
+    trainer = train(PolycastCallback(policy=policy))
+    copied = copy.deepcopy(trainer.model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+        assert copied(torch.ones(1, 8), torch.ones(1, 1))["loss"] == 1

@@ -84,7 +84,30 @@ def test_nothing_is_computed_or_changed(model, x, engine):
 def test_memory_is_not_needed(engine):
     huge = nn.Linear(2**20, 2**20, device="meta").to_empty(device="meta")
     explained = polycast.explain(huge, torch.empty(1, 2**20, device="meta"), "cpu")
-    assert [each.kind for each in explained.modules] == ["Linear"]
+    assert [(each.kind, each.compute, each.output) for each in explained.modules] == [
+        ("Linear", {"bfloat16": 1}, (torch.bfloat16,))
+    ]
+
+
+def test_a_model_on_meta_needs_a_device(engine):
+    with pytest.raises(ValueError, match="^the model is on meta: name the device .*device_type='cpu'$"):
+        polycast.explain(nn.Linear(4, 4, device="meta"), torch.ones(1, 4, device="meta"))
+
+
+def test_attributes_may_be_tensors_of_a_graph(model, x, engine):
+    model.last = model(x)
+    assert by_name(polycast.explain(model, x))["1"].compute == {"bfloat16": 1}
+    assert model.last.grad_fn is not None
+
+
+def test_lazy_modules_are_refused(x, engine):
+    with pytest.raises(ValueError, match="^the model has lazy modules.*: call it once before$"):
+        polycast.explain(nn.LazyLinear(4), x)
+
+
+def test_a_script_module_is_refused(x, engine):
+    with pytest.raises(TypeError, match="^the model is a ScriptModule"):
+        polycast.explain(torch.jit.ScriptModule(), x)
 
 
 def test_buffers_of_the_model_keep_their_values(engine):

@@ -1,7 +1,10 @@
 """``rules_of`` and ``remove_policy``: the rules of a model that nobody has a handle of."""
 
 import copy
+import functools
+import inspect
 import io
+import types
 
 import pytest
 import torch
@@ -102,3 +105,22 @@ def test_compiled_code_follows(model, x, engine):
 def test_what_is_no_module_is_refused(function):
     with pytest.raises(TypeError, match="^model must be a torch.nn.Module, got int$"):
         function(3)
+
+
+def test_a_copy_of_a_model_whose_unbound_forward_was_wrapped_runs_itself(model, x, engine):
+    apply_policy(model, {"linear": "fp32"})
+    unbound = model.forward.__func__
+
+    @functools.wraps(unbound)
+    def wrapper(module, *args):
+        return unbound(module, *args)
+
+    model.forward = types.MethodType(wrapper, model)
+    assert rules_of(model) == {"": "ops"}
+    assert [*inspect.signature(model.forward).parameters] == ["input"]
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert not copied(x).any()
+    assert dtype_in_a_region(copied, x) is torch.float32

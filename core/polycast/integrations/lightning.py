@@ -80,10 +80,7 @@ class Precision(MixedPrecision):
         scaler = {name: value for name, value in state_dict.items() if name != _KEY}
         if scaler:
             super().load_state_dict(scaler)
-        has_policy = self.settings.policy is not None
-        self.settings.load_state_dict(state_dict.get(_KEY, {}))
-        if self._module is not None and not has_policy:
-            self.settings.apply_rules(self._module)
+        self.settings.restore(state_dict.get(_KEY, {}), self._module)
 
 
 class Observe(Callback):
@@ -91,7 +88,7 @@ class Observe(Callback):
 
     Args:
         report: the HTML file to write when the last of the steps has ended, or the run; None: none.
-        first: the first step to observe, counted from 0.
+        first: the first step to observe, counted from 0, over all calls of ``fit``.
         steps: the number of steps.
 
     Attributes:

@@ -14,7 +14,8 @@ class StepObserver:
 
     Args:
         report: the HTML file to write when the last of the steps has ended, or the run; None: none.
-        first: the first step to observe, counted from 0; later ones skip what happens once, such as compiling.
+        first: the first step to observe, counted from 0 over all runs; later ones skip what happens
+            once, such as compiling.
         steps: the number of steps.
 
     Raises:
@@ -37,8 +38,9 @@ class StepObserver:
     def step_begins(self, model: nn.Module) -> None:
         """Start to observe, if this is the first step to observe."""
         if self._step == self.first and self._open is None:
-            self._open = observe(model)
-            self.observation = self._open.__enter__()
+            opened = observe(model)
+            self.observation = opened.__enter__()
+            self._open = opened
 
     def step_ends(self) -> None:
         """Count a step, and stop after the last one to observe."""

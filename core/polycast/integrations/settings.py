@@ -13,6 +13,7 @@ from ..policy.recipe import Recipe, RecipeLike, read_recipe
 from ..policy.value import Policy, PolicyLike
 from ..region.autocast import autocast
 from ..region.module_rules import ModuleRules, apply_policy
+from ..region.ruled_forward import like_unbound, rebound
 
 
 class RegionSettings:
@@ -71,31 +72,67 @@ class RegionSettings:
             elif saved:
                 self.recipe = Recipe.of_text(saved)
 
+    def restore(self, state: Mapping[str, str], model: nn.Module | None) -> None:
+        """Load a checkpoint's settings for a model that runs with these, if there is one; see `load_state_dict`."""
+        had_policy = self.policy is not None
+        self.load_state_dict(state)
+        if model is not None and not had_policy:
+            self.apply_rules(model)
 
-def run_in_regions(model: nn.Module, settings: RegionSettings) -> None:
-    """Make the forward of a model open a region inside the enabled one that it is called in."""
-    model.forward = _ForwardInRegion(model, vars(model).get("forward"), settings)
+
+def run_in_regions(model: nn.Module, settings: RegionSettings, dtype: torch.dtype | None = None) -> None:
+    """Make the forward of a model open a region inside the enabled one that it is called in.
+
+    Args:
+        model: the model.
+        settings: of the regions.
+        dtype: of the regions, for a model whose forward opens regions already: these go around them. None: inside.
+    """
+    model.forward = _ForwardInRegion(model, vars(model).get("forward"), settings, dtype)
 
 
 class _ForwardInRegion:
     """The ``forward`` of a model that runs in regions; unlike a function, it is copied with the model."""
 
-    def __init__(self, model: nn.Module, inner: Callable[..., Any] | None, settings: RegionSettings) -> None:
-        self._model, self._inner, self._settings = model, inner, settings
+    def __init__(
+        self,
+        model: nn.Module,
+        inner: Callable[..., Any] | None,
+        settings: RegionSettings,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._model, self._inner, self._settings, self._dtype = model, inner, settings, dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward in a region."""
         device_type = next(self._model.parameters(), torch.empty(0)).device.type
-        if not torch.is_autocast_enabled(device_type):
+        if self._dtype is None and not torch.is_autocast_enabled(device_type):
             return self.__wrapped__(*args, **kwargs)
-        with self._settings.region(device_type):
+        with self._settings.region(device_type, self._dtype):
             return self.__wrapped__(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_ForwardInRegion":
         model, inner = copy.deepcopy((self._model, self._inner), memo)
-        return _ForwardInRegion(model, inner, self._settings)
+        return _ForwardInRegion(model, inner, self._settings, self._dtype)
+
+    # The attributes of a bound method, which Accelerate makes one of its own from, and copies with the model.
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The forward that is called, whose signature ``inspect`` reports."""
         return self._inner if self._inner is not None else type(self._model).forward.__get__(self._model)
+
+    @property
+    def __self__(self) -> nn.Module:
+        return self._model
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """The unbound function; of a copy of the model, it runs the copy."""
+
+        def forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if model is self._model:
+                return self(*args, **kwargs)
+            return _ForwardInRegion(model, rebound(self._inner, model), self._settings, self._dtype)(*args, **kwargs)
+
+        return like_unbound(forward, self)

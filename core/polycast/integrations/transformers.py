@@ -2,7 +2,9 @@
 
 import os
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -12,6 +14,11 @@ from ..policy.recipe import RecipeLike
 from ..policy.value import PolicyLike
 from .observing import StepObserver
 from .settings import RegionSettings, run_in_regions
+
+_PREPARED = "_original_forward"
+"""An attribute of models whose forward Accelerate has put into a region."""
+_callbacks: "WeakKeyDictionary[nn.Module, PolycastCallback]" = WeakKeyDictionary()
+"""The callbacks whose regions models run in."""
 
 
 class PolycastCallback(TrainerCallback, ExportableState):
@@ -26,7 +33,7 @@ class PolycastCallback(TrainerCallback, ExportableState):
         recipe: as in :class:`polycast.autocast`.
         cache: a :class:`polycast.WeightCache`.
         report: the HTML file of an observation of some steps; None: no step is observed.
-        first: the first step to observe, counted from 0.
+        first: the first step to observe, counted from 0, over all calls of ``train``.
         steps: the number of steps to observe.
 
     Raises:
@@ -45,21 +52,28 @@ class PolycastCallback(TrainerCallback, ExportableState):
     ) -> None:
         self.settings = RegionSettings(policy, recipe, cache)
         self._observer = StepObserver(report, first=first, steps=steps)
-        self._models: list[nn.Module] = []
+        self._restored: dict[str, str] = {}
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Make the forward of the model open regions."""
-        self._use(model)
+        self._use(model, args)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Do so with a model that was made since, and with a callback that was added since."""
-        self._use(model)
+        self._observer.stop()  # a run that has raised has left it open
+        self._use(model, args)
 
-    def _use(self, model: nn.Module | None) -> None:
-        if model is not None and not any(each is model for each in self._models):
-            self._models.append(model)
-            run_in_regions(model, self.settings)
-            self.settings.apply_rules(model)
+    def _use(self, model: nn.Module | None, args: Any) -> None:
+        given = None if model is None else _callbacks.get(model)
+        if model is None or given is self:
+            return
+        _callbacks[model] = self
+        if given is not None and self._restored:  # the Trainer has replaced the user's callback by this one
+            self._observer, self.settings = given._observer, given.settings
+            self.settings.restore(self._restored, model)
+            return
+        run_in_regions(model, self.settings, _dtype_of(args) if hasattr(model, _PREPARED) else None)
+        self.settings.apply_rules(model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Start to observe with the first step."""
@@ -75,10 +89,8 @@ class PolycastCallback(TrainerCallback, ExportableState):
         self._observer.stop()
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint saves: how to make the callback, and its policy and recipe."""
-        report = None if self._observer.report is None else str(self._observer.report)
-        arguments = {"report": report, "first": self._observer.first, "steps": self._observer.steps}
-        return {"args": arguments, "attributes": {"saved_settings": self.saved_settings}}
+        """Return what a checkpoint saves: the policy and the recipe."""
+        return {"args": {}, "attributes": {"saved_settings": self.saved_settings}}
 
     @property
     def saved_settings(self) -> dict[str, str]:
@@ -87,4 +99,10 @@ class PolycastCallback(TrainerCallback, ExportableState):
 
     @saved_settings.setter
     def saved_settings(self, state: dict[str, str]) -> None:
+        self._restored = state
         self.settings.load_state_dict(state)
+
+
+def _dtype_of(args: Any) -> torch.dtype | None:
+    """Return the fast dtype of TrainingArguments; None without mixed precision."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None

@@ -9,8 +9,11 @@ from typing import Any, overload
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from ..engine.low_bit.listeners import listeners as low_bit_listeners
+from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import Recipe, RecipeLike
 from ..policy.value import Policy, PolicyLike
@@ -27,6 +30,7 @@ from .values import tensors_in
 
 _MOVES = ("aten::_to_copy", "aten::copy_", "aten::clone", "aten::detach", "aten::empty_like")
 """Ops that compute nothing."""
+_META = "meta"
 
 
 @overload
@@ -64,7 +68,8 @@ def explain(subject: Any, /, *args: Any, **kwargs: Any) -> Explanation | ModelEx
     For a model, ``explain(model, inputs, device_type=None, dtype=None, policy=None, recipe=None)``: for each module,
     its rule (:func:`apply_policy`), and the dtypes of its weights, of what it computes in, and of its output, in a
     region inside this thread's. The forward of a copy with fake tensors runs, under the current grad mode, and
-    compiled modules run eagerly. `inputs` are a tensor, a tuple of arguments, or a dict of keyword arguments.
+    compiled modules run eagerly, and torch's transformer layers without their fast path. `inputs` are a tensor, a tuple
+    of arguments, or a dict of keyword arguments; the model and its inputs may be on ``meta``, with a `device_type`.
 
     Args:
         subject: an op, itself or by a name as in a :class:`Policy`; or a model.
@@ -79,8 +84,9 @@ def explain(subject: Any, /, *args: Any, **kwargs: Any) -> Explanation | ModelEx
 
     Raises:
         TypeError: the op does not take the arguments; `subject` is neither an op nor a model; `inputs` are of another
-            type; or the model cannot be copied.
-        ValueError: torch has no such op, with the nearest names; or `policy` or `recipe` is invalid.
+            type; or the model is a ScriptModule, or cannot be copied.
+        ValueError: torch has no such op, with the nearest names; `policy` or `recipe` is invalid; or the model is on
+            ``meta``, without a `device_type`, or has lazy modules that were not called.
         RuntimeError: the model's forward depends on values of tensors; or the region cannot run enabled, or not with
             the recipe.
         ValueError, RuntimeError: as :func:`polycast.get_backend`.
@@ -117,16 +123,25 @@ def explain_model(
 
     call, given, wanted = Call.of(model, inputs), Policy.of(policy or {}), wanted_recipe(recipe)
     arguments = [tensor for _, tensor in tensors_in((call.args, call.kwargs))]
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            "the model is a ScriptModule, whose calls of modules are not visible to Python. Explain the model that it "
+            "was scripted from."
+        )
+    if any(map(is_lazy, chain(model.parameters(), model.buffers()))):
+        raise ValueError("the model has lazy modules, whose parameters have no shapes yet: call it once before")
     device = device_type or next(chain(model.parameters(), model.buffers(), arguments), torch.empty(0)).device.type
+    if device == _META:
+        raise ValueError("the model is on meta: name the device that it is meant for, as device_type='cpu'")
+    device = get_backend(device).device_type
     if dtype is None and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     region = enabled_region(device, dtype, given.without_modules(), wanted)
     modules = given.for_device(region.device).modules
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes: dict[int, torch.Tensor] = {
-        id(each): mode.from_tensor(each) for each in (*model.parameters(), *model.buffers(), *arguments)
-    }
-    copied, args, kwargs = _copied((model, call.args, dict(call.kwargs)), fakes)
+    faking = _Faking(mode, device)
+    fakes = {id(each): faking.fake(each) for each in (*model.parameters(), *model.buffers(), *arguments)}
+    copied, args, kwargs = _copied((model, call.args, dict(call.kwargs)), fakes, faking)
     with apply_policy(copied, Policy(modules=modules)):
         calls = _Calls(copied)
         with ExitStack() as stack:
@@ -140,10 +155,35 @@ def explain_model(
     return ModelExplanation(region.device, region.fast_dtype, wanted, tuple(calls.explanations()))
 
 
-def _copied(value: tuple[Any, ...], fakes: dict[int, torch.Tensor]) -> tuple[Any, ...]:
+class _Faking(TorchFunctionMode):
+    """Makes fake tensors of the tensors that deepcopy refuses, those of a graph, such as old weight norm's weights."""
+
+    def __init__(self, mode: Any, device_type: str) -> None:
+        super().__init__()
+        self._mode, self._device = mode, torch.device(device_type)
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a fake tensor; of a tensor on meta, one on the device."""
+        fake: torch.Tensor = self._mode.from_tensor(tensor)
+        if not fake.is_meta:
+            return fake
+        with self._mode, torch.no_grad():
+            moved = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=self._device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(moved, tensor.requires_grad)
+        return moved.requires_grad_(tensor.requires_grad)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            return self.fake(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _copied(value: tuple[Any, ...], fakes: dict[int, torch.Tensor], faking: _Faking) -> tuple[Any, ...]:
     """Return a copy of a model and its arguments, with fake tensors by the id of the original."""
     try:
-        return copy.deepcopy(value, dict[int, Any](fakes))
+        with faking:
+            return copy.deepcopy(value, dict[int, Any](fakes))
     except Exception as error:
         raise TypeError(f"explain runs a copy of the model, which cannot be copied: {error}") from error
 

@@ -1,6 +1,8 @@
 """The forward of a module under rules: a callable object that runs the module in the regions of its rules."""
 
+import inspect
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -21,6 +23,8 @@ from .recipes import usable_recipe
 
 FORWARD = "forward"
 ANY_DEVICE = ""
+_BOUND = "_polycast_bound"
+"""An attribute of an unbound function: the forward that it is of."""
 _REPLICATE = "_replicate_for_data_parallel"
 
 
@@ -191,11 +195,19 @@ class RuledForward:
 
     @property
     def __func__(self) -> Callable[..., Any]:
-        """The unbound function."""
+        """The unbound function; of a copy of the module that others have wrapped with it, it runs the copy."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return self(*args, **kwargs)
+            return self.of(module)(*args, **kwargs)
 
+        return like_unbound(forward, self)
+
+    def of(self, module: nn.Module) -> "RuledForward":
+        """Return the forward of a module, or of a copy of it, with the same rules."""
+        if module is self.module:
+            return self
+        forward = RuledForward(module, rebound(self.inner, module))
+        forward.rules = self.rules
         return forward
 
     @property
@@ -228,6 +240,22 @@ class _ModuleRegion(autocast):
             self._ready_key = self._settings.ready_key
 
 
+def rebound(forward: Callable[..., Any] | None, module: nn.Module) -> Callable[..., Any] | None:
+    """Return an instance's own forward for a copy of the instance; a function has none, and is returned as it is."""
+    unbound = getattr(forward, "__func__", None)
+    return forward if unbound is None else MethodType(unbound, module)
+
+
+def like_unbound(function: Callable[..., Any], forward: Any) -> Callable[..., Any]:
+    """Give the unbound function of a module's forward its signature, and what `ruled_forward_of` reads.
+
+    It has no ``__wrapped__``: Accelerate follows these to the function to bind when it unwraps a model.
+    """
+    signature = inspect.signature(type(forward.__self__).forward)
+    vars(function).update({"__signature__": signature, _BOUND: forward})
+    return function
+
+
 def _known_devices() -> tuple[str, ...]:
     """Return the devices that this process's torch knows."""
     return tuple(autocast_supported_devices())
@@ -246,5 +274,5 @@ def ruled_forward_of(module: nn.Module) -> "RuledForward | None":
     while forward is not None:
         if isinstance(forward, RuledForward):
             return forward if forward.module is module else None
-        forward = getattr(forward, "__wrapped__", None)
+        forward = getattr(forward, "__wrapped__", None) or getattr(forward, _BOUND, None)
     return None
