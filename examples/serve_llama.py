@@ -152,7 +152,7 @@ def prepare(folder: Path, recipe: str, size: str) -> None:
 
 
 def ask(port: int, number: int) -> list[int]:
-    """Return the answer to a request, sent again until a process answers."""
+    """Return the answer to a request, which waits until a process accepts it."""
     content = json.dumps({"tokens": [1, number], "max_new_tokens": 8}).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{port}/generate", content, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=300) as answer:

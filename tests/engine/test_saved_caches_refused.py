@@ -250,6 +250,14 @@ def test_weights_that_something_else_may_write(saved, model):
     WeightCache.load(saved, model)
 
 
+def test_weights_that_were_made_in_inference_mode(saved, model):
+    with torch.inference_mode():
+        other = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        other.load_state_dict(model.state_dict())
+    why = "the parameter '0.weight' was made in inference mode, in which torch counts no writes"
+    assert refused(saved, other) == why
+
+
 @pytest.mark.parametrize("wrong", [None, 3, "linear"])
 def test_arguments_of_other_types(path, model, wrong):
     cache = WeightCache()

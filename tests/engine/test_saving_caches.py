@@ -1,5 +1,6 @@
 """Caches that cannot be saved: the message says why, and files stay as they are."""
 
+import errno
 import os
 
 import pytest
@@ -57,6 +58,29 @@ def test_a_folder_that_is_not_there(tmp_path, model):
     run(model, cache)
     with pytest.raises(FileNotFoundError, match="not/there"):
         cache.save(tmp_path / "not" / "there")
+
+
+def test_a_link_stays_and_the_file_that_it_points_to_is_replaced(tmp_path, model):
+    cache, link, file = WeightCache(), tmp_path / "link", tmp_path / "files" / "model.casts"
+    file.parent.mkdir()
+    link.symlink_to(file)
+    run(model, cache)
+    cache.save(link)
+    assert link.is_symlink()
+    assert os.listdir(file.parent) == [file.name]
+    assert WeightCache.load(file, model).stats().entries == 4
+
+
+def test_the_error_of_a_full_disk_names_the_file(saved, model, monkeypatch):
+    def fill(tensor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    content, cache = saved.read_bytes(), WeightCache.load(saved, model)
+    monkeypatch.setattr(tensor_file, "bytes_of", fill)
+    with pytest.raises(OSError, match=r"model\.casts'$") as caught:
+        cache.save(saved, model)
+    assert caught.value.errno == errno.ENOSPC
+    assert saved.read_bytes() == content
 
 
 def test_an_interrupted_save_leaves_the_old_file(saved, model, monkeypatch):

@@ -92,6 +92,24 @@ def test_a_tied_weight_has_its_first_name_and_one_equalization():
     assert [each.name for each in found.weights] == ["embedding.weight"]
 
 
+def test_equal_weights_share_the_factors_for_the_activations_of_both():
+    first, second = nn.Linear(32, 24, bias=False), nn.Linear(32, 24, bias=False)
+    second.load_state_dict(first.state_dict())
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = first, second
+
+        def forward(self, x):
+            return self.first(x), self.second(x.flip(1))
+
+    found = named(polycast.equalize(Both(), [with_outliers()], RECIPE))
+    factors = found["first.weight"].factors
+    assert torch.equal(found["second.weight"].factors, factors)
+    assert factors.topk(4).indices.sort().values.tolist() == sorted([*LARGE, *(31 - each for each in LARGE)])
+
+
 def test_a_parameter_that_is_multiplied_both_ways_has_an_equalization_of_each():
     class Autoencoder(nn.Module):
         def __init__(self):

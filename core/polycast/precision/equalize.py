@@ -140,6 +140,7 @@ class _Products:
     def __init__(self, model: torch.nn.Module) -> None:
         self.found: dict[str, tuple[str, str, torch.Tensor, EqualizedProduct]] = {}
         self._names: dict[int, str] = {}
+        self._by_values: dict[str, EqualizedProduct] = {}
         for name, parameter in parameters_by_name(model).items():
             self._names.setdefault(id(parameter), name)
         self._generator = torch.Generator().manual_seed(_SEED)
@@ -158,7 +159,11 @@ class _Products:
         if key in self.found and self.found[key][1] != view:  # the matrix and the transposed one
             key = f"{name}[{view or 'whole'}]"
         if key not in self.found:
-            product = EqualizedProduct(kernel, op, weight.detach(), matrix.detach(), self._generator)
+            values = fingerprint_of(matrix)  # by which kernels find factors: equal weights have the same
+            product = self._by_values.get(values) or EqualizedProduct(
+                kernel, op, weight.detach(), matrix.detach(), self._generator
+            )
+            self._by_values[values] = product
             self.found[key] = name, view, parameter, product
         self.found[key][3].activations.add(activations_of(op, args))
 

@@ -62,6 +62,8 @@ def _check_weights(saved: Mapping[str, SavedWeight], parameters: Mapping[str, nn
             raise ValueError(f"the model has no parameter {name!r}")
         if parameters[name].is_meta:
             raise ValueError(f"the parameter {name!r} has no values yet: it is on the device 'meta'")
+        if parameters[name].is_inference():
+            raise ValueError(f"the parameter {name!r} was made in inference mode, in which torch counts no writes")
         here = SavedWeight.of(parameters[name], weight.digest)
         if here != weight:
             raise ValueError(f"the parameter {name!r} is {here}, and was {weight}")
