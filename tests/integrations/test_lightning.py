@@ -164,3 +164,12 @@ def test_wrong_steps_are_refused(settings, error, message):
 def test_observing_on_the_reference_engine_is_refused(fit, engine):
     with pytest.raises(RuntimeError, match="^polycast.observe needs the native engine"):
         fit(Precision("bf16-mixed", "cpu"), callbacks=[Observe(first=0)])
+
+
+def test_a_module_is_put_under_its_rules_once(policy, layers, engine):
+    plugin = Precision("bf16-mixed", "cpu", policy=policy)
+    model = Regression(layers)
+    plugin.convert_module(model)
+    polycast.remove_policy(model)
+    plugin.convert_module(model)
+    assert polycast.rules_of(model) == {}

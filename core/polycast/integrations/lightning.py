@@ -62,8 +62,9 @@ class Precision(MixedPrecision):
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Put the module under the policy's rules for modules."""
-        self._module = module
-        self.settings.apply_rules(module)
+        if module is not self._module:  # Lightning does this at each call of fit
+            self._module = module
+            self.settings.apply_rules(module)
         return super().convert_module(module)
 
     def autocast_context_manager(self) -> torch.autocast:
