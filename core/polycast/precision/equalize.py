@@ -46,7 +46,8 @@ def equalize(model: torch.nn.Module, batches: Iterable[Any], recipe: RecipeLike)
         recipe: the recipe that will be used, such as ``"int8"`` or ``Int8()``.
 
     Returns:
-        An equalization, for ``Int8(equalization=...)``. ``print`` shows the error of each weight's products.
+        An equalization, for ``Int8(equalization=...)`` or ``Int4(equalization=...)``. ``print`` shows the error of each
+        weight's products.
 
     Raises:
         TypeError: `model`, `batches` or a batch is of another type.

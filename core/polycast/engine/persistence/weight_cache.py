@@ -69,7 +69,7 @@ class WeightCache(CastCache):
 
         They are mapped into memory: processes that load the file share it. Writes to a weight drop them, as those that
         were made in this process. All bytes of the weights and of the file are compared with digests, which takes a
-        second for some GB.
+        second for some GB. The cache has no memory limit.
 
         Args:
             path: a file that :meth:`save` wrote.
