@@ -296,3 +296,14 @@ def test_the_backend_has_kernels_for_the_recipe():
     kernels = backend.low_bit_kernels(recipe)
     assert set(kernels) == {"aten::linear", "aten::matmul", "aten::mm", "aten::addmm"}
     assert kernels["aten::linear"].constants[0] == 64
+
+
+@pytest.mark.parametrize("group_size", [32, 256])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_product_without_terms_is_the_bias(isa, rows, group_size):
+    weight, bias = torch.empty(70, 0), torch.randn(70)
+    values, factors = torch.ops.polycast_cpu.int4_pack(weight, None, group_size)
+    result = torch.ops.polycast_cpu.int4_linear(
+        torch.empty(rows, 0), weight, bias, values, factors, torch.float32, group_size, isa
+    )
+    assert torch.equal(result, bias.expand(rows, -1))

@@ -1,6 +1,7 @@
 """Recipes that backends declare: equality, text, names, pickles and policy files follow from their settings."""
 
 import copy
+import enum
 import os
 import pickle
 import subprocess
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from polycast import Int8, NoRecipe, Policy, Recipe
 from polycast.policy.recipe import all_recipes, read_recipe
@@ -187,9 +189,46 @@ def test_a_class_without_kind_or_default_is_refused():
     assert kinds["int8"] is Int8
 
 
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"rounding": Literal["up", "down"], "scales": Literal["down", "up"]}, "rounding and .scales both list 'down'"),
+        ({"rounding": Literal["up", "a:b"]}, "rounding must list words such as 'row', for names, got 'a:b'"),
+        ({"rounding": Literal["up", ""]}, "rounding must list words such as 'row', for names, got ''"),
+        ({"rounding": Literal["down"]}, r"rounding must be one of \('down',\), got the default 'up'"),
+    ],
+)
+def test_a_class_whose_names_would_be_ambiguous_is_refused(settings, text):
+    defaults = {"rounding": "up", "scales": "down"}
+    with pytest.raises(ValueError, match=text):
+        type("Words", (Recipe,), {"kind": "words", "__annotations__": settings, **{k: defaults[k] for k in settings}})
+    assert "words" not in kinds
+
+
+class Rounding(str, enum.Enum):
+    UP = "up"
+
+
+@pytest.mark.parametrize(
+    ("given", "recipe"),
+    [
+        ({"group_size": 64.0}, Grouped(64)),
+        ({"group_size": torch.tensor(64)}, Grouped(64)),
+        ({"rounding": Rounding.UP}, Grouped(rounding="up")),
+    ],
+)
+def test_a_listed_value_may_be_given_in_another_type(given, recipe):
+    twin = Grouped(**given)
+    assert (twin, twin.text, twin.settings) == (recipe, recipe.text, recipe.settings)
+    assert [type(each) for each in twin.settings.values()] == [type(each) for each in recipe.settings.values()]
+
+
 def test_a_class_may_be_defined_again_as_in_a_notebook():
+    first = read_recipe("bare")
     again = type("Bare", (Recipe,), {"kind": "bare", "__module__": __name__, "__qualname__": "Bare"})
     assert type(Recipe.of_text("bare()")) is again
+    assert read_recipe("bare") == again() != first
+    assert again().derived is not first.derived
 
 
 def test_an_object_is_known_by_its_digest():

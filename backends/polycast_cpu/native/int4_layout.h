@@ -21,7 +21,7 @@ struct Groups {
 
   Groups(int64_t terms, int64_t group_size)
       : terms(terms),
-        group(std::min(group_size, padded(terms))),
+        group(std::min(group_size, std::max(kEight, padded(terms)))),
         chunk(std::max<int64_t>(1, kChunk / group) * group) {}
 
   static constexpr int64_t eights(int64_t terms) { return (terms + kEight - 1) / kEight; }

@@ -170,18 +170,20 @@ def read_recipe(recipe: object) -> Recipe:
         raise TypeError(f"recipe is the class {recipe.__name__}: call it, {recipe.__name__}()")
     if not isinstance(recipe, str):
         raise TypeError(f"recipe must be a Recipe such as polycast.Int8(), its name, or None, got {recipe!r}")
-    return _of_name(recipe)
+    of_kind: Any = kinds.get(recipe.partition(":")[0])
+    return _of_name(recipe, of_kind)
 
 
 @functools.lru_cache(maxsize=64)
-def _of_name(recipe: str) -> Recipe:
-    kind, *words = recipe.split(":")
-    setting_of = _words(kinds[kind]) if kind in kinds else {}
+def _of_name(recipe: str, of_kind: type[Recipe] | None) -> Recipe:
+    """Return the recipe with a name, given the class of its kind: a notebook may define that again."""
+    words = recipe.split(":")[1:]
+    setting_of = {} if of_kind is None else _words(of_kind)
     settings = {setting_of[word]: word for word in words if word in setting_of}
-    if kind not in kinds or len(settings) < len(words):
+    if of_kind is None or len(settings) < len(words):
         known = [name for kind, each in kinds.items() for name in (kind, *(f"{kind}:{word}" for word in _words(each)))]
         raise ValueError(f"{recipe!r} is not a recipe: {hint(recipe, known)}")
-    return restored(kinds[kind], settings)
+    return restored(of_kind, settings)
 
 
 def _words(kind: type[Recipe]) -> dict[str, str]:

@@ -45,7 +45,10 @@ def read_setting(name: str, value: Any, expected: Any) -> Any:
     """
     if name == "ops":
         return read_ops(value)
-    if isinstance(expected, tuple) and value not in expected:
+    if isinstance(expected, tuple):
+        for each in expected:
+            if each == value:
+                return each  # 64 for 64.0: equal settings have the same text
         raise ValueError(f"{name} must be {' or '.join(map(repr, expected))}, got {value!r}")
     if expected in SIMPLE_TYPES:
         wanted = (int, float) if expected is float else expected

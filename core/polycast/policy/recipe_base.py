@@ -15,6 +15,8 @@ from .recipe_arguments import SIMPLE_TYPES, read_setting, text_of, value_of
 
 kinds: dict[str, type["Recipe"]] = {}
 """The classes of recipes, by kind."""
+_NAME = r"\w+(-\w+)*"
+"""A kind, or a word after it in a recipe's name."""
 _Class = TypeVar("_Class", bound="Recipe")
 
 
@@ -30,7 +32,7 @@ class Recipe:
     declares fields, each with a default, and without a decorator. Equality, text, pickles, names and policy files
     follow from them. A setting is a str, a number, a bool, None, a tuple of these, or an object with a `digest`: a str
     that is the same for equal objects, and for no others. ``Literal`` lists the values that a setting can have; one of
-    strs is part of the name, as in ``"int8:tensor"``. All subclasses have
+    words is part of the name, as in ``"int8:tensor"``, so no two settings list the same word. All subclasses have
 
     Attributes:
         ops: the ops to compute by the recipe if the backend has a kernel, by names as in a :class:`Policy`. None of
@@ -74,6 +76,7 @@ class Recipe:
         hints = get_type_hints(cls)
         cls._defaults = {field.name: field.default for field in declared}
         cls._expected = {field.name: _expectation(hints[field.name]) for field in declared}
+        _check_words(cls)
         kind = vars(cls).get("kind")
         if kind is not None:
             _check_kind(cls, kind)
@@ -126,7 +129,9 @@ class Recipe:
         """Objects that other modules derived from equal recipes, each under a key that has its type."""
         found: dict[Any, Any] | None = vars(self).get("_derived")
         if found is None:
-            found = vars(self)["_derived"] = _derived(self.text)  # this recipe's, also once the table has dropped it
+            kind: Any = type(self)
+            found = _derived(kind, self.text)
+            vars(self)["_derived"] = found  # this recipe's, also once the table has dropped it
         return found
 
     @property
@@ -215,7 +220,7 @@ def restored(kind: type[_Class], settings: Mapping[str, Any]) -> _Class:
 
 
 def _check_kind(cls: type[Recipe], kind: object) -> None:
-    if not isinstance(kind, str) or not re.fullmatch(r"\w+(-\w+)*", kind):
+    if not isinstance(kind, str) or not re.fullmatch(_NAME, kind):
         raise ValueError(f"{cls.__name__}.kind must be a name such as 'int8', got {kind!r}")
     name, taken = (
         None if each is None else f"{each.__module__}.{each.__qualname__}" for each in (cls, kinds.get(kind))
@@ -224,11 +229,27 @@ def _check_kind(cls: type[Recipe], kind: object) -> None:
         raise ValueError(f"{cls.__name__}.kind is {kind!r}, which is the kind of {taken}: give it another")
 
 
+def _check_words(cls: type[Recipe]) -> None:
+    """Raise ValueError if a recipe's name would not say which setting has which value."""
+    setting_of: dict[str, str] = {}
+    for name, words in cls.named_settings().items():
+        if cls._defaults[name] not in words:
+            raise ValueError(f"{cls.__name__}.{name} must be one of {words}, got the default {cls._defaults[name]!r}")
+        for word in words:
+            if not re.fullmatch(_NAME, word):
+                raise ValueError(f"{cls.__name__}.{name} must list words such as 'row', for names, got {word!r}")
+            if setting_of.setdefault(word, name) != name:
+                raise ValueError(
+                    f"{cls.__name__}.{setting_of[word]} and .{name} both list {word!r}, so that a name such as "
+                    f"'int8:{word}' could mean either: rename one"
+                )
+
+
 def _expectation(hint: Any) -> Any:
     """Return what `read_setting` expects of a setting, given its annotation."""
     return get_args(hint) if get_origin(hint) is Literal else hint if hint in SIMPLE_TYPES else None
 
 
 @functools.lru_cache(maxsize=64)
-def _derived(text: str) -> dict[Any, Any]:
+def _derived(kind: type[Recipe], text: str) -> dict[Any, Any]:
     return {}
