@@ -72,7 +72,7 @@ def test_the_requirements_of_each_extra():
     for line in DISTRIBUTION.requires:
         requirement, _, marker = line.partition("; extra == ")
         requirements.setdefault(marker.strip("\"'"), []).append(requirement)
-    assert set(requirements) == {"", "bench", "demo", "docs", "test", "dev"}
+    assert set(requirements) == {"", "bench", "demo", "docs", "serve", "test", "dev"}
     assert set(requirements[""]) == {
         "torch>=2.11",
         "filelock>=3.12",
