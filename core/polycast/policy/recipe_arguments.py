@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ SIMPLE_TYPES = (bool, int, float, str)
 """The types that settings are checked for."""
 
 _LITERALS = (str, float, tuple, type(None))
+_PLAIN = (str, float, int, bool, type(None))
 objects: dict[str, Any] = {}
 """The objects that are settings of this process's recipes, by digest."""
 
@@ -111,14 +113,16 @@ def _known_ops(ops: tuple[str, ...]) -> tuple[str, ...]:
 
 def _literal(name: str, value: Any) -> str:
     """Return a plain value as Python writes it. A constant to Dynamo, as above."""
-    text = repr(value)
-    try:
-        is_read = ast.literal_eval(text) == value
-    except (SyntaxError, ValueError):
-        is_read = False
-    if not is_read:
+    if not _is_plain(value):
         raise TypeError(f"{name} must have strs, finite numbers, bools and None only, got {value!r}")
-    return text
+    return repr(value)
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether Python reads a value's repr as the same value. Subclasses may write themselves differently."""
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN and (type(value) is not float or math.isfinite(value))
 
 
 for _each in (_known_ops, _literal):  # as torch.compiler.assume_constant_result does, which imports Dynamo
