@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from polycast import Int8, NoRecipe, Policy, Recipe
+from polycast.policy import recipe_base
 from polycast.policy.recipe import all_recipes, read_recipe
 from polycast.policy.recipe_arguments import Unknown, resolve
 from polycast.policy.recipe_base import kinds
@@ -262,3 +263,16 @@ def test_an_equalization_is_a_setting_of_int8():
     assert Int8(equalization=equalization).format != Int8().format
     with pytest.raises(TypeError, match=r"equalization must be an Equalization, .*, or None, got 'a path'"):
         Int8(equalization="a path")
+
+
+def test_a_text_is_read_though_another_thread_disturbs_the_parser(monkeypatch):
+    parse, failures = recipe_base.ast.parse, [SystemError("AST constructor recursion depth mismatch")]
+
+    def disturbed(*args, **kwargs):
+        if failures:
+            raise failures.pop()
+        return parse(*args, **kwargs)
+
+    monkeypatch.setattr(recipe_base.ast, "parse", disturbed)
+    assert Recipe.of_text(Int8(min_size=12345).text) == Int8(min_size=12345)
+    assert failures == []

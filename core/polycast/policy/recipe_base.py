@@ -106,10 +106,7 @@ class Recipe:
             ValueError: it is not the text of a recipe.
         """
         kind, _, settings = text.partition("(")
-        try:
-            call = ast.parse(f"settings({settings}", mode="eval").body
-        except SyntaxError:
-            call = None
+        call = _parsed(f"settings({settings}")
         if not isinstance(call, ast.Call):
             raise ValueError(f"{text!r} is not the text of a recipe")
         return restored(kinds[kind], {str(each.arg): value_of(each.value) for each in call.keywords})
@@ -217,6 +214,18 @@ def restored(kind: type[_Class], settings: Mapping[str, Any]) -> _Class:
         object.__setattr__(recipe, name, settings.get(name, default))
     recipe.__post_init__()
     return recipe
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(text: str) -> ast.expr | None:
+    """Return an expression, parsed; None if the text is not one."""
+    while True:
+        try:
+            return ast.parse(text, mode="eval").body
+        except SyntaxError:
+            return None
+        except SystemError:  # the parser of Python 3.11, disturbed by another thread that parses
+            continue
 
 
 def _check_kind(cls: type[Recipe], kind: object) -> None:
