@@ -27,7 +27,7 @@ def processor_details() -> Mapping[str, str]:
 
 
 _MODEL = ("cpu family", "model", "stepping", "cache size", "CPU implementer", "CPU part", "CPU variant")
-"""What tells processors of one name apart, as virtual machines have them."""
+"""Keys of /proc/cpuinfo that tell processors of one name apart, as in virtual machines."""
 
 
 def _first_processor() -> Mapping[str, str]:

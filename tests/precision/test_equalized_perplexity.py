@@ -18,9 +18,7 @@ pytestmark = [
 ]
 
 WINDOW, CHANNELS, STEPS = 64, torch.tensor([3, 17, 41]), 120
-RECIPES = [(polycast.Int8(min_size=0), 1.002)]
-if hasattr(polycast, "Int4"):
-    RECIPES.append((polycast.Int4(min_size=0), 1.005))
+RECIPES = [(polycast.Int8(min_size=0), 1.002), (polycast.Int4(min_size=0), 1.005)]
 
 
 @pytest.fixture(scope="module", autouse=True)

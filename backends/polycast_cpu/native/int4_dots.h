@@ -49,7 +49,7 @@ void int4_dots_plain(const Int4Arguments& of, int32_t (*sums)[kBlock]) {
 
 #if defined(__x86_64__)
 
-// How far before its use the weight is fetched, in bytes.
+// Distance, in bytes, by which the weight is fetched ahead of its use.
 constexpr int64_t kInt4Ahead = 4096;
 
 // Repeat four terms. Read as a whole, from memory: eight terms would be split in general registers, which is slow.

@@ -10,7 +10,7 @@
 
 namespace polycast_cpu {
 
-// How terms are divided: chunks have a scale, and consist of groups, which have a multiplier of it. The last ones may be shorter.
+// Divide terms into chunks, which have a scale, and those into groups, which have a multiplier of it. The last ones may be shorter.
 // Terms are stored eight at a time.
 struct Groups {
   int64_t terms, group, chunk;

@@ -11,7 +11,7 @@ namespace polycast_cpu {
 
 #if defined(__x86_64__)
 
-// How far before its use the weight is fetched, in bytes.
+// Distance, in bytes, by which the weight is fetched ahead of its use.
 constexpr int64_t kBytesAhead = 2048;
 
 // Read four activations into each group of four bytes.

@@ -1,5 +1,6 @@
 """polycast in Accelerate: a function to call before ``prepare``."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from accelerate import Accelerator  # type: ignore[import-untyped]
@@ -38,23 +39,23 @@ def prepare(
     Raises:
         OSError, TypeError, ValueError: see :class:`polycast.autocast`.
     """
-    settings = _ModelSettings(model, policy, recipe, cache)
+    settings = RegionSettings(policy, recipe, cache)
     run_in_regions(model, settings)
     settings.apply_rules(model)
-    accelerator.register_for_checkpointing(settings)
+    accelerator.register_for_checkpointing(_Checkpointed(model, settings))
     return accelerator.prepare(model)
 
 
-class _ModelSettings(RegionSettings):
-    """Settings that put their model under the rules of a checkpoint."""
+class _Checkpointed:
+    """The settings of a model, as Accelerate saves and loads them."""
 
-    def __init__(self, model: nn.Module, *settings: Any) -> None:
-        super().__init__(*settings)
-        self._model = model
+    def __init__(self, model: nn.Module, settings: RegionSettings) -> None:
+        self._model, self._settings = model, settings
 
-    def load_state_dict(self, state: Any) -> None:
+    def state_dict(self) -> dict[str, str]:
+        """Return the policy and the recipe as text."""
+        return self._settings.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
         """Use the policy and the recipe of a checkpoint, unless others were given."""
-        had_policy = self.policy is not None
-        super().load_state_dict(state)
-        if not had_policy:
-            self.apply_rules(self._model)
+        self._settings.restore(state, self._model)

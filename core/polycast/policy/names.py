@@ -14,7 +14,7 @@ from .validation import entry_problem
 
 _EXPECTED = "expected a name such as 'softmax', 'sum.dim_IntList' or 'acme::scale'"
 _PYTHON_PREFIX = re.compile(r"^(torch\.nn\.functional|torch|F)\.")
-"""How Python code names an op: ``torch.softmax``, ``F.softmax``."""
+"""Prefixes of ops in Python code: ``torch.softmax``, ``F.softmax``."""
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)} | {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,

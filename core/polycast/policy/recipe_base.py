@@ -1,4 +1,4 @@
-"""`Recipe`: how to compute ops with the policy LOWER_PRECISION_FP. Subclasses declare their settings."""
+"""`Recipe`: a way to compute ops with the policy LOWER_PRECISION_FP. Subclasses declare their settings."""
 
 import ast
 import functools
@@ -22,7 +22,7 @@ _Class = TypeVar("_Class", bound="Recipe")
 
 @dataclass_transform(eq_default=False, frozen_default=True)
 class Recipe:
-    """How a region computes ops with the policy LOWER_PRECISION_FP: in a lower precision, or the fastest way.
+    """A way to compute ops with the policy LOWER_PRECISION_FP: in a lower precision, or the fastest one.
 
     An immutable value for ``polycast.autocast(..., recipe=...)``. Outputs have the fast dtype, and ops without a kernel
     for the recipe compute in it. To compute a module in the fast dtype, give it the rule ``"none"``
@@ -61,7 +61,7 @@ class Recipe:
     """Whether a device supports the recipe only if its backend says so."""
     _defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     _expected: ClassVar[Mapping[str, Any]] = MappingProxyType({})
-    """What `read_setting` expects, by setting."""
+    """The values or the type that `read_setting` accepts, by setting."""
 
     ops: Sequence[str] = ()
     min_size: int = 0

@@ -246,7 +246,7 @@ class _Calls(DispatchMode):  # type: ignore[misc]
 
 
 class _Module:
-    """What is known of a module."""
+    """Counts and dtypes of a module's calls."""
 
     def __init__(self, name: str, module: nn.Module, rule: str) -> None:
         self.name, self.module, self.rule = name, module, rule

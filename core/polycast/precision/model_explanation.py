@@ -52,7 +52,7 @@ class ModuleExplanation:
 
 @dataclass(frozen=True)
 class ModelExplanation:
-    """What autocast does to the modules of a model. ``print`` shows a table.
+    """The effect of autocast on the modules of a model. ``print`` shows a table.
 
     Attributes:
         device_type, dtype: the device and the dtype of the region.

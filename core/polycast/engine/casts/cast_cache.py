@@ -18,7 +18,7 @@ import torch
 from typing_extensions import Self
 
 Made: TypeAlias = torch.dtype | int
-"""What an entry is: a cast to a dtype, or a prepacked weight of a kind (see low_bit/prepack_kinds.py)."""
+"""The kind of an entry: a cast to a dtype, or a prepacked weight of a kind (see low_bit/prepack_kinds.py)."""
 
 
 @dataclass(frozen=True)

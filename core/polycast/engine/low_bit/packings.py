@@ -1,4 +1,4 @@
-"""`Packing`: what a prepacked weight was made by, in words that are the same in every process."""
+"""`Packing`: the maker of a prepacked weight, as text."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from ...policy.recipe import Recipe
 
 @dataclass(frozen=True)
 class Packing:
-    """What a prepacked weight was made by.
+    """The maker of a prepacked weight: a kernel for a recipe, in words that are the same in every process.
 
     Attributes:
         device: the device type.

@@ -1,6 +1,6 @@
 // Products that autograd records, computed in float32 forward and backward: as by engine/fastest/functions.py, without Python.
 //
-// What is saved are the activation in the fast dtype, and a weight as it is.
+// Save the activation in the fast dtype, and the weight as it is.
 
 #pragma once
 
