@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .matmul_records import Matmul
+from .numerics_records import NumericsRecord
 from .records import Cast, Chain, Compiled, Counts, Flow, LowBit, Module, NonFinite, Op, Region
 from .sums import add, combine
 
@@ -25,6 +26,9 @@ class Run:
         timing: whether times were measured.
         nonfinite: the option of this name: ``"ignore"``, ``"record"`` or ``"raise"``.
         stacks: whether stacks were kept.
+        numerics: whether magnitudes, underflow and overflow were counted.
+        steps: the steps of the program, as it counted them with ``Observation.step()``.
+        observed_steps: those that were observed; all without a schedule.
     """
 
     seconds: float = 0.0
@@ -38,6 +42,9 @@ class Run:
     timing: bool = False
     nonfinite: str = "ignore"
     stacks: bool = False
+    numerics: bool = False
+    steps: int = 0
+    observed_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,7 @@ class Facts:
     flows: tuple[Flow, ...] = ()
     low_bit: tuple[LowBit, ...] = ()
     matmuls: tuple[Matmul, ...] = ()
+    numerics: tuple[NumericsRecord, ...] = ()
     nonfinite: NonFinite | None = None
 
 
@@ -67,6 +75,7 @@ LISTS: dict[str, type[Any]] = {
     "flows": Flow,
     "low_bit": LowBit,
     "matmuls": Matmul,
+    "numerics": NumericsRecord,
 }
 """The lists of facts, by name, and the class of their records."""
 
@@ -96,6 +105,8 @@ def combined(left: Facts, right: Facts, sign: int) -> Facts:
         left.run,
         seconds=left.run.seconds + sign * right.run.seconds,
         runs=left.run.runs + sign * right.run.runs,
+        steps=left.run.steps + sign * right.run.steps,
+        observed_steps=left.run.observed_steps + sign * right.run.observed_steps,
         devices=devices,
         emulated=_combined_reasons(left.run.emulated, right.run.emulated, sign),
     )

@@ -14,6 +14,7 @@ from .facts import LISTS, Facts, Run, combined, share, total_of
 from .findings import findings_of
 from .matmul_records import Matmul
 from .matmuls import recipe_share
+from .numerics_records import NumericsRecord
 from .records import Cast, Compiled, Counts, Finding, LowBit, Module, NonFinite, Op, Region
 from .serialization import from_json, to_json
 
@@ -97,6 +98,11 @@ class Observation:
         return recipe_share(self.facts.matmuls)
 
     @property
+    def numerics(self) -> tuple[NumericsRecord, ...]:
+        """The magnitudes, underflow and overflow of what was computed and cast; empty without ``numerics=True``."""
+        return self.facts.numerics
+
+    @property
     def nonfinite(self) -> NonFinite | None:
         """The first op that turned finite inputs into inf or nan; None without one, or if ``nonfinite="ignore"``."""
         return self.facts.nonfinite
@@ -126,8 +132,8 @@ class Observation:
 
         The keys are ``schema`` (an int), ``run`` (a ``Run``), ``total`` (the ``Counts`` of all ops), ``fast_share``,
         ``fast_time_share``, ``recipe_share``; the lists ``ops``, ``modules``, ``casts``, ``regions``, ``compiled``,
-        ``chains``, ``flows``, ``low_bit``, ``matmuls`` and ``findings``; and ``nonfinite``, a record or None. A record
-        is a mapping of its fields.
+        ``chains``, ``flows``, ``low_bit``, ``matmuls``, ``numerics`` and ``findings``; and ``nonfinite``, a record or
+        None. A record is a mapping of its fields.
         """
         facts = self.facts
         total = total_of(facts.ops)
@@ -246,5 +252,5 @@ def _list(values: dict[str, Any], name: str) -> Any:
     return values.get(name, ()) if name in _OPTIONAL_LISTS else values[name]
 
 
-_OPTIONAL_LISTS = ("low_bit", "matmuls", "flows")
+_OPTIONAL_LISTS = ("low_bit", "matmuls", "flows", "numerics")
 """The lists that older versions of polycast did not write."""

@@ -1,6 +1,7 @@
 """Convert records to JSON-safe values and back."""
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -65,6 +66,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, each) for each in arguments)
     if is_dataclass(hint):
         return True  # it is read by from_json
+    if hint is float and isinstance(value, float):
+        return math.isfinite(value)
     if hint in (int, float):
         return isinstance(value, (int, hint)) and not isinstance(value, bool) and not abs(value) >= _MAX_NUMBER
     return isinstance(value, hint)

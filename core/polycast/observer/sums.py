@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from .matmul_records import Matmul, MatmulRows
+from .numerics_records import NumericsRecord
 from .records import (
     NESTED,
     Cast,
@@ -32,6 +33,7 @@ _IDENTITY: dict[type[Any], tuple[str, ...]] = {
     Matmul: ("op", "phase", "module", "device", "recipe", "declined", "dtype"),
     MatmulRows: ("op", "rows"),
     Chain: ("kind", "ops", "module", "dtype"),
+    NumericsRecord: ("module", "op", "role", "dtype", "of", "source"),
     Flow: (
         "op",
         "module",
@@ -45,6 +47,10 @@ _IDENTITY: dict[type[Any], tuple[str, ...]] = {
         "asked_from",
     ),
 }
+
+
+_MAXIMA = ("amax",)
+"""The fields that are maxima: a sum has the larger one, and a difference that of the minuend."""
 
 
 def combine(left: Iterable[_R], right: Iterable[_R], sign: int = 1) -> tuple[_R, ...]:
@@ -63,7 +69,9 @@ def add(record: _R | None, other: _R, factor: int = 1) -> _R:
         mine, value = getattr(record, each.name, None), getattr(other, each.name)
         if isinstance(value, bool) or each.name in _IDENTITY.get(type(other), ()):
             continue
-        if isinstance(value, (int, float)):
+        if each.name in _MAXIMA:
+            changed[each.name] = max(mine or 0, value) if factor > 0 else mine or 0
+        elif isinstance(value, (int, float)):
             changed[each.name] = (mine or 0) + factor * value
         elif isinstance(value, Mapping):
             sums = {key: (mine or {}).get(key, 0) + factor * value.get(key, 0) for key in {**(mine or {}), **value}}
@@ -90,7 +98,7 @@ def with_main_decision(op: Op) -> Op:
 def _numbers(value: Any) -> Iterator[float]:
     for each in fields(value):
         item = getattr(value, each.name)
-        if isinstance(item, (int, float)) and not isinstance(item, bool):
+        if isinstance(item, (int, float)) and not isinstance(item, bool) and each.name not in _MAXIMA:
             yield item
         elif isinstance(item, Mapping):
             yield from item.values()
