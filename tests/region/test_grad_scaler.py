@@ -38,7 +38,7 @@ def test_enabled_true_is_where_the_dtype_needs_it():
 
 def test_it_is_a_scaler_of_torchs_with_its_options():
     scaler = polycast.grad_scaler("cpu:0", torch.float16, init_scale=8.0, growth_interval=3)
-    assert type(scaler) is torch.amp.GradScaler
+    assert isinstance(scaler, torch.amp.GradScaler)
     assert (scaler.get_scale(), scaler.get_growth_interval()) == (8.0, 3)
     assert scaler._device == "cpu"
 

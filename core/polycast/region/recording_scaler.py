@@ -1,0 +1,223 @@
+"""`RecordingGradScaler`: a torch.amp.GradScaler that records its scale, the steps that it skips, and why."""
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..common.listeners import Listeners
+from .scaler_history import HistoryRecorder, Origin, ScalerHistory, SkippedStep
+
+_MOST_NAMES = 20
+_MOST_PENDING = 100
+_HISTORY = "history"
+"""The key of the history in a state."""
+
+
+class ScalerListener(Protocol):
+    """A listener for scalers."""
+
+    def origin(self, scaler: "RecordingGradScaler") -> Origin | None:
+        """Return the first op of the step that produced inf or nan; called when a step is skipped."""
+
+    def updated(self, scaler: "RecordingGradScaler", scale: float | None, skip: SkippedStep | None) -> None:
+        """Note the end of a step, with its scale if it is known yet."""
+
+
+listeners: Listeners[ScalerListener] = Listeners()
+
+
+@dataclass
+class _Step:
+    """A step between two calls of ``update``."""
+
+    scale: float | None = None
+    skip: SkippedStep | None = None
+    found_inf: list[torch.Tensor] = field(default_factory=list)
+    device_scale: torch.Tensor | None = None
+
+
+class RecordingGradScaler(torch.amp.GradScaler):
+    """A torch.amp.GradScaler with a :attr:`history`.
+
+    A step that is not skipped costs one read of the scale, where the scaler has waited for the device already; a
+    skipped one reads all gradients once. An optimizer with ``fused=True`` on a GPU decides on the device, so its steps
+    are read later, 100 at once, and skipped ones have no parameters; call ``unscale_`` or use ``fused=False`` for
+    these. ``state_dict`` contains the history.
+    """
+
+    def __init__(self, device: str = "cuda", *, model: nn.Module | None = None, **options: Any) -> None:
+        super().__init__(device, **options)
+        self._start_history(model)
+
+    def _start_history(self, model: nn.Module | None) -> None:
+        self._recorder = HistoryRecorder()
+        self._now = _Step()
+        self._pending: list[_Step] = []
+        self.name_parameters(model)
+
+    def name_parameters(self, model: nn.Module | None) -> None:
+        """Name parameters in the history as ``model.named_parameters()`` does; the model is held weakly."""
+        self._model = None if model is None else weakref.ref(model)
+
+    @property
+    def has_names(self) -> bool:
+        """Whether a model that is alive names the parameters."""
+        return self._model is not None and self._model() is not None
+
+    @property
+    def history(self) -> ScalerHistory:
+        """The scale and the skipped steps so far. On a GPU with a fused optimizer, waits for the device."""
+        self._read_pending()
+        return self._recorder.history()
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step as :meth:`torch.amp.GradScaler.step` does, and record whether the step was skipped."""
+        register = getattr(optimizer, "register_step_pre_hook", None)
+        if not self._enabled or register is None:  # an optimizer that is none of torch's
+            return super().step(optimizer, *args, **kwargs)
+        found_inf: list[torch.Tensor | None] = []
+
+        def steps(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            found_inf.append(getattr(optimizer, "found_inf", None))
+            if found_inf[0] is None or not _is_asynchronous(found_inf[0]):
+                self._now.scale = self.get_scale()  # the scaler has waited for the device
+            elif self._now.device_scale is None:
+                self._now.device_scale = self.scale(torch.ones((), device=found_inf[0].device))
+
+        hook = register(steps)
+        try:
+            value = super().step(optimizer, *args, **kwargs)
+        finally:
+            hook.remove()
+        if not found_inf:
+            self._skip(optimizer)
+        elif (fused := found_inf[0]) is not None:
+            if _is_asynchronous(fused):
+                self._now.found_inf.append(fused)
+            elif fused.item():
+                self._skip(optimizer)
+        return value
+
+    def _skip(self, optimizer: torch.optim.Optimizer) -> None:
+        self._now.scale = scale = self.get_scale()
+        found, count = _nonfinite_gradients(optimizer, None if self._model is None else self._model())
+        before = self._now.skip  # of another optimizer
+        if before is None:
+            origin = next(filter(None, (each.origin(self) for each in listeners)), None)
+            before = SkippedStep(self._recorder.steps + len(self._pending), scale, (), 0, 0, origin)
+        self._now.skip = SkippedStep(
+            step=before.step,
+            scale=scale,
+            parameters=(*before.parameters, *found)[:_MOST_NAMES],
+            count=(before.count or 0) + len(found),
+            of=(before.of or 0) + count,
+            origin=before.origin,
+        )
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Update the scale as :meth:`torch.amp.GradScaler.update` does, and record the step."""
+        super().update(new_scale)
+        if not self._enabled:
+            return
+        step, self._now = self._now, _Step()
+        for listener in listeners:
+            listener.updated(self, step.scale, step.skip)
+        if step.found_inf:
+            self._pending.append(step)
+            if len(self._pending) >= _MOST_PENDING:
+                self._read_pending()
+        else:
+            self._read_pending()
+            self._recorder.add(step.scale, step.skip)
+
+    def _read_pending(self) -> None:
+        steps, self._pending = self._pending, []
+        if not steps:
+            return
+        scales = torch.stack([each.device_scale for each in steps if each.device_scale is not None]).tolist()
+        skipped = torch.stack([torch.stack(each.found_inf).sum() for each in steps]).tolist()
+        for step, scale, was_skipped in zip(steps, scales, skipped, strict=True):
+            skip = step.skip or (SkippedStep(0, scale) if was_skipped else None)
+            self._recorder.add(scale, skip)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the scaler, with its history."""
+        state = super().state_dict()
+        return {**state, _HISTORY: self.history.to_dict()} if state else state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state, with its history if it has one.
+
+        Raises:
+            ValueError: the history is not one.
+        """
+        history = ScalerHistory.from_dict(state_dict[_HISTORY]) if _HISTORY in state_dict else None
+        super().load_state_dict(dict(state_dict))
+        if self._enabled:
+            self._recorder, self._pending, self._now = HistoryRecorder(history), [], _Step()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._read_pending()
+        return {**super().__getstate__(), "_model": None, "_now": _Step()}
+
+
+def recording(scaler: torch.amp.GradScaler, model: nn.Module | None = None) -> RecordingGradScaler | None:
+    """Make a scaler of another library record a history from now on; None: it is of a class of its own.
+
+    Args:
+        scaler: the scaler. It becomes a :class:`RecordingGradScaler` in place: the library may hold it in many places.
+        model: the model that names the parameters.
+    """
+    if isinstance(scaler, RecordingGradScaler):
+        if model is not None and not scaler.has_names:
+            scaler.name_parameters(model)
+        return scaler
+    if type(scaler) is not torch.amp.GradScaler:
+        return None
+    scaler.__class__ = RecordingGradScaler
+    assert isinstance(scaler, RecordingGradScaler)
+    scaler._start_history(model)
+    return scaler
+
+
+def _is_asynchronous(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu"
+
+
+def _nonfinite_gradients(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> tuple[list[str], int]:
+    """Return the names of the parameters with non-finite gradients, the last first, and how many have gradients."""
+    parameters = list(_named(optimizer, model))
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for _, gradient in parameters:
+        by_device.setdefault(gradient.device, []).append(torch.isfinite(gradient).all())
+    finite = {device: iter(torch.stack(flags).tolist()) for device, flags in by_device.items()}
+    found = [name for name, gradient in parameters if not next(finite[gradient.device])]
+    return found[::-1], len(parameters)
+
+
+def _named(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each parameter's name and the values of its gradient, in the order of the model if there is one."""
+    of_model = {} if model is None else {id(parameter): name for name, parameter in model.named_parameters()}
+    order = {address: number for number, address in enumerate(of_model)}
+    found: list[tuple[int, str, torch.Tensor]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [
+            f"group {number}, parameter {position} {tuple(parameter.shape)}"
+            for position, parameter in enumerate(group["params"])
+        ]
+        for name, parameter in zip(names, group["params"], strict=True):
+            if parameter.grad is not None:
+                address = id(parameter)
+                found.append((order.get(address, -1), of_model.get(address, name), _values(parameter.grad)))
+    for _, name, gradient in sorted(found, key=lambda each: each[0]):
+        yield name, gradient
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the values of a gradient that are on this process."""
+    local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return local.coalesce().values() if local.is_sparse else local

@@ -1,0 +1,261 @@
+"""The history of grad_scaler: the scale, the skipped steps, and the gradients that were not finite."""
+
+import copy
+import gc
+import json
+import pickle
+
+import pytest
+import torch
+
+import polycast
+from polycast.region import recording_scaler
+from polycast.region.recording_scaler import listeners, recording
+from polycast.region.scaler_history import MOST_SKIPPED, HistoryRecorder, Origin, ScalerHistory, SkippedStep
+
+
+def layers():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+
+
+def take(scaler, model, optimizer, *values):
+    """Take a step for each value, which is that of one element of the gradient of the first layer's weight."""
+    for value in values:
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 4)).sum() * 0.0).backward()
+        model[0].weight.grad[0, 0] = value
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.fixture
+def model():
+    return layers()
+
+
+@pytest.fixture(params=[False, True], ids=["loop", "fused"])
+def optimizer(request, model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, fused=request.param)
+
+
+@pytest.fixture
+def scaler(model):
+    return polycast.grad_scaler("cpu", torch.float16, init_scale=1024.0, growth_interval=2, model=model)
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+def test_it_has_the_scale_of_each_step(scaler, model, optimizer):
+    take(scaler, model, optimizer, 0.0, INF, 0.0, 0.0, 0.0)
+    history = scaler.history
+    assert history.scales == ((0, 1024.0), (2, 512.0), (4, 1024.0))
+    assert [history.scale_at(step) for step in range(6)] == [1024.0, 1024.0, 512.0, 512.0, 1024.0, None]
+
+
+def test_it_has_the_skipped_steps_and_their_parameters(scaler, model, optimizer):
+    take(scaler, model, optimizer, 0.0, INF, 0.0, NAN)
+    assert scaler.history.skips == 2
+    assert scaler.history.skipped == tuple(
+        SkippedStep(step, scale, ("0.weight",), count=1, of=4) for step, scale in ((1, 1024.0), (3, 512.0))
+    )
+
+
+def test_a_scale_that_the_user_sets_is_recorded(scaler, model, optimizer):
+    take(scaler, model, optimizer, 0.0)
+    scaler.update(8.0)
+    take(scaler, model, optimizer, 0.0)
+    assert scaler.history.scales == ((0, 1024.0), (2, 8.0))
+
+
+def test_gradients_that_were_unscaled_before_are_recorded_too(scaler, model, optimizer):
+    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+    model[1].bias.grad[0] = NAN
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert [skip.parameters for skip in scaler.history.skipped] == [("1.bias",)]
+
+
+def test_the_parameters_nearest_to_the_loss_are_first(scaler, model, optimizer):
+    model(torch.full((1, 4), INF)).sum().backward()
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update()
+    (skip,) = scaler.history.skipped
+    assert skip.parameters == ("1.weight", "0.weight")
+    assert str(skip) == "step 0, scale 1024; gradients of 2 of 4 parameters: 1.weight, 0.weight"
+    assert str(scaler.history) == f"1 steps, scale 1024, 1 skipped\n  {skip}"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "name"),
+    [
+        (lambda model: model.named_parameters(), "0.weight"),
+        (lambda model: model.parameters(), "group 0, parameter 0 (4, 4)"),
+    ],
+    ids=["named", "unnamed"],
+)
+def test_without_a_model_parameters_have_the_names_of_the_optimizer(parameters, name, model):
+    scaler = polycast.grad_scaler("cpu", torch.float16)
+    take(scaler, model, torch.optim.SGD(parameters(model), lr=0.1), INF)
+    assert [skip.parameters for skip in scaler.history.skipped] == [(name,)]
+
+
+def test_a_step_with_two_optimizers_has_the_parameters_of_both(scaler, model):
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+    model[0].weight.grad[0] = model[1].weight.grad[0] = INF
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert scaler.history.skipped == (SkippedStep(0, 1024.0, ("0.weight", "1.weight"), 2, 4),)
+
+
+def test_a_sparse_gradient_is_examined(scaler):
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(embedding.named_parameters(), lr=0.1)
+    scaler.scale(embedding(torch.tensor([1])).sum() * INF).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert [skip.parameters for skip in scaler.history.skipped] == [("weight",)]
+
+
+def test_training_is_bitwise_that_with_torchs_scaler():
+    def weights(scaler):
+        torch.manual_seed(0)
+        model = layers()
+        take(scaler, model, torch.optim.Adam(model.parameters(), lr=0.1), 1.0, INF, 2.0, 3.0)
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    for ours, theirs in zip(
+        weights(polycast.grad_scaler("cpu", torch.float16)), weights(torch.amp.GradScaler("cpu")), strict=True
+    ):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_step_that_is_not_skipped_reads_no_gradient(scaler, model, optimizer, monkeypatch):
+    def examine(*arguments):
+        raise AssertionError
+
+    monkeypatch.setattr(recording_scaler, "_nonfinite_gradients", examine)
+    take(scaler, model, optimizer, 0.0, 0.0)
+    assert scaler.history.steps == 2
+
+
+def test_steps_of_a_fused_optimizer_on_a_device_are_read_together(scaler, model, monkeypatch):
+    monkeypatch.setattr(recording_scaler, "_is_asynchronous", lambda tensor: True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    take(scaler, model, optimizer, 0.0, INF, 0.0)
+    assert scaler._recorder.steps == 0
+    assert scaler.history == ScalerHistory(3, ((0, 1024.0), (2, 512.0)), 1, (SkippedStep(1, 1024.0),))
+    take(scaler, model, optimizer, *[0.0] * 100)
+    assert scaler._recorder.steps == 103
+
+
+def test_a_disabled_scaler_has_no_history(model, optimizer):
+    scaler = polycast.grad_scaler("cpu", torch.bfloat16)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.history == ScalerHistory()
+    assert scaler.state_dict() == {}
+
+
+def test_the_state_has_the_history(scaler, model, optimizer):
+    take(scaler, model, optimizer, 0.0, INF)
+    state = json.loads(json.dumps(scaler.state_dict()))
+    resumed = polycast.grad_scaler("cpu", torch.float16, growth_interval=2, model=model)
+    resumed.load_state_dict(state)
+    assert resumed.history == scaler.history
+    take(resumed, model, optimizer, INF)
+    assert [(skip.step, skip.scale) for skip in resumed.history.skipped] == [(1, 1024.0), (2, 512.0)]
+
+
+def test_states_are_exchanged_with_torchs_scaler(scaler, model, optimizer):
+    take(scaler, model, optimizer, INF)
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.load_state_dict(scaler.state_dict())
+    assert theirs.get_scale() == 512.0
+    scaler.load_state_dict(theirs.state_dict())
+    assert scaler.history == ScalerHistory()
+
+
+def test_a_state_with_another_history_is_refused_before_it_is_loaded(scaler):
+    state = {**scaler.state_dict(), "scale": 2.0, "history": {"steps": "many"}}
+    with pytest.raises(ValueError, match="^it is not the history of a scaler: ValueError: invalid literal"):
+        scaler.load_state_dict(state)
+    assert scaler.get_scale() == 1024.0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda scaler: pickle.loads(pickle.dumps(scaler))])
+def test_copies_have_the_history(copied, scaler, model, optimizer):
+    take(scaler, model, optimizer, INF)
+    assert copied(scaler).history == scaler.history
+
+
+def test_a_history_is_bounded():
+    recorder = HistoryRecorder()
+    for _ in range(MOST_SKIPPED + 5):
+        recorder.add(1.0, SkippedStep(0, 1.0))
+    history = recorder.history()
+    assert (history.skips, len(history.skipped), history.scales) == (MOST_SKIPPED + 5, MOST_SKIPPED, ((0, 1.0),))
+    assert history.skipped[-1].step == MOST_SKIPPED + 4
+
+
+def test_a_history_is_json_safe():
+    origin = Origin("aten::mm", "backward", "0", "inf", "float16", ("train.py:3 step",))
+    history = ScalerHistory(3, ((0, 2.0),), 1, (SkippedStep(1, 2.0, ("weight",), 1, 2, origin),))
+    assert ScalerHistory.from_dict(json.loads(json.dumps(history.to_dict()))) == history
+
+
+def test_a_listener_tells_the_origin_and_sees_each_step(scaler, model, optimizer):
+    origin = Origin("aten::mm", "backward", "0", "inf", "float16")
+    steps = []
+
+    class Listener:
+        def origin(self, scaler):
+            return origin
+
+        def updated(self, scaler, scale, skip):
+            steps.append((scale, skip))
+
+    listener = Listener()
+    listeners.add(listener)
+    try:
+        take(scaler, model, optimizer, 0.0, INF)
+    finally:
+        listeners.remove(listener)
+    (skip,) = scaler.history.skipped
+    assert skip.origin == origin
+    assert str(origin) == "aten::mm in '0' (backward, float16): inf"
+    assert steps == [(1024.0, None), (1024.0, skip)]
+
+
+def test_a_scaler_of_another_library_records_from_then_on(model, optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    take(scaler, model, optimizer, INF)
+    assert recording(scaler, model) is scaler
+    take(scaler, model, optimizer, INF)
+    assert [skip.parameters for skip in scaler.history.skipped] == [("0.weight",)]
+    assert scaler.history.scales == ((0, 2.0),)
+
+
+def test_a_scaler_of_another_class_is_left_alone():
+    class Other(torch.amp.GradScaler):
+        pass
+
+    assert recording(Other("cpu")) is None
+
+
+def test_a_model_that_is_none_is_refused():
+    with pytest.raises(TypeError, match=r"^model must be a torch.nn.Module or None, got 'layers'$"):
+        polycast.grad_scaler("cpu", torch.float16, model="layers")
+
+
+def test_the_model_is_held_weakly():
+    model = layers()
+    scaler = polycast.grad_scaler("cpu", torch.float16, model=model)
+    assert scaler.has_names
+    del model
+    gc.collect()
+    assert not scaler.has_names
