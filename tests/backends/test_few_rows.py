@@ -62,7 +62,7 @@ def test_random_products_are_exact_and_rows_alone_have_the_same_bits(simd, part)
     torch.manual_seed(part)
     for _ in range(50):
         rows, terms, columns = (
-            pick.randint(1, 16),
+            pick.randint(1, 8),
             pick.choice((1, 7, 32, 70, 200, 1100)),
             pick.choice((1, 3, 33, 130, 1100)),
         )
@@ -213,7 +213,7 @@ def test_a_kernel_multiplies_the_cast_and_prepacks_nothing():
 @pytest.mark.parametrize(
     ("reason", "args"),
     [
-        ("there are more than 16 rows", (torch.ones(3, 6, 70), WEIGHT, None)),
+        ("there are more than 8 rows", (torch.ones(3, 3, 70), WEIGHT, None)),
         ("the weight is not a matrix", (X, WEIGHT[0], None)),
         ("the sizes do not fit", (X[:, 1:], WEIGHT, None)),
         ("the bias is not a vector of the output features", (X, WEIGHT, BIAS[1:])),

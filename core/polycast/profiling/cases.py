@@ -10,7 +10,7 @@ from .operands import Operands
 from .ways import Way
 
 OPS = ("linear", "matmul", "conv2d", "bmm", "scaled_dot_product_attention", "cast")
-_ROWS = (1, 4, 16, 128, 1024)
+_ROWS = (1, 4, 8, 16, 128, 1024)
 _FEATURES = (64, 1024)
 """A small size shows what a call costs besides its work."""
 _HEADS, _HEAD_FEATURES, _KEYS = 12, 64, 512
