@@ -233,7 +233,7 @@ def run(program, engine, timeout, *arguments):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 def test_observing_and_forking_on_two_threads_do_not_deadlock():
-    assert run(MEETING, "native", timeout=60) == ("0\n", "")
+    assert run(MEETING, "native", timeout=300) == ("0\n", "")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
