@@ -17,13 +17,13 @@ from ...plugins.backend import Backend, LowBitKernel
 from ...plugins.checks import check_recipe
 from ...policy.recipe import Recipe
 from ...torch_internals.names import disable_current_modes, has_python_key
-from .. import state
 from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import NO_WEIGHT, NOT_CACHED
 from ..casts.weights import caching_is_safe, parameter_of
 from .actions import FALL_BACK, Action, ActionKind
 from .equalized import checked_prepack
 from .packings import Packing, packing_of
+from .prepacking import prepacked
 from .slower import slower_reason
 
 NO_KERNEL = "the backend has no kernel for it"
@@ -191,7 +191,7 @@ class Plan:
         if not plain and any(isinstance(arg, torch.Tensor) and is_special(arg) for arg in args) and caching_is_safe():
             return SUBCLASS, None
         where = process_cache.cache if cache is None else cache
-        prepared = state.machine.prepacked(where, weight, self._kinds[op], self._prepack[op])
+        prepared = prepacked(where, weight, self._kinds[op], self._prepack[op])
         if prepared is None:
             return UNPACKABLE, None
         if isinstance(prepared, str):
