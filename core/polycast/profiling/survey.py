@@ -189,7 +189,7 @@ class Survey:
         alike = [
             entry
             for entry in self._entries.values()
-            if (entry.case.op, entry.case.size, entry.way) == (case.op, case.size, way.name) and not entry.noisy
+            if (entry.case.op, entry.case.size, entry.way) == (case.op, case.size, way.name) and entry.rounds
         ]
         if not alike:
             return self._rate(case.op, way.name, undisturbed=True)

@@ -132,10 +132,11 @@ class autocast(Region, TorchAutocast):
             usable = None if recipe is None else usable_recipe(recipe, backend, bool(enabled))
             if enabled and (usable is None or isinstance(usable, NoRecipe)):
                 warn_if_slow(backend, dtype)
-            if policy is None and cache is None:
-                self._settings = _recipe_settings(self.device, bool(enabled), dtype, cache_enabled, usable)
+            if policy is None:
+                without_cache = _recipe_settings(self.device, bool(enabled), dtype, cache_enabled, usable)
+                self._settings = without_cache if cache is None else Settings(*without_cache[:-2], cache)
             else:
-                override = None if policy is None and usable is None else override_of(policy, self.device, usable)
+                override = override_of(policy, self.device, usable)
                 self._settings = Settings(self.device, bool(enabled), dtype, cache_enabled, override, cache)
             self._ready_key = self._settings.ready_key
 

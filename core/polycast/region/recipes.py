@@ -44,6 +44,6 @@ def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:
     if answer.reason and (backend.device_type, answer.reason) not in _warned:
         _warned.add((backend.device_type, answer.reason))
         warn_user(f"{recipe!r} on {backend.device_type}: {answer.reason}")
-    if isinstance(asked, Fastest) and asked.profile is None:
+    if isinstance(asked, Fastest) and not isinstance(asked.profile, str):  # the file of a path may change
         kept[key] = recipe
     return recipe
