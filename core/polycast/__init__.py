@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     )
     from .observer.observation import Observation
     from .observer.observe import observe
+    from .observer.run_history import RunHistory
+    from .observer.run_log import RunLog
     from .out_dtype.matmul_kernels import float32_products
     from .out_dtype.operator import out_dtype
     from .plugins.backend import Availability, Backend, LowBitKernel
@@ -114,6 +116,8 @@ _LAZY_NAMES = {
     "Policy": "policy.value",
     "Recipe": "policy.recipe",
     "RecipeDisabledWarning": "errors",
+    "RunHistory": "observer.run_history",
+    "RunLog": "observer.run_log",
     "STANDARD_POLICIES": "policy.standard",
     "STANDARD_REMEDIES": "policy.standard",
     "SlowDtypeWarning": "errors",
@@ -195,6 +199,8 @@ __all__ = [
     "Policy",
     "Recipe",
     "RecipeDisabledWarning",
+    "RunHistory",
+    "RunLog",
     "SlowDtypeWarning",
     "Snapshot",
     "StaleWeightError",

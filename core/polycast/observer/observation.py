@@ -9,13 +9,15 @@ from typing import Any, TypeAlias
 
 from rich.console import Group
 
-from . import table
+from . import table as text_table
+from .data_frames import TABLES, frame_of
 from .facts import LISTS, Facts, Run, combined, share, total_of
 from .findings import findings_of
 from .matmul_records import Matmul
 from .matmuls import recipe_share
 from .numerics_records import NumericsRecord
 from .records import Cast, Compiled, Counts, Finding, LowBit, Module, NonFinite, Op, Region
+from .scalars import Writer, check_writer, scalars_of, write_scalars
 from .serialization import from_json, to_json
 
 SCHEMA = 1
@@ -199,6 +201,40 @@ class Observation:
         # Names of files and modules may contain surrogates, which UTF-8 cannot encode.
         Path(path).write_text(html.render(shown), encoding="utf-8", errors="backslashreplace")
 
+    def log_to(self, writer: Writer, step: int) -> None:
+        """Write shares, counts, underflow and overflow as scalars of a step, with tags such as ``"polycast/casts"``.
+
+        Args:
+            writer: ``torch.utils.tensorboard.SummaryWriter`` or anything with its ``add_scalar``, such as
+                ``polycast.integrations.wandb.WandbWriter`` and ``polycast.integrations.mlflow.MlflowWriter``; or the
+                path of a file, to which a JSON line is appended.
+            step: the number of the step.
+
+        Raises:
+            OSError: the file cannot be written.
+            TypeError: `writer` is no such thing, or `step` not an int.
+        """
+        check_writer(writer)
+        if isinstance(step, bool) or not isinstance(step, int):
+            raise TypeError(f"step must be an int, got {step!r}")
+        write_scalars(writer, scalars_of(self.facts), step)
+
+    def to_pandas(self, table: str = "ops") -> Any:
+        """Return one of the lists of :meth:`to_dict` as a DataFrame with a row for each record.
+
+        Counts by dtype have columns such as ``compute_dtypes.bfloat16``.
+
+        Args:
+            table: ``"ops"``, ``"modules"``, ``"casts"``, ``"numerics"``, ``"matmuls"``, ``"findings"`` or another one.
+
+        Raises:
+            ImportError: pandas is not installed.
+            ValueError: there is no such list.
+        """
+        if table not in TABLES:
+            raise ValueError(f"table must be one of {', '.join(map(repr, TABLES))}, got {table!r}")
+        return frame_of(self.findings if table == "findings" else getattr(self.facts, table))
+
     @classmethod
     def load(cls, path: _Path) -> "Observation":
         """Return the observation that :meth:`save` wrote to a file.
@@ -235,13 +271,13 @@ class Observation:
         return Observation, (self.facts,)
 
     def __rich__(self) -> Group:
-        return table.shown(self.facts, self.findings)
+        return text_table.shown(self.facts, self.findings)
 
     def __str__(self) -> str:
-        return table.as_text(self.__rich__())
+        return text_table.as_text(self.__rich__())
 
     def _repr_html_(self) -> str:
-        return table.as_html(self.__rich__())
+        return text_table.as_html(self.__rich__())
 
     def __repr__(self) -> str:
         facts = self.facts

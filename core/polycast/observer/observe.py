@@ -14,6 +14,7 @@ from ..common.listeners import Listeners
 from ..common.versions import versions
 from ..engine.low_bit.listeners import listeners as low_bit_listeners
 from ..profiling.listeners import listeners as profiling_listeners
+from ..region.recording_scaler import listeners as scaler_listeners
 from . import compilations, module_calls
 from .counting import facts_of
 from .facts import Facts, Run
@@ -22,6 +23,7 @@ from .loading import load_observer
 from .low_bit_counts import LowBitCounts
 from .observation import Observation
 from .recorder import NONFINITE, read
+from .step_origin import StepOrigins
 
 _THREADS = ("this", "all")
 _L = TypeVar("_L")
@@ -154,6 +156,8 @@ class _Observing:
             if self._raises:
                 listen(module_calls.after, self.raise_nonfinite)
             listen(low_bit_listeners, self._note_low_bit)
+            if self._run.nonfinite != "ignore":
+                listen(scaler_listeners, StepOrigins(self.observation, self._recorder.nonfinite_count))
             self._began = time.perf_counter()
             started.callback(self._recorder.stop)
             self._recorder.start()

@@ -104,10 +104,11 @@ class RecordingGradScaler(torch.amp.GradScaler):
 
     def _skip(self, optimizer: torch.optim.Optimizer) -> None:
         self._now.scale = scale = self.get_scale()
-        found, count = _nonfinite_gradients(optimizer, None if self._model is None else self._model())
         before = self._now.skip  # of another optimizer
+        origins = [each.origin(self) for each in listeners] if before is None else []  # these may name the parameters
+        found, count = _nonfinite_gradients(optimizer, None if self._model is None else self._model())
         if before is None:
-            origin = next(filter(None, (each.origin(self) for each in listeners)), None)
+            origin = next(filter(None, origins), None)
             before = SkippedStep(self._recorder.steps + len(self._pending), scale, (), 0, 0, origin)
         self._now.skip = SkippedStep(
             step=before.step,

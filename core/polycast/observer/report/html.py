@@ -24,31 +24,35 @@ _MOST_ROWS = 100
 
 def render(page: Page) -> str:
     """Return the HTML of a page."""
-    style, script = _dense(_part("page.css")), _dense("".join(map(_part, _SCRIPTS)))
+    style, script = dense(part("page.css")), dense("".join(map(part, _SCRIPTS)))
     data = data_of(page)
     # A script element ends at the first "</script", so the data must not contain "<".
     encoded = json.dumps(data.json, separators=(",", ":")).replace("<", "\\u003c")
-    policy = _content_policy(script)
+    policy = content_policy(script)
     text = _template().render(page=page, style=style, script=script, policy=policy, data=encoded, stacks=data.stacks)
-    return _dense(text) + "\n"
+    return dense(text) + "\n"
 
 
-def _dense(text: str) -> str:
+def dense(text: str) -> str:
     """Return a text without empty lines, of which templates make many."""
     return "\n".join(line for line in text.split("\n") if line and not line.isspace())
 
 
-@functools.cache
-def _template() -> jinja2.Template:
-    # Autoescape names of modules, ops and files, which the program chooses.
-    environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_part),
+def environment() -> jinja2.Environment:
+    """Return an environment that escapes names of modules, ops and files, which the program chooses."""
+    return jinja2.Environment(
+        loader=jinja2.FunctionLoader(part),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters.update(
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    made = environment()
+    made.filters.update(
         size=size,
         count="{:,}".format,
         percent="{:.0%}".format,
@@ -61,18 +65,19 @@ def _template() -> jinja2.Template:
         headline=lambda kind: kind.replace("_", " ").capitalize(),
         short=lambda op: op.removeprefix("aten::"),
     )
-    environment.globals.update(
+    made.globals.update(
         phases=PHASES, names=_NAMES, most_modules=_MOST_MODULES, most_places=_MOST_PLACES, most_rows=_MOST_ROWS
     )
-    return environment.get_template("page.html")
+    return made.get_template("page.html")
 
 
 @functools.cache
-def _part(name: str) -> str:
+def part(name: str) -> str:
+    """Return the text of a file of this folder."""
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _content_policy(script: str) -> str:
+def content_policy(script: str) -> str:
     """Return a Content-Security-Policy that allows the page its own script and styles, and nothing else."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"

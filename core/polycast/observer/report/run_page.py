@@ -1,0 +1,212 @@
+"""The contents of a page for one training run, or two side by side, before it is rendered."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...region.scaler_history import SkippedStep
+from ..run_findings import RunFinding, findings_of_run
+from ..step_record import StepRecord
+from .charts import KINDS, Chart, charts_of, numbers_of, span_of, text_of
+
+_MOST_ROWS = 60
+_MOST_STEPS = 1000
+_MOST_SKIPPED = 100
+_Run = Sequence[StepRecord]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The summary of a run, as text.
+
+    Attributes:
+        steps: how many.
+        loss: the first and the last loss.
+        lowest: the lowest loss, and its step.
+        skipped: how many steps were skipped.
+        scale: the first and the last scale.
+        fast, underflow, gradient_underflow: means over the observed steps.
+        time: the mean time of a step.
+    """
+
+    steps: str
+    loss: str
+    lowest: str
+    skipped: str
+    scale: str
+    fast: str
+    underflow: str
+    gradient_underflow: str
+    time: str
+
+
+@dataclass(frozen=True)
+class FoundInRun:
+    """A finding, and which of two runs has it: ``"before"`` or ``"after"``; empty: it is one run, or both have it."""
+
+    finding: RunFinding
+    run: str
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """A row of the table of steps: a text for each run and number."""
+
+    step: int
+    of: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class SkipRow:
+    """Skipped steps in a row that have the same parameters and origin.
+
+    Attributes:
+        run: ``"before"`` or ``"after"``; empty: there is one run.
+        steps, scale: such as ``"21 to 24"``.
+        skip: the first of them.
+    """
+
+    run: str
+    steps: str
+    scale: str
+    skip: SkippedStep
+
+
+@dataclass(frozen=True)
+class RunPage:
+    """The contents of a page.
+
+    Attributes:
+        runs: the summaries, the run before first.
+        found: the findings.
+        charts: the charts.
+        missing: the titles of the charts that no run has numbers for.
+        titles: the titles of the numbers, in the order of those in `rows` and `data`.
+        rows: some steps, evenly chosen.
+        skipped: the skipped steps; at most 100 rows for each run.
+        skips: how many rows there are.
+        first, last: the first and the last step.
+        data: for the script: the steps, and for each run and number the texts at these.
+    """
+
+    runs: tuple[RunSummary, ...]
+    found: tuple[FoundInRun, ...]
+    charts: tuple[Chart, ...]
+    missing: tuple[str, ...]
+    titles: tuple[str, ...]
+    rows: tuple[StepRow, ...]
+    skipped: tuple[SkipRow, ...]
+    skips: int
+    first: int
+    last: int
+    data: dict[str, Any]
+
+    @property
+    def compares(self) -> bool:
+        """Whether there are two runs."""
+        return len(self.runs) == 2
+
+
+def run_page_of(runs: Sequence[_Run]) -> RunPage:
+    """Return the contents of the page of a run, or of a run before and one after."""
+    charts = charts_of(runs)
+    shown = tuple(chart.name for chart in charts)
+    names = ("before", "after") if len(runs) == 2 else ("",)
+    first, last = span_of(runs)
+    by_step = [{record.step: record for record in run} for run in runs]
+    skips = [list(_skip_rows(name, run)) for name, run in zip(names, runs, strict=True)]
+    return RunPage(
+        runs=tuple(map(_summary, runs)),
+        found=tuple(_found(runs)),
+        charts=charts,
+        missing=tuple(kind.title for kind in KINDS if kind.name not in shown),
+        titles=tuple(chart.title for chart in charts),
+        rows=tuple(StepRow(step, _texts(by_step, step, shown)) for step in _chosen(runs, _MOST_ROWS)),
+        skipped=tuple(each for of_run in skips for each in of_run[:_MOST_SKIPPED]),
+        skips=sum(map(len, skips)),
+        first=first,
+        last=last,
+        data={
+            "charts": shown,
+            "steps": [[step, *_texts(by_step, step, shown)] for step in _chosen(runs, _MOST_STEPS)],
+        },
+    )
+
+
+def _skip_rows(name: str, run: _Run) -> Iterator[SkipRow]:
+    rows: list[list[SkippedStep]] = []
+    for record in run:
+        skip = record.skip and replace(record.skip, step=record.step)
+        if skip is None:
+            continue
+        if rows and rows[-1][-1].step == skip.step - 1 and _cause(rows[-1][-1]) == _cause(skip):
+            rows[-1].append(skip)
+        else:
+            rows.append([skip])
+    for row in rows:
+        steps = dict.fromkeys((f"{row[0].step:,}", f"{row[-1].step:,}"))
+        scales = dict.fromkeys((f"{row[0].scale:,g}", f"{row[-1].scale:,g}"))
+        yield SkipRow(name, " to ".join(steps), " to ".join(scales), row[0])
+
+
+def _cause(skip: SkippedStep) -> tuple[Any, ...]:
+    return skip.parameters, skip.count, None if skip.origin is None else str(skip.origin)
+
+
+def _texts(by_step: Sequence[dict[int, StepRecord]], step: int, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Return for each run the numbers of a step; empty: not recorded."""
+
+    def text(record: StepRecord | None, name: str) -> str:
+        value = None if record is None else getattr(record, name)
+        skipped = ", skipped" if name == "scale" and record is not None and record.skipped else ""
+        return "" if value is None else text_of(float(value), name.endswith("_share")) + skipped
+
+    return tuple(tuple(text(of_run.get(step), name) for name in names) for of_run in by_step)
+
+
+def _chosen(runs: Sequence[_Run], most: int) -> list[int]:
+    """Return steps, evenly chosen: all if they are few."""
+    steps = sorted({record.step for run in runs for record in run})
+    if len(steps) <= most:
+        return steps
+    return [steps[round(number * (len(steps) - 1) / (most - 1))] for number in range(most)]
+
+
+def _found(runs: Sequence[_Run]) -> Iterator[FoundInRun]:
+    findings = [findings_of_run(run) for run in runs]
+    if len(runs) == 1:
+        yield from (FoundInRun(finding, "") for finding in findings[0])
+        return
+    for number, name in ((1, "after"), (0, "before")):
+        yield from (FoundInRun(finding, name) for finding in findings[number])
+
+
+def _summary(run: _Run) -> RunSummary:
+    losses, scales = numbers_of(run, "loss"), numbers_of(run, "scale")
+    finite = [(value, step) for step, value in losses if math.isfinite(value)]
+    known = [record for record in run if record.skipped is not None]
+    skips = sum(record.skipped is True for record in run)
+    return RunSummary(
+        steps=f"{len(run):,}",
+        loss=_first_to_last(losses),
+        lowest=f"{text_of(min(finite)[0], False)} in step {min(finite)[1]:,}" if finite else "",
+        skipped=f"{skips:,} ({skips / len(known):.1%})" if known else "",
+        scale=_first_to_last(scales),
+        fast=_mean(run, "fast_time_share"),
+        underflow=_mean(run, "underflow_share"),
+        gradient_underflow=_mean(run, "gradient_underflow_share"),
+        time=_mean(run, "seconds"),
+    )
+
+
+def _first_to_last(numbers: Sequence[tuple[int, float]]) -> str:
+    return f"{text_of(numbers[0][1], False)} to {text_of(numbers[-1][1], False)}" if numbers else ""
+
+
+def _mean(run: _Run, name: str) -> str:
+    values = [value for _, value in numbers_of(run, name) if math.isfinite(value)]
+    if not values:
+        return ""
+    mean = sum(values) / len(values)
+    return f"{mean * 1e3:.3g} ms" if name == "seconds" else text_of(mean, True)

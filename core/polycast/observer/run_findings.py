@@ -1,0 +1,125 @@
+"""Findings about a training run: what went wrong over its steps, and what to do."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ..common.plain_text import in_ascii
+from ..region.scaler_history import Origin, SkippedStep
+from .step_record import StepRecord
+
+_MANY_SKIPPED = 0.1
+"""The share of skipped steps, after the first ones, that is worth a finding: a scaler skips one in 2,000 by design."""
+_FIRST_STEPS = 20
+"""The steps in which a scaler lowers its first scale."""
+_IN_A_ROW = 4
+_MUCH_UNDERFLOW = 0.1
+
+
+@dataclass(frozen=True)
+class RunFinding:
+    """A finding about a run.
+
+    Attributes:
+        kind: ``"loss_not_finite"``, ``"skipped_steps"`` or ``"gradient_underflow"``.
+        step: the first step that it is about.
+        what: what was found, with numbers.
+        remedy: what to do.
+    """
+
+    kind: str
+    step: int
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return in_ascii(f"from step {self.step}: {self.what} {self.remedy}")
+
+
+def findings_of_run(steps: Sequence[StepRecord]) -> tuple[RunFinding, ...]:
+    """Return the findings about a run."""
+    return (*_loss_not_finite(steps), *_skipped_steps(steps), *_gradient_underflow(steps))
+
+
+def _loss_not_finite(steps: Sequence[StepRecord]) -> Iterator[RunFinding]:
+    diverged = [record for record in steps if record.diverged]
+    if diverged:
+        first = diverged[0]
+        yield RunFinding(
+            "loss_not_finite",
+            first.step,
+            f"the loss is {first.loss} in {len(diverged)} of {len(steps)} steps.",
+            _remedy([record.skip for record in diverged if record.skip is not None]),
+        )
+
+
+def _skipped_steps(steps: Sequence[StepRecord]) -> Iterator[RunFinding]:
+    later = [record for record in steps if record.step >= _FIRST_STEPS]
+    skipped = [record for record in later if record.skipped]
+    row = _longest_row(steps)
+    if (later and len(skipped) > _MANY_SKIPPED * len(later)) or len(row) >= _IN_A_ROW:
+        every = [record for record in steps if record.skipped]
+        scales = [record.scale for record in every if record.scale is not None]
+        fell = f" The scale fell to {min(scales):g}." if scales else ""
+        yield RunFinding(
+            "skipped_steps",
+            (row or every)[0].step,
+            f"{len(every)} of {len(steps)} steps were skipped, up to {max(len(row), 1)} in a row.{fell}",
+            _remedy([record.skip for record in every if record.skip is not None]),
+        )
+
+
+def _longest_row(steps: Sequence[StepRecord]) -> list[StepRecord]:
+    longest: list[StepRecord] = []
+    row: list[StepRecord] = []
+    for record in steps:
+        row = [*row, record] if record.skipped else []
+        longest = max(longest, row, key=len)
+    return longest
+
+
+def _remedy(skips: Sequence[SkippedStep]) -> str:
+    origins = Counter((skip.origin.phase, skip.origin.module, skip.origin.op) for skip in skips if skip.origin)
+    if not skips:
+        return "Observe the steps before it: polycast.observe(model, nonfinite='record') finds the op that began it."
+    if not origins:
+        nearest = next(
+            (f" Gradients of {skip.parameters[0]} were not finite." for skip in skips if skip.parameters), ""
+        )
+        return f"Pass rerun= to RunLog.step, or nonfinite='record' to RunLog, to find the op that began it.{nearest}"
+    (phase, module, op), count = origins.most_common(1)[0]
+    origin: Origin = next(
+        skip.origin for skip in skips if skip.origin and (skip.origin.phase, skip.origin.module) == (phase, module)
+    )
+    began = f"It began in {op} {_where(module)}, {phase} pass, {origin.dtype} ({count} of {len(skips)} skipped steps)."
+    if phase == "backward":
+        return f"{began} The scale was too large for these gradients; if it stays so at a small scale, {_keep(module)}"
+    return f"{began} The scale has no part in that: {_keep(module)}"
+
+
+def _where(module: str | None) -> str:
+    return "outside of the model's modules" if module is None else f"of {module!r}" if module else "of the model"
+
+
+def _keep(module: str | None) -> str:
+    if module is None:
+        return "compute it in float32, or use bfloat16."
+    policy = f"polycast.Policy(modules={{{module!r}: 'fp32'}})"
+    return f"keep it in float32, polycast.apply_policy(model, {policy}), or use bfloat16."
+
+
+def _gradient_underflow(steps: Sequence[StepRecord]) -> Iterator[RunFinding]:
+    seen = [record for record in steps if record.gradient_underflow_share is not None]
+    much = [record for record in seen if (record.gradient_underflow_share or 0.0) > _MUCH_UNDERFLOW]
+    if len(much) * 2 > len(seen):
+        worst = max(record.gradient_underflow_share or 0.0 for record in much)
+        unscaled = all(record.scale is None for record in much)
+        yield RunFinding(
+            "gradient_underflow",
+            much[0].step,
+            f"up to {worst:.0%} of the values of the backward pass underflow, in {len(much)} of {len(seen)} observed "
+            "steps.",
+            "Scale the loss (polycast.grad_scaler), or use bfloat16."
+            if unscaled
+            else "Use bfloat16, or find what keeps the scale small.",
+        )

@@ -1,0 +1,77 @@
+"""`StepLog`: what is recorded of a training step while it runs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..region.recording_scaler import RecordingGradScaler
+from ..region.scaler_history import Origin, SkippedStep
+from .observation import Observation
+from .rerun import RandomState, rerun_step
+from .scalars import share_of
+from .step_origin import origin_of
+from .step_record import StepRecord
+
+
+class StepLog:
+    """A step of a :class:`polycast.RunLog` while it runs."""
+
+    def __init__(self, model: nn.Module | None, rerun: Callable[[], Any] | None) -> None:
+        self._model, self._rerun = model, rerun
+        self._random = None if rerun is None else RandomState(model)
+        self._loss: torch.Tensor | float | None = None
+        self._scale: float | None = None
+        self._skip: SkippedStep | None = None
+        self._skipped: bool | None = None
+        self.seen: Observation | None = None
+        """The observation of the step."""
+
+    def log(self, *, loss: torch.Tensor | float) -> None:
+        """Record the loss: a number, or a tensor with one element. The last call in a step counts.
+
+        Raises:
+            TypeError, ValueError: it is no such thing.
+        """
+        if isinstance(loss, torch.Tensor):
+            if loss.numel() != 1:
+                raise ValueError(f"loss must have one element, got a tensor of shape {tuple(loss.shape)}: log its mean")
+            loss = loss.detach().clone()
+        elif isinstance(loss, bool) or not isinstance(loss, (int, float)):
+            raise TypeError(f"loss must be a number or a tensor with one element, got {loss!r:.100}")
+        self._loss = loss
+
+    @property
+    def has_values(self) -> bool:
+        """Whether anything was recorded."""
+        return self._loss is not None or self._scale is not None
+
+    def record(self, step: int, seconds: float) -> StepRecord:
+        """Return the record of the step."""
+        numerics = () if self.seen is None else self.seen.numerics
+        return StepRecord(
+            step=step,
+            loss=None if self._loss is None else float(self._loss),
+            scale=self._scale,
+            skipped=self._skipped,
+            seconds=seconds,
+            fast_time_share=None if self.seen is None else self.seen.fast_time_share,
+            underflow_share=share_of(numerics, "underflowed"),
+            gradient_underflow_share=share_of(numerics, "underflowed", "backward"),
+            skip=self._skip,
+        )
+
+    def origin(self, scaler: RecordingGradScaler) -> Origin | None:
+        """Return the first op of this step that produced inf or nan, by its observation or by running it again."""
+        if not scaler.has_names:
+            scaler.name_parameters(self._model)
+        found = None if self.seen is None else origin_of(self.seen)
+        if found is None and self._rerun is not None and self._random is not None:
+            found = rerun_step(self._rerun, self._model, self._random)
+        return found
+
+    def updated(self, scaler: RecordingGradScaler, scale: float | None, skip: SkippedStep | None) -> None:
+        """Note the scale, and whether the step was skipped."""
+        self._scale, self._skip = scale, skip
+        self._skipped = None if scale is None else skip is not None

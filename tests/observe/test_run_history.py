@@ -1,0 +1,202 @@
+"""RunHistory and Observation in the formats of other tools; findings about runs."""
+
+import json
+import pickle
+import sys
+
+import pytest
+import torch
+
+import polycast
+from polycast.observer.facts import Facts
+from polycast.observer.numerics_records import NumericsRecord
+from polycast.observer.step_record import StepRecord
+from polycast.region.scaler_history import Origin, SkippedStep
+
+ORIGIN = Origin("aten::linear", "forward", "up", "inf", "float16", ("train.py:3 step",))
+
+
+def skipped(step, scale=4.0, origin=ORIGIN):
+    skip = SkippedStep(step, scale, ("down.bias", "up.weight"), 2, 4, origin)
+    return StepRecord(step, loss=float("nan"), scale=scale, skipped=True, skip=skip)
+
+
+class Writer:
+    def __init__(self):
+        self.scalars = []
+
+    def add_scalar(self, tag, scalar_value, global_step):
+        self.scalars.append((tag, scalar_value, global_step))
+
+
+@pytest.fixture
+def seen():
+    records = [
+        NumericsRecord("", "aten::mm", "forward", "float16", count=90, underflowed=9, overflowed=1),
+        NumericsRecord("", "aten::mm", "backward", "float16", count=10, underflowed=5),
+    ]
+    return polycast.Observation(Facts(numerics=tuple(records)))
+
+
+def test_steps_are_written_as_scalars():
+    writer = Writer()
+    polycast.RunHistory([StepRecord(3, loss=0.5, scale=8.0, skipped=False)]).log_to(writer)
+    assert writer.scalars == [("polycast/loss", 0.5, 3), ("polycast/scale", 8.0, 3), ("polycast/skipped", 0.0, 3)]
+
+
+def test_an_observation_is_written_as_scalars(seen):
+    writer = Writer()
+    seen.log_to(writer, 7)
+    scalars = {tag: value for tag, value, step in writer.scalars if step == 7}
+    assert scalars["polycast/underflow_share"] == 0.14
+    assert scalars["polycast/gradient_underflow_share"] == 0.5
+    assert scalars["polycast/overflow_share"] == 0.01
+    assert "polycast/fast_share" not in scalars  # no op ran
+
+
+def test_an_observation_is_written_as_a_json_line(seen, tmp_path):
+    for step in (1, 2):
+        seen.log_to(tmp_path / "seen.jsonl", step)
+    first, second = map(json.loads, (tmp_path / "seen.jsonl").read_text().splitlines())
+    assert (first["step"], second["step"], first["underflow_share"]) == (1, 2, 0.14)
+
+
+def test_a_log_writes_to_a_writer_as_it_goes():
+    writer = Writer()
+    log = polycast.RunLog(writer=writer)
+    with log.step() as step:
+        step.log(loss=1.0)
+    assert ("polycast/loss", 1.0, 0) in writer.scalars
+
+
+def test_tensorboard_reads_what_is_written(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is in the extra 'test'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        polycast.RunHistory([StepRecord(1, loss=2.0), StepRecord(2, loss=1.0)]).log_to(writer)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(each.step, each.value) for each in events.Scalars("polycast/loss")] == [(1, 2.0), (2, 1.0)]
+
+
+@pytest.mark.parametrize("writer", [None, print, 3])
+def test_what_is_no_writer_is_refused(writer, seen):
+    with pytest.raises(TypeError, match="^writer must be the path of a file for JSON lines or have add_scalar"):
+        seen.log_to(writer, 1)
+    with pytest.raises(TypeError, match="^writer must be"):
+        polycast.RunHistory().log_to(writer)
+
+
+def test_a_step_that_is_no_int_is_refused(seen):
+    with pytest.raises(TypeError, match="^step must be an int, got 1.5$"):
+        seen.log_to(Writer(), 1.5)
+
+
+@pytest.fixture
+def pandas():
+    return pytest.importorskip("pandas", reason="pandas is in the extra 'test'")
+
+
+def test_steps_are_rows_of_a_data_frame(pandas):
+    frame = polycast.RunHistory([StepRecord(2, loss=1.0), skipped(3)]).to_pandas()
+    assert list(frame.index) == [2, 3]
+    assert frame.loc[2, "loss"] == 1.0
+    assert frame["skipped"].isna().tolist() == [True, False]
+    assert frame.loc[3, "parameters"] == "down.bias, up.weight"
+    assert frame.loc[3, "origin"] == "aten::linear in 'up' (forward, float16): inf"
+    assert polycast.RunHistory().to_pandas().empty
+
+
+@pytest.mark.usefixtures("engine")
+def test_records_are_rows_of_a_data_frame(pandas):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    with polycast.observe(model) as seen, polycast.autocast("cpu"):
+        model(torch.ones(1, 4))
+    ops = seen.to_pandas().set_index("op")
+    assert ops.loc["aten::linear", "compute_dtypes.bfloat16"] == 1
+    modules = seen.to_pandas("modules").set_index("module")
+    assert modules.loc["0", "total.casts"] == 3
+    assert list(seen.to_pandas("casts").columns[:3]) == ["op", "phase", "module"]
+    assert seen.to_pandas("numerics").empty
+
+
+def test_without_pandas_the_error_says_what_to_do(monkeypatch, seen):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(
+        ImportError, match=r"^Observation.to_pandas needs pandas, .* pip install pandas, or use to_dict"
+    ):
+        seen.to_pandas()
+    with pytest.raises(ImportError, match=r"^RunHistory.to_pandas needs pandas"):
+        polycast.RunHistory().to_pandas()
+
+
+def test_a_table_that_does_not_exist_is_refused(seen):
+    with pytest.raises(ValueError, match="^table must be one of 'ops', 'modules', .*, 'findings', got 'op'$"):
+        seen.to_pandas("op")
+
+
+def finding(steps):
+    (found,) = polycast.RunHistory(steps).findings
+    return found
+
+
+def test_a_run_that_skips_in_a_row_names_the_module_to_keep_in_float32():
+    steps = [StepRecord(0, skipped=False), *(skipped(step, 8.0 / 2**step) for step in range(1, 5))]
+    kinds = {found.kind: found for found in polycast.RunHistory(steps).findings}
+    assert list(kinds) == ["loss_not_finite", "skipped_steps"]
+    found = kinds["skipped_steps"]
+    assert found.step == 1
+    assert found.what == "4 of 5 steps were skipped, up to 4 in a row. The scale fell to 0.5."
+    assert found.remedy == (
+        "It began in aten::linear of 'up', forward pass, float16 (4 of 4 skipped steps). The scale has no part in "
+        "that: keep it in float32, polycast.apply_policy(model, polycast.Policy(modules={'up': 'fp32'})), or use "
+        "bfloat16."
+    )
+
+
+def test_without_an_origin_the_remedy_is_how_to_find_it():
+    steps = [skipped(step, origin=None) for step in range(4)]
+    assert "Pass rerun= to RunLog.step" in polycast.RunHistory(steps).findings[-1].remedy
+    assert "Gradients of down.bias were not finite." in polycast.RunHistory(steps).findings[-1].remedy
+
+
+def test_single_skips_are_no_finding():
+    steps = [StepRecord(step, loss=1.0, skipped=step in (0, 1, 50)) for step in range(100)]
+    assert polycast.RunHistory(steps).findings == ()
+
+
+@pytest.mark.parametrize(("scale", "remedy"), [(None, "Scale the loss"), (2.0, "Use bfloat16")])
+def test_gradients_that_underflow_are_found(scale, remedy):
+    found = finding([StepRecord(step, scale=scale, gradient_underflow_share=0.41) for step in range(3)])
+    assert found.what == "up to 41% of the values of the backward pass underflow, in 3 of 3 observed steps."
+    assert found.remedy.startswith(remedy)
+
+
+def test_a_history_prints_its_steps_skips_and_findings():
+    text = str(polycast.RunHistory([StepRecord(0, loss=2.0), *(skipped(step) for step in range(1, 5))]))
+    assert text.splitlines()[0] == "5 steps, loss 2 to nan, 4 skipped"
+    assert "step 1, scale 4; gradients of 2 of 4 parameters: down.bias, up.weight; first aten::linear" in text
+    assert "from step 1: 4 of 5 steps were skipped" in text
+
+
+def test_a_history_can_be_pickled():
+    history = polycast.RunHistory([StepRecord(0, loss=2.0)])
+    assert pickle.loads(pickle.dumps(history)) == history
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("{", r"line 1: .*"),
+        ("[]", r"line 1: it is not a step: TypeError: .*"),
+        ('{"step": -1}', "line 1: it is not a step: ValueError: step must be an int of at least 0, got -1"),
+        ('{"step": 1, "loss": "low"}', "line 1: it is not a step: ValueError: could not convert string .*"),
+        ('{"step": 1, "skipped": 1}', "line 1: it is not a step: ValueError: skipped must be true or false, got 1"),
+        ('{"step": 1, "skip": {"parameters": [], "no": 1}}', "line 1: it is not a step: TypeError: .*"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(line, text, tmp_path):
+    (tmp_path / "run.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=rf"run\.jsonl: {text}$"):
+        polycast.RunHistory.load(tmp_path / "run.jsonl")

@@ -1,0 +1,302 @@
+"""RunLog: the steps of a training run, written as they end."""
+
+import json
+
+import pytest
+import torch
+
+import polycast
+from polycast.observer.step_record import StepRecord
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.jsonl"
+
+
+class Training:
+    """Training of a small model in float16, one step at a time."""
+
+    def __init__(self, dropout=0.0):
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.Dropout(dropout), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.scaler = polycast.grad_scaler("cpu", torch.float16, init_scale=16.0)
+        self.factor = 1.0
+        self.reruns = 0
+
+    def backward(self):
+        self.reruns += 1
+        with polycast.autocast("cpu", torch.float16):
+            out = self.model(torch.linspace(-1, 1, 32).view(8, 4))
+        loss = (out.float() * self.factor).pow(2).mean()
+        self.scaler.scale(loss).backward()
+        return loss
+
+    def step(self, log, rerun=False, factor=1.0):
+        self.factor = factor
+        with log.step(rerun=self.backward if rerun else None) as step:
+            self.optimizer.zero_grad()
+            step.log(loss=self.backward())
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+
+def test_each_step_has_loss_scale_and_whether_it_was_skipped():
+    training, log = Training(), polycast.RunLog()
+    for factor in (1.0, 1e5, 1.0):
+        training.step(log, factor=factor)
+    steps = log.history.steps
+    assert [(record.step, record.scale, record.skipped) for record in steps] == [
+        (0, 16.0, False),
+        (1, 16.0, True),
+        (2, 8.0, False),
+    ]
+    assert steps[1].loss > 1e6 * steps[0].loss > 0
+    assert all(record.seconds > 0 for record in steps)
+
+
+def test_parameters_have_the_names_of_the_model():
+    training = Training()
+    log = polycast.RunLog(model=training.model)
+    training.step(log, factor=1e6)
+    (skip,) = log.history.skipped
+    assert skip.parameters[0] == "3.bias"
+    assert skip == training.scaler.history.skipped[0]
+
+
+def test_a_rerun_finds_the_first_op_of_each_skipped_step():
+    training = Training()
+    log = polycast.RunLog(model=training.model)
+    for factor in (1e6, 1.0, 1e6):
+        training.step(log, rerun=True, factor=factor)
+    origins = [skip.origin for skip in log.history.skipped]
+    assert [(each.op, each.phase, each.what) for each in origins] == [("aten::to.dtype_layout", "backward", "inf")] * 2
+    assert any("test_run_log.py" in line for line in origins[0].stack)
+    assert training.reruns == 3 + 2
+
+
+def test_a_rerun_leaves_no_trace():
+    def train(rerun):
+        training = Training(dropout=0.5)
+        log = polycast.RunLog(model=training.model)
+        for factor in (1.0, 1e6, 1.0):
+            training.step(log, rerun=rerun, factor=factor)
+        return [*training.model.state_dict().values(), torch.rand(1), *[p.grad for p in training.model.parameters()]]
+
+    assert all(map(torch.equal, train(rerun=True), train(rerun=False)))
+
+
+def test_a_rerun_draws_the_random_numbers_of_the_step():
+    drawn = []
+    training = Training()
+    log = polycast.RunLog(model=training.model)
+
+    def backward():
+        drawn.append(torch.rand(1).item())
+        return training.backward()
+
+    training.factor = 1e6
+    with log.step(rerun=backward):
+        backward()
+        training.scaler.step(training.optimizer)
+        training.scaler.update()
+    assert len(drawn) == 2
+    assert drawn[0] == drawn[1]
+
+
+def test_an_observed_step_has_the_time_in_fast_dtypes_and_finds_the_first_op():
+    training = Training()
+    log = polycast.RunLog(model=training.model, schedule=2, nonfinite="record")
+    for factor in (1.0, 1.0, 1e6):
+        training.step(log, factor=factor)
+    steps = log.history.steps
+    assert [record.fast_time_share is None for record in steps] == [False, True, False]
+    assert 0 < steps[0].fast_time_share <= 1
+    assert steps[2].skip.origin.phase == "backward"
+    assert {op.op for op in log.observation.ops} >= {"aten::linear"}
+
+
+def test_torchs_schedule_says_which_steps_are_observed():
+    training = Training()
+    log = polycast.RunLog(schedule=torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1))
+    for _ in range(4):
+        training.step(log)
+    assert [record.fast_time_share is None for record in log.history.steps] == [True, True, False, True]
+
+
+def test_an_observation_around_the_run_tells_the_first_op_of_the_first_such_step():
+    training, log = Training(), polycast.RunLog()
+    with polycast.observe(training.model, nonfinite="record"):
+        for factor in (1.0, 1e6, 1e6):
+            training.step(log, factor=factor)
+    assert [skip.origin is None for skip in log.history.skipped] == [False, True]
+
+
+def test_torchs_scaler_is_recorded_if_it_is_given():
+    training = Training()
+    training.scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    log = polycast.RunLog(scaler=training.scaler, model=training.model)
+    training.step(log)
+    assert log.history.steps[0].scale == 16.0
+
+
+def test_without_a_scaler_the_loss_is_recorded():
+    log = polycast.RunLog()
+    with log.step() as step:
+        step.log(loss=2)
+    (record,) = log.history.steps
+    assert (record.loss, record.scale, record.skipped) == (2.0, None, None)
+
+
+def test_a_scaler_of_another_thread_is_not_recorded(in_thread):
+    training, log, other = Training(), polycast.RunLog(), polycast.RunLog()
+    with log.step():
+        in_thread(lambda: training.step(other))
+    assert log.history.steps[0].scale is None
+    assert other.history.steps[0].scale == 16.0
+
+
+def test_each_step_is_in_the_file_when_it_ends(path):
+    log = polycast.RunLog(path)
+    for loss in (1.0, float("nan"), float("-inf")):
+        with log.step() as step:
+            step.log(loss=loss)
+        last = json.loads(path.read_text().splitlines()[-1])
+    assert last["loss"] == "-inf"
+    assert str([record.loss for record in polycast.RunHistory.load(path).steps]) == "[1.0, nan, -inf]"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_a_step_that_is_interrupted_keeps_what_it_recorded(error, path):
+    log = polycast.RunLog(path, schedule=1)
+
+    def interrupted(loss):
+        with log.step() as step:
+            if loss is not None:
+                step.log(loss=loss)
+            raise error
+
+    for loss in (3.0, None):
+        with pytest.raises(error):
+            interrupted(loss)
+    assert [record.loss for record in polycast.RunHistory.load(path).steps] == [3.0]
+    with log.step() as step:  # and nothing is left open
+        step.log(loss=4.0)
+    assert [(record.step, record.loss) for record in log.history.steps] == [(0, 3.0), (1, 4.0)]
+
+
+def losses(log, *values):
+    for value in values:
+        with log.step() as step:
+            step.log(loss=value)
+
+
+def test_a_file_of_another_run_is_refused(path):
+    losses(polycast.RunLog(path), 1.0)
+    with pytest.raises(FileExistsError, match=r"run\.jsonl has the steps of a run\. To continue it, pass resume=True"):
+        losses(polycast.RunLog(path), 1.0)
+
+
+def test_a_resumed_file_goes_on(path):
+    losses(polycast.RunLog(path), 1.0, 2.0)
+    log = polycast.RunLog(path, resume=True)
+    losses(log, 3.0)
+    assert [(record.step, record.loss) for record in log.history.steps] == [(0, 1.0), (1, 2.0), (2, 3.0)]
+
+
+def test_a_line_that_was_not_finished_is_dropped(path):
+    losses(polycast.RunLog(path), 1.0, 2.0)
+    path.write_text(path.read_text()[:-9])
+    assert [record.loss for record in polycast.RunHistory.load(path).steps] == [1.0]
+    log = polycast.RunLog(path, resume=True)
+    losses(log, 3.0)
+    assert [(record.step, record.loss) for record in log.history.steps] == [(0, 1.0), (1, 3.0)]
+
+
+def test_steps_after_a_checkpoint_replace_those_of_the_interrupted_run(path):
+    log = polycast.RunLog(path)
+    losses(log, 1.0)
+    state = json.loads(json.dumps(log.state_dict()))
+    losses(log, 2.0, 3.0)
+    resumed = polycast.RunLog(path)
+    resumed.load_state_dict(state)
+    losses(resumed, 4.0)
+    assert [(record.step, record.loss) for record in resumed.history.steps] == [(0, 1.0), (1, 4.0), (2, 3.0)]
+
+
+def test_nothing_is_observed_in_steps_outside_of_the_schedule(monkeypatch):
+    from polycast.observer import observe as observing
+
+    monkeypatch.setattr(observing, "load_observer", lambda: pytest.fail("it was loaded"))
+    training, log = Training(), polycast.RunLog()
+    training.step(log)
+    assert log.observation is None
+
+
+def test_the_model_is_held_weakly():
+    log = polycast.RunLog(model=torch.nn.Linear(2, 2))
+    assert log.model is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "text"),
+    [
+        ({"path": "no/such/run.jsonl"}, ValueError, "no/such/run.jsonl cannot be written: there is no folder no/such"),
+        ({"model": 3}, TypeError, "model must be a torch.nn.Module or None, got int"),
+        ({"scaler": 3}, TypeError, "scaler must be a torch.amp.GradScaler or None, got 3"),
+        ({"writer": 3}, TypeError, "writer must be the path of a file for JSON lines or have add_scalar"),
+        ({"schedule": 0}, ValueError, "schedule must be at least 1 (each step), or None for no step, got 0"),
+        ({"schedule": "all"}, TypeError, "schedule must be an int n (every n-th step), torch.profiler.schedule("),
+        ({"nonfinite": "raise"}, ValueError, "nonfinite must be one of 'ignore', 'record', got 'raise'"),
+        ({"resume": 1}, TypeError, "resume must be a bool, got 1"),
+    ],
+    ids=lambda value: next(iter(value)) + str(*value.values()) if isinstance(value, dict) else None,
+)
+def test_bad_arguments_are_refused(arguments, kind, text):
+    with pytest.raises(kind) as caught:
+        polycast.RunLog(**arguments)
+    assert str(caught.value).startswith(text)
+
+
+def test_a_schedule_that_never_observes_is_refused():
+    with pytest.raises(ValueError, match="observes none of the first 10,000 steps: it must return torch.profiler.Prof"):
+        polycast.RunLog(schedule=lambda step: torch.profiler.ProfilerAction.WARMUP)
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind", "text"),
+    [
+        (torch.ones(2, 2), ValueError, r"^loss must have one element, got a tensor of shape \(2, 2\): log its mean$"),
+        ("2.0", TypeError, "^loss must be a number or a tensor with one element, got '2.0'$"),
+        (True, TypeError, "^loss must be a number or a tensor with one element, got True$"),
+    ],
+    ids=["shape", "text", "bool"],
+)
+def test_a_bad_loss_is_refused(loss, kind, text):
+    log = polycast.RunLog()
+    with log.step() as step, pytest.raises(kind, match=text):
+        step.log(loss=loss)
+
+
+def test_a_bad_rerun_is_refused():
+    with pytest.raises(TypeError, match="^rerun must be a function without arguments or None, got 3$"):
+        polycast.RunLog().step(rerun=3).__enter__()
+
+
+@pytest.mark.parametrize("state", [None, {}, {"steps": -1}, {"steps": True}])
+def test_a_bad_state_is_refused(state):
+    with pytest.raises(ValueError, match=r"^the state of a RunLog is {'steps': n}, got "):
+        polycast.RunLog().load_state_dict(state)
+
+
+def test_records_that_are_written_are_read(path):
+    history = polycast.RunHistory([StepRecord(3, 1.0, 2.0, False, 0.1, 0.5, 0.25, 0.125), StepRecord(1)])
+    history.save(path)
+    assert polycast.RunHistory.load(path) == history
+    assert [record.step for record in history.steps] == [1, 3]
+    assert path.read_text().splitlines()[0] == '{"step": 1}'
