@@ -74,6 +74,11 @@ def interrupted():
     return *build(), metric
 
 
+def batches():
+    model, x = build()
+    return model, [x, x * 0.5, x * 0.25], None, lambda output: output.float().square().mean()
+
+
 def only_a_model():
     return build()[0]
 """
@@ -151,16 +156,31 @@ def test_an_interrupted_search_continues(run, tmp_path):
     assert codes == [130, 130, 0]  # each evaluates the region without a policy, and one set more
 
 
+def test_it_searches_over_batches_and_measures_those_held_out(run, tmp_path):
+    options = ["--holdout", "1", "--margin", "0.1", "--exclude", "0", "--candidates", "[1-5]", "--reduction", "mean"]
+    result = run("script.py:batches", "--dtype", "float16", "--output", "policy.toml", *options)
+    assert (result.exit_code, result.stderr) == (0, "")
+    said = result.stdout
+    assert "2 of 5 modules in float32, 1 excluded" in said
+    assert "relative L2 error of output or gradients" in said
+    assert "(mean of 2 batches), within the tolerance of 0.01 (margin 0.1)" in said
+    assert "held out, inputs float32 (4, 8): " in said
+    assert set(polycast.Policy.load(tmp_path / "policy.toml").modules) == {"0", "2", "3"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
         (["script.py"], "expected a file and a function in it, such as model.py:build"),
         (["other.py:build"], "there is no file 'other.py'"),
         (["script.py:other"], "has no function 'other'"),
-        (["script.py:only_a_model"], "returned Sequential. It must return (model, inputs) or"),
+        (["script.py:only_a_model"], "returned Sequential. It must return (model, data), (model, data, metric) or"),
         (["script.py:build", "--dtype", "float17"], "'float17' is not a dtype"),
         (["script.py:build", "--device", "nowhere"], "nowhere"),
         (["script.py:build", "--recipe", "int9"], "'int9' is not a recipe: did you mean 'int8'?"),
+        (["script.py:build", "--holdout", "1"], "--holdout 1 leaves no batch of 1 for the search"),
+        (["script.py:build", "--margin", "1"], "margin must be a share of the tolerance"),
+        (["script.py:build", "--exclude", "layers.*"], "exclude['layers.*'] matches no module of the model"),
         (["script.py:build", "--budget", "1"], "budget must be a number of evaluations, at least 2"),
         (["script.py:build", "--output", "nowhere/policy.toml"], "policy.toml cannot be written: nowhere is not there"),
         (["script.py:build", "--output", "."], ". is a folder: name a file in it, such as policy.toml"),

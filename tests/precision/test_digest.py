@@ -15,7 +15,7 @@ from polycast.precision.fingerprint import Fingerprint
 
 
 def fingerprint(model, metric=None):
-    return Fingerprint(model, Call.of(model, torch.ones(2, 4)), metric)
+    return Fingerprint(model, (Call.of(model, torch.ones(2, 4)),), metric)
 
 
 def test_the_order_of_sets_in_code_does_not_count():
@@ -74,7 +74,7 @@ class Layer(nn.Module):
         return self.layer(x) if "a" in {"a", "b", "c"} else x
 
 model, x = Layer(), torch.ones(2, 4)
-print(sorted((what, *item) for what, each in Fingerprint(model, Call.of(model, x), id).digests(set()).items()
+print(sorted((what, *item) for what, each in Fingerprint(model, (Call.of(model, x),), id).digests(set()).items()
     for item in each.items()))
 """
 

@@ -9,6 +9,7 @@ from torch import nn
 
 import polycast
 from polycast.precision import fastest
+from polycast.precision.blocks import Blocks
 from polycast.precision.calls import Call
 from polycast.precision.fastest import FLOAT32, PLAIN_REGION, Stopwatch, pick_fastest
 from polycast.precision.hooks import in_this_thread, watched
@@ -47,12 +48,13 @@ def proposed(model, fast, float32, monkeypatch, rule=0.5, forced=()):
     return set(chosen(model, [fast, float32], monkeypatch, rule, Choice(tuple(forced))).members)
 
 
-def chosen(model, seconds, monkeypatch, rule=0.5, needed=NO_POLICY):
+def chosen(model, seconds, monkeypatch, rule=0.5, needed=NO_POLICY, exclude=(), candidates=None):
     call, region = Call.of(model, torch.randn(2, 4)), polycast.autocast("cpu")
-    watch = Stopwatch(model, call, region, profile_run(model, call, "cpu")[0])
+    profile, _ = profile_run(model, call, "cpu")
+    watch = Stopwatch(model, (call,), region, profile)
     monkeypatch.setattr(Stopwatch, "_seconds_by_module", lambda self: seconds)
     monkeypatch.setattr(fastest, "rule_overhead", lambda *_: rule)
-    return watch.fastest_modules(needed)
+    return watch.fastest_modules(Blocks(model, profile, exclude, candidates).in_order_of_calls(), needed)
 
 
 @pytest.fixture
@@ -186,7 +188,8 @@ def test_all_modules_are_in_float32_where_the_model_does_not_run_in_the_region()
 
     model = nn.Sequential(nn.Linear(4, 4), Strict())
     call, region = Call.of(model, torch.randn(2, 4)), polycast.autocast("cpu")
-    watch = Stopwatch(model, call, region, profile_run(model, call, "cpu")[0])
-    assert watch.fastest_modules(NO_POLICY).members == ("", "0", "1")
+    profile, _ = profile_run(model, call, "cpu")
+    watch = Stopwatch(model, (call,), region, profile)
+    assert watch.fastest_modules(Blocks(model, profile).in_order_of_calls(), NO_POLICY).members == ("", "0", "1")
     tried = {"linear": [Choice(("linear",))]}
     assert watch.fastest_ops(tried, NO_POLICY, lambda choice: polycast.Policy()) == NO_POLICY

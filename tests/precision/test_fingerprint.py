@@ -110,7 +110,7 @@ CHANGES = {
 
 
 def of(model, inputs=X, metric=None):
-    made = Fingerprint(model, Call.of(model, inputs), metric)
+    made = Fingerprint(model, (Call.of(model, inputs),), metric)
     assert made.unknown == []
     return made.digests(set())
 

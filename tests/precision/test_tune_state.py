@@ -52,8 +52,8 @@ def test_an_interrupted_search_continues(model, x, state, at):
     part.interrupt_at = at
     with pytest.raises(KeyboardInterrupt):
         polycast.tune(model, x, part, **FLOAT16, state=state)
-    kept = json.loads(state.read_text())
-    assert len(kept["trials"]) == at - 1
+    kept = json.loads(state.read_text())["trials"] if at > 1 else []
+    assert len(kept) == at - 1
     assert polycast.tune(model, x, part, **FLOAT16, state=state) == expected
     assert part.calls == whole.calls + 1 + (at > 1)  # the region without a policy is evaluated again
 
@@ -85,7 +85,7 @@ def change_weight(model):
     [
         (change_weight, {}, "model"),
         (lambda model: model.eval(), {}, "model"),
-        (None, {"inputs": torch.ones(4, 8)}, "inputs"),
+        (None, {"data": torch.ones(4, 8)}, "inputs"),
         (None, {"tolerance": 0.5}, "tolerance"),
         (None, {"dtype": torch.bfloat16}, "dtype"),
         (None, {"over": "ops"}, "over"),
@@ -99,7 +99,7 @@ def test_the_file_of_another_search_is_refused(model, x, state, change, argument
     content = state.read_bytes()
     if change is not None:
         change(model)
-    arguments = {"inputs": x, **FLOAT16, **arguments}
+    arguments = {"data": x, **FLOAT16, **arguments}
     with pytest.raises(
         ValueError, match=rf"^state='.*search\.json' belongs to another search: its {what} was .* now\. Name"
     ):

@@ -9,7 +9,9 @@ import torch
 import typer
 
 HELP = "A Python file, and a function in it that returns a model and its inputs."
-_BUILD = "It must return (model, inputs) or (model, inputs, metric), as polycast.tune takes them."
+_BUILD = (
+    "It must return (model, data), (model, data, metric) or (model, data, metric, loss), as polycast.tune takes them."
+)
 
 
 def function_of(target: str) -> Any:
@@ -32,9 +34,10 @@ def function_of(target: str) -> Any:
     return getattr(module, function)
 
 
-def built(target: str, result: Any) -> tuple[torch.nn.Module, Any, Any]:
-    """Return the model, its inputs and the metric, or None, that the function of a target returned."""
-    if not (isinstance(result, tuple) and len(result) in (2, 3) and isinstance(result[0], torch.nn.Module)):
+def built(target: str, result: Any) -> tuple[torch.nn.Module, Any, Any, Any]:
+    """Return the model, its data, the metric and the loss, or None, that the function of a target returned."""
+    if not (isinstance(result, tuple) and len(result) in (2, 3, 4) and isinstance(result[0], torch.nn.Module)):
         raise typer.BadParameter(f"{target!r} returned {type(result).__name__}. {_BUILD}")
-    model, inputs, *metric = result
-    return model, inputs, metric[0] if metric else None
+    model, data, *functions = result
+    metric, loss = (*functions, None, None)[:2]
+    return model, data, metric, loss

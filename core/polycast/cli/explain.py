@@ -31,7 +31,7 @@ def run(
     build = function_of(target)
     with library_errors():
         fast = None if dtype is None else read_dtype(dtype)
-    model, inputs, _ = built(target, build())
+    model, inputs, *_ = built(target, build())
     with library_errors(), torch.set_grad_enabled(recipe is None):
         found = explain_model(model, inputs, device, fast, policy, recipe)
     if as_json:

@@ -2,9 +2,11 @@
 
 import enum
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import torch
 import typer
 
 from ..observer.report.target import check_target
@@ -28,6 +30,13 @@ class Objective(enum.Enum):
 
     ACCURACY = "accuracy"
     TIME = "time"
+
+
+class Reduction(enum.Enum):
+    """The distance over several batches."""
+
+    WORST = "worst"
+    MEAN = "mean"
 
 
 def run(
@@ -57,6 +66,23 @@ def run(
         str | None,
         typer.Option(metavar="NAME", help="Find what this recipe, such as int8, must leave out."),
     ] = None,
+    margin: Annotated[
+        float, typer.Option(metavar="SHARE", help="Stay this share below the tolerance, such as 0.2.")
+    ] = 0.0,
+    reduction: Annotated[
+        Reduction, typer.Option(metavar="NAME", help="Take the worst error of several batches, or the mean.")
+    ] = Reduction.WORST,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GLOB", help="Leave these modules, or ops, in float32. Can be repeated."),
+    ] = None,
+    candidates: Annotated[
+        list[str] | None,
+        typer.Option(metavar="GLOB", help="Choose among these only, each block of modules as one. Can be repeated."),
+    ] = None,
+    holdout: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Only measure the last N batches, with the policy that is found.")
+    ] = 0,
     budget: Annotated[int | None, typer.Option(metavar="N", help="Stop after this number of evaluations.")] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the policy to a file instead of the standard output.")
@@ -76,13 +102,16 @@ def run(
     with library_errors():
         fast = None if dtype is None else read_dtype(dtype)
         wanted = None if recipe is None else read_recipe(recipe)
-    model, inputs, metric = built(target, build())
+    model, data, metric, loss = built(target, build())
+    held_out = None
+    if holdout:
+        data, held_out = _split(data, holdout)
     try:
         with library_errors(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "no policy keeps the tolerance", UserWarning)  # reported below
             tuned = tune(
                 model,
-                inputs,
+                data,
                 metric,
                 tolerance=tolerance,
                 device_type=device,
@@ -92,6 +121,12 @@ def run(
                 budget=budget,
                 state=state,
                 recipe=wanted,
+                loss=loss,
+                reduction=reduction.value,
+                margin=margin,
+                exclude=exclude or (),
+                candidates=candidates or None,
+                holdout=held_out,
             )
             _write(tuned, output)
     except KeyboardInterrupt:
@@ -101,6 +136,16 @@ def run(
     if not tuned.met:
         typer.echo(f"polycast: {tuned.evidence.reason}. The closest policy is written.", err=True)
         raise typer.Exit(1)
+
+
+def _split(data: Any, holdout: int) -> tuple[list[Any], list[Any]]:
+    """Return the batches of the search, and those held out."""
+    batches = [data] if isinstance(data, (torch.Tensor, tuple, Mapping)) else list(data)
+    if holdout >= len(batches):
+        raise typer.BadParameter(
+            f"--holdout {holdout} leaves no batch of {len(batches)} for the search: let the function return more."
+        )
+    return batches[:-holdout], batches[-holdout:]
 
 
 def _write(tuned: Tuned, output: Path | None) -> None:

@@ -1,8 +1,8 @@
 """The calls of a model under test: ``inputs`` as users pass them, copied for each run."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -50,3 +50,57 @@ class Call:
             what = f"{dtype_name(tensor.dtype)} {tuple(tensor.shape)}"
             parts.append(what if name in ("", "[0]") and len(self.args) == 1 else f"{name}: {what}")
         return ", ".join(parts) or "no tensors"
+
+    def structure(self) -> dict[str, str]:
+        """Return by path the dtype of each tensor."""
+        named = [*tensors_in(list(self.args), "argument "), *tensors_in(self.kwargs)]
+        return {name: dtype_name(tensor.dtype) for name, tensor in named}
+
+
+Calls: TypeAlias = tuple[Call, ...]
+
+
+def calls_of(model: object, data: object, what: str = "data") -> Calls:
+    """Return the calls of a model with one call's inputs, or with each batch of an iterable.
+
+    A batch is a tensor, a tuple or list of arguments, or a dict of keyword arguments. The iterable is read once.
+
+    Args:
+        model: the model.
+        data: the inputs, or the iterable.
+        what: the name of the argument, for messages.
+
+    Raises:
+        TypeError: `data` or a batch is of another type, or `model` is not a module.
+        ValueError: there is no batch, or a batch has another structure than the first.
+    """
+    if isinstance(data, (torch.Tensor, tuple, Mapping)) or not isinstance(data, Iterable) or isinstance(data, str):
+        return (Call.of(model, data),)
+    calls: list[Call] = []
+    for number, batch in enumerate(data):
+        try:
+            call = Call.of(model, tuple(batch) if isinstance(batch, list) else batch)
+        except TypeError as error:
+            raise TypeError(f"batch {number} of {what}: {error}") from None
+        if calls:
+            _check_structure(calls[0].structure(), call.structure(), f"batch {number} of {what}")
+        calls.append(call)
+    if not calls:
+        raise ValueError(f"{what} has no batches: pass one call's inputs, or an iterable with at least one batch")
+    return tuple(calls)
+
+
+def _check_structure(first: Mapping[str, str], other: Mapping[str, str], what: str) -> None:
+    for name in {**first, **other}:
+        expected, got = first.get(name, "no tensor"), other.get(name, "no tensor")
+        if expected != got:
+            raise ValueError(
+                f"{what} has another structure than batch 0: {name} is {got}, and {expected} in batch 0. Give all "
+                "batches the same arguments in the same dtypes; sizes may differ."
+            )
+
+
+def text_of(calls: Calls) -> str:
+    """Return the tensors of the first call as text, and the number of other calls."""
+    more = len(calls) - 1
+    return str(calls[0]) + (f" and {more} more {'batch' if more == 1 else 'batches'}" if more else "")

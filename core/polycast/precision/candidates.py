@@ -1,6 +1,7 @@
 """The candidates of ``tune``, modules or ops, and the policy of a choice of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..policy.value import Policy
 from ..region.autocast import autocast
 from ..torch_internals.dispatcher import OpOverload
 from ..torch_internals.names import DispatchMode
+from .blocks import Blocks
 from .calls import Call
 from .failures import may_come_from_policy
 from .hooks import uncompiled
@@ -27,12 +29,18 @@ FP32 = "fp32"
 
 
 class Modules:
-    """The modules that a model calls, each without the modules in it."""
+    """The modules that a model calls, each without the modules in it, or blocks of them."""
 
-    def __init__(self, profile: Profile, dtype: torch.dtype, recipe: Recipe | None = None) -> None:
+    def __init__(
+        self, profile: Profile, dtype: torch.dtype, recipe: Recipe | None = None, blocks: Blocks | None = None
+    ) -> None:
         self._called = profile.by_name()
         self._recipe = recipe
         self._fast = dtype_name(dtype) if recipe is None else NoRecipe.kind
+        self._candidate_of: Mapping[str, str] = (
+            {name: name for name in self._called} if blocks is None else blocks.candidate_of
+        )
+        self._excluded = frozenset[str]() if blocks is None else blocks.excluded
 
     def can_leave_recipe(self, name: str) -> bool:
         """Return whether a candidate can leave the recipe for the fast dtype."""
@@ -49,8 +57,9 @@ class Modules:
         states: dict[str | None, set[str | Recipe]] = {None: {self._fast} if self._recipe is None else set()}
         for each in self._called.values():
             around = set[str | Recipe]().union(*(states.get(caller, set()) for caller in each.callers))
-            wanted = self._wanted(each.name, choice)
-            chosen = each.name in choice.members or each.name in choice.kept
+            candidate = self._candidate_of.get(each.name)
+            wanted = self._wanted(each.name, candidate, choice)
+            chosen = each.name in self._excluded or candidate in choice.members or candidate in choice.kept
             if chosen or each.has_parameters or not around:
                 states[each.name] = {wanted}
                 if around != {wanted}:
@@ -59,16 +68,17 @@ class Modules:
                 states[each.name] = around
         return Policy(modules=rules, name=name)
 
-    def _wanted(self, name: str, choice: Choice) -> str | Recipe:
-        if name in choice.members:
+    def _wanted(self, name: str, candidate: str | None, choice: Choice) -> str | Recipe:
+        if name in self._excluded or candidate in choice.members:
             return FP32
-        return self._fast if self._recipe is None or name in choice.kept else self._recipe
+        return self._fast if self._recipe is None or candidate in choice.kept else self._recipe
 
 
 class Ops:
     """The ops that autocast handles, by their short names."""
 
-    def __init__(self, recipe: Recipe | None = None) -> None:
+    def __init__(self, recipe: Recipe | None = None, excluded: Iterable[str] = ()) -> None:
+        self._excluded = tuple(excluded)
         self._of_recipe = frozenset() if recipe is None else recipe.overloads
 
     def can_leave_recipe(self, name: str) -> bool:
@@ -78,7 +88,7 @@ class Ops:
     def policy(self, choice: Choice, name: str = "") -> Policy:
         """Return policies for the chosen ops; recipes do not compute ops that have a policy."""
         kept = dict.fromkeys(choice.kept, CastPolicy.LOWER_PRECISION_FP.value)
-        return Policy(ops={**dict.fromkeys(choice.members, FP32), **kept}, name=name)
+        return Policy(ops={**dict.fromkeys((*self._excluded, *choice.members), FP32), **kept}, name=name)
 
 
 def ops_seen(model: torch.nn.Module, call: Call, region: autocast) -> list[str]:
@@ -117,6 +127,32 @@ def ops_seen(model: torch.nn.Module, call: Call, region: autocast) -> list[str]:
     known = {OpName.of_overload(name).qualified for name in backend.policies} | {"aten::_to_copy"}
     found += [name for name in below.names if name not in known and _can_be_float32(name)]
     return [read_op(name).short for name in found]
+
+
+def chosen_ops(
+    seen: list[str], exclude: Iterable[str], candidates: Iterable[str] | None
+) -> tuple[list[str], list[str]]:
+    """Return the candidates among the ops that a model calls, and the ops that stay in float32.
+
+    Raises:
+        ValueError: a glob matches no op that the model calls, or nothing is left to choose from.
+    """
+    excluded = _matching(seen, exclude, "exclude")
+    found = seen if candidates is None else _matching(seen, candidates, "candidates")
+    names = [name for name in found if name not in excluded]
+    if seen and not names:
+        raise ValueError("there is nothing to choose from: exclude= matches all candidates. Leave some of it out.")
+    return names, excluded
+
+
+def _matching(seen: list[str], globs: Iterable[str], argument: str) -> list[str]:
+    found = set()
+    for glob in globs:
+        matches = [name for name in seen if fnmatchcase(name, glob)]
+        if not matches:
+            raise ValueError(f"{argument}[{glob!r}] matches no op that the model calls; it calls {', '.join(seen)}")
+        found.update(matches)
+    return [name for name in seen if name in found]
 
 
 def _texts(error: BaseException | None) -> Iterator[str]:

@@ -26,6 +26,33 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True)
+class Holdout:
+    """What was measured on batches that the search has not seen.
+
+    Attributes:
+        inputs: the tensors of the batches.
+        distance: the distance of the output under the policy from float32's.
+        plain: the distance without a policy, as in :class:`Evidence`.
+        distances: the distance under the policy for each batch.
+        met: whether `distance` is within the tolerance.
+        error: the exception of the model under the policy; empty if it ran.
+    """
+
+    inputs: str
+    distance: float
+    plain: float
+    distances: tuple[float, ...]
+    met: bool
+    error: str = ""
+
+    def line(self) -> str:
+        """Return the measurement as a line of text."""
+        verdict = "within" if self.met else "NOT within"
+        what = f"held out, inputs {self.inputs}: {self.distance:.3g}, {verdict} the tolerance"
+        return f"{what}; without a policy {self.plain:.3g}" + (f"; {self.error}" if self.error else "")
+
+
+@dataclass(frozen=True)
 class Evidence:
     """The search that found a policy.
 
@@ -33,11 +60,12 @@ class Evidence:
         model: the class of the model.
         device_type, dtype: the device and the dtype of the region.
         inputs: the tensors that the model received.
-        over, objective, metric, tolerance, budget: the arguments of :func:`tune`.
+        over, objective, metric, tolerance, budget, reduction, margin: the arguments of :func:`tune`.
         members: the names of the modules, or ops, that are in float32 under the policy.
-        candidates: the number of modules, or ops, to choose from.
+        candidates: the number of modules, blocks or ops to choose from.
         distance: the distance of the output under the policy from float32's.
-        plain: the distance in the region without a policy, with the recipe if there is one.
+        plain: the distance in the region without a policy, with the recipe if there is one, and with what `exclude` has
+            in float32.
         met: whether `distance` is within the tolerance.
         is_minimal: whether it is known that the tolerance is not kept if any single member is taken out of float32, or
             any single one of `kept` is put back into the recipe. Never known with the objective ``"time"``.
@@ -48,6 +76,11 @@ class Evidence:
         recipe: the recipe of the region, if it has one.
         kept: the names of the modules, or ops, that leave the recipe for the fast dtype under the policy.
         fast: with a recipe, the distance with everything in the fast dtype; None if it was not evaluated.
+        batches: the number of batches.
+        reduction: whether a distance over several batches is the worst or the mean.
+        margin: the share of the tolerance that the search stayed below.
+        excluded: the names of the modules, or ops, that stay in float32 because of `exclude`.
+        holdout: what was measured on the batches of `holdout`; None without them.
     """
 
     model: str
@@ -72,6 +105,11 @@ class Evidence:
     recipe: Recipe | None = None
     kept: Members = ()
     fast: float | None = None
+    batches: int = 1
+    reduction: str = "worst"
+    margin: float = 0.0
+    excluded: Members = ()
+    holdout: Holdout | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the evidence as plain data for JSON: inf and nan are texts."""
@@ -93,6 +131,9 @@ class Evidence:
         """Return the evidence as lines of text."""
         fast = dtype_name(self.dtype)
         what = f"{len(self.members)} of {self.candidates} {self.over} in float32"
+        what += f", {len(self.excluded)} excluded" if self.excluded else ""
+        over = f" ({self.reduction} of {self.batches} batches)" if self.batches > 1 else ""
+        margin = f" (margin {self.margin:g})" if self.margin else ""
         without = f"without a policy {self.plain:.3g}"
         if self.recipe is not None:
             what += f", {len(self.kept)} kept in {fast}"
@@ -100,7 +141,8 @@ class Evidence:
         verdict = "within" if self.met else "NOT within"
         lines = [
             f"{self.model} on {self.device_type}, {self._numbers(', ')}: {what}",
-            f"{self.metric} {self.distance:.3g}, {verdict} the tolerance of {self.tolerance:g}; {without}",
+            f"{self.metric} {self.distance:.3g}{over}, {verdict} the tolerance of {self.tolerance:g}{margin}; "
+            + without,
         ]
         if self.reason:
             lines.append(self.reason)
@@ -109,6 +151,8 @@ class Evidence:
         if self.timings is not None:
             lines += self.timings.lines()
         lines.append(f"measured with inputs {self.inputs}")
+        if self.holdout is not None:
+            lines.append(self.holdout.line())
         lines.append("on " + ", ".join(f"{key} {value}" for key, value in self.machine.items()))
         return lines
 

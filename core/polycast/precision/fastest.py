@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 
 from ..policy.value import Policy
 from ..region.autocast import autocast
-from .calls import Call
+from .blocks import Block
+from .calls import Calls
 from .failures import may_come_from_policy
 from .hooks import in_this_thread, watched
 from .minimal_set import Choice, Members
@@ -32,15 +32,21 @@ class Stopwatch:
     """
 
     def __init__(
-        self, model: torch.nn.Module, call: Call, region: autocast, profile: Profile, fast: autocast | None = None
+        self, model: torch.nn.Module, calls: Calls, region: autocast, profile: Profile, fast: autocast | None = None
     ) -> None:
         self._model, self._region, self._profile = model, region, profile
         self._precisions = (region, None) if fast is None else (region, fast, None)
         """The regions to time modules in; the last, None, is float32 outside all regions."""
-        writes = profile.modules[model].writes_arguments
-        self._call: Callable[[], Any] = (
-            (lambda: call.of_model(model)) if writes else (lambda: model(*call.args, **call.kwargs))
-        )
+        self._calls = calls
+        self._writes = any(each.writes_arguments for each in profile.modules.values())
+
+    def _call(self) -> None:
+        """Call the model with each batch."""
+        for call in self._calls:
+            if self._writes:
+                call.of_model(self._model)
+            else:
+                self._model(*call.args, **call.kwargs)
 
     def race(self, policies: Mapping[str, Policy], advance: Callable[[str], None] = lambda _: None) -> Race:
         """Time the model under each policy, and in float32 outside all regions."""
@@ -64,43 +70,50 @@ class Stopwatch:
                 return False
         return True
 
-    def fastest_modules(self, needed: Choice) -> Choice:
+    def fastest_modules(self, blocks: Sequence[Block], needed: Choice) -> Choice:
         """Return the fastest choice by the times of the modules, with at least the precision that is needed.
 
-        A module in another precision than its caller costs the overhead of a rule. So the result is not the fastest
-        precision of each module, but the fastest choice for the tree of calls as a whole.
+        A block in another precision than its caller costs the overhead of a rule. So the result is not the fastest
+        precision of each, but the fastest choice for the tree of calls as a whole.
         """
         seconds = self._seconds_by_module()
-        precisions = range(len(seconds))
-        lowest = {**dict.fromkeys(needed.kept, 1), **dict.fromkeys(needed.members, precisions[-1])}
         rule = rule_overhead(self._region.device, self._region.fast_dtype)
-        called = self._profile.by_name()
-        inside: dict[str, list[str]] = {name: [] for name in called}
-        root = next(iter(called))
-        for name, each in called.items():
-            if name != root:
-                callers = (caller for caller in each.callers if caller is not None)
-                inside[min(callers, key=lambda caller: called[caller].order)].append(name)
-        # From the innermost modules outwards: the cost of each precision, with the best for all modules that it calls.
-        costs: dict[str, list[float]] = {}
-        for name in reversed(called):
-            costs[name] = [
-                (seconds[precision][name] if precision >= lowest.get(name, 0) else math.inf)
-                + sum(min(self._costs(each, precision, costs, rule, called[each].calls)) for each in inside[name])
-                for precision in precisions
+        inside: list[list[int]] = [[] for _ in blocks]
+        for number, block in enumerate(blocks):
+            if block.caller is not None and block.caller != number:
+                inside[block.caller].append(number)
+        # From the innermost blocks outwards: the cost of each precision, with the best for all blocks that it calls.
+        costs: list[list[float]] = [[] for _ in blocks]
+        for number, block in reversed([*enumerate(blocks)]):
+            allowed = self._allowed(block, needed, len(seconds))
+            costs[number] = [
+                (sum(of[name] for name in block.modules) if precision in allowed else math.inf)
+                + sum(min(self._costs(each, precision, costs, rule, blocks[each].calls)) for each in inside[number])
+                for precision, of in enumerate(seconds)
             ]
-        chosen: dict[str, int] = {}
-        around = {root: 0}
-        for name in called:
-            options = self._costs(name, around[name], costs, rule, called[name].calls)
-            chosen[name] = options.index(min(options))
-            around.update(dict.fromkeys(inside[name], chosen[name]))
-        members = tuple(name for name, precision in chosen.items() if precision == precisions[-1])
-        return Choice(members, tuple(name for name, precision in chosen.items() if 0 < precision < precisions[-1]))
+        chosen: list[int] = []
+        for number, block in enumerate(blocks):
+            around = 0 if block.caller is None else chosen[block.caller]
+            options = self._costs(number, around, costs, rule, block.calls)
+            chosen.append(options.index(min(options)))
+        precision_of = {each.name: chosen[number] for number, each in enumerate(blocks) if each.name is not None}
+        last = len(seconds) - 1
+        members = tuple(name for name, precision in precision_of.items() if precision == last)
+        return Choice(members, tuple(name for name, precision in precision_of.items() if 0 < precision < last))
 
     @staticmethod
-    def _costs(name: str, around: int, costs: Mapping[str, list[float]], rule: float, calls: int) -> list[float]:
-        return [cost + (calls * rule if precision != around else 0.0) for precision, cost in enumerate(costs[name])]
+    def _allowed(block: Block, needed: Choice, precisions: int) -> range:
+        """Return the precisions that a block may have: those from the lowest that it needs on."""
+        if block.is_excluded:
+            return range(precisions - 1, precisions)
+        if block.name is None:
+            return range(1)
+        lowest = precisions - 1 if block.name in needed.members else int(block.name in needed.kept)
+        return range(lowest, precisions)
+
+    @staticmethod
+    def _costs(number: int, around: int, costs: Sequence[Sequence[float]], rule: float, calls: int) -> list[float]:
+        return [cost + (calls * rule if precision != around else 0.0) for precision, cost in enumerate(costs[number])]
 
     def _seconds_by_module(self) -> list[dict[str, float]]:
         """Return by precision the seconds of each module; inf if the model raises an exception."""
@@ -149,8 +162,11 @@ class Stopwatch:
         return Choice(members, tuple(op for op in kept if op not in members))
 
 
-def pick_fastest(race: Race, within: Sequence[str]) -> Timings:
-    """Return the timings with the fastest side, of those given from the simplest on, or a simpler one in a tie."""
+def pick_fastest(race: Race, within: Sequence[str], calls: int = 1) -> Timings:
+    """Return the timings of a call with the fastest side, of those given from the simplest on, or a simpler in a tie.
+
+    A side of the race makes several calls.
+    """
     best = min(within, key=race.seconds)
     chosen = next(side for side in within if race.ratio(side, best) <= _TIE)
-    return Timings({side: race.seconds(side) for side in race.sides}, chosen, len(race.rounds))
+    return Timings({side: race.seconds(side) / calls for side in race.sides}, chosen, len(race.rounds))

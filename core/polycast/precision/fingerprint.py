@@ -1,4 +1,4 @@
-"""Identify a search by digests of the model, its inputs and the metric."""
+"""Identify a search by digests of the model, its data, the metric and the loss."""
 
 import functools
 import types
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .calls import Call
+from .calls import Calls
 from .digest import (
     CALLABLES,
     Digester,
@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 Varying = set[tuple[str, Part]]
-"""Parts of the model, the inputs or the metric that evaluations change."""
+"""Parts of the model, the inputs, the metric or the loss that evaluations change."""
 
 _CLASS_WITHOUT = {
     *("__dict__", "__weakref__", "__module__", "__qualname__", "__doc__", "__slots__", "__firstlineno__"),
@@ -46,14 +46,21 @@ _MAX_DEPTH = 4
 
 
 class Fingerprint:
-    """The digests of a model, its inputs and a metric.
+    """The digests of a model, its inputs, a metric and a loss.
 
     Attributes:
         unknown: the values without a digest, as text.
     """
 
-    def __init__(self, model: torch.nn.Module, call: Call, metric: Callable[..., Any] | None) -> None:
-        self._model, self._call, self._metric = model, call, metric
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        calls: Calls,
+        metric: Callable[..., Any] | None,
+        loss: Callable[..., Any] | None = None,
+    ) -> None:
+        self._model, self._calls = model, calls
+        self._functions = {"metric": metric, "loss": loss}
         self._tensors: TensorDigests = {}
         self._parts = self._read()
         self.unknown = [f"{what}: {text}" for what, parts in self._parts.items() for text in parts.unknown]
@@ -61,16 +68,20 @@ class Fingerprint:
     def _read(self) -> dict[str, "_Parts"]:
         modules = dict(self._model.named_modules())
         names = {id(module): name for name, module in modules.items()}
-        model, inputs, metric = (_Parts(names, self._tensors) for _ in range(3))
+        model, inputs = (_Parts(names, self._tensors) for _ in range(2))
         for name, module in modules.items():
             model.add_pieces(f"module {name!r}" if name else "the model itself", pieces_of_module(module))
-        for position, value in enumerate(self._call.args):
-            inputs.add(Part(f"argument {position}", ""), value)
-        for name, value in self._call.kwargs.items():
-            inputs.add(Part(f"argument {name!r}", ""), value)
-        if self._metric is not None:
-            metric.add_metric(self._metric, is_in_model=id(self._metric) in names)
-        parts = {"model": model, "inputs": inputs, "metric": metric}
+        for number, call in enumerate(self._calls):
+            batch = f"batch {number}, " if len(self._calls) > 1 else ""
+            for position, value in enumerate(call.args):
+                inputs.add(Part(f"{batch}argument {position}", ""), value)
+            for name, value in call.kwargs.items():
+                inputs.add(Part(f"{batch}argument {name!r}", ""), value)
+        parts = {"model": model, "inputs": inputs}
+        for what, function in self._functions.items():
+            parts[what] = _Parts(names, self._tensors)
+            if function is not None:
+                parts[what].add_function(function, what, is_in_model=id(function) in names)
         for each in parts.values():
             each.add_references()
         return parts
@@ -98,7 +109,7 @@ class Fingerprint:
 
 
 class _Parts:
-    """The digests of the model, the inputs or the metric, by part."""
+    """The digests of the model, the inputs, the metric or the loss, by part."""
 
     def __init__(self, modules: dict[int, str], tensors: TensorDigests) -> None:
         self.digests: dict[Part, str] = {}
@@ -123,15 +134,15 @@ class _Parts:
         for name, piece in pieces:
             self.add(Part(owner, name), piece)
 
-    def add_metric(self, metric: Callable[..., Any], *, is_in_model: bool) -> None:
-        """Add a metric, attribute by attribute if it is an object."""
-        attributes = attributes_of(metric)
-        if isinstance(metric, torch.nn.Module) and not is_in_model:
-            self.add_pieces("metric", pieces_of_module(metric))
-        elif isinstance(metric, (*CALLABLES, type, torch.nn.Module)) or attributes is None:
-            self.add(Part("metric", ""), metric)
+    def add_function(self, function: Callable[..., Any], what: str, *, is_in_model: bool) -> None:
+        """Add a metric or a loss, attribute by attribute if it is an object."""
+        attributes = attributes_of(function)
+        if isinstance(function, torch.nn.Module) and not is_in_model:
+            self.add_pieces(what, pieces_of_module(function))
+        elif isinstance(function, (*CALLABLES, type, torch.nn.Module)) or attributes is None:
+            self.add(Part(what, ""), function)
         else:
-            self.add_pieces("metric", [("class", type(metric)), *((f"self.{name}", each) for name, each in attributes)])
+            self.add_pieces(what, [("class", type(function)), *((f"self.{name}", each) for name, each in attributes)])
 
     def add_references(self) -> None:
         """Add the classes and globals that the values refer to, directly or indirectly."""

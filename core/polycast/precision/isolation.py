@@ -59,6 +59,11 @@ class ModelState:
     def __init__(self, slots: list[StateSlot]) -> None:
         self._slots = slots
 
+    def with_slots_of(self, other: "ModelState") -> "ModelState":
+        """Return the state that either of two runs writes."""
+        slots = {(id(slot.owner), slot.key): slot for slot in (*self._slots, *other._slots)}
+        return ModelState(list(slots.values()))
+
     def current(self) -> Values:
         """Return the current values."""
         return [slot.get() for slot in self._slots]

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from .calls import Call
+from .calls import Call, Calls
 from .hooks import in_this_thread, watched
 from .isolation import ModelState, RandomState, find_writes, isolated
 from .values import Contents
@@ -46,6 +46,20 @@ class Profile:
     calls: int = 0
     state: ModelState = field(default_factory=lambda: ModelState([]))
 
+    def add(self, other: "Profile") -> None:
+        """Add the profile of another call of the model."""
+        for module, theirs in other.modules.items():
+            ours = self.modules.get(module)
+            if ours is None:
+                theirs.order += self.calls
+                self.modules[module] = theirs
+            else:
+                ours.calls += theirs.calls
+                ours.writes_arguments |= theirs.writes_arguments
+                ours.callers |= theirs.callers
+        self.calls += other.calls
+        self.state = self.state.with_slots_of(other.state)
+
     def by_name(self) -> dict[str, ModuleProfile]:
         """Return the modules by name, in the order of their first calls."""
         return {module.name: module for module in self.modules.values()}
@@ -79,8 +93,27 @@ class _Profiler:
             self.profile.modules[module].writes_arguments = True
 
 
-def profile_run(model: torch.nn.Module, call: Call, device_type: str) -> tuple[Profile, Any]:
+def profile_runs(
+    model: torch.nn.Module, calls: Calls, device_type: str, gradients: bool = False
+) -> tuple[Profile, list[Any]]:
+    """Run each call of a model once, and return one profile of all, and the outputs; see :func:`profile_run`."""
+    profile, output = profile_run(model, calls[0], device_type, gradients)
+    outputs = [output]
+    for call in calls[1:]:
+        other, output = profile_run(model, call, device_type, gradients)
+        profile.add(other)
+        outputs.append(output)
+    return profile, outputs
+
+
+def profile_run(model: torch.nn.Module, call: Call, device_type: str, gradients: bool = False) -> tuple[Profile, Any]:
     """Run a model once in float32, outside all regions and without side effects; return its profile and its output.
+
+    Args:
+        model: the model.
+        call: its arguments.
+        device_type: the device.
+        gradients: whether autograd records.
 
     Raises:
         TypeError: the model is a ScriptModule.
@@ -94,7 +127,7 @@ def profile_run(model: torch.nn.Module, call: Call, device_type: str) -> tuple[P
     profiler = _Profiler(model)
 
     def run() -> Any:
-        with watched(model, in_this_thread(profiler)):
+        with watched(model, in_this_thread(profiler)), torch.set_grad_enabled(gradients):
             return call.of_model(model)
 
     with isolated(), RandomState(device_type).preserved():

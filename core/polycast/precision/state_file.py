@@ -174,13 +174,18 @@ class _Content(NamedTuple):
 def _trial(data: object) -> Trial:
     trial = _of_type(dict, data, "a trial")
     members, kept = _names(_item(trial, "members"), "'members'"), _names(trial.get("kept", []), "'kept'")
-    distance = _item(trial, "distance")
-    if distance == "inf":
-        distance = math.inf
-    if isinstance(distance, bool) or not isinstance(distance, (int, float)) or distance != distance:
-        raise ValueError(f"a distance must be a number or 'inf', got {distance!r}")
+    distance = _distance(_item(trial, "distance"))
+    distances = tuple(map(_distance, _of_type(list, trial.get("distances", []), "'distances'")))
+    return Trial(members, distance, _of_type(str, trial.get("error", ""), "an 'error'"), kept, distances)
+
+
+def _distance(value: object) -> float:
+    if value == "inf":
+        return math.inf
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise ValueError(f"a distance must be a number or 'inf', got {value!r}")
     try:
-        return Trial(members, float(distance), _of_type(str, trial.get("error", ""), "an 'error'"), kept)
+        return float(value)
     except OverflowError as error:
         raise ValueError("a distance is too large a number") from error
 

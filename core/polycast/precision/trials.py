@@ -18,12 +18,14 @@ class Trial:
         distance: the distance of the output from float32's; inf if it was not finite, or there was no output.
         error: the exception of the model; empty if it ran.
         kept: with a recipe, the modules, or ops, that left it for the fast dtype.
+        distances: with several batches, the distance for each; `distance` is the worst, or the mean.
     """
 
     members: Members
     distance: float
     error: str = ""
     kept: Members = ()
+    distances: tuple[float, ...] = ()
 
     @property
     def choice(self) -> Choice:
@@ -62,6 +64,10 @@ class Trials:
             trial = self._earlier.get(choice)
             self.made[choice] = self._evaluate(choice) if trial is None else trial
         return self.made[choice]
+
+    def closest(self) -> Trial:
+        """Return the trial with the smallest distance, or of several the one with the fewest members."""
+        return min(self.made.values(), key=lambda trial: (trial.distance, len(trial.members), len(trial.kept)))
 
 
 def distance_of(value: object) -> float:

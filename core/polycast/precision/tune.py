@@ -1,6 +1,7 @@
 """``tune``: find what must stay in float32, or out of a recipe, as a policy with the evidence for it."""
 
 import os
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -11,24 +12,24 @@ from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import RecipeLike
 from ..policy.registered import policies_for
-from .calls import Call
+from .calls import Calls, calls_of
 from .compare import enabled_region, wanted_recipe
 from .evidence import Tuned, machine
 from .fingerprint import Fingerprint, hash_of_table, name_of_function
+from .outcome import Loss, check_loss
 from .state_file import StateFile, StatePath
-from .tuner import Metric, TuneArguments, Tuner
+from .tune_arguments import MIN_BUDGET, Metric, TuneArguments, check_arguments, check_choices, globs_of
+from .tuner import Tuner
 
-_OVER = ("modules", "ops")
-_OBJECTIVES = ("accuracy", "time")
+_DEFAULT = "relative L2 error"
+_DEFAULT_WITH_LOSS = "relative L2 error of output or gradients"
 _MAX_SHOWN = 3
 """The number of values without a digest that a warning names."""
-_MIN_BUDGET = 2
-"""The region without a policy, and everything in float32; with a recipe, also everything in the fast dtype."""
 
 
 def tune(
     model: torch.nn.Module,
-    inputs: Any,
+    data: Any,
     metric: Metric | None = None,
     *,
     tolerance: float,
@@ -39,6 +40,12 @@ def tune(
     budget: int | None = None,
     state: StatePath | None = None,
     recipe: RecipeLike | None = None,
+    loss: Loss | None = None,
+    reduction: Literal["worst", "mean"] = "worst",
+    margin: float = 0.0,
+    exclude: Iterable[str] = (),
+    candidates: Iterable[str] | None = None,
+    holdout: Any = None,
 ) -> Tuned:
     """Find what must stay in float32 for the output of a model in a region to stay close to float32's.
 
@@ -58,14 +65,21 @@ def tune(
     regions without a :class:`WeightCache`. With the recipe ``"fastest"`` each matmul is computed the fastest way
     without a search; what is left to find is what must be in float32.
 
+    With a loss, each evaluation is a forward in the region and a backward outside it. The metric receives an
+    :class:`Outcome` of each run, with the output, the loss and the gradients of the parameters. The gradients that
+    parameters have are restored.
+
     The model is restored, as by :func:`compare`. All evaluations use the same random numbers. If the model raises an
     exception under a policy, the distance is infinite, and the evidence has the text of the exception.
 
     Args:
         model: a module, on the device. Its results outside all regions are the reference.
-        inputs: a tensor, a tuple of arguments, or a dict of keyword arguments for the model's forward.
+        data: the inputs of one call (a tensor, a tuple of arguments, or a dict of keyword arguments for the model's
+            forward), or an iterable of them, such as a DataLoader. It is read once, and the batches are kept; a batch
+            that is a list counts as a tuple.
         metric: ``metric(output, reference)``, the distance of an output of the model from float32's: a number; nan and
-            inf count as infinite. None: the relative L2 error over all floating-point tensors in the output.
+            inf count as infinite. None: the relative L2 error over all floating-point tensors in the output; with a
+            loss, the larger one of the output and of all gradients.
         tolerance: the largest permitted distance.
         device_type, dtype: of the region, as in :class:`autocast`.
         over: what to choose from, ``"modules"`` or ``"ops"``.
@@ -73,18 +87,28 @@ def tune(
         budget: the maximum number of evaluations; at least 2, and 3 with a recipe. None: four for each candidate, and
             16.
         state: a file for the evaluations. An interrupted search continues from it, and finds what it would have found.
-            It is refused for another model, other inputs or other arguments (except `budget`): the values and the code
-            of the model, the inputs and the metric are compared, and the result in the region without a policy.
+            It is refused for another model, other data or other arguments (except `budget` and `holdout`): the values
+            and the code of the model, the data, the metric and the loss are compared, and the result in the region
+            without a policy.
         recipe: of the region, as in :class:`autocast`.
+        loss: a function of the model's output that returns a scalar tensor; called in the region.
+        reduction: the distance over several batches: the ``"worst"`` or the ``"mean"``.
+        margin: the share of the tolerance to stay below it, at least 0 and below 1: with 0.2 the search aims at 80 % of
+            the tolerance. If no policy reaches that, it aims at the tolerance.
+        exclude: globs of modules, as in a :class:`Policy`, that stay in float32, with all modules in them; or of ops.
+        candidates: globs of modules, to choose among these only, each as one block with the modules in it that are no
+            candidates of their own: ``["layers.*", "head"]``. Other modules are never in float32. Or globs of ops.
+        holdout: one call's inputs, or an iterable of batches, that are only measured, under the policy that was found.
 
     Returns:
         The policy and its evidence. Use the policy with :func:`apply_policy`, or one for ops as ``policy=`` of regions
         (with the recipe, if there is one).
 
     Raises:
-        TypeError: `model`, `inputs` or the result of `metric` is of another type.
-        ValueError: another argument is invalid; `state` belongs to another search; or there is no `metric`, and no
-            floating-point tensor in the output, or no finite element in float32's.
+        TypeError: `model`, `data` or the result of `metric` or `loss` is of another type.
+        ValueError: another argument is invalid; batches have different structures; `loss` has no gradients; a glob
+            matches nothing; `state` belongs to another search; or there is no `metric`, and no floating-point tensor in
+            the output, or no finite element in float32's.
         OSError: `state` cannot be read or written.
         RuntimeError: as :func:`compare`.
 
@@ -101,33 +125,24 @@ def tune(
         ('fp32', True)
     """
     wanted = wanted_recipe(recipe)
-    min_budget = _MIN_BUDGET if wanted is None else _MIN_BUDGET + 1
-    _check(metric, tolerance, over, objective, budget, min_budget)
-    call = Call.of(model, inputs)
+    min_budget = MIN_BUDGET if wanted is None else MIN_BUDGET + 1
+    check_arguments(metric, tolerance, margin, budget, min_budget)
+    check_choices(over=over, objective=objective, reduction=reduction)
+    check_loss(loss)
+    globs = globs_of(exclude, "exclude"), None if candidates is None else globs_of(candidates, "candidates")
+    calls = calls_of(model, data)
+    held_out = () if holdout is None else calls_of(model, holdout, "holdout")
     region = enabled_region(device_type, dtype, recipe=wanted)
-    name = "relative L2 error" if metric is None else name_of_function(metric)
-    arguments = TuneArguments(metric, name, region, float(tolerance), over, objective, wanted)
-    file = None if state is None else _state_file(state, model, call, arguments)
-    tuner = Tuner(model, call, arguments)
+    name = name_of_function(metric) if metric is not None else _DEFAULT if loss is None else _DEFAULT_WITH_LOSS
+    arguments = TuneArguments(
+        metric, name, region, float(tolerance), over, objective, wanted, loss, reduction, float(margin), *globs
+    )
+    file = None if state is None else _state_file(state, model, calls, arguments)
+    tuner = Tuner(model, calls, held_out, arguments)
     return tuner.run(max(min_budget, 4 * len(tuner.names) + 16) if budget is None else budget, file)
 
 
-def _check(metric: object, tolerance: object, over: str, objective: str, budget: object, min_budget: int) -> None:
-    if metric is not None and not callable(metric):
-        raise TypeError(f"metric must be a function of an output and a reference, or None; got {metric!r}")
-    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not tolerance >= 0:
-        raise ValueError(f"tolerance must be a number that is not negative, got {tolerance!r}")
-    for what, value, known in (("over", over, _OVER), ("objective", objective, _OBJECTIVES)):
-        if value not in known:
-            raise ValueError(f"{what} must be {' or '.join(map(repr, known))}, got {value!r}")
-    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < min_budget):
-        runs = "the region without a policy, and everything in float32"
-        if min_budget > _MIN_BUDGET:
-            runs += ", and in the fast dtype"
-        raise ValueError(f"budget must be a number of evaluations, at least {min_budget} ({runs}); got {budget!r}")
-
-
-def _state_file(state: StatePath, model: torch.nn.Module, call: Call, arguments: TuneArguments) -> StateFile:
+def _state_file(state: StatePath, model: torch.nn.Module, calls: Calls, arguments: TuneArguments) -> StateFile:
     """Return the state file of a search, identified by everything that its result depends on."""
     region, recipe = arguments.region, arguments.recipe
     backend = get_backend(region.device)
@@ -140,13 +155,17 @@ def _state_file(state: StatePath, model: torch.nn.Module, call: Call, arguments:
         "over": arguments.over,
         "objective": arguments.objective,
         "recipe": None if recipe is None else recipe.text,
+        "reduction": arguments.reduction,
+        "margin": arguments.margin,
+        "exclude": list(arguments.exclude),
+        "candidates": None if arguments.candidates is None else list(arguments.candidates),
         "default_dtype": dtype_name(torch.get_default_dtype()),
         "register_op": {name: policy.value for name, policy in registered},
         "backend": f"{type(backend).__module__}.{type(backend).__qualname__} {hash_of_table(policies)}",
         **versions(),
         **machine(region.device),
     }
-    fingerprint = Fingerprint(model, call, arguments.metric)
+    fingerprint = Fingerprint(model, calls, arguments.metric, arguments.loss)
     file = StateFile(state, of, fingerprint)
     if fingerprint.unknown:
         unknown = fingerprint.unknown

@@ -3,54 +3,30 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..errors import warn_user
-from ..policy.recipe import Recipe
 from ..region.autocast import autocast
-from ..region.module_rules import apply_policy
+from .blocks import Blocks, candidates_in
 from .by_profile import modules_faster_in_float32
-from .calls import Call
-from .candidates import Modules, Ops, ops_seen
+from .calls import Calls, text_of
+from .candidates import Modules, Ops, chosen_ops, ops_seen
 from .compare import compared
-from .evidence import Evidence, Tuned, machine
-from .failures import may_come_from_policy, short_text
+from .evidence import Evidence, Holdout, Tuned, machine
+from .failures import may_come_from_policy
 from .fastest import BY_PROFILE, PLAIN_REGION, Stopwatch, pick_fastest
-from .hooks import uncompiled
 from .isolation import RandomState, isolated
+from .measured import Measured
 from .minimal_set import NO_POLICY, CandidateOrder, Choice, OutOfBudget, minimal_choice
-from .numerics import Sums, has_floats, relative_error
-from .profiling_run import profile_run
+from .profiling_run import profile_runs
 from .progress import progress
 from .state_file import StateFile
 from .timing import Timings
-from .trials import Trial, Trials, distance_of
-
-Metric = Callable[[Any, Any], Any]
-
-
-@dataclass(frozen=True)
-class TuneArguments:
-    """The arguments of ``tune``, apart from the model and its inputs.
-
-    Attributes:
-        metric: the metric; None for the relative L2 error.
-        metric_name: its name, with a digest of its code.
-        region: the region, with the recipe if there is one.
-        tolerance, over, objective, recipe: as given.
-    """
-
-    metric: Metric | None
-    metric_name: str
-    region: autocast
-    tolerance: float
-    over: str
-    objective: str
-    recipe: Recipe | None
+from .trials import Trial, Trials
+from .tune_arguments import TuneArguments
 
 
 class _Found(NamedTuple):
@@ -63,41 +39,33 @@ class _Found(NamedTuple):
 class Tuner:
     """Searches a policy for a model."""
 
-    def __init__(self, model: torch.nn.Module, call: Call, arguments: TuneArguments) -> None:
+    def __init__(self, model: torch.nn.Module, calls: Calls, holdout: Calls, arguments: TuneArguments) -> None:
         """Profile the model and find the candidates.
 
         Raises:
-            ValueError: there is no metric, and nothing to compare in the output.
+            ValueError: there is no metric, and nothing to compare in the output; or a glob matches nothing.
         """
-        self._model, self._call, self._arguments = model, call, arguments
-        region = arguments.region
-        self._region, self._metric = region, arguments.metric or relative_error
+        self._model, self._calls, self._arguments = model, calls, arguments
+        region = self._region = arguments.region
         self._fast = None if arguments.recipe is None else autocast(region.device, region.fast_dtype)
         self._generators = RandomState(region.device)
-        self._profile, self._reference = profile_run(model, call, region.device)
-        self._check_reference()
+        has_loss = arguments.loss is not None
+        self._profile, outputs = profile_runs(model, (*calls, *holdout), region.device, has_loss)
+        self._measured = Measured(model, calls, arguments, self._profile.state, outputs[: len(calls)])
+        self._holdout = (
+            Measured(model, holdout, arguments, self._profile.state, outputs[len(calls) :]) if holdout else None
+        )
+        del outputs
         self._candidates: Modules | Ops
         if arguments.over == "modules":
-            self._candidates = Modules(self._profile, region.fast_dtype, arguments.recipe)
-            self.names = list(self._profile.by_name())
+            self._blocks = Blocks(model, self._profile, arguments.exclude, arguments.candidates)
+            self._candidates = Modules(self._profile, region.fast_dtype, arguments.recipe, self._blocks)
+            self.names, self._excluded = self._blocks.names, sorted(self._blocks.excluded)
         else:
-            self._candidates = Ops(arguments.recipe)
             with self._without_side_effects():
-                self.names = ops_seen(model, call, self._fast or region)
-
-    def _check_reference(self) -> None:
-        has_metric = self._arguments.metric is not None
-        if not has_metric and not has_floats(self._reference):
-            raise ValueError(
-                f"the model returned no floating-point tensor, but {type(self._reference).__name__}, which the default "
-                "metric cannot compare. Pass one: metric(output, reference)."
-            )
-        sums = Sums.of(self._reference, self._reference)
-        if sums.has_no_finite and not has_metric:
-            raise ValueError(sums.nonfinite_warning("the output of a region cannot be compared with it"))
-        if sums.inf or sums.nan:
-            ignores = "the default metric ignores elements that are the same inf or nan in the region"
-            warn_user(sums.nonfinite_warning("metric must handle them" if has_metric else ignores))
+                seen = ops_seen(model, calls[0], self._fast or region)
+            self.names, self._excluded = chosen_ops(seen, arguments.exclude, arguments.candidates)
+            self._candidates = Ops(arguments.recipe, self._excluded)
 
     @contextmanager
     def _without_side_effects(self) -> Iterator[None]:
@@ -126,66 +94,64 @@ class Tuner:
             if file is not None:
                 file.check_names(self.names, self._arguments.over)
                 file.check_again(NO_POLICY, evaluate)
-            order = CandidateOrder(self._order(file), self._candidates.can_leave_recipe)
             trials = Trials(evaluate_and_save, budget, None if file is None else file.trials)
+            order = CandidateOrder(self._order(file, trials), self._candidates.can_leave_recipe)
             found = self._minimal(order, trials)
             timings = None
             if self._arguments.objective == "time" and found.met:
                 found, timings = self._fastest(order, trials, found, advance)
         return self._tuned(order, found, trials, timings, budget)
 
-    def _order(self, file: StateFile | None) -> list[str]:
+    def _evaluate(self, choice: Choice) -> Trial:
+        return self._measured.trial(choice, self._candidates.policy(choice))
+
+    def _order(self, file: StateFile | None, trials: Trials) -> list[str]:
         if file is not None and file.order is not None:
             return file.order
-        order = self._propose()
+        order = self._propose(trials)
         if file is not None:
             file.set_order(order)
         return order
 
-    def _propose(self) -> list[str]:
-        """Return the candidates, beginning with the largest addition to the error."""
-        if self._arguments.over == "ops":
+    def _propose(self, trials: Trials) -> list[str]:
+        """Return the candidates, beginning with the largest addition to the error, on the batch with the largest."""
+        if self._arguments.over == "ops" or len(self.names) == 1:
             return self.names
+        distances = trials.of(NO_POLICY).distances or (0.0,)
+        call = self._calls[max(range(len(distances)), key=distances.__getitem__)]
         try:
-            return [module.name for module in compared(self._model, self._call, self._region, self._profile).modules]
+            modules = compared(self._model, call, self._region, self._profile).modules
         except Exception as error:
             if not may_come_from_policy(error):
                 raise
             return self.names  # the model cannot run in the region without a policy
-
-    def _evaluate(self, choice: Choice) -> Trial:
-        with self._without_side_effects():
-            with uncompiled(), apply_policy(self._model, self._candidates.policy(choice)):
-                try:
-                    with self._region:
-                        output = self._call.of_model(self._model)
-                except Exception as error:
-                    if not may_come_from_policy(error):
-                        raise
-                    return Trial(choice.members, math.inf, short_text(error), choice.kept)
-            distance = distance_of(self._metric(output, self._reference))
-            return Trial(choice.members, distance, kept=choice.kept)
+        order = candidates_in([module.name for module in modules], self._blocks.candidate_of)
+        return list(dict.fromkeys([*order, *self.names]))
 
     def _minimal(self, order: CandidateOrder, trials: Trials) -> _Found:
+        tolerance, aim = self._arguments.tolerance, self._arguments.aim
         everything = Choice(order.names)
         trials.of(NO_POLICY)
         trials.of(everything)
-        found = minimal_choice(order, lambda choice: trials.of(choice).distance <= self._arguments.tolerance)
+        found, reason = minimal_choice(order, lambda choice: trials.of(choice).distance <= aim), ""
+        if found is None and aim < tolerance:
+            found = minimal_choice(order, lambda choice: trials.of(choice).distance <= tolerance)
+            reason = "no policy keeps the margin"
         if found is None:
-            best = min(trials.made.values(), key=lambda trial: (trial.distance, len(trial.members), len(trial.kept)))
+            best = trials.closest()
             return _Found(best.choice, False, False, self._why_not_met(trials.of(everything)))
-        reason = "" if found.is_minimal else f"the budget was spent after {len(trials.made)} evaluations"
+        if not found.is_minimal:
+            budget = f"the budget was spent after {len(trials.made)} evaluations"
+            reason = f"{reason}; {budget}" if reason else budget
         return _Found(found.choice, True, found.is_minimal, reason)
 
     def _why_not_met(self, everything: Trial) -> str:
-        with self._without_side_effects():
-            if everything.error:  # raised here too if it does not come from a policy
-                with uncompiled():
-                    self._call.of_model(self._model)
-            itself = distance_of(self._metric(self._reference, self._reference))
-        if math.isinf(itself):
+        if everything.error:  # raised here too if it does not come from a policy
+            self._measured.run_reference()
+        if math.isinf(self._measured.distance_of_references()):
             return "no policy keeps the tolerance: the metric of float32's own output and itself is not finite"
-        with_all = f"no policy keeps the tolerance: with all {self._arguments.over} in float32"
+        what = self._arguments.over if self._arguments.candidates is None else "candidates"
+        with_all = f"no policy keeps the tolerance: with all {what} in float32"
         if everything.error:
             return f"{with_all} the model raises: {everything.error}"
         return f"{with_all} the distance is {everything.distance:.3g}"
@@ -196,7 +162,7 @@ class Tuner:
         """Return the fastest of the proposed choices that keep the tolerance, and the timings."""
         has_recipe, over = self._arguments.recipe is not None, self._arguments.over
         with self._without_side_effects():
-            watch = Stopwatch(self._model, self._call, self._region, self._profile, self._fast)
+            watch = Stopwatch(self._model, self._calls, self._region, self._profile, self._fast)
             proposed = {PLAIN_REGION: NO_POLICY}
             by_profile = None if has_recipe or over == "ops" else self._by_profile()
             if by_profile is not None:
@@ -206,7 +172,7 @@ class Tuner:
                 proposed["all in the fast dtype"] = order.all_fast()
             proposed["the minimal set out of the recipe" if has_recipe else "the minimal set in float32"] = found.choice
             if over == "modules":
-                fastest = watch.fastest_modules(found.choice)
+                fastest = watch.fastest_modules(self._blocks.in_order_of_calls(), found.choice)
             else:
                 fastest = watch.fastest_ops(self._tried_ops(order), found.choice, self._candidates.policy)
             proposed[f"the fastest precision of each of the {over}"] = order.choice(fastest.members, fastest.kept)
@@ -215,18 +181,21 @@ class Tuner:
                 if choice not in sides.values() and self._keeps_tolerance(trials, choice):
                     sides[side] = choice
             policies = {side: self._candidates.policy(choice) for side, choice in sides.items()}
-            timings = pick_fastest(watch.race(policies, advance), list(sides))
+            timings = pick_fastest(watch.race(policies, advance), list(sides), len(self._calls))
         return _Found(sides[timings.chosen], True, False, found.reason), timings
 
     def _by_profile(self) -> list[str] | None:
-        """Return the modules that a profile of the device says are faster in float32; None without a profile."""
+        """Return the candidates that a profile of the device says are faster in float32; None without a profile."""
+        call = self._calls[0]
         try:
-            modules = modules_faster_in_float32(self._model, lambda: self._call.of_model(self._model), self._region)
+            modules = modules_faster_in_float32(self._model, lambda: call.of_model(self._model), self._region)
         except Exception as error:
             if not may_come_from_policy(error):
                 raise
             return None  # the model cannot run in the region without a policy
-        return None if modules is None else [self._profile.modules[module].name for module in modules]
+        if modules is None:
+            return None
+        return candidates_in([self._profile.modules[module].name for module in modules], self._blocks.candidate_of)
 
     def _tried_ops(self, order: CandidateOrder) -> dict[str, list[Choice]]:
         """Return by op the choices with this op alone."""
@@ -235,9 +204,19 @@ class Tuner:
 
     def _keeps_tolerance(self, trials: Trials, choice: Choice) -> bool:
         try:
-            return trials.of(choice).distance <= self._arguments.tolerance
+            return trials.of(choice).distance <= self._arguments.aim
         except OutOfBudget:
             return False
+
+    def _held_out(self, choice: Choice) -> Holdout | None:
+        """Return what is measured on the batches that the search has not seen."""
+        if self._holdout is None:
+            return None
+        plain = self._holdout.trial(NO_POLICY, self._candidates.policy(NO_POLICY))
+        trial = plain if choice == NO_POLICY else self._holdout.trial(choice, self._candidates.policy(choice))
+        met = trial.distance <= self._arguments.tolerance
+        each = trial.distances or (trial.distance,)
+        return Holdout(text_of(self._holdout.calls), trial.distance, plain.distance, each, met, trial.error)
 
     def _tuned(
         self, order: CandidateOrder, found: _Found, trials: Trials, timings: Timings | None, budget: int
@@ -248,7 +227,7 @@ class Tuner:
             model=type(self._model).__qualname__,
             device_type=self._region.device,
             dtype=self._region.fast_dtype,
-            inputs=str(self._call),
+            inputs=text_of(self._calls),
             over=arguments.over,
             objective=arguments.objective,
             metric=arguments.metric_name,
@@ -267,6 +246,11 @@ class Tuner:
             recipe=arguments.recipe,
             kept=found.choice.kept,
             fast=None if all_fast is None else all_fast.distance,
+            batches=len(self._calls),
+            reduction=arguments.reduction,
+            margin=arguments.margin,
+            excluded=tuple(self._excluded),
+            holdout=self._held_out(found.choice),
         )
         if not found.met:
             warn_user(f"{found.reason}. The closest that was found has the distance {evidence.distance:.3g}.")

@@ -92,6 +92,17 @@ def copied(value: _T, model: torch.nn.Module) -> _T:
         return copy.deepcopy(value, memo)
 
 
+def replaced(value: _T, tensors: Mapping[int, object], modules: Mapping[int, torch.nn.Module]) -> _T:
+    """Return a deep copy of a value with other objects in place of its tensors, and with modules that are not copied.
+
+    Args:
+        value: any value.
+        tensors: by the id of a tensor, what takes its place.
+        modules: by id, the modules.
+    """
+    return copy.deepcopy(value, {**modules, **tensors})
+
+
 def _aliases(value: object) -> set[int]:
     """Return the ids of the tensors in a value that overlap others in it."""
     by_storage: dict[int, dict[int, torch.Tensor]] = {}

@@ -1,0 +1,110 @@
+"""Run a model once for ``tune``; with a loss, also backward."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .calls import Call
+from .hooks import uncompiled
+from .numerics import Sums, relative_error
+from .parameter_gradients import ParameterGradients
+from .values import replaced, tensors_in
+
+Loss = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a forward and a backward of a model, as metrics get it if ``tune`` has a loss.
+
+    Attributes:
+        output: the output of the model, without autograd history.
+        loss: the loss, a scalar.
+        gradients: by name, the gradients of the model's parameters; zeros where the loss does not depend on one.
+    """
+
+    output: Any
+    loss: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+
+
+class Step:
+    """Runs a model; with a loss, forward and backward, so that gradients of parameters stay as they are.
+
+    Args:
+        model: the model.
+        loss: a function of its output; None for the forward without gradients.
+    """
+
+    def __init__(self, model: torch.nn.Module, loss: Loss | None) -> None:
+        self.model, self.loss = model, loss
+
+    def run(self, call: Call, region: AbstractContextManager[object] | None = None) -> Any:
+        """Return the output of the model in a region, or its outcome if there is a loss.
+
+        Raises:
+            TypeError, ValueError: the result of the loss has no gradients.
+        """
+        with uncompiled():
+            if self.loss is None:
+                with region or nullcontext():
+                    return call.of_model(self.model)
+            gradients = ParameterGradients(self.model)
+            with torch.enable_grad(), gradients.set_aside():
+                with region or nullcontext():
+                    output = call.of_model(self.model)
+                    value = checked_loss(self.loss(output))
+                value.backward()  # type: ignore[no-untyped-call]
+                found = gradients.with_zeros()
+            return Outcome(detached(output, self.model), value.detach(), found)
+
+
+def checked_loss(value: object) -> torch.Tensor:
+    """Return the result of a loss.
+
+    Raises:
+        TypeError: it is not a tensor.
+        ValueError: it is not a scalar, or does not require gradients.
+    """
+    expected = "loss must return a scalar tensor that requires gradients"
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{expected}; got {type(value).__name__}. For example: loss=lambda output: output.mean()")
+    if value.numel() != 1:
+        raise ValueError(f"{expected}; got the shape {tuple(value.shape)}. Reduce it, by mean() or sum().")
+    if not value.requires_grad:
+        raise ValueError(
+            f"{expected}; its result does not. Check that parameters of the model or inputs require gradients, and "
+            "that neither the forward nor the loss detaches the output or runs under torch.no_grad()."
+        )
+    return value
+
+
+def check_loss(loss: object) -> None:
+    """Raise TypeError if a loss cannot be called."""
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss must be a function of the model's output, or None; got {loss!r}")
+
+
+def outcome_error(outcome: Outcome, reference: Outcome) -> float:
+    """Return the larger relative L2 error of the output and of all gradients: the default metric with a loss."""
+    gradients = relative_error(list(outcome.gradients.values()), list(reference.gradients.values()))
+    return max(relative_error([outcome.output, outcome.loss], [reference.output, reference.loss]), gradients)
+
+
+def sums_of(reference: object) -> Sums:
+    """Return the sums of an output or an outcome, compared with itself."""
+    if isinstance(reference, Outcome):
+        reference = [reference.output, reference.loss, list(reference.gradients.values())]
+    return Sums.of(reference, reference)
+
+
+def detached(output: Any, model: torch.nn.Module) -> Any:
+    """Return an output with detached tensors; itself, if it cannot be copied."""
+    tensors = {id(tensor): tensor.detach() for _, tensor in tensors_in(output)}
+    try:
+        return replaced(output, tensors, {id(module): module for module in model.modules()})
+    except Exception:  # of the output's own code
+        return output

@@ -1,0 +1,61 @@
+"""The gradients of a model's parameters, set aside while others are computed."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from ..torch_internals.accumulated_hooks import without_post_accumulate_grad_hooks
+
+Gradients = list[torch.Tensor | None]
+
+
+class ParameterGradients:
+    """The ``.grad`` of all parameters of a model that require gradients.
+
+    Attributes:
+        names: the names of the parameters.
+        parameters: the parameters.
+    """
+
+    def __init__(self, *models: torch.nn.Module) -> None:
+        named = {}
+        for model in models:
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad and id(parameter) not in named:
+                    named[id(parameter)] = name, parameter
+        self.names = [name for name, _ in named.values()]
+        self.parameters = [parameter for _, parameter in named.values()]
+
+    def current(self) -> Gradients:
+        """Return the current gradients."""
+        return [parameter.grad for parameter in self.parameters]
+
+    def put(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Set all gradients."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+
+    def none(self) -> Gradients:
+        """Return no gradient for each parameter."""
+        return [None] * len(self.parameters)
+
+    def with_zeros(self) -> dict[str, torch.Tensor]:
+        """Return the current gradients by name, zeros where there is none."""
+        both = zip(self.names, self.parameters, strict=True)
+        return {name: torch.zeros_like(each) if each.grad is None else each.grad for name, each in both}
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Run a block that begins without gradients, and restore them.
+
+        Hooks that run after gradients are accumulated do not run in it: they may update parameters.
+        """
+        before = self.current()
+        with without_post_accumulate_grad_hooks(self.parameters):
+            self.put(self.none())
+            try:
+                yield
+            finally:
+                self.put(before)

@@ -1,0 +1,330 @@
+"""``tune`` over batches: the distance over them, the candidates, and batches that are only measured."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import polycast
+
+FLOAT16 = {"tolerance": 1e-2, "device_type": "cpu", "dtype": torch.float16}
+
+
+class Block(nn.Module):
+    """Two layers with a value between them that is `factor` times as large."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        with torch.no_grad():
+            self.up.weight.mul_(factor)
+            self.down.weight.mul_(1 / factor)
+
+    def forward(self, x):
+        return x + self.down(self.up(x))
+
+
+@pytest.fixture
+def model():
+    """A model whose third block overflows for inputs of about 1, and its fifth for inputs of about 100."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block({2: 1e6, 4: 2e4}.get(n, 1.0)) for n in range(6)))
+
+
+def usual():
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
+
+
+def large():
+    return usual() * 100
+
+
+BOTH = {"2.up", "2.down", "4.up", "4.down"}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        lambda: [usual(), large()],
+        lambda: (batch for batch in (usual(), large())),
+        lambda: [(usual(),), [large()]],
+        lambda: DataLoader(TensorDataset(torch.cat((usual(), large()))), batch_size=4),
+    ],
+    ids=["list", "generator", "tuples", "DataLoader"],
+)
+def test_a_policy_holds_for_the_worst_batch(model, data):
+    assert set(polycast.tune(model, usual(), **FLOAT16).evidence.members) == {"2.up", "2.down"}
+    tuned = polycast.tune(model, data(), **FLOAT16)
+    assert set(tuned.evidence.members) == BOTH
+    assert (tuned.met, tuned.evidence.batches) == (True, 2)
+    assert "worst of 2 batches" in str(tuned.evidence)
+    assert "and 1 more batch" in tuned.evidence.inputs
+
+
+def test_each_trial_has_the_distance_of_each_batch(model):
+    evidence = polycast.tune(model, [usual(), large()], **FLOAT16).evidence
+    for trial in evidence.trials:
+        assert len(trial.distances) == 2
+        assert trial.distance == max(trial.distances)
+    only_first = next(each for each in evidence.trials if each.distances[0] < 1e-2 < each.distances[1])
+    assert only_first.distances[1] == math.inf
+    json.dumps(evidence.to_dict(), allow_nan=False)
+
+
+def test_the_mean_over_batches_can_be_the_distance(model):
+    def share(output, reference):
+        return float(not output.isfinite().all())
+
+    batches = [usual(), usual(), usual(), large()]
+    mean = polycast.tune(model, batches, share, **{**FLOAT16, "tolerance": 0.3}, reduction="mean")
+    assert set(mean.evidence.members) <= {"2.up", "2.down"}
+    assert (mean.met, mean.evidence.distance) == (True, 0.25)
+    assert "mean of 4 batches" in str(mean.evidence)
+    worst = polycast.tune(model, batches, share, **{**FLOAT16, "tolerance": 0.3})
+    assert {name.partition(".")[0] for name in worst.evidence.members} == {"2", "4"}
+
+
+def test_each_batch_sees_the_state_of_the_model_that_the_first_one_sees():
+    torch.manual_seed(0)
+    seen = []
+
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += 1
+            seen.append((self.count.item(), torch.rand(()).item()))
+            return x
+
+    polycast.tune(nn.Sequential(nn.Linear(8, 8), Counts()), [usual(), large(), usual()], **FLOAT16)
+    assert len(set(seen)) == 1
+
+
+def test_modules_that_only_one_batch_calls_are_candidates():
+    class Chooses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.small, self.large = Block(1.0), Block(1e6)
+
+        def forward(self, x):
+            return self.small(x) if x.abs().max() <= 1 else self.large(x)
+
+    torch.manual_seed(0)
+    evidence = polycast.tune(Chooses(), [usual(), large()], **FLOAT16).evidence
+    assert set(evidence.members) == {"large.up", "large.down"}
+    assert evidence.candidates == 7
+
+
+def test_a_margin_aims_below_the_tolerance(model):
+    def members_left(output, reference):
+        return (output.float() - reference).norm() / reference.norm()
+
+    plain = polycast.tune(model[:2], usual(), members_left, **{**FLOAT16, "tolerance": 1.0}).evidence.plain
+    tolerance = {**FLOAT16, "tolerance": plain * 1.05}
+    assert polycast.tune(model[:2], usual(), members_left, **tolerance).evidence.members == ()
+    tuned = polycast.tune(model[:2], usual(), members_left, **tolerance, margin=0.2)
+    assert tuned.met
+    assert tuned.evidence.members
+    assert tuned.evidence.distance <= 0.8 * tolerance["tolerance"]
+    assert "(margin 0.2)" in str(tuned.evidence)
+
+
+def test_without_a_policy_that_keeps_the_margin_the_tolerance_decides(model):
+    def never_small(output, reference):
+        return 0.9 if output.isfinite().all() else 5.0
+
+    tuned = polycast.tune(model, usual(), never_small, **{**FLOAT16, "tolerance": 1.0}, margin=0.5)
+    assert (tuned.met, tuned.evidence.reason) == (True, "no policy keeps the margin")
+    assert {name.partition(".")[0] for name in tuned.evidence.members} == {"2"}
+
+
+@pytest.mark.parametrize("exclude", ["0", ["0"], ["0.*", "0"]], ids=str)
+def test_excluded_modules_stay_in_float32(model, exclude):
+    tuned = polycast.tune(model, usual(), **FLOAT16, exclude=exclude)
+    assert tuned.evidence.excluded == ("0", "0.down", "0.up")
+    assert set(tuned.evidence.members) == {"2.up", "2.down"}
+    assert tuned.policy.modules == {"0": "fp32", "2.up": "fp32", "2.down": "fp32"}
+    assert tuned.evidence.candidates == 16
+    assert "3 excluded" in str(tuned.evidence)
+
+
+def test_blocks_are_chosen_as_one(model):
+    tuned = polycast.tune(model, [usual(), large()], **FLOAT16, candidates=["[0-5]"])
+    assert tuned.policy.modules == {"2": "fp32", "4": "fp32"}
+    assert (set(tuned.evidence.members), tuned.evidence.candidates) == ({"2", "4"}, 6)
+    with torch.no_grad(), polycast.apply_policy(model, tuned.policy), polycast.autocast("cpu", torch.float16):
+        assert model(large()).isfinite().all()
+
+
+def test_a_module_belongs_to_the_innermost_candidate(model):
+    tuned = polycast.tune(model, usual(), **FLOAT16, candidates=["", "2.up"])
+    assert tuned.evidence.candidates == 2
+    assert set(tuned.evidence.members) == {"", "2.up"}
+    assert tuned.policy.modules == {"": "fp32"}
+
+
+def test_modules_that_are_no_candidates_are_never_in_float32(model):
+    with pytest.warns(UserWarning, match="with all candidates in float32 the distance is inf"):
+        tuned = polycast.tune(model, usual(), **FLOAT16, candidates=["[0-1]"])
+    assert not tuned.met
+
+
+def test_excluded_and_chosen_ops(model):
+    class Attention(nn.Module):
+        def forward(self, x):
+            return torch.softmax((x * 300) @ (x * 300).T, -1) @ x
+
+    attention = nn.Sequential(nn.Linear(8, 8), Attention())
+    found = polycast.tune(attention, usual(), **FLOAT16, over="ops", exclude=["lin*"])
+    assert (found.evidence.excluded, found.evidence.members) == (("linear",), ("matmul",))
+    assert set(found.policy.ops) == {"linear", "matmul"}
+    found = polycast.tune(attention, usual(), **FLOAT16, over="ops", candidates=["matmul"])
+    assert (found.evidence.candidates, found.evidence.members) == (1, ("matmul",))
+
+
+def test_batches_held_out_are_only_measured(model):
+    tuned = polycast.tune(model, usual(), **FLOAT16, holdout=[usual() * 0.5, large()])
+    held_out = tuned.evidence.holdout
+    assert set(tuned.evidence.members) == {"2.up", "2.down"}
+    assert (tuned.met, held_out.met, held_out.distance, held_out.plain) == (True, False, math.inf, math.inf)
+    assert held_out.distances[0] < 1e-2
+    assert "held out, inputs float32 (4, 8) and 1 more batch: inf, NOT within the tolerance" in str(tuned.evidence)
+    assert tuned.evidence.to_dict()["holdout"]["distance"] == "inf"
+    tuned = polycast.tune(model, [usual(), large()], **FLOAT16, holdout=usual() * 0.5)
+    assert tuned.evidence.holdout.met
+
+
+def test_a_search_over_batches_continues_from_its_file(model, tmp_path):
+    state = tmp_path / "search.json"
+    calls = []
+
+    def metric(output, reference):
+        calls.append(output)
+        if len(calls) == 7:  # in the fourth trial
+            raise KeyboardInterrupt
+        return (output.float() - reference).norm() / reference.norm()
+
+    data = {"data": [usual(), large()], **FLOAT16}
+    with pytest.raises(KeyboardInterrupt):
+        polycast.tune(model, metric=metric, **data, state=state)
+    assert [len(trial["distances"]) for trial in json.loads(state.read_text())["trials"]] == [2, 2, 2]
+    resumed = polycast.tune(model, metric=metric, **data, state=state, holdout=large())
+    count = len(calls)
+    assert resumed.policy == polycast.tune(model, metric=metric, **data).policy
+    assert len(calls) - count > count - 7 - 4  # the first trials were not repeated, except the region without a policy
+    with pytest.raises(ValueError, match="belongs to another search: its exclude was"):
+        polycast.tune(model, metric=metric, **data, state=state, exclude=["0"])
+    with pytest.raises(ValueError, match="belongs to another search: its inputs was"):
+        polycast.tune(model, metric=metric, **{**data, "data": [usual(), usual()]}, state=state)
+
+
+def gradients(outcome, reference):
+    """The largest relative error of the gradient of a parameter."""
+    both = ((outcome.gradients[name], expected) for name, expected in reference.gradients.items())
+    return max((float((got - expected).norm() / expected.norm()) for got, expected in both), default=0.0)
+
+
+@pytest.mark.parametrize("metric", [None, gradients], ids=["default", "of the user"])
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_metric_may_use_gradients(metric, batches):
+    """The gradients of the second layer underflow in float16, although its output is exact."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    data = [usual(), usual().flip(0)][:batches]
+    without = polycast.tune(model, data, **FLOAT16)
+    assert without.evidence.members == ()
+    tuned = polycast.tune(model, data, metric, **FLOAT16, loss=lambda output: output.float().mean() * 1e-7)
+    assert tuned.met
+    assert tuned.evidence.plain == pytest.approx(1.0)
+    assert tuned.evidence.members
+    assert {parameter.grad for parameter in model.parameters()} == {None}
+
+
+def test_the_caller_keeps_its_gradients_and_hooks_after_accumulation(model):
+    stepped = []
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+        parameter.register_post_accumulate_grad_hook(stepped.append)
+    before = [parameter.grad for parameter in model.parameters()]
+    polycast.tune(model, usual(), **FLOAT16, loss=lambda output: output.float().mean())
+    assert all(parameter.grad is grad for parameter, grad in zip(model.parameters(), before, strict=True))
+    assert {grad.min().item() for grad in before} == {1.0}
+    assert not stepped
+    model(usual()).mean().backward()
+    assert len(stepped) == 12
+
+
+def test_metrics_of_outcomes_get_outputs_without_history(model):
+    seen = []
+
+    def metric(outcome, reference):
+        seen.append((outcome.output.requires_grad, outcome.loss.requires_grad, sorted(outcome.gradients)[:2]))
+        return 0.0
+
+    model[0].requires_grad_(False)
+    polycast.tune(model, usual(), metric, **FLOAT16, loss=lambda output: output.float().mean())
+    assert set(map(str, seen)) == {"(False, False, ['1.down.weight', '1.up.weight'])"}
+
+
+@pytest.mark.parametrize(
+    ("loss", "problem"),
+    [
+        (3, "loss must be a function of the model's output, or None; got 3"),
+        (lambda output: 1.0, "loss must return a scalar tensor that requires gradients; got float"),
+        (lambda output: output, r"loss must return a scalar .*; got the shape \(4, 8\)\. Reduce it, by mean\(\) or"),
+        (lambda output: output.detach().mean(), "loss must return .*; its result does not. Check that parameters"),
+    ],
+    ids=["a number", "returns a number", "returns no scalar", "without gradients"],
+)
+def test_a_loss_without_gradients_is_refused(model, loss, problem):
+    with pytest.raises((TypeError, ValueError), match=f"^{problem}"):
+        polycast.tune(model, usual(), **FLOAT16, loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"data": []}, "data has no batches: pass one call's inputs, or an iterable with at least one batch"),
+        ({"data": [torch.ones(1, 8), 3]}, "batch 1 of data: inputs must be a tensor, a tuple"),
+        ({"holdout": iter(())}, "holdout has no batches"),
+        (
+            {"data": [torch.ones(1, 8), (torch.ones(1, 8), torch.ones(1))]},
+            "batch 1 of data has another structure than batch 0: argument ",
+        ),
+        (
+            {"data": [torch.ones(1, 8), torch.ones(1, 8).double()]},
+            r"batch 1 of data has another structure than batch 0: argument \[0\] is float64, and float32 in batch 0\.",
+        ),
+        ({"data": [{"input": torch.ones(1, 8)}, torch.ones(1, 8)]}, "batch 1 of data has another structure"),
+        ({"reduction": "max"}, "reduction must be 'worst' or 'mean', got 'max'"),
+        ({"margin": 1}, "margin must be a share of the tolerance, at least 0 and below 1; got 1"),
+        ({"margin": math.nan}, "margin must be a share of the tolerance, at least 0 and below 1; got nan"),
+        ({"exclude": ["layers.*"]}, r"exclude\['layers\.\*'\] matches no module of the model"),
+        ({"candidates": ["7"]}, r"candidates\['7'\] matches no module of the model"),
+        ({"exclude": [""]}, r"there is nothing to choose from: exclude= matches all candidates\."),
+        ({"exclude": [3]}, "exclude must be a list of globs"),
+        (
+            {"over": "ops", "exclude": ["softmax"]},
+            r"exclude\['softmax'\] matches no op that the model calls; it calls ",
+        ),
+        ({"metric": lambda a, b: a}, "metric must return a number, the distance of the output from the reference"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value[:40],
+)
+def test_invalid_arguments_are_refused(model, arguments, problem):
+    with pytest.raises((TypeError, ValueError), match=f"^{problem}"):
+        polycast.tune(model, **{"data": usual(), **FLOAT16, **arguments})
+
+
+def test_the_fastest_precision_is_found_for_blocks_over_batches(model, quick):
+    quick("all in float32")
+    arguments = {**FLOAT16, "objective": "time"}
+    tuned = polycast.tune(model, [usual(), large()], **arguments, candidates=["[0-5]"], exclude=["0"])
+    assert tuned.evidence.timings.chosen == "all in float32"
+    assert tuned.policy.modules == {f"{n}": "fp32" for n in range(6)}
+    assert tuned.evidence.timings.seconds["all in float32"] == 0.5  # of one call of two
