@@ -12,13 +12,14 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from polycast.toolchain.archive import pack
+
 PLACE = "polycast/toolchain/prebuilt"
-MAX_BYTES = 4_000_000
-"""The largest size of a wheel. For five versions of torch it has 3.4 MB: 0.53 MB for each, and 0.7 MB for the rest."""
+MAX_BYTES = 2_000_000
+"""The largest size of a wheel."""
 
 
 def main() -> None:
@@ -28,7 +29,6 @@ def main() -> None:
         parser.add_argument(name, type=Path)
     given = parser.parse_args()
     platform = re.sub(r"[-.]", "_", sysconfig.get_platform())
-    print_sizes(given.engines)
     first = write_wheel(given.pure_wheel, given.engines, given.folder, platform)
     if not platform.startswith("linux"):
         check_size(first)
@@ -55,14 +55,6 @@ def check_size(wheel: Path) -> None:
         raise SystemExit(
             f"{wheel.name} has {size:,} bytes, more than {MAX_BYTES:,}: build it for fewer versions of torch."
         )
-
-
-def print_sizes(engines: Path) -> None:
-    """Print the size of each library."""
-    for library in sorted(engines.rglob("*.so")):
-        compressed = len(zlib.compress(library.read_bytes(), 9))
-        torch = library.parent.name.rpartition("-")[0]
-        print(f"{torch}: {library.name} has {library.stat().st_size:,} bytes, {compressed:,} in the wheel")
 
 
 def write_wheel(pure: Path, engines: Path, folder: Path, platform: str) -> Path:
@@ -93,11 +85,12 @@ def _of_pure(source: zipfile.ZipFile, tag: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _of_engines(engines: Path) -> Iterator[tuple[str, bytes]]:
-    files = sorted(path for path in engines.rglob("*") if path.is_file())
+    files = list(pack(engines))
     if not files:
         raise SystemExit(f"no engine is in {engines}.")
-    for path in files:
-        yield f"{PLACE}/{path.relative_to(engines).as_posix()}", path.read_bytes()
+    for name, content in files:
+        print(f"{name} has {len(content):,} bytes", file=sys.stderr)
+        yield f"{PLACE}/{name}", content
 
 
 if __name__ == "__main__":

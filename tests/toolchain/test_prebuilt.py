@@ -1,8 +1,12 @@
 """Prebuilt libraries: which one fits, and a wheel that contains one."""
 
+import dataclasses
 import importlib.util
+import json
 import os
+import random
 import shutil
+import stat
 import subprocess
 import sys
 import zipfile
@@ -14,26 +18,48 @@ import torch
 from polycast.engine.native import loading
 from polycast.engine.native.loading import ENGINE
 from polycast.toolchain import prebuilt
+from polycast.toolchain.archive import Archive, pack
+from polycast.toolchain.cache_folder import UntrustedCacheError
 from polycast.toolchain.compiler import checksum, digest_of_headers, find_compiler, headers_of_torch
-from polycast.toolchain.cpp_library import CppLibrary
-from polycast.toolchain.prebuilt import find_prebuilt
+from polycast.toolchain.cpp_library import BuildError, CppLibrary
+from polycast.toolchain.load import load_prebuilt
+from polycast.toolchain.prebuilt import Prebuilt, find_prebuilt
 
 TOOL = Path(__file__).parents[2] / "tools" / "platform_wheel.py"
 
 
-def put_into(folder, library):
-    """Copy a library to the folder of prebuilt ones for the running torch."""
+HEADERS = ["ATen/core/TensorBase.h", "c10/core/TensorImpl.h"]
+
+
+def put_into(folder, library, headers=()):
+    """Put a library, with headers that it was compiled from, into a folder of builds."""
     place = folder / prebuilt._key(ENGINE.read_sources()) / library.name
     place.parent.mkdir(parents=True)
     shutil.copy(library, place)
-    place.with_suffix(".sha256").write_text(checksum(place))
-    return place
+    place.with_suffix(".headers").write_text("\n".join([digest_of_headers(headers), *headers]))
 
 
 @pytest.fixture
-def came_with(library, tmp_path, monkeypatch):
-    monkeypatch.setattr(prebuilt, "_FOLDER", tmp_path / "prebuilt")
-    return put_into(tmp_path / "prebuilt", library)
+def archives(tmp_path, monkeypatch):
+    """The folder of archives, and an empty cache."""
+    folder = tmp_path / "prebuilt"
+    folder.mkdir()
+    monkeypatch.setattr(prebuilt, "_FOLDER", folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    prebuilt._has_the_headers.cache_clear()
+    yield folder
+    prebuilt._has_the_headers.cache_clear()
+
+
+@pytest.fixture
+def came_with(tmp_path, monkeypatch, archives):
+    """Pack a small file as the library for the running torch."""
+    library = tmp_path / f"{ENGINE.name}.so"
+    library.write_bytes(b"for another machine")
+    put_into(tmp_path / "builds", library, HEADERS)
+    for name, content in pack(tmp_path / "builds"):
+        (archives / name).write_bytes(content)
+    return Prebuilt(Archive(archives, ENGINE.name), prebuilt._key(ENGINE.read_sources()), checksum(library))
 
 
 def running(monkeypatch, version):
@@ -57,42 +83,26 @@ def test_no_library_fits_another_version_or_an_unofficial_build(came_with, monke
     assert find_prebuilt(ENGINE) is None
 
 
-HEADERS = ["ATen/core/TensorBase.h", "c10/core/TensorImpl.h"]
-
-
-@pytest.fixture
-def with_headers(came_with):
-    """The library, with the digest of the headers that it was compiled from."""
-    came_with.with_suffix(".headers").write_text("\n".join([digest_of_headers(HEADERS), *HEADERS]))
-    prebuilt._has_the_headers.cache_clear()
-    yield came_with
-    prebuilt._has_the_headers.cache_clear()
-
-
 def of_patch(number):
     major, minor, _ = torch.__version__.partition("+")[0].split(".")
     return f"{major}.{minor}.{number}"
 
 
-def test_a_library_fits_another_patch_release_with_the_same_headers(with_headers, monkeypatch):
+def test_a_library_fits_another_patch_release_with_the_same_headers(came_with, monkeypatch):
     for version in (of_patch(7), of_patch(8) + "+cpu"):
         running(monkeypatch, version)
-        assert find_prebuilt(ENGINE) == with_headers
+        assert find_prebuilt(ENGINE) == came_with
 
 
-@pytest.mark.parametrize("change", ["header_differs", "header_is_missing", "no_list"])
-def test_no_library_fits_another_patch_release_with_other_headers(with_headers, monkeypatch, change):
-    headers = with_headers.with_suffix(".headers")
-    if change == "no_list":
-        headers.unlink()
-    else:
-        other = "c10/core/Device.h" if change == "header_differs" else "c10/core/absent.h"
-        headers.write_text("\n".join([digest_of_headers(HEADERS), HEADERS[0], other]))
+def test_no_library_fits_another_patch_release_with_other_headers(came_with, monkeypatch):
     running(monkeypatch, of_patch(7))
-    assert find_prebuilt(ENGINE) is None
+    for headers in (HEADERS[:1], [*HEADERS, "c10/core/absent.h"], []):
+        prebuilt._has_the_headers.cache_clear()
+        monkeypatch.setattr(prebuilt, "digest_of_headers", lambda _, other=headers: digest_of_headers(other))
+        assert find_prebuilt(ENGINE) is None
 
 
-def test_no_library_fits_another_minor_release_even_with_the_same_headers(with_headers, monkeypatch):
+def test_no_library_fits_another_minor_release_even_with_the_same_headers(came_with, monkeypatch):
     running(monkeypatch, "2.99.0")
     assert find_prebuilt(ENGINE) is None
 
@@ -129,35 +139,88 @@ def test_no_library_fits_other_sources(came_with, monkeypatch):
     assert find_prebuilt(ENGINE) is None
 
 
-@pytest.mark.parametrize("damage", ["truncated", "no_checksum"])
-def test_a_damaged_library_is_ignored(came_with, damage):
+def test_a_library_is_unpacked_into_the_cache_once(came_with, tmp_path):
+    path = came_with.unpack_into(tmp_path / "cache")
+    assert (path.name, path.read_bytes()) == ("polycast_native.so", b"for another machine")
+    assert [file for file in (tmp_path / "cache").rglob("*") if file.is_file()] == [path]
+    came_with.archive.path.unlink()
+    assert came_with.unpack_into(tmp_path / "cache") == path
+
+
+def test_a_damaged_library_in_the_cache_is_unpacked_again(came_with, tmp_path):
+    path = came_with.unpack_into(tmp_path / "cache")
+    os.truncate(path, 5)
+    assert came_with.unpack_into(tmp_path / "cache").read_bytes() == b"for another machine"
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has other permissions")
+def test_a_library_that_others_can_write_is_unpacked_again(came_with, tmp_path):
+    path = came_with.unpack_into(tmp_path / "cache")
+    path.chmod(0o666)
+    assert stat.S_IMODE(came_with.unpack_into(tmp_path / "cache").stat().st_mode) == 0o600
+    path.parent.chmod(0o777)
+    with pytest.raises(UntrustedCacheError, match=r"can be written by others"):
+        came_with.unpack_into(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "another"])
+def test_a_damaged_archive_is_told(came_with, tmp_path, damage):
+    path = came_with.archive.path
     if damage == "truncated":
-        os.truncate(came_with, 1000)
+        os.truncate(path, path.stat().st_size // 2)
+    elif damage == "missing":
+        path.unlink()
     else:
-        came_with.with_suffix(".sha256").unlink()
-    assert find_prebuilt(ENGINE) is None
+        came_with = dataclasses.replace(came_with, key="torch-2.13.0-another")
+    with pytest.raises(BuildError, match=rf"{path} (cannot be read|is damaged)"):
+        came_with.unpack_into(tmp_path / "cache")
 
 
-def test_a_library_that_does_not_load_is_ignored(came_with):
-    came_with.write_bytes(b"for another machine")
-    came_with.with_suffix(".sha256").write_text(checksum(came_with))
+def test_the_libraries_for_several_versions_share_what_is_equal(tmp_path):
+    library = tmp_path / "polycast_native.so"
+    library.write_bytes(random.Random(0).randbytes(100_000))
+    for version in range(5):
+        folder = tmp_path / "builds" / f"torch-2.{version}.0-linux-x86_64-0123456789abcdef"
+        folder.mkdir(parents=True)
+        (folder / library.name).write_bytes(library.read_bytes() + bytes([version]))
+        (folder / "polycast_native.headers").write_text("")
+    packed = dict(pack(tmp_path / "builds"))
+    assert 100_000 < len(packed["polycast_native.tar.xz"]) < 110_000
+
+
+@pytest.fixture
+def unloaded():
     loading._load_prebuilt.cache_clear()
-    try:
-        assert find_prebuilt(ENGINE) == came_with
-        assert loading._load_prebuilt() is None
-    finally:
-        loading._load_prebuilt.cache_clear()
+    yield
+    loading._load_prebuilt.cache_clear()
 
 
-def test_without_a_compiler_the_error_names_the_versions_of_torch_that_have_libraries(tmp_path, monkeypatch):
-    monkeypatch.setattr(prebuilt, "_FOLDER", tmp_path)
+def test_a_library_that_does_not_load_is_ignored(came_with, unloaded):
+    assert find_prebuilt(ENGINE) == came_with
+    assert loading._load_prebuilt() is None
+
+
+def test_a_library_is_loaded_without_a_cache(came_with, tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("a file")
+    opened = []
+    assert load_prebuilt(ENGINE, lambda path: opened.append((path, path.read_bytes()))) == (
+        None,
+        f"came with polycast: {came_with.archive.path}",
+    )
+    [(path, content)] = opened
+    assert content == b"for another machine"
+    assert not path.parent.exists()
+
+
+def test_without_a_compiler_the_error_names_the_versions_of_torch_that_have_libraries(archives, monkeypatch):
     running(monkeypatch, "2.99.0")
     assert str(prebuilt.no_compiler()) == (
         "no C++ compiler is found, and polycast came without compiled libraries, which its wheels for Linux contain. "
         "Install a compiler (c++; on Debian: apt install g++), or name it in the variable CXX."
     )
-    for version in ("2.9.1", "2.13.0", "2.11.0"):
-        (tmp_path / f"torch-{version}-linux-x86_64-0123456789abcdef").mkdir()
+    keys = [f"torch-{version}-linux-x86_64-0123456789abcdef" for version in ("2.9.1", "2.13.0", "2.11.0")]
+    (archives / "polycast_native.json").write_text(json.dumps(dict.fromkeys(keys, "a checksum")))
+    (archives / "polycast_native.tar.xz").touch()
     assert "the libraries that came with polycast are for torch 2.9.1, 2.11.0, 2.13.0, and this is torch 2.99.0" in str(
         prebuilt.no_compiler()
     )
@@ -202,7 +265,7 @@ print(platform_wheel.write_wheel(pure, folder / "engines", folder, "linux_x86_64
 
 
 @pytest.mark.slow
-def test_a_wheel_with_an_engine_needs_no_compiler_and_writes_nothing(pure_wheel, library, tmp_path):
+def test_a_wheel_with_an_engine_needs_no_compiler(pure_wheel, library, tmp_path):
     put_into(tmp_path / "engines", library)
     command = [sys.executable, "-c", WRITE, str(tmp_path), str(TOOL.parent)]
     made = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
@@ -218,4 +281,4 @@ def test_a_wheel_with_an_engine_needs_no_compiler_and_writes_nothing(pure_wheel,
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert (done.stdout, done.stderr) == (f"torch.bfloat16\nnative True {installed}/polycast/__init__.py\n", "")
-    assert list(home.iterdir()) == []
+    assert [path.name for path in home.rglob("*") if path.is_file()] == ["polycast_native.so"]

@@ -13,7 +13,7 @@ from ..errors import warn_user
 from .build import get_or_build
 from .cache_folder import UntrustedCacheError, cache_directory
 from .cpp_library import BuildError, CppLibrary
-from .prebuilt import find_prebuilt
+from .prebuilt import Prebuilt, find_prebuilt
 
 _Loaded = TypeVar("_Loaded")
 
@@ -35,13 +35,21 @@ def try_build(library: CppLibrary) -> Exception | None:
 
 
 def load_prebuilt(library: CppLibrary, open_: Callable[[Path], _Loaded]) -> tuple[_Loaded, str] | None:
-    """Return a prebuilt library as `open_` loads it, and its origin; None if none fits."""
-    path = find_prebuilt(library)
-    if path is None:
+    """Return a prebuilt library as `open_` loads it, and its origin; None if none fits.
+
+    It is unpacked into the cache or, where no library can be written to that or loaded from it, for this process alone.
+    """
+    found = find_prebuilt(library)
+    if found is None:
         return None
     try:
-        return open_(path), describe_prebuilt(path)
-    except (ImportError, OSError):  # it may need a newer libc
+        return open_(found.unpack_into(cache_directory())), describe_prebuilt(found)
+    except (BuildError, ImportError, OSError):
+        pass
+    try:
+        with tempfile.TemporaryDirectory(prefix="polycast-") as private:
+            return open_(found.archive.unpack(found.key, Path(private))), describe_prebuilt(found)
+    except (BuildError, ImportError, OSError):  # it may need a newer libc
         return None
 
 
@@ -81,9 +89,9 @@ def import_extension(path: Path) -> ModuleType:
     return module
 
 
-def describe_prebuilt(path: Path) -> str:
+def describe_prebuilt(prebuilt: Prebuilt) -> str:
     """Return the origin of a prebuilt library, for messages."""
-    return f"came with polycast: {path}"
+    return f"came with polycast: {prebuilt.archive.path}"
 
 
 def describe_built(path: Path) -> str:

@@ -3,22 +3,26 @@
 A library fits if it was built from the installed sources for the running version of torch: the layouts in torch's
 headers differ between versions, but not between the builds of one version, for the CPU and for each CUDA. It also fits
 another patch release if the headers that it was compiled from are the same there. It serves every Python that has the
-limited API. Anyone who can write it can write polycast too, so only its checksum is checked,
-which detects truncated files.
+limited API. It is unpacked from an archive into the cache of builds, once for each user.
 """
 
+import fnmatch
 import functools
 import hashlib
+import os
 import re
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.torch_version import TorchVersion
 
+from .archive import Archive, archives_in
+from .cache_folder import check_folders, make_folders, others_can_write
 from .compiler import (
     PYTHON_ABI,
     checksum,
@@ -37,36 +41,68 @@ _BUILT_FOR = re.compile(r"torch-(\d+\.\d+\.\d+)-")
 """The beginning of a key."""
 
 
-def find_prebuilt(library: CppLibrary) -> Path | None:
-    """Return the path of the prebuilt library that fits, or None."""
+@dataclass(frozen=True)
+class Prebuilt:
+    """A library in an archive, built for the running torch."""
+
+    archive: Archive
+    key: str
+    checksum: str
+
+    def unpack_into(self, cache: Path) -> Path:
+        """Unpack it into a folder of the cache, unless it is there, and return its path.
+
+        Raises:
+            UntrustedCacheError: other users can write to the cache.
+            BuildError: the archive is damaged.
+            OSError: the cache cannot be written.
+        """
+        folder = cache / "prebuilt" / self.checksum[:16]
+        path = folder / f"{self.archive.name}.so"
+        check_folders(cache, folder)
+        if not self._is_unpacked_to(path):
+            make_folders(cache, folder)
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                unpacked = self.archive.unpack(self.key, Path(scratch))
+                unpacked.chmod(0o600)
+                os.replace(unpacked, path)  # another process may do the same
+        return path
+
+    def _is_unpacked_to(self, path: Path) -> bool:
+        return path.is_file() and others_can_write(path) is None and checksum(path) == self.checksum
+
+
+def find_prebuilt(library: CppLibrary) -> Prebuilt | None:
+    """Return the prebuilt library that fits, or None."""
+    archive = Archive(_FOLDER, library.name)
+    checksums = archive.checksums()
+    if not checksums:
+        return None
     sources = library.read_sources()
     key = _key(sources)
     if key is None:
         return None
-    path = _FOLDER / key / f"{library.name}.so"
-    if not path.parent.is_dir():
-        others = _FOLDER.glob(f"{_key(sources, any_patch=True)}/{library.name}.so")
-        path = next((other for other in sorted(others) if _has_the_headers(other)), path)
-    try:
-        complete = path.with_suffix(".sha256").read_text() == checksum(path)
-    except (OSError, UnicodeDecodeError):
-        return None
-    return path if complete else None
+    if key not in checksums:
+        of_any_patch = _key(sources, any_patch=True)
+        others = (other for other in sorted(checksums) if fnmatch.fnmatchcase(other, str(of_any_patch)))
+        key = next((other for other in others if _has_the_headers(archive, other)), None)
+    return None if key is None else Prebuilt(archive, key, checksums[key])
 
 
 @functools.cache
-def _has_the_headers(path: Path) -> bool:
-    """Return whether the headers that a library was compiled from are those of the installed torch."""
+def _has_the_headers(archive: Archive, key: str) -> bool:
+    """Return whether the headers that a build was compiled from are those of the installed torch."""
     try:
-        digest, *headers = path.with_suffix(".headers").read_text().split()
-    except (OSError, ValueError):
+        digest, *headers = archive.headers(key)
+    except (BuildError, ValueError):
         return False
     return digest_of_headers(headers) == digest
 
 
 def no_compiler() -> BuildError:
     """Return the error that there is no C++ compiler, and no prebuilt library for the running torch."""
-    versions = {match[1] for path in _FOLDER.glob("torch-*") if (match := _BUILT_FOR.match(path.name))}
+    keys = {key for archive in archives_in(_FOLDER) for key in archive.checksums()}
+    versions = {match[1] for key in keys if (match := _BUILT_FOR.match(key))}
     if versions:
         known = ", ".join(sorted(versions, key=TorchVersion))
         prebuilt = f"the libraries that came with polycast are for torch {known}, and this is torch {torch.__version__}"
@@ -79,7 +115,7 @@ def no_compiler() -> BuildError:
 
 
 def build_prebuilt(folder: Path, library: CppLibrary) -> Path:
-    """Build a library for the running torch, in a subfolder named by its key.
+    """Build a library for the running torch, in a subfolder named by its key, for :func:`.archive.pack`.
 
     Raises:
         BuildError: it cannot be built, or would fit no other build of this torch.
@@ -101,7 +137,6 @@ def build_prebuilt(folder: Path, library: CppLibrary) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         headers = headers_of_torch(compiler, library, sources, Path(scratch))
     path.with_suffix(".headers").write_text("\n".join([digest_of_headers(headers), *headers]))
-    path.with_suffix(".sha256").write_text(checksum(path))
     return path
 
 
