@@ -11,8 +11,9 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from polycast.toolchain.archive import pack
@@ -29,21 +30,26 @@ def main() -> None:
         parser.add_argument(name, type=Path)
     given = parser.parse_args()
     platform = re.sub(r"[-.]", "_", sysconfig.get_platform())
-    first = write_wheel(given.pure_wheel, given.engines, given.folder, platform)
-    if not platform.startswith("linux"):
-        check_size(first)
-        print(first)
-        return
-    told = subprocess.run(
-        [sys.executable, "-m", "auditwheel", "show", first], check=True, capture_output=True, text=True
-    ).stdout
-    print(told)
-    first.unlink()
-    # torch's libraries tie the wheel to this machine; what counts is what else it needs.
-    tag = re.search(r'constrains\s+the\s+platform\s+tag\s+to\s+"(\w+)"', told)
-    wheel = write_wheel(given.pure_wheel, given.engines, given.folder, platform if tag is None else tag[1])
+    if platform.startswith("linux"):
+        platform = oldest_linux(given.pure_wheel, given.engines, platform)
+    wheel = write_wheel(given.pure_wheel, archives_of(given.engines), given.folder, platform)
     check_size(wheel)
     print(wheel)
+
+
+def oldest_linux(pure_wheel: Path, engines: Path, platform: str) -> str:
+    """Return the tag of the oldest Linux that the engines run on."""
+    with tempfile.TemporaryDirectory() as folder:  # auditwheel looks into no archives
+        unpacked = [
+            (path.relative_to(engines).as_posix(), path.read_bytes()) for path in sorted(engines.glob("*/*.so"))
+        ]
+        wheel = write_wheel(pure_wheel, unpacked, Path(folder), platform)
+        command = [sys.executable, "-m", "auditwheel", "show", wheel]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    print(told)
+    # torch's libraries tie the wheel to this machine; what counts is what else it needs.
+    tag = re.search(r'constrains\s+the\s+platform\s+tag\s+to\s+"(\w+)"', told)
+    return platform if tag is None else tag[1]
 
 
 def check_size(wheel: Path) -> None:
@@ -57,15 +63,15 @@ def check_size(wheel: Path) -> None:
         )
 
 
-def write_wheel(pure: Path, engines: Path, folder: Path, platform: str) -> Path:
-    """Write the wheel for a platform tag, and return its path."""
+def write_wheel(pure: Path, added: Iterable[tuple[str, bytes]], folder: Path, platform: str) -> Path:
+    """Add files, by path, to a pure wheel; write the wheel for a platform tag, and return its path."""
     name, version, *_ = pure.name.split("-")
     tag = f"cp310-abi3-{platform}"
     wheel = folder / f"{name}-{version}-{tag}.whl"
     folder.mkdir(parents=True, exist_ok=True)
     record = []
     with zipfile.ZipFile(pure) as source, zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as target:
-        for path, content in (*_of_pure(source, tag), *_of_engines(engines)):
+        for path, content in (*_of_pure(source, tag), *added):
             target.writestr(zipfile.ZipInfo(path, (1980, 1, 1, 0, 0, 0)), content, zipfile.ZIP_DEFLATED)
             digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
             record.append(f"{path},sha256={digest},{len(content)}\n")
@@ -84,12 +90,13 @@ def _of_pure(source: zipfile.ZipFile, tag: str) -> Iterator[tuple[str, bytes]]:
             yield path, content
 
 
-def _of_engines(engines: Path) -> Iterator[tuple[str, bytes]]:
+def archives_of(engines: Path) -> Iterator[tuple[str, bytes]]:
+    """Return the archives of the engines by path, and print their sizes."""
     files = list(pack(engines))
     if not files:
         raise SystemExit(f"no engine is in {engines}.")
     for name, content in files:
-        print(f"{name} has {len(content):,} bytes", file=sys.stderr)
+        print(f"{name} has {len(content):,} bytes")
         yield f"{PLACE}/{name}", content
 
 

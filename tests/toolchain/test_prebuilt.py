@@ -118,10 +118,34 @@ def test_the_headers_of_torch_that_a_library_is_compiled_from_are_listed(tmp_pat
     assert digest_of_headers(headers) == digest_of_headers(list(headers))
 
 
-def test_a_wheel_that_is_too_large_is_removed(tmp_path, monkeypatch):
+@pytest.fixture
+def tool():
     spec = importlib.util.spec_from_file_location("platform_wheel", TOOL)
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_wheel_may_have_two_megabytes(tool):
+    assert tool.MAX_BYTES == 2_000_000
+
+
+def test_the_wheel_is_for_the_oldest_linux_that_auditwheel_allows(tool, pure_wheel, tmp_path, monkeypatch):
+    (tmp_path / "engines" / "torch-2.13.0").mkdir(parents=True)
+    (tmp_path / "engines" / "torch-2.13.0" / "acme.so").write_bytes(b"\x7fELF")
+    seen = []
+
+    def run(command, **options):
+        seen.extend(zipfile.ZipFile(command[-1]).namelist())
+        told = 'polycast is consistent with ...\n\nThis constrains the platform tag to\n"manylinux_2_28_x86_64".'
+        return subprocess.CompletedProcess(command, 0, stdout=told)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert tool.oldest_linux(pure_wheel, tmp_path / "engines", "linux_x86_64") == "manylinux_2_28_x86_64"
+    assert "torch-2.13.0/acme.so" in seen  # as auditwheel finds it
+
+
+def test_a_wheel_that_is_too_large_is_removed(tool, tmp_path, monkeypatch):
     wheel = tmp_path / "polycast-0.1.0-cp310-abi3-linux_x86_64.whl"
     wheel.write_bytes(b"x" * 100)
     monkeypatch.setattr(tool, "MAX_BYTES", 100)
@@ -253,22 +277,10 @@ def pure_wheel(tmp_path):
     return wheel
 
 
-WRITE = """
-import sys
-from pathlib import Path
-folder = Path(sys.argv[1])
-sys.path.insert(0, sys.argv[2])
-import platform_wheel
-pure, = folder.glob("*-none-any.whl")
-print(platform_wheel.write_wheel(pure, folder / "engines", folder, "linux_x86_64"))
-"""
-
-
 @pytest.mark.slow
-def test_a_wheel_with_an_engine_needs_no_compiler(pure_wheel, library, tmp_path):
+def test_a_wheel_with_an_engine_needs_no_compiler(tool, pure_wheel, library, tmp_path):
     put_into(tmp_path / "engines", library)
-    command = [sys.executable, "-c", WRITE, str(tmp_path), str(TOOL.parent)]
-    made = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+    made = tool.write_wheel(pure_wheel, tool.archives_of(tmp_path / "engines"), tmp_path, "linux_x86_64")
     assert made.name == "polycast-0.1.0-cp310-abi3-linux_x86_64.whl"
     installed, home = tmp_path / "installed", tmp_path / "home"
     home.mkdir()
