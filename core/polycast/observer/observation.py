@@ -19,6 +19,7 @@ from .numerics_records import NumericsRecord
 from .records import Cast, Compiled, Counts, Finding, LowBit, Module, NonFinite, Op, Region
 from .scalars import Writer, check_writer, scalars_of, write_scalars
 from .serialization import from_json, to_json
+from .trace import ProfileLike, Trace, write_trace
 
 SCHEMA = 1
 """The schema that is written, and the newest that can be read."""
@@ -45,6 +46,8 @@ class Observation:
     def __init__(self, facts: "Facts | Callable[[], Facts]") -> None:
         self._facts = facts
         """The facts or, inside the block, a function that returns them."""
+        self._trace: Trace | None = None
+        """The times of ops and casts, after a block with ``trace=True``."""
 
     @property
     def facts(self) -> Facts:
@@ -200,6 +203,29 @@ class Observation:
         shown = page.page_of(self.facts, None if before is None else before.facts)
         # Names of files and modules may contain surrogates, which UTF-8 cannot encode.
         Path(path).write_text(html.render(shown), encoding="utf-8", errors="backslashreplace")
+
+    def to_trace(self, path: _Path, *, profile: ProfileLike | None = None) -> None:
+        """Write the times of ops and casts as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
+
+        Needs ``observe(trace=True)``, after the block. The times are not part of ``to_dict``, copies and sums.
+
+        Args:
+            path: the file; if it ends in ``.gz``, it is compressed.
+            profile: a ``torch.profiler.profile`` of the same block, or the file that its ``export_chrome_trace`` wrote:
+                its events are written too, on the same time base, and the casts on tracks next to their threads. The
+                ops are then those of the profiler.
+
+        Raises:
+            OSError: a file cannot be read or written.
+            TypeError: `profile` is no such thing.
+            ValueError: the observation has no times, or `profile` is of another time or no trace.
+        """
+        if self._trace is None:
+            raise ValueError(
+                "this observation has no times of single ops: pass trace=True to polycast.observe, and call to_trace "
+                "after the block. Copies, sums and loaded observations have no times."
+            )
+        write_trace(self._trace, path, profile)
 
     def log_to(self, writer: Writer, step: int) -> None:
         """Write shares, counts, underflow and overflow as scalars of a step, with tags such as ``"polycast/casts"``.

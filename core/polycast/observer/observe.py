@@ -24,6 +24,7 @@ from .low_bit_counts import LowBitCounts
 from .observation import Observation
 from .recorder import NONFINITE, read
 from .step_origin import StepOrigins
+from .trace import MOST_EVENTS, trace_of
 
 _THREADS = ("this", "all")
 _L = TypeVar("_L")
@@ -42,6 +43,8 @@ class observe:
             FloatingPointError when the module in which it ran returns, or at the end of the block. Both read every
             output of every op, and so synchronize with the device.
         stacks: keep the Python stack of the first call of each op in each module.
+        trace: keep the time of each op and cast, the first million of them, for :meth:`Observation.to_trace`. Implies
+            `timing`.
         threads: ``"this"``: this thread, and the backward passes that it starts; ``"all"``: all threads.
 
     Raises:
@@ -68,11 +71,12 @@ class observe:
         timing: bool = False,
         nonfinite: Literal["ignore", "record", "raise"] = "ignore",
         stacks: bool = False,
+        trace: bool = False,
         threads: Literal["this", "all"] = "this",
     ) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
-        _check_options(timing=timing, stacks=stacks)
+        _check_options(timing=timing, stacks=stacks, trace=trace)
         _check_option("nonfinite", nonfinite, NONFINITE)
         _check_option("threads", threads, _THREADS)
         self._model = model  # held until the block is entered
@@ -80,17 +84,18 @@ class observe:
         self._options = Run(
             model=None if model is None else type(model).__name__,
             threads=threads,
-            timing=timing,
+            timing=timing or trace,
             nonfinite=nonfinite,
             stacks=stacks,
         )
+        self._trace = trace
         self._running: list[_Observing] = []
 
     def __enter__(self) -> Observation:
         model, self._model = self._model, None
         if model is None and self._weak_model is not None:
             model = self._weak_model()
-        running = _Observing(self._options, model, self._finds_modules)
+        running = _Observing(self._options, model, self._finds_modules, self._trace)
         running.start()
         self._running.append(running)
         return running.observation
@@ -122,12 +127,15 @@ class observe_program(observe):
 class _Observing:
     """The observation of one block."""
 
-    def __init__(self, options: Run, model: nn.Module | None, finds_modules: bool) -> None:
+    def __init__(self, options: Run, model: nn.Module | None, finds_modules: bool, trace: bool) -> None:
         self._run = options
         self._observer = load_observer()
         self._recorder = self._observer.Recorder(
             options.threads == "all", options.timing, NONFINITE.index(options.nonfinite), options.stacks
         )
+        self._trace = trace
+        if trace:
+            self._recorder.keep_events(MOST_EVENTS)
         self._thread = None if options.threads == "all" else threading.get_ident()
         self._finds_modules = finds_modules
         self._raises = options.nonfinite == "raise"
@@ -169,6 +177,8 @@ class _Observing:
 
     def stop(self) -> None:
         self._started.close()
+        if self._trace:
+            self.observation._trace = trace_of(self._recorder, self._modules.named)
         self.observation._facts = self._facts()
         self._modules.clear()
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "nonfinite.h"
+#include "op_events.h"
 #include "values.h"
 #include "watch.h"
 
@@ -50,6 +51,13 @@ void note_cast(ObservedCall& call, const Tensor& tensor, const Tensor& cast, con
     counts.recast_bytes = counts.recasts * counts.bytes;
   }
   op.casts.add(counts);
+  if (op.watch->keeps_events && op.is_timed) {
+    const auto end = Clock::now();
+    const auto begin = end - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seen.seconds));
+    add_event(
+        *op.watch, {op.op, begin, end, 0, kNoModule, op.backward, true, counts.source, counts.target, seen.of_weight,
+                    counts.hits > 0, bytes_of(cast)});
+  }
   for (Input& input : op.sources) {
     if (input.tensor == tensor.unsafeGetTensorImpl() && input.source.cast == ScalarType::Undefined) {
       input.source.cast = counts.target;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "nonfinite.h"
+#include "op_events.h"
 #include "python.h"
 #include "values.h"
 #include "watch.h"
@@ -272,8 +273,8 @@ void end_op(ObservedOp& op, const at::RecordFunction& event) {
     check_outputs(op, outputs);
     return;
   }
-  using Clock = std::chrono::steady_clock;
-  const double seconds = op.is_timed ? std::chrono::duration<double>(Clock::now() - op.began).count() : 0;
+  const auto ended = op.is_timed ? Clock::now() : op.began;
+  const double seconds = std::chrono::duration<double>(ended - op.began).count();
   watch.set_op(op.outer);
   if (op.is_matmul) {
     watch.in_matmul = false;
@@ -304,6 +305,9 @@ void end_op(ObservedOp& op, const at::RecordFunction& event) {
   }
   if (watch.looks_for_nonfinite && op.checks) {
     check_outputs(op, outputs);
+  }
+  if (watch.keeps_events && op.is_timed) {
+    add_event(watch, {op.op, op.began, ended, 0, kNoModule, op.backward, false, ScalarType::Undefined, computes, false, false, 0});
   }
   add_counts(watch, Call{op, dtypes, computes, seconds});
 }

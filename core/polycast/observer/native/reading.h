@@ -95,6 +95,19 @@ PyObject* row_of_nonfinite(const FirstNonFinite& first, uint64_t count) {
       PyBool_FromLong(first.nan), python_dtype(first.dtype), first.stack.get(), count);
 }
 
+// Return the events and how many were dropped. Called with the GIL held.
+PyObject* read_events(Recorder& recorder) {
+  const auto [events, dropped] = recorder.events.copy();
+  return Py_BuildValue("(NK)", list_of(events, [&](const Event& event) {
+    const long long began = recorder.events.since_1970(event.begin);
+    return Py_BuildValue(
+        "(NsLLKiNOONNK)", PyBool_FromLong(event.is_cast), event.op->name.c_str(), began,
+        static_cast<long long>(recorder.events.since_1970(event.end)) - began, event.thread, event.module,
+        PyBool_FromLong(event.backward), python_dtype(event.source), python_dtype(event.dtype), PyBool_FromLong(event.of_weight),
+        PyBool_FromLong(event.is_hit), event.bytes);
+  }), dropped);
+}
+
 PyObject* dict_of(const std::unordered_map<const void*, Object>& overrides) {
   Object dict = Object::steal(PyDict_New());
   for (const auto& [address, override] : overrides) {

@@ -10,6 +10,7 @@
 #include <deque>
 #include <tuple>
 
+#include "events.h"
 #include "observing.h"
 #include "python.h"
 #include "table.h"
@@ -73,6 +74,8 @@ class Recorder {
       parameters;
   std::optional<FirstNonFinite> first;
   uint64_t nonfinite_count = 0;
+
+  Events events;  // with a mutex of its own
 
   // Return the table of this thread.
   std::shared_ptr<Table> table() {

@@ -137,6 +137,7 @@ struct Watch {
   ska::flat_hash_map<const char*, const OpInfo*> ops;
   uint64_t ops_generation = 0;
   bool timing = false, looks_for_nonfinite = false;  // whether a recorder asks for that
+  bool keeps_events = false;                         // likewise
   bool checks_inner_op = false;
   bool in_matmul = false;
 
@@ -145,11 +146,12 @@ struct Watch {
   // Called when the recorders have changed.
   void find_tables() {
     Tables found;
-    timing = looks_for_nonfinite = false;
+    timing = looks_for_nonfinite = keeps_events = false;
     for (const auto* const list : {&recorders, &lent}) {
       for (const auto& recorder : *list) {
         found.push_back(recorder->table());
         timing |= recorder->timing;
+        keeps_events |= recorder->events.are_kept();
         looks_for_nonfinite |= recorder->nonfinite != NonFinitePolicy::kIgnore;
       }
     }
