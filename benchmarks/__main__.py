@@ -100,7 +100,7 @@ def table_of_accuracy(scores: list[Scores]) -> Table:
         new.add_column(column, justify="right" if column in ways else "left", no_wrap=True)
     for each in scores:
         numbers = [f"{each.by[way]:.3f}" for way in ways] if each.by else ["-" for _ in ways]
-        new.add_row(each.what, each.metric, *numbers, each.skipped or each.kept)
+        new.add_row(each.what, each.metric, *numbers, each.skipped or each.note or each.kept)
     return new
 
 

@@ -9,7 +9,7 @@ import pkgutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from .timing import Result
 class Benchmark(Protocol):
     """The result of a function of the catalog."""
 
-    def run(self, quick: bool) -> list[Result] | list[Scores]: ...
+    def run(self, quick: bool) -> Sequence[Result | Scores]: ...
 
 
 def one() -> tuple[int, ...]:
@@ -101,6 +101,7 @@ BENCHMARKS: Mapping[str, Entry] = {
     "tuned": Entry("tuned:tuned", all_of_them),
     "low-bit": Entry("low_bit:eager", each),
     "int4": Entry("int4:races", each),
+    "families": Entry("families:Families", all_of_them),
     "low-bit-call": Entry("low_bit:Call", one),
     "low-bit-compiled": Entry("low_bit:compiled", all_of_them),
     "fastest": Entry("fastest:Fastest", each),

@@ -13,6 +13,7 @@ class Scores:
         kept: the modules under a rule ``"none"``.
         by: the measured values, by precision.
         skipped: the reason why nothing was measured.
+        note: what the values leave out.
     """
 
     what: str
@@ -20,3 +21,4 @@ class Scores:
     kept: str
     by: Mapping[str, float] = field(default_factory=dict)
     skipped: str = ""
+    note: str = ""

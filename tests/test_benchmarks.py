@@ -144,6 +144,34 @@ def test_fastest_runs_the_scenarios_and_has_bounds_for_its_cases(catalog):
     assert of_libraries == {"torch", "polycast"}
 
 
+def test_families_are_at_least_thirty_with_names_of_their_own(catalog):
+    models = pytest.importorskip("benchmarks.family_models")
+    names = [family.name for family in models.FAMILIES]
+    assert len(set(names)) == len(names) >= 30
+
+
+def test_a_family_has_shares_errors_and_ratios_of_every_side(catalog):
+    families, models = pytest.importorskip("benchmarks.families"), pytest.importorskip("benchmarks.family_models")
+    torch = pytest.importorskip("torch")
+
+    class Model(torch.nn.Linear):
+        def forward(self, x):
+            return (super().forward(x),)
+
+    family = models.Family("one", lambda: Model(256, 256), lambda rows: {"x": torch.randn(rows, 256)}, (1, 2), "row")
+    figures = families.Families((family,)).run(quick=True)
+    names = [(each.what, getattr(each, "metric", None) or each.against) for each in figures]
+    assert names[:2] == [("one, 2 rows", families.SHARE), ("one, 2 rows", families.ERROR)]
+    assert names[2:7] == [
+        ("one, 1 row, a bfloat16 copy", "float32"),
+        ("one, 1 row, int8", "float32"),
+        ("one, 1 row, int4", "float32"),
+        ("one, 1 row, int8", "a bfloat16 copy"),
+        ("one, 1 row, int4", "a bfloat16 copy"),
+    ]
+    assert not figures[0].by or (figures[0].by == {"int8": 1.0, "int4": 1.0} and figures[1].by["int4"] > 1)
+
+
 def test_a_figure_without_a_bound_is_ok(timing):
     assert timing.Result("a", "float32", 7.0, None).ok
     assert not timing.Result("a", "torch", 7.0, 1.0).ok
