@@ -268,17 +268,6 @@ def test_observe_has_the_share_of_each_way(engine, profile_of):
     assert "fastest:float32: 50%, fastest:bfloat16: 50% of the 1.05 MFLOPs in matmuls" in str(seen)
 
 
-@pytest.mark.parametrize("make", [nn.MultiheadAttention, nn.TransformerEncoderLayer])
-def test_attention_modules_keep_torchs_fused_path_where_the_fast_dtype_is_fast(make, slow, quick):
-    module = make(8, 2, batch_first=True).eval()
-    x = torch.randn(2, 5, 8)
-    fused = {"aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd"}
-    for recipe, is_fused in ((slow, False), (quick, True)):
-        with torch.autograd.profiler.profile() as profile, autocast("cpu", recipe=recipe):
-            module(*(x,) * (3 if make is nn.MultiheadAttention else 1))
-        assert bool(fused & {event.key for event in profile.key_averages()}) is is_fused
-
-
 def test_a_weight_that_is_cast_for_one_row_alone_is_read_as_it_is(profile_of):
     profile = profile_of(cast=1e-15, bfloat16=1.0, bfloat16_kernel=0.4)
     product = Product("linear", 1, 2**20, 2**10, 2**10)

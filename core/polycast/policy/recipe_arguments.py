@@ -14,7 +14,7 @@ MATMULS = ("addmm", "linear", "matmul", "mm")
 """The ops of recipes of lower precision, by default."""
 PRODUCTS = (
     *("addmm", "baddbmm", "bmm", "conv1d", "conv2d", "conv3d", "linear", "matmul", "mm"),
-    "scaled_dot_product_attention",
+    *("scaled_dot_product_attention", "_addmm_activation", "_native_multi_head_attention", "mkldnn_rnn_layer"),
 )
 """The ops of `Fastest`, by default."""
 SIMPLE_TYPES = (bool, int, float, str)

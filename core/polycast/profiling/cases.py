@@ -9,7 +9,7 @@ import torch
 from .operands import Operands
 from .ways import Way
 
-OPS = ("linear", "matmul", "conv2d", "bmm", "scaled_dot_product_attention", "cast")
+OPS = ("linear", "matmul", "conv2d", "bmm", "scaled_dot_product_attention", "lstm", "cast")
 _ROWS = (1, 4, 8, 16, 128, 1024)
 _FEATURES = (64, 1024)
 """A small size shows what a call costs besides its work."""
@@ -83,6 +83,7 @@ def _all_cases() -> Iterator[Case]:
         yield _attention(rows, _HEADS, _KEYS)
     for rows in (1, 16, 64):
         yield _attention(rows, 4, 64)
+    yield _lstm(20, 4, 128)
     for elements in (1, 64, 4096, 2**16, 2**20):
         yield _cast(elements)
 
@@ -134,6 +135,20 @@ def _attention(rows: int, heads: int, keys: int) -> Case:
     size = 2 * heads * _HEAD_FEATURES * keys
     attention = _ATEN.scaled_dot_product_attention.default
     return Case("scaled_dot_product_attention", rows, size, rows * size, attention, arguments)
+
+
+def _lstm(steps: int, batch: int, features: int) -> Case:
+    def arguments(way: Way, operands: Operands) -> tuple[Any, ...]:
+        last = x = operands.activation(steps, batch, features, dtype=way.dtype)
+        made = []
+        weight, bias = (4 * features, features), (4 * features,)
+        for shape in ((1, batch, features), (1, batch, features), weight, weight, bias, bias):
+            last = operands.activation(*shape, dtype=way.dtype, after=last)
+            made.append(last)
+        return x, made[:2], made[2:], True, 1, 0.0, False, False, False
+
+    rows, size = steps * batch, 2 * 4 * features * features
+    return Case("lstm", rows, size, rows * size, _ATEN.lstm.input, arguments)
 
 
 def _cast(elements: int) -> Case:

@@ -13,9 +13,9 @@ class Measurement:
 
     Attributes:
         op: ``"linear"`` (a weight [N, K]), ``"matmul"`` (a weight [K, N]), ``"conv2d"``, ``"bmm"``,
-            ``"scaled_dot_product_attention"`` or ``"cast"``.
+            ``"scaled_dot_product_attention"``, ``"lstm"`` or ``"cast"``.
         rows: the rows of the activations: for conv2d the positions of all output images, for bmm and attention the rows
-            of each matrix, for casts the elements.
+            of each matrix, for lstm those of all steps, for casts the elements.
         way: ``"float32"``, a fast dtype such as ``"bfloat16"``, ``"bfloat16 kernel"`` for the backend's own kernel of
             it, or the kind of a recipe. For casts ``"to bfloat16"`` and ``"from bfloat16"``.
         seconds: of one call.

@@ -13,12 +13,15 @@ import torch
 
 from ...policy.dtypes import dtype_name
 from ...profiling.device_profile import DeviceProfile
+from ...profiling.measurement import DISTURBED
 from .cost import seconds_of, seconds_to_cast, seconds_to_cast_weight
 from .products import Product
 
 MARGIN = 0.92
 """Another way than the fast dtype's has to take less than this part of its time: smaller gains are within the error of
 a profile, which has few sizes."""
+
+NO_FAST_KERNEL = "the device has no kernel for it in the fast dtype"
 
 
 class Way(Enum):
@@ -91,6 +94,8 @@ def _choose(
     ways = {way: name_of(way, dtype) for way in (Way.FAST, *kernels, Way.FLOAT32)}
     seconds = seconds_by_way(profile, product, ways)
     if Way.FAST not in seconds:
+        if Way.FLOAT32 in seconds and is_unsupported(profile, product.op, fast):
+            return Choice(Way.FLOAT32, NO_FAST_KERNEL)
         return Choice(Way.FAST, f"the profile has no {fast} {product.op}")
     of_weight = seconds_to_cast_weight(profile, f"to {fast}", conversions.weight)
     converting = {
@@ -117,9 +122,14 @@ def seconds_by_way(profile: DeviceProfile, product: Product, ways: Mapping[Way, 
     for op in (product.op, *_ALIKE.get(product.op, ())):
         of_op = {way: seconds_of(profile, op, name, product.rows, product.size) for way, name in ways.items()}
         seconds = {way: each for way, each in of_op.items() if each is not None}
-        if Way.FAST in seconds:
+        if Way.FAST in seconds or is_unsupported(profile, op, ways[Way.FAST]):
             return seconds
     return {}
+
+
+def is_unsupported(profile: DeviceProfile, op: str, way: str) -> bool:
+    """Return whether an op raised when it was measured in a way."""
+    return any((each.op, each.way) == (op, way) and each.reason != DISTURBED for each in profile.omissions)
 
 
 _ALIKE = {"matmul": ("linear",), "linear": ("matmul",), "bmm": ("matmul", "linear")}

@@ -9,13 +9,14 @@ import torch
 from ...torch_internals.names import size_hint
 
 ATTENTION = "scaled_dot_product_attention"
+RECURRENT = "lstm"
 
 
 class Product(NamedTuple):
     """The work of a matmul or convolution, in the terms of a device's profile.
 
     Attributes:
-        op: the op of the profile: ``"linear"``, ``"matmul"``, ``"bmm"``, ``"conv2d"`` or `ATTENTION`.
+        op: the op of the profile: ``"linear"``, ``"matmul"``, ``"bmm"``, ``"conv2d"``, `ATTENTION` or `RECURRENT`.
         rows: the rows of the activations; for convolutions, the positions of the result.
         size: the elements of the weight, or of the second matrix; for attention, of keys and values.
         result: the elements of the result.
@@ -47,7 +48,15 @@ def product_of(op: str, args: Sequence[Any]) -> Product | None:
 
 def weight_position(op: str) -> int:
     """Return the position of the weight, or of the second matrix, among the arguments of an op."""
-    return 2 if op in ("aten::addmm", "aten::baddbmm") else 1
+    return _WEIGHT_POSITIONS.get(op, 1)
+
+
+_WEIGHT_POSITIONS = {
+    "aten::addmm": 2,
+    "aten::_addmm_activation": 2,
+    "aten::baddbmm": 2,
+    "aten::_native_multi_head_attention": 5,
+}
 
 
 def _sizes(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -109,6 +118,21 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: 
     return Product(ATTENTION, rows, size, count * rows * _sizes(value)[-1])
 
 
+def _fused_attention(query: torch.Tensor, *others: Any) -> Product | None:
+    """Return the linears before and after the attention, which are most of the work where there are few keys."""
+    qkv_weight, proj_weight = others[4], others[6]
+    rows = math.prod(_sizes(query)[:-1])
+    size = math.prod(_sizes(qkv_weight)) + math.prod(_sizes(proj_weight))
+    return Product("linear", rows, size, math.prod(_sizes(query)))
+
+
+def _recurrent(x: torch.Tensor, of_input: torch.Tensor, of_state: torch.Tensor, *_: Any) -> Product | None:
+    rows = math.prod(_sizes(x)[:-1])
+    return Product(
+        RECURRENT, rows, math.prod(_sizes(of_input)) + math.prod(_sizes(of_state)), rows * _sizes(of_state)[-1]
+    )
+
+
 def _convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -146,6 +170,9 @@ _READERS: Mapping[str, Callable[..., Product | None]] = {
     "aten::linear": _linear,
     "aten::mm": _mm,
     "aten::addmm": _addmm,
+    "aten::_addmm_activation": _addmm,
+    "aten::_native_multi_head_attention": _fused_attention,
+    "aten::mkldnn_rnn_layer": _recurrent,
     "aten::matmul": _matmul,
     "aten::bmm": _bmm,
     "aten::baddbmm": _baddbmm,

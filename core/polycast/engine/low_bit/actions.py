@@ -1,10 +1,15 @@
 """`Action`: how the native engine computes calls like one that Python has decided, without asking Python again."""
 
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
 
 from ...torch_internals.dispatcher import OpOverload
 from .. import state
+
+Results: TypeAlias = torch.Tensor | tuple[torch.Tensor | None, ...]
+"""What an op returns: a tensor, or several, of which None are undefined."""
 
 
 class ActionKind(IntEnum):
@@ -13,7 +18,7 @@ class ActionKind(IntEnum):
     FALL_BACK = 0
     """Compute the op in the fast dtype, as without the recipe."""
     FLOAT32 = 1
-    """Cast the tensors to float32, compute the op, and cast the result to the fast dtype, each recorded by autograd."""
+    """Cast tensors to float32, compute the op, and cast the results to the fast dtype, each recorded by autograd."""
     FLOAT32_LAID_OUT = 3
     """The same, with the first tensor made contiguous."""
     RECORDED = 4

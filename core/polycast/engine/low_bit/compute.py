@@ -13,7 +13,7 @@ from ..disable_dynamo import disable_dynamo
 from ..fastest.choice import Way, name_of
 from ..inference import in_function
 from ..override import Override
-from .actions import Action
+from .actions import Action, Results
 from .calibration import calibrate, calibrators
 from .equalized import describe
 from .fastest import FastestPlan
@@ -24,8 +24,8 @@ from .plans import plan_of
 
 IN_FUNCTION = "an autograd.Function computes it, and low bit is for inference (what torch.inference_mode() says)"
 
-Performed: TypeAlias = tuple[torch.Tensor | None, Action | None]
-"""The result of an op, None if it falls back; and how to compute like calls, None if Python decides each time."""
+Performed: TypeAlias = tuple[Results | None, Action | None]
+"""What an op returns, None if it falls back; and how to compute like calls, None if Python decides each time."""
 
 
 @disable_dynamo

@@ -7,6 +7,7 @@ import torch
 from typing_extensions import override
 
 from ...plugins.backend import Backend, LowBitKernel
+from ...policy.dtypes import dtype_name
 from ...policy.recipe import Fastest
 from ...policy.recipe_arguments import resolve
 from ...profiling.device_profile import DeviceProfile
@@ -15,21 +16,22 @@ from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import INTERCEPTED
 from ..casts.traced import cast_of_traced
 from ..casts.weights import caching_is_safe, is_all_of, is_dense, is_weight, parameter_of
-from ..fastest.choice import Conversions, Way, choose, name_of
+from ..fastest.choice import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported, name_of
 from ..fastest.products import product_of, weight_position
 from ..fastest.training import Ways, choose_recorded
 from ..inference import in_function
-from .actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, FLOAT32_LAID_OUT, Action, ActionKind
+from .actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, FLOAT32_LAID_OUT, Action, ActionKind, Results
 from .listeners import listeners, notify
 from .plan import SMALL, SUBCLASS, Plan, is_special
 from .recorded import (
     UNRECORDED,
     Recorded,
     RecordedAttention,
+    computed_in,
     has_native_function,
-    in_dtype,
     must_lay_out,
     recorded_call,
+    results_in,
 )
 
 NO_PROFILE = "its profile is not known in this process"
@@ -72,7 +74,7 @@ class FastestPlan(Plan):
 
     def perform(
         self, op: str, args: Sequence[Any], cache: CastCache | None, plain: bool
-    ) -> tuple[torch.Tensor | None, Action | None]:
+    ) -> tuple[Results | None, Action | None]:
         """Compute an op, and notify listeners; see ``compute.perform``."""
         dtype = torch.get_autocast_dtype(self.device_type)
         if not plain and (is_forward_ad_active() or are_functorch_transforms_active() or is_tracing()):
@@ -121,11 +123,12 @@ class FastestPlan(Plan):
         if records:
             recorded = recorded_call(op, args, _weight_of(args[position]) is not None)
             if recorded is None:
-                return UNRECORDED
+                has_none = is_unsupported(profile, product.op, dtype_name(dtype))
+                return Decision(Way.FLOAT32, NO_FAST_KERNEL) if has_none else UNRECORDED
             operands = recorded.operands(self._is_cached(args[position], cache), runs_in_function)
             ways = choose_recorded(profile, dtype, product, operands)
             return Decision(ways.forward, ways.reason, recorded, ways)
-        conversions = self._conversions(args, position, cache)
+        conversions = self._conversions(args, cache)
         return Decision(*choose(profile, dtype, product, conversions, self._ways_by_kernel(op, args, position)))
 
     def _ways_by_kernel(self, op: str, args: Sequence[Any], position: int) -> tuple[Way, ...]:
@@ -135,15 +138,15 @@ class FastestPlan(Plan):
             return ()
         return (Way.KERNEL, Way.FLOAT32_KERNEL) if kernel.takes_float32 else (Way.KERNEL,)
 
-    def _conversions(self, args: Sequence[Any], position: int, cache: CastCache | None) -> Conversions:
+    def _conversions(self, args: Sequence[Any], cache: CastCache | None) -> Conversions:
         """Return the elements to convert."""
         narrow = wide = weight = 0
-        for at, arg in enumerate(args):
+        for arg in args:
             if isinstance(arg, torch.Tensor):
                 elements = size_hint(arg.numel())
                 if arg.dtype is not torch.float32:
                     narrow += elements
-                elif at != position or _weight_of(arg) is None:
+                elif _weight_of(arg) is None:
                     wide += elements
                 elif not self._is_cached(arg, cache):
                     weight += elements
@@ -158,14 +161,15 @@ class FastestPlan(Plan):
 
     def _compute(
         self, found: "Decision", op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype
-    ) -> tuple[torch.Tensor | None, Action | None]:
+    ) -> tuple[Results | None, Action | None]:
         ways = found.ways if found.recorded is not None and _is_recorded(args) else None
         if found.recorded is not None and ways is not None and not (ways.are_all_fast or ways.is_plain):
             result = found.recorded.compute(ways, dtype, lambda weight: _cached_cast(weight, dtype, cache))
             has_action = ways.is_float32 and has_native_function(op, args)
             return result, Action(ActionKind.RECORDED, weight_position(op)) if has_action else None
         if found.way is Way.FLOAT32:
-            return in_dtype(op, args, torch.float32).to(dtype), FLOAT32_LAID_OUT if must_lay_out(op, args) else FLOAT32
+            results = results_in(dtype, computed_in(torch.float32, op, args))
+            return results, FLOAT32_LAID_OUT if must_lay_out(op, args) else FLOAT32
         if found.way in (Way.KERNEL, Way.FLOAT32_KERNEL):
             kernel, action = self.kernels[op], self._actions[op]
             weight = args[kernel.weight]
@@ -174,7 +178,7 @@ class FastestPlan(Plan):
             elif action is not None:
                 action = action._replace(prepack_kind=AS_IT_IS)
             result = kernel.run((weight,), *args)
-            return result if result.dtype is dtype else result.to(dtype), action
+            return results_in(dtype, result), action
         return None, FALL_BACK
 
 

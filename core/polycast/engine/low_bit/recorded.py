@@ -11,21 +11,36 @@ from ..fastest.choice import Way
 from ..fastest.functions import Convolution, ConvolutionSettings, Forward, Gradients, Recomputed, RecordedProduct
 from ..fastest.products import ATTENTION, weight_position
 from ..fastest.training import Operands, Ways
+from .actions import Results
 from .plan import FLOATS
 
 UNRECORDED = "autograd records it, and its gradients are computed in the fast dtype only"
 
 
 def in_dtype(op: str, args: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
-    """Return the result of an op, given by its name, on its arguments in a dtype."""
+    """Return the one result of an op, given by its name, on its arguments in a dtype."""
+    result = computed_in(dtype, op, args)
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def computed_in(dtype: torch.dtype, op: str, args: Sequence[Any]) -> Results:
+    """Return what an op, given by its name, returns on its arguments in a dtype."""
     overload = find_op(op)
     assert overload is not None  # it was called
     if dtype is torch.float32 and must_lay_out(op, args):
         args = (args[0].to(dtype, memory_format=torch.contiguous_format).contiguous(), *args[1:])
     converted = [arg.to(dtype) if isinstance(arg, torch.Tensor) and arg.dtype in FLOATS else arg for arg in args]
     positional, named = unflatten_arguments(overload, converted)
-    result: torch.Tensor = overload(*positional, **named)
-    return result
+    results: Results = overload(*positional, **named)
+    return results
+
+
+def results_in(dtype: torch.dtype, results: Results) -> Results:
+    """Return what an op returned, with floating-point numbers in a dtype."""
+    if isinstance(results, torch.Tensor):
+        return results.to(dtype)
+    return tuple(each if each is None or not each.is_floating_point() else each.to(dtype) for each in results)
 
 
 def must_lay_out(op: str, args: Sequence[Any]) -> bool:

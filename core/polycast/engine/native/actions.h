@@ -22,6 +22,9 @@ struct RecipeCall {
   const IsCapturing& is_capturing;
 };
 
+// The results of a call; none if it falls back.
+using Results = torch::jit::Stack;
+
 // Convert a constant of a kernel from Python; return nothing for other types.
 std::optional<c10::IValue> constant_of(PyObject* object) {
   if (object == Py_None) {
@@ -148,14 +151,15 @@ std::optional<Tensors> find_parts(const Action& action, const RecipeCall& call, 
   return store->find_prepacked(weight == &tensor ? Source(tensor) : Source(tensor, *weight), action.prepack_kind);
 }
 
-// Compute a call, which autograd records or not, as Python has decided. Return nothing if Python has to be asked; an undefined tensor if the call falls back.
-std::optional<Tensor> compute(const Action& action, const RecipeCall& call, torch::jit::Stack& arguments, bool records) {
+// Compute a call, which autograd records or not, as Python has decided. Return nothing if Python has to be asked; no results if the
+// call falls back.
+std::optional<Results> compute(const Action& action, const RecipeCall& call, torch::jit::Stack& arguments, bool records) {
   if (action.kind == Action::Kind::kFallBack) {
-    return Tensor();
+    return Results();
   }
   const ScalarType fast = at::autocast::get_autocast_dtype(call.device);
   if (action.kind == Action::Kind::kRecorded) {
-    return record({call.handle, arguments, action.weight, fast});
+    return Results{record({call.handle, arguments, action.weight, fast})};
   }
   if (action.kind == Action::Kind::kOperator) {
     const std::optional<Tensors> parts = find_parts(action, call, arguments[action.weight].toTensor());
@@ -187,8 +191,13 @@ std::optional<Tensor> compute(const Action& action, const RecipeCall& call, torc
     }
   }
   (action.op ? *action.op : call.handle).callBoxed(arguments);
-  const Tensor result = std::move(arguments.back()).toTensor();
-  return result.scalar_type() == fast ? result : result.to(fast);
+  for (c10::IValue& result : arguments) {
+    const Tensor& tensor = result.toTensor();
+    if (tensor.defined() && tensor.is_floating_point() && tensor.scalar_type() != fast) {
+      result = tensor.to(fast);
+    }
+  }
+  return std::move(arguments);
 }
 
 }  // namespace

@@ -21,6 +21,7 @@ from ..casts.weights import STALE, storages_are_rewritten
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, autocast_key, refusal
 from ..low_bit import compute as low_bit
+from ..low_bit.actions import Results
 from ..low_bit.plan import process_cache
 from ..override import Override
 from ..state import Settings
@@ -35,7 +36,7 @@ _unused_numbers = itertools.count()
 _LOW_BIT = len(CastPolicy)
 _NOT_PREPACKED = tuple(NOT_PREPACKED.values())
 
-_Performed: TypeAlias = "tuple[torch.Tensor | None, tuple[Any, ...] | None]"
+_Performed: TypeAlias = "tuple[Results | None, tuple[Any, ...] | None]"
 
 
 class NativeEngine:

@@ -62,14 +62,14 @@ class Kernel final : public c10::OperatorKernel {
     return C10_UNLIKELY(override != nullptr) && override->over(op_.policy, op_.number) == Policy::kLowBit;
   }
 
-  // Compute the op by the recipe; return an undefined tensor if it falls back to the fast dtype.
-  Tensor low_bit(c10::DispatchKeySet keys, torch::jit::Stack arguments) const {
+  // Compute the op by the recipe; return no results if it falls back to the fast dtype.
+  Results low_bit(c10::DispatchKeySet keys, torch::jit::Stack arguments) const {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(keys_);
     return ::low_bit({handle_, op_.number, device_, has_plain_keys(keys), is_capturing_}, std::move(arguments));
   }
 
   // The same for a kernel with an unboxed entry point.
-  C10_NOINLINE Tensor low_bit(c10::DispatchKeySet keys, const Box* boxes, const void* const* addresses, size_t count) const {
+  C10_NOINLINE Results low_bit(c10::DispatchKeySet keys, const Box* boxes, const void* const* addresses, size_t count) const {
     torch::jit::Stack arguments;
     arguments.reserve(count + kMostAdded);
     for (size_t i = 0; i < count; ++i) {
@@ -84,9 +84,9 @@ class Kernel final : public c10::OperatorKernel {
   // The boxed entry point.
   void operator()(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
     if (C10_UNLIKELY(has_recipe())) {
-      if (Tensor result = low_bit(keys, torch::jit::Stack(&argument(stack, 0), &argument(stack, 0) + arity_)); result.defined()) {
+      if (Results results = low_bit(keys, torch::jit::Stack(&argument(stack, 0), &argument(stack, 0) + arity_)); !results.empty()) {
         stack->erase(stack->end() - static_cast<int64_t>(arity_), stack->end());
-        stack->emplace_back(std::move(result));
+        stack->insert(stack->end(), std::make_move_iterator(results.begin()), std::make_move_iterator(results.end()));
         return;
       }
     }

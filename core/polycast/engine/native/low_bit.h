@@ -76,9 +76,25 @@ bool is_ordinary(const RecipeCall& call) {
   return call.has_plain_keys && is_outside_functions && caching_is_safe() && observed_op == nullptr;
 }
 
-// Ask Python to compute a call, and keep what it decides for calls with the same metadata, if they are given. Return an undefined
-// tensor if the call falls back to the fast dtype.
-C10_NOINLINE Tensor ask_python(const RecipeCall& call, c10::ArrayRef<c10::IValue> arguments, const CallMetadata* metadata) {
+// Convert the results that Python returns: a tensor, a tuple of tensors and None for undefined ones, or None if the call falls back.
+Results results_of(PyObject* given) {
+  if (given == Py_None) {
+    return {};
+  }
+  if (!PyTuple_Check(given)) {
+    return {tensor_of(given)};
+  }
+  Results results;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(given); ++i) {
+    PyObject* const item = PyTuple_GetItem(given, i);
+    results.emplace_back(item == Py_None ? Tensor() : tensor_of(item));
+  }
+  return results;
+}
+
+// Ask Python to compute a call, and keep what it decides for calls with the same metadata, if they are given. Return no results if
+// the call falls back to the fast dtype.
+C10_NOINLINE Results ask_python(const RecipeCall& call, c10::ArrayRef<c10::IValue> arguments, const CallMetadata* metadata) {
   const uint64_t epoch = Decisions::epoch();
   const Gil gil;
   constexpr size_t kBefore = 3;  // op, device, plain
@@ -90,7 +106,7 @@ C10_NOINLINE Tensor ask_python(const RecipeCall& call, c10::ArrayRef<c10::IValue
   for (size_t i = 0; i < arguments.size(); ++i) {
     Object argument = for_python(arguments[i]);
     if (!argument) {
-      return Tensor();
+      return {};
     }
     PyTuple_SetItem(given.get(), static_cast<Py_ssize_t>(i + kBefore), argument.release());
   }
@@ -102,11 +118,11 @@ C10_NOINLINE Tensor ask_python(const RecipeCall& call, c10::ArrayRef<c10::IValue
       Decisions::of_thread().keep(*metadata, std::move(kept), epoch);
     }
   }
-  return result == Py_None ? Tensor() : tensor_of(result);
+  return results_of(result);
 }
 
-// Compute an op by the recipe of this thread's region; return an undefined tensor if it falls back to the fast dtype.
-C10_NOINLINE Tensor low_bit(const RecipeCall& call, torch::jit::Stack arguments) {
+// Compute an op by the recipe of this thread's region; return no results if it falls back to the fast dtype.
+C10_NOINLINE Results low_bit(const RecipeCall& call, torch::jit::Stack arguments) {
   if (!is_ordinary(call)) {
     return ask_python(call, arguments, nullptr);
   }
@@ -117,8 +133,8 @@ C10_NOINLINE Tensor low_bit(const RecipeCall& call, torch::jit::Stack arguments)
   }
   metadata.finish();
   if (const auto action = Decisions::of_thread().find(metadata)) {
-    if (std::optional<Tensor> result = compute(*action, call, arguments, metadata.records)) {
-      return *std::move(result);
+    if (std::optional<Results> results = compute(*action, call, arguments, metadata.records)) {
+      return *std::move(results);
     }
   }
   return ask_python(call, arguments, &metadata);
@@ -131,5 +147,21 @@ constexpr bool is_for_low_bit = false;
 template <class... Args>
 constexpr bool is_for_low_bit<Tensor(const Tensor&, const Tensor&, Args...)> =
     (std::is_constructible_v<c10::IValue, const std::decay_t<Args>&> && ...);
+
+template <class... Tensors, class... Args>
+constexpr bool is_for_low_bit<std::tuple<Tensors...>(const Tensor&, const Tensor&, Args...)> =
+    is_for_low_bit<Tensor(const Tensor&, const Tensor&, Args...)> && (std::is_same_v<Tensors, Tensor> && ...);
+
+// Return the results of a call as its signature does.
+template <class Result>
+Result from_results(Results results) {
+  if constexpr (std::is_same_v<Result, Tensor>) {
+    return std::move(results.front()).toTensor();
+  } else {
+    return [&]<size_t... I>(std::index_sequence<I...>) {
+      return Result(std::move(results[I]).toTensor()...);
+    }(std::make_index_sequence<std::tuple_size_v<Result>>());
+  }
+}
 
 }  // namespace

@@ -128,8 +128,8 @@ struct c10::impl::wrap_kernel_functor_unboxed_<Unboxed<Result(Args...)>, Result(
       if (C10_UNLIKELY(kernel.has_recipe())) {
         static constexpr std::array<Box, sizeof...(Args)> kBoxes{&boxed<std::decay_t<Args>>...};
         const std::array<const void*, sizeof...(Args)> given{std::addressof(args)...};
-        if (Tensor result = kernel.low_bit(keys, kBoxes.data(), given.data(), given.size()); result.defined()) {
-          return result;
+        if (Results results = kernel.low_bit(keys, kBoxes.data(), given.data(), given.size()); !results.empty()) {
+          return from_results<Result>(std::move(results));
         }
       }
     }
