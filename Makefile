@@ -107,7 +107,7 @@ wheels: $(VENV)/polycast.stamp
 	set -e; for torch in $(TORCHES); do \
 		rm -rf $(VENV)-engine; \
 		$(PYTHON) -m venv $(VENV)-engine; \
-		$(VENV)-engine/bin/python -m pip install --quiet --no-compile "$$torch" "$$(echo dist/*-none-any.whl)"; \
+		$(VENV)-engine/bin/python -m pip install --quiet --no-compile "$$torch" numpy "$$(echo dist/*-none-any.whl)"; \
 		$(VENV)-engine/bin/python -m polycast.cli.prebuild build/engines polycast_cpu.native; \
 		rm -rf $(VENV)-engine; \
 	done

@@ -133,7 +133,9 @@ def test_devices_breaks_no_word(polycast_command, monkeypatch, columns):
 def test_the_origin_of_the_native_engine_is_shown(polycast_command, engine):
     last = line_that_begins_with("Engine:", polycast_command("devices").stdout)
     if engine == "native":
-        assert re.fullmatch(r"Engine: native, (compiled here|came with polycast): /.*/polycast_native\.so", last)
+        assert re.fullmatch(
+            r"Engine: native, (compiled here|came with polycast): /.*/polycast_native\.(so|tar\.xz)", last
+        )
 
 
 def test_the_origin_of_the_ops_of_backends_is_shown(polycast_command, hand_made):

@@ -9,9 +9,8 @@ import shlex
 import shutil
 import subprocess
 import sysconfig
-import textwrap
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,8 +29,8 @@ from ..profiling.profile import profile as measure_profile
 from ..region.autocast import autocast
 from .compiled import origins
 from .devices import known_devices
-from .profile import ignored
-from .terminal import ignore_slow_dtypes, print_json
+from .profile import ignored, profile_lines
+from .terminal import console, ignore_slow_dtypes, print_json, print_line
 
 _CPU_FEATURES = {
     "bfloat16": ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "sve_bf16"),
@@ -251,45 +250,52 @@ def run(
 
 
 def _print(found: Mapping[str, Any]) -> None:
+    out = console()
+    for line in _lines(found):
+        print_line(out, line)
+
+
+def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     for section, content in found.items():
-        typer.echo(f"{section}:")
+        yield f"{section}:"
         if section == "backends" and not isinstance(content, str):
             for device in content:
-                typer.echo(f"  {device['device_type']}: {_of_device(device)}")
+                yield f"  {device['device_type']}: {_of_device(device)}"
         elif section == "profiles" and not isinstance(content, str):
             for name, profile in content.items():
-                typer.echo(_of_profile(name, profile))
+                yield from _of_profile(name, profile)
         elif section == "ops" and isinstance(content, list) and content:
             for ops in content:
-                typer.echo(f"  {ops['package']}: {ops['from']}")
+                yield f"  {ops['package']}: {ops['from']}"
         elif section == "checks":
             for check in content:
-                typer.echo(f"  {check['name']}: {check['problem'] or 'ok'}")
+                yield f"  {check['name']}: {check['problem'] or 'ok'}"
         elif isinstance(content, Mapping):
             for name, value in content.items():
-                _print_value(name.replace("_", " "), value)
+                yield from _of_value(name.replace("_", " "), value)
             if not content:
-                typer.echo("  no relevant variable is set")
+                yield "  no relevant variable is set"
         else:
-            typer.echo(f"  {content or 'none'}")
+            yield f"  {content or 'none'}"
 
 
-def _print_value(name: str, value: object) -> None:
+def _of_value(name: str, value: object) -> Iterator[str]:
     if isinstance(value, Mapping):
         for inner, words in value.items():
-            typer.echo(f"  {inner}: {', '.join(words) or 'no'}")
+            yield f"  {inner}: {', '.join(words) or 'no'}"
     elif isinstance(value, list):
-        typer.echo(f"  {name}: {', '.join(map(str, value))}")
+        yield f"  {name}: {', '.join(map(str, value))}"
     elif value is not None:
-        typer.echo(f"  {name}: {({True: 'yes', False: 'no'}[value]) if isinstance(value, bool) else value}")
+        yield f"  {name}: {({True: 'yes', False: 'no'}[value]) if isinstance(value, bool) else value}"
 
 
-def _of_profile(device_type: str, profile: object) -> str:
+def _of_profile(device_type: str, profile: object) -> Iterator[str]:
     if isinstance(profile, Mapping):
-        shown = repr(DeviceProfile.from_dict(profile))
+        lines = profile_lines(console(), DeviceProfile.from_dict(profile), indentation=2)
     else:
-        shown = f"{device_type}: {profile or 'none; polycast doctor --measure makes one'}"
-    return textwrap.indent(shown, "  ")
+        lines = [f"{device_type}: {profile or 'none; polycast doctor --measure makes one'}"]
+    for line in lines:
+        yield f"  {line}"
 
 
 def _of_device(device: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from ..policy.recipe import read_recipe
 from ..region.explain import explain_in
 from ..region.explanation import Explanation
 from ..region.policies import override_of
-from .terminal import console, library_errors, print_json, print_table, table
+from .terminal import console, library_errors, print_json, print_line, print_table, table
 
 
 def show(
@@ -61,7 +61,8 @@ def show(
         if as_json:
             print_json(explained.to_dict())
         else:
-            console().print(str(explained), soft_wrap=True)
+            for line in str(explained).splitlines():
+                print_line(console(), line)
         return
     if drift:
         _show_drift(backend, as_json)
@@ -117,12 +118,10 @@ def _show_drift(backend: Backend, as_json: bool) -> None:
         _print_differences(backend, found, out)
     else:
         count = len(backend.policies)
-        out.print(
-            f"{backend.device_type}: no drift. The table and torch {torch.__version__} have the same {count} ops.",
-            soft_wrap=True,
-        )
+        line = f"{backend.device_type}: no drift. The table and torch {torch.__version__} have the same {count} ops."
+        print_line(out, line)
     for name, reason in found.excluded_ops.items():
-        out.print(f"{backend.device_type}: {name} runs torch's own kernel on purpose: {reason}", soft_wrap=True)
+        print_line(out, f"{backend.device_type}: {name} runs torch's own kernel on purpose: {reason}")
 
 
 def _print_differences(backend: Backend, found: Drift, out: Console) -> None:

@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from ..observer.report.target import check_target
 from ..profiling.device_profile import DeviceProfile
 from ..profiling.profile import look_up, profile
-from .terminal import console, library_errors
+from ..profiling.table import as_lines
+from .terminal import console, library_errors, print_line
 
 _ROWS = 128
 
@@ -23,6 +25,13 @@ def summary(profile: DeviceProfile) -> str:
     ratios = {way: profile.ratio("linear", _ROWS, way) for way in profile.ways("linear") if way != "float32"}
     shown = ", ".join(f"{way} {ratio:.2g}" for way, ratio in ratios.items() if ratio is not None)
     return f"linear of {_ROWS} rows takes {shown or 'an unknown part'} of float32's time, by its profile"
+
+
+def profile_lines(out: Console, profile: DeviceProfile, indentation: int = 0) -> list[str]:
+    """Return a profile as lines: a table, unless the terminal is too narrow for it."""
+    lines = repr(profile).splitlines()
+    too_wide = out.is_terminal and max(map(len, lines)) + indentation > out.width
+    return as_lines(lines[0], profile.measurements, profile.omissions) if too_wide else lines
 
 
 def run(
@@ -46,6 +55,8 @@ def run(
     if as_json:
         typer.echo(found.to_json(), nl=False)
     elif output is None:
-        console().print(repr(found), soft_wrap=True)
+        out = console()
+        for line in profile_lines(out, found):
+            print_line(out, line)
     else:
         console().print(f"written: {output}", soft_wrap=True)

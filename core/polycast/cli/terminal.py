@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,8 +57,13 @@ def print_table(out: Console, rows: Table) -> None:
 
 
 def print_line(out: Console, line: str) -> None:
-    """Print a line of text: wrapped between words in a terminal, whole elsewhere."""
-    out.print(line, soft_wrap=not out.is_terminal)
+    """Print a line of text: whole or, in a terminal, wrapped between words, with twice its indentation."""
+    lines = [line]
+    if out.is_terminal:
+        indentation = line[: len(line) - len(line.lstrip())]
+        lines = textwrap.wrap(line, out.width, subsequent_indent=2 * indentation, break_on_hyphens=False) or [""]
+    for each in lines:
+        out.print(each, soft_wrap=True)
 
 
 def print_json(value: object) -> None:

@@ -29,6 +29,16 @@ def as_rich(heading: str, measurements: Sequence[Measurement], omissions: Iterab
     return Group(Text(heading), Text(), shown, Text(), Text("\n".join([_LEGEND, *_sentences(omissions)])))
 
 
+def as_lines(heading: str, measurements: Sequence[Measurement], omissions: Iterable[Omission]) -> list[str]:
+    """Return a line for each row, for places that are too narrow for the table."""
+    columns, *rows = _cells(measurements)
+    lines = [heading, ""]
+    for op, count, size, *times in rows:
+        shown = ", ".join(f"{way} {time}" for way, time in zip(columns[3:], times, strict=True) if time != "-")
+        lines.append(f"{op}, {count} row{'s' * (count != '1')}{f' of {size}' if size != '-' else ''}: {shown}")
+    return [*lines, "", _LEGEND, *_sentences(omissions)]
+
+
 def as_html(heading: str, measurements: Sequence[Measurement], omissions: Iterable[Omission]) -> str:
     """Return an HTML table with a heading, and a line for each omission."""
     columns, *rows = _cells(measurements)
