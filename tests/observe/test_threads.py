@@ -297,7 +297,7 @@ def test_each_op_is_counted_while_other_recorders_start_and_stop(engine):
 
     def observe_all():
         while not counted.is_set():
-            recorder = observer.Recorder(True, False, 0, False)
+            recorder = observer.Recorder(True, False, 0, False, False)
             recorder.start()
             recorder.stop()
 

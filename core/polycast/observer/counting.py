@@ -21,6 +21,7 @@ from .facts import Facts, Run, total_of
 from .known_modules import Known
 from .matmul_records import Matmul, MatmulRows
 from .matmuls import FUSED
+from .numerics import numerics_of
 from .recorder import CHAIN_KINDS, NO_MODULE, CountRow, Reading
 from .records import Cast, Chain, Compiled, Counts, Decision, Flow, Module, NonFinite, Op, Region
 from .sums import combine, with_main_decision
@@ -79,6 +80,7 @@ class _Counting:
             flows=combine((), flows),
             matmuls=self._matmuls(),
             nonfinite=self._nonfinite(),
+            numerics=numerics_of(self._reading.numerics, self._name),
         )
 
     def _casts(self, row: CountRow) -> list[Cast]:

@@ -4,12 +4,14 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 
 from ..engine.low_bit.plan import RECORDS
-from ..policy.value import Policy
 from .facts import Facts
-from .records import Chain, Finding, NonFinite, Region
+from .numerics_findings import overflow, underflow
+from .policy_remedies import may_have, nonfinite_remedy, policy_text
+from .records import Chain, Finding, Region
 from .remedies import FAST, Trial, name_of
 from .slow_dtypes import slow_dtypes
 from .sums import add
+from .units import module_text, times_text
 from .units import size as _bytes
 
 _Finder = Callable[[Facts], Iterator[Finding]]
@@ -31,35 +33,18 @@ def grouped(findings: Iterable[Finding]) -> list[tuple[Finding, ...]]:
 def _nonfinite(facts: Facts) -> Iterator[Finding]:
     seen = facts.nonfinite
     if seen is not None:
-        where = _module(seen.module)
+        where = module_text(seen.module)
         called = f" It was called at {seen.stack[-1]}." if seen.stack else ""
         yield Finding(
             "nonfinite",
             where,
             f"{seen.op} was the first op to turn finite inputs into {seen.what} ({seen.dtype}, {seen.phase}); "
-            f"ops did so {_times(seen.count)}.{called}",
-            _nonfinite_remedy(seen),
+            f"ops did so {times_text(seen.count)}.{called}",
+            nonfinite_remedy(seen.op, seen.dtype, seen.phase),
             module=seen.module,
             ops=(seen.op,),
             count=seen.count,
         )
-
-
-def _nonfinite_remedy(seen: NonFinite) -> str:
-    if seen.dtype in _AS_FAR_AS_FLOAT32:
-        also = "" if seen.dtype in ("float32", "float64") else ", which has the range of float32"
-        return (
-            f"It was computed in {seen.dtype}{also}: a wider dtype does not help. Check its inputs, such as a zero in "
-            "a divisor or a logarithm, and avoid them with clamp() or an epsilon."
-        )
-    name = name_of(seen.op)
-    keep = f"Keep the op in float32, with {_policy(name, 'fp32')}, use" if _may_have(name, "fp32") else "Use"
-    in_forward = f"{keep} bfloat16, or in training scale the loss (polycast.grad_scaler)."
-    in_backward = "Scale the loss (polycast.grad_scaler), or use bfloat16."
-    return f"{seen.dtype} has less range than float32. {in_backward if seen.phase == 'backward' else in_forward}"
-
-
-_AS_FAR_AS_FLOAT32 = ("bfloat16", "float32", "float64", "complex64", "complex128")
 
 
 def _weights_cast_again(facts: Facts) -> Iterator[Finding]:
@@ -75,8 +60,8 @@ def _weights_cast_again(facts: Facts) -> Iterator[Finding]:
         rate = size / facts.run.seconds if facts.run.seconds > 0 else 0.0
         yield Finding(
             "weights_cast_again",
-            _module(most) + (f" and {others} other module{'s' * (others > 1)}" if others else ""),
-            f"weights were cast again {_times(count)} although they had not changed: {_bytes(size)}, "
+            module_text(most) + (f" and {others} other module{'s' * (others > 1)}" if others else ""),
+            f"weights were cast again {times_text(count)} although they had not changed: {_bytes(size)}, "
             f"{_bytes(rate)} per second.",
             "Pass a cache that outlives the region: polycast.autocast(..., cache=polycast.WeightCache()).",
             module=most,
@@ -94,7 +79,7 @@ def _recipe_in_training(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "recipe_in_training",
                 refused[0].device,
-                f"ops of the recipe {recipe} ran in the fast dtype {_times(count)}, because {RECORDS}.",
+                f"ops of the recipe {recipe} ran in the fast dtype {times_text(count)}, because {RECORDS}.",
                 "Run inference under torch.no_grad() or torch.inference_mode().",
                 ops=tuple(dict.fromkeys(each.op for each in refused)),
                 count=count,
@@ -115,7 +100,7 @@ def _chains(facts: Facts) -> Iterator[Finding]:
             what, remedy = explain(together, group, trial)
             yield Finding(
                 kind,
-                _module(together.module),
+                module_text(together.module),
                 what,
                 remedy,
                 module=together.module,
@@ -138,9 +123,9 @@ def _round_trip(chain: Chain, _: list[Chain], trial: Trial) -> tuple[str, str]:
     down, up = chain.ops
     asked = [] if trial.is_kept_in_float32(name_of(up)) else [(name_of(up), FAST)]
     asked.append((name_of(down), "fp32"))
-    saving = next((_policy(name, policy) for name, policy in asked if _saved(trial, name, policy) > 0), None)
+    saving = next((policy_text(name, policy) for name, policy in asked if _saved(trial, name, policy) > 0), None)
     return (
-        f"an activation is cast to {chain.dtype} for {down} and back to float32 for {up}, {_times(chain.count)}: "
+        f"an activation is cast to {chain.dtype} for {down} and back to float32 for {up}, {times_text(chain.count)}: "
         f"{_bytes(chain.bytes)} cast.",
         _no_policy(trial) if saving is None else f"Compute both in one dtype: {saving}.",
     )
@@ -150,9 +135,9 @@ def _float32_by_one_input(chain: Chain, _: list[Chain], trial: Trial) -> tuple[s
     (op,) = chain.ops
     remedy = f"Cast that input, as in value.to({chain.dtype})"
     if _saved(trial, name_of(op), FAST) > 0:
-        remedy += f", or give the op a policy: {_policy(name_of(op), FAST)}"
+        remedy += f", or give the op a policy: {policy_text(name_of(op), FAST)}"
     return (
-        f"{op} computes in float32, {_times(chain.count)}, because one input is float32 and the others are "
+        f"{op} computes in float32, {times_text(chain.count)}, because one input is float32 and the others are "
         f"{chain.dtype}: {_bytes(chain.bytes)} of outputs.",
         f"{remedy}.",
     )
@@ -161,16 +146,19 @@ def _float32_by_one_input(chain: Chain, _: list[Chain], trial: Trial) -> tuple[s
 def _unlisted_float32_op(chain: Chain, chains: list[Chain], trial: Trial) -> tuple[str, str]:
     op, dtype = chain.ops[1], chain.dtype
     before, after = (" and ".join(dict.fromkeys(each.ops[at] for each in chains)) for at in (0, 2))
-    where = f", in {_few([_module(name) for name in chain.consumers])}" if chain.consumers else ""
+    where = f", in {_few([module_text(name) for name in chain.consumers])}" if chain.consumers else ""
     casts = sum(chain.consumers.values()) or chain.count
     what = (
-        f"{op} has no policy and runs in float32, {_times(chain.count)}, between {before} and {after}, which run in "
-        f"{dtype}: {_bytes(chain.bytes)} of outputs, cast {_times(casts)}{where}."
+        f"{op} has no policy and runs in float32, {times_text(chain.count)}, between {before} and {after}, which run "
+        f"in {dtype}: {_bytes(chain.bytes)} of outputs, cast {times_text(casts)}{where}."
     )
     saved = {name: _saved(trial, name, FAST) for name in trial.upstream(op, chain.module)[:_MOST_TRIED]}
     best = max(saved, key=lambda name: saved[name])
     if saved[best] > 0:
-        return what, f"If {best} may run in {dtype}, {_policy(best, FAST)} saves about {_bytes(saved[best])} of casts."
+        return (
+            what,
+            f"If {best} may run in {dtype}, {policy_text(best, FAST)} saves about {_bytes(saved[best])} of casts.",
+        )
     if (trial.change_unconverted(op, chain.module) or 0) < 0:
         return what, f"The program converts its input to float32. If {op} may run in {dtype}, remove the conversion."
     return what, _no_policy(trial)
@@ -179,7 +167,7 @@ def _unlisted_float32_op(chain: Chain, chains: list[Chain], trial: Trial) -> tup
 def _loss_in_fast_dtype(chain: Chain, _: list[Chain], __: Trial) -> tuple[str, str]:
     (op,) = chain.ops
     return (
-        f"a loss is computed in {chain.dtype}, by {op}, {_times(chain.count)}.",
+        f"a loss is computed in {chain.dtype}, by {op}, {times_text(chain.count)}.",
         "Compute it in float32: call the loss on output.float(), or give its ops the policy fp32.",
     )
 
@@ -201,20 +189,7 @@ def _no_policy(trial: Trial) -> str:
 
 def _saved(trial: Trial, name: str, policy: str) -> int:
     """Return how many bytes of casts a policy for an op would save; 0 if unknown."""
-    return -(trial.change(name, policy) or 0) if _may_have(name, policy) else 0
-
-
-@functools.cache
-def _may_have(name: str, policy: str) -> bool:
-    try:
-        Policy({name: policy})
-    except ValueError:  # it writes to its inputs, or this torch lacks the op
-        return False
-    return True
-
-
-def _policy(name: str, policy: str) -> str:
-    return f'policy={{"{name}": "{policy}"}}'
+    return -(trial.change(name, policy) or 0) if may_have(name, policy) else 0
 
 
 def _few(names: list[str]) -> str:
@@ -233,7 +208,7 @@ def _disabled_regions(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "disabled_region",
                 region.where,
-                f"the region for {region.device} is disabled, {_times(region.entries)}: {region.reason or asked}.",
+                f"the region for {region.device} is disabled, {times_text(region.entries)}: {region.reason or asked}.",
                 "It casts nothing.",
                 count=region.entries,
             )
@@ -246,7 +221,7 @@ def _unused_regions(facts: Facts) -> Iterator[Finding]:
 
 
 def _unused(region: Region) -> Finding:
-    times = "every time" if region.unused == region.entries else f"{region.unused} of {_times(region.entries)}"
+    times = "every time" if region.unused == region.entries else f"{region.unused} of {times_text(region.entries)}"
     return Finding(
         "unused_region",
         region.where,
@@ -258,6 +233,8 @@ def _unused(region: Region) -> Finding:
 
 _FINDERS: tuple[_Finder, ...] = (
     _nonfinite,
+    overflow,
+    underflow,
     slow_dtypes,
     _disabled_regions,
     _unused_regions,
@@ -265,13 +242,3 @@ _FINDERS: tuple[_Finder, ...] = (
     _chains,
     _recipe_in_training,
 )
-
-
-def _module(name: str | None) -> str:
-    if name is None:
-        return "outside of the model's modules"
-    return name or "the model"
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count:,} times"

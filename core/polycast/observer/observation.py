@@ -43,11 +43,27 @@ class Observation:
         (1, 'lower_precision_fp', "backend's table", {'bfloat16': 1})
     """
 
-    def __init__(self, facts: "Facts | Callable[[], Facts]") -> None:
+    def __init__(self, facts: "Facts | Callable[[], Facts]", step: Callable[[], None] | None = None) -> None:
         self._facts = facts
         """The facts or, inside the block, a function that returns them."""
         self._trace: Trace | None = None
         """The times of ops and casts, after a block with ``trace=True``."""
+        self._step = step
+
+    def step(self) -> None:
+        """Note that a step of the program has ended, such as a training step, and the next one begins.
+
+        With ``schedule=``, each step is observed or not. Call it on the thread that entered the block.
+
+        Raises:
+            RuntimeError: the block has ended, or this is another thread.
+        """
+        if self._step is None:
+            raise RuntimeError("this observation has ended: call step() inside the block of polycast.observe")
+        self._step()
+
+    def _end(self, facts: Facts) -> None:
+        self._facts, self._step = facts, None
 
     @property
     def facts(self) -> Facts:

@@ -24,6 +24,8 @@ from .low_bit_counts import LowBitCounts
 from .observation import Observation
 from .recorder import NONFINITE, read
 from .step_origin import StepOrigins
+from .step_schedule import Schedule
+from .steps import Steps
 from .trace import MOST_EVENTS, trace_of
 
 _THREADS = ("this", "all")
@@ -46,10 +48,14 @@ class observe:
         trace: keep the time of each op and cast, the first million of them, for :meth:`Observation.to_trace`. Implies
             `timing`.
         threads: ``"this"``: this thread, and the backward passes that it starts; ``"all"``: all threads.
+        numerics: count the magnitudes of what ops compute and cast in regions and backward passes, and how much of it
+            underflows and overflows: ``Observation.numerics``.
+        schedule: observe only some steps of a program that calls ``Observation.step()`` after each one: the result of
+            ``torch.profiler.schedule``, or an int n for every n-th step, beginning with the first. None: all.
 
     Raises:
-        TypeError: `model` is not a module, or an option is not a bool.
-        ValueError: `nonfinite` or `threads` has another value than these.
+        TypeError: `model` is not a module, an option is not a bool, or `schedule` is no schedule.
+        ValueError: `nonfinite` or `threads` has another value than these, or `schedule` selects no step.
         RuntimeError: on entering, the process runs on the reference engine, or the C++ cannot be built.
         FloatingPointError: see `nonfinite`; it names the op and the module.
 
@@ -73,12 +79,16 @@ class observe:
         stacks: bool = False,
         trace: bool = False,
         threads: Literal["this", "all"] = "this",
+        numerics: bool = False,
+        schedule: Schedule | int | None = None,
     ) -> None:
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
-        _check_options(timing=timing, stacks=stacks, trace=trace)
+        _check_options(timing=timing, stacks=stacks, trace=trace, numerics=numerics)
         _check_option("nonfinite", nonfinite, NONFINITE)
         _check_option("threads", threads, _THREADS)
+        Steps(schedule)  # raises if it is not one
+        self._schedule = schedule
         self._model = model  # held until the block is entered
         self._weak_model = None if model is None else weakref.ref(model)
         self._options = Run(
@@ -87,6 +97,7 @@ class observe:
             timing=timing or trace,
             nonfinite=nonfinite,
             stacks=stacks,
+            numerics=numerics,
         )
         self._trace = trace
         self._running: list[_Observing] = []
@@ -95,7 +106,7 @@ class observe:
         model, self._model = self._model, None
         if model is None and self._weak_model is not None:
             model = self._weak_model()
-        running = _Observing(self._options, model, self._finds_modules, self._trace)
+        running = _Observing(self._options, model, self._finds_modules, self._trace, Steps(self._schedule))
         running.start()
         self._running.append(running)
         return running.observation
@@ -108,11 +119,12 @@ class observe:
         running = self._running.pop()
         running.stop()
         if error is None:
+            running.steps.warn_if_unobserved()
             running.raise_nonfinite()
 
     def __repr__(self) -> str:
         run = self._options
-        more = {"model": run.model, "timing": run.timing, "stacks": run.stacks}
+        more = {"model": run.model, "timing": run.timing, "stacks": run.stacks, "numerics": run.numerics}
         texts = [f"{name}={value}" for name, value in more.items() if value]
         texts += [f"nonfinite={run.nonfinite!r}", f"threads={run.threads!r}"]
         return f"<observe({', '.join(texts)}): {'observing' if self._running else 'not observing'}>"
@@ -127,11 +139,16 @@ class observe_program(observe):
 class _Observing:
     """The observation of one block."""
 
-    def __init__(self, options: Run, model: nn.Module | None, finds_modules: bool, trace: bool) -> None:
+    def __init__(self, options: Run, model: nn.Module | None, finds_modules: bool, trace: bool, steps: Steps) -> None:
+        self.steps = steps
         self._run = options
         self._observer = load_observer()
         self._recorder = self._observer.Recorder(
-            options.threads == "all", options.timing, NONFINITE.index(options.nonfinite), options.stacks
+            options.threads == "all",
+            options.timing,
+            NONFINITE.index(options.nonfinite),
+            options.stacks,
+            options.numerics,
         )
         self._trace = trace
         if trace:
@@ -145,10 +162,36 @@ class _Observing:
             self._modules.add(model)
         self._low_bit = LowBitCounts()
         self._raised = False
-        self._began = time.perf_counter()
-        self.observation = Observation(self._facts)
+        self._seconds = 0.0
+        self._began: float | None = None
+        """When the observed step, or the block, began; None in a step that is not observed."""
+        self._observed: ExitStack | None = None
+        self.observation = Observation(self._facts, self._step)
 
     def start(self) -> None:
+        if self.steps.is_observed:
+            self._resume()
+
+    def _step(self) -> None:
+        if self._thread not in (None, threading.get_ident()):
+            raise RuntimeError(
+                "step() was called on another thread than the one that is observed: call it there, or observe all "
+                'threads, with threads="all"'
+            )
+        self.steps.next()
+        if self.steps.is_observed and self._observed is None:
+            self._resume()
+        elif not self.steps.is_observed:
+            self._pause()
+
+    def _pause(self) -> None:
+        observed, self._observed = self._observed, None
+        if observed is not None:
+            observed.close()
+        if self._began is not None:
+            self._seconds, self._began = self._seconds + time.perf_counter() - self._began, None
+
+    def _resume(self) -> None:
         with ExitStack() as started:  # undone if a signal handler raises in the middle
 
             def listen(listeners: Listeners[_L], listener: _L) -> None:
@@ -169,24 +212,26 @@ class _Observing:
             self._began = time.perf_counter()
             started.callback(self._recorder.stop)
             self._recorder.start()
-            self._started = started.pop_all()
+            self._observed = started.pop_all()
 
     def _note_low_bit(self, device_type: str, recipe: str, op: str, reason: str | None) -> None:
         self._low_bit.note(device_type, recipe, op, reason)
         self._observer.note_low_bit(recipe, reason or "")
 
     def stop(self) -> None:
-        self._started.close()
+        self._pause()
         if self._trace:
             self.observation._trace = trace_of(self._recorder, self._modules.named)
-        self.observation._facts = self._facts()
+        self.observation._end(self._facts())
         self._modules.clear()
 
     def _facts(self) -> Facts:
         run = Run(
             **{
                 **vars(self._run),
-                "seconds": time.perf_counter() - self._began,
+                "seconds": self._seconds + (0.0 if self._began is None else time.perf_counter() - self._began),
+                "steps": self.steps.ended,
+                "observed_steps": self.steps.observed,
                 "engine": "native",
                 "versions": dict(versions()),
             }

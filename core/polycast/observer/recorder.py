@@ -114,6 +114,24 @@ class RegionRow:
 
 
 @dataclass(frozen=True)
+class NumericsRow:
+    """Values of an op in one module, phase and dtype; `of` is as in a NumericsRecord, `source` None for results."""
+
+    op: str
+    backward: bool
+    module: int
+    of: str
+    source: torch.dtype | None
+    dtype: torch.dtype
+    count: int
+    amax: float
+    underflowed: int
+    overflowed: int
+    zeroed: int
+    nonfinite: int
+
+
+@dataclass(frozen=True)
 class NonFiniteRow:
     """The first op that turned finite inputs into inf or nan."""
 
@@ -160,6 +178,7 @@ class Reading:
     chains: Sequence[ChainRow]
     regions: Sequence[RegionRow]
     compiled: Sequence[tuple[str, int, int]]
+    numerics: Sequence[NumericsRow]
     overrides: Mapping[int, Any]
     nonfinite: NonFiniteRow | None
 
@@ -173,6 +192,7 @@ def read(recorder: "Recorder") -> Reading:
         chains=[ChainRow(*row) for row in raw["chains"]],
         regions=[RegionRow(*row) for row in raw["regions"]],
         compiled=raw["compiled"],
+        numerics=[NumericsRow(*row) for row in raw["numerics"]],
         overrides={number: override for number, (override, _) in raw["overrides"].items()},
         nonfinite=None if raw["nonfinite"] is None else NonFiniteRow(*raw["nonfinite"]),
     )
@@ -216,14 +236,14 @@ class Recorder(Protocol):
         """Count the accumulation of a parameter's gradient for a module."""
 
 
-_MakeRecorder: TypeAlias = Callable[[bool, bool, int, bool], Recorder]
+_MakeRecorder: TypeAlias = Callable[[bool, bool, int, bool, bool], Recorder]
 
 
 class Observer(Protocol):
     """The C++ module, bound to the native engine."""
 
     Recorder: _MakeRecorder
-    """Takes `all_threads`, `timing`, `nonfinite` (an index into NONFINITE) and `stacks`."""
+    """Takes `all_threads`, `timing`, `nonfinite` (an index into NONFINITE), `stacks` and `numerics`."""
 
     def enter_module(self, module: object, /) -> None:
         """Count the ops of this thread for a module, if a recorder knows it."""

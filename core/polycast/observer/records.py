@@ -286,8 +286,8 @@ class Finding:
 
     Attributes:
         kind: ``"weights_cast_again"``, ``"round_trip"``, ``"float32_by_one_input"``, ``"unlisted_float32_op"``,
-            ``"nonfinite"``, ``"slow_dtype"``, ``"disabled_region"``, ``"unused_region"``, ``"loss_in_fast_dtype"`` or
-            ``"recipe_in_training"``.
+            ``"nonfinite"``, ``"overflow"``, ``"underflow"``, ``"slow_dtype"``, ``"disabled_region"``,
+            ``"unused_region"``, ``"loss_in_fast_dtype"`` or ``"recipe_in_training"``.
         where: the module, line of the program or device, as text.
         what: what was found, with numbers.
         remedy: what to do.

@@ -70,7 +70,7 @@ def add(record: _R | None, other: _R, factor: int = 1) -> _R:
         if isinstance(value, bool) or each.name in _IDENTITY.get(type(other), ()):
             continue
         if each.name in _MAXIMA:
-            changed[each.name] = max(mine or 0, value) if factor > 0 else mine or 0
+            changed[each.name] = max(mine or 0.0, value) if factor > 0 else mine or 0.0
         elif isinstance(value, (int, float)):
             changed[each.name] = (mine or 0) + factor * value
         elif isinstance(value, Mapping):

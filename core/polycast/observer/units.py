@@ -1,4 +1,4 @@
-"""Format sizes."""
+"""Format sizes, numbers of times and modules."""
 
 
 def size(count: float) -> str:
@@ -8,3 +8,15 @@ def size(count: float) -> str:
             return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} GB"
+
+
+def module_text(name: str | None) -> str:
+    """Return the name of a module, as text."""
+    if name is None:
+        return "outside of the model's modules"
+    return name or "the model"
+
+
+def times_text(count: int) -> str:
+    """Format a number of times, as in ``3 times``."""
+    return "once" if count == 1 else f"{count:,} times"

@@ -8,6 +8,8 @@
 
 #pragma once
 
+#include "magnitudes.h"
+#include "observed.h"
 #include "parallel.h"
 
 #if defined(__x86_64__)
@@ -87,16 +89,43 @@ bool can_cast_on_cpu(const Tensor& weight, ScalarType dtype) {
       weight.storage().nbytes() >= bytes && has_instructions() && polycast::has_threads();
 }
 
+// Cast and count what underflows and overflows, a few pages at a time: the values are counted while they are in the cache.
+template <ScalarType dtype>
+Magnitudes cast_and_count_part(const float* from, uint16_t* to, int64_t count) {
+  constexpr int64_t kPages = 8192;  // floats
+  Magnitudes counts;
+  for (int64_t at = 0; at < count; at += kPages) {
+    const int64_t some = std::min(kPages, count - at);
+    cast_part<dtype>(from + at, to + at, some);
+    count_some(reinterpret_cast<const int32_t*>(from + at), some, *bounds_of(at::kFloat, dtype), counts);
+  }
+  return counts;
+}
+
+template <ScalarType dtype>
+void cast_all(const float* from, uint16_t* to, int64_t count, CountedCast* counted) {
+  constexpr int64_t kGrain = 32768;  // floats for each thread at least, as in torch
+  if (counted == nullptr) {
+    polycast::for_each_part(
+        count, kGrain, [&](int64_t begin, int64_t end) { cast_part<dtype>(from + begin, to + begin, end - begin); });
+    return;
+  }
+  std::mutex mutex;
+  polycast::for_each_part(count, kGrain, [&](int64_t begin, int64_t end) {
+    const Magnitudes part = cast_and_count_part<dtype>(from + begin, to + begin, end - begin);
+    const std::lock_guard<std::mutex> lock(mutex);
+    counted->magnitudes.add(part);
+  });
+  counted->count += count;
+}
+
 // Fill a cast of the same layout. Profilers see it under the name of torch's kernel.
 void cast_on_cpu(const Tensor& weight, const Tensor& cast) {
-  constexpr int64_t kGrain = 32768;  // floats for each thread at least, as in torch
   RECORD_FUNCTION("aten::copy_", (std::array<c10::IValue, 2>{cast, weight}));
   const auto* const from = static_cast<const float*>(weight.const_data_ptr());
   auto* const to = static_cast<uint16_t*>(cast.mutable_data_ptr());
-  const auto cast_some = cast.scalar_type() == at::kHalf ? &cast_part<at::kHalf> : &cast_part<at::kBFloat16>;
-  polycast::for_each_part(weight.numel(), kGrain, [&](int64_t begin, int64_t end) {
-    cast_some(from + begin, to + begin, end - begin);
-  });
+  CountedCast* const counted = observed_op == nullptr ? nullptr : observed_op->cast;
+  (cast.scalar_type() == at::kHalf ? &cast_all<at::kHalf> : &cast_all<at::kBFloat16>)(from, to, weight.numel(), counted);
 }
 
 #else

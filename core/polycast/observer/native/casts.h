@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "nonfinite.h"
+#include "numerics.h"
 #include "op_events.h"
 #include "values.h"
 #include "watch.h"
@@ -57,6 +57,9 @@ void note_cast(ObservedCall& call, const Tensor& tensor, const Tensor& cast, con
     add_event(
         *op.watch, {op.op, begin, end, 0, kNoModule, op.backward, true, counts.source, counts.target, seen.of_weight,
                     counts.hits > 0, bytes_of(cast)});
+  }
+  if (op.numerics != nullptr) {
+    count_cast(op, tensor, cast, seen.of_weight, counts.count != 0);
   }
   for (Input& input : op.sources) {
     if (input.tensor == tensor.unsafeGetTensorImpl() && input.source.cast == ScalarType::Undefined) {

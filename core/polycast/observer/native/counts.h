@@ -7,6 +7,7 @@
 #include <map>
 #include <tuple>
 
+#include "numerics_counts.h"
 #include "tensors.h"
 
 namespace {
@@ -28,6 +29,8 @@ struct OpInfo {
   bool has_uninitialized_output = false;
   bool copies = false;    // its output has the values of its input
   bool converts = false;  // and the dtype that the program asks for
+  bool moves = false;  // it copies, also into another tensor
+  bool multiplies = false;  // two matrices, or two batches of them, which are its inputs
   bool is_loss = false;
   FlopFormula flops = nullptr;  // null: it is not a matmul
 };
@@ -272,6 +275,7 @@ struct Totals {
   std::unordered_map<int, uint64_t> entries;  // calls by module
   std::map<Chain, ChainCounts> chains;
   std::map<RegionKey, RegionCounts> regions;
+  std::map<NumericsKey, NumericsCounts> numerics;
   std::map<std::pair<std::string, int>, uint64_t> compiled;  // calls by region of compiled code and module
 
   void add(const Totals& other) {
@@ -296,6 +300,7 @@ struct Totals {
     add_numbers(entries, other.entries);
     add_all(chains, other.chains);
     add_all(regions, other.regions);
+    add_all(numerics, other.numerics);
     add_numbers(compiled, other.compiled);
   }
 };

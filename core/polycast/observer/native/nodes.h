@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -22,6 +23,7 @@ struct ObservedNode final : Observed {
   Watch::Tables tables;
   c10::SmallVector<Table::Node, 2> before;  // of each table
   size_t lent = 0;                          // recorders
+  bool had_grad_mode = false;               // the node around it
 };
 
 // Lend this thread, one of autograd's own, the recorders of the thread that made the node; return how many. torch copies that
@@ -99,6 +101,7 @@ std::unique_ptr<at::ObserverContext> begin_node(Watch& watch) {
   auto node = std::make_unique<ObservedNode>();
   node->watch = &watch;
   node->lent = lent;
+  node->had_grad_mode = std::exchange(watch.node_has_grad_mode, at::GradMode::is_enabled());
   for (const auto& table : watch.tables) {
     node->before.push_back(table->enter_node(module_of_node(table, *running)));
     node->tables.push_back(table);
@@ -108,6 +111,7 @@ std::unique_ptr<at::ObserverContext> begin_node(Watch& watch) {
 }
 
 void end_node(ObservedNode& node) {
+  node.watch->node_has_grad_mode = node.had_grad_mode;
   for (size_t i = 0; i < node.tables.size(); ++i) {
     node.tables[i]->leave_node(node.before[i]);
   }

@@ -1,7 +1,7 @@
 // The observer's Python module. It counts what the native engine and torch run.
 //
 // Compiled as one unit with the files that it includes. From the bottom: counts.h, op_infos.h, flops.h, table.h, events.h, recorder.h and watch.h
-// hold the counts; nonfinite.h, entered_regions.h, op_events.h, nodes.h, casts.h, op_begins.h, op_ends.h and callbacks.h make them; reading.h returns them.
+// hold the counts; nonfinite.h, numerics.h, entered_regions.h, op_events.h, nodes.h, casts.h, op_begins.h, op_ends.h and callbacks.h make them; reading.h returns them.
 
 #include <set>
 
@@ -28,11 +28,11 @@ void acquire_locks() {
   }
 }
 
-// Recorder(all_threads, timing, nonfinite, stacks)
+// Recorder(all_threads, timing, nonfinite, stacks, numerics)
 PyObject* make_recorder(PyTypeObject*, PyObject* arguments, PyObject*) {
-  int all_threads, timing, nonfinite, stacks;
-  parse(arguments, "ppip", &all_threads, &timing, &nonfinite, &stacks);
-  return Holder<Recorder>::wrap(std::make_shared<Recorder>(all_threads != 0, timing != 0, nonfinite, stacks != 0));
+  int all_threads, timing, nonfinite, stacks, numerics;
+  parse(arguments, "ppipp", &all_threads, &timing, &nonfinite, &stacks, &numerics);
+  return Holder<Recorder>::wrap(std::make_shared<Recorder>(all_threads != 0, timing != 0, nonfinite, stacks != 0, numerics != 0));
 }
 
 PyObject* recorder_start(PyObject* self, PyObject*) {

@@ -8,7 +8,7 @@
 
 #include "autocast.h"
 #include "entered_regions.h"
-#include "nonfinite.h"
+#include "numerics.h"
 #include "op_infos.h"
 #include "values.h"
 #include "watch.h"
@@ -105,7 +105,8 @@ void add_input(ObservedOp& op, const Tensor& tensor, const c10::impl::LocalDispa
   if (op.device < 0) {
     op.device = device_of_autocast(tensor, keys);
   }
-  if (op.watch->looks_for_nonfinite) {
+  const bool keeps_inputs = op.watch->looks_for_nonfinite || op.watch->numerics;
+  if (keeps_inputs) {
     op.is_wrapped = op.is_wrapped || is_wrapper(tensor);
     if (tensor.is_floating_point() || tensor.is_complex()) {
       op.unchecked.push_back(tensor);
@@ -123,7 +124,7 @@ void add_input(ObservedOp& op, const Tensor& tensor, const c10::impl::LocalDispa
     op.fast_inputs += is_fast(dtype);
     op.float32_inputs += dtype == at::kFloat;
   }
-  if ((!op.backward || op.watch->looks_for_nonfinite) && tensor.has_storage()) {
+  if ((!op.backward || keeps_inputs) && tensor.has_storage()) {
     op.storages.push_back(storage_of(tensor));
   }
   if (!op.backward) {
@@ -153,7 +154,10 @@ void check_written_inputs(ObservedOp& op, c10::ArrayRef<const c10::IValue> input
   decltype(op.unchecked) others;
   for (Tensor& tensor : op.unchecked) {
     if (has_storage_among(changed, tensor)) {
-      op.inputs_were_finite = op.inputs_were_finite && is_finite(tensor);
+      op.inputs_were_finite = op.inputs_were_finite && (!op.watch->looks_for_nonfinite || is_finite(tensor));
+      if (op.numerics != nullptr) {
+        op.numerics->knows_inputs = false;
+      }
     } else if (!has_storage_among(replaced, tensor)) {
       others.push_back(std::move(tensor));
     }
@@ -236,7 +240,10 @@ std::unique_ptr<at::ObserverContext> begin_op(Watch& watch, const at::RecordFunc
     check_written_inputs(*op, inputs);
     return op;
   }
-  if (watch.looks_for_nonfinite) {
+  if (watch.numerics) {
+    begin_numerics(*op, inputs);
+  }
+  if (watch.looks_for_nonfinite || op->numerics != nullptr) {
     check_written_inputs(*op, inputs);
   }
   if (op->device >= 0) {

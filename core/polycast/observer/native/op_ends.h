@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "nonfinite.h"
+#include "numerics.h"
 #include "op_events.h"
 #include "python.h"
 #include "values.h"
@@ -173,11 +173,6 @@ void note_nonfinite(const ObservedOp& op, const Tensor& output) {
   }
 }
 
-// Return whether an output is an input or a view of one.
-bool is_input(const ObservedOp& op, const Tensor& output) {
-  return op.op->written.empty() && has_storage_among(op.storages, output);
-}
-
 // Check the outputs and, if one is not finite, the inputs.
 void check_outputs(const ObservedOp& op, c10::ArrayRef<c10::IValue> outputs) {
   bool done = !op.inputs_were_finite || op.op->has_uninitialized_output;
@@ -308,6 +303,10 @@ void end_op(ObservedOp& op, const at::RecordFunction& event) {
   }
   if (watch.keeps_events && op.is_timed) {
     add_event(watch, {op.op, op.began, ended, 0, kNoModule, op.backward, false, ScalarType::Undefined, computes, false, false, 0});
+  }
+  if (op.numerics != nullptr) {
+    count_outputs(op, outputs);
+    add_numerics(op);
   }
   add_counts(watch, Call{op, dtypes, computes, seconds});
 }

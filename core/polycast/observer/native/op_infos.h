@@ -43,7 +43,9 @@ class OpInfos {
       info->has_uninitialized_output = has("empty") || has("::resize") || has("::set_");
       info->flops = formula_of(base);
       info->converts = base == "aten::to" || base == "aten::type_as" || has("_to_copy");
+      info->multiplies = base == "aten::mm" || base == "aten::bmm";
       info->copies = info->converts || has("::clone") || has("::contiguous");
+      info->moves = info->copies || base == "aten::copy_";
       info->is_loss = has("_loss") || has("::binary_cross_entropy") || has("::kl_div");
       info->name = std::move(name);
     }

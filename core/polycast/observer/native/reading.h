@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include "nonfinite.h"
 #include "python.h"
 #include "recorder.h"
 
@@ -108,6 +109,33 @@ PyObject* read_events(Recorder& recorder) {
   }), dropped);
 }
 
+// Return what torch's ops counted: underflowed, overflowed, zeroed, nonfinite and amax. Waits for the device.
+NumericsCounts read_device(const CountsOnDevice& sum) {
+  const Unobserved unobserved;
+  if (sum.stream) {
+    sum.stream->synchronize();
+  }
+  const Tensor numbers = sum.counts.cpu();
+  const auto* const each = numbers.const_data_ptr<int64_t>();
+  NumericsCounts counts;
+  counts.underflowed = each[0];
+  counts.overflowed = each[1];
+  counts.zeroed = each[2];
+  counts.nonfinite = each[3];
+  counts.amax = sum.amax.item<double>();
+  return counts;
+}
+
+PyObject* row_of_numerics(const NumericsKey& key, NumericsCounts counts) {
+  for (const CountsOnDevice& sum : counts.on_devices) {
+    counts.add_numbers(read_device(sum));
+  }
+  return Py_BuildValue(
+      "(sNisOOKdKKKK)", key.op->name.c_str(), PyBool_FromLong(key.backward), key.module, kValuesOf[static_cast<size_t>(key.of)],
+      python_dtype(key.source), python_dtype(key.dtype), counts.count, counts.amax, counts.underflowed, counts.overflowed,
+      counts.zeroed, counts.nonfinite);
+}
+
 PyObject* dict_of(const std::unordered_map<const void*, Object>& overrides) {
   Object dict = Object::steal(PyDict_New());
   for (const auto& [address, override] : overrides) {
@@ -145,14 +173,14 @@ PyObject* read(Recorder& recorder) {
   }
   const auto row = [](auto convert) { return [convert](const auto& each) { return convert(each.first, each.second); }; };
   return Py_BuildValue(
-      "{sNsNsNsNsNsNsN}", "counts", counts, "entries",
+      "{sNsNsNsNsNsNsNsN}", "counts", counts, "entries",
       list_of(totals.entries, row([](int module, uint64_t count) { return Py_BuildValue("(iK)", module, count); })), "chains",
       list_of(totals.chains, row(&row_of_chain)), "regions",
       list_of(totals.regions, row(&row_of_region)), "compiled",
       list_of(totals.compiled, row([](const auto& key, uint64_t count) {
         return Py_BuildValue("(siK)", key.first.c_str(), key.second, count);
       })),
-      "overrides", dict_of(overrides), "nonfinite", first ? row_of_nonfinite(*first, nonfinite_count) : Py_NewRef(Py_None));
+      "numerics", list_of(totals.numerics, row(&row_of_numerics)), "overrides", dict_of(overrides), "nonfinite", first ? row_of_nonfinite(*first, nonfinite_count) : Py_NewRef(Py_None));
 }
 
 }  // namespace

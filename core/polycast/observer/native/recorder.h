@@ -50,8 +50,8 @@ uint64_t this_thread() { return at::RecordFunction::currentThreadId(); }  // uni
 
 class Recorder {
  public:
-  Recorder(bool all_threads, bool timing, int nonfinite, bool stacks)
-      : all_threads(all_threads), timing(timing), stacks(stacks), nonfinite(static_cast<NonFinitePolicy>(nonfinite)) {}
+  Recorder(bool all_threads, bool timing, int nonfinite, bool stacks, bool numerics)
+      : all_threads(all_threads), timing(timing), stacks(stacks), numerics(numerics), nonfinite(static_cast<NonFinitePolicy>(nonfinite)) {}
 
   ~Recorder() {
     // This thread may be without the GIL: the last one that had the recorder in its list.
@@ -59,7 +59,7 @@ class Recorder {
         std::move(overrides), std::move(python_stacks), std::move(first)));
   }
 
-  const bool all_threads, timing, stacks;
+  const bool all_threads, timing, stacks, numerics;
   const NonFinitePolicy nonfinite;
   const uint64_t thread = this_thread();
 

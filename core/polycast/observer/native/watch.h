@@ -136,8 +136,9 @@ struct Watch {
   std::vector<EnteredRegion> regions;
   ska::flat_hash_map<const char*, const OpInfo*> ops;
   uint64_t ops_generation = 0;
-  bool timing = false, looks_for_nonfinite = false;  // whether a recorder asks for that
-  bool keeps_events = false;                         // likewise
+  // Whether a recorder asks for these.
+  bool timing = false, looks_for_nonfinite = false, keeps_events = false, numerics = false;
+  bool node_has_grad_mode = false;  // of the autograd node that runs
   bool checks_inner_op = false;
   bool in_matmul = false;
 
@@ -146,13 +147,14 @@ struct Watch {
   // Called when the recorders have changed.
   void find_tables() {
     Tables found;
-    timing = looks_for_nonfinite = keeps_events = false;
+    timing = looks_for_nonfinite = keeps_events = numerics = false;
     for (const auto* const list : {&recorders, &lent}) {
       for (const auto& recorder : *list) {
         found.push_back(recorder->table());
         timing |= recorder->timing;
         keeps_events |= recorder->events.are_kept();
         looks_for_nonfinite |= recorder->nonfinite != NonFinitePolicy::kIgnore;
+        numerics |= recorder->numerics;
       }
     }
     tables.swap(found);
@@ -215,6 +217,7 @@ struct ObservedOp final : Observed, ObservedCall {
   c10::SmallVector<EndedChain, 1> chains;
   c10::SmallVector<Tensor, 4> unchecked;  // inputs that it does not write, to be checked if an output is not finite
   bool inputs_were_finite = true;         // the others, checked before it ran
+  std::unique_ptr<OpNumerics> numerics;   // null: nothing is counted
 };
 
 // A matmul inside an op without a formula of its own, to which its operations are added.

@@ -6,6 +6,7 @@
 
 #include <Python.h>
 
+#include "magnitudes.h"
 #include "tensors.h"
 
 namespace {
@@ -13,6 +14,7 @@ namespace {
 // The engine's view of an observed call of an op.
 struct ObservedCall {
   bool is_timed = false;
+  CountedCast* cast = nullptr;  // to be filled by a cast that can count; null: casts are not counted
 };
 
 // The origin of an input's cast.

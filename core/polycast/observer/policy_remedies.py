@@ -1,0 +1,39 @@
+"""Remedies that give an op a policy."""
+
+import functools
+
+from ..policy.value import Policy
+from .remedies import name_of
+
+
+def nonfinite_remedy(op: str, dtype: str, phase: str) -> str:
+    """Return what to do about an op that turns finite inputs into inf or nan."""
+    if dtype in _AS_FAR_AS_FLOAT32:
+        also = "" if dtype in ("float32", "float64") else ", which has the range of float32"
+        return (
+            f"It was computed in {dtype}{also}: a wider dtype does not help. Check its inputs, such as a zero in "
+            "a divisor or a logarithm, and avoid them with clamp() or an epsilon."
+        )
+    name = name_of(op)
+    keep = f"Keep the op in float32, with {policy_text(name, 'fp32')}, use" if may_have(name, "fp32") else "Use"
+    in_forward = f"{keep} bfloat16, or in training scale the loss (polycast.grad_scaler)."
+    in_backward = "Scale the loss (polycast.grad_scaler), or use bfloat16."
+    return f"{dtype} has less range than float32. {in_backward if phase == 'backward' else in_forward}"
+
+
+_AS_FAR_AS_FLOAT32 = ("bfloat16", "float32", "float64", "complex64", "complex128")
+
+
+@functools.cache
+def may_have(name: str, policy: str) -> bool:
+    """Return whether an op may have a policy."""
+    try:
+        Policy({name: policy})
+    except ValueError:  # it writes to its inputs, or this torch lacks the op
+        return False
+    return True
+
+
+def policy_text(name: str, policy: str) -> str:
+    """Return a policy for an op, as a program writes it."""
+    return f'policy={{"{name}": "{policy}"}}'

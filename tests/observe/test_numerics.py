@@ -1,0 +1,331 @@
+"""What `observe(numerics=True)` counts, compared with counts by NumPy in float64."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import polycast
+
+TINY = {
+    torch.float16: 2.0**-14,
+    torch.bfloat16: 2.0**-126,
+    torch.float32: 2.0**-126,
+    torch.float64: 2.0**-1022,
+    torch.float8_e5m2: 2.0**-14,
+    torch.float8_e4m3fn: 2.0**-6,
+}
+CASTS = [
+    (torch.float32, torch.float16),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float16),
+    (torch.float16, torch.bfloat16),
+    (torch.float64, torch.float32),
+    (torch.float64, torch.float16),
+    (torch.float32, torch.float8_e5m2),
+    (torch.float32, torch.float8_e4m3fn),
+]
+LAYOUTS = {
+    "dense": lambda x: x,
+    "transposed": lambda x: x[: x.numel() // 3 * 3].view(3, -1).t(),
+    "strided": lambda x: x[::3],
+    "expanded": lambda x: x[:1000, None].expand(1000, 3),
+    "0-dim": lambda x: x[0],
+    "empty": lambda x: x[:0],
+    "large": lambda x: x.repeat(12),
+}
+
+
+def _numbers(tensor):
+    return tensor.detach().double().numpy()
+
+
+def reference(values, dtype, before=None, source=None):
+    """Return (count, amax, underflowed, overflowed, zeroed, nonfinite) of a cast, or of a result with finite inputs."""
+    with np.errstate(all="ignore"):
+        finite = np.isfinite(values if before is None else before)
+        amax = float(np.abs(values if before is None else before)[finite].max(initial=0.0))
+        subnormal = (values != 0) & (np.abs(values) < TINY[dtype])
+        nonfinite = ~np.isfinite(values)
+        if before is None:
+            return values.size, amax, int(subnormal.sum()), int(nonfinite.sum()), 0, int(nonfinite.sum())
+        zeroed = (values == 0) & (before != 0)
+        underflowed = zeroed | (subnormal & (np.abs(before) >= TINY[source]))
+        overflowed = nonfinite & finite
+    counts = (underflowed.sum(), overflowed.sum(), zeroed.sum(), nonfinite.sum())
+    return values.size, amax, *map(int, counts)
+
+
+def counts_of(record):
+    return record.count, record.amax, record.underflowed, record.overflowed, record.zeroed, record.nonfinite
+
+
+def values_of(dtype):
+    """Return bit patterns of all kinds: random ones, those around each bound, zeros, infinities and nans."""
+    generator = torch.Generator().manual_seed(0)
+    if dtype in (torch.float16, torch.bfloat16):
+        return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    words, width = (torch.int32, 31) if dtype == torch.float32 else (torch.int64, 62)
+    drawn = torch.randint(-(2**width), 2**width - 1, (20_000,), dtype=words, generator=generator).view(dtype)
+    bounds = [
+        2.0**-14,
+        2.0**-15,
+        2.0**-24,
+        2.0**-25,
+        2.0**-126,
+        2.0**-133,
+        2.0**-134,
+        2.0**-149,
+        65504,
+        65520,
+        464,
+        448,
+    ]
+    bounds += [
+        2.0**-6,
+        2.0**-9,
+        2.0**-10,
+        2.0**-16,
+        2.0**-17,
+        57344,
+        61440,
+        3.3895e38,
+        3.4028e38,
+        2.0**-14 * (1 - 2.0**-11),
+    ]
+    around = torch.tensor(bounds, dtype=dtype).view(words)[:, None] + torch.arange(-3, 4, dtype=words)
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1.0, -1.0], dtype=dtype)
+    small = torch.randn(20_000, dtype=dtype, generator=generator) * 1e-5
+    return torch.cat([drawn, around.flatten().view(dtype), -around.flatten().view(dtype), special, small])
+
+
+def the_record(seen, **fields):
+    (record,) = [each for each in seen.numerics if all(getattr(each, name) == value for name, value in fields.items())]
+    return record
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("source", "target"), CASTS, ids=[f"{a}-{b}".replace("torch.", "") for a, b in CASTS])
+def test_casts_are_counted(engine, source, target, layout):
+    x = LAYOUTS[layout](values_of(source))
+    with polycast.observe(numerics=True) as seen, polycast.autocast("cpu"):
+        cast = x.to(target)
+    if layout == "empty":
+        assert seen.numerics == ()
+        return
+    (record,) = seen.numerics
+    assert counts_of(record) == reference(_numbers(cast), target, _numbers(x), source)
+    assert (record.op, record.role, record.of) == ("aten::to.dtype", "forward", "activation")
+    assert (record.source, record.dtype) == (str(source)[6:], str(target)[6:])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_results_are_counted(engine, dtype, layout):
+    x = LAYOUTS[layout](values_of(dtype))
+    x = torch.where(x.isfinite(), x, 0)
+    with polycast.observe(numerics=True) as seen, polycast.autocast("cpu"):
+        result = x * 4
+    if layout == "empty":
+        assert seen.numerics == ()
+        return
+    (record,) = seen.numerics
+    assert counts_of(record) == reference(_numbers(result), dtype)
+    assert (record.op, record.of, record.source) == ("aten::mul.Tensor", "result", "")
+
+
+@pytest.mark.parametrize("count", [1, 31, 1000, 4097, 300_001])
+@pytest.mark.parametrize("target", [torch.float16, torch.bfloat16], ids=str)
+def test_casts_of_weights_are_counted_as_they_are_made(engine, target, count):
+    values = values_of(torch.float32)
+    weight = torch.nn.Parameter(values.repeat(10)[:count, None].contiguous())
+    with polycast.observe(numerics=True) as seen, polycast.autocast("cpu", target):
+        torch.nn.functional.linear(torch.ones(1, 1, dtype=target), weight)
+    record = the_record(seen, of="weight")
+    expected = reference(_numbers(weight.to(target))[:, 0], target, _numbers(weight)[:, 0], torch.float32)
+    assert counts_of(record) == expected
+
+
+def test_casts_that_are_found_are_not_counted_again(engine):
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    cache = polycast.WeightCache()
+    with polycast.observe(numerics=True) as seen, torch.no_grad():
+        for _ in range(3):
+            with polycast.autocast("cpu", cache=cache):
+                torch.nn.functional.linear(torch.ones(1, 4).bfloat16(), weight)
+    assert the_record(seen, of="weight").count == 16
+
+
+def test_inf_that_an_op_was_given_is_no_overflow(engine):
+    mask = torch.tensor([0.0, -float("inf")])
+    with polycast.observe(numerics=True) as seen, polycast.autocast("cpu", torch.float16):
+        mask + 1
+        torch.ones(2).masked_fill(torch.tensor([True, False]), -float("inf"))
+        mask.half().mul_(2)
+        torch.ones(2).exp2().mul(1e39)
+    assert {each.op: (each.overflowed, each.nonfinite) for each in seen.numerics} == {
+        "aten::add.Tensor": (0, 1),
+        "aten::masked_fill.Scalar": (0, 1),
+        "aten::to.dtype": (0, 1),
+        "aten::mul_.Tensor": (0, 1),
+        "aten::exp2": (0, 0),
+        "aten::mul.Tensor": (2, 2),
+    }
+
+
+def test_values_that_are_only_moved_or_widened_are_not_counted(engine):
+    x = torch.ones(3, 3).half()
+    with polycast.observe(numerics=True) as seen, polycast.autocast("cpu", torch.float16):
+        x.t().contiguous().float().clone()
+    assert seen.numerics == ()
+
+
+def test_nothing_is_counted_outside_of_regions_in_the_forward_pass(engine):
+    with polycast.observe(numerics=True) as seen:
+        torch.ones(3).mul(2).half()
+    assert seen.numerics == ()
+
+
+def test_nothing_is_counted_without_the_option(engine):
+    with polycast.observe() as seen, polycast.autocast("cpu"):
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    assert seen.numerics == ()
+    assert not seen.run.numerics
+
+
+def _net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
+
+
+def test_gradients_belong_to_the_modules_that_computed(engine):
+    model = _net()
+    with polycast.observe(model, numerics=True) as seen:
+        with polycast.autocast("cpu", torch.float16):
+            loss = model(torch.randn(4, 16)).float().sum()
+        (loss * 1e-6).backward()
+    record = the_record(seen, role="backward", op="aten::mm", module="2")
+    assert (record.count, record.dtype, record.of) == (8 * 32 + 4 * 32, "float16", "result")
+    assert record.underflowed > 0.9 * record.count
+    cast = the_record(seen, role="backward", source="float32")
+    assert (cast.module, cast.count, cast.underflowed) == (None, 32, 32)
+
+
+def test_zeros_of_products_underflow_unless_a_row_or_column_is_zero(engine):
+    a, b = torch.full((4, 3), 2e-4), torch.full((3, 5), 2e-4)
+    a[1], b[:, 2] = 0, 0
+    left, right = a.half().requires_grad_(), torch.eye(3).half().requires_grad_()
+    with polycast.observe(numerics=True) as seen:
+        torch.mm(left, right).backward(torch.ones(4, 3).half() * 0)
+        torch.mm(right, left.t()).backward(b[:, :4].half())
+    record = the_record(seen, op="aten::mm")
+    # Of the second one: the gradient of `right`, b[:, :4] @ a, and of left.t(), which is right.t() @ b[:, :4].
+    product = b[:, :4].half().double() @ a.half().double()
+    assert bool((product > 0).all())
+    assert (record.zeroed, record.underflowed) == (0, int((product.abs() < TINY[torch.float16]).sum()))
+
+
+def test_products_that_are_lost_are_counted(engine):
+    left, right = torch.full((4, 3), 2e-5).half().requires_grad_(), torch.eye(3).half().requires_grad_()
+    gradient = torch.full((4, 3), 2e-5)
+    gradient[1] = 0
+    with polycast.observe(numerics=True) as seen:
+        torch.mm(left, right).backward(gradient.half())
+    record = the_record(seen, op="aten::mm")
+    # left.t() @ gradient is all lost; gradient @ right.t() has a row of zeros and 9 subnormal elements.
+    assert (record.count, record.zeroed, record.underflowed) == (9 + 12, 9, 18)
+
+
+def _train(use_checkpoint):
+    model, x = _net(), torch.linspace(-1, 1, 64).view(4, 16).requires_grad_()
+    with polycast.observe(model, numerics=True) as seen:
+        with polycast.autocast("cpu", torch.float16):
+            if use_checkpoint is None:
+                loss = model(x).float().square().mean()
+            else:
+                loss = checkpoint(model, x, use_reentrant=use_checkpoint).float().square().mean()
+        loss.backward()
+    return seen.numerics
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_in_a_checkpoint_is_not_counted_again(engine, use_reentrant):
+    assert set(_train(use_reentrant)) == set(_train(None))
+
+
+def test_ops_of_compiled_code_that_torch_runs_are_counted(engine):
+    model, x = _net(), torch.randn(4, 16)
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(x)
+    with polycast.observe(model, numerics=True) as seen:
+        with polycast.autocast("cpu", torch.float16):
+            loss = compiled(x).float().sum()
+        loss.backward()
+    matmuls = [each for each in seen.numerics if each.op in ("aten::mm", "aten::addmm") and each.of == "result"]
+    assert {each.role for each in matmuls} == {"forward", "backward"}
+
+
+def test_counts_of_threads_are_added(engine, in_thread):
+    x = torch.full((5,), 1e-6)
+
+    def cast():
+        with polycast.autocast("cpu", torch.float16):
+            x.half()
+            x.double().float()
+
+    with polycast.observe(numerics=True, threads="all") as seen:
+        in_thread(cast)
+        cast()
+    assert the_record(seen, dtype="float16").underflowed == 10
+    assert the_record(seen, dtype="float32").count == 10
+
+
+def test_nested_observers_count_the_same(engine):
+    x = torch.full((5,), 1e-6)
+    with polycast.observe(numerics=True) as outer, polycast.autocast("cpu", torch.float16):
+        x.half()
+        with polycast.observe(numerics=True) as inner, polycast.observe() as plain:
+            x.half()
+            x.double().float()
+    assert (the_record(outer, dtype="float16").count, the_record(inner, dtype="float16").count) == (10, 5)
+    assert the_record(outer, dtype="float32") == the_record(inner, dtype="float32")
+    assert plain.numerics == ()
+
+
+def test_interrupted_run_keeps_what_it_counted(engine):
+    def run(seen):
+        with seen as observation, polycast.autocast("cpu"):
+            runs.append(observation)
+            torch.ones(2).half()
+            raise KeyboardInterrupt
+
+    runs = []
+    with pytest.raises(KeyboardInterrupt):
+        run(polycast.observe(numerics=True))
+    (seen,) = runs
+    assert the_record(seen, dtype="float16").count == 2
+
+
+def test_numerics_changes_no_result(engine):
+    def step(model, **options):
+        x = torch.linspace(-1, 1, 64).view(4, 16)
+        with polycast.observe(model, **options), polycast.autocast("cpu", torch.float16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        return [loss, *(each.grad for each in model.parameters())]
+
+    for plain, counted in zip(step(_net()), step(_net(), numerics=True), strict=True):
+        assert torch.equal(plain, counted)
+
+
+def test_option_must_be_a_bool(engine):
+    with pytest.raises(TypeError, match="numerics must be a bool, got 1"):
+        polycast.observe(numerics=1)
