@@ -83,3 +83,44 @@ def test_an_unwrapped_model_runs_under_its_rules(accelerator, layers, policy, dt
     with polycast.autocast("cpu"):
         model(torch.ones(1, 8))
     assert found == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
+def logged(runner, model, log, data):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, batches = runner.prepare(optimizer, torch.utils.data.DataLoader(data, 8))
+    for inputs, targets in batches:
+        with log.step() as step:
+            loss = torch.nn.functional.mse_loss(model(inputs), targets)
+            step.log(loss=loss)
+            runner.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_log_is_saved_and_continued(accelerator, layers, data, tmp_path):
+    path = tmp_path / "run.jsonl"
+    runner, log = accelerator(), polycast.RunLog(path)
+    model = prepare(runner, copy.deepcopy(layers), log=log)
+    assert log.model is not None
+    logged(runner, model, log, data)
+    runner.save_state(str(tmp_path / "state"))
+    logged(runner, model, log, data)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    runner, log = accelerator(), polycast.RunLog(path)
+    model = prepare(runner, copy.deepcopy(layers), log=log)
+    runner.load_state(str(tmp_path / "state"))
+    logged(runner, model, log, data)
+    assert [record.step for record in log.history.steps] == list(range(8))
+
+
+def test_the_scaler_of_the_accelerator_is_recorded(accelerator, layers):
+    runner = accelerator()
+    runner.scaler = torch.amp.GradScaler("cpu")  # on a GPU, mixed_precision="fp16" makes one
+    prepare(runner, layers, log=polycast.RunLog())
+    assert runner.scaler.history.steps == 0
+    assert runner.scaler.has_names
+
+
+def test_what_is_no_log_is_refused(accelerator, layers):
+    with pytest.raises(TypeError, match=r"^log must be a polycast.RunLog or None, got 'run.jsonl'$"):
+        prepare(accelerator(), layers, log="run.jsonl")

@@ -11,7 +11,7 @@ lightning = pytest.importorskip("pytorch_lightning", reason="pytorch-lightning i
 
 from pytorch_lightning.plugins.precision import MixedPrecision  # noqa: E402
 
-from polycast.integrations.lightning import Observe, Precision  # noqa: E402
+from polycast.integrations.lightning import LogSteps, Observe, Precision  # noqa: E402
 
 
 class Regression(lightning.LightningModule):
@@ -40,13 +40,12 @@ def fit(layers, data, tmp_path):
             accelerator="cpu",
             devices=1,
             plugins=[plugin],
-            max_epochs=2,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=tmp_path,
-            **{"callbacks": [], **settings},
+            **{"callbacks": [], "max_epochs": 2, **settings},
         )
         trainer.fit(model, torch.utils.data.DataLoader(data, 16), ckpt_path=checkpoint, weights_only=True)
         return model, trainer
@@ -173,3 +172,82 @@ def test_a_module_is_put_under_its_rules_once(policy, layers, engine):
     polycast.remove_policy(model)
     plugin.convert_module(model)
     assert polycast.rules_of(model) == {}
+
+
+def test_a_log_has_the_loss_the_scale_and_the_skipped_steps(fit, tmp_path):
+    log = polycast.RunLog(tmp_path / "run.jsonl", schedule=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    plugin = Precision("16-mixed", "cpu", scaler=scaler)
+    model, _ = fit(plugin, callbacks=[LogSteps(log, tmp_path / "run.html"), OverflowingScaler()])
+    steps = log.history.steps
+    assert [record.loss for record in steps] == pytest.approx(model.losses)
+    assert [(record.step, record.scale, record.skipped) for record in steps] == [
+        (0, 8.0, False),
+        (1, 8.0, True),
+        (2, 4.0, False),
+        (3, 4.0, False),
+    ]
+    assert steps[1].skip.parameters == ("layers.2.weight",)
+    assert [record.fast_time_share is None for record in steps] == [False, True, False, True]
+    assert "<svg" in (tmp_path / "run.html").read_text()
+
+
+class OverflowingScaler(lightning.Callback):
+    """Makes a gradient of the second step infinite."""
+
+    def on_after_backward(self, trainer, module):
+        if trainer.global_step == 1:
+            module.layers[2].weight.grad.fill_(float("inf"))
+
+
+def test_a_log_leaves_the_losses_unchanged(fit, engine):
+    logged = fit(Precision("16-mixed", "cpu"), callbacks=[LogSteps(polycast.RunLog())])[0]
+    assert logged.losses == fit(MixedPrecision("16-mixed", "cpu"))[0].losses
+
+
+def test_batches_that_are_accumulated_are_one_step_of_a_log(fit):
+    log = polycast.RunLog()
+    model, _ = fit(Precision("bf16-mixed", "cpu"), callbacks=[LogSteps(log)], accumulate_grad_batches=2)
+    means = [(first + second) / 2 for first, second in zip(model.losses[::2], model.losses[1::2], strict=True)]
+    assert [record.loss for record in log.history.steps] == pytest.approx(means)
+
+
+def test_a_resumed_run_continues_its_log(fit, tmp_path):
+    path = tmp_path / "run.jsonl"
+    _, trainer = fit(Precision("bf16-mixed", "cpu"), callbacks=[LogSteps(polycast.RunLog(path))])
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    log = polycast.RunLog(path)
+    fit(Precision("bf16-mixed", "cpu"), tmp_path / "run.ckpt", callbacks=[LogSteps(log)], max_epochs=3)
+    assert [record.step for record in log.history.steps] == list(range(6))
+
+
+def test_the_history_of_the_scaler_is_in_the_checkpoint(fit, tmp_path):
+    plugin = Precision("16-mixed", "cpu", scaler=polycast.grad_scaler("cpu", torch.float16, init_scale=4.0))
+    _, trainer = fit(plugin)
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    resumed = Precision("16-mixed", "cpu", scaler=polycast.grad_scaler("cpu", torch.float16))
+    fit(resumed, tmp_path / "run.ckpt")
+    assert resumed.scaler.history == plugin.scaler.history
+    assert resumed.scaler.history.steps == 4
+
+
+def test_an_interrupted_run_keeps_its_steps(fit, tmp_path):
+    class Failing(lightning.Callback):
+        def on_after_backward(self, trainer, module):
+            if trainer.global_step == 2:
+                raise ZeroDivisionError
+
+    path = tmp_path / "run.jsonl"
+    with pytest.raises(ZeroDivisionError):
+        fit(
+            Precision("bf16-mixed", "cpu"),
+            callbacks=[LogSteps(polycast.RunLog(path), tmp_path / "run.html"), Failing()],
+        )
+    assert [record.step for record in polycast.RunHistory.load(path).steps] == [0, 1]
+    assert (tmp_path / "run.html").is_file()
+
+
+@pytest.mark.parametrize("log", [None, "run.jsonl"])
+def test_what_is_no_log_is_refused(log):
+    with pytest.raises(TypeError, match=r"^log must be a polycast.RunLog"):
+        LogSteps(log)

@@ -27,7 +27,7 @@ class Regression(torch.nn.Module):
 def train(layers, data, tmp_path):
     """Return a function that trains a copy of the model for four steps."""
 
-    def train(callback=None, checkpoint=None, **settings):
+    def train(callback=None, checkpoint=None, callbacks=(), **settings):
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path / "run"),
             use_cpu=True,
@@ -44,7 +44,7 @@ def train(layers, data, tmp_path):
             Regression(copy.deepcopy(layers)),
             arguments,
             train_dataset=[{"x": x, "labels": y} for x, y in data],
-            callbacks=[] if callback is None else [callback],
+            callbacks=[*([] if callback is None else [callback]), *callbacks],
         )
         trainer.train(resume_from_checkpoint=checkpoint)
         return trainer
@@ -137,3 +137,72 @@ def test_a_copy_of_a_trained_model_computes_with_its_own_weights(train, policy, 
         for parameter in copied.parameters():
             parameter.zero_()
         assert copied(torch.ones(1, 8), torch.ones(1, 1))["loss"] == 1
+
+
+def test_a_log_has_the_loss_of_each_step(train, tmp_path):
+    log = polycast.RunLog(tmp_path / "run.jsonl", schedule=2)
+    trainer = train(PolycastCallback(log=log, page=tmp_path / "run.html"))
+    assert [(record.step, round(record.loss, 4)) for record in log.history.steps] == [
+        (step, round(loss, 4)) for step, loss in enumerate(losses(trainer))
+    ]
+    assert [record.fast_time_share is None for record in log.history.steps] == [False, True, False, True]
+    assert log.model is trainer.model
+    assert "<svg" in (tmp_path / "run.html").read_text()
+
+
+def test_a_log_leaves_the_losses_unchanged(train, engine):
+    assert losses(train(PolycastCallback(log=polycast.RunLog()))) == losses(train())
+
+
+def test_batches_that_are_accumulated_are_one_step_of_a_log(train):
+    log = polycast.RunLog()
+    trainer = train(PolycastCallback(log=log), gradient_accumulation_steps=2)
+    assert len(log.history) == trainer.state.global_step == 4
+    assert not trainer.model._forward_hooks
+
+
+@pytest.mark.parametrize("restored", [True, False], ids=["restored", "new"])
+def test_a_resumed_run_continues_its_log(train, restored, tmp_path):
+    path = tmp_path / "run.jsonl"
+    train(PolycastCallback(log=polycast.RunLog(path)))
+    checkpoint = str(tmp_path / "run" / "checkpoint-4")
+    train(PolycastCallback(log=polycast.RunLog(path)), checkpoint, restore_callback_states_from_checkpoint=restored)
+    assert [record.step for record in polycast.RunHistory.load(path).steps] == list(range(6))
+
+
+def test_a_run_that_fails_keeps_its_steps(train, tmp_path):
+    class Failing(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                raise ZeroDivisionError
+
+    path = tmp_path / "run.jsonl"
+    callback = PolycastCallback(log=polycast.RunLog(path))
+    with pytest.raises(ZeroDivisionError):
+        train(callback, callbacks=[Failing()])
+    assert [record.step for record in polycast.RunHistory.load(path).steps] == [0, 1]
+    callback._stop_recording()
+
+
+def test_the_scaler_of_the_accelerator_is_recorded(layers):
+    log = polycast.RunLog()
+    scaler = torch.amp.GradScaler("cpu")
+    callback = PolycastCallback(log=log)
+    state = transformers.TrainerState(global_step=0)
+    callback.on_train_begin(
+        transformers.TrainingArguments(use_cpu=True), state, None, layers, accelerate_optimizer(scaler)
+    )
+    assert polycast.region.recording_scaler.recording(scaler) is scaler
+    assert scaler.has_names
+    callback.on_train_end(None, state, None)
+
+
+def accelerate_optimizer(scaler):
+    return type("Optimizer", (), {"scaler": scaler})()
+
+
+def test_a_page_without_a_log_is_refused():
+    with pytest.raises(TypeError, match=r"^page='run.html' shows the steps of a log: pass log=polycast.RunLog"):
+        PolycastCallback(page="run.html")
+    with pytest.raises(TypeError, match=r"^log must be a polycast.RunLog or None, got 'run.jsonl'$"):
+        PolycastCallback(log="run.jsonl")

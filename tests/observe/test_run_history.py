@@ -161,6 +161,13 @@ def test_without_an_origin_the_remedy_is_how_to_find_it():
     assert "Gradients of down.bias were not finite." in polycast.RunHistory(steps).findings[-1].remedy
 
 
+def test_the_first_scale_is_no_finding_unless_the_loss_is_not_finite_either():
+    first = [StepRecord(step, loss=1.0, skipped=True) for step in range(8)]
+    later = [StepRecord(step, loss=1.0, skipped=False) for step in range(8, 12)]
+    assert polycast.RunHistory(first + later).findings == ()
+    assert {found.kind for found in polycast.RunHistory(first).findings} == {"skipped_steps"}
+
+
 def test_single_skips_are_no_finding():
     steps = [StepRecord(step, loss=1.0, skipped=step in (0, 1, 50)) for step in range(100)]
     assert polycast.RunHistory(steps).findings == ()

@@ -7,6 +7,7 @@ from accelerate import Accelerator  # type: ignore[import-untyped]
 from torch import nn
 
 from ..engine.persistence.weight_cache import WeightCache
+from ..observer.run_log import RunLog
 from ..policy.recipe import RecipeLike
 from ..policy.value import PolicyLike
 from .settings import RegionSettings, run_in_regions
@@ -19,6 +20,7 @@ def prepare(
     policy: PolicyLike | None = None,
     recipe: RecipeLike | None = None,
     cache: WeightCache | None = None,
+    log: RunLog | None = None,
 ) -> Any:
     """Prepare a model so that its forward runs in polycast regions.
 
@@ -32,17 +34,25 @@ def prepare(
         policy: a :class:`polycast.Policy`, also with rules for modules, or what makes one.
         recipe: as in :class:`polycast.autocast`.
         cache: a :class:`polycast.WeightCache`.
+        log: a :class:`polycast.RunLog`, for whose steps the program calls ``log.step()``. It observes the model,
+            records the history of the accelerator's gradient scaler, and is saved and restored, too.
 
     Returns:
         The model as ``accelerator.prepare`` returns it.
 
     Raises:
         OSError, TypeError, ValueError: see :class:`polycast.autocast`.
+        TypeError: `log` is not a RunLog.
     """
+    if log is not None and not isinstance(log, RunLog):
+        raise TypeError(f"log must be a polycast.RunLog or None, got {log!r:.100}")
     settings = RegionSettings(policy, recipe, cache)
     run_in_regions(model, settings)
     settings.apply_rules(model)
     accelerator.register_for_checkpointing(_Checkpointed(model, settings))
+    if log is not None:
+        log.watch(model, accelerator.scaler)
+        accelerator.register_for_checkpointing(log)
     return accelerator.prepare(model)
 
 

@@ -1,4 +1,4 @@
-"""polycast in Lightning: a precision plugin, and a callback that observes.
+"""polycast in Lightning: a precision plugin, and callbacks that observe and record.
 
 Works with ``lightning`` and with ``pytorch_lightning``: with the one that is imported already, or the one installed.
 """
@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ..engine.persistence.weight_cache import WeightCache
+from ..observer.run_log import RunLog
 from ..policy.recipe import RecipeLike
 from ..policy.value import PolicyLike
 from .observing import StepObserver
 from .settings import RegionSettings
+from .steps import StepRecorder
 
 if TYPE_CHECKING or "pytorch_lightning" in sys.modules:
     from pytorch_lightning import Callback
@@ -123,3 +125,50 @@ class Observe(Callback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop when the run ends."""
         self._observer.stop()
+
+
+class LogSteps(Callback):
+    """Record each optimizer step in a :class:`polycast.RunLog`: ``LogSteps(polycast.RunLog("run.jsonl"))``.
+
+    It records the loss, and the history of the precision plugin's gradient scaler, with the names of the model's
+    parameters. With gradient accumulation a step has several batches. A run that is resumed from a checkpoint continues
+    the file at the step of the checkpoint. The first process records.
+
+    Args:
+        log: the log; it observes the LightningModule if it has no other model.
+        page: the HTML file of :meth:`polycast.RunHistory.to_html`, written when the run ends, also by an exception.
+
+    Raises:
+        TypeError: `log` is not a RunLog.
+    """
+
+    def __init__(self, log: RunLog, page: str | os.PathLike[str] | None = None) -> None:
+        if log is None:
+            raise TypeError("log must be a polycast.RunLog, got None")
+        self._recorder = StepRecorder(log, page)
+        self._steps_before = 0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Continue at the step of the checkpoint, if there is one."""
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self._recorder.run_begins(pl_module, scaler, trainer.global_step, is_first_process=trainer.is_global_zero)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begin a step with its first batch."""
+        if not self._recorder.is_in_step:
+            self._steps_before = trainer.global_step
+        self._recorder.step_begins()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """End a step with its last batch."""
+        self._recorder.add_loss(outputs.get("loss") if isinstance(outputs, dict) else outputs)
+        if trainer.global_step > self._steps_before:
+            self._recorder.step_ends(mean=False)  # Lightning has divided them by the number of batches
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Keep what was recorded of the step, and write the page."""
+        self._recorder.run_ends(exception)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Write the page."""
+        self._recorder.run_ends()

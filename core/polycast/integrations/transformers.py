@@ -1,19 +1,23 @@
 """polycast in the Trainer of transformers: a callback."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from ..engine.persistence.weight_cache import WeightCache
+from ..observer.run_log import RunLog
 from ..policy.recipe import RecipeLike
 from ..policy.value import PolicyLike
 from .observing import StepObserver
 from .settings import RegionSettings, run_in_regions
+from .steps import StepRecorder
 
 _PREPARED = "_original_forward"
 """An attribute of models whose forward Accelerate has put into a region."""
@@ -35,6 +39,10 @@ class PolycastCallback(TrainerCallback, ExportableState):
         report: the HTML file of an observation of some steps; None: no step is observed.
         first: the first step to observe, counted from 0, over all calls of ``train``.
         steps: the number of steps to observe.
+        log: a :class:`polycast.RunLog` of the run: of each step it records the mean of the losses that the model
+            returns for its batches, and the history of the gradient scaler. A run that is resumed from a checkpoint
+            continues the log at the step of the checkpoint. The first process records.
+        page: the HTML file of :meth:`polycast.RunHistory.to_html`, written when the run ends.
 
     Raises:
         OSError, TypeError, ValueError: see :class:`polycast.autocast`.
@@ -49,19 +57,46 @@ class PolycastCallback(TrainerCallback, ExportableState):
         report: str | os.PathLike[str] | None = None,
         first: int = 10,
         steps: int = 10,
+        log: RunLog | None = None,
+        page: str | os.PathLike[str] | None = None,
     ) -> None:
         self.settings = RegionSettings(policy, recipe, cache)
         self._observer = StepObserver(report, first=first, steps=steps)
+        self._recorder = StepRecorder(log, page)
+        self._loss_hook: RemovableHandle | None = None
         self._restored: dict[str, str] = {}
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Make the forward of the model open regions."""
         self._use(model, args)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         """Do so with a model that was made since, and with a callback that was added since."""
         self._observer.stop()  # a run that has raised has left it open
         self._use(model, args)
+        self._stop_recording()
+        if self._recorder.log is not None and model is not None:
+            self._recorder.run_begins(
+                model,
+                getattr(optimizer, "scaler", None),
+                state.global_step,
+                is_first_process=state.is_world_process_zero,
+            )
+            self._loss_hook = model.register_forward_hook(self._note_loss)
+
+    def _note_loss(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if model.training:
+            self._recorder.add_loss(
+                output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+            )
+
+    def _stop_recording(self) -> None:
+        self._recorder.step_ends()
+        hook, self._loss_hook = self._loss_hook, None
+        if hook is not None:
+            hook.remove()
 
     def _use(self, model: nn.Module | None, args: Any) -> None:
         given = None if model is None else _callbacks.get(model)
@@ -69,7 +104,7 @@ class PolycastCallback(TrainerCallback, ExportableState):
             return
         _callbacks[model] = self
         if given is not None and self._restored:  # the Trainer has replaced the user's callback by this one
-            self._observer, self.settings = given._observer, given.settings
+            self._observer, self._recorder, self.settings = given._observer, given._recorder, given.settings
             self.settings.restore(self._restored, model)
             return
         run_in_regions(model, self.settings, _dtype_of(args) if hasattr(model, _PREPARED) else None)
@@ -79,14 +114,18 @@ class PolycastCallback(TrainerCallback, ExportableState):
         """Start to observe with the first step."""
         if self._observer.report is not None:
             self._observer.step_begins(model)
+        self._recorder.step_begins()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop after the last step."""
         self._observer.step_ends()
+        self._recorder.step_ends()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the report of a run that was shorter."""
+        """Write the report of a run that was shorter, and the page."""
         self._observer.stop()
+        self._stop_recording()
+        self._recorder.run_ends()
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint saves: the policy and the recipe."""

@@ -56,7 +56,7 @@ def _loss_not_finite(steps: Sequence[StepRecord]) -> Iterator[RunFinding]:
 def _skipped_steps(steps: Sequence[StepRecord]) -> Iterator[RunFinding]:
     later = [record for record in steps if record.step >= _FIRST_STEPS]
     skipped = [record for record in later if record.skipped]
-    row = _longest_row(steps)
+    row = _longest_row(_after_first_scales(steps))
     if (later and len(skipped) > _MANY_SKIPPED * len(later)) or len(row) >= _IN_A_ROW:
         every = [record for record in steps if record.skipped]
         scales = [record.scale for record in every if record.scale is not None]
@@ -67,6 +67,12 @@ def _skipped_steps(steps: Sequence[StepRecord]) -> Iterator[RunFinding]:
             f"{len(every)} of {len(steps)} steps were skipped, up to {max(len(row), 1)} in a row.{fell}",
             _remedy([record.skip for record in every if record.skip is not None]),
         )
+
+
+def _after_first_scales(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
+    """Return the steps after those in which a scaler has lowered its first scale, which is too large by design."""
+    first = next((number for number, record in enumerate(steps) if not record.skipped), 0)
+    return steps if any(record.diverged for record in steps[:first]) else steps[first:]
 
 
 def _longest_row(steps: Sequence[StepRecord]) -> list[StepRecord]:

@@ -90,7 +90,7 @@ class RunLog:
         observe(model, nonfinite=nonfinite, **_numerics(numerics))  # raises if they are wrong
         self._options: dict[str, Any] = {"nonfinite": nonfinite, "timing": True, **_numerics(numerics)}
         self._is_observed = read_schedule(schedule)
-        self._model = None if model is None else weakref.ref(model)
+        self._model: weakref.ref[nn.Module] | None = None
         self._path = None if path is None else _checked(Path(path))
         self._resume = resume
         self._is_open = False
@@ -99,8 +99,14 @@ class RunLog:
         self._next: int | None = None
         self.observation: Observation | None = None
         """The observation of the last observed step."""
+        self.watch(model, scaler)
+
+    def watch(self, model: nn.Module | None = None, scaler: torch.amp.GradScaler | None = None) -> None:
+        """Observe this model, and record the history of this scaler, if there was none before."""
+        if model is not None and self.model is None:
+            self._model = weakref.ref(model)
         if scaler is not None:
-            recording(scaler, model)
+            recording(scaler, self.model)
 
     @property
     def model(self) -> nn.Module | None:
