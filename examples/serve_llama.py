@@ -147,7 +147,8 @@ def serve(folder: Path, recipe: str, threads: int, torch_threads: int, listener:
 def prepare(folder: Path, recipe: str, size: str) -> None:
     """Write random weights if there are none, and what polycast makes of the weights."""
     if not (folder / "config.json").exists():
-        LlamaForCausalLM(LlamaConfig(**SIZES[size])).save_pretrained(folder)
+        # No token ends the answers: with random weights, any may be next.
+        LlamaForCausalLM(LlamaConfig(**SIZES[size], eos_token_id=None)).save_pretrained(folder)
     Server(folder, recipe, 1)
 
 
