@@ -11,7 +11,7 @@ import polycast
 
 from .timing import Race, Ratio, Side
 
-_LAYERS, _TOKENS, _VOCABULARY = 4, 64, 1000
+LAYERS, _TOKENS, _VOCABULARY = 4, 64, 1000
 
 
 def _region(observed: bool) -> Any:
@@ -59,10 +59,11 @@ def ops() -> Race:
     return Race(sides=sides, ratios=ratios)
 
 
-def _step(width: int) -> tuple[torch.nn.Module, Callable[[], None]]:
+def training_step(width: int) -> tuple[torch.nn.Module, Callable[[], None]]:
+    """Return a GPT-2, and a function that trains it for a step."""
     torch.manual_seed(0)
     config = GPT2Config(
-        n_layer=_LAYERS,
+        n_layer=LAYERS,
         n_embd=width,
         n_head=max(1, width // 64),
         vocab_size=_VOCABULARY,
@@ -88,10 +89,10 @@ def _step(width: int) -> tuple[torch.nn.Module, Callable[[], None]]:
 def training() -> Race:
     sides, ratios = {}, []
     for width, at_most in ((64, 1.3), (768, 1.06)):
-        model, step = _step(width)
+        model, step = training_step(width)
         sides[f"{width}"] = Side("step()", {"step": step})
         sides[f"{width}, observed"] = Side("step()", {"step": step}, _observing(model))
-        what = f"GPT-2 of {_LAYERS} layers, width {width}, training step, observed"
+        what = f"GPT-2 of {LAYERS} layers, width {width}, training step, observed"
         ratios.append(Ratio(what, "not observed", f"{width}, observed", f"{width}", at_most))
     return Race(sides=sides, ratios=ratios, rounds=20, seconds=0.2)
 

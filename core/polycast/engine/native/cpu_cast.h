@@ -42,19 +42,68 @@ template <ScalarType dtype>
   }
 }
 
-template <ScalarType dtype>
-[[gnu::target("avx2,f16c")]] void cast_part(const float* from, uint16_t* to, int64_t count) {
+// The smallest and the largest magnitude of floats.
+struct Extremes {
+  using EightIntegers = int32_t __attribute__((vector_size(32)));
+
+  EightIntegers smallest = EightIntegers{} + kWithoutSign<int32_t>, largest{};
+
+  [[gnu::target("avx2"), gnu::always_inline]] inline void add(const float* from) {
+    EightIntegers values;
+    std::memcpy(&values, from, sizeof(values));
+    values &= kWithoutSign<int32_t>;
+    smallest = values < smallest ? values : smallest;
+    largest = values > largest ? values : largest;
+  }
+
+  // Return whether all are inside of the bounds, and note the largest one.
+  [[gnu::target("avx2"), gnu::always_inline]] inline bool are_inside(const Bounds& bounds, Magnitudes& counts) const {
+    int32_t least = kWithoutSign<int32_t>, most = 0;
+    for (int lane = 0; lane < 8; ++lane) {
+      least = std::min<int32_t>(least, smallest[lane]);
+      most = std::max<int32_t>(most, largest[lane]);
+    }
+    if (least < bounds.underflow || most >= bounds.overflow) {
+      return false;
+    }
+    counts.largest = std::max(counts.largest, most);
+    return true;
+  }
+};
+
+// `counts` is null, or where to count what underflows and overflows: a block that contains any is read again, from the cache.
+template <ScalarType dtype, bool is_counted>
+[[gnu::target("avx2,f16c")]] void cast_part(const float* from, uint16_t* to, int64_t count, Magnitudes* counts) {
   constexpr int64_t kStreams = 4, kAhead = 256;
-  const int64_t of_each = count / kStreams / kCacheLine * kCacheLine;
-  for (int64_t i = 0; i < of_each; i += kCacheLine) {
-    for (int64_t stream = 0; stream < kStreams; ++stream) {
-      const int64_t at = stream * of_each + i;
-      __builtin_prefetch(from + at + kAhead);
-      cast_eight<dtype>(from + at, to + at);
-      cast_eight<dtype>(from + at + 8, to + at + 8);
+  const int64_t of_each = count / kStreams / kCacheLine * kCacheLine, block = is_counted ? 1024 : of_each;
+  const auto count_again = [&](int64_t begin, int64_t some) {
+    count_some(reinterpret_cast<const int32_t*>(from + begin), some, *bounds_of(at::kFloat, dtype), *counts);
+  };
+  for (int64_t begin = 0; begin < of_each; begin += block) {
+    const int64_t end = std::min(begin + block, of_each);
+    Extremes extremes;
+    for (int64_t i = begin; i < end; i += kCacheLine) {
+      for (int64_t stream = 0; stream < kStreams; ++stream) {
+        const int64_t at = stream * of_each + i;
+        __builtin_prefetch(from + at + kAhead);
+        cast_eight<dtype>(from + at, to + at);
+        cast_eight<dtype>(from + at + 8, to + at + 8);
+        if constexpr (is_counted) {
+          extremes.add(from + at);
+          extremes.add(from + at + 8);
+        }
+      }
+    }
+    if (is_counted && !extremes.are_inside(*bounds_of(at::kFloat, dtype), *counts)) {
+      for (int64_t stream = 0; stream < kStreams; ++stream) {
+        count_again(stream * of_each + begin, end - begin);
+      }
     }
   }
   int64_t at = kStreams * of_each;
+  if (is_counted) {
+    count_again(at, count - at);
+  }
   for (; at + 8 <= count; at += 8) {
     cast_eight<dtype>(from + at, to + at);
   }
@@ -89,30 +138,18 @@ bool can_cast_on_cpu(const Tensor& weight, ScalarType dtype) {
       weight.storage().nbytes() >= bytes && has_instructions() && polycast::has_threads();
 }
 
-// Cast and count what underflows and overflows, a few pages at a time: the values are counted while they are in the cache.
-template <ScalarType dtype>
-Magnitudes cast_and_count_part(const float* from, uint16_t* to, int64_t count) {
-  constexpr int64_t kPages = 8192;  // floats
-  Magnitudes counts;
-  for (int64_t at = 0; at < count; at += kPages) {
-    const int64_t some = std::min(kPages, count - at);
-    cast_part<dtype>(from + at, to + at, some);
-    count_some(reinterpret_cast<const int32_t*>(from + at), some, *bounds_of(at::kFloat, dtype), counts);
-  }
-  return counts;
-}
-
 template <ScalarType dtype>
 void cast_all(const float* from, uint16_t* to, int64_t count, CountedCast* counted) {
   constexpr int64_t kGrain = 32768;  // floats for each thread at least, as in torch
   if (counted == nullptr) {
     polycast::for_each_part(
-        count, kGrain, [&](int64_t begin, int64_t end) { cast_part<dtype>(from + begin, to + begin, end - begin); });
+        count, kGrain, [&](int64_t begin, int64_t end) { cast_part<dtype, false>(from + begin, to + begin, end - begin, nullptr); });
     return;
   }
   std::mutex mutex;
   polycast::for_each_part(count, kGrain, [&](int64_t begin, int64_t end) {
-    const Magnitudes part = cast_and_count_part<dtype>(from + begin, to + begin, end - begin);
+    Magnitudes part;
+    cast_part<dtype, true>(from + begin, to + begin, end - begin, &part);
     const std::lock_guard<std::mutex> lock(mutex);
     counted->magnitudes.add(part);
   });

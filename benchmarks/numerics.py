@@ -1,0 +1,50 @@
+"""The overhead of counting underflow and overflow in a training step: in every step, and in one of ten."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import polycast
+
+from .observing import LAYERS, training_step
+from .timing import LongSide, Race, Ratio
+
+_WIDTH, _STEPS = 768, 10
+
+
+class _Counted:
+    """Steps of which every `schedule`-th is counted."""
+
+    def __init__(self, model: torch.nn.Module, step: Callable[[], None], schedule: int) -> None:
+        self._model, self._step, self._schedule = model, step, schedule
+        self._seen: polycast.Observation
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        with polycast.observe(self._model, numerics=True, schedule=self._schedule) as self._seen:
+            yield
+
+    def __call__(self) -> None:
+        self._step()
+        self._seen.step()
+
+
+def training() -> Race:
+    """Return the race of plain steps, steps that are all counted, and steps of which one in ten is."""
+    model, step = training_step(_WIDTH)
+    for _ in range(3):
+        step()
+    statement = f"for _ in range({_STEPS}): step()"
+
+    def side(counted: _Counted | None = None) -> LongSide:
+        more: dict[str, Any] = {} if counted is None else {"around": counted.observing}
+        return LongSide(statement, {"step": counted or step}, per=_STEPS, **more)
+
+    sides, ratios = {"plain": side()}, []
+    for schedule, name, at_most in ((1, "every step", 1.1), (_STEPS, f"one step in {_STEPS}", 1.01)):
+        sides[name] = side(_Counted(model, step, schedule))
+        what = f"GPT-2 of {LAYERS} layers, width {_WIDTH}, training, numerics of {name}"
+        ratios.append(Ratio(what, "not observed", name, "plain", at_most))
+    return Race(sides=sides, ratios=ratios, rounds=20, seconds=0.2, most_seconds=90.0, least=True)
