@@ -1,6 +1,7 @@
 """Fixtures for all tests: engines, devices without hardware, and a check that each test cleans up."""
 
 import copy
+import gc
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,12 @@ def pytest_collection_modifyitems(config, items):
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if item not in deselected]
+
+
+def pytest_collection_finish():
+    """Leave the modules and the tests out of every later garbage collection, which makes the tests a third faster."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -329,11 +329,9 @@ def test_weights_may_die_at_each_moment_of_a_use(use):
             experts.data.add_(0)
 
     thresholds = gc.get_threshold()
-    gc.freeze()  # so that it is quick to collect all
     try:
         for allocations in range(80):
             after(allocations)
     finally:
         gc.set_threshold(*thresholds)
         gc.enable()
-        gc.unfreeze()
