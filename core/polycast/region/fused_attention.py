@@ -6,9 +6,9 @@ autocast; on other devices it does not. The recipe "fastest" computes the fused 
 
 import torch
 
-from ..engine import state
 from ..engine.installation import installed
 from ..torch_internals.patcher import Patch, expect
+from .unfused import recipe_for
 
 _LINEAR, _FUSED = "aten::linear", "aten::_native_multi_head_attention"
 
@@ -16,11 +16,7 @@ _LINEAR, _FUSED = "aten::linear", "aten::_native_multi_head_attention"
 def _recipe_computes_linears() -> bool:
     """Return whether this thread is in an enabled region whose recipe computes linears, and not the fused op."""
     return any(
-        (region := state.machine.innermost(device_type)) is not None
-        and region[0] is not None
-        and _LINEAR in region[0].low_bit
-        and _FUSED not in region[0].low_bit
-        and torch.is_autocast_enabled(device_type)
+        recipe_for(_LINEAR, device_type) is not None and recipe_for(_FUSED, device_type) is None
         for device_type in tuple(installed)
     )
 

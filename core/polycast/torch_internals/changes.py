@@ -20,6 +20,8 @@ REGIONS_IN_GRAPHS = "regions in graphs"
 CHECKPOINT = "checkpoint"
 COMPILATIONS = "compilations"
 FUSED_ATTENTION = "fused attention"
+FUSED_LSTM = "fused LSTM"
+EXPERTS = "experts"
 COMPILED_MODELS = "compiled models"
 PATCH_TORCH = "patch_torch"
 RUN_WRAP = "polycast run --wrap"
@@ -27,7 +29,7 @@ WRITES = "writes"
 ALIASES = "aliases"
 SETUP_CONTEXT = "setup_context"
 
-FOR_OVERRIDES = (GUARDS, CACHE_KEYS, BACKWARD, NESTED_REGIONS, CHECKPOINT, FUSED_ATTENTION)
+FOR_OVERRIDES = (GUARDS, CACHE_KEYS, BACKWARD, NESTED_REGIONS, CHECKPOINT, FUSED_ATTENTION, FUSED_LSTM, EXPERTS)
 """The features that regions need which have an override or a cache: torch's autocast state holds neither."""
 
 _EAGER = (
@@ -157,6 +159,20 @@ FEATURES = {
                 "torch.backends.mha",
                 ("torch.backends.mha.get_fastpath_enabled",),
                 "region.fused_attention:ask_for_recipe",
+            ),
+        ),
+    ),
+    FUSED_LSTM: Feature(
+        "nn.LSTM is computed by oneDNN on the CPU, without recipes.",
+        (Change("torch._VF", ("torch._VF.lstm",), "region.unfused:compute_lstm_by_step"),),
+    ),
+    EXPERTS: Feature(
+        "torch.nn.functional.grouped_mm is computed in the dtype of its inputs, without recipes.",
+        (
+            Change(
+                "torch.nn.functional",
+                ("torch.nn.functional.grouped_mm",),
+                "region.unfused:compute_experts_one_by_one",
             ),
         ),
     ),

@@ -153,22 +153,22 @@ Flops fused_attention(Arguments arguments) {
   return flops;
 }
 
-// lstm(x, ..., parameters, ...): each row of x is multiplied by each weight
+// The fused ops of a recurrent layer, with the weights from argument `first` on or in a list there: each row of x is multiplied by each
+// matrix. The layers of other devices call linear for their weights.
+template <size_t first, size_t count>
 Flops recurrent(Arguments arguments) {
   const Tensor* const x = floats(arguments, 0);
-  const c10::IValue* parameters = nullptr;
-  for (const c10::IValue& argument : arguments) {
-    parameters = argument.isTensorList() ? &argument : parameters;  // a list of states may precede them
-  }
-  if (x == nullptr || x->numel() == 0 || parameters == nullptr) {
+  if (x == nullptr || x->numel() == 0 || arguments.size() < first + count) {
     return {};
   }
   double weights = 0;
-  each_tensor(*parameters, [&weights](const Tensor& tensor) {
-    if (has_known_sizes(tensor) && tensor.dim() == 2) {
-      weights += elements(tensor);
-    }
-  });
+  for (const c10::IValue& argument : arguments.slice(first, count)) {
+    each_tensor(argument, [&weights](const Tensor& tensor) {
+      if (has_known_sizes(tensor) && tensor.dim() == 2) {
+        weights += elements(tensor);
+      }
+    });
+  }
   return {2 * elements(*x) / size(*x, 1) * weights};
 }
 
@@ -187,7 +187,8 @@ FlopFormula formula_of(std::string_view name) {
       {"convolution", &any_convolution}, {"_convolution", &any_convolution}, {"convolution_overrideable", &any_convolution},
       {"convolution_backward", &convolution_backward},
       {"scaled_dot_product_attention", &attention<0, 1, 1>}, {"_native_multi_head_attention", &fused_attention},
-      {"lstm", &recurrent}, {"gru", &recurrent}, {"rnn_tanh", &recurrent}, {"rnn_relu", &recurrent}};
+      {"mkldnn_rnn_layer", &recurrent<1, 4>}, {"_cudnn_rnn", &recurrent<1, 1>}, {"miopen_rnn", &recurrent<1, 1>},
+      {"_lstm_mps", &recurrent<2, 1>}};
   const auto without_prefix = [&name](std::string_view prefix) {
     const bool has_it = name.substr(0, prefix.size()) == prefix;
     name.remove_prefix(has_it ? prefix.size() : 0);

@@ -1,0 +1,164 @@
+"""Compute by parts what torch computes in one op, in regions whose recipe computes the parts.
+
+The one op is out of reach for kernels of recipes: an LSTM of oneDNN, which is an op for each layer; and a product of
+many experts, for which autocast has no policy.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..engine import state
+from ..engine.inference import in_function
+from ..engine.low_bit.plan import is_special
+from ..policy.recipe import Fastest, Recipe
+from ..torch_internals.names import are_functorch_transforms_active, is_forward_ad_active, is_tracing
+from ..torch_internals.patcher import Patch
+
+_HOST = "cpu"
+_LARGE = 2**20
+"""The elements of a weight from which on an LSTM by steps is faster in int8 than oneDNN's in the fast dtype. One step
+always is: oneDNN reorders the weights at each call."""
+
+
+def recipe_for(op: str, device_type: str) -> Recipe | None:
+    """Return the recipe that computes an op on a device in this thread's region, if it is enabled; else None."""
+    region = state.machine.innermost(device_type)
+    if region is None or region[0] is None or op not in region[0].low_bit:
+        return None
+    return region[0].recipe if torch.is_autocast_enabled(device_type) else None
+
+
+def _computes(op: str, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
+    """Return whether a recipe of lower precision computes an op with each of the weights, in inference on the host."""
+    if torch.compiler.is_compiling():
+        return False
+    recipe = recipe_for(op, _HOST)
+    if recipe is None or isinstance(recipe, Fastest) or any(each.numel() < recipe.min_size for each in weights):
+        return False
+    tensors = (*weights, *inputs)
+    if any(is_special(each) or each.device.type != _HOST or not each.is_floating_point() for each in tensors):
+        return False
+    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        return False
+    return not (in_function() or is_forward_ad_active() or are_functorch_transforms_active() or is_tracing())
+
+
+def compute_lstm_by_step(patch: Patch) -> None:
+    """Compute nn.LSTM by its linears, one for the inputs of a layer and one for each step."""
+    torchs = torch._VF.lstm
+
+    def lstm(*args: Any) -> Any:
+        return _lstm(*args) if _can_be_by_step(*args) else torchs(*args)
+
+    # A script calls the op, which is found by the function.
+    from torch.jit import _builtins
+
+    _builtins._register_builtin(lstm, "aten::lstm")
+    patch.replace(torch._VF, "lstm", lstm)
+
+
+def _can_be_by_step(*args: Any) -> bool:
+    """Return whether a recipe computes the linears of an LSTM over padded sequences, and pays."""
+    if len(args) != 9 or isinstance(args[1], torch.Tensor):  # packed sequences
+        return False
+    x, states, parameters, _, _, dropout, train, _, batch_first = args
+    weights = [each for each in parameters if each.dim() == 2]
+    has_projections = states[0].shape[-1] != states[1].shape[-1]
+    if x.numel() == 0 or has_projections or (train and dropout):
+        return False
+    length = x.shape[1 if batch_first else 0]
+    if length > 1 and any(each.numel() < _LARGE for each in weights):
+        return False
+    return _computes("aten::linear", weights, (x, *states))
+
+
+def _lstm(
+    x: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    has_biases: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what the op returns: the outputs of the last layer, and the last states of all; in the fast dtype."""
+    rows = x.transpose(0, 1) if batch_first else x
+    directions, each = 1 + bidirectional, 2 + 2 * has_biases
+    last: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for layer in range(layers):
+        outputs = []
+        for direction in range(directions):
+            number = layer * directions + direction
+            weights = parameters[number * each : (number + 1) * each]
+            hidden, cell = (state[number].float() for state in states)
+            steps, *ends = _steps(rows.flip(0) if direction else rows, hidden, cell, *weights)
+            outputs.append(steps.flip(0) if direction else steps)
+            last.append((ends[0], ends[1]))
+        rows = torch.cat(outputs, -1) if bidirectional else outputs[0]
+    dtype = torch.get_autocast_dtype(x.device.type)
+    hidden, cell = (torch.stack(of_layers).to(dtype) for of_layers in zip(*last, strict=True))
+    return (rows.transpose(0, 1) if batch_first else rows).to(dtype), hidden, cell
+
+
+def _steps(
+    x: torch.Tensor,
+    hidden: torch.Tensor,
+    cell: torch.Tensor,
+    from_input: torch.Tensor,
+    from_hidden: torch.Tensor,
+    *biases: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the outputs of one direction of a layer, [T, B, H], and its last states, [B, H], in float32."""
+    linear = torch.nn.functional.linear
+    of_input, of_hidden = biases or (None, None)
+    outputs = []
+    for step in linear(x, from_input, of_input).float().unbind():
+        gates = step + linear(hidden, from_hidden, of_hidden)
+        entering, kept, _, leaving = gates.sigmoid().chunk(4, -1)
+        cell = torch.addcmul(entering * gates.chunk(4, -1)[2].tanh(), kept, cell)
+        hidden = leaving * cell.tanh()
+        outputs.append(hidden)
+    return torch.stack(outputs), hidden, cell
+
+
+def compute_experts_one_by_one(patch: Patch) -> None:
+    """Compute F.grouped_mm by a product for each expert that has rows."""
+    from torch.nn import functional
+
+    torchs = functional.grouped_mm
+
+    def grouped_mm(
+        mat_a: torch.Tensor,
+        mat_b: torch.Tensor,
+        *,
+        offs: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        if bias is None and out_dtype is None and offs is not None and _are_experts(mat_a, mat_b, offs):
+            return _one_by_one(mat_a, mat_b, offs)
+        return torchs(mat_a, mat_b, offs=offs, bias=bias, out_dtype=out_dtype)
+
+    patch.replace(functional, "grouped_mm", grouped_mm)
+
+
+def _are_experts(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> bool:
+    """Return whether a recipe computes the products of rows and experts."""
+    if x.dim() != 2 or weights.dim() != 3 or x.shape[1] != weights.shape[1] or ends.shape != weights.shape[:1]:
+        return False
+    return len(ends) > 0 and ends.device.type == _HOST and _computes("aten::mm", [weights[0]], (x, weights))
+
+
+def _one_by_one(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Return the products of the rows before each end and an expert, in the fast dtype; rows after the last are 0."""
+    out = x.new_zeros((x.shape[0], weights.shape[2]), dtype=torch.get_autocast_dtype(x.device.type))
+    begin = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > begin:
+            out[begin:end] = torch.mm(x[begin:end], weights[expert])
+        begin = end
+    return out
