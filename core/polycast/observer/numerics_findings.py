@@ -9,7 +9,7 @@ from .numerics_records import NumericsRecord
 from .policy_remedies import nonfinite_remedy
 from .records import Finding
 from .sums import add
-from .units import module_text
+from .units import module_text, percent
 
 _K = TypeVar("_K")
 _LEAST_SHARE = 0.1
@@ -18,20 +18,16 @@ _LEAST_SHARE = 0.1
 
 def underflow(facts: Facts) -> Iterator[Finding]:
     """Yield a finding for each module, pass and dtype in which much underflows, the largest share first."""
-    found = []
-    for (module, what, dtype), records in _by(
-        facts.numerics, lambda each: (each.module, _kind(each), each.dtype)
-    ).items():
-        total = functools.reduce(add, records)
-        if total.count > 0 and total.underflowed >= _LEAST_SHARE * total.count:
-            ops = tuple(dict.fromkeys(each.op for each in records if each.underflowed > 0))
-            found.append((total.underflowed / total.count, _underflow(module, what, dtype, total, ops)))
-    yield from (finding for _, finding in sorted(found, key=lambda each: -each[0]))
+    groups = _by(facts.numerics, lambda each: (_where(each), each.dtype)).values()
+    totals = [(functools.reduce(add, records), records) for records in groups]
+    for total, records in sorted(totals, key=lambda each: -each[0].underflow_share):
+        if total.count > 0 and total.underflow_share >= _LEAST_SHARE:
+            yield _underflow(total, records)
 
 
 def overflow(facts: Facts) -> Iterator[Finding]:
     """Yield a finding for each op, module, pass and dtype in which finite values became inf or nan."""
-    for records in _by(facts.numerics, lambda each: (each.module, each.op, each.role, each.dtype)).values():
+    for records in _by(facts.numerics, lambda each: (_where(each), each.op, each.dtype)).values():
         total = functools.reduce(add, records)
         if total.overflowed > 0:
             yield _overflow(total)
@@ -50,23 +46,28 @@ def _kind(record: NumericsRecord) -> str:
     return "weights" if record.of == "weight" else "values"
 
 
-def _underflow(module: str | None, what: str, dtype: str, total: NumericsRecord, ops: tuple[str, ...]) -> Finding:
-    to_zero = f", {_share(total.zeroed, total.count)} to zero" if total.zeroed > 0 else ""
+def _where(record: NumericsRecord) -> str:
+    module = module_text(record.module)
+    return f"{_kind(record)} {module}" if record.module is None else f"{_kind(record)} of {module}"
+
+
+def _underflow(total: NumericsRecord, records: list[NumericsRecord]) -> Finding:
+    to_zero = f", {percent(total.zeroed / total.count)} to zero" if total.zeroed > 0 else ""
     return Finding(
         "underflow",
-        module_text(module),
-        f"{_share(total.underflowed, total.count)} of the {what} underflow in {dtype}{to_zero}.",
-        _underflow_remedy(what, dtype),
-        module=module,
-        ops=ops,
+        _where(total),
+        f"{percent(total.underflow_share)} underflow in {total.dtype}{to_zero}.",
+        _underflow_remedy(_kind(total), total.dtype),
+        module=total.module,
+        ops=tuple(dict.fromkeys(each.op for each in records if each.underflowed > 0)),
         count=total.underflowed,
     )
 
 
-def _underflow_remedy(what: str, dtype: str) -> str:
+def _underflow_remedy(kind: str, dtype: str) -> str:
     if dtype in _AS_CLOSE_TO_ZERO:
         return f"{dtype} has the exponents of float32: scale what they are computed from."
-    if what == "gradients":
+    if kind == "gradients":
         return "Scale the loss (polycast.grad_scaler) or use bfloat16."
     return "Use bfloat16, or keep the module in float32 (polycast.apply_policy)."
 
@@ -75,23 +76,13 @@ _AS_CLOSE_TO_ZERO = ("bfloat16", "float32", "float64")
 
 
 def _overflow(total: NumericsRecord) -> Finding:
-    values = "value" if total.overflowed == 1 else "values"
     return Finding(
         "overflow",
-        module_text(total.module),
-        f"{total.overflowed:,} finite {values} became inf or nan in {total.dtype}, "
-        f"{_share(total.overflowed, total.count)} of those of {total.op} ({total.role}). The largest finite magnitude "
-        f"was {total.amax:.3g}.",
+        _where(total),
+        f"{total.overflowed:,} of {total.count:,} became inf or nan in {total.dtype}, in {total.op}. The largest "
+        f"finite magnitude was {total.amax:.3g}.",
         nonfinite_remedy(total.op, total.dtype, total.role),
         module=total.module,
         ops=(total.op,),
         count=total.overflowed,
     )
-
-
-def _share(part: int, whole: int) -> str:
-    """Format a share; only none of the whole is 0 %, and only all of it 100 %."""
-    percent = 100 * part / whole
-    if part < whole and percent >= 99.5:
-        return "over 99 %"
-    return f"{percent:.0f} %" if percent >= 10 or not part else f"{percent:.2g} %"

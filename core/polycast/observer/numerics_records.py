@@ -37,3 +37,13 @@ class NumericsRecord:
     source: str = ""
     zeroed: int = 0
     nonfinite: int = 0
+
+    @property
+    def underflow_share(self) -> float:
+        """The share of the values that underflowed, from 0 to 1."""
+        return self.underflowed / self.count if self.count else 0.0
+
+    @property
+    def overflow_share(self) -> float:
+        """The share of the values that overflowed, from 0 to 1."""
+        return self.overflowed / self.count if self.count else 0.0

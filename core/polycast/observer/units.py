@@ -1,4 +1,4 @@
-"""Format sizes, numbers of times and modules."""
+"""Format sizes, shares, numbers of times and modules."""
 
 
 def size(count: float) -> str:
@@ -8,6 +8,13 @@ def size(count: float) -> str:
             return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} GB"
+
+
+def percent(share: float) -> str:
+    """Format a share, as in ``41 %``; only 0 is written as 0 %, and only 1 as 100 %."""
+    if 0.995 <= share < 1:
+        return "over 99 %"
+    return f"{100 * share:.0f} %" if share >= 0.1 or not share else f"{100 * share:.2g} %"
 
 
 def module_text(name: str | None) -> str:

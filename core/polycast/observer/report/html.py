@@ -8,7 +8,7 @@ from importlib import resources
 
 import jinja2
 
-from ..units import size
+from ..units import percent, size
 from .data import data_of
 from .page import PHASES, Page
 from .words import duration, in_order, pattern, ruled
@@ -56,6 +56,8 @@ def _template() -> jinja2.Template:
         size=size,
         count="{:,}".format,
         percent="{:.0%}".format,
+        share=percent,
+        magnitude="{:.3g}".format,
         duration=duration,
         pattern=pattern,
         in_order=in_order,

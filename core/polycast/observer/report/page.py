@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from ..facts import Facts, Run, share, total_of
 from ..findings import findings_of
 from ..matmuls import matmul_lines
+from ..numerics_records import NumericsRecord
 from ..records import Cast, Compiled, Counts, Finding, Module, Op, Region
 
 PHASES = ("forward", "backward")
@@ -133,6 +134,7 @@ class Page:
     ops: tuple[OpRow, ...]
     casts: tuple[_Of[Cast], ...]
     more_casts: int
+    numerics: tuple[_Of[NumericsRecord], ...]
     regions: tuple[_Of[Region], ...]
     compiled: tuple[_Of[Compiled], ...]
 
@@ -171,9 +173,16 @@ def page_of(facts: Facts, before: Facts | None = None) -> Page:
         ops=_op_rows(tuple(each.ops for each in runs)),
         casts=tuple(casts[:_MOST_CASTS]),
         more_casts=len(casts[_MOST_CASTS:]),
+        numerics=_numerics(runs),
         regions=_together([each.regions for each in runs], "where", "device", "enabled", "dtype", "reason"),
         compiled=_together([each.compiled for each in runs], "region", "module"),
     )
+
+
+def _numerics(runs: tuple[Facts, ...]) -> tuple[_Of[NumericsRecord], ...]:
+    """Return the records of numerics in groups, those that overflow first, then those of which most underflows."""
+    of = _together([each.numerics for each in runs], "module", "op", "role", "dtype", "of", "source")
+    return tuple(sorted(of, key=lambda of: (-_most(of, "overflow_share"), -_most(of, "underflow_share"))))
 
 
 def _summary(facts: Facts) -> Summary:

@@ -1,0 +1,114 @@
+"""Findings about underflow and overflow, and the table of the report."""
+
+import pytest
+import torch
+
+import polycast
+from polycast.observer.facts import Facts
+from polycast.observer.numerics_records import NumericsRecord
+from polycast.observer.report.html import render
+from polycast.observer.report.page import page_of
+
+SCALE = "Scale the loss (polycast.grad_scaler) or use bfloat16."
+NARROW = "Use bfloat16, or keep the module in float32 (polycast.apply_policy)."
+
+
+def _seen(*records):
+    return polycast.Observation(Facts(numerics=records))
+
+
+def _record(module="3", role="backward", dtype="float16", **counts):
+    return NumericsRecord(module, "aten::mm", role, dtype, **{"count": 100, "amax": 1.0, **counts})
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        (_record(underflowed=41), f"gradients of 3: 41 % underflow in float16. {SCALE}"),
+        (_record(underflowed=41, zeroed=8), f"gradients of 3: 41 % underflow in float16, 8 % to zero. {SCALE}"),
+        (_record(underflowed=100), f"gradients of 3: 100 % underflow in float16. {SCALE}"),
+        (_record(count=100_000, underflowed=99_999), f"gradients of 3: over 99 % underflow in float16. {SCALE}"),
+        (_record("", underflowed=41), f"gradients of the model: 41 % underflow in float16. {SCALE}"),
+        (
+            _record(None, underflowed=41),
+            f"gradients outside of the model's modules: 41 % underflow in float16. {SCALE}",
+        ),
+        (_record(role="forward", underflowed=10), f"values of 3: 10 % underflow in float16. {NARROW}"),
+        (_record(role="forward", of="weight", underflowed=10), f"weights of 3: 10 % underflow in float16. {NARROW}"),
+        (
+            _record(dtype="bfloat16", underflowed=50),
+            "gradients of 3: 50 % underflow in bfloat16. bfloat16 has the exponents of float32: scale what they are "
+            "computed from.",
+        ),
+    ],
+)
+def test_underflow_is_found(record, text):
+    assert [str(found) for found in _seen(record).findings] == [text]
+
+
+@pytest.mark.parametrize("record", [_record(underflowed=9), _record(nonfinite=100), _record(count=0)])
+def test_little_underflow_is_none(record):
+    assert _seen(record).findings == ()
+
+
+def test_records_of_a_module_are_one_finding_and_the_worst_module_is_first():
+    records = [
+        _record("1", underflowed=20),
+        NumericsRecord("1", "aten::to.dtype", "backward", "float16", 300, 1.0, 180, of="activation", source="float32"),
+        _record("2", underflowed=80),
+    ]
+    first, second = _seen(*records).findings
+    assert (first.module, second.module, second.count) == ("2", "1", 200)
+    assert second.what == "50 % underflow in float16."
+    assert second.ops == ("aten::mm", "aten::to.dtype")
+
+
+def test_overflow_is_found_in_forward_and_backward():
+    forward, backward = (_record(role=role, overflowed=2, amax=65504.0) for role in ("forward", "backward"))
+    texts = [str(found) for found in _seen(forward, backward).findings]
+    what = "2 of 100 became inf or nan in float16, in aten::mm. The largest finite magnitude was 6.55e+04."
+    assert texts[0].startswith(
+        f"values of 3: {what} float16 has less range than float32. Keep the op in float32, with "
+    )
+    assert texts[1].startswith(f"gradients of 3: {what} float16 has less range than float32. Scale the loss")
+
+
+def test_findings_of_a_difference_are_about_what_is_more():
+    before, after = _seen(_record(underflowed=41)), _seen(_record(underflowed=41), _record("4", underflowed=12))
+    assert [found.module for found in (after - before).findings] == ["4"]
+    assert (before - after).findings == ()
+
+
+def test_training_in_float16_without_scaling_is_found(engine):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+
+    def found(dtype, scale):
+        with polycast.observe(model, numerics=True) as seen:
+            with polycast.autocast("cpu", dtype):
+                loss = model(torch.randn(8, 16)).float().square().mean()
+            (loss * 1e-5 * scale).backward()
+        return {finding.module for finding in seen.findings if finding.kind == "underflow"}
+
+    assert found(torch.float16, 1.0) >= {"0", "2"}
+    assert found(torch.float16, 2.0**16) == set()
+    assert found(torch.bfloat16, 1.0) == set()
+
+
+def test_report_shows_the_worst_first():
+    records = [_record("a"), _record("b", underflowed=7, zeroed=3), _record("c", overflowed=1, nonfinite=4)]
+    page = page_of(_seen(*records).facts)
+    assert [of[0].module for of in page.numerics] == ["c", "b", "a"]
+    text = render(page)
+    assert '<a href="#numerics">Numerics</a>' in text
+    assert '<td data-of="underflow" class="n">7 %</td><td data-of="to zero" class="n">3</td>' in text
+
+
+def test_report_of_two_runs_shows_both():
+    before, after = _seen(_record(underflowed=41)), _seen(_record(underflowed=0))
+    text = render(page_of(after.facts, before.facts))
+    assert '<span class="before"><span class="sr">before: </span>41 %</span>' in text
+
+
+def test_report_without_numerics_has_no_table():
+    assert "#numerics" not in render(page_of(Facts()))
