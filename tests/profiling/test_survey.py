@@ -239,6 +239,6 @@ def test_the_cases_are_those_of_the_documentation():
     assert {each.op for each in found} == set(all_cases.OPS)
     for op in ("linear", "matmul"):
         assert {(each.rows, each.size) for each in found if each.op == op} == {
-            (rows, size) for rows in (1, 4, 8, 16, 128, 1024) for size in (64 * 64, 1024 * 1024)
+            (rows, size) for rows in (1, 4, 8, 16, 128, 1024) for size in (64 * 64, 256 * 256, 1024 * 1024)
         }
     assert [each.work for each in found] == sorted(each.work for each in found)
