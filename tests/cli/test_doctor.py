@@ -111,6 +111,8 @@ def test_a_compiler_that_is_not_there_is_told(examine, monkeypatch):
     _, found = examine()
     assert found["compiler"]["command"] == "no-such-compiler -O1"
     assert found["compiler"]["path"] is None
+    said = CliRunner().invoke(app, ["doctor"]).stdout
+    assert "compiler:\n  command: no-such-compiler -O1\n  path: there is none\nengine:" in said
 
 
 @pytest.mark.slow

@@ -226,9 +226,9 @@ def test_a_weight_with_inf_runs_in_the_fast_dtype(model, x, recipe):
 
 def test_without_kernels_a_warning_says_why(recipe, monkeypatch, model, x):
     backend = copy.copy(polycast.get_backend("cpu"))
-    vars(backend)["recipe_availability"] = lambda each: polycast.Availability(False, f"no {each.kind} here")
+    vars(backend)["recipe_availability"] = lambda each: polycast.Availability(False, f"no {each.kind} here.")
     polycast.register_backend(backend)
-    with pytest.warns(polycast.RecipeDisabledWarning, match=f"no {recipe.kind} here"):
+    with pytest.warns(polycast.RecipeDisabledWarning, match=rf"no {recipe.kind} here\. The region runs"):
         region = autocast("cpu", recipe=recipe)
     with region:
         result = model(x)

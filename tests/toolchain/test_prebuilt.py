@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import stat
 import subprocess
@@ -222,6 +223,7 @@ def unloaded():
 def test_a_library_that_does_not_load_is_ignored(came_with, unloaded):
     assert find_prebuilt(ENGINE) == came_with
     assert loading._load_prebuilt() is None
+    assert re.search(r"a library that came with polycast does not load here \(\w+: .*\)\.", str(prebuilt.no_compiler()))
 
 
 def test_a_library_is_loaded_without_a_cache(came_with, tmp_path, monkeypatch):

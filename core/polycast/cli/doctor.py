@@ -271,6 +271,8 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
             for check in content:
                 yield f"  {check['name']}: {check['problem'] or 'ok'}"
         elif isinstance(content, Mapping):
+            if section == "compiler" and content.get("path", "") is None:
+                content = {"command": content["command"], "path": "there is none"}
             for name, value in content.items():
                 yield from _of_value(name.replace("_", " "), value)
             if not content:

@@ -36,8 +36,9 @@ def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:
         except RuntimeError as error:
             answer = Availability(False, str(error))
     if not answer.available:
+        reason = answer.reason.rstrip(".")
         warn_user(
-            f"{recipe!r} cannot be used on {backend.device_type}: {answer.reason}. The region runs in the fast dtype.",
+            f"{recipe!r} cannot be used on {backend.device_type}: {reason}. The region runs in the fast dtype.",
             RecipeDisabledWarning,
         )
         return NoRecipe()

@@ -13,7 +13,7 @@ from ..errors import warn_user
 from .build import get_or_build
 from .cache_folder import UntrustedCacheError, cache_directory
 from .cpp_library import BuildError, CppLibrary
-from .prebuilt import Prebuilt, find_prebuilt
+from .prebuilt import Prebuilt, find_prebuilt, note_unloadable
 
 _Loaded = TypeVar("_Loaded")
 
@@ -49,7 +49,8 @@ def load_prebuilt(library: CppLibrary, open_: Callable[[Path], _Loaded]) -> tupl
     try:
         with tempfile.TemporaryDirectory(prefix="polycast-") as private:
             return open_(found.archive.unpack(found.key, Path(private))), describe_prebuilt(found)
-    except (BuildError, ImportError, OSError):  # it may need a newer libc
+    except (BuildError, ImportError, OSError) as error:  # it may need a newer libc
+        note_unloadable(found, error)
         return None
 
 

@@ -99,11 +99,23 @@ def _has_the_headers(archive: Archive, key: str) -> bool:
     return digest_of_headers(headers) == digest
 
 
+_unloadable: dict[Archive, str] = {}
+"""Why prebuilt libraries do not load on this machine."""
+
+
+def note_unloadable(prebuilt: Prebuilt, error: Exception) -> None:
+    """Keep the reason why a prebuilt library does not load, for :func:`no_compiler`."""
+    _unloadable[prebuilt.archive] = f"{type(error).__name__}: {error}"
+
+
 def no_compiler() -> BuildError:
     """Return the error that there is no C++ compiler, and no prebuilt library for the running torch."""
     keys = {key for archive in archives_in(_FOLDER) for key in archive.checksums()}
     versions = {match[1] for key in keys if (match := _BUILT_FOR.match(key))}
-    if versions:
+    unloadable = [reason for archive, reason in _unloadable.items() if archive.folder == _FOLDER]
+    if unloadable:
+        prebuilt = f"a library that came with polycast does not load here ({unloadable[0]})"
+    elif versions:
         known = ", ".join(sorted(versions, key=TorchVersion))
         prebuilt = f"the libraries that came with polycast are for torch {known}, and this is torch {torch.__version__}"
     else:
