@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from .precision.evidence import Evidence, Tuned
     from .precision.explain import explain
     from .precision.model_explanation import ModelExplanation, ModuleExplanation
+    from .precision.reference import Reference
     from .precision.tune import tune
     from .profiling.device_profile import DeviceProfile
     from .profiling.profile import profile
@@ -116,6 +117,7 @@ _LAZY_NAMES = {
     "Policy": "policy.value",
     "Recipe": "policy.recipe",
     "RecipeDisabledWarning": "errors",
+    "Reference": "precision.reference",
     "RunHistory": "observer.run_history",
     "RunLog": "observer.run_log",
     "STANDARD_POLICIES": "policy.standard",
@@ -199,6 +201,7 @@ __all__ = [
     "Policy",
     "Recipe",
     "RecipeDisabledWarning",
+    "Reference",
     "RunHistory",
     "RunLog",
     "SlowDtypeWarning",

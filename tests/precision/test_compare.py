@@ -179,10 +179,10 @@ def test_arguments_come_as_tensor_tuple_or_dict():
 def test_other_inputs_are_refused():
     expected = (
         r"^inputs must be a tensor, a tuple of arguments or a dict of keyword arguments for the model's forward; got "
-        r"list\. Put a single argument of another type into a tuple: \(argument,\)\.$"
+        r"int\. Put a single argument of another type into a tuple: \(argument,\)\.$"
     )
     with pytest.raises(TypeError, match=expected):
-        polycast.compare(nn.Linear(2, 2), [torch.ones(2)], "cpu")
+        polycast.compare(nn.Linear(2, 2), 3, "cpu")
 
 
 def test_runs_that_make_different_calls_are_matched_again_afterwards():

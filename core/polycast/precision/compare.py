@@ -1,10 +1,13 @@
-"""``compare``: a model in float32 against the same model in a region, module by module.
+"""``compare``: a model in a region against a reference, module by module, forward and backward.
 
 The two runs are in lockstep, and hand each other one module's output at a time. The error of a module itself is found
-by a repeated call when float32's run leaves the module: in the region, on float32's inputs, with the modules in it in
-float32. The rest of its error comes from its inputs.
+by a repeated call when the reference's run leaves the module: in the region, on the reference's inputs, with the
+modules in it as in the reference. The rest of its error comes from its inputs. With a loss, the two runs continue in
+lockstep with their backward, where the gradients of a module's outputs take the part of inputs.
 """
 
+from collections.abc import Mapping
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -16,14 +19,18 @@ from ..plugins.registry import get_backend
 from ..policy.recipe import NoRecipe, Recipe, RecipeLike, read_recipe
 from ..policy.value import Policy, PolicyLike
 from ..region.autocast import autocast, why_disabled
-from ..region.module_rules import apply_policy
-from .calls import Call
+from .calls import Call, Calls, calls_of
 from .comparison import Comparison
-from .lockstep import Lockstep
-from .numerics import Error, Sums
-from .profiling_run import Profile, profile_run
+from .hooks import set_stance
+from .lockstep import Lockstep, Result
+from .numerics import Sums
+from .outcome import Loss, LossModule, check_loss
+from .parameter_gradients import LOSS
+from .profiling_run import Profile, check_not_scripted, profiled
 from .progress import progress
 from .record import Record
+from .reference import Reference
+from .sides import Side, Sides
 from .values import tensors_in
 
 
@@ -34,51 +41,114 @@ def compare(
     dtype: torch.dtype | None = None,
     policy: PolicyLike | None = None,
     recipe: RecipeLike | None = None,
+    *,
+    reference: Reference | torch.nn.Module | None = None,
+    loss: Loss | None = None,
+    enabled: bool = True,
+    compiled: bool = False,
 ) -> Comparison:
-    """Run a model in float32 and in a region, and return the error of each module and where it comes from.
+    """Run a model in a region and in float32, or any two runs, and return the error of each module and its origin.
 
-    Both runs are under ``no_grad``, with the same random numbers, in the model's current mode (``train`` or ``eval``).
-    The model is restored: parameters, buffers, attributes, gradients, hooks. Compiled modules run eagerly. The run in
-    the region has its own thread, with a copy of the caller's context (``contextvars``), but without the values in the
-    caller's ``threading.local`` objects.
+    Both runs have the same random numbers and the model's current mode (``train`` or ``eval``). Without a loss they are
+    under ``no_grad``. The model is restored: parameters, buffers, attributes, gradients, hooks. Compiled modules run
+    eagerly, unless `compiled` says otherwise; in compiled code no calls of modules are visible. The run in the region
+    has its own thread, with a copy of the caller's context (``contextvars``), but without the values in the caller's
+    ``threading.local`` objects.
     Memory: the two runs of the model, one output of a module, and copies of arguments while a module that writes to
-    them runs.
+    them runs. With a loss: two training steps, the inputs of modules that autograd does not keep (but none in parts
+    that :mod:`torch.utils.checkpoint` computes again), and the gradients of parameters once more.
 
     Args:
-        model: a module, on the device. Its results outside all regions are the reference.
-        inputs: a tensor, a tuple of arguments, or a dict of keyword arguments for the model's forward.
-        device_type, dtype, policy, recipe: of the region, as in :class:`autocast`. The comparison also counts the ops
-            that the recipe computed and declined.
+        model: a module, on the device.
+        inputs: a tensor, a tuple of arguments, or a dict of keyword arguments for the model's forward; or an iterable
+            of such batches, over which errors are added up.
+        device_type, dtype, policy, recipe: of the region, as in :class:`autocast`; the policy may have rules for
+            modules. The comparison also counts the ops that the recipe computed and declined.
+        reference: what to compare with: a :class:`Reference`, which has what differs from the run that is compared; a
+            model, in the same region, such as another checkpoint; or None for the same model in float32, outside all
+            regions.
+        loss: a function of the model's output that returns a scalar tensor. It is called in the region, and the
+            gradients of the loss are compared too.
+        enabled: whether the model runs in a region; False to compare in float32.
+        compiled: whether code of :func:`torch.compile` runs as such.
 
     Returns:
         A value that ``print`` shows as a table, with the modules that add most to the error first.
 
     Raises:
-        TypeError: `model` or `inputs` is of another type.
+        TypeError: `model`, `inputs`, `reference` or `loss` is of another type; or `loss` returns no tensor.
         RuntimeError: the region cannot run enabled, or not with the recipe; or the model's forward writes to its
             parameters.
+        ValueError: batches have different structures; or `loss` returns no scalar, or one without gradients.
         ValueError, RuntimeError: as :class:`autocast`.
+        KeyboardInterrupt: with the attribute ``comparison``, which has what was found until then.
 
     Warns:
-        UserWarning: float32's own output contains inf or nan.
+        UserWarning: the reference's own output contains inf or nan.
 
     Example:
         >>> import torch, polycast
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
-        >>> comparison = polycast.compare(model, torch.randn(2, 4), "cpu")
+        >>> comparison = polycast.compare(model, torch.randn(2, 4), "cpu", loss=lambda y: y.square().mean())
         >>> comparison.modules[0].name, comparison.modules[0].own.relative < 0.02
         ('0', True)
+        >>> sorted(each.name for each in comparison.gradients)
+        ['(loss)', '0.bias', '0.weight', '1']
     """
-    call, given = Call.of(model, inputs), Policy.of(policy or {})
-    wanted = wanted_recipe(recipe)
-    region = enabled_region(device_type, dtype, given.without_modules(), wanted)
-    profile, output = profile_run(model, call, region.device)
-    sums = Sums.of(output, output)
+    calls = calls_of(model, inputs, "inputs")
+    check_not_scripted(model)
+    check_loss(loss)
+    tested = Reference(model, dtype, policy, recipe, enabled, compiled)
+    other = Reference.of(reference).over(tested)
+    module = None if loss is None else LossModule(loss)
+    both = [_side(each, device_type, loss) for each in (other, tested)]
+    sides = Sides(both[0], both[1], {} if module is None else {LOSS: module})
+    _profile(sides, calls, module)
+    return _compared(sides, calls, module)
+
+
+def _side(run: Reference, device_type: str, loss: Loss | None) -> Side:
+    """Return a side of the comparison."""
+    assert run.model is not None
+    check_not_scripted(run.model)
+    given, recipe = Policy.of(run.policy or {}), wanted_recipe(run.recipe)
+    region = enabled_region(device_type, run.dtype, given.without_modules(), recipe)
+    rules = Policy(modules=given.for_device(region.device).modules)
+    if not run.enabled:
+        region = autocast(region.device, region.fast_dtype, enabled=False)
+    return Side(run.model, region, bool(run.enabled), rules, recipe, bool(run.compiled), loss)
+
+
+def _profile(sides: Sides, calls: Calls, loss: LossModule | None) -> None:
+    """Profile both models, and warn if the reference's output has inf or nan."""
+    sums = Sums()
+    for side in dict.fromkeys((sides.reference, sides.tested)):
+        if side is sides.tested and sides.have_one_model:
+            side.profile = sides.reference.profile
+            continue
+        for number, call in enumerate(calls):
+            profile, output = _profiled(side, call, loss)
+            if number:
+                side.profile.add(profile)
+            else:
+                side.profile = profile
+            if side is sides.reference:
+                sums.add(Sums.of(output, output))
+            del output
     if sums.inf or sums.nan:
-        warn_user(sums.nonfinite_warning("their error is unknown"))
-    del output
-    with apply_policy(model, Policy(modules=given.for_device(region.device).modules)):
-        return compared(model, call, region, profile, wanted)
+        warn_user(sums.nonfinite_warning("their error is unknown", sides.reference.text()))
+
+
+def _profiled(side: Side, call: Call, loss: LossModule | None) -> tuple[Profile, Any]:
+    def run() -> Any:
+        with torch.set_grad_enabled(loss is not None), side.region if side.is_enabled else nullcontext():
+            output = call.of_model(side.model)
+            if loss is not None:
+                loss(output)
+            return output
+
+    with nullcontext() if side.compiled else set_stance("force_eager"):
+        return profiled(side.model, run, side.names, side.region.device)
 
 
 def wanted_recipe(recipe: RecipeLike | None) -> Recipe | None:
@@ -115,25 +185,52 @@ def compared(
     model: torch.nn.Module, call: Call, region: autocast, profile: Profile, recipe: Recipe | None = None
 ) -> Comparison:
     """Compare a model in float32 with the same model in a region, given its profile."""
+    outside = autocast(region.device, region.fast_dtype, enabled=False)
+    sides = Sides(Side(model, outside, False, Policy()), Side(model, region, True, Policy(), recipe), {})
+    sides.reference.profile = sides.tested.profile = profile
+    return _compared(sides, (call,), None)
+
+
+def _compared(sides: Sides, calls: Calls, loss: LossModule | None) -> Comparison:
+    """Compare the two sides on all calls, given their profiles."""
+    profile = sides.reference.profile
+    outputs: dict[str, Sums] = {}
     with progress("comparing", profile.calls) as advance:
         record = Record(profile, advance)
-        reference, output = Lockstep(model, call, region, profile, record).run()
+        try:
+            for call in calls:
+                both = Lockstep(sides, call, record, loss)
+                reference, tested = both.run()
+                record.add_parameters(reference.gradients, both.own_gradients, tested.gradients)
+                _add_outputs(outputs, reference, tested)
+                del reference, tested, both
+        except KeyboardInterrupt as interrupt:
+            interrupt.comparison = _comparison(sides, record, outputs, is_complete=False)  # type: ignore[attr-defined]
+            raise
+    return _comparison(sides, record, outputs, is_complete=True)
+
+
+def _comparison(sides: Sides, record: Record, outputs: Mapping[str, Sums], *, is_complete: bool) -> Comparison:
+    region = sides.tested.region
     return Comparison(
         region.device,
         region.fast_dtype,
         record.modules(),
-        MappingProxyType(_outputs(reference, output)),
-        record.first_nonfinite,
+        MappingProxyType({name: sums.error() for name, sums in outputs.items()}),
+        record.outputs.first_nonfinite,
         tuple(record.parted_in),
-        recipe,
+        sides.tested.recipe,
         record.low_bit.records(),
+        sides.reference.text(),
+        sides.tested.text(),
+        record.gradient_errors(),
+        record.gradients.first_nonfinite,
+        is_complete,
     )
 
 
-def _outputs(reference: Any, output: Any) -> dict[str, Error]:
-    got = dict(tensors_in(output))
-    return {
-        name or "output": Sums.of(tensor, got.get(name)).error()
-        for name, tensor in tensors_in(reference)
-        if tensor.is_floating_point() or tensor.is_complex()
-    }
+def _add_outputs(outputs: dict[str, Sums], reference: Result, tested: Result) -> None:
+    got = dict(tensors_in(tested.output))
+    for name, tensor in tensors_in(reference.output):
+        if tensor.is_floating_point() or tensor.is_complex():
+            outputs.setdefault(name or "output", Sums()).add(Sums.of(tensor, got.get(name)))

@@ -57,18 +57,63 @@ class ModuleErrors:
 
 
 @dataclass(frozen=True)
+class GradientErrors:
+    """The errors of the gradients of a module's inputs, over all its calls, or of a parameter.
+
+    The gradient of an input is what the backward of the module adds to it, without that of other users of the input.
+
+    Attributes:
+        module: the name of the module; ``"(loss)"`` for the loss.
+        parameter: the name of the parameter in the module; empty for the inputs.
+        adds: the relative error that is added here: its own error, or for inputs the growth from the gradients of the
+            module's outputs to these, unless the modules in it account for the growth.
+        own: the error that the backward of the module itself makes: of its ops in the region, given the reference's
+            inputs and the reference's gradients of its outputs, with the modules in it as in the reference. None if it
+            could not be repeated, because its inputs cannot be copied or were written to.
+        inherited: the relative error that comes from elsewhere: from the gradients of its outputs, or from the modules
+            in it; None if unknown.
+        total: the error in the backward of the tested run; None if the two runs called the module differently.
+        makes_nonfinite: whether it, and no module in it, returned inf or nan where the reference does not, given finite
+            gradients; False for a parameter.
+    """
+
+    module: str
+    parameter: str
+    adds: float
+    own: Error | None
+    inherited: float | None
+    total: Error | None
+    makes_nonfinite: bool
+
+    @property
+    def name(self) -> str:
+        """The name of the parameter, or of the module."""
+        return ".".join(filter(None, (self.module, self.parameter))) if self.parameter else self.module
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the errors as plain data."""
+        plain: dict[str, Any] = plain_data(vars(self))
+        return plain
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """A model in float32 against the same model in a region. ``print`` shows the modules that add most to the error.
+    """A model against a reference. ``print`` shows the modules that add most to the error.
 
     Attributes:
         device_type, dtype: the device and the dtype of the region.
         modules: the modules that were called, beginning with the largest addition to the error.
         outputs: the error of each floating-point tensor that the model returns, by its path.
-        first_nonfinite: the first module that returned inf or nan where float32 does not, given finite inputs.
+        first_nonfinite: the first module that returned inf or nan where the reference does not, given finite inputs.
         parted: modules in which the two runs made different calls, for example because of a condition on computed
             values. The modules that they call have no total error.
         recipe: the recipe of the region, if it has one.
         low_bit: the ops that recipes, of the region or of rules, computed or declined there, with the reasons.
+        reference, tested: the two runs, as text.
+        gradients: with a loss, the errors of the gradients of inputs and parameters, beginning with the largest
+            addition.
+        first_nonfinite_gradient: the first module, in backward, that made inf or nan of finite gradients.
+        is_complete: False if the comparison was interrupted, and has what was found until then.
     """
 
     device_type: str
@@ -79,6 +124,11 @@ class Comparison:
     parted: tuple[str, ...]
     recipe: Recipe | None = None
     low_bit: tuple[LowBit, ...] = ()
+    reference: str = "float32"
+    tested: str = ""
+    gradients: tuple[GradientErrors, ...] = ()
+    first_nonfinite_gradient: str | None = None
+    is_complete: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as plain data for JSON: inf and nan are texts."""
@@ -88,12 +138,19 @@ class Comparison:
         from rich.console import Group
         from rich.text import Text
 
-        modules, outputs = _table(_MODULES, self._module_rows()), _table(_OUTPUTS, self._output_rows())
-        return Group(modules, Text(), outputs, Text(), Text("\n".join(self._sentences())))
+        tables = [_table(columns, rows) for columns, rows in self._tables()]
+        parts = [part for table in tables for part in (table, Text())]
+        return Group(*parts, Text("\n".join(self._sentences())))
 
     def _repr_html_(self) -> str:
-        tables = html_table(_MODULES, self._module_rows()), html_table(_OUTPUTS, self._output_rows())
+        tables = [html_table(columns, rows) for columns, rows in self._tables()]
         return "\n".join([*tables, html_lines(self._sentences())])
+
+    def _tables(self) -> Iterator[tuple[Sequence[str], Iterable[Sequence[str]]]]:
+        yield _MODULES, self._module_rows()
+        if self.gradients:
+            yield _GRADIENTS, self._gradient_rows()
+        yield _OUTPUTS, self._output_rows()
 
     def _shown(self) -> list[ModuleErrors]:
         return [module for module in self.modules if module.own.relative or module.inherited][:_SHOWN]
@@ -105,19 +162,37 @@ class Comparison:
             own = [_number(module.adds), _number(module.own.relative), inherited]
             yield [module.name or "(model)", module.kind, str(module.calls), *own, *measures]
 
+    def _gradient_rows(self) -> Iterator[list[str]]:
+        for each in self._shown_gradients():
+            own = "-" if each.own is None else _number(each.own.relative)
+            inherited = "-" if each.inherited is None else _number(each.inherited)
+            measures = ["-"] * len(_MEASURES) if each.total is None else _measures(each.total)
+            of = each.parameter or "inputs"
+            yield [each.module or "(model)", of, _number(each.adds), own, inherited, *measures]
+
+    def _shown_gradients(self) -> list[GradientErrors]:
+        return [each for each in self.gradients if each.adds or each.inherited][:_SHOWN]
+
     def _output_rows(self) -> Iterator[list[str]]:
         for name, error in self.outputs.items():
             yield [name, *_measures(error)]
 
     def _sentences(self) -> list[str]:
-        recipe = "" if self.recipe is None else f" and {self.recipe.short}"
-        region = f"a region of {dtype_name(self.dtype)}{recipe} on {self.device_type}"
-        sentences = [f"float32 against {region}: relative errors."]
-        others = len(self.modules) - len(self._shown())
-        if others:
-            sentences.append(f"{others} more {'module is' if others == 1 else 'modules are'} not shown.")
+        sentences = [f"{self.reference} against {self.tested}: relative errors."]
+        if not self.is_complete:
+            sentences.insert(0, "INTERRUPTED: what was found until then.")
+        for count, what in (
+            (len(self.modules) - len(self._shown()), "module"),
+            (len(self.gradients) - len(self._shown_gradients()), "gradient"),
+        ):
+            if count:
+                sentences.append(
+                    f"{count} more {what} is not shown." if count == 1 else f"{count} more {what}s are not shown."
+                )
         if self.first_nonfinite is not None:
             sentences.append(f"The first inf or nan: {self.first_nonfinite or '(model)'}.")
+        if self.first_nonfinite_gradient is not None:
+            sentences.append(f"The first inf or nan in backward: {self.first_nonfinite_gradient or '(model)'}.")
         if self.parted:
             names = ", ".join(name or "(model)" for name in self.parted)
             sentences.append(f"The two runs made different calls in {names}.")
@@ -136,6 +211,7 @@ class Comparison:
 
 _MEASURES = ("total", "max", "cosine", "inf", "nan")
 _MODULES = ("module", "class", "calls", "adds", "own", "inherited", *_MEASURES)
+_GRADIENTS = ("gradient in", "of", "adds", "own", "inherited", *_MEASURES)
 _OUTPUTS = ("output", *_MEASURES)
 
 
@@ -153,7 +229,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> "Renderable
 
     new = Table(box=under_the_head(), show_edge=False)
     for column in columns:
-        is_text = column in ("module", "class", "output")
+        is_text = column in ("module", "class", "output", "gradient in", "of")
         new.add_column(column, justify="left" if is_text else "right", overflow="fold", no_wrap=not is_text)
     for row in rows:
         new.add_row(*row)

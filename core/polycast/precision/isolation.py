@@ -11,15 +11,17 @@ What a forward can write, and how it is undone:
   inside of lists or objects that a module holds are not detected.
 """
 
+import contextvars
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from ..region.capture import Snapshot
 from .values import version_of
 
+_T = TypeVar("_T")
 _ABSENT: Any = object()
 Values = list[Any]
 
@@ -49,8 +51,13 @@ def isolated() -> Iterator[None]:
     It also leaves ``inference_mode``: tensors made in it have no versions, so that writes to them are not detected, and
     other threads, which are not in it, may not write to them.
     """
-    with torch.inference_mode(False), torch.no_grad(), Snapshot(()).apply():
+    with torch.inference_mode(False), torch.no_grad(), outside_regions():
         yield
+
+
+def outside_regions() -> AbstractContextManager[object]:
+    """Return a context manager in which no region is open."""
+    return Snapshot(()).apply()
 
 
 class ModelState:
@@ -73,6 +80,13 @@ class ModelState:
         clones: dict[int, Any] = {}
         return [_clone(slot.get(), clones) for slot in self._slots]
 
+    def inside(self, module: torch.nn.Module) -> "ModelState":
+        """Return the part of the state that is a module's, or that of a module in it."""
+        if not self._slots:
+            return self
+        owners = {id(owner) for each in module.modules() for owner in (vars(each), vars(each).get("_buffers"))}
+        return ModelState([slot for slot in self._slots if id(slot.owner) in owners])
+
     def put(self, values: Values) -> None:
         """Set all values."""
         for slot, value in zip(self._slots, values, strict=True):
@@ -89,7 +103,7 @@ class ModelState:
             self.put(before)
 
 
-def find_writes(model: torch.nn.Module, run: Callable[[], Any]) -> tuple[Any, ModelState]:
+def find_writes(model: torch.nn.Module, run: Callable[[], _T]) -> tuple[_T, ModelState]:
     """Call a function that calls a model, undo what it writes, and return its result and the written state.
 
     Raises:
@@ -165,3 +179,12 @@ class RandomState:
             yield
         finally:
             self.set(before)
+
+
+class Situation:
+    """What a call can depend on besides its arguments: random numbers, context, and state of the model."""
+
+    def __init__(self, generators: RandomState, state: ModelState) -> None:
+        self.random = generators.get()
+        self.context = contextvars.copy_context()
+        self.state, self.values = state, state.cloned()

@@ -117,12 +117,12 @@ class Sums:
         """Whether there are elements, and none is finite."""
         return self.inf + self.nan == self.elements > 0
 
-    def nonfinite_warning(self, consequence: str) -> str:
+    def nonfinite_warning(self, consequence: str, reference: str = "float32") -> str:
         """Return a warning about the inf and nan elements in the output of a reference."""
         counts = " and ".join(f"{count} {what}" for count, what in ((self.inf, "inf"), (self.nan, "nan")) if count)
         none = ", and no finite one" if self.has_no_finite else ""
         return (
-            f"float32's own output has {counts} among its {self.elements} elements{none}: {consequence}. "
+            f"{reference}'s own output has {counts} among its {self.elements} elements{none}: {consequence}. "
             "polycast.observe() names the op that makes the first of them."
         )
 

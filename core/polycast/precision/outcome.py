@@ -52,7 +52,7 @@ class Step:
             if self.loss is None:
                 with region or nullcontext():
                     return call.of_model(self.model)
-            gradients = ParameterGradients(self.model)
+            gradients = ParameterGradients(self.model, self.loss)
             with torch.enable_grad(), gradients.set_aside():
                 with region or nullcontext():
                     output = call.of_model(self.model)
@@ -60,6 +60,18 @@ class Step:
                 value.backward()  # type: ignore[no-untyped-call]
                 found = gradients.with_zeros()
             return Outcome(detached(output, self.model), value.detach(), found)
+
+
+class LossModule(torch.nn.Module):
+    """A loss as a module, so that its calls are seen as those of modules are."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.function = loss
+
+    def forward(self, output: Any) -> torch.Tensor:
+        """Return the loss."""
+        return checked_loss(self.function(output))
 
 
 def checked_loss(value: object) -> torch.Tensor:

@@ -7,25 +7,26 @@ import torch
 
 from ..torch_internals.accumulated_hooks import without_post_accumulate_grad_hooks
 
+LOSS = "(loss)"
+"""Stands for the loss among the names of modules."""
 Gradients = list[torch.Tensor | None]
 
 
 class ParameterGradients:
-    """The ``.grad`` of all parameters of a model that require gradients.
+    """The ``.grad`` of all parameters of a model, and of a loss that is a module, that require gradients.
 
     Attributes:
         names: the names of the parameters.
         parameters: the parameters.
     """
 
-    def __init__(self, *models: torch.nn.Module) -> None:
-        named = {}
-        for model in models:
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad and id(parameter) not in named:
-                    named[id(parameter)] = name, parameter
-        self.names = [name for name, _ in named.values()]
-        self.parameters = [parameter for _, parameter in named.values()]
+    def __init__(self, model: torch.nn.Module, loss: object = None) -> None:
+        named = [*model.named_parameters()]
+        if isinstance(loss, torch.nn.Module):
+            named += [(f"{LOSS}.{name}", parameter) for name, parameter in loss.named_parameters()]
+        found = {id(each): (name, each) for name, each in reversed(named) if each.requires_grad}
+        self.names = [name for name, _ in reversed(found.values())]
+        self.parameters = [parameter for _, parameter in reversed(found.values())]
 
     def current(self) -> Gradients:
         """Return the current gradients."""

@@ -1,14 +1,17 @@
 """Profile a model in one float32 run: the modules it calls, and the state and arguments that it writes."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .calls import Call, Calls
-from .hooks import in_this_thread, watched
+from .hooks import in_this_thread, uncompiled, watched_modules
 from .isolation import ModelState, RandomState, find_writes, isolated
 from .values import Contents
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -66,9 +69,9 @@ class Profile:
 
 
 class _Profiler:
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, names: Mapping[torch.nn.Module, str]) -> None:
         self.profile = Profile()
-        self._names = {module: name for name, module in model.named_modules()}
+        self._names = names
         self._open: list[tuple[torch.nn.Module, Any, Contents]] = []
 
     def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -119,17 +122,43 @@ def profile_run(model: torch.nn.Module, call: Call, device_type: str, gradients:
         TypeError: the model is a ScriptModule.
         RuntimeError: its forward writes to its parameters.
     """
+    check_not_scripted(model)
+
+    def run() -> Any:
+        with torch.set_grad_enabled(gradients):
+            return call.of_model(model)
+
+    names = {module: name for name, module in model.named_modules()}
+    with uncompiled():
+        return profiled(model, run, names, device_type)
+
+
+def check_not_scripted(model: torch.nn.Module) -> None:
+    """Raise TypeError for a ScriptModule."""
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
             "the model is a ScriptModule, whose calls of modules are not visible to Python. Use the model that it was "
             "scripted from, or wrap it in a module."
         )
-    profiler = _Profiler(model)
 
-    def run() -> Any:
-        with watched(model, in_this_thread(profiler)), torch.set_grad_enabled(gradients):
-            return call.of_model(model)
+
+def profiled(
+    model: torch.nn.Module, run: Callable[[], _T], names: Mapping[torch.nn.Module, str], device_type: str
+) -> tuple[Profile, _T]:
+    """Call a function that runs a model, outside all regions and without side effects.
+
+    Returns:
+        The profile of the modules in `names`, and the result of the function.
+
+    Raises:
+        RuntimeError: the model's forward writes to its parameters.
+    """
+    profiler = _Profiler(names)
+
+    def watched_run() -> _T:
+        with watched_modules(names, in_this_thread(profiler)):
+            return run()
 
     with isolated(), RandomState(device_type).preserved():
-        output, profiler.profile.state = find_writes(model, run)
-    return profiler.profile, output
+        result, profiler.profile.state = find_writes(model, watched_run)
+    return profiler.profile, result

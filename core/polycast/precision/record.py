@@ -1,31 +1,33 @@
-"""Record the errors of each module while ``compare`` runs."""
+"""Record the errors of each module while ``compare`` runs, in forward and in backward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from ..observer.low_bit_counts import LowBitCounts
-from .comparison import ModuleErrors
+from .comparison import GradientErrors, ModuleErrors
+from .gradient_calls import aligned
 from .hooks import CallKey
 from .numerics import Sums, is_finite
-from .profiling_run import Profile
+from .profiling_run import ModuleProfile, Profile
 
 _ACCOUNTED = 4.0
 """Modules inside account for a growth of the error that is at most this many times the largest of their own."""
 
 
 class MatchedCall(NamedTuple):
-    """A call that both runs have made.
+    """A call that both runs have made. In backward, the arguments are gradients of outputs, the outputs of inputs.
 
     Attributes:
-        key, module: the call.
-        reference_arguments, arguments: the arguments in float32, and in the region; None if the module writes to them.
-        reference, own, output: the output in float32, that of the module itself in the region, and that in the region.
+        key: the call.
+        reference_arguments, arguments: the arguments in the reference's run and in the tested one; None if the module
+            writes to them.
+        reference, own, output: the output in the reference's run, that of the module itself in the tested run's way,
+            and that in the tested run.
     """
 
     key: CallKey
-    module: torch.nn.Module
     reference_arguments: Any
     arguments: Any
     reference: Any
@@ -38,35 +40,55 @@ class _Found:
 
     def __init__(self) -> None:
         self.own, self.total, self.inherited, self.inputs = Sums(), Sums(), Sums(), Sums()
-        self.calls = 0
+        self.expected = self.calls = self.repeated = 0
         self.makes_nonfinite = False
 
+    @property
+    def is_matched(self) -> bool:
+        """Whether the tested run has made all calls."""
+        return self.calls == self.expected
 
-class Record:
-    """Adds up the errors of all calls.
+    @property
+    def is_repeated(self) -> bool:
+        """Whether all calls have been repeated."""
+        return self.repeated == self.expected
+
+    def relative_inherited(self) -> float | None:
+        """Return the relative error that comes from elsewhere, if it is known."""
+        return self.inherited.relative_to(self.total) if self.is_matched and self.is_repeated else None
+
+
+class Errors:
+    """Adds up the errors of all calls, in one direction.
 
     Attributes:
-        first_nonfinite: the first module that returned inf or nan where float32 does not, given finite inputs.
-        parted_in: the modules in which the two runs made different calls.
-        low_bit: counts the ops that recipes compute and decline in the region.
+        first_nonfinite: the first module that made inf or nan where the reference does not, of finite arguments.
+        found: the errors by name of a module.
     """
 
-    def __init__(self, profile: Profile, advance: Callable[[str], None]) -> None:
+    def __init__(self) -> None:
         self.first_nonfinite: str | None = None
-        self.parted_in: dict[str, None] = {}
-        self.low_bit = LowBitCounts()
-        self._found = {module: _Found() for module in profile.modules}
-        self._profile, self._advance = profile, advance
+        self.found: dict[str, _Found] = {}
         self._nonfinite_calls: list[CallKey] = []
 
-    def add_own(self, module: torch.nn.Module, reference: Any, own: Any) -> None:
-        """Add the output of a call in float32, and that of the module itself in the region."""
-        self._found[module].own.add(Sums.of(reference, own))
-        self._advance(self._profile.modules[module].name or type(module).__name__)
+    def of(self, name: str) -> _Found:
+        """Return the errors of a module."""
+        return self.found.setdefault(name, _Found())
+
+    def expect(self, key: CallKey) -> None:
+        """Note a call of the reference's run."""
+        self.of(key[-1][0]).expected += 1
+
+    def add_own(self, name: str, reference: Any, own: Any) -> None:
+        """Add the output of a call in the reference's run, and that of the module itself in the tested run's way."""
+        found = self.of(name)
+        found.repeated += 1
+        found.own.add(Sums.of(reference, own))
 
     def add_matched(self, call: MatchedCall) -> None:
         """Add a call that both runs have made."""
-        found, total = self._found[call.module], Sums.of(call.reference, call.output)
+        name = call.key[-1][0]
+        found, total = self.of(name), Sums.of(call.reference, call.output)
         found.calls += 1
         found.total.add(total)
         found.inherited.add(Sums.of(call.own, call.output))
@@ -76,25 +98,86 @@ class Record:
             self._nonfinite_calls.append(call.key)
             found.makes_nonfinite = True
             if self.first_nonfinite is None:
-                self.first_nonfinite = self._profile.modules[call.module].name
+                self.first_nonfinite = name
 
-    def add_parted(self, module: torch.nn.Module) -> None:
+    def adds(self, modules: Mapping[str, ModuleProfile]) -> dict[str, float]:
+        """Return by name the error that each module adds, computed from the innermost modules outwards."""
+        adds: dict[str, float] = {}
+        inside: dict[str | None, float] = {}
+        for name, called in reversed([*modules.items()]):
+            found = self.of(name)
+            before, after = found.inputs.relative, found.total.relative
+            growth = after - before if before < after else 0.0
+            accounted = growth <= _ACCOUNTED * inside.get(name, 0.0)
+            adds[name] = max(found.own.relative, 0.0 if accounted else growth)
+            for caller in called.callers:
+                largest = max(adds[name], inside.get(name, 0.0))
+                inside[caller] = max(inside.get(caller, 0.0), largest)
+        return adds
+
+
+class Record:
+    """Adds up the errors of all calls of a comparison.
+
+    Attributes:
+        gradients: the errors in backward.
+        parted_in: the modules in which the two runs made different calls.
+        low_bit: counts the ops that recipes compute and decline in the tested run.
+    """
+
+    def __init__(self, profile: Profile, advance: Callable[[str], None]) -> None:
+        self.outputs, self.gradients = Errors(), Errors()
+        self.parted_in: dict[str, None] = {}
+        self.low_bit = LowBitCounts()
+        self._modules = profile.by_name()
+        self._kinds = {each.name: type(module).__name__ for module, each in profile.modules.items()}
+        self._advance = advance
+        self._parameters: dict[str, _Found] = {}
+
+    def add_own(self, name: str, reference: Any, own: Any) -> None:
+        """Add the output of a call in the reference's run, and that of the module itself in the tested run's way."""
+        self.outputs.add_own(name, reference, own)
+        self._advance(name or self._kinds[name])
+
+    def add_matched(self, call: MatchedCall) -> None:
+        """Add a call that both runs have made."""
+        self.outputs.add_matched(call)
+
+    def add_parted(self, name: str) -> None:
         """Add a module in which the two runs make different calls."""
-        self.parted_in[self._profile.modules[module].name] = None
+        self.parted_in[name] = None
+
+    def add_parameters(
+        self,
+        reference: Mapping[str, torch.Tensor | None],
+        own: Mapping[str, torch.Tensor],
+        tested: Mapping[str, torch.Tensor | None],
+    ) -> None:
+        """Add the gradients of the parameters in both runs, and those of repeated calls."""
+        for name, expected in reference.items():
+            if name not in tested:
+                continue
+            one, two, three = aligned([expected], [own.get(name)], [tested[name]])
+            if not one:  # the loss does not depend on it
+                continue
+            found = self._parameters.setdefault(name, _Found())
+            found.own.add(Sums.of(one, two))
+            found.inherited.add(Sums.of(two, three))
+            found.total.add(Sums.of(one, three))
 
     def modules(self) -> tuple[ModuleErrors, ...]:
         """Return the modules, beginning with the largest addition to the error."""
-        adds = self._adds()
+        adds = self.outputs.adds(self._modules)
         errors = []
-        for module, called in self._profile.modules.items():
-            found = self._found[module]
+        for name, called in self._modules.items():
+            found = self.outputs.of(name)
             is_known = found.calls == called.calls
             errors.append(
                 ModuleErrors(
-                    called.name,
-                    type(module).__name__,
+                    name,
+                    self._kinds[name],
                     called.calls,
-                    adds[called.name],
+                    adds[name],
                     found.own.error(),
                     found.inherited.relative_to(found.total) if is_known else None,
                     found.total.error() if is_known else None,
@@ -103,17 +186,27 @@ class Record:
             )
         return tuple(sorted(errors, key=lambda each: (-each.adds, -(each.inherited or 0.0))))
 
-    def _adds(self) -> dict[str, float]:
-        """Return by name the error that each module adds, computed from the innermost modules outwards."""
-        adds: dict[str, float] = {}
-        inside: dict[str | None, float] = {}
-        for module, called in reversed(self._profile.modules.items()):
-            found = self._found[module]
-            before, after = found.inputs.relative, found.total.relative
-            growth = after - before if before < after else 0.0
-            accounted = growth <= _ACCOUNTED * inside.get(called.name, 0.0)
-            adds[called.name] = max(found.own.relative, 0.0 if accounted else growth)
-            for caller in called.callers:
-                largest = max(adds[called.name], inside.get(called.name, 0.0))
-                inside[caller] = max(inside.get(caller, 0.0), largest)
-        return adds
+    def gradient_errors(self) -> tuple[GradientErrors, ...]:
+        """Return the errors of gradients, beginning with the largest addition to the error."""
+        adds = self.gradients.adds(self._modules)
+        errors = []
+        for name, found in self._parameters.items():
+            module, _, parameter = name.rpartition(".")
+            inherited = found.inherited.relative_to(found.total)
+            own, total = found.own.error(), found.total.error()
+            errors.append(GradientErrors(module, parameter, own.relative, own, inherited, total, False))
+        for name in self._modules:
+            found = self.gradients.of(name)
+            if found.total.elements or found.own.elements:
+                errors.append(
+                    GradientErrors(
+                        name,
+                        "",
+                        adds[name],
+                        found.own.error() if found.is_repeated else None,
+                        found.relative_inherited(),
+                        found.total.error() if found.is_matched else None,
+                        found.makes_nonfinite,
+                    )
+                )
+        return tuple(sorted(errors, key=lambda each: (-each.adds, -(each.inherited or 0.0))))

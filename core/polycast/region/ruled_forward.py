@@ -84,9 +84,11 @@ class RuledForward:
         self._entries.append((mark, rules))
         self._decide()
 
-    def drop(self, mark: Mark) -> None:
-        """Remove rules. Without any left, restore the module's forward."""
+    def drop(self, mark: Mark) -> Mapping[str, Rule]:
+        """Remove rules, and return them. Without any left, restore the module's forward."""
+        dropped = next((rules for other, rules in self._entries if other is mark), {})
         self._keep([entry for entry in self._entries if entry[0] is not mark])
+        return dropped
 
     def drop_all(self) -> None:
         """Remove all rules, and restore the module's forward."""

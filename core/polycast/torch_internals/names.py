@@ -105,6 +105,23 @@ is_fwd_grad_enabled: Callable[[], bool] = read(
 current_graph_task_id: Callable[[], int] = read(
     "torch._C._current_graph_task_id", lambda: 0, "recipes compute under torch.inference_mode() only"
 )
+_top_saved_tensors_hooks: Callable[[bool], Any] = read(
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    lambda ignore_is_tracing: None,
+    "polycast.compare needs more memory for models with torch.utils.checkpoint",
+)
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Return whether hooks of ``torch.autograd.graph.saved_tensors_hooks`` are active in this thread."""
+    return _top_saved_tensors_hooks(True) is not None
+
+
+will_execute: Callable[[Any], bool] = read(
+    "torch._C._will_engine_execute_node",
+    lambda node: True,
+    "polycast.compare does not see the gradients of modules of which an input or output has none",
+)
 tensor_base: Any = torch.Tensor.__base__
 without_torch_function: Callable[[], contextlib.AbstractContextManager[Any]] = read(
     "torch._C.DisableTorchFunction", contextlib.nullcontext, "torch function modes see how polycast looks at memory"

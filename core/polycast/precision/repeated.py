@@ -1,0 +1,220 @@
+"""Repeat a module's call in the tested run's way, with the modules in it in the reference's."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from ..region.autocast import autocast
+from ..region.cast_arguments import CastArguments
+from .gradient_calls import GradientCall, Gradients, SavedCall, differentiable
+from .hooks import CallKey, OpenCall
+from .isolation import RandomState, Situation, outside_regions
+from .sides import Sides
+
+
+class RepeatableCall(OpenCall):
+    """A call in the reference's run, with what is needed to repeat it."""
+
+    def __init__(
+        self,
+        key: CallKey,
+        module: torch.nn.Module,
+        arguments: Any,
+        situation: Situation,
+        awaited: GradientCall | None,
+    ) -> None:
+        super().__init__(key, module)
+        self.arguments, self.situation, self.awaited = arguments, situation, awaited
+
+
+class Repeater:
+    """Repeats calls of the reference's run.
+
+    Attributes:
+        current: watches the call that is repeated now; None if there is none.
+    """
+
+    def __init__(self, sides: Sides, generators: RandomState) -> None:
+        self._sides, self._generators = sides, generators
+        self.current: _Repeated | None = None
+
+    def forward(self, call: RepeatableCall, counterpart: torch.nn.Module) -> Any:
+        """Return the output of the tested side's module on the arguments of a call."""
+        args, kwargs = call.arguments
+        with self._repeating(call.situation, in_backward=False):
+            return call.situation.context.run(counterpart, *args, **kwargs)
+
+    def backward(
+        self, saved: SavedCall, counterpart: torch.nn.Module, of_outputs: Gradients
+    ) -> tuple[Gradients, Gradients] | None:
+        """Return the gradients of the inputs and of the tested side's parameters, given those of the outputs.
+
+        Returns None if the arguments of the call are not known any more.
+        """
+        arguments = saved.arguments()
+        if arguments is None:
+            return None
+        args, kwargs, leaves = arguments
+        situation = saved.situation
+        with self._repeating(situation, in_backward=True), torch.enable_grad():
+            output = situation.context.run(counterpart, *args, **kwargs)
+        outputs = differentiable(output)
+        if len(outputs) != len(of_outputs):
+            return None
+        known = [
+            (each, gradient.to(each.dtype))
+            for each, gradient in zip(outputs, of_outputs, strict=True)
+            if gradient is not None and gradient.shape == each.shape
+        ]
+        parameters = self._sides.tested.gradients
+        with parameters.set_aside():
+            if known:
+                torch.autograd.backward([each for each, _ in known], [gradient for _, gradient in known])
+            return [leaf.grad for leaf in leaves], parameters.current()
+
+    @contextmanager
+    def _repeating(self, situation: Situation, *, in_backward: bool) -> Iterator[None]:
+        sides, random = self._sides, self._generators.get()
+        state = situation.state if sides.have_one_model else sides.tested.state
+        before = state.current()
+        state.put(situation.values if sides.have_one_model else state.cloned())
+        self._generators.set(situation.random)
+        self.current = _Repeated(sides, in_backward)
+        try:
+            with ExitStack() as stack:
+                if sides.reference.is_enabled or in_backward:
+                    stack.enter_context(outside_regions())
+                # Hooks for saved tensors, such as those of torch.utils.checkpoint, must not see this call.
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
+                stack.enter_context(sides.activated(sides.tested))
+                stack.enter_context(sides.tested.region)
+                stack.callback(self.current.end)
+                yield
+        finally:
+            self.current = None
+            state.put(before)
+            self._generators.set(random)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+class _Repeated:
+    """Watches a repeated call: the modules that it calls run as in the reference."""
+
+    def __init__(self, sides: Sides, in_backward: bool) -> None:
+        self._sides, self._in_backward = sides, in_backward
+        self._open: list[tuple[torch.nn.Module, _Inner | None]] = []
+
+    def end(self) -> None:
+        """End the calls that raised."""
+        for _module, inner in reversed(self._open):
+            if inner is not None:
+                inner.end()
+
+    def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(self._open) != 1:
+            self._open.append((module, None))
+            return None
+        inner = _Inner(self._sides, module, self._in_backward)
+        self._open.append((module, inner))
+        return inner.begin(args, kwargs)
+
+    def leave(self, module: torch.nn.Module, output: Any) -> Any:
+        while True:
+            last, inner = self._open.pop()
+            if inner is not None:
+                inner.give_back()
+            if last is module:
+                return output if inner is None else inner.output(output)
+
+
+class _Inner:
+    """A call inside of a repeated one, which runs as in the reference.
+
+    If the reference is another model, its module is called, and its output replaces that of the tested one.
+    """
+
+    def __init__(self, sides: Sides, module: torch.nn.Module, in_backward: bool) -> None:
+        self._sides, self._module, self._in_backward = sides, module, in_backward
+        self._casts: CastArguments | None = None
+        self._stack = ExitStack()
+        self._others: list[Any] = []
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Switch to the reference, and return the arguments for it."""
+        sides = self._sides
+        if sides.reference.is_enabled:
+            self._stack.enter_context(outside_regions())
+        self._stack.enter_context(sides.activated(sides.reference))
+        self._stack.enter_context(_region(sides))
+        if self._in_backward:
+            self._stack.enter_context(_without_gradients(self._module))
+        casts = self._casts = _casts(sides)
+        if casts is not None:
+            args = tuple([casts.of(value) for value in args])
+            kwargs = {name: casts.of(value) for name, value in kwargs.items()}
+        counterpart = sides.reference.by_name.get(sides.tested.names[self._module])
+        if counterpart is not None and counterpart is not self._module:
+            self._others.append(counterpart(*args, **kwargs))
+        return args, kwargs
+
+    def output(self, output: Any) -> Any:
+        """Return the output of the reference."""
+        return self._others[0] if self._others else output
+
+    def give_back(self) -> None:
+        """Switch back to the tested side, and copy writes to casts to the arguments."""
+        self._stack.close()
+        if self._casts is not None:
+            self._casts.give_back(self._module, "run in float32 by polycast.compare")
+
+    def end(self) -> None:
+        """Switch back after an exception."""
+        self._stack.close()
+        if self._casts is not None:
+            self._casts.restore()
+
+
+def _region(sides: Sides) -> autocast:
+    return sides.reference.region
+
+
+def _casts(sides: Sides) -> CastArguments | None:
+    """Return what casts the arguments of the reference's modules; None if they need no cast."""
+    device, tested, reference = sides.tested.region.device, sides.tested, sides.reference
+    if not tested.is_enabled:
+        return None
+    if not reference.is_enabled:
+        return CastArguments(device, torch.float32)
+    fast = tested.region.fast_dtype
+    return None if reference.region.fast_dtype is fast else _FastCasts(device, fast, reference.region.fast_dtype)
+
+
+class _FastCasts(CastArguments):
+    """Casts tensors of one fast dtype to another."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self, device_type: str, of: torch.dtype, dtype: torch.dtype) -> None:
+        super().__init__(device_type, dtype)
+        self._of = of
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return super()._cast(tensor) if tensor.dtype is self._of else tensor
+
+
+@contextmanager
+def _without_gradients(module: torch.nn.Module) -> Iterator[None]:
+    """Let the parameters of a module require no gradients for a block."""
+    required: Sequence[torch.Tensor] = [each for each in module.parameters() if each.requires_grad]
+    try:
+        for parameter in required:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in required:
+            parameter.requires_grad_(True)

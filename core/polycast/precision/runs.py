@@ -1,0 +1,253 @@
+"""Watch the two runs of a comparison: the reference's, whose calls are repeated, and the tested one, which is matched.
+
+The runs are in lockstep. When a call of the reference's run returns, or when all its gradients are known, the run
+waits until the tested run has made the same call, or knows its gradients, too.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..torch_internals.names import has_saved_tensors_hooks
+from .gradient_calls import (
+    GradientCall,
+    Gradients,
+    SavedCall,
+    aligned,
+    differentiable,
+    isolated_inputs,
+    records_gradients,
+)
+from .hooks import CallKey, OpenCall, innermost_common
+from .isolation import Situation
+from .record import MatchedCall
+from .repeated import RepeatableCall, Repeater
+from .sides import Side
+from .values import copied
+
+if TYPE_CHECKING:
+    from .lockstep import Lockstep
+
+_EARLY = 16
+"""The number of calls whose gradients the tested run may know before the reference's run."""
+
+
+class Returned:
+    """A call of the reference's run that waits for the tested run: its output, or its gradients."""
+
+    def __init__(self, key: CallKey, arguments: Any, output: Any, own: Any, random: list[torch.Tensor]) -> None:
+        self.key, self.arguments, self.output, self.own, self.random = key, arguments, output, own, random
+
+
+class Run:
+    """What the two runs have in common: their open calls, and the calls whose gradients they await.
+
+    Attributes:
+        in_backward: whether the backward has begun. The calls in it are those of torch.utils.checkpoint.
+    """
+
+    def __init__(self, both: "Lockstep", side: Side) -> None:
+        self.in_backward = False
+        self._both, self._side = both, side
+        self._around = OpenCall((), None)
+        self._awaited: dict[int, GradientCall] = {}
+        self._modules = {id(module): module for module in side.model.modules()}
+
+    def begin_backward(self) -> None:
+        """Note that the backward begins."""
+        self.in_backward = True
+        self._around = OpenCall((("recomputed", 0),), None)
+
+    def end(self) -> None:
+        """Await no gradients any more."""
+        for call in self._awaited.values():
+            call.end()
+        self._awaited = {}
+
+    def _writes_arguments(self, module: torch.nn.Module) -> bool:
+        called = self._side.profile.modules.get(module)
+        return called is not None and called.writes_arguments
+
+    def _awaits(self) -> bool:
+        """Return whether gradients of the next call are to be seen."""
+        return self._both.has_loss and records_gradients()
+
+    def _is_recomputed_in_place(self) -> bool:
+        """Return whether torch.utils.checkpoint computes a call again whose gradients are awaited already."""
+        return self.in_backward and has_saved_tensors_hooks()
+
+    def _awaited_call(self, key: CallKey, module: torch.nn.Module, arguments: Any) -> tuple[Any, GradientCall]:
+        """Return the arguments of a call, with which its gradients can be told from others, and the awaited call."""
+        tensors = differentiable(arguments)
+        if not self._writes_arguments(module):
+            arguments, tensors = isolated_inputs(arguments, tensors, self._modules)
+        call = GradientCall(key, module, self._known)
+        if not self._is_recomputed_in_place():
+            call.watch_inputs(tensors)
+            self._awaited[id(call)] = call
+        return arguments, call
+
+    def _await_outputs(self, call: GradientCall | None, output: Any) -> None:
+        if call is not None and id(call) in self._awaited:
+            call.watch_outputs(output)
+
+    def _known(self, call: GradientCall) -> None:
+        del self._awaited[id(call)]
+        self._gradients_are_known(call)
+
+    def _gradients_are_known(self, call: GradientCall) -> None:
+        raise NotImplementedError
+
+
+class ReferenceRun(Run):
+    """Watches the reference's run, and repeats each call in the tested run's way."""
+
+    def __init__(self, both: "Lockstep", side: Side) -> None:
+        super().__init__(both, side)
+        self._open: list[RepeatableCall] = []
+        self._repeater = Repeater(both.sides, both.generators)
+
+    def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle a call."""
+        if self._repeater.current is not None:
+            return self._repeater.current.enter(module, args, kwargs)
+        both, arguments, given = self._both, (args, kwargs), None
+        writes = self._writes_arguments(module)
+        if writes:
+            arguments = copied(arguments, self._side.model)
+        key = (self._open[-1] if self._open else self._around).key_inside(self._side.names[module])
+        awaited = None
+        if self._awaits():
+            given, awaited = self._awaited_call(key, module, (args, kwargs))
+            situation = Situation(both.generators, self._side.state.inside(module))
+            awaited.saved = SavedCall((args, kwargs), self._modules, writes, situation)
+        situation = Situation(both.generators, self._side.state)
+        self._open.append(RepeatableCall(key, module, arguments, situation, awaited))
+        return given
+
+    def leave(self, module: torch.nn.Module, output: Any) -> Any:
+        """Handle the return of a call."""
+        if self._repeater.current is not None:
+            return self._repeater.current.leave(module, output)
+        call = self._open.pop()
+        while call.module is not module:  # it raised, and its caller handled the exception
+            call = self._open.pop()
+        self._await_outputs(call.awaited, output)
+        if self.in_backward:
+            return None
+        both, counterpart = self._both, self._counterpart(module)
+        if counterpart is None:
+            return None
+        own = self._repeater.forward(call, counterpart)
+        both.record.add_own(call.key[-1][0], output, own)
+        self._wait(Returned(call.key, call.arguments, output, own, both.generators.get()))
+        return None
+
+    def _counterpart(self, module: torch.nn.Module) -> torch.nn.Module | None:
+        """Return the module of the tested side."""
+        return self._both.sides.tested.by_name.get(self._side.names[module])
+
+    def _wait(self, returned: Returned) -> None:
+        both = self._both
+        both.waiting = returned
+        try:
+            both.hand_over(self._side)
+        finally:
+            both.waiting = None
+
+    def _gradients_are_known(self, call: GradientCall) -> None:
+        both, counterpart = self._both, self._counterpart(call.module)
+        self._open.clear()  # calls that torch.utils.checkpoint began to compute again
+        own = None
+        if call.saved is not None and counterpart is not None:
+            own = self._repeater.backward(call.saved, counterpart, call.of_outputs)
+        if own is not None:
+            both.add_own_gradients(own[1])
+        both.record.gradients.expect(call.key)
+        returned = ReturnedGradients(call, None if own is None else own[0], both.generators.get())
+        early = both.early.pop(call.key, None)
+        if early is not None:
+            both.record_gradients(returned, early)
+        else:
+            self._wait(returned)
+
+
+class ReturnedGradients(Returned):
+    """A call of the reference's run whose gradients are known."""
+
+    def __init__(self, call: GradientCall, own: Gradients | None, random: list[torch.Tensor]) -> None:
+        super().__init__(call.key, call.of_outputs, call.of_inputs, own, random)
+
+
+class TestedRun(Run):
+    """Watches the tested run, and matches its calls with the reference's."""
+
+    def __init__(self, both: "Lockstep", side: Side) -> None:
+        super().__init__(both, side)
+        self._open: list[tuple[OpenCall, Any, GradientCall | None]] = []
+
+    def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle a call."""
+        key = (self._open[-1][0] if self._open else self._around).key_inside(self._side.names[module])
+        given, awaited = None, None
+        if self._awaits():
+            given, awaited = self._awaited_call(key, module, (args, kwargs))
+        self._open.append((OpenCall(key, module), (args, kwargs), awaited))
+        return given
+
+    def leave(self, module: torch.nn.Module, output: Any) -> None:
+        """Handle the return of a call."""
+        call, arguments, awaited = self._open.pop()
+        while call.module is not module:
+            call, arguments, awaited = self._open.pop()
+        self._await_outputs(awaited, output)
+        if not self.in_backward:
+            self._match(call, arguments, module, output)
+
+    def _match(self, call: OpenCall, arguments: Any, module: torch.nn.Module, output: Any) -> None:
+        both = self._both
+        while both.waiting is not None and both.waiting.key != call.key:
+            around = innermost_common(both.waiting.key, call.key)
+            both.record.add_parted(around[-1][0] if around else "")
+            if around != call.key:
+                return  # the reference's run makes this call later or never: it waits for the call around both
+            both.hand_over(self._side)
+        other = both.waiting
+        if other is None:
+            return
+        theirs = other.arguments
+        if self._writes_arguments(module):
+            theirs = arguments = None
+        both.record.add_matched(MatchedCall(call.key, theirs, arguments, other.output, other.own, output))
+        both.generators.set(other.random)
+        del theirs, other
+        both.waiting = None
+        both.hand_over(self._side)
+
+    def _gradients_are_known(self, call: GradientCall) -> None:
+        both = self._both
+        self._open.clear()
+        other = both.waiting
+        if not isinstance(other, ReturnedGradients) or other.key != call.key:
+            both.early[call.key] = call.of_outputs, call.of_inputs
+            while len(both.early) > _EARLY:
+                del both.early[next(iter(both.early))]
+            return
+        both.record_gradients(other, (call.of_outputs, call.of_inputs))
+        del other
+        both.waiting = None
+        both.hand_over(self._side)
+
+
+def matched_gradients(returned: Returned, found: tuple[Gradients, Gradients]) -> MatchedCall | None:
+    """Return the gradients of both runs as those of a matched call; None if they cannot be matched.
+
+    In backward the gradients of the outputs are the arguments, and those of the inputs the output.
+    """
+    of_outputs, of_inputs = found
+    own = [None] * len(returned.output) if returned.own is None else returned.own
+    if not len(own) == len(returned.output) == len(of_inputs) or len(returned.arguments) != len(of_outputs):
+        return None
+    before, after = aligned(returned.arguments, of_outputs)
+    reference, repeated, tested = aligned(returned.output, own, of_inputs)
+    return MatchedCall(returned.key, before, after, reference, repeated, tested)
