@@ -64,17 +64,19 @@ class GradientCall:
     def _watch(self, tensors: Sequence[torch.Tensor], gradients: Gradients) -> None:
         for position, tensor in enumerate(tensors):
 
-            def received(gradient: torch.Tensor | None, position: int = position) -> None:
+            node = get_gradient_edge(tensor).node
+
+            def received(gradient: torch.Tensor | None, position: int = position, node: Any = node) -> None:
                 gradients[position] = gradient
-                self._receive()
+                self._receive(node)
 
             gradients.append(None)
-            self._nodes.append(get_gradient_edge(tensor).node)
+            self._nodes.append(node)
             self._handles.append(tensor.register_hook(received))  # type: ignore[no-untyped-call]
 
-    def _receive(self) -> None:
-        if not self._count:  # each node that runs calls the hooks of its tensors
-            self._count = sum(map(will_execute, self._nodes))
+    def _receive(self, node: Any) -> None:
+        if not self._count:  # each node that runs calls the hooks of its tensors; torch does not count the first node
+            self._count = sum(each is node or will_execute(each) for each in self._nodes)
         self._count -= 1
         if not self._count:
             self._done(self)
@@ -113,7 +115,7 @@ class SavedCall:
     """
 
     def __init__(self, arguments: Any, modules: Modules, writes_arguments: bool, situation: Situation) -> None:
-        self.situation = situation
+        self.situation, self._writes_arguments = situation, writes_arguments
         tensors = {
             id(tensor): tensor
             for _, tensor in tensors_in(arguments)
@@ -149,7 +151,11 @@ class SavedCall:
             tensor.detach().requires_grad_(requires_grad)
             for tensor, requires_grad in zip(tensors, self._requires_grad, strict=True)
         ]
-        in_place_of = {id(slot): leaf for slot, leaf in zip(self._slots.values(), leaves, strict=True)}
+        given = leaves
+        if self._writes_arguments:  # leaves cannot be written to
+            with torch.enable_grad():
+                given = [leaf.clone() for leaf in leaves]
+        in_place_of = {id(slot): tensor for slot, tensor in zip(self._slots.values(), given, strict=True)}
         args, kwargs = replaced(self._structure, in_place_of, self._modules)
         return args, kwargs, [leaf for leaf in leaves if leaf.requires_grad]
 

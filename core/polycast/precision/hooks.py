@@ -53,10 +53,14 @@ def watched_modules(modules: Iterable[torch.nn.Module], watcher_here: Callable[[
     """
 
     def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # nothing in compiled code is watched
+            return None
         watcher = watcher_here()
         return None if watcher is None else watcher.enter(module, args, kwargs)
 
     def leave(module: torch.nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return None
         watcher = watcher_here()
         return None if watcher is None else watcher.leave(module, output)
 

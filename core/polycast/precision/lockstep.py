@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from ..engine.low_bit.listeners import listeners as low_bit_listeners
 from .calls import Call
@@ -71,6 +72,8 @@ class Lockstep:
             stack.enter_context(isolated())
             stack.enter_context(self.generators.preserved())
             stack.enter_context(sides.applied())
+            if self.has_loss:  # a call that checkpoint begins to compute again does not end in the middle
+                stack.enter_context(set_checkpoint_early_stop(False))
             for side in (sides.reference, sides.tested):
                 if side is sides.reference or not sides.have_one_model:
                     stack.enter_context(side.state.on_clones())

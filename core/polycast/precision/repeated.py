@@ -43,7 +43,7 @@ class Repeater:
     def forward(self, call: RepeatableCall, counterpart: torch.nn.Module) -> Any:
         """Return the output of the tested side's module on the arguments of a call."""
         args, kwargs = call.arguments
-        with self._repeating(call.situation, in_backward=False):
+        with self._repeating(call.situation, in_backward=False), self._sides.tested.region:
             return call.situation.context.run(counterpart, *args, **kwargs)
 
     def backward(
@@ -58,30 +58,31 @@ class Repeater:
             return None
         args, kwargs, leaves = arguments
         situation = saved.situation
-        with self._repeating(situation, in_backward=True), torch.enable_grad():
-            output = situation.context.run(counterpart, *args, **kwargs)
-        outputs = differentiable(output)
-        if len(outputs) != len(of_outputs):
-            return None
-        known = [
-            (each, gradient.to(each.dtype))
-            for each, gradient in zip(outputs, of_outputs, strict=True)
-            if gradient is not None and gradient.shape == each.shape
-        ]
         parameters = self._sides.tested.gradients
-        with parameters.set_aside():
+        with self._repeating(situation, in_backward=True) as repeated, parameters.set_aside():
+            with torch.enable_grad(), self._sides.tested.region:
+                output = situation.context.run(counterpart, *args, **kwargs)
+            outputs = differentiable(output)
+            if len(outputs) != len(of_outputs):
+                return None
+            known = [
+                (each, gradient.to(each.dtype))
+                for each, gradient in zip(outputs, of_outputs, strict=True)
+                if gradient is not None and gradient.shape == each.shape
+            ]
+            repeated.begin_backward(counterpart)
             if known:
                 torch.autograd.backward([each for each, _ in known], [gradient for _, gradient in known])
             return [leaf.grad for leaf in leaves], parameters.current()
 
     @contextmanager
-    def _repeating(self, situation: Situation, *, in_backward: bool) -> Iterator[None]:
+    def _repeating(self, situation: Situation, *, in_backward: bool) -> Iterator["_Repeated"]:
         sides, random = self._sides, self._generators.get()
         state = situation.state if sides.have_one_model else sides.tested.state
         before = state.current()
         state.put(situation.values if sides.have_one_model else state.cloned())
         self._generators.set(situation.random)
-        self.current = _Repeated(sides, in_backward)
+        repeated = self.current = _Repeated(sides, in_backward)
         try:
             with ExitStack() as stack:
                 if sides.reference.is_enabled or in_backward:
@@ -89,9 +90,8 @@ class Repeater:
                 # Hooks for saved tensors, such as those of torch.utils.checkpoint, must not see this call.
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
                 stack.enter_context(sides.activated(sides.tested))
-                stack.enter_context(sides.tested.region)
-                stack.callback(self.current.end)
-                yield
+                stack.callback(repeated.end)
+                yield repeated
         finally:
             self.current = None
             state.put(before)
@@ -109,6 +109,10 @@ class _Repeated:
         self._sides, self._in_backward = sides, in_backward
         self._open: list[tuple[torch.nn.Module, _Inner | None]] = []
 
+    def begin_backward(self, module: torch.nn.Module) -> None:
+        """Note that further calls, which torch.utils.checkpoint makes in backward, are inside the repeated one."""
+        self._open.append((module, None))
+
     def end(self) -> None:
         """End the calls that raised."""
         for _module, inner in reversed(self._open):
@@ -116,6 +120,9 @@ class _Repeated:
                 inner.end()
 
     def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Handle a call."""
+        if module not in self._sides.tested.names:
+            return None
         if len(self._open) != 1:
             self._open.append((module, None))
             return None
@@ -124,6 +131,9 @@ class _Repeated:
         return inner.begin(args, kwargs)
 
     def leave(self, module: torch.nn.Module, output: Any) -> Any:
+        """Handle the return of a call."""
+        if module not in self._sides.tested.names:
+            return None
         while True:
             last, inner = self._open.pop()
             if inner is not None:
@@ -151,14 +161,14 @@ class _Inner:
             self._stack.enter_context(outside_regions())
         self._stack.enter_context(sides.activated(sides.reference))
         self._stack.enter_context(_region(sides))
+        counterpart = sides.reference.by_name.get(sides.tested.names[self._module], self._module)
         if self._in_backward:
-            self._stack.enter_context(_without_gradients(self._module))
+            self._stack.enter_context(_without_gradients(counterpart))
         casts = self._casts = _casts(sides)
         if casts is not None:
             args = tuple([casts.of(value) for value in args])
             kwargs = {name: casts.of(value) for name, value in kwargs.items()}
-        counterpart = sides.reference.by_name.get(sides.tested.names[self._module])
-        if counterpart is not None and counterpart is not self._module:
+        if counterpart is not self._module:
             self._others.append(counterpart(*args, **kwargs))
         return args, kwargs
 

@@ -111,10 +111,12 @@ class ReferenceRun(Run):
         """Handle a call."""
         if self._repeater.current is not None:
             return self._repeater.current.enter(module, args, kwargs)
+        if module not in self._side.names:
+            return None
         both, arguments, given = self._both, (args, kwargs), None
         writes = self._writes_arguments(module)
         if writes:
-            arguments = copied(arguments, self._side.model)
+            arguments = copied(arguments, self._side.model, keeps_gradients=False)
         key = (self._open[-1] if self._open else self._around).key_inside(self._side.names[module])
         awaited = None
         if self._awaits():
@@ -129,6 +131,8 @@ class ReferenceRun(Run):
         """Handle the return of a call."""
         if self._repeater.current is not None:
             return self._repeater.current.leave(module, output)
+        if module not in self._side.names:
+            return None
         call = self._open.pop()
         while call.module is not module:  # it raised, and its caller handled the exception
             call = self._open.pop()
@@ -157,7 +161,6 @@ class ReferenceRun(Run):
 
     def _gradients_are_known(self, call: GradientCall) -> None:
         both, counterpart = self._both, self._counterpart(call.module)
-        self._open.clear()  # calls that torch.utils.checkpoint began to compute again
         own = None
         if call.saved is not None and counterpart is not None:
             own = self._repeater.backward(call.saved, counterpart, call.of_outputs)
@@ -188,6 +191,8 @@ class TestedRun(Run):
 
     def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle a call."""
+        if module not in self._side.names:
+            return None
         key = (self._open[-1][0] if self._open else self._around).key_inside(self._side.names[module])
         given, awaited = None, None
         if self._awaits():
@@ -197,6 +202,8 @@ class TestedRun(Run):
 
     def leave(self, module: torch.nn.Module, output: Any) -> None:
         """Handle the return of a call."""
+        if module not in self._side.names:
+            return
         call, arguments, awaited = self._open.pop()
         while call.module is not module:
             call, arguments, awaited = self._open.pop()
@@ -226,7 +233,6 @@ class TestedRun(Run):
 
     def _gradients_are_known(self, call: GradientCall) -> None:
         both = self._both
-        self._open.clear()
         other = both.waiting
         if not isinstance(other, ReturnedGradients) or other.key != call.key:
             both.early[call.key] = call.of_outputs, call.of_inputs

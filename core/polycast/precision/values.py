@@ -69,9 +69,9 @@ class _Cloning(TorchFunctionMode):
         aliases: the ids of tensors that overlap others; their storage is copied, once for all of them.
     """
 
-    def __init__(self, aliases: Collection[int]) -> None:
+    def __init__(self, aliases: Collection[int], keeps_gradients: bool) -> None:
         super().__init__()
-        self._aliases = aliases
+        self._aliases, self._keeps_gradients = aliases, keeps_gradients
         self._alive: list[torch.Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,15 +80,19 @@ class _Cloning(TorchFunctionMode):
         tensor, memo = args
         detached = tensor.detach()
         if id(tensor) not in self._aliases:
-            return detached.clone().requires_grad_(tensor.requires_grad)
+            return detached.clone().requires_grad_(tensor.requires_grad and self._keeps_gradients)
         self._alive.append(detached)  # the memo has its id
-        return func(detached, memo).requires_grad_(tensor.requires_grad)  # type: ignore[no-untyped-call]
+        requires_grad = tensor.requires_grad and self._keeps_gradients
+        return func(detached, memo).requires_grad_(requires_grad)  # type: ignore[no-untyped-call]
 
 
-def copied(value: _T, model: torch.nn.Module) -> _T:
-    """Return a deep copy of a value, in which modules of the model are not copied."""
+def copied(value: _T, model: torch.nn.Module, *, keeps_gradients: bool = True) -> _T:
+    """Return a deep copy of a value, in which modules of the model are not copied.
+
+    Tensors in it require gradients as the originals do, or none.
+    """
     memo: dict[int, Any] = {id(module): module for module in model.modules()}
-    with _Cloning(_aliases(value)):
+    with _Cloning(_aliases(value), keeps_gradients):
         return copy.deepcopy(value, memo)
 
 

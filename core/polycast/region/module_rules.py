@@ -35,28 +35,21 @@ class ModuleRules:
         self.rules: dict[str, str] = {}
         self._mark = Mark()
         self._forwards: list[RuledForward] = []
-        self._suspended: list[tuple[RuledForward, Mapping[str, Rule]]] = []
 
     def suspend(self) -> None:
         """Make the rules inactive until :meth:`resume`."""
-        while self._forwards:
-            forward = self._forwards.pop()
-            self._suspended.append((forward, forward.drop(self._mark)))
+        for forward in self._forwards:
+            forward.suspend(self._mark)
 
     def resume(self) -> None:
         """Make suspended rules active again."""
-        while self._suspended:
-            forward, rules = self._suspended.pop()
-            if ruled_forward_of(forward.module) is not forward:
-                forward.put()
-            forward.add(self._mark, rules)
-            self._forwards.append(forward)
+        for forward in self._forwards:
+            forward.resume(self._mark)
 
     def remove(self) -> None:
         """Remove the rules; copies of the model keep theirs."""
         while self._forwards:
             self._forwards.pop().drop(self._mark)
-        self._suspended = []
         self.rules = {}
 
     def __enter__(self) -> Self:

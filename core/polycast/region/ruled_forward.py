@@ -63,6 +63,7 @@ class RuledForward:
         self.inner = inner
         self._devices = _known_devices()
         self._entries: list[tuple[Mark, Mapping[str, Rule]]] = []
+        self._suspended: set[Mark] = set()
         self.rules: Mapping[str, Rule] = {}
         self._usual: dict[int, _ActiveRules] = {}
         self._regions: dict[tuple[str, torch.dtype, int], autocast] = {}
@@ -84,11 +85,20 @@ class RuledForward:
         self._entries.append((mark, rules))
         self._decide()
 
-    def drop(self, mark: Mark) -> Mapping[str, Rule]:
-        """Remove rules, and return them. Without any left, restore the module's forward."""
-        dropped = next((rules for other, rules in self._entries if other is mark), {})
+    def drop(self, mark: Mark) -> None:
+        """Remove rules. Without any left, restore the module's forward."""
+        self._suspended.discard(mark)
         self._keep([entry for entry in self._entries if entry[0] is not mark])
-        return dropped
+
+    def suspend(self, mark: Mark) -> None:
+        """Make rules inactive until :meth:`resume`, also for a call that has begun before its forward."""
+        self._suspended.add(mark)
+        self._decide()
+
+    def resume(self, mark: Mark) -> None:
+        """Make suspended rules active again."""
+        self._suspended.discard(mark)
+        self._decide()
 
     def drop_all(self) -> None:
         """Remove all rules, and restore the module's forward."""
@@ -108,7 +118,8 @@ class RuledForward:
             del attributes[_REPLICATE]
 
     def _decide(self) -> None:
-        self.rules = self._entries[-1][1] if self._entries else {}
+        active = [rules for mark, rules in self._entries if mark not in self._suspended]
+        self.rules = active[-1] if active else {}
         self._usual = {}
         self._regions = {}
 
