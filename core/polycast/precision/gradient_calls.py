@@ -63,7 +63,6 @@ class GradientCall:
 
     def _watch(self, tensors: Sequence[torch.Tensor], gradients: Gradients) -> None:
         for position, tensor in enumerate(tensors):
-
             node = get_gradient_edge(tensor).node
 
             def received(gradient: torch.Tensor | None, position: int = position, node: Any = node) -> None:
