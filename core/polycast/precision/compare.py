@@ -89,9 +89,10 @@ def compare(
     Example:
         >>> import torch, polycast
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
-        >>> comparison = polycast.compare(model, torch.randn(2, 4), "cpu", loss=lambda y: y.square().mean())
+        >>> comparison = polycast.compare(model, torch.randn(2, 4), "cpu")
         >>> comparison.modules[0].name, comparison.modules[0].own.relative < 0.02
         ('0', True)
+        >>> comparison = polycast.compare(model, torch.randn(2, 4), "cpu", loss=lambda y: y.square().mean())
         >>> sorted(each.name for each in comparison.gradients)
         ['(loss)', '0.bias', '0.weight', '1']
     """
