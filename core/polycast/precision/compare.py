@@ -19,6 +19,7 @@ from ..plugins.registry import get_backend
 from ..policy.recipe import NoRecipe, Recipe, RecipeLike, read_recipe
 from ..policy.value import Policy, PolicyLike
 from ..region.autocast import autocast, why_disabled
+from ..region.module_rules import apply_policy
 from .calls import Call, Calls, calls_of
 from .comparison import Comparison
 from .hooks import set_stance
@@ -148,7 +149,8 @@ def _profiled(side: Side, call: Call, loss: LossModule | None) -> tuple[Profile,
                 loss(output)
             return output
 
-    with nullcontext() if side.compiled else set_stance("force_eager"):
+    stance = nullcontext() if side.compiled else set_stance("force_eager")
+    with stance, apply_policy(side.model, side.policy):
         return profiled(side.model, run, side.names, side.region.device)
 
 

@@ -1,7 +1,7 @@
 """Run a model in two ways in lockstep: each run hands the other one module's output, or gradients, at a time."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +47,7 @@ class Lockstep:
         self.sides, self.record = sides, record
         self.generators = RandomState(sides.tested.region.device)
         self.waiting: Returned | None = None
-        self.early: dict[CallKey, tuple[Gradients, Gradients]] = {}
+        self.early: MutableMapping[CallKey, tuple[Gradients, Gradients]] = {}
         self.own_gradients: dict[str, torch.Tensor] = {}
         self.has_loss = loss is not None
         self._call, self._loss = call, loss

@@ -4,7 +4,8 @@ The runs are in lockstep. When a call of the reference's run returns, or when al
 waits until the tested run has made the same call, or knows its gradients, too.
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import MutableMapping
+from typing import Any, Protocol
 
 import torch
 
@@ -19,14 +20,11 @@ from .gradient_calls import (
     records_gradients,
 )
 from .hooks import CallKey, OpenCall, innermost_common
-from .isolation import Situation
-from .record import MatchedCall
+from .isolation import RandomState, Situation
+from .record import MatchedCall, Record
 from .repeated import RepeatableCall, Repeater
-from .sides import Side
+from .sides import Side, Sides
 from .values import copied
-
-if TYPE_CHECKING:
-    from .lockstep import Lockstep
 
 _EARLY = 16
 """The number of calls whose gradients the tested run may know before the reference's run."""
@@ -39,6 +37,26 @@ class Returned:
         self.key, self.arguments, self.output, self.own, self.random = key, arguments, output, own, random
 
 
+class Both(Protocol):
+    """What the two runs share, and how they take turns; see ``lockstep.py``."""
+
+    sides: Sides
+    record: Record
+    generators: RandomState
+    has_loss: bool
+    waiting: Returned | None
+    early: MutableMapping[CallKey, tuple[Gradients, Gradients]]
+
+    def hand_over(self, side: Side) -> None:
+        """Let the other run continue, until it hands control back or ends."""
+
+    def add_own_gradients(self, gradients: Gradients) -> None:
+        """Add the gradients of the parameters in a repeated call."""
+
+    def record_gradients(self, returned: Returned, found: tuple[Gradients, Gradients]) -> None:
+        """Record the gradients of a call that both runs know."""
+
+
 class Run:
     """What the two runs have in common: their open calls, and the calls whose gradients they await.
 
@@ -46,7 +64,7 @@ class Run:
         in_backward: whether the backward has begun. The calls in it are those of torch.utils.checkpoint.
     """
 
-    def __init__(self, both: "Lockstep", side: Side) -> None:
+    def __init__(self, both: Both, side: Side) -> None:
         self.in_backward = False
         self._both, self._side = both, side
         self._around = OpenCall((), None)
@@ -102,7 +120,7 @@ class Run:
 class ReferenceRun(Run):
     """Watches the reference's run, and repeats each call in the tested run's way."""
 
-    def __init__(self, both: "Lockstep", side: Side) -> None:
+    def __init__(self, both: Both, side: Side) -> None:
         super().__init__(both, side)
         self._open: list[RepeatableCall] = []
         self._repeater = Repeater(both.sides, both.generators)
@@ -185,7 +203,7 @@ class ReturnedGradients(Returned):
 class TestedRun(Run):
     """Watches the tested run, and matches its calls with the reference's."""
 
-    def __init__(self, both: "Lockstep", side: Side) -> None:
+    def __init__(self, both: Both, side: Side) -> None:
         super().__init__(both, side)
         self._open: list[tuple[OpenCall, Any, GradientCall | None]] = []
 

@@ -1,0 +1,309 @@
+"""``compare(loss=...)`` of models that write in place, share, recompute or fail, and what it leaves behind."""
+
+import json
+import math
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import polycast
+from polycast.precision import numerics
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+class Wrong(torch.autograd.Function):
+    """The identity, whose backward is wrong by 10 % in a region."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.factor = 1.1 if torch.is_autocast_enabled("cpu") else 1.0
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor
+
+
+class Planted(nn.Module):
+    """A linear layer, after which the backward is wrong in a region."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+
+    def forward(self, x):
+        return Wrong.apply(torch.mm(x, self.weight.t()))
+
+
+def mean_square(output):
+    return output.float().square().mean()
+
+
+def compare(model, x, loss=mean_square, **settings):
+    settings = {"policy": {"linear": "fp32", "mm": "fp32"}, **settings}
+    return polycast.compare(model, x, "cpu", loss=loss, **settings)
+
+
+def by_name(comparison):
+    """Return the errors of gradients by name; those of the inputs of a module by its name."""
+    return {each.name: each for each in comparison.gradients}
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.act, self.last = nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.first(x)
+        self.act(h)
+        return self.last(h)
+
+
+class Outputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x, *, pair):
+        a, b = (self.layer(each) for each in pair["both"])
+        with torch.no_grad():
+            c = self.layer(x)
+        return {"logits": self.norm(a + b), "other": (c, [b.detach()]), "count": 3}
+
+
+class Chunks(nn.Module):
+    """Modules that get several outputs of one node, a view, and twice the same tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.add = nn.Linear(8, 16), Add()
+
+    def forward(self, x):
+        a, b = self.layer(x).chunk(2, -1)
+        return self.add(self.add(a, b), self.add(x, x))
+
+
+class Add(nn.Module):
+    def forward(self, a, b):
+        return a * 2 if a is b else a + b
+
+
+class Identity(nn.Module):
+    def forward(self, x):
+        return x
+
+
+def dropped(rate=0.5):
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(rate), Identity(), nn.Linear(8, 8))
+
+
+MODELS = {
+    "in place": (InPlace, lambda: torch.randn(3, 8)),
+    "outputs": (Outputs, lambda: {"x": torch.randn(3, 8), "pair": {"both": [torch.randn(3, 8), torch.randn(3, 8)]}}),
+    "chunks": (Chunks, lambda: torch.randn(3, 8, requires_grad=True)),
+    "dropout": (dropped, lambda: torch.randn(3, 8)),
+    "spectral norm": (
+        lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 8)),
+        lambda: torch.randn(3, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "inputs"), MODELS.values(), ids=MODELS)
+def test_gradients_have_no_error_where_the_region_computes_the_same(make, inputs):
+    def loss(output):
+        return mean_square(output["logits"] if isinstance(output, dict) else output)
+
+    policy = {"linear": "fp32", "mv": "fp32", "dot": "fp32", "vdot": "fp32"}
+    model = make()
+    before = [(name, id(each), each.tolist()) for name, each in model.state_dict(keep_vars=True).items()]
+    comparison = compare(model, inputs(), loss, policy=policy)
+    assert {(each.own.relative, each.total.relative) for each in comparison.gradients} == {(0.0, 0.0)}
+    assert {name for name, _ in model.named_parameters()} <= set(by_name(comparison))
+    assert [(name, id(each), each.tolist()) for name, each in model.state_dict(keep_vars=True).items()] == before
+    assert {parameter.grad for parameter in model.parameters()} == {None}
+    assert not any(each._backward_hooks or each._forward_hooks for each in model.modules())
+
+
+def test_parameters_without_gradients_are_left_out():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].requires_grad_(False)
+    found = by_name(compare(model, torch.randn(3, 8)))
+    assert set(found) == {"(loss)", "0.weight", "0.bias", "1", "2", "2.weight", "2.bias"}
+    assert [parameter.requires_grad for parameter in model[1].parameters()] == [False, False]
+    assert [parameter.requires_grad for parameter in model[0].parameters()] == [True, True]
+
+
+def test_a_loss_with_parameters_is_compared_too():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, output):
+            return (output * self.scale).square().mean()
+
+    loss = Scaled()
+    found = by_name(compare(nn.Linear(8, 8), torch.randn(3, 8), loss))
+    assert found["(loss).scale"].total.relative == 0.0
+    assert loss.scale.grad is None
+
+
+def test_batches_add_up():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
+    one, two = compare(model, x, policy=None), compare(model, [x, x], policy=None)
+    for name, each in by_name(one).items():
+        assert by_name(two)[name].total.relative == pytest.approx(each.total.relative)
+        assert by_name(two)[name].own.relative == pytest.approx(each.own.relative)
+    assert {module.name: module.calls for module in two.modules} == dict.fromkeys(("", "0", "1", "2", "(loss)"), 2)
+    assert two.outputs["output"].relative == pytest.approx(one.outputs["output"].relative)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_nested_checkpoints(use_reentrant):
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), Planted()
+
+        def forward(self, x):
+            return checkpoint(self.b, self.a(x), use_reentrant=use_reentrant)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.ModuleList([Inner(), Inner()])
+
+        def forward(self, x):
+            for inner in self.inner:
+                x = checkpoint(inner, x, use_reentrant=use_reentrant)
+            return x
+
+    found = by_name(compare(Outer(), torch.randn(3, 8, requires_grad=True)))
+    own = {name: each.own.relative for name, each in found.items() if not math.isclose(each.own.relative, 0.0)}
+    assert set(own) == {f"inner.{n}.b{part}" for n in (0, 1) for part in ("", ".weight")}
+    assert found["inner.0.a.weight"].total.relative == pytest.approx(0.21, rel=1e-3)
+
+
+def test_inputs_of_modules_are_not_kept_in_checkpoints(monkeypatch):
+    """With a checkpoint around each layer, only the activations of one layer are alive besides those in between."""
+    alive, most = weakref.WeakSet(), []
+    measured = numerics.Sums.of.__func__
+
+    def of(cls, reference, other):
+        most.append(len(alive))
+        return measured(cls, reference, other)
+
+    class Noted(nn.Module):
+        def forward(self, x):
+            output = x * 1.0
+            alive.add(output)
+            return output
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.Sequential(*(nn.Sequential(Noted(), nn.Tanh()) for _ in range(10)), nn.Linear(8, 8))
+
+        def forward(self, x):
+            return checkpoint(self.parts, x, use_reentrant=False)
+
+    monkeypatch.setattr(numerics.Sums, "of", classmethod(of))
+    compare(nn.Sequential(*(Layer() for _ in range(6))), torch.randn(2, 8))
+    assert max(most) < 45  # of 120 in both runs
+
+
+def test_the_caller_keeps_its_gradients_and_hooks():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    ran = []
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+        parameter.register_post_accumulate_grad_hook(ran.append)
+    before = [parameter.grad for parameter in model.parameters()]
+    compare(model, torch.randn(3, 8))
+    assert all(parameter.grad is each for parameter, each in zip(model.parameters(), before, strict=True))
+    assert {each.min().item() for each in before} == {1.0}
+    assert not ran
+
+
+def test_an_exception_in_a_backward_restores_the_model():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.fails = torch.is_autocast_enabled("cpu")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            if ctx.fails:
+                raise ZeroDivisionError("in backward")
+            return gradient
+
+    class Failing(nn.Module):
+        def forward(self, x):
+            return Fails.apply(x)
+
+    model = nn.Sequential(nn.Linear(8, 8), Failing(), nn.Linear(8, 8))
+    with pytest.raises(ZeroDivisionError, match="in backward"):
+        compare(model, torch.randn(3, 8))
+    assert {parameter.grad for parameter in model.parameters()} == {None}
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+
+
+def test_an_interrupt_keeps_what_was_found():
+    class Interrupts(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise KeyboardInterrupt
+
+    class Interrupting(nn.Module):
+        def forward(self, x):
+            return Interrupts.apply(x)
+
+    model = nn.Sequential(nn.Linear(8, 8), Interrupting(), nn.Linear(8, 8))
+    with pytest.raises(KeyboardInterrupt) as caught:
+        compare(model, torch.randn(3, 8), policy=None)
+    found = caught.value.comparison
+    assert not found.is_complete
+    assert {module.name: module.own.relative > 0 for module in found.modules}["0"]
+    assert {each.name for each in found.gradients} == {"(loss)", "2"}
+    assert "INTERRUPTED" in str(found)
+
+
+def test_the_gradients_are_printed_and_written_as_json():
+    comparison = compare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(3, 8), policy=None)
+    said = json.loads(json.dumps(comparison.to_dict(), allow_nan=False))
+    assert {each["module"] for each in said["gradients"]} == {"(loss)", "0", "1"}
+    assert "gradient in   of" in str(comparison)
+    assert comparison._repr_html_().count("<table") == 3
+    without = polycast.compare(nn.Linear(8, 8), torch.randn(3, 8), "cpu")
+    assert without.gradients == ()
+    assert "gradient" not in str(without)
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "problem"),
+    [
+        (3, TypeError, "loss must be a function of the model's output, or None; got 3"),
+        (lambda y: 1.0, TypeError, "loss must return a scalar tensor that requires gradients; got float"),
+        (lambda y: y, ValueError, r"loss must return .*; got the shape \(3, 8\)\. Reduce it, by mean\(\) or sum\(\)\."),
+        (lambda y: y.detach().sum(), ValueError, "loss must return .*; its result does not. Check that parameters"),
+    ],
+    ids=["a number", "returns a number", "returns no scalar", "without gradients"],
+)
+def test_a_loss_without_gradients_is_refused(loss, error, problem):
+    with pytest.raises(error, match=f"^{problem}"):
+        compare(nn.Linear(8, 8), torch.randn(3, 8), loss)
