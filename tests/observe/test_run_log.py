@@ -121,6 +121,17 @@ def test_an_observed_step_has_the_time_in_fast_dtypes_and_finds_the_first_op():
     assert {op.op for op in log.observation.ops} >= {"aten::linear"}
 
 
+def test_numerics_give_the_share_of_underflow_and_an_op_that_overflowed():
+    training = Training()
+    log = polycast.RunLog(model=training.model, schedule=1, numerics=True)
+    for factor in (1e-6, 1.0, 1e6):
+        training.step(log, factor=factor)
+    small, usual, large = log.history.steps
+    assert small.gradient_underflow_share > usual.gradient_underflow_share
+    assert small.underflow_share > 0
+    assert large.skip.origin.phase == "backward"
+
+
 def test_torchs_schedule_says_which_steps_are_observed():
     training = Training()
     log = polycast.RunLog(schedule=torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1))

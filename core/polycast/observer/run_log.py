@@ -87,8 +87,8 @@ class RunLog:
             raise TypeError(f"scaler must be a torch.amp.GradScaler or None, got {scaler!r:.100}")
         if writer is not None:
             check_writer(writer)
-        observe(model, nonfinite=nonfinite, **_numerics(numerics))  # raises if they are wrong
-        self._options: dict[str, Any] = {"nonfinite": nonfinite, "timing": True, **_numerics(numerics)}
+        self._options: dict[str, Any] = {"nonfinite": nonfinite, "timing": True, "numerics": numerics}
+        observe(model, **self._options)  # raises if they are wrong
         self._is_observed = read_schedule(schedule)
         self._model: weakref.ref[nn.Module] | None = None
         self._path = None if path is None else _checked(Path(path))
@@ -195,10 +195,6 @@ class RunLog:
         if self._writer is not None:
             scalars = {} if seen is None else scalars_of(seen.facts)
             write_scalars(self._writer, {**scalars, **scalars_of_step(record)}, record.step)
-
-
-def _numerics(numerics: bool) -> dict[str, Any]:
-    return {"numerics": numerics} if numerics else {}
 
 
 def _checked(path: Path) -> Path:

@@ -11,7 +11,7 @@ from ..region.scaler_history import Origin, SkippedStep
 from .observation import Observation
 from .rerun import RandomState, rerun_step
 from .scalars import share_of
-from .step_origin import origin_of
+from .step_origin import origin_by_numerics, origin_of
 from .step_record import StepRecord
 
 
@@ -69,6 +69,8 @@ class StepLog:
         found = None if self.seen is None else origin_of(self.seen)
         if found is None and self._rerun is not None and self._random is not None:
             found = rerun_step(self._rerun, self._model, self._random)
+        if found is None and self.seen is not None:
+            found = origin_by_numerics(self.seen.facts)
         return found
 
     def updated(self, scaler: RecordingGradScaler, scale: float | None, skip: SkippedStep | None) -> None:

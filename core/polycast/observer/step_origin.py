@@ -9,16 +9,15 @@ from .observation import Observation
 
 
 def origin_of(seen: Observation) -> Origin | None:
-    """Return the first op that produced inf or nan: as recorded, or by numerics the first module with an overflow."""
-    facts = seen.facts
-    if facts.nonfinite is not None:
-        first = facts.nonfinite
-        return Origin(first.op, first.phase, first.module, first.what, first.dtype, first.stack)
-    return _by_numerics(facts)
+    """Return the first op that produced inf or nan, which ``nonfinite="record"`` finds."""
+    first = seen.nonfinite
+    if first is None:
+        return None
+    return Origin(first.op, first.phase, first.module, first.what, first.dtype, first.stack)
 
 
-def _by_numerics(facts: Facts) -> Origin | None:
-    """Return the first op with an overflow: of the first module in the forward pass, else of the last in backward."""
+def origin_by_numerics(facts: Facts) -> Origin | None:
+    """Return an op with an overflow: of the first module in the forward pass, else of the last in backward."""
     order = {module.module: number for number, module in enumerate(facts.modules)}
     overflows = [record for record in facts.numerics if record.overflowed]
     forward = [record for record in overflows if record.role == "forward"]
