@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import polycast
+from polycast.observer.scalars import share_of
 from polycast.observer.step_record import StepRecord
 
 pytestmark = pytest.mark.usefixtures("engine")
@@ -117,6 +118,7 @@ def test_an_observed_step_has_the_time_in_fast_dtypes_and_finds_the_first_op():
     steps = log.history.steps
     assert [record.fast_time_share is None for record in steps] == [False, True, False]
     assert 0 < steps[0].fast_time_share <= 1
+    assert steps[2].fast_time_share == pytest.approx(log.observation.fast_time_share)
     assert steps[2].skip.origin.phase == "backward"
     assert {op.op for op in log.observation.ops} >= {"aten::linear"}
 
@@ -124,11 +126,12 @@ def test_an_observed_step_has_the_time_in_fast_dtypes_and_finds_the_first_op():
 def test_numerics_give_the_share_of_underflow_and_an_op_that_overflowed():
     training = Training()
     log = polycast.RunLog(model=training.model, schedule=1, numerics=True)
-    for factor in (1e-6, 1.0, 1e6):
-        training.step(log, factor=factor)
-    small, usual, large = log.history.steps
-    assert small.gradient_underflow_share > usual.gradient_underflow_share
-    assert small.underflow_share > 0
+    training.step(log, factor=1e-6)
+    numerics = log.observation.numerics
+    training.step(log, factor=1e6)
+    small, large = log.history.steps
+    assert small.underflow_share == share_of(numerics, "underflowed") > 0
+    assert small.gradient_underflow_share == share_of(numerics, "underflowed", "backward") > 0
     assert large.skip.origin.phase == "backward"
 
 

@@ -62,7 +62,7 @@ class Observation:
             raise RuntimeError("this observation has ended: call step() inside the block of polycast.observe")
         self._step()
 
-    def _end(self, facts: Facts) -> None:
+    def _end(self, facts: "Facts | Callable[[], Facts]") -> None:
         self._facts, self._step = facts, None
 
     @property

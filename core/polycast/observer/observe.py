@@ -1,5 +1,6 @@
 """`observe`: record which ops run, in which dtype, why, and at what cost."""
 
+import functools
 import threading
 import time
 import weakref
@@ -23,7 +24,9 @@ from .loading import load_observer
 from .low_bit_counts import LowBitCounts
 from .observation import Observation
 from .recorder import NONFINITE, read
+from .records import LowBit
 from .step_origin import StepOrigins
+from .step_reading import StepReading
 from .step_schedule import Schedule
 from .steps import Steps
 from .trace import MOST_EVENTS, trace_of
@@ -136,8 +139,24 @@ class observe_program(observe):
     _finds_modules = True
 
 
+class observe_step(observe):
+    """Observe a step of a training run. Its records are made when they are read, because that may take longer."""
+
+    reading: StepReading | None = None
+    """What was counted in the last block."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._running:
+            self._running[-1].is_lazy = True
+            self.reading = self._running.pop().stop()
+
+
 class _Observing:
     """The observation of one block."""
+
+    is_lazy = False
 
     def __init__(self, options: Run, model: nn.Module | None, finds_modules: bool, trace: bool, steps: Steps) -> None:
         self.steps = steps
@@ -218,15 +237,22 @@ class _Observing:
         self._low_bit.note(device_type, recipe, op, reason)
         self._observer.note_low_bit(recipe, reason or "")
 
-    def stop(self) -> None:
+    def stop(self) -> StepReading:
         self._pause()
         if self._trace:
             self.observation._trace = trace_of(self._recorder, self._modules.named)
-        self.observation._end(self._facts())
+        counted = StepReading(read(self._recorder), tuple(self._modules.named))
+        find = functools.cache(functools.partial(_facts_of, counted, self._run_so_far(), self._low_bit.records()))
+        self.observation._end(find if self.is_lazy else find())
         self._modules.clear()
+        return counted
 
     def _facts(self) -> Facts:
-        run = Run(
+        counted = StepReading(read(self._recorder), self._modules.named)
+        return _facts_of(counted, self._run_so_far(), self._low_bit.records())
+
+    def _run_so_far(self) -> Run:
+        return Run(
             **{
                 **vars(self._run),
                 "seconds": self._seconds + (0.0 if self._began is None else time.perf_counter() - self._began),
@@ -236,7 +262,6 @@ class _Observing:
                 "versions": dict(versions()),
             }
         )
-        return replace(facts_of(read(self._recorder), self._modules.named, run), low_bit=self._low_bit.records())
 
     def raise_nonfinite(self) -> None:
         """Raise FloatingPointError once, if asked for, if there is inf or nan."""
@@ -251,6 +276,10 @@ class _Observing:
             f"{found.op} {module} turned finite inputs into {found.what} ({found.dtype}, in the {found.phase} pass). "
             f"It was called at:{called}"
         )
+
+
+def _facts_of(counted: StepReading, run: Run, low_bit: tuple[LowBit, ...]) -> Facts:
+    return replace(facts_of(counted.reading, counted.modules, run), low_bit=low_bit)
 
 
 def _check_options(**options: object) -> None:

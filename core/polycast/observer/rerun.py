@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from ..region.scaler_history import Origin
-from .observe import observe
-from .step_origin import origin_of
+from .observe import observe_step
 
 
 class RandomState:
@@ -43,9 +42,10 @@ class RandomState:
 
 def rerun_step(step: Callable[[], Any], model: nn.Module | None, random: RandomState) -> Origin | None:
     """Return the first op of a step that produced inf or nan, which is run again for that; None: it did not happen."""
-    with random.again(), _restored(model), observe(model, nonfinite="record", stacks=True) as seen:
+    observed = observe_step(model, nonfinite="record", stacks=True)
+    with random.again(), _restored(model), observed:
         step()
-    return origin_of(seen)
+    return None if observed.reading is None else observed.reading.origin()
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from torch import nn
 
 from ..region.recording_scaler import listeners, recording
 from .observation import Observation
-from .observe import observe
+from .observe import observe, observe_step
 from .run_history import RunHistory
-from .scalars import Writer, check_writer, scalars_of, scalars_of_step, write_scalars
+from .scalars import Writer, check_writer, scalars_of_step, write_scalars
 from .step_log import StepLog
 from .step_record import StepRecord, line_of
 from .step_schedule import Schedule, read_schedule
@@ -98,7 +98,7 @@ class RunLog:
         self._writer = writer
         self._next: int | None = None
         self.observation: Observation | None = None
-        """The observation of the last observed step."""
+        """The observation of the last observed step. Its records are made when it is read."""
         self.watch(model, scaler)
 
     def watch(self, model: nn.Module | None = None, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -143,13 +143,14 @@ class RunLog:
                 listeners.add(step, threading.get_ident())
                 stack.callback(listeners.remove, step)
                 if self._is_observed(number):
-                    step.seen = self.observation = stack.enter_context(observe(self.model, **self._options))
+                    step.observed = observe_step(self.model, **self._options)
+                    step.seen = self.observation = stack.enter_context(step.observed)
                 yield step
         except BaseException:
             if step.has_values:  # what an interrupted step has recorded is kept
-                self._add(step.record(number, time.perf_counter() - began), step.seen)
+                self._add(step.record(number, time.perf_counter() - began))
             raise
-        self._add(step.record(number, time.perf_counter() - began), step.seen)
+        self._add(step.record(number, time.perf_counter() - began))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps, for a checkpoint."""
@@ -185,7 +186,7 @@ class RunLog:
             self._is_open = self._resume = True
         return self._next or 0
 
-    def _add(self, record: StepRecord, seen: Observation | None) -> None:
+    def _add(self, record: StepRecord) -> None:
         self._next = record.step + 1
         if self._path is None:
             self._records.append(record)
@@ -193,8 +194,7 @@ class RunLog:
             with self._path.open("a", encoding="utf-8") as file:  # closed at once: a log is never closed
                 file.write(line_of(record))
         if self._writer is not None:
-            scalars = {} if seen is None else scalars_of(seen.facts)
-            write_scalars(self._writer, {**scalars, **scalars_of_step(record)}, record.step)
+            write_scalars(self._writer, scalars_of_step(record), record.step)
 
 
 def _checked(path: Path) -> Path:

@@ -9,8 +9,8 @@ from torch import nn
 from ..region.recording_scaler import RecordingGradScaler
 from ..region.scaler_history import Origin, SkippedStep
 from .observation import Observation
+from .observe import observe_step
 from .rerun import RandomState, rerun_step
-from .scalars import share_of
 from .step_origin import origin_by_numerics, origin_of
 from .step_record import StepRecord
 
@@ -27,6 +27,8 @@ class StepLog:
         self._skipped: bool | None = None
         self.seen: Observation | None = None
         """The observation of the step."""
+        self.observed: observe_step | None = None
+        """What observes it."""
 
     def log(self, *, loss: torch.Tensor | float) -> None:
         """Record the loss: a number, or a tensor with one element. The last call in a step counts.
@@ -49,16 +51,16 @@ class StepLog:
 
     def record(self, step: int, seconds: float) -> StepRecord:
         """Return the record of the step."""
-        numerics = () if self.seen is None else self.seen.numerics
+        reading = None if self.observed is None else self.observed.reading
         return StepRecord(
             step=step,
             loss=None if self._loss is None else float(self._loss),
             scale=self._scale,
             skipped=self._skipped,
             seconds=seconds,
-            fast_time_share=None if self.seen is None else self.seen.fast_time_share,
-            underflow_share=share_of(numerics, "underflowed"),
-            gradient_underflow_share=share_of(numerics, "underflowed", "backward"),
+            fast_time_share=None if reading is None else reading.fast_time_share(),
+            underflow_share=None if reading is None else reading.underflow_share(),
+            gradient_underflow_share=None if reading is None else reading.underflow_share(of_gradients=True),
             skip=self._skip,
         )
 
