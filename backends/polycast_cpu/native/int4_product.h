@@ -8,6 +8,7 @@
 
 #include "int4_activations.h"
 #include "int4_dots_avx2.h"
+#include "int4_many_rows.h"
 #include "int4_unpack.h"
 #include "product.h"
 #include "simd.h"
@@ -145,15 +146,25 @@ inline void multiply_directly(Isa isa, const ChunkedActivations& x, int64_t firs
   }
 }
 
-// Add the products of some rows and an unpacked chunk of `count` terms to totals.
-inline void add_products(Isa isa, const Activations& x, int64_t first, int64_t last, const UnpackedChunk& unpacked,
-                         const uint8_t* chunk, int64_t count, int64_t chunks, FloatSums totals) {
+// Add the products of rows [first, last) and the unpacked chunk of a number to totals.
+inline void add_unpacked(Isa isa, const ChunkedActivations& x, int64_t first, int64_t last, const UnpackedChunk& unpacked,
+                         const uint8_t* chunk, int64_t number, const Groups& groups, FloatSums totals) {
+  const int64_t count = groups.terms_of_chunk(number), padded = Groups::padded(count);
+  const Activations part{x.values + number * groups.chunk, x.scales + number, x.rows, x.stride};
+#if defined(__x86_64__)
+  if (isa == Isa::vnni) {
+    const int64_t bytes = Int4Weight::chunk_bytes(groups, count);
+    return add_unpacked_vnni({part.values + first * x.stride, x.stride, unpacked.values, padded / 4, unpacked.offsets,
+                              unpacked.scales, part.scales + first * x.chunks, x.chunks},
+                             last - first, chunk + bytes, bytes, totals);
+  }
+#endif
+  const Weight weight{unpacked.values, nullptr, unpacked.offsets, kBlock, padded};
   alignas(64) int32_t sums[kMostRows][kBlock];
-  const Weight weight{unpacked.values, nullptr, unpacked.offsets, kBlock, count};
   for (int64_t row = first; row < last; row += kMostRows) {
     const int64_t rows = std::min(kMostRows, last - row);
-    multiply(isa, x, row, rows, weight, 0, sums);
-    add_chunk(isa, {sums, unpacked.offsets, rows, chunk, x.scales + row * chunks, chunks}, totals + row - first);
+    multiply(isa, part, row, rows, weight, 0, sums);
+    add_chunk(isa, {sums, unpacked.offsets, rows, chunk, part.scales + row * x.chunks, x.chunks}, totals + row - first);
   }
 }
 
@@ -166,8 +177,7 @@ inline void multiply_unpacked(Isa isa, const ChunkedActivations& x, int64_t firs
   for (int64_t number = 0; number < x.chunks; ++number) {
     const int64_t count = groups.terms_of_chunk(number);
     unpack(isa, chunk, count, groups.group, unpacked);
-    const Activations part{x.values + number * groups.chunk, x.scales + number, x.rows, x.stride};
-    add_products(isa, part, first, last, unpacked, chunk, Groups::padded(count), x.chunks, totals);
+    add_unpacked(isa, x, first, last, unpacked, chunk, number, groups, totals);
     chunk += Int4Weight::chunk_bytes(groups, count);
   }
 }

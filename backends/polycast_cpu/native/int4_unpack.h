@@ -6,6 +6,7 @@
 #include "int4_dots_avx2.h"
 #include "int4_layout.h"
 #include "isa.h"
+#include "simd.h"
 
 namespace polycast_cpu {
 
@@ -16,7 +17,7 @@ constexpr int64_t kMostUnpacked = 256;
 struct UnpackedChunk {
   alignas(64) int8_t values[kMostUnpacked * kBlock];
   alignas(64) int32_t offsets[kBlock];
-  alignas(64) float scales[kBlock];
+  alignas(64) float scales[kBlock];  // by unpack_vnni() only
 };
 
 inline void unpack_plain(const uint8_t* chunk, int64_t count, int64_t group_size, UnpackedChunk& out) {
@@ -41,41 +42,49 @@ inline void unpack_plain(const uint8_t* chunk, int64_t count, int64_t group_size
 
 #if defined(__x86_64__)
 
-// Return levels, each stored in the low half of a byte, times the multipliers of 16 bits.
-[[gnu::target("avx512f,avx512bw,avx512vl,avx512vnni")]] inline __m512i times(__m512i levels, __m512i multipliers,
-                                                                             __m512i zeros) {
-  const __m512i low_byte = _mm512_set1_epi16(255);
-  const __m512i even = _mm512_mullo_epi16(_mm512_and_si512(levels, low_byte), multipliers);
-  const __m512i odd = _mm512_mullo_epi16(_mm512_andnot_si512(low_byte, levels), multipliers);
-  return _mm512_sub_epi8(_mm512_ternarylogic_epi32(low_byte, even, odd, 0xca), zeros);
+// A group's multipliers of 16 columns, made positive: two products of 8 bits are then one of 16 bits, since neither exceeds 255.
+// A level l stands for l - 8, and (l - 8) * m is ((15 - l) - 7) * -m.
+struct Multipliers {
+  __m512i flips;       // of the bits of levels
+  __m512i magnitudes;  // of 16 bits
+  __m512i zeros;       // of 8 bits
+};
+
+[[gnu::target("avx512f,avx512bw,avx512vl,avx512vnni")]] inline Multipliers multipliers_at(const uint8_t* from) {
+  const __m512i lowest_byte = _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0x00000000);
+  const __m512i numbers = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  const __m512i flips = _mm512_srai_epi32(numbers, 31), magnitudes = _mm512_abs_epi32(numbers);
+  const __m512i zeros = _mm512_sub_epi32(_mm512_slli_epi32(magnitudes, 3), _mm512_and_si512(magnitudes, flips));
+  return {flips, _mm512_or_si512(magnitudes, _mm512_slli_epi32(magnitudes, 16)), _mm512_shuffle_epi8(zeros, lowest_byte)};
 }
 
-[[gnu::target("avx512f,avx512bw,avx512vl,avx512vnni")]] inline void unpack_vnni(const uint8_t* chunk, int64_t count,
-                                                                                int64_t group_size,
+[[gnu::target("avx512f,avx512bw,avx512vl,avx512vnni")]] inline __m512i times(__m512i levels, const Multipliers& by) {
+  return _mm512_sub_epi8(_mm512_mullo_epi16(levels, by.magnitudes), by.zeros);
+}
+
+[[gnu::target("avx512f,avx512bw,avx512vl,avx512vnni")]] inline void unpack_vnni(const uint8_t* chunk, int64_t count, int64_t group_size,
                                                                                 UnpackedChunk& out) {
   const __m512i low_half = _mm512_set1_epi8(15), zero_point = _mm512_set1_epi8(static_cast<char>(kZeroPoint));
-  // The indices of the lowest two bytes, or of the lowest byte, of each number in a lane.
-  const __m512i two_bytes = _mm512_set4_epi32(0x0d0c0d0c, 0x09080908, 0x05040504, 0x01000100);
-  const __m512i one_byte = _mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0x00000000);
   __m512i offsets[4] = {};
+#pragma GCC unroll 4
+  for (int part = 0; part < 4; ++part) {
+    _mm512_store_ps(out.scales + 16 * part, load16(reinterpret_cast<const at::BFloat16*>(chunk) + 16 * part, 0xffff));
+  }
   const uint8_t* at = chunk + Int4Weight::kScaleBytes;
   int8_t* to = out.values;
   for (int64_t first = 0; first < count; first += group_size) {
-    __m512i multipliers[4], zeros[4];
+    Multipliers multipliers[4];
 #pragma GCC unroll 4
     for (int part = 0; part < 4; ++part) {
-      const __m512i numbers = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at + 16 * part)));
-      multipliers[part] = _mm512_shuffle_epi8(numbers, two_bytes);
-      zeros[part] = _mm512_shuffle_epi8(_mm512_slli_epi32(numbers, 3), one_byte);
+      multipliers[part] = multipliers_at(at + 16 * part);
     }
     at += Int4Weight::kMultiplierBytes;
     for (int64_t step = Groups::eights(std::min(group_size, count - first)); step > 0; --step) {
 #pragma GCC unroll 4
       for (int part = 0; part < 4; ++part) {
-        const __m512i both = _mm512_loadu_si512(at + 64 * part);
-        const __m512i low = times(_mm512_and_si512(both, low_half), multipliers[part], zeros[part]);
-        const __m512i high =
-            times(_mm512_and_si512(_mm512_srli_epi16(both, 4), low_half), multipliers[part], zeros[part]);
+        const __m512i both = _mm512_xor_si512(_mm512_loadu_si512(at + 64 * part), multipliers[part].flips);
+        const __m512i low = times(_mm512_and_si512(both, low_half), multipliers[part]);
+        const __m512i high = times(_mm512_and_si512(_mm512_srli_epi16(both, 4), low_half), multipliers[part]);
         _mm512_store_si512(to + 64 * part, low);
         _mm512_store_si512(to + 64 * part + 4 * kBlock, high);
         offsets[part] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(offsets[part], zero_point, low), zero_point, high);
@@ -136,9 +145,6 @@ inline void unpack_plain(const uint8_t* chunk, int64_t count, int64_t group_size
 
 // Unpack `count` terms, and zeros up to a multiple of 64 terms.
 inline void unpack(Isa isa, const uint8_t* chunk, int64_t count, int64_t group_size, UnpackedChunk& out) {
-  for (int64_t lane = 0; lane < kBlock; ++lane) {
-    out.scales[lane] = Int4Weight::scale(chunk, lane);
-  }
   std::fill(out.values + Groups::padded(count) * kBlock, out.values + blocks(count) * kBlock * kBlock, 0);
 #if defined(__x86_64__)
   if (has_avx512(isa)) {
