@@ -205,8 +205,8 @@ def rewrite(path, change):
 
 
 def test_another_schema(saved, model):
-    rewrite(saved, lambda content: content.update(schema=2))
-    assert refused(saved, model) == "it has schema 2, and this polycast reads schema 1"
+    rewrite(saved, lambda content: content.update(schema=1))
+    assert refused(saved, model) == "it has schema 1, and this polycast reads schema 2"
 
 
 @pytest.mark.parametrize("size", [0, 7, 8, 100, -1, -64])

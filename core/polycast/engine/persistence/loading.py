@@ -1,8 +1,10 @@
 """Read a cache from a file, and check that it is of a model."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -19,10 +21,13 @@ from ..installation import watch_writes
 from ..low_bit.packings import Packing
 from ..low_bit.plan import Plan
 from ..low_bit.plans import plan_for
-from .digests import digests
-from .manifest import Manifest, SavedEntry, SavedWeight, View, current_versions
+from .digests import digests, sample_digests
+from .manifest import Manifest, SavedEntry, SavedTensor, SavedWeight, View, current_versions
 from .saving import flat
 from .tensor_file import TensorFile
+
+Verify: TypeAlias = Literal["all", "sample"]
+"""The values of weights and of the file that are compared with digests."""
 
 _REMEDY = "Save a new one: run the model in a region with a WeightCache, and call its save()."
 _MAX_NAMED = 3
@@ -31,11 +36,13 @@ _lock = threading.Lock()
 hold_during_fork(lambda: [_lock])
 
 
-def load(cache: CastCache, path: Path, model: nn.Module) -> None:
+def load(cache: CastCache, path: Path, model: nn.Module, verify: Verify) -> None:
     """Fill an empty cache from a file; see ``WeightCache.load``."""
-    try:
+    with _refusing(path):
         file = TensorFile(path)
         manifest = Manifest.of_metadata(file.metadata)
+    _check_room(path, cache, manifest, file)
+    with _refusing(path):
         parameters = dict(model.named_parameters(remove_duplicate=False))
         _check_versions(manifest.versions)
         _check_weights(manifest.weights, parameters)
@@ -44,10 +51,27 @@ def load(cache: CastCache, path: Path, model: nn.Module) -> None:
             is_alike = _are_prepacked_alike(manifest.entries, plans, parameters)
             # Before the digests are computed, so that the cache has stamps: what is written then drops the entries.
             _adopt(cache, manifest, file, parameters, plans)
-        _check_digests(manifest, file, parameters)
+        _check_digests(manifest, file, parameters, verify)
         _check_packings(is_alike)
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Name the file, and the remedy, in the message of a ValueError."""
+    try:
+        yield
     except ValueError as error:
         raise ValueError(f"The saved cache {str(path)!r} cannot be used: {error}. {_REMEDY}") from error
+
+
+def _check_room(path: Path, cache: CastCache, manifest: Manifest, file: TensorFile) -> None:
+    with _refusing(path):
+        size = sum(file.tensor(part.name).nbytes for entry in manifest.entries for part in entry.tensors)
+    if cache.max_bytes is not None and size > cache.max_bytes:
+        raise ValueError(
+            f"The saved cache {str(path)!r} has {size} bytes of casts and prepacked weights, more than "
+            f"max_bytes={cache.max_bytes}: pass at least {size}, or None for no limit."
+        )
 
 
 def _check_versions(saved: Mapping[str, str]) -> None:
@@ -64,7 +88,7 @@ def _check_weights(saved: Mapping[str, SavedWeight], parameters: Mapping[str, nn
             raise ValueError(f"the parameter {name!r} has no values yet: it is on the device 'meta'")
         if parameters[name].is_inference():
             raise ValueError(f"the parameter {name!r} was made in inference mode, in which torch counts no writes")
-        here = SavedWeight.of(parameters[name], weight.digest)
+        here = SavedWeight.of(parameters[name], weight.digest, weight.sample_digest)
         if here != weight:
             raise ValueError(f"the parameter {name!r} is {here}, and was {weight}")
 
@@ -143,19 +167,26 @@ def _adopt(
             raise ValueError(f"what was made of {entry.weight!r} cannot be cached: {WRITTEN_UNSEEN}")
 
 
-def _check_digests(manifest: Manifest, file: TensorFile, parameters: Mapping[str, nn.Parameter]) -> None:
+def _check_digests(
+    manifest: Manifest, file: TensorFile, parameters: Mapping[str, nn.Parameter], verify: Verify
+) -> None:
     saved = [part for entry in manifest.entries for part in entry.tensors]
     tensors = [file.tensor(part.name) for part in saved]
-    found = iter(digests([*(parameters[name] for name in manifest.weights), *tensors]))
-    changed = [name for name, weight in manifest.weights.items() if next(found) != weight.digest]
+    compute = digests if verify == "all" else sample_digests
+    found = iter(compute([*(parameters[name] for name in manifest.weights), *tensors]))
+    changed = [name for name, weight in manifest.weights.items() if next(found) != _digest_of(weight, verify)]
     if changed:
         more = f" and {len(changed) - _MAX_NAMED} more" if len(changed) > _MAX_NAMED else ""
         raise ValueError(
             f"the values of {', '.join(map(repr, changed[:_MAX_NAMED]))}{more} are not those that it was made of"
         )
     for part, digest in zip(saved, found, strict=True):
-        if part.digest != digest:
+        if _digest_of(part, verify) != digest:
             raise ValueError(f"its tensor {part.name!r} is damaged")
+
+
+def _digest_of(saved: SavedWeight | SavedTensor, verify: Verify) -> str:
+    return saved.digest if verify == "all" else saved.sample_digest
 
 
 def _source(entry: SavedEntry, parameters: Mapping[str, nn.Parameter]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from ...common.versions import versions
 from ..low_bit.packings import Packing
 from .digests import digest_of_text
 
-SCHEMA = 1
+SCHEMA = 2
 _KEY = "polycast.WeightCache"
 _DIGEST_KEY = f"{_KEY}.digest"
 
@@ -27,11 +27,12 @@ class SavedWeight:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     digest: str
+    sample_digest: str
 
     @classmethod
-    def of(cls, weight: torch.Tensor, digest: str = "") -> "SavedWeight":
+    def of(cls, weight: torch.Tensor, digest: str, sample_digest: str) -> "SavedWeight":
         """Return the description of a weight."""
-        return cls(dtype_text(weight.dtype), tuple(weight.shape), weight.stride(), digest)
+        return cls(dtype_text(weight.dtype), tuple(weight.shape), weight.stride(), digest, sample_digest)
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)} with strides {list(self.strides)}"
@@ -45,6 +46,7 @@ class SavedTensor:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     digest: str
+    sample_digest: str
 
 
 @dataclass(frozen=True)
@@ -112,13 +114,13 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 
 def _weight(data: dict[str, Any]) -> SavedWeight:
-    return SavedWeight(data["dtype"], tuple(data["shape"]), tuple(data["strides"]), data["digest"])
+    return SavedWeight(**{**data, "shape": tuple(data["shape"]), "strides": tuple(data["strides"])})
 
 
 def _entry(data: dict[str, Any], packings: Sequence[Packing]) -> SavedEntry:
     made, view = data["made"], data["view"]
     tensors = [
-        SavedTensor(each["name"], tuple(each["shape"]), tuple(each["strides"]), each["digest"])
+        SavedTensor(**{**each, "shape": tuple(each["shape"]), "strides": tuple(each["strides"])})
         for each in data["tensors"]
     ]
     return SavedEntry(

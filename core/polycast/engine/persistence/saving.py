@@ -11,7 +11,7 @@ from ..casts.cast_cache import CastCache, StoredEntry
 from ..casts.weights import is_dense
 from ..low_bit.plan import packing_of_kind
 from . import tensor_file
-from .digests import digests
+from .digests import digests, sample_digests
 from .manifest import Manifest, SavedEntry, SavedTensor, SavedWeight, current_versions, dtype_text
 
 _NOTHING = (
@@ -30,8 +30,9 @@ def save(cache: CastCache, path: Path, model: nn.Module | None) -> None:
     weights = {names[id(each.weight)]: each.weight for each in entries}
     tensors: dict[str, torch.Tensor] = {}
     layouts = [_layouts(number, each, names[id(each.weight)], tensors) for number, each in enumerate(entries)]
-    found = iter(digests([*weights.values(), *tensors.values()]))
-    saved_weights = {name: SavedWeight.of(weight, next(found)) for name, weight in weights.items()}
+    hashed = [*weights.values(), *tensors.values()]
+    found = zip(digests(hashed), sample_digests(hashed), strict=True)
+    saved_weights = {name: SavedWeight.of(weight, *next(found)) for name, weight in weights.items()}
     by_tensor = dict(zip(tensors, found, strict=True))
     _check_unchanged(entries, cache, names)
     saved = [
@@ -39,7 +40,7 @@ def save(cache: CastCache, path: Path, model: nn.Module | None) -> None:
             names[id(each.weight)],
             each.view,
             dtype_text(each.made) if isinstance(each.made, torch.dtype) else packing_of_kind(each.made),
-            tuple(SavedTensor(name, sizes, strides, by_tensor[name]) for name, sizes, strides in of_entry),
+            tuple(SavedTensor(name, sizes, strides, *by_tensor[name]) for name, sizes, strides in of_entry),
         )
         for each, of_entry in zip(entries, layouts, strict=True)
     ]

@@ -5,6 +5,7 @@ alignment of cache lines, because kernels read them at each call.
 """
 
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,8 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         import safetensors  # only here, since few programs load a cache
 
+        if not path.is_dir() and not stat.S_ISREG(path.stat().st_mode):  # a pipe would have to be written first
+            raise ValueError("it is no regular file: only those can be mapped into memory")
         with path.open("rb"):  # the package's errors are of other classes
             pass
         try:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Literal
 
 from torch import nn
 from typing_extensions import Self
@@ -64,27 +65,41 @@ class WeightCache(CastCache):
         save(self, Path(path), model)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Self:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        *,
+        max_bytes: int | None = None,
+        verify: Literal["all", "sample"] = "all",
+    ) -> Self:
         """Return a cache with the casts and prepacked weights of a file, without making them again.
 
         They are mapped into memory: processes that load the file share it. Writes to a weight drop them, as those that
-        were made in this process. All bytes of the weights and of the file are compared with digests, which takes a
-        second for some GB. The cache has no memory limit.
+        were made in this process.
 
         Args:
             path: a file that :meth:`save` wrote.
             model: the model, with the same weights.
+            max_bytes: the memory limit of the cache, which the file's contents count for; see :class:`WeightCache`.
+            verify: which values of the weights and of the file to compare with digests. ``"all"`` finds the change of
+                one element, and reads several GB in a second, if they are in memory. ``"sample"``, for servers, reads
+                at most 256 KiB of each tensor: it tells models and checkpoints apart, and leaves weights that are
+                mapped and not used on disk. A weight of which only some rows differ is not noticed.
 
         Raises:
             OSError: the file cannot be read.
-            TypeError: `path` is not a path, or `model` not a module.
-            ValueError: the file is damaged, of another version of polycast, torch or a backend, or was made of other
-                weights or by another kernel; or something else holds the memory of a weight, such as a state dict. The
-                message says which.
+            TypeError: `path` is not a path, `model` not a module, or `max_bytes` not an int.
+            ValueError: `verify` is another one; `max_bytes` is negative, or less than the file's contents need; the
+                file is no regular file, damaged, of another version of polycast, torch or a backend, or was made of
+                other weights or by another kernel; or something else holds the memory of a weight, such as a state
+                dict. The message says which.
         """
         _check_model(model)
-        cache = cls()
-        load(cache, Path(path), model)
+        if verify not in ("all", "sample"):
+            raise ValueError(f"verify must be 'all' or 'sample', got {verify!r}")
+        cache = cls(max_bytes)
+        load(cache, Path(path), model, verify)
         return cache
 
 

@@ -1,0 +1,135 @@
+"""WeightCache.load: its memory limit, and how much it compares with digests."""
+
+import os
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import polycast
+from polycast import WeightCache, autocast
+from polycast.engine.persistence import digests
+
+pytestmark = pytest.mark.usefixtures("engine", "no_grad")
+
+SIZE = 2 * (600 * 600 + 600)  # bytes of the casts
+
+
+@pytest.fixture
+def model():
+    return nn.Linear(600, 600)
+
+
+@pytest.fixture
+def saved(tmp_path, model):
+    cache, path = WeightCache(), tmp_path / "model.casts"
+    run(model, cache)
+    cache.save(path)
+    return path
+
+
+def run(model, cache):
+    with autocast("cpu", cache=cache):
+        return model(torch.ones(1, model.in_features))
+
+
+def test_a_sample_tells_models_apart(saved, model):
+    with pytest.raises(ValueError, match=r"the values of 'weight', 'bias' are not those that it was made of"):
+        WeightCache.load(saved, nn.Linear(600, 600), verify="sample")
+    cache = WeightCache.load(saved, model, verify="sample")
+    run(model, cache)
+    assert (cache.stats().hits, cache.stats().misses) == (2, 0)
+
+
+def test_only_all_values_show_that_one_was_changed(saved, model):
+    model.weight[3, 5] += 1
+    with pytest.raises(ValueError, match=r"the values of 'weight' are not those"):
+        WeightCache.load(saved, model)
+    assert WeightCache.load(saved, model, verify="sample").stats().entries == 2
+
+
+def test_a_sample_has_both_ends_of_a_tensor_and_at_most_256_kib():
+    tensor = torch.zeros(2**20, dtype=torch.uint8)
+    (digest,) = digests.sample_digests([tensor])
+    seen = []
+    for block in range(256):  # of 4 KiB
+        tensor[block * 4096 : (block + 1) * 4096] = 1
+        seen.append(digests.sample_digests([tensor]) != [digest])
+        tensor.zero_()
+    assert (seen[0], seen[-1], sum(seen) <= 2 * 64) == (True, True, True)
+    for end in (0, -1):
+        tensor[end] = 1
+        assert digests.sample_digests([tensor]) != [digest]
+        tensor.zero_()
+
+
+def test_small_tensors_are_compared_as_a_whole():
+    tensor = torch.zeros(64 * 4096, dtype=torch.uint8)
+    digest = digests.sample_digests([tensor])
+    for position in range(0, tensor.numel(), 4093):
+        tensor[position] = 1
+        assert digests.sample_digests([tensor]) != digest
+        tensor[position] = 0
+
+
+def test_a_sample_tells_shapes_and_dtypes_apart():
+    tensor = torch.zeros(6)
+    others = [tensor.view(2, 3), tensor.view(torch.int32), torch.zeros(0)]
+    found = digests.sample_digests([tensor, *others])
+    assert len(set(found)) == 4
+
+
+def test_a_limit_holds_for_what_is_made_later(saved, model):
+    cache = WeightCache.load(saved, model, max_bytes=SIZE)
+    assert (cache.max_bytes, cache.stats().bytes) == (SIZE, SIZE)
+    other = nn.Linear(600, 600)
+    run(other, cache)
+    run(model, cache)
+    assert cache.stats().bytes <= SIZE
+
+
+def test_a_limit_that_is_too_small(saved, model):
+    with pytest.raises(ValueError, match="max_bytes") as caught:
+        WeightCache.load(saved, model, max_bytes=SIZE - 1)
+    assert str(caught.value) == (
+        f"The saved cache {str(saved)!r} has {SIZE} bytes of casts and prepacked weights, more than "
+        f"max_bytes={SIZE - 1}: pass at least {SIZE}, or None for no limit."
+    )
+
+
+@pytest.mark.parametrize("verify", [True, None, "none"])
+def test_other_choices_of_what_is_verified(saved, model, verify):
+    with pytest.raises(ValueError, match=f"verify must be 'all' or 'sample', got {verify!r}"):
+        WeightCache.load(saved, model, verify=verify)
+
+
+def test_a_limit_that_is_no_number(saved, model):
+    with pytest.raises(TypeError, match=r"max_bytes must be an int or None, got '1 GB'"):
+        WeightCache.load(saved, model, max_bytes="1 GB")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+@pytest.mark.parametrize("load", [WeightCache.load, polycast.Equalization.load], ids=["cache", "equalization"])
+def test_a_pipe_is_refused_at_once(tmp_path, load, model):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    errors = []
+
+    def run():
+        try:
+            load(pipe, model)
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert "it is no regular file: only those can be mapped into memory" in errors[0]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="this system has no device files")
+def test_a_device_is_refused(model):
+    with pytest.raises(ValueError, match="it is no regular file"):
+        WeightCache.load("/dev/zero", model)
