@@ -4,6 +4,7 @@ import copy
 import enum
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -172,6 +173,29 @@ def test_an_invalid_setting_is_refused(settings, error, text):
     for make in (Grouped, Grouped().with_options):
         with pytest.raises(error, match=text):
             make(**settings)
+
+
+@pytest.mark.parametrize("base", [Int8, Grouped])
+def test_a_subclass_without_a_kind_of_its_own_is_refused(base):
+    message = (
+        f"Mine needs a kind of its own, such as kind = 'mine': what is written with the kind {base.kind!r} is read as "
+        f"{base.__name__}"
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        type("Mine", (base,), {})
+    assert kinds[base.kind] is base
+
+
+def test_a_subclass_with_a_kind_of_its_own_is_read_back():
+    class Mine(Int8):
+        kind = "mine"
+
+    try:
+        recipe = Mine(min_size=3)
+        assert Recipe.of_text(recipe.text) == recipe != Int8(min_size=3)
+        assert isinstance(Recipe.of_text(recipe.text), Mine)
+    finally:
+        del kinds["mine"]
 
 
 def test_a_class_without_kind_or_default_is_refused():

@@ -1,5 +1,5 @@
-// Sums of a chunk of a weight in 4 bits, which was unpacked to 8 bits, for many rows of activations: scaled and added to the totals
-// while they are in registers.
+// Products of many rows of activations by a chunk of a weight in 4 bits that was unpacked to 8 bits. Sums are scaled and added to the
+// totals while they are in registers.
 #pragma once
 
 #include <algorithm>

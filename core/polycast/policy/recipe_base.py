@@ -41,7 +41,7 @@ class Recipe:
         text: the kind and the settings as text, the same in every process for equal recipes.
 
     Raises:
-        TypeError: a setting is of another type than declared; it has no default; or the class has no kind.
+        TypeError: a setting is of another type than declared; it has no default; or the class has no kind of its own.
         ValueError: it is not one of those that ``Literal`` lists; torch has no such op; or `min_size` is negative.
 
     Example:
@@ -81,6 +81,12 @@ class Recipe:
         if kind is not None:
             _check_kind(cls, kind)
             kinds[kind] = cls
+        elif hasattr(cls, "kind"):
+            owner = next(base.__name__ for base in cls.__mro__ if "kind" in vars(base))
+            raise TypeError(
+                f"{cls.__name__} needs a kind of its own, such as kind = {cls.__name__.lower()!r}: what is written "
+                f"with the kind {cls.kind!r} is read as {owner}"
+            )
 
     def __init__(self) -> None:
         self.__post_init__()

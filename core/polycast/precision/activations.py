@@ -12,13 +12,20 @@ class Activations:
     Attributes:
         amax: float32 [K], the largest magnitude of each input channel.
         rows: [up to 64, K], a sample in which each row is equally likely.
+        left_out: whether rows were left out, because of inf or nan.
     """
 
     def __init__(self, terms: int, device: torch.device, generator: torch.Generator) -> None:
         self.amax = torch.zeros(terms, device=device)
         self.rows = torch.empty(0, terms, device=device)
+        self.left_out = False
         self._keys = torch.empty(0)
         self._generator = generator
+
+    @property
+    def are_all_left_out(self) -> bool:
+        """Whether there were rows, all with inf or nan."""
+        return self.left_out and not len(self.rows)
 
     def add(self, x: torch.Tensor) -> None:
         """Add activations [..., K]. Rows with inf or nan are left out."""
@@ -27,6 +34,7 @@ class Activations:
             return
         amax = _amax(rows)
         if not bool(amax.isfinite().all()):
+            self.left_out = True
             rows = rows[rows.isfinite().all(1)]
             if not len(rows):
                 return

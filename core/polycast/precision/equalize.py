@@ -21,6 +21,7 @@ from .isolation import RandomState, find_writes, isolated
 from .weight_views import TRANSPOSED, WHOLE, parameters_by_name, view_of
 
 _SEED = 0
+_MAX_NAMED = 3
 
 
 def equalize(model: torch.nn.Module, batches: Iterable[Any], recipe: RecipeLike) -> Equalization:
@@ -51,8 +52,8 @@ def equalize(model: torch.nn.Module, batches: Iterable[Any], recipe: RecipeLike)
 
     Raises:
         TypeError: `model`, `batches` or a batch is of another type.
-        ValueError: there are no batches; the recipe takes no equalization; or the model has no parameters, or no
-            products that the recipe computes.
+        ValueError: there are no batches; the recipe takes no equalization; the model has no parameters, or no
+            products that the recipe computes; or all activations of a weight have inf or nan.
         RuntimeError: the recipe cannot be used on the model's device; or the model's forward writes to its parameters.
 
     Example:
@@ -169,10 +170,21 @@ class _Products:
         self.found[key][3].activations.add(activations_of(op, args))
 
     def equalized(self) -> Iterator[EqualizedWeight]:
-        """Yield the weights with the factors that were chosen."""
+        """Yield the weights with the factors that were chosen.
+
+        Raises:
+            ValueError: all activations of a weight have inf or nan.
+        """
+        broken = [key for key, (*_, product) in self.found.items() if product.activations.are_all_left_out]
+        if broken:
+            more = f" and {len(broken) - _MAX_NAMED} more" if len(broken) > _MAX_NAMED else ""
+            raise ValueError(
+                f"{', '.join(map(repr, broken[:_MAX_NAMED]))}{more} got inf or nan in each row of the activations: "
+                "check the batches. polycast.observe() names the op that makes the first of them."
+            )
         for key, (name, view, parameter, product) in self.found.items():
             with isolated():
-                chosen = product.choose()
+                chosen = product.choose() if len(product.activations.rows) else None
             if chosen is not None:
                 yield EqualizedWeight(
                     name=key,

@@ -45,7 +45,10 @@ class EqualizedProduct:
         self.activations = Activations(matrix.shape[1], matrix.device, generator)
 
     def choose(self) -> Factors | None:
-        """Return the factors with which the error is the least; None if the kernel cannot prepack the weight."""
+        """Return the factors with which the error is the least; None if the kernel cannot prepack the weight.
+
+        There must be rows of activations.
+        """
         rows = self.activations.rows
         expected = rows @ self.matrix.float().t()
         plain_error = self._error(rows, expected, None)
@@ -77,8 +80,6 @@ class EqualizedProduct:
         packed = self._kernel.prepack(self._weight, *(() if factors is None else (factors,)))
         if not packed:
             return None
-        if not len(rows):
-            return 0.0
         result = self._kernel.run(tuple(packed), *product_arguments(self._op, rows, self._weight))
         squares = (result.float() - expected).square().sum(1) / expected.square().sum(1).clamp(min=1e-30)
         return squares.mean().sqrt().item()
