@@ -91,7 +91,8 @@ class RunHistory:
     def to_pandas(self) -> Any:
         """Return a DataFrame with a row for each step, indexed by `step`.
 
-        The columns are the fields of :class:`StepRecord`; instead of `skip`, ``parameters`` and ``origin`` as text.
+        The columns are the fields of :class:`~polycast.observer.step_record.StepRecord`; instead of `skip`,
+        ``parameters`` and ``origin`` as text.
 
         Raises:
             ImportError: pandas is not installed.

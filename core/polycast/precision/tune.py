@@ -66,8 +66,8 @@ def tune(
     without a search; what is left to find is what must be in float32.
 
     With a loss, each evaluation is a forward in the region and a backward outside it. The metric receives an
-    :class:`Outcome` of each run, with the output, the loss and the gradients of the parameters. The gradients that
-    parameters have are restored.
+    :class:`~polycast.precision.outcome.Outcome` of each run, with the output, the loss and the gradients of the
+    parameters. The gradients that parameters have are restored.
 
     The model is restored, as by :func:`compare`. All evaluations use the same random numbers. If the model raises an
     exception under a policy, the distance is infinite, and the evidence has the text of the exception.
