@@ -27,8 +27,7 @@ class StepLog:
         self._skipped: bool | None = None
         self.seen: Observation | None = None
         """The observation of the step."""
-        self.observed: observe_step | None = None
-        """What observes it."""
+        self.observed: observe_step | None = None  # whose value is `seen`
 
     def log(self, *, loss: torch.Tensor | float) -> None:
         """Record the loss: a number, or a tensor with one element. The last call in a step counts.
