@@ -100,7 +100,8 @@ class Server:
         count = output.shape[1] - prompt.shape[1]
         speed = count / (time.perf_counter() - started)
         made = self.cache.stats().misses
-        print(f"process {os.getpid()}: {count} tokens, {speed:.1f} a second, {memory()}, {made} made here", flush=True)
+        report = f"process {os.getpid()}: {count} tokens, {speed:.1f} a second, {memory()}, {made} made here\n"
+        print(report, end="", flush=True)  # in one piece: other threads print too
 
 
 def cache_file(folder: Path, recipe: str) -> Path:

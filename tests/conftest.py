@@ -20,6 +20,7 @@ from polycast.engine.low_bit import slower
 from polycast.engine.low_bit.listeners import listeners as low_bit_listeners
 from polycast.observer.low_bit_counts import LowBitCounts
 from polycast.plugins.registry import registry
+from polycast.precision import by_profile
 from polycast.profiling import profile_file
 from polycast.profiling.measurement import Measurement
 
@@ -79,10 +80,11 @@ def _own_profiles(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _no_call_is_slower(monkeypatch):
-    """Hide the profile that an earlier test has measured from other recipes; POLYCAST_PROFILE names one for them."""
+def _no_profile(monkeypatch):
+    """Hide the profile that an earlier test has measured, except from "fastest"; POLYCAST_PROFILE names one."""
     find = slower.find
-    monkeypatch.setattr(slower, "find", lambda device: find(device) if os.environ.get("POLYCAST_PROFILE") else None)
+    for module in (slower, by_profile):
+        monkeypatch.setattr(module, "find", lambda device: find(device) if os.environ.get("POLYCAST_PROFILE") else None)
 
 
 @pytest.fixture(name="engine", params=["native", "reference"])

@@ -66,6 +66,8 @@ def test_a_region_may_be_in_the_code(model, linear, recipe):
 class Sized(Int8):
     """A recipe whose constructor takes other arguments."""
 
+    kind = "sized"
+
     def __init__(self, size):
         super().__init__("row", min_size=size)
 

@@ -199,3 +199,14 @@ def test_uninstalling_gives_torch_its_functions_back():
     polycast.uninstall()
     assert functional.grouped_mm.__module__ == "torch.nn.functional"
     assert "lstm" not in vars(torch._VF)
+
+
+def test_torchs_scripts_are_as_before_after_uninstalling():
+    from torch.jit import _builtins
+
+    polycast.uninstall()
+    before = dict(_builtins._get_builtin_table())
+    with polycast.autocast("cpu", recipe=RECIPE):
+        assert _builtins._find_builtin(torch._VF.lstm) == "aten::lstm"
+    polycast.uninstall()
+    assert _builtins._get_builtin_table() == before  # by address: an entry that stays would be taken for another function

@@ -73,8 +73,19 @@ class _Call:
         with self.device.region(fast_dtype):
             return self.op(*args, **kwargs)
 
+    def outcome(self, function: Callable[[], Any]) -> Any:
+        """Return what a function returns or raises, with the generators of random numbers seeded."""
+        if self.device.fake or self.device.type == "cpu":
+            torch.default_generator.manual_seed(0)  # the others take ten times as long
+        else:
+            torch.manual_seed(0)
+        try:
+            return function()
+        except Exception as error:  # is compared too
+            return error
+
     def must_be_refused(self, fast_dtype: torch.dtype) -> None:
-        found = _outcome(lambda: self.in_region(fast_dtype))
+        found = self.outcome(lambda: self.in_region(fast_dtype))
         refusal = f"{self.name} is unsafe to autocast on {self.device.type}. "
         require(
             isinstance(found, RuntimeError) and str(found).startswith(refusal) and str(found) != refusal,
@@ -82,7 +93,7 @@ class _Call:
         )
 
     def must_be_as(self, policy: CastPolicy, fast_dtype: torch.dtype, *, required: bool) -> None:
-        expected = _outcome(lambda: call_as(policy, self.op, self.arguments, self.device.type, fast_dtype))
+        expected = self.outcome(lambda: call_as(policy, self.op, self.arguments, self.device.type, fast_dtype))
         if required and isinstance(expected, Exception):
             if self.device.fake:
                 pytest.skip(f"{self.name} was not called: fake tensors of {self.device.type} cannot run it: {expected}")
@@ -90,7 +101,7 @@ class _Call:
                 f"{self.how}: the device cannot do what {policy.name} says, outside of any region: "
                 f"{type(expected).__name__}: {expected}. If it lacks the op, add it to the file of expected failures."
             ) from expected
-        found = _outcome(lambda: self.in_region(fast_dtype))
+        found = self.outcome(lambda: self.in_region(fast_dtype))
         raised = isinstance(expected, Exception) or isinstance(found, Exception)
         require(
             type(expected) is type(found) if raised else _described(expected) == _described(found),
@@ -122,14 +133,6 @@ def _missing(op: str) -> str:
         f"{problem}. Correct the name or, if the op is of another torch or of a library that is not loaded, name it in "
         "optional_ops with the reason."
     )
-
-
-def _outcome(function: Callable[[], Any]) -> Any:
-    torch.manual_seed(0)
-    try:
-        return function()
-    except Exception as error:  # is compared too
-        return error
 
 
 def _described(value: object) -> str:
