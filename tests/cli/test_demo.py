@@ -119,6 +119,16 @@ def test_devices_that_need_a_plugin_are_on_one_line(monkeypatch):
     assert len(said) == 1 + sum(status.state == "unavailable" for status in polycast.backends().values())
 
 
+def test_no_line_is_longer_than_the_terminal(monkeypatch):
+    for name, value in {"COLUMNS": "60", "TTY_COMPATIBLE": "1", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(demo, "measure", lambda *_: GOOD)
+    said = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", run_demo().stdout)
+    assert "OK on cpu: " in said
+    assert "Report in " in said
+    assert [line for line in said.splitlines() if len(line) > 60] == []
+
+
 def test_headers_of_tables_do_not_wrap(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr(demo, "measure", lambda *_: GOOD)

@@ -195,9 +195,10 @@ def _conclude(results: list[Result], seconds: float) -> bool:
     for result in results:
         difference = result.loss_difference()
         apart = f"differ by {difference:.1e}" if difference else "are equal to the last bit"
-        typer.echo(
+        print_line(
+            console(),
             f"OK on {result.device_type}: every run is at least {result.min_accuracy:.0%} accurate, and the final "
-            f"losses of the two autocasts {apart}."
+            f"losses of the two autocasts {apart}.",
         )
     typer.echo(f"Done in {seconds:.0f} s.")
     return False
@@ -209,4 +210,4 @@ def _write_report(seen: list[Observation], path: Path | None) -> None:
         path = Path(tempfile.mkdtemp(prefix="polycast-demo-")) / "report.html"
     with library_errors():
         together.to_html(path)
-    typer.echo(f"Report in {path}: {headline(together)}.")
+    print_line(console(), f"Report in {path}: {headline(together)}.")
