@@ -102,6 +102,26 @@ def test_a_first_call_that_is_slow_does_not_count(clock, monkeypatch):
     assert by_rows(survey, "bfloat16")[1].seconds == pytest.approx(0.5e-3)
 
 
+def test_a_stall_at_the_first_call_of_an_op_is_no_rate_for_others(clock, monkeypatch):
+    def seconds(way, work, before):  # a library is read from the disk, or memory comes back from swap
+        stalls = way == "float32" and sum(clock.calls.values()) == 1
+        return 0.4 if stalls else work * 1e-6
+
+    found = by_rows(run(clock, monkeypatch, seconds), "float32")
+    assert {rows: each.seconds for rows, each in found.items()} == pytest.approx(
+        {rows: 1e-6 * rows for rows in (1, 4, 16, 128, 1024)}
+    )
+    assert not any(each.extrapolated or each.noisy for each in found.values())
+
+
+def test_what_is_extrapolated_from_a_noisy_time_is_noisy(clock, monkeypatch):
+    survey = run(clock, monkeypatch, lambda way, work, before: 1e-2 * work * (1 + before % 2), ways=(FLOAT32,))
+    found = by_rows(survey, "float32")
+    assert found[1].noisy
+    assert all(each.noisy for each in found.values() if each.extrapolated)
+    assert any(each.extrapolated for each in found.values())
+
+
 def test_the_least_of_the_rounds_counts(clock, monkeypatch):
     survey = run(clock, monkeypatch, lambda way, work, before: work * (1e-5 if before % 3 else 3e-5))
     assert {rows: each.seconds for rows, each in by_rows(survey, "bfloat16").items()} == pytest.approx(

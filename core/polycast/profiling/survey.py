@@ -49,6 +49,11 @@ class _Entry:
     def seconds(self) -> float:
         return min(self.rounds, default=self.once)
 
+    @property
+    def rate(self) -> float:
+        """The seconds by unit of work."""
+        return self.seconds / self.case.work
+
 
 class Survey:
     """Times the cases on a device.
@@ -115,10 +120,12 @@ class Survey:
             return Measurement(case.op, case.rows, way.name, entry.seconds, case.size, noisy=entry.noisy)
         if (case, way.name) in self._unsupported:
             return None
-        rate, noisy = self._rate_like(case, way), entry is not None
-        if rate is None:
+        found = self._rate_like(case, way)
+        if found is None:
             self.omissions.append(Omission(case.op, way.name, DISTURBED))
             return None
+        rate, is_noisy = found
+        noisy = is_noisy or entry is not None
         return Measurement(case.op, case.rows, way.name, rate * case.work, case.size, noisy=noisy, extrapolated=True)
 
     def _ways_of(self, case: Case) -> Sequence[Way]:
@@ -158,6 +165,8 @@ class Survey:
             if rate is not None and rate * case.work > longest:
                 return None
             call = _with_dtype(prepare(case, way, self._operands), self._device_type, way.fast)
+            if rate is None:
+                call()  # the first call of an op may read a library from the disk, or memory back from swap
             once, is_disturbed = self._stopwatch.estimate(call, share / 10)
         except Unsupported as reason:
             self._omit(case, way, str(reason))
@@ -172,29 +181,25 @@ class Survey:
         if not any((each.op, each.way) == (case.op, way.name) for each in self.omissions):
             self.omissions.append(Omission(case.op, way.name, reason))
 
-    def _rate(self, op: str, way: str, *, undisturbed: bool = False) -> float | None:
-        """Return the least seconds by unit of work of an op in a way; None if it was not timed, or only disturbed."""
-        entries = [
-            entry
-            for entry in self._entries.values()
-            if (entry.case.op, entry.way) == (op, way) and (entry.rounds or not undisturbed)
-        ]
-        return min((entry.seconds / entry.case.work for entry in entries), default=None)
+    def _rate(self, op: str, way: str) -> float | None:
+        """Return the least seconds by unit of work of an op in a way; None if it was not timed."""
+        entries = [entry for entry in self._entries.values() if (entry.case.op, entry.way) == (op, way)]
+        return min((entry.rate for entry in entries), default=None)
 
-    def _rate_like(self, case: Case, way: Way) -> float | None:
-        """Return the seconds by unit of work of the most rows of the same size that were timed, or else of any.
-
-        None if all were disturbed.
+    def _rate_like(self, case: Case, way: Way) -> tuple[float, bool] | None:
+        """Return the seconds by unit of work of the most rows of the same size that were timed, or else the least of
+        all, and whether they are noisy; None if all were disturbed.
         """
-        alike = [
+        timed = [
             entry
             for entry in self._entries.values()
-            if (entry.case.op, entry.case.size, entry.way) == (case.op, case.size, way.name) and entry.rounds
+            if (entry.case.op, entry.way) == (case.op, way.name) and entry.rounds
         ]
-        if not alike:
-            return self._rate(case.op, way.name, undisturbed=True)
-        most = max(alike, key=lambda entry: entry.case.rows)
-        return most.seconds / most.case.work
+        alike = [entry for entry in timed if entry.case.size == case.size]
+        if not timed:
+            return None
+        found = max(alike, key=lambda each: each.case.rows) if alike else min(timed, key=lambda each: each.rate)
+        return found.rate, found.noisy
 
     def _mark_noisy(self) -> None:
         for entry in self._entries.values():
