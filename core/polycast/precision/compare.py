@@ -204,7 +204,7 @@ def _compared(sides: Sides, calls: Calls, loss: LossModule | None) -> Comparison
             for call in calls:
                 both = Lockstep(sides, call, record, loss)
                 reference, tested = both.run()
-                record.add_parameters(reference.gradients, both.own_gradients, tested.gradients)
+                record.add_parameters(reference.gradients, both.own_gradients, tested.gradients, both.unknown_own)
                 _add_outputs(outputs, reference, tested)
                 del reference, tested, both
         except KeyboardInterrupt as interrupt:

@@ -69,7 +69,8 @@ class GradientErrors:
             module's outputs to these, unless the modules in it account for the growth.
         own: the error that the backward of the module itself makes: of its ops in the region, given the reference's
             inputs and the reference's gradients of its outputs, with the modules in it as in the reference. None if it
-            could not be repeated, because its inputs cannot be copied or were written to.
+            could not be repeated: its inputs cannot be copied or were written to later, it has hooks before its
+            backward, or the forward itself computes gradients of it.
         inherited: the relative error that comes from elsewhere: from the gradients of its outputs, or from the modules
             in it; None if unknown.
         total: the error in the backward of the tested run; None if the two runs called the module differently.
@@ -171,7 +172,7 @@ class Comparison:
             yield [each.module or "(model)", of, _number(each.adds), own, inherited, *measures]
 
     def _shown_gradients(self) -> list[GradientErrors]:
-        return [each for each in self.gradients if each.adds or each.inherited][:_SHOWN]
+        return [each for each in self.gradients if each.adds or each.inherited or each.own is None][:_SHOWN]
 
     def _output_rows(self) -> Iterator[list[str]]:
         for name, error in self.outputs.items():

@@ -4,13 +4,13 @@ The gradient of an input is what the backward of this call adds to it: the call 
 gradients other users of the inputs do not add to. A module that writes to its inputs gets them themselves.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from ..torch_internals.names import are_functorch_transforms_active, will_execute
+from ..torch_internals.names import will_execute
 from .hooks import CallKey
 from .isolation import Situation
 from .values import replaced, tensors_in
@@ -19,19 +19,21 @@ Gradients = list[torch.Tensor | None]
 Modules = Mapping[int, torch.nn.Module]
 
 
-def differentiable(value: object) -> list[torch.Tensor]:
-    """Return the different tensors in a value that require gradients, without parameters."""
+def floating(value: object) -> list[torch.Tensor]:
+    """Return the different tensors in a value that may require gradients, without parameters."""
     found = {
         id(tensor): tensor
         for _, tensor in tensors_in(value)
-        if tensor.requires_grad and tensor.layout is torch.strided and not isinstance(tensor, torch.nn.Parameter)
+        if tensor.layout is torch.strided
+        and (tensor.is_floating_point() or tensor.is_complex())
+        and not isinstance(tensor, torch.nn.Parameter)
     }
     return list(found.values())
 
 
-def records_gradients() -> bool:
-    """Return whether autograd records calls in a way that hooks can see."""
-    return torch.is_grad_enabled() and not are_functorch_transforms_active()
+def differentiable(value: object) -> list[torch.Tensor]:
+    """Return the different tensors in a value that require gradients, without parameters."""
+    return [tensor for tensor in floating(value) if tensor.requires_grad]
 
 
 class GradientCall:
@@ -41,37 +43,53 @@ class GradientCall:
         key, module: the call.
         saved: what is needed to repeat it; None if it cannot be repeated.
         of_inputs, of_outputs: the gradients, once they are known.
+        is_used_in_forward: whether the forward, or the loss, has differentiated it (``torch.autograd.grad``). Then its
+            gradients have a part that no call of a module computes.
     """
 
-    def __init__(self, key: CallKey, module: torch.nn.Module, done: Callable[["GradientCall"], None]) -> None:
+    def __init__(
+        self,
+        key: CallKey,
+        module: torch.nn.Module,
+        is_backward: Callable[[], bool],
+        done: Callable[["GradientCall"], None],
+    ) -> None:
         self.key, self.module = key, module
         self.saved: SavedCall | None = None
         self.of_inputs: Gradients = []
         self.of_outputs: Gradients = []
-        self._done = done
+        self.is_used_in_forward = False
+        self._is_backward, self._done = is_backward, done
         self._nodes: list[Any] = []
         self._handles: list[Any] = []
         self._count = 0
 
     def watch_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         """Await the gradients of the inputs."""
-        self._watch(tensors, self.of_inputs)
+        for tensor in tensors:
+            self._watch(tensor, self.of_inputs)
 
     def watch_outputs(self, output: object) -> None:
-        """Await the gradients of the tensors in the output that require some."""
-        self._watch(differentiable(output), self.of_outputs)
+        """Await the gradients of the tensors in the output; those that require none have None."""
+        for tensor in floating(output):
+            if tensor.requires_grad:
+                self._watch(tensor, self.of_outputs)
+            else:
+                self.of_outputs.append(None)
 
-    def _watch(self, tensors: Sequence[torch.Tensor], gradients: Gradients) -> None:
-        for position, tensor in enumerate(tensors):
-            node = get_gradient_edge(tensor).node
+    def _watch(self, tensor: torch.Tensor, gradients: Gradients) -> None:
+        position, node = len(gradients), get_gradient_edge(tensor).node
 
-            def received(gradient: torch.Tensor | None, position: int = position, node: Any = node) -> None:
+        def received(gradient: torch.Tensor | None) -> None:
+            if self._is_backward():
                 gradients[position] = gradient
                 self._receive(node)
+            else:
+                self.is_used_in_forward = True
 
-            gradients.append(None)
-            self._nodes.append(node)
-            self._handles.append(tensor.register_hook(received))  # type: ignore[no-untyped-call]
+        gradients.append(None)
+        self._nodes.append(node)
+        self._handles.append(tensor.register_hook(received))  # type: ignore[no-untyped-call]
 
     def _receive(self, node: Any) -> None:
         if not self._count:  # each node that runs calls the hooks of its tensors; torch does not count the first node
@@ -107,14 +125,15 @@ class _Keep(torch.autograd.Function):
 
 
 class SavedCall:
-    """The arguments and the situation of a call, for one repetition.
+    """The arguments and the situation of a call, for repetitions.
 
     Under checkpoint the same tensors must be saved in the same order when it computes the call again. So each call is
     saved, even if nobody will repeat it.
     """
 
     def __init__(self, arguments: Any, modules: Modules, writes_arguments: bool, situation: Situation) -> None:
-        self.situation, self._writes_arguments = situation, writes_arguments
+        self.situation, self.writes_arguments = situation, writes_arguments
+        self._tensors: Sequence[torch.Tensor] = ()
         tensors = {
             id(tensor): tensor
             for _, tensor in tensors_in(arguments)
@@ -135,23 +154,24 @@ class SavedCall:
             anchor = torch.empty(0, requires_grad=True)
             self._token: Any = _Keep.apply(anchor, *kept).grad_fn  # type: ignore[no-untyped-call]
 
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]] | None:
-        """Return the arguments and keyword arguments, with leaves as tensors, and the leaves that require gradients.
-
-        Returns None if the arguments could not be copied, or were written to since.
-        """
+    def load(self) -> bool:
+        """Load the tensors, once; return False if they could not be copied, or were written to since."""
         if self._structure is None:
-            return None
+            return False
         try:
-            tensors = self._token.saved_tensors
+            self._tensors = self._token.saved_tensors
         except RuntimeError:
-            return None
+            return False
+        return True
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
+        """Return the arguments and keyword arguments, with leaves as tensors, and the leaves that require gradients."""
         leaves = [
             tensor.detach().requires_grad_(requires_grad)
-            for tensor, requires_grad in zip(tensors, self._requires_grad, strict=True)
+            for tensor, requires_grad in zip(self._tensors, self._requires_grad, strict=True)
         ]
         given = leaves
-        if self._writes_arguments:  # leaves cannot be written to
+        if self.writes_arguments:  # leaves cannot be written to
             with torch.enable_grad():
                 given = [leaf.clone() for leaf in leaves]
         in_place_of = {id(slot): tensor for slot, tensor in zip(self._slots.values(), given, strict=True)}
@@ -159,23 +179,43 @@ class SavedCall:
         return args, kwargs, [leaf for leaf in leaves if leaf.requires_grad]
 
 
-def isolated_inputs(
-    arguments: Any, tensors: Sequence[torch.Tensor], modules: Modules
-) -> tuple[Any, list[torch.Tensor]]:
-    """Return arguments with views of some tensors in their place, and the views.
+def isolated_inputs(arguments: Any, modules: Modules) -> tuple[Any, list[torch.Tensor]]:
+    """Return arguments with views in place of the tensors that require gradients, and the views.
 
     The arguments are returned as they are, with the tensors themselves, if they cannot be copied.
     """
+    tensors = differentiable(arguments)
     views = {id(tensor): tensor.view_as(tensor) for tensor in tensors}
     try:
-        args, kwargs = arguments
-        viewed = (
-            tuple([_viewed(value, views, modules) for value in args]),
-            {name: _viewed(value, views, modules) for name, value in kwargs.items()},
-        )
+        return _with(arguments, lambda _, value: _viewed(value, views, modules)), list(views.values())
     except Exception:  # an argument that cannot be copied
-        return arguments, list(tensors)
-    return viewed, list(views.values())
+        return arguments, tensors
+
+
+def isolated_unwritten_inputs(arguments: Any, written: Collection[str]) -> tuple[Any, list[torch.Tensor]]:
+    """Return arguments of a module that writes to some, with views in place of the tensors that it does not write to.
+
+    Tensors in containers, which the module may write to, are left out.
+    """
+    views: dict[int, torch.Tensor] = {}
+
+    def viewed(path: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not differentiable(value):
+            return value
+        if id(value) not in views:
+            views[id(value)] = value if path in written else value.view_as(value)
+        return views[id(value)]
+
+    return _with(arguments, viewed), list(views.values())
+
+
+def _with(arguments: Any, function: Callable[[str, Any], Any]) -> Any:
+    """Return arguments and keyword arguments, each replaced by the result of a function of its path and value."""
+    args, kwargs = arguments
+    return (
+        tuple([function(f"[0][{position}]", value) for position, value in enumerate(args)]),
+        {name: function(f"[1].{name}", value) for name, value in kwargs.items()},
+    )
 
 
 def _viewed(value: Any, views: Mapping[int, torch.Tensor], modules: Modules) -> Any:

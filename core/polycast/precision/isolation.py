@@ -187,4 +187,9 @@ class Situation:
     def __init__(self, generators: RandomState, state: ModelState) -> None:
         self.random = generators.get()
         self.context = contextvars.copy_context()
-        self.state, self.values = state, state.cloned()
+        self.state, self._values = state, state.cloned()
+
+    def cloned(self) -> Values:
+        """Return the state, tensors as clones, because the call may write to it."""
+        clones: dict[int, Any] = {}
+        return [_clone(value, clones) for value in self._values]

@@ -11,13 +11,13 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from ..engine.low_bit.listeners import listeners as low_bit_listeners
 from .calls import Call
-from .gradient_calls import Gradients
+from .gradient_calls import Gradients, aligned
 from .handoff import Handoff
 from .hooks import CallKey, Watcher, watched_modules
 from .isolation import RandomState, Values, isolated
 from .outcome import LossModule
 from .record import Record
-from .runs import ReferenceRun, Returned, Run, TestedRun, matched_gradients
+from .runs import ReferenceRun, Returned, ReturnedGradients, Run, TestedRun, matched_gradients
 from .sides import Side, Sides
 
 
@@ -41,6 +41,7 @@ class Lockstep:
         waiting: a call of the reference's run that waits for the tested run.
         early: by key, the gradients that the tested run knew before the reference's run.
         own_gradients: by name, the sums of the gradients of the parameters in repeated calls.
+        unknown_own: the names of the parameters that are used in calls that cannot be repeated.
     """
 
     def __init__(self, sides: Sides, call: Call, record: Record, loss: LossModule | None = None) -> None:
@@ -49,6 +50,7 @@ class Lockstep:
         self.waiting: Returned | None = None
         self.early: MutableMapping[CallKey, tuple[Gradients, Gradients]] = {}
         self.own_gradients: dict[str, torch.Tensor] = {}
+        self.unknown_own: set[str] = set()
         self.has_loss = loss is not None
         self._call, self._loss = call, loss
         self._handoff = Handoff()
@@ -138,10 +140,23 @@ class Lockstep:
                 known = self.own_gradients.get(name)
                 self.own_gradients[name] = gradient if known is None else known.add_(gradient)
 
-    def record_gradients(self, returned: Returned, found: tuple[Gradients, Gradients]) -> None:
+    def own_is_unknown(self, module: torch.nn.Module) -> None:
+        """Note that a call of a module of the reference cannot be repeated."""
+        used = {id(parameter) for parameter in module.parameters()}
+        side = self.sides.reference
+        self.unknown_own.update(
+            name
+            for name, parameter in zip(side.gradients.names, side.gradients.parameters, strict=True)
+            if id(parameter) in used
+        )
+
+    def record_gradients(self, returned: ReturnedGradients, found: tuple[Gradients, Gradients]) -> None:
         """Record the gradients of a call that both runs know."""
-        call = matched_gradients(returned, found)
-        if call is not None:
-            if returned.own is not None:
-                self.record.gradients.add_own(call.key[-1][0], call.reference, call.own)
-            self.record.gradients.add_matched(call)
+        own, call = returned.own, matched_gradients(returned, found)
+        if call is None:
+            return
+        if own is not None and own.reference is not None:
+            self.record.gradients.add_own(call.key[-1][0], *aligned(own.reference, own.of_inputs))
+        elif call.own is not None:
+            self.record.gradients.add_own(call.key[-1][0], call.reference, call.own)
+        self.record.gradients.add_matched(call)

@@ -23,6 +23,7 @@ class ModuleProfile:
         order: the number of calls before its first call.
         calls: the number of its calls.
         writes_arguments: whether it writes to its arguments.
+        written: the paths of the tensors among its arguments that it writes to.
         has_parameters: whether it, or a module in it, has parameters.
         callers: the names of the modules that call it; None for the caller of the model.
     """
@@ -32,6 +33,7 @@ class ModuleProfile:
     has_parameters: bool
     calls: int = 0
     writes_arguments: bool = False
+    written: set[str] = field(default_factory=set)
     callers: set[str | None] = field(default_factory=set)
 
 
@@ -59,6 +61,7 @@ class Profile:
             else:
                 ours.calls += theirs.calls
                 ours.writes_arguments |= theirs.writes_arguments
+                ours.written |= theirs.written
                 ours.callers |= theirs.callers
         self.calls += other.calls
         self.state = self.state.with_slots_of(other.state)
@@ -94,6 +97,7 @@ class _Profiler:
                 break
         if contents.differ_from(arguments):
             self.profile.modules[module].writes_arguments = True
+            self.profile.modules[module].written |= contents.written()
 
 
 def profile_runs(

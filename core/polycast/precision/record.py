@@ -1,6 +1,6 @@
 """Record the errors of each module while ``compare`` runs, in forward and in backward."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +42,7 @@ class _Found:
         self.own, self.total, self.inherited, self.inputs = Sums(), Sums(), Sums(), Sums()
         self.expected = self.calls = self.repeated = 0
         self.makes_nonfinite = False
+        self.is_inherited_known = True
 
     @property
     def is_matched(self) -> bool:
@@ -55,7 +56,8 @@ class _Found:
 
     def relative_inherited(self) -> float | None:
         """Return the relative error that comes from elsewhere, if it is known."""
-        return self.inherited.relative_to(self.total) if self.is_matched and self.is_repeated else None
+        is_known = self.is_matched and self.is_repeated and self.is_inherited_known
+        return self.inherited.relative_to(self.total) if is_known else None
 
 
 class Errors:
@@ -91,7 +93,10 @@ class Errors:
         found, total = self.of(name), Sums.of(call.reference, call.output)
         found.calls += 1
         found.total.add(total)
-        found.inherited.add(Sums.of(call.own, call.output))
+        if call.own is None:
+            found.is_inherited_known = False
+        else:
+            found.inherited.add(Sums.of(call.own, call.output))
         found.inputs.add(Sums.of(call.reference_arguments, call.arguments))
         inside = any(other[: len(call.key)] == call.key for other in self._nonfinite_calls)
         if total.made and not inside and is_finite(call.arguments):
@@ -152,6 +157,7 @@ class Record:
         reference: Mapping[str, torch.Tensor | None],
         own: Mapping[str, torch.Tensor],
         tested: Mapping[str, torch.Tensor | None],
+        unknown_own: Collection[str] = (),
     ) -> None:
         """Add the gradients of the parameters in both runs, and those of repeated calls."""
         for name, expected in reference.items():
@@ -161,6 +167,7 @@ class Record:
             if not one:  # the loss does not depend on it
                 continue
             found = self._parameters.setdefault(name, _Found())
+            found.is_inherited_known &= name not in unknown_own
             found.own.add(Sums.of(one, two))
             found.inherited.add(Sums.of(two, three))
             found.total.add(Sums.of(one, three))
@@ -192,9 +199,12 @@ class Record:
         errors = []
         for name, found in self._parameters.items():
             module, _, parameter = name.rpartition(".")
-            inherited = found.inherited.relative_to(found.total)
             own, total = found.own.error(), found.total.error()
-            errors.append(GradientErrors(module, parameter, own.relative, own, inherited, total, False))
+            if found.is_inherited_known:
+                inherited = found.inherited.relative_to(found.total)
+                errors.append(GradientErrors(module, parameter, own.relative, own, inherited, total, False))
+            else:
+                errors.append(GradientErrors(module, parameter, 0.0, None, None, total, False))
         for name in self._modules:
             found = self.gradients.of(name)
             if found.total.elements or found.own.elements:

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..region.autocast import autocast
 from ..region.cast_arguments import CastArguments
-from .gradient_calls import GradientCall, Gradients, SavedCall, differentiable
+from .gradient_calls import GradientCall, Gradients, SavedCall, floating
 from .hooks import CallKey, OpenCall
 from .isolation import RandomState, Situation, outside_regions
-from .sides import Sides
+from .sides import Side, Sides
 
 
 class RepeatableCall(OpenCall):
@@ -29,6 +29,19 @@ class RepeatableCall(OpenCall):
         self.arguments, self.situation, self.awaited = arguments, situation, awaited
 
 
+class OwnGradients(NamedTuple):
+    """The gradients of a repeated call.
+
+    Attributes:
+        of_inputs, of_parameters: those of the inputs and of the parameters, in the tested run's way.
+        reference: those of the inputs in the reference's way; None if they are those of the reference's run.
+    """
+
+    of_inputs: Gradients
+    of_parameters: Gradients
+    reference: Gradients | None
+
+
 class Repeater:
     """Repeats calls of the reference's run.
 
@@ -38,7 +51,7 @@ class Repeater:
 
     def __init__(self, sides: Sides, generators: RandomState) -> None:
         self._sides, self._generators = sides, generators
-        self.current: _Repeated | None = None
+        self.current: _Repeated | _Whole | None = None
 
     def forward(self, call: RepeatableCall, counterpart: torch.nn.Module) -> Any:
         """Return the output of the tested side's module on the arguments of a call."""
@@ -47,49 +60,77 @@ class Repeater:
             return call.situation.context.run(counterpart, *args, **kwargs)
 
     def backward(
-        self, saved: SavedCall, counterpart: torch.nn.Module, of_outputs: Gradients
-    ) -> tuple[Gradients, Gradients] | None:
-        """Return the gradients of the inputs and of the tested side's parameters, given those of the outputs.
+        self, saved: SavedCall, module: torch.nn.Module, counterpart: torch.nn.Module, of_outputs: Gradients
+    ) -> OwnGradients | None:
+        """Return the gradients of a call's inputs and of parameters, given those of its outputs.
 
-        Returns None if the arguments of the call are not known any more.
+        Returns None if they cannot be computed, because the arguments of the call are not known any more.
         """
-        arguments = saved.arguments()
-        if arguments is None:
+        sides = self._sides
+        if not saved.load():
             return None
-        args, kwargs, leaves = arguments
-        situation = saved.situation
-        parameters = self._sides.tested.gradients
-        with self._repeating(situation, in_backward=True) as repeated, parameters.set_aside():
-            with torch.enable_grad(), self._sides.tested.region:
-                output = situation.context.run(counterpart, *args, **kwargs)
-            outputs = differentiable(output)
+        with self._repeating(saved.situation, in_backward=True) as repeated:
+            tested = self._differentiated(saved, sides.tested, counterpart, of_outputs, repeated)
+        if tested is None:
+            return None
+        reference = None
+        if saved.writes_arguments:  # other users of an input may add to its gradient in the reference's run
+            with self._repeating(saved.situation, in_backward=True, wholly=sides.reference) as repeated:
+                reference = self._differentiated(saved, sides.reference, module, of_outputs, repeated)
+        return OwnGradients(*tested, None if reference is None else reference[0])
+
+    def _differentiated(
+        self,
+        saved: SavedCall,
+        side: Side,
+        module: torch.nn.Module,
+        of_outputs: Gradients,
+        repeated: "_Repeated | _Whole",
+    ) -> tuple[Gradients, Gradients] | None:
+        args, kwargs, leaves = saved.arguments()
+        with side.gradients.set_aside():
+            with torch.enable_grad(), side.region:
+                output = saved.situation.context.run(module, *args, **kwargs)
+            outputs = floating(output)
             if len(outputs) != len(of_outputs):
                 return None
             known = [
                 (each, gradient.to(each.dtype))
                 for each, gradient in zip(outputs, of_outputs, strict=True)
-                if gradient is not None and gradient.shape == each.shape
+                if gradient is not None and each.requires_grad and gradient.shape == each.shape
             ]
-            repeated.begin_backward(counterpart)
+            for each, gradient in known:  # which includes what the module itself adds to it after computing it
+                each.register_hook(lambda _, gradient=gradient: gradient)  # type: ignore[no-untyped-call]
+            repeated.begin_backward(module)
             if known:
                 torch.autograd.backward([each for each, _ in known], [gradient for _, gradient in known])
-            return [leaf.grad for leaf in leaves], parameters.current()
+            return [leaf.grad for leaf in leaves], side.gradients.current()
 
     @contextmanager
-    def _repeating(self, situation: Situation, *, in_backward: bool) -> Iterator["_Repeated"]:
+    def _repeating(
+        self, situation: Situation, *, in_backward: bool, wholly: Side | None = None
+    ) -> "Iterator[_Repeated | _Whole]":
+        """Prepare a repetition in the tested run's way, with the modules in the call as in the reference.
+
+        Args:
+            situation: that of the call.
+            in_backward: whether gradients are computed.
+            wholly: a side whose way all modules run in instead.
+        """
         sides, random = self._sides, self._generators.get()
-        state = situation.state if sides.have_one_model else sides.tested.state
+        is_own_state = sides.have_one_model or wholly is sides.reference
+        state = situation.state if is_own_state else sides.tested.state
         before = state.current()
-        state.put(situation.values if sides.have_one_model else state.cloned())
+        state.put(situation.cloned() if is_own_state else state.cloned())
         self._generators.set(situation.random)
-        repeated = self.current = _Repeated(sides, in_backward)
+        repeated = self.current = _Repeated(sides, in_backward) if wholly is None else _Whole()
         try:
             with ExitStack() as stack:
                 if sides.reference.is_enabled or in_backward:
                     stack.enter_context(outside_regions())
                 # Hooks for saved tensors, such as those of torch.utils.checkpoint, must not see this call.
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
-                stack.enter_context(sides.activated(sides.tested))
+                stack.enter_context(sides.activated(wholly or sides.tested))
                 stack.callback(repeated.end)
                 yield repeated
         finally:
@@ -100,6 +141,22 @@ class Repeater:
 
 def _itself(value: Any) -> Any:
     return value
+
+
+class _Whole:
+    """Watches a repeated call whose modules all run in the way of one side."""
+
+    def begin_backward(self, module: torch.nn.Module) -> None:
+        """Note the backward."""
+
+    def end(self) -> None:
+        """End the call."""
+
+    def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Handle a call."""
+
+    def leave(self, module: torch.nn.Module, output: Any) -> None:
+        """Handle the return of a call."""
 
 
 class _Repeated:

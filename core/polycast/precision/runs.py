@@ -9,20 +9,19 @@ from typing import Any, Protocol
 
 import torch
 
-from ..torch_internals.names import has_saved_tensors_hooks
+from ..torch_internals.names import are_functorch_transforms_active, has_saved_tensors_hooks
 from .gradient_calls import (
     GradientCall,
     Gradients,
     SavedCall,
     aligned,
-    differentiable,
     isolated_inputs,
-    records_gradients,
+    isolated_unwritten_inputs,
 )
 from .hooks import CallKey, OpenCall, innermost_common
 from .isolation import RandomState, Situation
 from .record import MatchedCall, Record
-from .repeated import RepeatableCall, Repeater
+from .repeated import OwnGradients, RepeatableCall, Repeater
 from .sides import Side, Sides
 from .values import copied
 
@@ -35,6 +34,13 @@ class Returned:
 
     def __init__(self, key: CallKey, arguments: Any, output: Any, own: Any, random: list[torch.Tensor]) -> None:
         self.key, self.arguments, self.output, self.own, self.random = key, arguments, output, own, random
+
+
+class ReturnedGradients(Returned):
+    """A call of the reference's run whose gradients are known."""
+
+    def __init__(self, call: GradientCall, own: OwnGradients | None, random: list[torch.Tensor]) -> None:
+        super().__init__(call.key, call.of_outputs, call.of_inputs, own, random)
 
 
 class Both(Protocol):
@@ -53,7 +59,10 @@ class Both(Protocol):
     def add_own_gradients(self, gradients: Gradients) -> None:
         """Add the gradients of the parameters in a repeated call."""
 
-    def record_gradients(self, returned: Returned, found: tuple[Gradients, Gradients]) -> None:
+    def own_is_unknown(self, module: torch.nn.Module) -> None:
+        """Note that a call of a module of the reference cannot be repeated."""
+
+    def record_gradients(self, returned: ReturnedGradients, found: tuple[Gradients, Gradients]) -> None:
         """Record the gradients of a call that both runs know."""
 
 
@@ -88,7 +97,7 @@ class Run:
 
     def _awaits(self) -> bool:
         """Return whether gradients of the next call are to be seen."""
-        return self._both.has_loss and records_gradients()
+        return self._both.has_loss and torch.is_grad_enabled()
 
     def _is_recomputed_in_place(self) -> bool:
         """Return whether torch.utils.checkpoint computes a call again whose gradients are awaited already."""
@@ -96,10 +105,11 @@ class Run:
 
     def _awaited_call(self, key: CallKey, module: torch.nn.Module, arguments: Any) -> tuple[Any, GradientCall]:
         """Return the arguments of a call, with which its gradients can be told from others, and the awaited call."""
-        tensors = differentiable(arguments)
-        if not self._writes_arguments(module):
-            arguments, tensors = isolated_inputs(arguments, tensors, self._modules)
-        call = GradientCall(key, module, self._known)
+        if self._writes_arguments(module):
+            arguments, tensors = isolated_unwritten_inputs(arguments, self._side.profile.modules[module].written)
+        else:
+            arguments, tensors = isolated_inputs(arguments, self._modules)
+        call = GradientCall(key, module, lambda: self.in_backward, self._known)
         if not self._is_recomputed_in_place():
             call.watch_inputs(tensors)
             self._awaited[id(call)] = call
@@ -127,6 +137,8 @@ class ReferenceRun(Run):
 
     def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle a call."""
+        if are_functorch_transforms_active():  # the values of its tensors cannot be read
+            return None
         if self._repeater.current is not None:
             return self._repeater.current.enter(module, args, kwargs)
         if module not in self._side.names:
@@ -147,6 +159,8 @@ class ReferenceRun(Run):
 
     def leave(self, module: torch.nn.Module, output: Any) -> Any:
         """Handle the return of a call."""
+        if are_functorch_transforms_active():
+            return None
         if self._repeater.current is not None:
             return self._repeater.current.leave(module, output)
         if module not in self._side.names:
@@ -165,6 +179,13 @@ class ReferenceRun(Run):
         self._wait(Returned(call.key, call.arguments, output, own, both.generators.get()))
         return None
 
+    def end(self) -> None:
+        """Await no gradients any more."""
+        for call in self._awaited.values():
+            if call.is_used_in_forward:
+                self._both.own_is_unknown(call.module)
+        super().end()
+
     def _counterpart(self, module: torch.nn.Module) -> torch.nn.Module | None:
         """Return the module of the tested side."""
         return self._both.sides.tested.by_name.get(self._side.names[module])
@@ -180,24 +201,19 @@ class ReferenceRun(Run):
     def _gradients_are_known(self, call: GradientCall) -> None:
         both, counterpart = self._both, self._counterpart(call.module)
         own = None
-        if call.saved is not None and counterpart is not None:
-            own = self._repeater.backward(call.saved, counterpart, call.of_outputs)
-        if own is not None:
-            both.add_own_gradients(own[1])
+        if call.saved is not None and counterpart is not None and _is_repeatable(call):
+            own = self._repeater.backward(call.saved, call.module, counterpart, call.of_outputs)
+        if own is None:
+            both.own_is_unknown(call.module)
+        else:
+            both.add_own_gradients(own.of_parameters)
         both.record.gradients.expect(call.key)
-        returned = ReturnedGradients(call, None if own is None else own[0], both.generators.get())
+        returned = ReturnedGradients(call, own, both.generators.get())
         early = both.early.pop(call.key, None)
         if early is not None:
             both.record_gradients(returned, early)
         else:
             self._wait(returned)
-
-
-class ReturnedGradients(Returned):
-    """A call of the reference's run whose gradients are known."""
-
-    def __init__(self, call: GradientCall, own: Gradients | None, random: list[torch.Tensor]) -> None:
-        super().__init__(call.key, call.of_outputs, call.of_inputs, own, random)
 
 
 class TestedRun(Run):
@@ -209,7 +225,7 @@ class TestedRun(Run):
 
     def enter(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle a call."""
-        if module not in self._side.names:
+        if module not in self._side.names or are_functorch_transforms_active():
             return None
         key = (self._open[-1][0] if self._open else self._around).key_inside(self._side.names[module])
         given, awaited = None, None
@@ -220,7 +236,7 @@ class TestedRun(Run):
 
     def leave(self, module: torch.nn.Module, output: Any) -> None:
         """Handle the return of a call."""
-        if module not in self._side.names:
+        if module not in self._side.names or are_functorch_transforms_active():
             return
         call, arguments, awaited = self._open.pop()
         while call.module is not module:
@@ -263,15 +279,27 @@ class TestedRun(Run):
         both.hand_over(self._side)
 
 
-def matched_gradients(returned: Returned, found: tuple[Gradients, Gradients]) -> MatchedCall | None:
+def _is_repeatable(call: GradientCall) -> bool:
+    """Return whether a repetition of a call computes all of its gradients, and nothing twice.
+
+    The hooks of a module before its backward change the gradients of its outputs, which are known after the change.
+    """
+    return not call.is_used_in_forward and not getattr(call.module, "_backward_pre_hooks", None)
+
+
+def matched_gradients(returned: ReturnedGradients, found: tuple[Gradients, Gradients]) -> MatchedCall | None:
     """Return the gradients of both runs as those of a matched call; None if they cannot be matched.
 
-    In backward the gradients of the outputs are the arguments, and those of the inputs the output.
+    In backward the gradients of the outputs are the arguments, and those of the inputs the output. The own output is
+    None if it is not known, or cannot be compared with these.
     """
     of_outputs, of_inputs = found
-    own = [None] * len(returned.output) if returned.own is None else returned.own
-    if not len(own) == len(returned.output) == len(of_inputs) or len(returned.arguments) != len(of_outputs):
+    if len(returned.output) != len(of_inputs) or len(returned.arguments) != len(of_outputs):
         return None
     before, after = aligned(returned.arguments, of_outputs)
-    reference, repeated, tested = aligned(returned.output, own, of_inputs)
+    own = returned.own
+    if own is None or own.reference is not None or len(own.of_inputs) != len(of_inputs):
+        reference, tested = aligned(returned.output, of_inputs)
+        return MatchedCall(returned.key, before, after, reference, None, tested)
+    reference, repeated, tested = aligned(returned.output, own.of_inputs, of_inputs)
     return MatchedCall(returned.key, before, after, reference, repeated, tested)

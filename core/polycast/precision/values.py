@@ -141,6 +141,12 @@ class Contents:
             for (path, one, version), (path_before, two, version_before) in zip(now, self._held, strict=True)
         )
 
+    def written(self) -> set[str]:
+        """Return the paths of the tensors that have been written to since."""
+        return {
+            path for path, each, version in self._held if isinstance(each, torch.Tensor) and version_of(each) != version
+        }
+
 
 def version_of(tensor: torch.Tensor) -> int:
     """Return the version of a tensor; 0 for inference tensors, which have none."""
