@@ -23,7 +23,7 @@ SHARE, ERROR = "share of FLOPs", "error relative to bfloat16's"
 _CONVOLUTIONS = ("conv1d", "conv2d")
 _SMALL = 4096
 _NAMES = {
-    "the convolution has groups": "grouped convolutions",
+    "its groups have fewer than 48 channels": "depthwise or narrow groups",
     "the weight is smaller than the recipe's min_size": "small weights",
 }
 """Names in the table for products that a recipe declines, by reason."""

@@ -213,6 +213,7 @@ FAMILIES: tuple[Family, ...] = (
     _vision("Swin", "SwinModel", "SwinConfig", **_SWIN),
     _vision("SegFormer", "SegformerModel", "SegformerConfig", **_SEGFORMER),
     _vision("ConvNeXt", "ConvNextModel", "ConvNextConfig", **_CONVNEXT),
+    _vision("RegNet", "RegNetModel", "RegNetConfig"),
     _vision("ResNet-50", "ResNetForImageClassification", "ResNetConfig"),
     _vision("MobileNetV2", "MobileNetV2Model", "MobileNetV2Config"),
     Family(

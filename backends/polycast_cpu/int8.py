@@ -24,7 +24,11 @@ _MOST_TERMS = 65536
 _MOST_PADDED = 64
 """Images are not padded in memory to more than so many times their size."""
 
+_LEAST_GROUP = 48
+"""Narrower groups of a convolution, such as single channels, are not faster in int8."""
+
 _NO_FIT = "the sizes do not fit"
+_NARROW = f"its groups have fewer than {_LEAST_GROUP} channels"
 _LONG_SUMS = f"its sums have more than {_MOST_TERMS} terms, which may not fit 32 bits"
 
 
@@ -73,7 +77,7 @@ class Product(LowBitMatmul):
 
 
 class Conv2d(LowBitKernel):
-    """``aten::conv2d`` without groups, with a scale for each image or one for all. Weights are [N, C, height, width].
+    """``aten::conv2d``, also in wide groups, with a scale for each image or one. Weights are [N, C, height, width].
 
     The padding is given as numbers or, for ``aten::conv2d.padding``, as ``"same"`` or ``"valid"``.
     """
@@ -91,11 +95,13 @@ class Conv2d(LowBitKernel):
     @override
     def unsupported_reason(self, *args: Any) -> str | None:
         x, weight, bias, *steps, groups = args
-        if groups != 1:
-            return "the convolution has groups"
         axes = self.axes
-        if weight.dim() != axes + 2 or x.dim() not in (axes + 1, axes + 2) or x.shape[-axes - 1] != weight.shape[1]:
+        if weight.dim() != axes + 2 or x.dim() not in (axes + 1, axes + 2) or groups < 1:
             return _NO_FIT
+        if x.shape[-axes - 1] != weight.shape[1] * groups or weight.shape[0] % groups != 0:
+            return _NO_FIT
+        if groups > 1 and min(weight.shape[0] // groups, weight.shape[1]) < _LEAST_GROUP:
+            return _NARROW
         if bias is not None and bias.shape != weight.shape[:1]:
             return "the bias is not a vector of the output channels"
         if 0 in weight.shape:

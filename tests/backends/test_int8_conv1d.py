@@ -35,6 +35,13 @@ def test_it_has_the_bits_of_the_convolution_of_images_of_height_one(isa, steps, 
     torch.testing.assert_close(actual, F.conv1d(x, weight, bias, stride, padding, dilation), rtol=0.05, atol=1.0)
 
 
+def test_groups_have_the_bits_of_those_of_images_of_height_one(isa):
+    x, weight, bias = torch.randn(2, 96, 40), torch.randn(192, 48, 5), torch.randn(192)
+    actual = run_kernel(Conv1d(True, isa), x, weight, bias, [1], [2], [1], 2)
+    args = (x[:, :, None], weight[:, :, None], bias, [1, 1], [0, 2], [1, 1], 2)
+    assert torch.equal(actual, run_kernel(Conv2d(True, isa), *args)[:, :, 0])
+
+
 def test_padding_by_name_is_what_it_is_in_numbers():
     x, weight = torch.randn(2, 8, 19), torch.randn(5, 8, 5)
     kernel, by_name = Conv1d(True), Conv1d(True, overload="padding")
@@ -93,7 +100,7 @@ def test_inf_and_nan_leave_other_signals_alone(isa):
 
 
 DECLINED = {
-    "the convolution has groups": (torch.randn(2, 8, 9), torch.randn(8, 1, 3), None, [1], [0], [1], 8),
+    "its groups have fewer than 48 channels": (torch.randn(2, 8, 9), torch.randn(8, 1, 3), None, [1], [0], [1], 8),
     "the sizes do not fit": (torch.randn(2, 7, 9), torch.randn(5, 8, 3), None, [1], [0], [1], 1),
     "the sizes do not fit ": (torch.randn(2, 8, 9), torch.randn(5, 8, 3), None, [1, 1], [0], [1], 1),
     "the images have no elements": (torch.randn(0, 8, 9), torch.randn(5, 8, 3), None, [1], [0], [1], 1),

@@ -60,6 +60,59 @@ def test_convolutions_are_within_the_error(isa, steps, channels, features):
         check(x, weight, bias, *rest, 1, by_image=by_image, isa=isa)
 
 
+def ungrouped(weight, groups):
+    """Return the weight of the same convolution without groups, with zeros for the channels of other groups."""
+    features, channels, *size = weight.shape
+    whole = weight.new_zeros(groups, features // groups, groups, channels, *size)
+    for group, part in enumerate(weight.chunk(groups)):
+        whole[group, :, group] = part
+    return whole.view(features, groups * channels, *size)
+
+
+WIDTHS = {"48 of 48": (48, 48, 4), "64 of 64": (64, 64, 3), "70 of 50": (50, 70, 3), "128 of 48": (48, 128, 2)}
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_groups_have_the_bits_of_the_convolution_with_zeros_between_them(isa, steps, width):
+    channels, features, groups = WIDTHS[width]
+    size, *rest = STEPS[steps]
+    weight, bias = torch.randn(groups * features, channels, size, size), torch.randn(groups * features)
+    for by_image, layout in itertools.product((True, False), FORMATS.values()):
+        x = torch.randn(2, groups * channels, 5, 6).to(memory_format=layout)
+        kernel = Conv2d(by_image, isa)
+        actual = run_kernel(kernel, x, weight, bias, *rest, groups)
+        expected = run_kernel(kernel, x, ungrouped(weight, groups), bias, *rest, 1)
+        assert torch.equal(actual, expected)
+        assert actual.stride() == expected.stride()
+
+
+def test_groups_of_more_patches_than_are_made_at_once_are_right():
+    x, weight = torch.randn(3, 192, 30, 30), torch.randn(192, 48, 3, 3)
+    kernel, rest = Conv2d(True), ([1, 1], [1, 1], [1, 1])
+    for layout in FORMATS.values():
+        x = x.to(memory_format=layout)
+        actual = run_kernel(kernel, x, weight, None, *rest, 4)
+        assert torch.equal(actual, run_kernel(kernel, x, ungrouped(weight, 4), None, *rest, 1))
+
+
+def test_inf_in_a_group_leaves_the_other_groups_and_images_alone(isa):
+    x, weight = torch.randn(2, 96, 9, 9), torch.randn(96, 48, 3, 3)
+    x[1, 3, 4, 4] = torch.inf
+    actual = run_kernel(Conv2d(True, isa), x, weight, None, [1, 1], [0, 0], [1, 1], 2)
+    expected = F.conv2d(x, weight, groups=2)
+    assert torch.equal(actual.isfinite(), expected.isfinite())
+    assert torch.equal(actual[:1], run_kernel(Conv2d(True, isa), x[:1], weight, None, [1, 1], [0, 0], [1, 1], 2))
+
+
+def test_groups_are_computed_in_regions(engine, low_bit_counts):
+    layer, x = torch.nn.Conv2d(96, 96, 3, groups=2).eval(), torch.randn(1, 96, 9, 9)
+    recipe = polycast.Int8(ops=("conv2d",), min_size=0)
+    with torch.no_grad(), low_bit_counts() as counts, polycast.autocast("cpu", recipe=recipe):
+        assert layer(x).shape == (1, 96, 7, 7)
+    assert [each.declined for each in counts.records()] == [""]
+
+
 @pytest.mark.parametrize(("given", "wanted"), list(itertools.product(FLOATS, FLOATS)), ids=str)
 def test_each_dtype_is_taken_and_given(given, wanted):
     x, weight = torch.randn(2, 16, 20, 20).to(given), torch.randn(40, 16, 3, 3).to(given)
@@ -228,9 +281,13 @@ def test_a_weight_with_nan_is_not_packed():
     assert Conv2d(True).prepack(weight) is None
 
 
-X, WEIGHT = torch.randn(2, 8, 9, 9), torch.randn(5, 8, 3, 3)
+X, WEIGHT, W = torch.randn(2, 8, 9, 9), torch.randn(5, 8, 3, 3), torch.randn(1, 96, 5, 5)
 DECLINED = {
-    "the convolution has groups": (X, torch.randn(8, 1, 3, 3), None, [1, 1], [0, 0], [1, 1], 8),
+    "its groups have fewer than 48 channels": (X, torch.randn(8, 1, 3, 3), None, [1, 1], [0, 0], [1, 1], 8),
+    "its groups have fewer than 48 channels ": (W, torch.randn(96, 48, 1, 1)[:94], None, [1, 1], [0, 0], [1, 1], 2),
+    "the sizes do not fit    ": (W, torch.randn(97, 48, 1, 1), None, [1, 1], [0, 0], [1, 1], 2),
+    "the sizes do not fit     ": (X, WEIGHT, None, [1, 1], [0, 0], [1, 1], 2),
+    "the sizes do not fit      ": (X, WEIGHT, None, [1, 1], [0, 0], [1, 1], 0),
     "the sizes do not fit": (X, torch.randn(5, 7, 3, 3), None, *ONE),
     "the sizes do not fit ": (X, torch.randn(5, 8, 10, 3), None, *ONE),
     "the sizes do not fit  ": (X, WEIGHT, None, [0, 1], [0, 0], [1, 1], 1),

@@ -24,6 +24,7 @@ using Pair = std::array<int64_t, 2>;
 // The padding before and after an image may differ: "same" may need more after it.
 struct Convolution {
   Pair kernel, stride, before, after, dilation;
+  int64_t groups;
 
   int64_t padded(int64_t size, int axis) const { return before[axis] + size + after[axis]; }
 
@@ -90,15 +91,16 @@ void quantize_images(Isa isa, const T* elements, bool by_channel, const std::vec
   });
 }
 
-// Write the patches of the output pixels [first, first + count), one in each row.
-inline void gather(const Images& images, const Convolution& convolution, Pair output, int64_t first, int64_t count,
-                   int64_t stride, uint8_t* out) {
+// Write the patches of the output pixels [first, first + count) for a group, one in each row.
+inline void gather(const Images& images, const Convolution& convolution, Pair output, int64_t group, int64_t first,
+                   int64_t count, int64_t stride, uint8_t* out) {
   // Clang 15 cannot capture structured bindings.
   const Pair kernel = convolution.kernel, step = convolution.stride, dilation = convolution.dilation;
-  const int64_t channels = images.channels, line = images.width * channels;
-  // With dilation the columns of the kernel are not adjacent.
-  const int64_t pieces = dilation[1] == 1 ? 1 : kernel[1], piece = kernel[1] / pieces * channels;
-  const uint8_t* const bytes = images.bytes.const_data_ptr<uint8_t>();
+  const int64_t channels = images.channels, line = images.width * channels, in_group = channels / convolution.groups;
+  // With dilation or groups the columns of the kernel are not adjacent.
+  const int64_t pieces = dilation[1] == 1 && convolution.groups == 1 ? 1 : kernel[1];
+  const int64_t piece = kernel[1] / pieces * in_group;
+  const uint8_t* const bytes = images.bytes.const_data_ptr<uint8_t>() + group * in_group;
   for_each_part(count, grain(stride), [&](int64_t begin, int64_t end) {
     for (int64_t pixel = begin; pixel < end; ++pixel) {
       const int64_t place = first + pixel, x = place % output[1], y = place / output[1] % output[0];
@@ -114,11 +116,51 @@ inline void gather(const Images& images, const Convolution& convolution, Pair ou
   });
 }
 
+// Call a function with each group: with several on all threads, with one here, whose own loops are on all threads.
+template <typename Function>
+void for_each_group(int64_t groups, int64_t cost, const Function& function) {
+  if (groups == 1) {
+    return function(0);
+  }
+  for_each_part(groups, grain(cost), [&](int64_t begin, int64_t end) {
+    for (int64_t group = begin; group < end; ++group) {
+      function(group);
+    }
+  });
+}
+
+// Output pixels [first, first + count) of images that have so many.
+struct Pixels {
+  int64_t first, count, in_image;
+};
+
+// Copy products, a row of channels for each pixel, to the result, from the first of these channels of the first image on.
+template <typename T>
+void scatter(const T* products, int64_t stride, int64_t channels, Pixels pixels, int64_t all_channels, bool channels_last,
+             T* result) {
+  if (channels_last) {
+    for (int64_t row = 0; row < pixels.count; ++row) {
+      std::copy_n(products + row * stride, channels, result + (pixels.first + row) * all_channels);
+    }
+    return;
+  }
+  for (int64_t row = 0; row < pixels.count;) {  // for each image, or the part of it among these rows
+    const int64_t image = (pixels.first + row) / pixels.in_image, pixel = (pixels.first + row) % pixels.in_image;
+    const int64_t here = std::min(pixels.count - row, pixels.in_image - pixel);
+    for_each_part(blocks(channels), grain(here * kBlock), [&](int64_t begin, int64_t end) {
+      const int64_t channel = begin * kBlock, last = std::min(channels, end * kBlock);
+      transpose(products + row * stride + channel, here, last - channel, stride,
+                result + (image * all_channels + channel) * pixels.in_image + pixel, pixels.in_image);
+    });
+    row += here;
+  }
+}
+
 // Return the convolution of an image with inf or nan, in float32 with the quantized weight.
 inline at::Tensor convolve_nonfinite(const at::Tensor& image, const Weight& weight, const Convolution& convolution,
                                      const std::optional<at::Tensor>& bias) {
-  const auto [kernel, stride, before, after, dilation] = convolution;
-  at::Tensor floats = at::empty({weight.columns, kernel[0], kernel[1], image.size(1)}, at::kFloat);
+  const auto [kernel, stride, before, after, dilation, groups] = convolution;
+  at::Tensor floats = at::empty({weight.columns, kernel[0], kernel[1], image.size(1) / groups}, at::kFloat);
   float* value = floats.data_ptr<float>();
   for (int64_t n = 0; n < weight.columns; ++n) {
     for (int64_t k = 0; k < weight.terms; ++k) {
@@ -126,7 +168,13 @@ inline at::Tensor convolve_nonfinite(const at::Tensor& image, const Weight& weig
     }
   }
   const at::Tensor padded = at::constant_pad_nd(image.to(at::kFloat), {before[1], after[1], before[0], after[0]});
-  return at::conv2d(padded, floats.permute({0, 3, 1, 2}), bias, stride, at::IntArrayRef{0}, dilation);
+  return at::conv2d(padded, floats.permute({0, 3, 1, 2}), bias, stride, at::IntArrayRef{0}, dilation, groups);
+}
+
+// Return the part of a weight for a group, from the block on in which its first column is.
+inline Weight weight_of_group(const Weight& weight, int64_t first, int64_t columns) {
+  const int64_t number = first / kBlock, before = number * kBlock;
+  return {weight.block(number), weight.scales + before, weight.offsets + before, first - before + columns, weight.terms};
 }
 
 // Return the format of the result as torch does, also for tensors that are in both formats. With one axis there is one format.
@@ -146,7 +194,8 @@ inline at::Tensor convolve_images(const at::Tensor& x, at::MemoryFormat format, 
   const Pair kernel = convolution.kernel;
   const bool channels_last = format == at::MemoryFormat::ChannelsLast;
   const int64_t count = x.size(0), channels = x.size(1), height = x.size(2), width = x.size(3);
-  const int64_t terms = kernel[0] * kernel[1] * channels, columns = scales.size(0);
+  const int64_t terms = kernel[0] * kernel[1] * channels / convolution.groups, columns = scales.size(0);
+  const int64_t in_group = columns / convolution.groups;
   const Weight weight = weight_of(values, scales, offsets, terms);
   const Pair output{convolution.output(height, 0), convolution.output(width, 1)};
   const int64_t pixels = output[0] * output[1];
@@ -175,33 +224,36 @@ inline at::Tensor convolve_images(const at::Tensor& x, at::MemoryFormat format, 
     quantize_images(isa, elements, by_channel, image_scales, convolution, images);
   });
 
-  const int64_t rows = count * pixels, row_bytes = row_stride(terms);
-  const int64_t at_once = std::max(kMostRows, std::min(rows, kPatches / row_bytes) / kMostRows * kMostRows + kMostRows);
-  const at::Tensor patches = at::empty({at_once * row_bytes}, at::kByte);
+  const int64_t rows = count * pixels, row_bytes = row_stride(terms), groups = convolution.groups;
+  const int64_t fitting = std::min(rows, kPatches / (row_bytes * groups));
+  const int64_t at_once = std::max(kMostRows, fitting / kMostRows * kMostRows + kMostRows);
+  const at::Tensor patches = at::empty({groups, at_once * row_bytes}, at::kByte);
   const at::Tensor row_scales = at::empty({at_once}, at::kFloat);
-  uint8_t* const patch = patches.data_ptr<uint8_t>();
   float* const scale = row_scales.data_ptr<float>();
   with_elements(out, [&](auto* result) {
     using T = std::remove_pointer_t<decltype(result)>;
-    const at::Tensor part = channels_last ? out : at::empty({at_once, columns}, out.options());
+    const bool is_direct = channels_last && groups == 1;
+    const at::Tensor parts = is_direct ? out : at::empty({groups, at_once, in_group + kBlock}, out.options());
+    T* const part = static_cast<T*>(parts.data_ptr());
     for (int64_t first = 0; first < rows; first += at_once) {
       const int64_t now = std::min(at_once, rows - first);
-      gather(images, convolution, output, first, now, row_bytes, patch);
       for (int64_t row = 0; row < now; ++row) {
         scale[row] = image_scales[(first + row) / pixels];
       }
-      T* const rows_of_pixels = channels_last ? result + first * columns : static_cast<T*>(part.data_ptr());
-      product(isa, {patch, scale, now, row_bytes}, weight, bias_values, 0, rows_of_pixels);
-      for (int64_t row = 0; row < now && !channels_last;) {  // for each image, or the part of it among these rows
-        const int64_t image = (first + row) / pixels, pixel = (first + row) % pixels;
-        const int64_t here = std::min(now - row, pixels - pixel);
-        for_each_part(blocks(columns), grain(here * kBlock), [&](int64_t begin, int64_t end) {
-          const int64_t column = begin * kBlock, last = std::min(columns, end * kBlock);
-          transpose(rows_of_pixels + row * columns + column, here, last - column, columns,
-                    result + (image * columns + column) * pixels + pixel, pixels);
-        });
-        row += here;
-      }
+      for_each_group(groups, now * row_bytes, [&](int64_t group) {
+        uint8_t* const patch = patches.data_ptr<uint8_t>() + group * at_once * row_bytes;
+        gather(images, convolution, output, group, first, now, row_bytes, patch);
+        const Weight of_group = weight_of_group(weight, group * in_group, in_group);
+        const int64_t skipped = of_group.columns - in_group;  // of the groups before, in the same block
+        T* const products = is_direct ? result + first * columns : part + group * at_once * (in_group + kBlock);
+        const float* const added_here = bias_values == nullptr ? nullptr : bias_values + group * in_group - skipped;
+        product(isa, {patch, scale, now, row_bytes}, of_group, added_here, 0, products);
+        if (!is_direct) {
+          const Pixels of_rows{first, now, pixels};
+          T* const to = result + group * in_group * (channels_last ? 1 : pixels);
+          scatter(products + skipped, of_group.columns, in_group, of_rows, columns, channels_last, to);
+        }
+      });
     }
   });
   for (int64_t image = 0; image < count; ++image) {
@@ -214,11 +266,12 @@ inline at::Tensor convolve_images(const at::Tensor& x, at::MemoryFormat format, 
 
 inline Convolution convolution_of(const at::Tensor& weight, Pair stride, Pair before, Pair after, Pair dilation,
                                   int64_t groups) {
-  TORCH_CHECK(groups == 1, "an int8 convolution expected one group, got ", groups);
+  TORCH_CHECK(groups > 0 && weight.size(0) % groups == 0, "an int8 convolution expected a number of groups that divides ",
+              weight.size(0), " output channels, got ", groups);
   TORCH_CHECK(std::min({stride[0], stride[1], dilation[0], dilation[1]}) > 0 &&
                   std::min({before[0], before[1], after[0], after[1]}) >= 0,
               "an int8 convolution expected a positive stride and dilation and no negative padding");
-  return {{weight.size(2), weight.size(3)}, stride, before, after, dilation};
+  return {{weight.size(2), weight.size(3)}, stride, before, after, dilation, groups};
 }
 
 inline Pair pair_of(at::IntArrayRef numbers) {
@@ -234,6 +287,8 @@ at::Tensor convolve(const at::Tensor& x, const at::Tensor& weight, const std::op
   TORCH_CHECK(x.dim() == 3 || x.dim() == 4, "an int8 convolution expected images of 3 or 4 dimensions, got ",
               x.dim());
   const at::Tensor images = x.dim() == 4 ? x : x.unsqueeze(0);
+  TORCH_CHECK(images.size(1) == weight.size(1) * convolution.groups, "an int8 convolution expected images of ",
+              weight.size(1) * convolution.groups, " channels, got ", images.size(1));
   const at::Tensor out = convolve_images(images, convolution_format<Axes>(images, weight), bias, convolution, values,
                                          scales, offsets, dtype, by_image, isa);
   return x.dim() == 4 ? out : out.squeeze(0);
