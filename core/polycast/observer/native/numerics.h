@@ -116,16 +116,6 @@ int64_t count_nonzero_products(const Tensor& left, const Tensor& right) {
   return count;
 }
 
-// Return how many of the zeros of a result in host memory lost what they were computed from; see count_lost().
-uint64_t count_lost_in_memory(const ObservedOp& op, const Tensor& values, uint64_t zeros) {
-  const uint64_t elements = values.numel();
-  if (op.op->multiplies && op.unchecked.size() == 2) {
-    const uint64_t nonzero = count_nonzero_products(op.unchecked[0], op.unchecked[1]);
-    return zeros + nonzero > elements ? zeros + nonzero - elements : 0;
-  }
-  return zeros == elements && op.unchecked.front().ne(0).any().item<bool>() ? elements : 0;
-}
-
 // Return a number of elements, 0-dim: the zeros of a product in the backward pass that are not zero because of a row or column of
 // zeros. Of other matmuls, all elements if all are zero, and not those of the first input.
 Tensor count_lost(const ObservedOp& op, const Tensor& values) {
@@ -135,6 +125,20 @@ Tensor count_lost(const ObservedOp& op, const Tensor& values) {
     return (zeros - values.numel() + rows.mul(columns).sum()).clamp_min(0);
   }
   return zeros.eq(values.numel()).logical_and(op.unchecked.front().ne(0).any()).mul(values.numel());
+}
+
+// Return how many of the zeros of a result in host memory lost what they were computed from; see count_lost().
+uint64_t count_lost_in_memory(const ObservedOp& op, const Tensor& values, uint64_t zeros) {
+  const uint64_t elements = values.numel();
+  const auto& inputs = op.unchecked;
+  if (std::any_of(inputs.begin(), inputs.end(), [](const Tensor& input) { return !is_fast(input.scalar_type()) || !input.is_cpu(); })) {
+    return count_lost(op, values).item<int64_t>();  // autocast has cast them
+  }
+  if (op.op->multiplies && op.unchecked.size() == 2) {
+    const uint64_t nonzero = count_nonzero_products(op.unchecked[0], op.unchecked[1]);
+    return zeros + nonzero > elements ? zeros + nonzero - elements : 0;
+  }
+  return zeros == elements && op.unchecked.front().ne(0).any().item<bool>() ? elements : 0;
 }
 
 // Return whether zeros among the values may have lost what they were computed from.
