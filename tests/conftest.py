@@ -265,7 +265,7 @@ def int8_kernels():
     backend = copy.copy(polycast.get_backend("cpu"))
 
     def recipe_availability(recipe):
-        offered = recipe.kind == "int8" and recipe.scales == "row"
+        offered = isinstance(recipe, polycast.Int8) and recipe.scales == "row"
         return polycast.Availability(offered, "" if offered else f"no kernels for {recipe.short} in these tests")
 
     vars(backend).update(recipe_availability=recipe_availability, low_bit_kernels=lambda recipe: kernels)

@@ -54,7 +54,7 @@ def test_an_operator_is_as_its_fake_one(name, dtype):
     [
         (3, [0, 1], "expected a positive stride"),
         (5, [1, 0], "expected a positive stride and dilation"),
-        (6, 2, "expected one group, got 2"),
+        (6, 2, "expected a number of groups that divides 5 output channels, got 2"),
         (0, torch.ones(9, 9), "expected images of 3 or 4 dimensions, got 2"),
     ],
 )

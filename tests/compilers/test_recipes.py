@@ -63,10 +63,10 @@ def test_a_region_may_be_in_the_code(model, linear, recipe):
     assert linear.ran == 2
 
 
-class Sized(Int8):
+class OfSize(Int8):
     """A recipe whose constructor takes other arguments."""
 
-    kind = "sized"
+    kind = "int8-of-size"
 
     def __init__(self, size):
         super().__init__("row", min_size=size)
@@ -77,7 +77,7 @@ MADE = {
     "Int8(scales)": lambda: polycast.Int8(scales="row", min_size=1),
     "Int8(ops)": lambda: Int8("row", ["linear", "aten::mm"], 1),
     "NoRecipe()": lambda: polycast.NoRecipe(),
-    "a subclass": lambda: Sized(1),
+    "a subclass": lambda: OfSize(1),
 }
 
 

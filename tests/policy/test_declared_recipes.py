@@ -204,13 +204,13 @@ def test_a_class_without_kind_or_default_is_refused():
 
     with pytest.raises(TypeError, match="Abstract is no kind of recipe"):
         Abstract()
-    with pytest.raises(TypeError, match="Sized.size needs a default"):
-        type("Sized", (Recipe,), {"kind": "sized", "__annotations__": {"size": int}})
+    with pytest.raises(TypeError, match="Unsized.size needs a default"):
+        type("Unsized", (Recipe,), {"kind": "unsized", "__annotations__": {"size": int}})
     with pytest.raises(ValueError, match="Colon.kind must be a name such as 'int8', got 'a:b'"):
         type("Colon", (Recipe,), {"kind": "a:b"})
     with pytest.raises(ValueError, match="Mine.kind is 'int8', which is the kind of polycast.policy.recipe.Int8"):
         type("Mine", (Recipe,), {"kind": "int8"})
-    assert "sized" not in kinds
+    assert "unsized" not in kinds
     assert kinds["int8"] is Int8
 
 

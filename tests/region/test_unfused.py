@@ -209,4 +209,6 @@ def test_torchs_scripts_are_as_before_after_uninstalling():
     with polycast.autocast("cpu", recipe=RECIPE):
         assert _builtins._find_builtin(torch._VF.lstm) == "aten::lstm"
     polycast.uninstall()
-    assert _builtins._get_builtin_table() == before  # by address: an entry that stays would be taken for another function
+    assert (
+        _builtins._get_builtin_table() == before
+    )  # by address: an entry that stays would be taken for another function

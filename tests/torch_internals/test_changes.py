@@ -82,7 +82,10 @@ def comes_from_polycast(value):
 
 
 def changed_in_torch():
-    """Return the attributes of torch's modules and classes that come from polycast, by dotted names."""
+    """Return the attributes of torch's modules and classes that come from polycast, by dotted names.
+
+    Without regions, which torch.export leaves in a module when it has traced them.
+    """
     found = {}
     seen = set()
     modules = [(name, module) for name, module in list(sys.modules.items()) if name.partition(".")[0] == "torch"]
@@ -101,6 +104,8 @@ def changed_in_torch():
                 continue
             seen.add(id(owner))
             for attribute, value in list(vars(owner).items()):
+                if isinstance(value, polycast.autocast):
+                    continue
                 values = [value, *value.values()] if type(value) is dict and len(value) < 10_000 else [value]
                 if f"{where}.{attribute}" != COPIED and any(map(comes_from_polycast, values)):
                     found[f"{where}.{attribute}"] = value
