@@ -104,7 +104,7 @@ def changed_in_torch():
                 continue
             seen.add(id(owner))
             for attribute, value in list(vars(owner).items()):
-                if isinstance(value, polycast.autocast):
+                if type(value) is polycast.autocast:
                     continue
                 values = [value, *value.values()] if type(value) is dict and len(value) < 10_000 else [value]
                 if f"{where}.{attribute}" != COPIED and any(map(comes_from_polycast, values)):

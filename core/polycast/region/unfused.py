@@ -55,7 +55,8 @@ def compute_lstm_by_step(patch: Patch) -> None:
     # A script calls the op, which is found by the address of the function.
     from torch.jit import _builtins
 
-    patch.replace_item(_builtins._get_builtin_table(), id(lstm), "aten::lstm")
+    table = _builtins._get_builtin_table()  # type: ignore[no-untyped-call]
+    patch.replace_item(table, id(lstm), "aten::lstm")
     patch.replace(torch._VF, "lstm", lstm)
 
 
