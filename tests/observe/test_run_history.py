@@ -168,6 +168,12 @@ def test_the_first_scale_is_no_finding_unless_the_loss_is_not_finite_either():
     assert {found.kind for found in polycast.RunHistory(first).findings} == {"skipped_steps"}
 
 
+def test_a_long_run_that_skips_every_step_has_its_finding():
+    steps = [StepRecord(step, 1.0, 2.0, step > 0) for step in range(100_000)]
+    (finding,) = polycast.RunHistory(steps).findings
+    assert finding.what.startswith("99999 of 100000 steps were skipped, up to 99999 in a row.")
+
+
 def test_single_skips_are_no_finding():
     steps = [StepRecord(step, loss=1.0, skipped=step in (0, 1, 50)) for step in range(100)]
     assert polycast.RunHistory(steps).findings == ()

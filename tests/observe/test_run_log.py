@@ -223,26 +223,6 @@ def test_a_resumed_file_goes_on(path):
     assert [(record.step, record.loss) for record in log.history.steps] == [(0, 1.0), (1, 2.0), (2, 3.0)]
 
 
-def test_a_line_that_was_not_finished_is_dropped(path):
-    losses(polycast.RunLog(path), 1.0, 2.0)
-    path.write_text(path.read_text()[:-9])
-    assert [record.loss for record in polycast.RunHistory.load(path).steps] == [1.0]
-    log = polycast.RunLog(path, resume=True)
-    losses(log, 3.0)
-    assert [(record.step, record.loss) for record in log.history.steps] == [(0, 1.0), (1, 3.0)]
-
-
-def test_steps_after_a_checkpoint_replace_those_of_the_interrupted_run(path):
-    log = polycast.RunLog(path)
-    losses(log, 1.0)
-    state = json.loads(json.dumps(log.state_dict()))
-    losses(log, 2.0, 3.0)
-    resumed = polycast.RunLog(path)
-    resumed.load_state_dict(state)
-    losses(resumed, 4.0)
-    assert [(record.step, record.loss) for record in resumed.history.steps] == [(0, 1.0), (1, 4.0), (2, 3.0)]
-
-
 def test_nothing_is_observed_in_steps_outside_of_the_schedule(monkeypatch):
     from polycast.observer import observe as observing
 

@@ -44,6 +44,10 @@ class Listeners(Generic[_L]):
     def __bool__(self) -> bool:
         return bool(self._listeners)
 
+    def here(self) -> bool:
+        """Return whether there are listeners for events of this thread."""
+        return next(iter(self), None) is not None
+
     def __iter__(self) -> Iterator[_L]:
         """Iterate over the listeners for events of this thread."""
         here = threading.get_ident()

@@ -50,7 +50,7 @@ def frame_of_steps(steps: Iterable[StepRecord]) -> Any:
         {
             **{name: getattr(record, name) for name in ("step", *NUMBERS, "skipped")},
             "parameters": "" if record.skip is None else ", ".join(record.skip.parameters),
-            "origin": "" if record.skip is None or record.skip.origin is None else str(record.skip.origin),
+            "origin": "" if record.skip is None or record.skip.origin is None else record.skip.origin.text,
         }
         for record in steps
     ]

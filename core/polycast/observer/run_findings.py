@@ -76,12 +76,13 @@ def _after_first_scales(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
 
 
 def _longest_row(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    longest: list[StepRecord] = []
-    row: list[StepRecord] = []
-    for record in steps:
-        row = [*row, record] if record.skipped else []
-        longest = max(longest, row, key=len)
-    return longest
+    first, length, begin = 0, 0, 0
+    for number, record in enumerate(steps):
+        if not record.skipped:
+            begin = number + 1
+        elif number + 1 - begin > length:
+            first, length = begin, number + 1 - begin
+    return list(steps[first : first + length])
 
 
 def _remedy(skips: Sequence[SkippedStep]) -> str:

@@ -9,7 +9,7 @@ from ..region.scaler_history import SkippedStep
 from .data_frames import frame_of_steps
 from .run_findings import RunFinding, findings_of_run
 from .scalars import Writer, check_writer, scalars_of_step, write_scalars
-from .step_record import StepRecord, line_of, records_of
+from .step_record import StepRecord, line_of, records_of, without_lost_steps
 
 _Path: TypeAlias = str | os.PathLike[str]
 _MOST_SHOWN = 10
@@ -19,7 +19,7 @@ class RunHistory:
     """The steps of a training run that a :class:`polycast.RunLog` recorded.
 
     Args:
-        steps: the records. If a step has several, as in a run that was resumed from a checkpoint, the last one counts.
+        steps: the records, in any order. If a step has several, the last one counts.
 
     Example:
         >>> import polycast
@@ -58,13 +58,16 @@ class RunHistory:
     def load(cls, path: _Path) -> "RunHistory":
         """Return the history in a file that :meth:`save` or a :class:`polycast.RunLog` wrote.
 
+        A last line that a killed process has not finished is ignored. Where the run went on from a checkpoint, the
+        steps that it did again replace the lost ones.
+
         Raises:
             OSError: the file cannot be read.
             ValueError: a line is not a step.
         """
         try:
             with open(path, encoding="utf-8") as lines:
-                return cls(records_of(lines))
+                return cls(without_lost_steps(records_of(lines)))
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)}: {error}") from error
 

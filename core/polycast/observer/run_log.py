@@ -12,13 +12,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..errors import warn_user
 from ..region.recording_scaler import listeners, recording
 from .observation import Observation
 from .observe import observe, observe_step
 from .run_history import RunHistory
 from .scalars import Writer, check_writer, scalars_of_step, write_scalars
+from .step_file import StepFile
 from .step_log import StepLog
-from .step_record import StepRecord, line_of
+from .step_record import StepRecord, without_lost_steps
 from .step_schedule import Schedule, read_schedule
 
 _NONFINITE = ("ignore", "record")
@@ -31,7 +33,8 @@ class RunLog:
     observed costs some tens of microseconds, and the wait for the loss if that is on a GPU.
 
     Args:
-        path: a file of JSON lines, one for each step. None: the steps are kept in memory.
+        path: a file of JSON lines, one for each step. None: the steps are kept in memory. In a process of rank 1 of a
+            distributed run, ``run.jsonl`` becomes ``run.rank1.jsonl``.
         model: the model, which names modules and parameters. It is held weakly.
         scaler: the gradient scaler: ``polycast.grad_scaler(...)``, which is found without being named, or a
             torch.amp.GradScaler, which records its history from now on.
@@ -44,9 +47,16 @@ class RunLog:
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: `path` has no folder, `nonfinite` another value, or `schedule` observes no step.
-        FileExistsError: at the first step, the file exists, and neither `resume` nor :meth:`load_state_dict` was used.
+        ValueError: `path` has no folder or is that of `writer`, `nonfinite` has another value, or `schedule` observes
+            no step.
+        FileExistsError: at the first step, the file has steps, and neither `resume` nor :meth:`load_state_dict` was
+            used.
+        OSError: at the first step, the file cannot be written.
         RuntimeError: at the first observed step, see :class:`polycast.observe`.
+
+    Warns:
+        UserWarning: the file can no longer be written, as on a full disk. The run goes on, and its steps are written
+            when there is room.
 
     Example:
         >>> import torch, polycast
@@ -91,8 +101,15 @@ class RunLog:
         observe(model, **self._options)  # raises if they are wrong
         self._is_observed = read_schedule(schedule)
         self._model: weakref.ref[nn.Module] | None = None
-        self._path = None if path is None else _checked(Path(path))
+        self._file = None if path is None else StepFile(Path(path))
+        if (
+            path is not None
+            and isinstance(writer, (str, os.PathLike))
+            and Path(writer).absolute() == Path(path).absolute()
+        ):
+            raise ValueError(f"path and writer are the same file, {os.fspath(path)}: name another for the scalars")
         self._resume = resume
+        self._is_in_step = False
         self._is_open = False
         self._records: list[StepRecord] = []
         self._writer = writer
@@ -114,11 +131,14 @@ class RunLog:
         return None if self._model is None else self._model()
 
     @property
+    def path(self) -> Path | None:
+        """The file that this process writes."""
+        return None if self._file is None else self._file.path
+
+    @property
     def history(self) -> RunHistory:
         """The steps so far."""
-        if self._path is None:
-            return RunHistory(self._records)
-        return RunHistory.load(self._path) if self._path.exists() else RunHistory()
+        return RunHistory(without_lost_steps(self._records) if self._file is None else self._file.read())
 
     @contextmanager
     def step(self, rerun: Callable[[], Any] | None = None) -> Iterator["StepLog"]:
@@ -127,16 +147,19 @@ class RunLog:
         Args:
             rerun: a function that computes the loss and calls backward as the step did. If the scaler skips the step,
                 it is called to find the first op that produced inf or nan, with the random numbers of the step and the
-                same weights; gradients and buffers are restored afterwards.
+                same weights; gradients and buffers of the log's model are restored afterwards. If it raises, polycast
+                warns. In a distributed run, pass it in all processes or in none.
 
         Raises:
             TypeError: `rerun` is not callable.
-            FileExistsError, RuntimeError: see :class:`RunLog`.
+            ValueError: there is a `rerun`, but no model.
+            FileExistsError, OSError: see :class:`RunLog`.
+            RuntimeError: another step of this log has not ended; or see :class:`RunLog`.
         """
-        if rerun is not None and not callable(rerun):
-            raise TypeError(f"rerun must be a function without arguments or None, got {rerun!r:.100}")
+        self._check_step(rerun)
         number = self._open()
         step = StepLog(self.model, rerun)
+        self._is_in_step = True
         try:
             began = time.perf_counter()
             with ExitStack() as stack:
@@ -148,9 +171,26 @@ class RunLog:
                 yield step
         except BaseException:
             if step.has_values:  # what an interrupted step has recorded is kept
-                self._add(step.record(number, time.perf_counter() - began))
+                self._add_interrupted(step, number, time.perf_counter() - began)
             raise
+        finally:
+            self._is_in_step = False
         self._add(step.record(number, time.perf_counter() - began))
+
+    def _check_step(self, rerun: Callable[[], Any] | None) -> None:
+        if rerun is not None and not callable(rerun):
+            raise TypeError(f"rerun must be a function without arguments or None, got {rerun!r:.100}")
+        if rerun is not None and self.model is None:
+            what = "has none" if self._model is None else "was deleted: the log holds it weakly"
+            raise ValueError(
+                f"a rerun restores the gradients of the log's model, which {what}. Pass model= to RunLog, with all "
+                "modules that the step trains, or call watch(model)."
+            )
+        if self._is_in_step:
+            raise RuntimeError(
+                f"step {self._next or 0} of this log has not ended: record a step at a time, and use a log in one "
+                "training loop"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps, for a checkpoint."""
@@ -170,35 +210,23 @@ class RunLog:
 
     def _open(self) -> int:
         """Check the file, if there is one, at the first step, and return the number of the next step."""
-        if self._path is not None and not self._is_open:
-            if not self._resume and self._path.exists():
-                raise FileExistsError(
-                    f"{self._path} has the steps of a run. To continue it, pass resume=True or load the state of the "
-                    "log from the checkpoint; else name another file or delete it."
-                )
-            if self._path.exists():
-                kept = self.history
-                if self._next is None and len(kept):
-                    self._next = kept.steps[-1].step + 1
-                text = self._path.read_text(encoding="utf-8")
-                if not text.endswith("\n"):  # the process was killed as it wrote
-                    self._path.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
+        if self._file is not None and not self._is_open:
+            steps = self._file.open(resume=self._resume)
+            self._next = steps if self._next is None else self._next
             self._is_open = self._resume = True
         return self._next or 0
 
+    def _add_interrupted(self, step: StepLog, number: int, seconds: float) -> None:
+        try:
+            self._add(step.record(number, seconds))
+        except Exception as error:
+            warn_user(f"the step that was interrupted was not recorded: {type(error).__name__}: {error}")
+
     def _add(self, record: StepRecord) -> None:
         self._next = record.step + 1
-        if self._path is None:
+        if self._file is None:
             self._records.append(record)
         else:
-            with self._path.open("a", encoding="utf-8") as file:  # closed at once: a log is never closed
-                file.write(line_of(record))
+            self._file.append(record)
         if self._writer is not None:
             write_scalars(self._writer, scalars_of_step(record), record.step)
-
-
-def _checked(path: Path) -> Path:
-    if path.is_dir() or not path.parent.is_dir():
-        wrong = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.parent}"
-        raise ValueError(f"{path} {wrong}. Name a file in a folder that exists, such as run.jsonl.")
-    return path

@@ -1,12 +1,12 @@
 """Write observations and steps as scalars, to TensorBoard and the like or as JSON lines."""
 
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from ..common.strict_json import jsonable
 from .facts import Facts, share, total_of
 from .findings import findings_of
 from .matmuls import recipe_share
@@ -56,7 +56,7 @@ def check_writer(writer: Any) -> None:
 def write_scalars(writer: Writer, scalars: Mapping[str, float], step: int) -> None:
     """Write scalars of a step; to a file, as a JSON line with ``"step"``, where inf and nan are text."""
     if isinstance(writer, (str, os.PathLike)):
-        safe = {tag: value if math.isfinite(value) else str(value) for tag, value in scalars.items()}
+        safe = {tag: jsonable(value) for tag, value in scalars.items()}
         with Path(writer).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **safe}, allow_nan=False) + "\n")
         return

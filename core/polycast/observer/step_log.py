@@ -1,13 +1,16 @@
 """`StepLog`: what is recorded of a training step while it runs."""
 
+import numbers
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..errors import warn_user
 from ..region.recording_scaler import RecordingGradScaler
-from ..region.scaler_history import Origin, SkippedStep
+from ..region.scaler_history import MOST_NAMES, Origin, SkippedStep
 from .observation import Observation
 from .observe import observe_step
 from .rerun import RandomState, rerun_step
@@ -38,10 +41,12 @@ class StepLog:
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:
                 raise ValueError(f"loss must have one element, got a tensor of shape {tuple(loss.shape)}: log its mean")
+            if loss.is_complex():
+                raise TypeError(f"loss must be real, got a tensor of {loss.dtype}: log its abs()")
             loss = loss.detach().clone()
-        elif isinstance(loss, bool) or not isinstance(loss, (int, float)):
+        elif isinstance(loss, bool) or not isinstance(loss, numbers.Real):
             raise TypeError(f"loss must be a number or a tensor with one element, got {loss!r:.100}")
-        self._loss = loss
+        self._loss = loss if isinstance(loss, torch.Tensor) else float(loss)
 
     @property
     def has_values(self) -> bool:
@@ -69,12 +74,35 @@ class StepLog:
             scaler.name_parameters(self._model)
         found = None if self.seen is None else origin_of(self.seen)
         if found is None and self._rerun is not None and self._random is not None:
-            found = rerun_step(self._rerun, self._model, self._random)
+            found = self._origin_by_rerun(self._rerun, self._random)
         if found is None and self.seen is not None:
             found = origin_by_numerics(self.seen.facts)
         return found
 
+    def _origin_by_rerun(self, rerun: Callable[[], Any], random: RandomState) -> Origin | None:
+        try:
+            return rerun_step(rerun, self._model, random)
+        except Exception as error:  # a diagnosis must not end the run
+            warn_user(f"the rerun of a skipped step failed: {type(error).__name__}: {error}")
+            return None
+
     def updated(self, scaler: RecordingGradScaler, scale: float | None, skip: SkippedStep | None) -> None:
-        """Note the scale, and whether the step was skipped."""
-        self._scale, self._skip = scale, skip
-        self._skipped = None if scale is None else skip is not None
+        """Note the scale, and whether the step was skipped: by any scaler, if it has several or several updates."""
+        if scale is None:
+            return
+        self._scale = scale
+        self._skipped = bool(self._skipped) or skip is not None
+        if skip is not None and self._skip is not None:
+            skip = _joined(self._skip, skip)
+        self._skip = skip or self._skip
+
+
+def _joined(first: SkippedStep, second: SkippedStep) -> SkippedStep:
+    """Return what is known of a step that two scalers skipped."""
+    return replace(
+        first,
+        parameters=(*first.parameters, *second.parameters)[:MOST_NAMES],
+        count=(first.count or 0) + (second.count or 0),
+        of=(first.of or 0) + (second.of or 0),
+        origin=first.origin or second.origin,
+    )

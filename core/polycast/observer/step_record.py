@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..common.strict_json import jsonable
 from ..region.scaler_history import SkippedStep, skip_from_dict, skip_to_dict
 
 NUMBERS = ("loss", "scale", "seconds", "fast_time_share", "underflow_share", "gradient_underflow_share")
@@ -20,7 +21,7 @@ class StepRecord:
         step: the number of the step, from 0.
         loss: the loss.
         scale: the scale of the gradient scaler in this step.
-        skipped: whether the scaler skipped the step; None also if a fused optimizer decided that on a GPU.
+        skipped: whether the scaler skipped the step; if there are several, whether one of them did.
         seconds: the time of the step.
         fast_time_share: the share of the time in ops that ops in a fast dtype took; this and the following are those
             of observed steps.
@@ -48,7 +49,7 @@ class StepRecord:
         """Return JSON-safe values of what was recorded; inf and nan, which JSON lacks, are text: ``"nan"``."""
         values = {name: getattr(self, name) for name in ("step", *NUMBERS, "skipped")}
         values["skip"] = None if self.skip is None else skip_to_dict(self.skip)
-        return {name: _jsonable(value) for name, value in values.items() if value is not None}
+        return {name: jsonable(value) for name, value in values.items() if value is not None}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "StepRecord":
@@ -70,8 +71,14 @@ class StepRecord:
             raise ValueError(f"it is not a step: {type(error).__name__}: {error}") from error
 
 
-def _jsonable(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def without_lost_steps(records: Iterable[StepRecord]) -> list[StepRecord]:
+    """Return records without the steps that a run lost when it went on from a checkpoint, with a lower step."""
+    kept: list[StepRecord] = []
+    for record in records:
+        while kept and kept[-1].step >= record.step:
+            kept.pop()
+        kept.append(record)
+    return kept
 
 
 def line_of(record: StepRecord) -> str:

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from ..common.listeners import Listeners
-from .scaler_history import HistoryRecorder, Origin, ScalerHistory, SkippedStep
+from .scaler_history import MOST_NAMES, HistoryRecorder, Origin, ScalerHistory, SkippedStep
 
-_MOST_NAMES = 20
 _MOST_PENDING = 100
 _HISTORY = "history"
 """The key of the history in a state."""
@@ -45,8 +44,9 @@ class RecordingGradScaler(torch.amp.GradScaler):
 
     A step that is not skipped costs one read of the scale, where the scaler has waited for the device already; a
     skipped one reads all gradients once. An optimizer with ``fused=True`` on a GPU decides on the device, so its steps
-    are read later, 100 at once, and skipped ones have no parameters; call ``unscale_`` or use ``fused=False`` for
-    these. ``state_dict`` contains the history.
+    are read later, 100 at once, and skipped ones have no parameters; for these record the steps in a
+    ``polycast.RunLog``, which waits for the device, call ``unscale_``, or use ``fused=False``. ``state_dict`` contains
+    the history.
     """
 
     def __init__(self, device: str = "cuda", *, model: nn.Module | None = None, **options: Any) -> None:
@@ -83,7 +83,7 @@ class RecordingGradScaler(torch.amp.GradScaler):
 
         def steps(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             found_inf.append(getattr(optimizer, "found_inf", None))
-            if found_inf[0] is None or not _is_asynchronous(found_inf[0]):
+            if found_inf[0] is None or not _is_read_later(found_inf[0]):
                 self._now.scale = self.get_scale()  # the scaler has waited for the device
             elif self._now.device_scale is None:
                 self._now.device_scale = self.scale(torch.ones((), device=found_inf[0].device))
@@ -96,7 +96,7 @@ class RecordingGradScaler(torch.amp.GradScaler):
         if not found_inf:
             self._skip(optimizer)
         elif (fused := found_inf[0]) is not None:
-            if _is_asynchronous(fused):
+            if _is_read_later(fused):
                 self._now.found_inf.append(fused)
             elif fused.item():
                 self._skip(optimizer)
@@ -113,7 +113,7 @@ class RecordingGradScaler(torch.amp.GradScaler):
         self._now.skip = SkippedStep(
             step=before.step,
             scale=scale,
-            parameters=(*before.parameters, *found)[:_MOST_NAMES],
+            parameters=(*before.parameters, *found)[:MOST_NAMES],
             count=(before.count or 0) + len(found),
             of=(before.of or 0) + count,
             origin=before.origin,
@@ -185,6 +185,10 @@ def recording(scaler: torch.amp.GradScaler, model: nn.Module | None = None) -> R
     return scaler
 
 
+def _is_read_later(found_inf: torch.Tensor) -> bool:
+    return _is_asynchronous(found_inf) and not listeners.here()
+
+
 def _is_asynchronous(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu"
 
@@ -206,10 +210,12 @@ def _named(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> Iterato
     order = {address: number for number, address in enumerate(of_model)}
     found: list[tuple[int, str, torch.Tensor]] = []
     for number, group in enumerate(optimizer.param_groups):
-        names = group.get("param_names") or [
-            f"group {number}, parameter {position} {tuple(parameter.shape)}"
-            for position, parameter in enumerate(group["params"])
-        ]
+        names = group.get("param_names") or ()
+        if len(names) != len(group["params"]):  # or the program has edited the group
+            names = [
+                f"group {number}, parameter {position} {tuple(parameter.shape)}"
+                for position, parameter in enumerate(group["params"])
+            ]
         for name, parameter in zip(names, group["params"], strict=True):
             if parameter.grad is not None:
                 address = id(parameter)

@@ -5,8 +5,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ..common.plain_text import in_ascii
+from ..common.strict_json import jsonable
+
 MOST_SKIPPED = 1000
 """The number of skipped steps that a history keeps: the latest."""
+MOST_NAMES = 20
+"""The number of parameters that it names of a skipped step."""
 _MOST_SHOWN = 10
 
 
@@ -30,9 +35,14 @@ class Origin:
     dtype: str
     stack: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
+        """The op, module, pass and dtype; ``str()`` of the origin is the same in ASCII."""
         where = "outside of the model" if self.module is None else f"in {self.module or 'the model'!r}"
         return f"{self.op} {where} ({self.phase}, {self.dtype}): {self.what}"
+
+    def __str__(self) -> str:
+        return in_ascii(self.text)
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ class SkippedStep:
         named = ", ".join(self.parameters) + (", ..." if self.count and self.count > len(self.parameters) else "")
         found = "" if self.count is None else f"; gradients of {self.count} of {self.of} parameters: {named}"
         began = "" if self.origin is None else f"; first {self.origin}"
-        return f"step {self.step}, scale {self.scale:g}{found}{began}"
+        return in_ascii(f"step {self.step}, scale {self.scale:g}{found}{began}")
 
 
 @dataclass(frozen=True)
@@ -86,10 +96,10 @@ class ScalerHistory:
         return before[-1] if before else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-safe values."""
+        """Return JSON-safe values; an infinite scale, which JSON lacks, is text."""
         return {
             "steps": self.steps,
-            "scales": [list(each) for each in self.scales],
+            "scales": [[step, jsonable(scale)] for step, scale in self.scales],
             "skips": self.skips,
             "skipped": [skip_to_dict(each) for each in self.skipped],
         }
@@ -118,7 +128,7 @@ class ScalerHistory:
 
 def skip_to_dict(skip: SkippedStep) -> dict[str, Any]:
     """Return a skipped step as JSON-safe values."""
-    values = asdict(skip) | {"parameters": list(skip.parameters)}
+    values = asdict(skip) | {"parameters": list(skip.parameters), "scale": jsonable(skip.scale)}
     if skip.origin is not None:
         values["origin"]["stack"] = list(skip.origin.stack)
     return values
@@ -129,7 +139,8 @@ def skip_from_dict(values: Mapping[str, Any]) -> SkippedStep:
     origin = values.get("origin")
     if origin is not None:
         origin = Origin(**{**origin, "stack": tuple(origin.get("stack", ()))})
-    return SkippedStep(**{**values, "parameters": tuple(values["parameters"]), "origin": origin})
+    read = SkippedStep(**{**values, "parameters": tuple(values["parameters"]), "origin": origin})
+    return replace(read, scale=float(read.scale))
 
 
 class HistoryRecorder:

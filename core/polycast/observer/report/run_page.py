@@ -151,7 +151,7 @@ def _skip_rows(name: str, run: _Run) -> Iterator[SkipRow]:
 
 
 def _cause(skip: SkippedStep) -> tuple[Any, ...]:
-    return skip.parameters, skip.count, None if skip.origin is None else str(skip.origin)
+    return skip.parameters, skip.count, None if skip.origin is None else skip.origin.text
 
 
 def _texts(by_step: Sequence[dict[int, StepRecord]], step: int, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:

@@ -1,0 +1,179 @@
+"""Steps of a RunLog in unusual loops: several optimizers and scalers, reruns that fail, unusual gradients."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+
+import polycast
+from polycast.observer.step_record import StepRecord
+from polycast.region import recording_scaler
+from polycast.region.scaler_history import Origin, ScalerHistory, SkippedStep
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+INF = float("inf")
+
+
+def scaler_of(**options):
+    return polycast.grad_scaler("cpu", torch.float16, init_scale=16.0, **options)
+
+
+def layer_and_optimizer():
+    layer = torch.nn.Linear(2, 1)
+    return layer, torch.optim.SGD(layer.parameters(), lr=0.1)
+
+
+def backward(scaler, layer, factor=1.0):
+    scaler.scale((layer(torch.ones(1, 2)) * factor).sum()).backward()
+
+
+def test_a_step_with_two_scalers_is_skipped_if_one_of_them_skips():
+    (first, one), (second, two) = layer_and_optimizer(), layer_and_optimizer()
+    scalers = scaler_of(), scaler_of()
+    log = polycast.RunLog(model=torch.nn.ModuleList([first, second]))
+    with log.step():
+        backward(scalers[0], first, INF)
+        backward(scalers[1], second)
+        for scaler, optimizer in zip(scalers, (one, two), strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+    (record,) = log.history.steps
+    assert record.skipped is True
+    assert record.skip.count == 2
+
+
+def test_updates_of_one_scaler_in_one_step_are_one_record():
+    (first, one), (second, two) = layer_and_optimizer(), layer_and_optimizer()
+    scaler, log = scaler_of(), polycast.RunLog()
+    with log.step():
+        for layer, optimizer, factor in ((first, one, INF), (second, two, 1.0)):
+            backward(scaler, layer, factor)
+            scaler.step(optimizer)
+            scaler.update()
+    (record,) = log.history.steps
+    assert (record.skipped, record.scale) == (True, 8.0)
+
+
+def test_a_rerun_without_a_model_is_refused_because_gradients_could_not_be_restored():
+    with pytest.raises(
+        ValueError, match=r"rerun restores the gradients of the log's model, which has none\. Pass model="
+    ):
+        polycast.RunLog().step(rerun=print).__enter__()
+
+
+def test_a_rerun_that_fails_does_not_stop_the_run():
+    (layer, optimizer), scaler = layer_and_optimizer(), scaler_of()
+    log = polycast.RunLog(model=layer)
+
+    def rerun():
+        raise StopIteration("no more batches")
+
+    said = "the rerun of a skipped step failed: StopIteration: no more batches"
+    with log.step(rerun):
+        backward(scaler, layer, INF)
+        with pytest.warns(UserWarning, match=said):
+            scaler.step(optimizer)
+        scaler.update()
+    (record,) = log.history.steps
+    assert record.skipped
+    assert record.skip.origin is None
+
+
+def test_a_fused_optimizer_on_a_device_names_its_parameters_in_a_log(monkeypatch):
+    monkeypatch.setattr(recording_scaler, "_is_asynchronous", lambda tensor: True)
+    layer = torch.nn.Linear(2, 1)
+    optimizer, scaler = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True), scaler_of()
+    log = polycast.RunLog(model=layer)
+    for factor in (1.0, INF):
+        with log.step():
+            optimizer.zero_grad()
+            backward(scaler, layer, factor)
+            scaler.step(optimizer)
+            scaler.update()
+    assert [record.skipped for record in log.history.steps] == [False, True]
+    assert log.history.skipped[0].parameters == ("bias", "weight")[: log.history.skipped[0].count]
+    assert scaler.history.skipped == log.history.skipped
+
+
+def test_parameters_are_frozen_and_groups_edited_between_steps():
+    layer, scaler = torch.nn.Linear(2, 1), scaler_of()
+    optimizer = torch.optim.SGD(layer.named_parameters(), lr=0.1)
+    layer.bias.requires_grad_(False)
+    optimizer.param_groups[0]["params"].pop()  # as pruning does; "param_names" has two names now
+    backward(scaler, layer, INF)
+    scaler.step(optimizer)
+    scaler.update()
+    (skip,) = scaler.history.skipped
+    assert skip.parameters == ("group 0, parameter 0 (1, 2)",)
+
+
+def test_clipping_after_unscale_keeps_the_names():
+    (layer, optimizer), scaler = layer_and_optimizer(), scaler_of()
+    scaler.name_parameters(layer)
+    layer.bias.requires_grad_(False)
+    backward(scaler, layer, INF)
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.history.skipped[0].parameters == ("weight",)
+
+
+def test_a_closure_is_refused_as_by_torch_and_nothing_is_recorded():
+    layer, scaler = torch.nn.Linear(2, 1), scaler_of()
+    optimizer = torch.optim.LBFGS(layer.parameters())
+    backward(scaler, layer)
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        scaler.step(optimizer, closure=lambda: None)
+    assert scaler.history == ScalerHistory()
+
+
+def test_an_exception_in_the_optimizer_is_no_skipped_step():
+    (layer, optimizer), scaler = layer_and_optimizer(), scaler_of()
+    fails = optimizer.register_step_pre_hook(lambda *arguments: 1 / 0)
+    backward(scaler, layer)
+    with pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer)
+    fails.remove()
+    scaler.update()
+    assert scaler.history.skips == 0
+    assert len(optimizer._optimizer_step_pre_hooks) == 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda log: pickle.loads(pickle.dumps(log))], ids=["copy", "pickle"])
+def test_a_history_is_copied(copied):
+    log = polycast.RunLog()
+    with log.step() as step:
+        step.log(loss=float("nan"))
+    assert str(copied(log.history).steps) == str(log.history.steps)
+
+
+def test_what_json_lacks_is_text():
+    skip = SkippedStep(0, INF, ("a",), 1, 1)
+    history = ScalerHistory(1, ((0, INF),), 1, (skip,))
+    assert ScalerHistory.from_dict(json.loads(json.dumps(history.to_dict(), allow_nan=False))) == history
+
+
+def test_a_scale_that_is_infinite_is_written(tmp_path):
+    (layer, optimizer), scaler = layer_and_optimizer(), scaler_of()
+    log = polycast.RunLog(tmp_path / "run.jsonl")
+    with log.step():
+        backward(scaler, layer)
+        scaler.update(INF)
+        backward(scaler, layer)
+        scaler.step(optimizer)
+        scaler.update()
+    (record,) = log.history.steps
+    assert (record.skip.scale, record.skipped) == (INF, True)
+
+
+def test_texts_are_ascii_for_streams_of_any_encoding():
+    origin = Origin("aten::mm", "forward", "schicht_\N{GREEK SMALL LETTER BETA}", "inf", "float16")
+    skip = SkippedStep(0, 2.0, ("\N{SNOWMAN}.weight",), 1, 1, origin)
+    record = StepRecord(0, 1.0, 2.0, True, skip=skip)
+    for shown in (origin, skip, ScalerHistory(1, ((0, 2.0),), 1, (skip,)), polycast.RunHistory([record])):
+        assert "\\u" in str(shown)
+        assert str(shown).isascii()
