@@ -201,6 +201,16 @@ def test_uninstalling_gives_torch_its_functions_back():
     assert "lstm" not in vars(torch._VF)
 
 
+def test_an_lstm_of_float64_is_torchs(small_pays):
+    layer, x = nn.LSTM(24, 16).eval().double(), torch.randn(3, 5, 24).double()
+    with polycast.autocast("cpu"):
+        expected = flat(layer(x))
+    with polycast.autocast("cpu", recipe=RECIPE):
+        actual = flat(layer(x))
+    assert [each.dtype for each in actual] == [each.dtype for each in expected]
+    assert all(map(torch.equal, actual, expected))
+
+
 def test_torchs_scripts_are_as_before_after_uninstalling():
     from torch.jit import _builtins
 

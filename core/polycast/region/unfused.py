@@ -38,7 +38,8 @@ def _computes(op: str, weights: Sequence[torch.Tensor], inputs: Sequence[torch.T
     if recipe is None or isinstance(recipe, Fastest) or any(each.numel() < recipe.min_size for each in weights):
         return False
     tensors = (*weights, *inputs)
-    if any(is_special(each) or each.device.type != _HOST or not each.is_floating_point() for each in tensors):
+    dtypes = torch.float32, torch.get_autocast_dtype(_HOST)
+    if any(is_special(each) or each.device.type != _HOST or each.dtype not in dtypes for each in tensors):
         return False
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         return False
