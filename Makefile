@@ -101,7 +101,7 @@ bench: $(VENV)/bench.stamp
 # temporary environment with its torch, of some 5 GB. The default is each torch of the table in pyproject.toml; TORCHES
 # takes fewer, separated by spaces: make wheels TORCHES=torch==2.13.0. PYTHON must have wheels of each.
 TORCHES ?= $(shell sed -n "s/.*torch = \"\(torch[^\"]*\)\" }.*/'\1'/p" pyproject.toml | sort -u)
-wheels: $(VENV)/polycast.stamp
+wheels: $(VENV)/package.stamp
 	$(VENV)/bin/python -m pip install --quiet 'auditwheel>=6'
 	rm -rf build/engines
 	set -e; for torch in $(TORCHES); do \

@@ -29,12 +29,12 @@ def hook_aliases(patch: Patch) -> None:
 def _data() -> property:
     torchs = vars(TensorBase)["data"]
 
-    def get(tensor: torch.Tensor) -> Any:
-        data = torchs.__get__(tensor)
+    def data(tensor: torch.Tensor) -> Any:
+        alias = torchs.__get__(tensor)
         note_alias(tensor)
-        return data
+        return alias
 
-    return property(get, torchs.__set__, torchs.__delete__, torchs.__doc__)
+    return property(data, torchs.__set__, torchs.__delete__, torchs.__doc__)
 
 
 def _method(name: str) -> Callable[..., Any]:
