@@ -1,5 +1,6 @@
 """Products in a backward pass that underflow to zero, as `observe(numerics=True)` counts them."""
 
+import pytest
 import torch
 
 import polycast
@@ -40,7 +41,7 @@ def test_products_that_are_lost_are_counted(engine):
 def test_products_that_are_lost_in_batches_are_counted(engine):
     torch.manual_seed(0)
     left, right = (torch.randn(2, 4, 3) * 3e-4).half(), (torch.randn(2, 4, 5) * 3e-4).half()
-    left[0, 1], left[1, :, 2], right[1, :, 2] = 0, 0, 0
+    left[0, 1], left[1, :, 2], right[1, 2] = 0, 0, 0
     weight, x = torch.eye(4).half().expand(2, 4, 4).clone(), left.clone().requires_grad_()
     with polycast.observe(numerics=True) as seen:
         torch.bmm(weight.transpose(1, 2), x).backward(right[:, :, :3])
@@ -75,3 +76,25 @@ def test_products_of_inputs_that_autocast_casts_are_counted(engine):
         _MultiplyInRegion.apply(torch.ones(2, 3, requires_grad=True)).backward(gradient)
     record = the_record(seen, op="aten::mm", of="result")
     assert (record.role, record.count, record.zeroed, record.underflowed) == ("backward", 6, 3, 3)
+
+
+@pytest.mark.parametrize("length", [3, 63, 64, 65, 200])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_zeros_of_products_of_sparse_values_are_not_lost(engine, length, transposed):
+    """After ReLU an element of a small batch may have no product of two values that are not zero."""
+    generator = torch.Generator().manual_seed(length)
+    share = (2 / length) ** 0.5  # two products of each element on average
+    left, right = (
+        (torch.rand(shape, generator=generator) < share)
+        * torch.where(torch.rand(shape, generator=generator) < 0.5, 1, 1e-6)
+        for shape in ((20, length), (length, 24))
+    )
+    left, right = left.half(), right.half()
+    if transposed:
+        left, right = left.t().contiguous().t(), right.t().contiguous().t()
+    with polycast.observe(numerics=True) as seen:
+        torch.mm(left.t(), torch.zeros(20, 24).half().requires_grad_()).backward(right)
+    record = the_record(seen, op="aten::mm")
+    result, products = left @ right, left.ne(0).double() @ right.ne(0).double()
+    assert 0 < int((products == 0).sum()) < products.numel()
+    assert record.zeroed == int(((result == 0) & (products != 0)).sum()) > 0

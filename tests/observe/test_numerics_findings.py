@@ -40,6 +40,10 @@ def _record(module="3", role="backward", dtype="float16", **counts):
             "gradients of 3: 50 % underflow in bfloat16. bfloat16 has the exponents of float32: scale what they are "
             "computed from.",
         ),
+        (
+            _record(role="forward", dtype="float32", underflowed=50),
+            "values of 3: 50 % underflow in float32. Scale what they are computed from.",
+        ),
     ],
 )
 def test_underflow_is_found(record, text):
@@ -71,6 +75,12 @@ def test_overflow_is_found_in_forward_and_backward():
         f"values of 3: {what} float16 has less range than float32. Keep the op in float32, with "
     )
     assert texts[1].startswith(f"gradients of 3: {what} float16 has less range than float32. Scale the loss")
+
+
+def test_overflow_of_a_cast_that_the_program_asks_for_is_not_cured_by_a_policy():
+    cast = NumericsRecord("3", "aten::to.dtype", "forward", "float8_e5m2", 10, 1e6, 0, 5, "activation", "float32")
+    (found,) = _seen(cast).findings
+    assert found.remedy == "The program casts them to float8_e5m2: scale or clamp them first, or use bfloat16."
 
 
 def test_findings_of_a_difference_are_about_what_is_more():

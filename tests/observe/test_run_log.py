@@ -244,7 +244,7 @@ def test_the_model_is_held_weakly():
         ({"model": 3}, TypeError, "model must be a torch.nn.Module or None, got int"),
         ({"scaler": 3}, TypeError, "scaler must be a torch.amp.GradScaler or None, got 3"),
         ({"writer": 3}, TypeError, "writer must be the path of a file for JSON lines or have add_scalar"),
-        ({"schedule": 0}, ValueError, "schedule must be at least 1 (each step), or None for no step, got 0"),
+        ({"schedule": 0}, ValueError, "schedule must be at least 1 (each step), or None, got 0"),
         ({"schedule": "all"}, TypeError, "schedule must be an int n (every n-th step), torch.profiler.schedule("),
         ({"nonfinite": "raise"}, ValueError, "nonfinite must be one of 'ignore', 'record', got 'raise'"),
         ({"resume": 1}, TypeError, "resume must be a bool, got 1"),

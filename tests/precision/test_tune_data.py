@@ -183,12 +183,13 @@ def test_excluded_and_chosen_ops(model):
     found = polycast.tune(attention, usual(), **FLOAT16, over="ops", exclude=["lin*"])
     assert (found.evidence.excluded, found.evidence.members) == (("linear",), ("matmul",))
     assert set(found.policy.ops) == {"linear", "matmul"}
-    found = polycast.tune(attention, usual(), **FLOAT16, over="ops", candidates=["matmul"])
+    found = polycast.tune(attention, usual(), **FLOAT16, over="ops", candidates=iter(["matmul"]))
     assert (found.evidence.candidates, found.evidence.members) == (1, ("matmul",))
 
 
 def test_batches_held_out_are_only_measured(model):
-    tuned = polycast.tune(model, usual(), **FLOAT16, holdout=[usual() * 0.5, large()])
+    with pytest.warns(UserWarning, match=r"not on the batches held out: their distance is inf\. Search over data like"):
+        tuned = polycast.tune(model, usual(), **FLOAT16, holdout=[usual() * 0.5, large()])
     held_out = tuned.evidence.holdout
     assert set(tuned.evidence.members) == {"2.up", "2.down"}
     assert (tuned.met, held_out.met, held_out.distance, held_out.plain) == (True, False, math.inf, math.inf)
@@ -292,6 +293,8 @@ def test_a_loss_without_gradients_is_refused(model, loss, problem):
         ({"data": []}, "data has no batches: pass one call's inputs, or an iterable with at least one batch"),
         ({"data": [torch.ones(1, 8), 3]}, "batch 1 of data: inputs must be a tensor, a tuple"),
         ({"holdout": iter(())}, "holdout has no batches"),
+        ({"holdout": usual().double()}, r"holdout has another structure than data: argument \[0\] is float64, and "),
+        ({"data": [(torch.ones(1, 8), torch.ones(1))]}, r"Sequential.forward\(input\) does not take these inputs, "),
         (
             {"data": [torch.ones(1, 8), (torch.ones(1, 8), torch.ones(1))]},
             "batch 1 of data has another structure than batch 0: argument ",
@@ -307,7 +310,9 @@ def test_a_loss_without_gradients_is_refused(model, loss, problem):
         ({"exclude": ["layers.*"]}, r"exclude\['layers\.\*'\] matches no module of the model"),
         ({"candidates": ["7"]}, r"candidates\['7'\] matches no module of the model"),
         ({"exclude": [""]}, r"there is nothing to choose from: exclude= matches all candidates\."),
+        ({"candidates": []}, r"there is nothing to choose from: candidates= is empty\."),
         ({"exclude": [3]}, "exclude must be a list of globs"),
+        ({"exclude": 3}, "exclude must be a list of globs"),
         (
             {"over": "ops", "exclude": ["softmax"]},
             r"exclude\['softmax'\] matches no op that the model calls; it calls ",

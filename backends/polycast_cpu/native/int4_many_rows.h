@@ -48,12 +48,11 @@ template <int Rows>
 [[gnu::target("avx512f,avx512bw,avx512vl,avx512vnni")]] void add_unpacked_vnni(const UnpackedArguments& of,
                                                                                 float (*totals)[kBlock]) {
   __m512i sum[Rows][4];
-#pragma GCC unroll 4
-  for (int part = 0; part < 4; ++part) {
-    const __m512i start = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_loadu_si512(of.offsets + 16 * part));
 #pragma GCC unroll 8
-    for (int row = 0; row < Rows; ++row) {
-      sum[row][part] = start;
+  for (int row = 0; row < Rows; ++row) {
+#pragma GCC unroll 4
+    for (int part = 0; part < 4; ++part) {
+      sum[row][part] = _mm512_setzero_si512();
     }
   }
   const int8_t* values = of.values;
@@ -86,8 +85,8 @@ template <int Rows>
     const __m512 of_row = _mm512_set1_ps(of.row_scales[row * of.scale_stride]);
 #pragma GCC unroll 4
     for (int part = 0; part < 4; ++part) {
-      const __m512 of_columns =
-          _mm512_mul_ps(_mm512_cvtepi32_ps(sum[row][part]), _mm512_loadu_ps(of.scales + 16 * part));
+      const __m512i exact = _mm512_sub_epi32(sum[row][part], _mm512_loadu_si512(of.offsets + 16 * part));
+      const __m512 of_columns = _mm512_mul_ps(_mm512_cvtepi32_ps(exact), _mm512_loadu_ps(of.scales + 16 * part));
       float* const total = totals[row] + 16 * part;
       _mm512_storeu_ps(total, _mm512_fmadd_ps(of_columns, of_row, _mm512_loadu_ps(total)));
     }

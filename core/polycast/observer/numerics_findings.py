@@ -8,6 +8,7 @@ from .facts import Facts
 from .numerics_records import NumericsRecord
 from .policy_remedies import nonfinite_remedy
 from .records import Finding
+from .remedies import name_of
 from .sums import add
 from .units import module_text, percent
 
@@ -66,7 +67,8 @@ def _underflow(total: NumericsRecord, records: list[NumericsRecord]) -> Finding:
 
 def _underflow_remedy(kind: str, dtype: str) -> str:
     if dtype in _AS_CLOSE_TO_ZERO:
-        return f"{dtype} has the exponents of float32: scale what they are computed from."
+        also = f"{dtype} has the exponents of float32: scale" if dtype == "bfloat16" else "Scale"
+        return f"{also} what they are computed from."
     if kind == "gradients":
         return "Scale the loss (polycast.grad_scaler) or use bfloat16."
     return "Use bfloat16, or keep the module in float32 (polycast.apply_policy)."
@@ -81,8 +83,18 @@ def _overflow(total: NumericsRecord) -> Finding:
         _where(total),
         f"{total.overflowed:,} of {total.count:,} became inf or nan in {total.dtype}, in {total.op}. The largest "
         f"finite magnitude was {total.amax:.3g}.",
-        nonfinite_remedy(total.op, total.dtype, total.role),
+        _overflow_remedy(total),
         module=total.module,
         ops=(total.op,),
         count=total.overflowed,
     )
+
+
+def _overflow_remedy(total: NumericsRecord) -> str:
+    if name_of(total.op) in _CASTS and total.role == "forward" and total.dtype not in _AS_CLOSE_TO_ZERO:
+        return f"The program casts them to {total.dtype}: scale or clamp them first, or use bfloat16."
+    return nonfinite_remedy(total.op, total.dtype, total.role)
+
+
+_CASTS = ("to", "_to_copy", "copy_")
+"""Ops that cast because the program asks for it."""

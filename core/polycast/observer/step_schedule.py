@@ -20,7 +20,7 @@ def read_schedule(schedule: Schedule | int | None) -> Callable[[int], bool]:
         return lambda step: False
     if isinstance(schedule, int) and not isinstance(schedule, bool):
         if schedule < 1:
-            raise ValueError(f"schedule must be at least 1 (each step), or None for no step, got {schedule}")
+            raise ValueError(f"schedule must be at least 1 (each step), or None, got {schedule}")
         return lambda step: step % schedule == 0
     if not callable(schedule):
         raise TypeError(

@@ -7,6 +7,7 @@ import torch
 
 from ..policy.modules import ModuleFinder
 from .profiling_run import Profile
+from .tune_arguments import nothing_to_choose
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Blocks:
             self.candidate_of = {name: blocks[name] for name in profile.by_name() if name in blocks}
         self.names = list(dict.fromkeys(self.candidate_of.values()))
         if not self.names:
-            raise ValueError("there is nothing to choose from: exclude= matches all candidates. Leave some of it out.")
+            raise nothing_to_choose(candidates)
 
     def _matches(self, finder: ModuleFinder, glob: str, argument: str) -> Iterator[tuple[str, list[str]]]:
         """Yield each match, and the names of the modules in it that are called."""

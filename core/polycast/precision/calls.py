@@ -1,5 +1,6 @@
 """The calls of a model under test: ``inputs`` as users pass them, copied for each run."""
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -38,9 +39,32 @@ class Call:
         )
 
     def of_model(self, model: torch.nn.Module) -> Any:
-        """Call the model with copies of the arguments, because it may write to them."""
+        """Call the model with copies of the arguments, because it may write to them.
+
+        Raises:
+            TypeError: the model's forward takes other arguments.
+        """
         args, kwargs = copied((self.args, dict(self.kwargs)), model)
-        return model(*args, **kwargs)
+        try:
+            return model(*args, **kwargs)
+        except TypeError as error:
+            self._check_fits(model, error)
+            raise
+
+    def _check_fits(self, model: torch.nn.Module, cause: TypeError) -> None:
+        """Raise TypeError if the signature of the model's forward takes other arguments."""
+        try:
+            signature = inspect.signature(model.forward)
+        except (TypeError, ValueError):  # it has none
+            return
+        try:
+            signature.bind(*self.args, **self.kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"{type(model).__name__}.forward{signature} does not take these inputs, {self}: {error}. A tuple has "
+                "the arguments of one call. If a loader also returns targets, pass what the model takes: "
+                "(x for x, _ in loader)."
+            ) from cause
 
     def __str__(self) -> str:
         """Return the tensors as text: ``float32 (360, 1, 8, 8)``, ``input_ids: int64 (1, 16)``."""
@@ -60,7 +84,7 @@ class Call:
 Calls: TypeAlias = tuple[Call, ...]
 
 
-def calls_of(model: object, data: object, what: str = "data") -> Calls:
+def calls_of(model: object, data: object, what: str = "data", like: Calls = ()) -> Calls:
     """Return the calls of a model with one call's inputs, or with each batch of an iterable.
 
     A batch is a tensor, a tuple or list of arguments, or a dict of keyword arguments. The iterable is read once.
@@ -69,33 +93,41 @@ def calls_of(model: object, data: object, what: str = "data") -> Calls:
         model: the model.
         data: the inputs, or the iterable.
         what: the name of the argument, for messages.
+        like: other calls, of the same structure.
 
     Raises:
         TypeError: `data` or a batch is of another type, or `model` is not a module.
-        ValueError: there is no batch, or a batch has another structure than the first.
+        ValueError: there is no batch, or a batch has another structure than the first, or than `like`.
     """
+    first, name = (like[0], "data") if like else (None, "batch 0")
     if isinstance(data, (torch.Tensor, tuple, Mapping)) or not isinstance(data, Iterable) or isinstance(data, str):
-        return (Call.of(model, data),)
+        call = Call.of(model, data)
+        _check_structure(first, call, what, name)
+        return (call,)
     calls: list[Call] = []
     for number, batch in enumerate(data):
         try:
             call = Call.of(model, tuple(batch) if isinstance(batch, list) else batch)
         except TypeError as error:
             raise TypeError(f"batch {number} of {what}: {error}") from None
-        if calls:
-            _check_structure(calls[0].structure(), call.structure(), f"batch {number} of {what}")
+        first = first or call
+        _check_structure(first, call, f"batch {number} of {what}", name)
         calls.append(call)
     if not calls:
         raise ValueError(f"{what} has no batches: pass one call's inputs, or an iterable with at least one batch")
     return tuple(calls)
 
 
-def _check_structure(first: Mapping[str, str], other: Mapping[str, str], what: str) -> None:
-    for name in {**first, **other}:
-        expected, got = first.get(name, "no tensor"), other.get(name, "no tensor")
+def _check_structure(first: Call | None, call: Call, what: str, than: str) -> None:
+    """Raise ValueError if a call has another structure than the first."""
+    if first is None:
+        return
+    before, now = first.structure(), call.structure()
+    for name in {**before, **now}:
+        expected, got = before.get(name, "no tensor"), now.get(name, "no tensor")
         if expected != got:
             raise ValueError(
-                f"{what} has another structure than batch 0: {name} is {got}, and {expected} in batch 0. Give all "
+                f"{what} has another structure than {than}: {name} is {got}, and {expected} in {than}. Give all "
                 "batches the same arguments in the same dtypes; sizes may differ."
             )
 

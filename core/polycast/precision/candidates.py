@@ -24,6 +24,7 @@ from .failures import may_come_from_policy
 from .hooks import uncompiled
 from .minimal_set import Choice
 from .profiling_run import Profile
+from .tune_arguments import nothing_to_choose
 
 FP32 = "fp32"
 
@@ -141,7 +142,7 @@ def chosen_ops(
     found = seen if candidates is None else _matching(seen, candidates, "candidates")
     names = [name for name in found if name not in excluded]
     if seen and not names:
-        raise ValueError("there is nothing to choose from: exclude= matches all candidates. Leave some of it out.")
+        raise nothing_to_choose(candidates)
     return names, excluded
 
 

@@ -66,7 +66,8 @@ class GradientErrors:
         module: the name of the module; ``"(loss)"`` for the loss.
         parameter: the name of the parameter in the module; empty for the inputs.
         adds: the relative error that is added here: its own error, or for inputs the growth from the gradients of the
-            module's outputs to these, unless the modules in it account for the growth.
+            module's outputs to these, unless the modules in it account for the growth. For a gradient that is rounding
+            errors only, as of a bias before a batch norm: relative to the largest gradient of the module.
         own: the error that the backward of the module itself makes: of its ops in the region, given the reference's
             inputs and the reference's gradients of its outputs, with the modules in it as in the reference. None if it
             could not be repeated: its inputs cannot be copied or were written to later, it has hooks before its

@@ -91,6 +91,16 @@ class Sums:
         self.made += int((finite & ~other.isfinite()).sum())
 
     @property
+    def norm(self) -> float:
+        """The L2 norm of the reference."""
+        return math.sqrt(self._reference)
+
+    @property
+    def norm_of_error(self) -> float:
+        """The L2 norm of the error."""
+        return math.sqrt(self._error)
+
+    @property
     def relative(self) -> float:
         """The relative L2 error."""
         return self.relative_to(self)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..policy.dtypes import dtype_name
 from .calls import Call
 from .hooks import uncompiled
 from .numerics import Sums, relative_error
@@ -86,6 +87,8 @@ def checked_loss(value: object) -> torch.Tensor:
         raise TypeError(f"{expected}; got {type(value).__name__}. For example: loss=lambda output: output.mean()")
     if value.numel() != 1:
         raise ValueError(f"{expected}; got the shape {tuple(value.shape)}. Reduce it, by mean() or sum().")
+    if value.is_complex():
+        raise ValueError(f"{expected}; got {dtype_name(value.dtype)}. Return a real number, such as its abs().")
     if not value.requires_grad:
         raise ValueError(
             f"{expected}; its result does not. Check that parameters of the model or inputs require gradients, and "

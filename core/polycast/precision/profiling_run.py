@@ -25,6 +25,7 @@ class ModuleProfile:
         writes_arguments: whether it writes to its arguments.
         written: the paths of the tensors among its arguments that it writes to.
         has_parameters: whether it, or a module in it, has parameters.
+        dtypes: those of the tensors among its arguments.
         callers: the names of the modules that call it; None for the caller of the model.
     """
 
@@ -34,6 +35,7 @@ class ModuleProfile:
     calls: int = 0
     writes_arguments: bool = False
     written: set[str] = field(default_factory=set)
+    dtypes: set[torch.dtype] = field(default_factory=set)
     callers: set[str | None] = field(default_factory=set)
 
 
@@ -62,6 +64,7 @@ class Profile:
                 ours.calls += theirs.calls
                 ours.writes_arguments |= theirs.writes_arguments
                 ours.written |= theirs.written
+                ours.dtypes |= theirs.dtypes
                 ours.callers |= theirs.callers
         self.calls += other.calls
         self.state = self.state.with_slots_of(other.state)
@@ -88,7 +91,9 @@ class _Profiler:
         profile.calls += 1
         called.callers.add(profile.modules[self._open[-1][0]].name if self._open else None)
         arguments = (args, kwargs)
-        self._open.append((module, arguments, Contents.of(arguments)))
+        contents = Contents.of(arguments)
+        called.dtypes |= contents.dtypes()
+        self._open.append((module, arguments, contents))
 
     def leave(self, module: torch.nn.Module, output: Any) -> None:
         while True:

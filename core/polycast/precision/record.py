@@ -15,6 +15,9 @@ from .profiling_run import ModuleProfile, Profile
 _ACCOUNTED = 4.0
 """Modules inside account for a growth of the error that is at most this many times the largest of their own."""
 
+_VANISHING = 1e-5
+"""A gradient that is smaller than the module's largest by this factor is rounding errors: it would be zero without."""
+
 
 class MatchedCall(NamedTuple):
     """A call that both runs have made. In backward, the arguments are gradients of outputs, the outputs of inputs.
@@ -197,12 +200,18 @@ class Record:
         """Return the errors of gradients, beginning with the largest addition to the error."""
         adds = self.gradients.adds(self._modules)
         errors = []
+        largest: dict[str, float] = {}
+        for name, found in self._parameters.items():
+            module = name.rpartition(".")[0]
+            largest[module] = max(largest.get(module, 0.0), found.total.norm)
         for name, found in self._parameters.items():
             module, _, parameter = name.rpartition(".")
             own, total = found.own.error(), found.total.error()
             if found.is_inherited_known:
                 inherited = found.inherited.relative_to(found.total)
-                errors.append(GradientErrors(module, parameter, own.relative, own, inherited, total, False))
+                vanishes = found.total.norm < _VANISHING * largest[module]
+                added = found.own.norm_of_error / largest[module] if vanishes else own.relative
+                errors.append(GradientErrors(module, parameter, added, own, inherited, total, False))
             else:
                 errors.append(GradientErrors(module, parameter, 0.0, None, None, total, False))
         for name in self._modules:

@@ -1,5 +1,6 @@
 """Repeat a module's call in the tested run's way, with the modules in it in the reference's."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -8,6 +9,7 @@ import torch
 
 from ..region.autocast import autocast
 from ..region.cast_arguments import CastArguments
+from .failures import may_come_from_policy
 from .gradient_calls import GradientCall, Gradients, SavedCall, floating
 from .hooks import CallKey, OpenCall
 from .isolation import RandomState, Situation, outside_regions
@@ -54,10 +56,14 @@ class Repeater:
         self.current: _Repeated | _Whole | None = None
 
     def forward(self, call: RepeatableCall, counterpart: torch.nn.Module) -> Any:
-        """Return the output of the tested side's module on the arguments of a call."""
+        """Return the output of the tested side's module on the arguments of a call.
+
+        Returns None if the module of another model raises, because it takes arguments of other shapes, for instance.
+        """
         args, kwargs = call.arguments
-        with self._repeating(call.situation, in_backward=False), self._sides.tested.region:
+        with self._repeating(call.situation, in_backward=False), self._sides.tested.region, self._other_may_raise():
             return call.situation.context.run(counterpart, *args, **kwargs)
+        return None
 
     def backward(
         self, saved: SavedCall, module: torch.nn.Module, counterpart: torch.nn.Module, of_outputs: Gradients
@@ -69,7 +75,8 @@ class Repeater:
         sides = self._sides
         if not saved.load():
             return None
-        with self._repeating(saved.situation, in_backward=True) as repeated:
+        tested = None
+        with self._other_may_raise(), self._repeating(saved.situation, in_backward=True) as repeated:
             tested = self._differentiated(saved, sides.tested, counterpart, of_outputs, repeated)
         if tested is None:
             return None
@@ -78,6 +85,15 @@ class Repeater:
             with self._repeating(saved.situation, in_backward=True, wholly=sides.reference) as repeated:
                 reference = self._differentiated(saved, sides.reference, module, of_outputs, repeated)
         return OwnGradients(*tested, None if reference is None else reference[0])
+
+    @contextmanager
+    def _other_may_raise(self) -> Iterator[None]:
+        """End a block at an exception of the module of another model, which gets the arguments of the reference's."""
+        try:
+            yield
+        except Exception as error:
+            if self._sides.have_one_model or not may_come_from_policy(error):
+                raise
 
     def _differentiated(
         self,
@@ -92,12 +108,15 @@ class Repeater:
             with torch.enable_grad(), side.region:
                 output = saved.situation.context.run(module, *args, **kwargs)
             outputs = floating(output)
-            if len(outputs) != len(of_outputs):
+            pairs = [*zip(outputs, of_outputs, strict=False)]
+            if len(outputs) != len(of_outputs) or any(
+                gradient is not None and gradient.shape != each.shape for each, gradient in pairs
+            ):
                 return None
             known = [
                 (each, gradient.to(each.dtype))
-                for each, gradient in zip(outputs, of_outputs, strict=True)
-                if gradient is not None and each.requires_grad and gradient.shape == each.shape
+                for each, gradient in pairs
+                if gradient is not None and each.requires_grad
             ]
             for each, gradient in known:  # which includes what the module itself adds to it after computing it
                 each.register_hook(lambda _, gradient=gradient: gradient)  # type: ignore[no-untyped-call]
@@ -131,6 +150,7 @@ class Repeater:
                 # Hooks for saved tensors, such as those of torch.utils.checkpoint, must not see this call.
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
                 stack.enter_context(sides.activated(wholly or sides.tested))
+                stack.enter_context(_without_warning_of_checkpoint())
                 stack.callback(repeated.end)
                 yield repeated
         finally:
@@ -141,6 +161,14 @@ class Repeater:
 
 def _itself(value: Any) -> Any:
     return value
+
+
+@contextmanager
+def _without_warning_of_checkpoint() -> Iterator[None]:
+    """Ignore the warning of torch.utils.checkpoint for a part without gradients: parts run as in the reference."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
+        yield
 
 
 class _Whole:
@@ -221,7 +249,7 @@ class _Inner:
         counterpart = sides.reference.by_name.get(sides.tested.names[self._module], self._module)
         if self._in_backward:
             self._stack.enter_context(_without_gradients(counterpart))
-        casts = self._casts = _casts(sides)
+        casts = self._casts = _casts(sides, counterpart)
         if casts is not None:
             args = tuple([casts.of(value) for value in args])
             kwargs = {name: casts.of(value) for name, value in kwargs.items()}
@@ -250,14 +278,15 @@ def _region(sides: Sides) -> autocast:
     return sides.reference.region
 
 
-def _casts(sides: Sides) -> CastArguments | None:
-    """Return what casts the arguments of the reference's modules; None if they need no cast."""
+def _casts(sides: Sides, module: torch.nn.Module) -> CastArguments | None:
+    """Return what casts the arguments of a module of the reference; None if they need no cast."""
     device, tested, reference = sides.tested.region.device, sides.tested, sides.reference
-    if not tested.is_enabled:
+    fast = tested.region.fast_dtype
+    called = reference.profile.modules.get(module)
+    if not tested.is_enabled or (called is not None and fast in called.dtypes):
         return None
     if not reference.is_enabled:
         return CastArguments(device, torch.float32)
-    fast = tested.region.fast_dtype
     return None if reference.region.fast_dtype is fast else _FastCasts(device, fast, reference.region.fast_dtype)
 
 

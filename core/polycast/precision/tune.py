@@ -113,8 +113,8 @@ def tune(
         RuntimeError: as :func:`compare`.
 
     Warns:
-        UserWarning: no policy keeps the tolerance, and the closest is returned; float32's own output contains inf or
-            nan; or `state` cannot detect changes of some value.
+        UserWarning: no policy keeps the tolerance, and the closest is returned; the policy does not keep it on
+            `holdout`; float32's own output contains inf or nan; or `state` cannot detect changes of some value.
 
     Example:
         >>> import torch, polycast
@@ -131,7 +131,7 @@ def tune(
     check_loss(loss)
     globs = globs_of(exclude, "exclude"), None if candidates is None else globs_of(candidates, "candidates")
     calls = calls_of(model, data)
-    held_out = () if holdout is None else calls_of(model, holdout, "holdout")
+    held_out = () if holdout is None else calls_of(model, holdout, "holdout", calls)
     region = enabled_region(device_type, dtype, recipe=wanted)
     name = name_of_function(metric) if metric is not None else _DEFAULT if loss is None else _DEFAULT_WITH_LOSS
     arguments = TuneArguments(

@@ -1,7 +1,7 @@
 """The arguments of ``tune``, checked."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,16 @@ def globs_of(value: object, argument: str) -> tuple[str, ...]:
     Raises:
         TypeError: they are not strings.
     """
-    globs = (value,) if isinstance(value, str) else value
-    if not isinstance(globs, (list, tuple, set, frozenset)) or not all(isinstance(glob, str) for glob in globs):
+    is_one = isinstance(value, str)
+    globs = tuple(value) if isinstance(value, Iterable) and not is_one else (value,)
+    if not all(isinstance(glob, str) for glob in globs):
         raise TypeError(f"{argument} must be a list of globs, such as ['layers.0', 'lm_head']; got {value!r}")
-    return tuple(globs)
+    return globs
+
+
+def nothing_to_choose(candidates: Iterable[str] | None) -> ValueError:
+    """Return the error for a search without candidates."""
+    is_empty = candidates is not None and not tuple(candidates)
+    why = "candidates= is empty" if is_empty else "exclude= matches all candidates"
+    remedy = "Name some, or leave it out" if is_empty else "Leave some of it out"
+    return ValueError(f"there is nothing to choose from: {why}. {remedy}.")

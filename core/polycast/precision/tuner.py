@@ -254,4 +254,9 @@ class Tuner:
         )
         if not found.met:
             warn_user(f"{found.reason}. The closest that was found has the distance {evidence.distance:.3g}.")
+        elif evidence.holdout is not None and not evidence.holdout.met:
+            warn_user(
+                f"the policy keeps the tolerance on the data, but not on the batches held out: their distance is "
+                f"{evidence.holdout.distance:.3g}. Search over data like theirs, or aim lower, with margin=."
+            )
         return Tuned(self._candidates.policy(found.choice, evidence.name()), evidence)

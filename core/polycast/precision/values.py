@@ -133,6 +133,10 @@ class Contents:
         held = _walk(value, "", set())
         return cls([(path, each, version_of(each) if isinstance(each, torch.Tensor) else 0) for path, each in held])
 
+    def dtypes(self) -> set[torch.dtype]:
+        """Return the dtypes of the tensors."""
+        return {each.dtype for _, each, _ in self._held if isinstance(each, torch.Tensor)}
+
     def differ_from(self, value: object) -> bool:
         """Return whether a value has been written to since."""
         now = Contents.of(value)._held

@@ -8,6 +8,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/stack.h>
 
+#include "lost_products.h"
 #include "magnitudes.h"
 #include "nonfinite.h"
 #include "values.h"
@@ -85,60 +86,28 @@ NumericsCounts counts_of(const Magnitudes& found, uint64_t count, ScalarType rea
   return counts;
 }
 
-// Return how many lines of a matrix of 16-bit values, along its last dimension or the one before, are not all zero. Most lines begin
-// with a value that is not zero.
-int64_t count_nonzero_lines(const uint16_t* data, int64_t lines, int64_t to_next, int64_t length, int64_t stride) {
-  constexpr uint16_t kMagnitude = 0x7fff;
-  int64_t found = 0;
-  for (int64_t line = 0; line < lines; ++line) {
-    const uint16_t* const begin = data + line * to_next;
-    int64_t i = 0;
-    while (i < length && (begin[i * stride] & kMagnitude) == 0) {
-      ++i;
-    }
-    found += i < length;
-  }
-  return found;
-}
-
-// Return how many elements of a product of 16-bit matrices, or of two batches of them, are not zero because of a row or column of zeros.
-int64_t count_nonzero_products(const Tensor& left, const Tensor& right) {
-  const bool is_batch = left.dim() == 3;
-  const int64_t row = left.dim() - 2, column = left.dim() - 1;
-  const auto* const of_left = static_cast<const uint16_t*>(left.const_data_ptr());
-  const auto* const of_right = static_cast<const uint16_t*>(right.const_data_ptr());
-  int64_t count = 0;
-  for (int64_t i = 0; i < (is_batch ? left.size(0) : 1); ++i) {
-    const int64_t in_left = is_batch ? i * left.stride(0) : 0, in_right = is_batch ? i * right.stride(0) : 0;
-    count += count_nonzero_lines(of_left + in_left, left.size(row), left.stride(row), left.size(column), left.stride(column)) *
-        count_nonzero_lines(of_right + in_right, right.size(column), right.stride(column), right.size(row), right.stride(row));
-  }
-  return count;
-}
-
-// Return a number of elements, 0-dim: the zeros of a product in the backward pass that are not zero because of a row or column of
-// zeros. Of other matmuls, all elements if all are zero, and not those of the first input.
+// Return a number of elements, 0-dim: the zeros of a product in the backward pass to which a product of two values that are not zero
+// was added. Of other matmuls, all elements if all are zero, and not those of the first input.
 Tensor count_lost(const ObservedOp& op, const Tensor& values) {
-  const Tensor zeros = values.eq(0).sum();
+  const Tensor is_zero = values.eq(0);
   if (op.op->multiplies && op.unchecked.size() == 2) {
-    const Tensor rows = op.unchecked[0].ne(0).any(-1).sum(-1), columns = op.unchecked[1].ne(0).any(-2).sum(-1);
-    return (zeros - values.numel() + rows.mul(columns).sum()).clamp_min(0);
+    const auto ones = [&](size_t input) { return op.unchecked[input].ne(0).to(values.scalar_type()); };
+    return is_zero.logical_and(ones(0).matmul(ones(1)).ne(0)).sum();
   }
-  return zeros.eq(values.numel()).logical_and(op.unchecked.front().ne(0).any()).mul(values.numel());
+  return is_zero.all().logical_and(op.unchecked.front().ne(0).any()).mul(values.numel());
 }
 
 // Return how many of the zeros of a result in host memory lost what they were computed from; see count_lost().
 uint64_t count_lost_in_memory(const ObservedOp& op, const Tensor& values, uint64_t zeros) {
-  const uint64_t elements = values.numel();
   const auto& inputs = op.unchecked;
   if (std::any_of(inputs.begin(), inputs.end(), [](const Tensor& input) { return !is_fast(input.scalar_type()) || !input.is_cpu(); })) {
     return count_lost(op, values).item<int64_t>();  // autocast has cast them
   }
-  if (op.op->multiplies && op.unchecked.size() == 2) {
-    const uint64_t nonzero = count_nonzero_products(op.unchecked[0], op.unchecked[1]);
-    return zeros + nonzero > elements ? zeros + nonzero - elements : 0;
+  if (op.op->multiplies && inputs.size() == 2) {
+    return count_lost_products(inputs[0], inputs[1], values);
   }
-  return zeros == elements && op.unchecked.front().ne(0).any().item<bool>() ? elements : 0;
+  const uint64_t elements = values.numel();
+  return zeros == elements && inputs.front().ne(0).any().item<bool>() ? elements : 0;
 }
 
 // Return whether zeros among the values may have lost what they were computed from.

@@ -1,0 +1,81 @@
+"""``compare`` with models that differ from each other, or are not in float32."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import polycast
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def mean_square(output):
+    return output.float().square().mean()
+
+
+def net(width=8, outputs=4):
+    return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, outputs))
+
+
+@pytest.mark.parametrize("other", [{"width": 12}, {"outputs": 3}])
+def test_models_whose_layers_have_other_shapes_can_be_compared(engine, other):
+    comparison = polycast.compare(
+        net(), torch.randn(5, 6), "cpu", reference=net(**other), enabled=False, loss=mean_square
+    )
+    errors = {each.name: each.own.relative for each in comparison.modules}
+    assert errors["2"] == float("inf")
+    assert errors["1"] == errors["(loss)"] == 0
+    assert {each.own for each in comparison.gradients if each.name in ("2.weight", "2.bias")} == {None}
+
+
+@pytest.mark.parametrize("model", ["reference", "tested"])
+def test_an_exception_of_a_model_itself_is_raised(model):
+    wrong = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(9, 4))
+    models = (wrong, net()) if model == "reference" else (net(), wrong)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        polycast.compare(models[1], torch.randn(5, 6), "cpu", reference=models[0])
+
+
+@pytest.mark.parametrize("loss", [None, mean_square])
+def test_a_model_in_the_fast_dtype_can_be_compared(engine, loss):
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).bfloat16()
+    comparison = polycast.compare(model, torch.randn(5, 6).bfloat16(), "cpu", loss=loss)
+    assert comparison.outputs["output"].relative < 0.02
+    assert {each.own.relative for each in comparison.modules} == {0.0}
+
+
+def test_a_gradient_of_rounding_errors_only_does_not_come_first():
+    """The gradient of a bias before a batch norm is zero, but for rounding."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    gradients = polycast.compare(model, torch.randn(64, 16), "cpu", loss=mean_square).gradients
+    bias = next(each for each in gradients if each.name == "0.bias")
+    assert bias.total.relative > 100
+    assert bias.adds < 0.1
+    assert gradients[0].name != "0.bias"
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.last(checkpoint(self.second, self.first(x), use_reentrant=True))
+
+
+def test_a_reentrant_checkpoint_does_not_warn():
+    """A part gets no gradients when only those of the module around it are computed again."""
+    gradients = polycast.compare(Checkpointed(), torch.randn(5, 6), "cpu", enabled=False, loss=mean_square).gradients
+    assert {each.name for each in gradients if each.parameter} == {
+        f"{name}.{parameter}" for name in ("first", "second", "last") for parameter in ("weight", "bias")
+    }
+    assert {each.total.relative for each in gradients} == {0.0}
+
+
+def test_a_complex_loss_is_refused():
+    with pytest.raises(ValueError, match=r"got complex64. Return a real number"):
+        polycast.compare(net(), torch.randn(5, 6), "cpu", loss=lambda y: torch.complex(y.float(), y.float()).mean())
