@@ -27,7 +27,7 @@ class Regression(torch.nn.Module):
 def train(layers, data, tmp_path):
     """Return a function that trains a copy of the model for four steps."""
 
-    def train(callback=None, checkpoint=None, callbacks=(), **settings):
+    def train(callback=None, checkpoint=None, callbacks=(), model=Regression, before=None, **settings):
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path / "run"),
             use_cpu=True,
@@ -41,11 +41,13 @@ def train(layers, data, tmp_path):
             **{"bf16": True, **settings},
         )
         trainer = transformers.Trainer(
-            Regression(copy.deepcopy(layers)),
+            model(copy.deepcopy(layers)),
             arguments,
             train_dataset=[{"x": x, "labels": y} for x, y in data],
             callbacks=[*([] if callback is None else [callback]), *callbacks],
         )
+        if before is not None:
+            before(trainer)
         trainer.train(resume_from_checkpoint=checkpoint)
         return trainer
 
@@ -159,6 +161,49 @@ def test_batches_that_are_accumulated_are_one_step_of_a_log(train):
     trainer = train(PolycastCallback(log=log), gradient_accumulation_steps=2)
     assert len(log.history) == trainer.state.global_step == 4
     assert not trainer.model._forward_hooks
+    assert recorded(log) == losses_of_two(trainer)
+
+
+class SumOfSquares(Regression):
+    """A model whose loss is a share of that of the step, as those of transformers are."""
+
+    accepts_loss_kwargs = True
+
+    def forward(self, x, labels=None, num_items_in_batch=None):
+        squares = (self.layers(x).float() - labels).square()
+        return {"loss": squares.mean() if num_items_in_batch is None else squares.sum() / num_items_in_batch}
+
+
+def test_shares_of_the_loss_are_added(train):
+    log = polycast.RunLog()
+    trainer = train(PolycastCallback(log=log), gradient_accumulation_steps=2, model=SumOfSquares)
+    assert recorded(log) == losses_of_two(trainer)
+
+
+def recorded(log):
+    return [record.loss for record in log.history.steps]
+
+
+def losses_of_two(trainer):
+    return pytest.approx(losses(trainer), rel=1e-4)
+
+
+def test_a_run_with_a_gradient_scaler_is_recorded(train, policy):
+    log = polycast.RunLog(nonfinite="record")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+
+    def in_float16(trainer):
+        """Do what Accelerate does for fp16=True, which it refuses on a CPU."""
+        trainer.accelerator.scaler = scaler
+        trainer.accelerator.state._mixed_precision = "fp16"
+
+    train(PolycastCallback(log=log, policy=policy), before=in_float16)
+    steps = log.history.steps
+    assert [record.skipped for record in steps] == [True] * 4
+    assert [record.scale for record in steps] == [2.0**exponent for exponent in (120, 119, 118, 117)]
+    assert steps[0].skip.parameters[0] == "layers.2.bias"
+    assert [record.skip.origin is None for record in steps] == [True, False, False, False]
+    assert steps[1].skip.origin.phase == "backward"
 
 
 @pytest.mark.parametrize("restored", [True, False], ids=["restored", "new"])

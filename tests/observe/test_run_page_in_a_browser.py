@@ -113,6 +113,19 @@ def test_a_narrow_page_needs_no_scrolling_sideways(open_report, name):
     page.js("document.querySelectorAll('details').forEach((each) => (each.open = true))")
     assert page.js("document.documentElement.scrollWidth <= innerWidth")
     assert page.js("[...document.querySelectorAll('.wide')].every((each) => each.scrollWidth <= each.clientWidth)")
+    facts = page.one(".facts").rect
+    run = page.one("#run").rect
+    assert facts["x"] + facts["width"] < run["x"] + run["width"]
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_no_number_is_broken_over_lines(open_report, name):
+    page = open_report(f"{name}.html", width=NARROW)
+    assert page.js(
+        "[...document.querySelectorAll('.word, .ticks li')].every((each) => each.offsetHeight < 2 * parseFloat("
+        "getComputedStyle(each).fontSize))"
+    )
+    assert page.js("[...document.querySelectorAll('.ticks')].every((each) => each.scrollWidth <= each.clientWidth)")
 
 
 def test_without_script_the_page_shows_charts_and_steps(open_report):

@@ -177,3 +177,17 @@ def test_texts_are_ascii_for_streams_of_any_encoding():
     for shown in (origin, skip, ScalerHistory(1, ((0, 2.0),), 1, (skip,)), polycast.RunHistory([record])):
         assert "\\u" in str(shown)
         assert str(shown).isascii()
+
+
+def test_the_step_after_a_skipped_one_is_observed_to_find_the_first_op():
+    (layer, optimizer), scaler = layer_and_optimizer(), scaler_of()
+    log = polycast.RunLog(model=layer, nonfinite="record")
+    for factor in (1.0, 1e38, 1e38, 1.0, 1.0):
+        with log.step():
+            optimizer.zero_grad()
+            backward(scaler, layer, factor)
+            scaler.step(optimizer)
+            scaler.update()
+    steps = log.history.steps
+    assert [record.fast_time_share is None for record in steps] == [True, True, False, False, True]
+    assert [skip.origin is None for skip in log.history.skipped] == [True, False]

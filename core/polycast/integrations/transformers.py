@@ -39,9 +39,10 @@ class PolycastCallback(TrainerCallback, ExportableState):
         report: the HTML file of an observation of some steps; None: no step is observed.
         first: the first step to observe, counted from 0, over all calls of ``train``.
         steps: the number of steps to observe.
-        log: a :class:`polycast.RunLog` of the run: of each step it records the mean of the losses that the model
-            returns for its batches, and the history of the gradient scaler. A run that is resumed from a checkpoint
-            continues the log at the step of the checkpoint. The first process records.
+        log: a :class:`polycast.RunLog` of the run: of each step it records the loss that the model returns, for all
+            batches of the step, and the history of the gradient scaler. Without a loss of the model, as with label
+            smoothing, none is recorded. A run that is resumed from a checkpoint continues the log at the step of the
+            checkpoint. The first process records.
         page: the HTML file of :meth:`polycast.RunHistory.to_html`, written when the run ends.
 
     Raises:
@@ -64,6 +65,7 @@ class PolycastCallback(TrainerCallback, ExportableState):
         self._observer = StepObserver(report, first=first, steps=steps)
         self._recorder = StepRecorder(log, page)
         self._loss_hook: RemovableHandle | None = None
+        self._has_shares = False  # whether the losses of a step's batches are divided by the items of all
         self._restored: dict[str, str] = {}
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -84,10 +86,11 @@ class PolycastCallback(TrainerCallback, ExportableState):
                 state.global_step,
                 is_first_process=state.is_world_process_zero,
             )
-            self._loss_hook = model.register_forward_hook(self._note_loss)
+            self._loss_hook = model.register_forward_hook(self._note_loss, with_kwargs=True)
 
-    def _note_loss(self, model: nn.Module, inputs: Any, output: Any) -> None:
+    def _note_loss(self, model: nn.Module, inputs: Any, named_inputs: Mapping[str, Any], output: Any) -> None:
         if model.training:
+            self._has_shares = named_inputs.get("num_items_in_batch") is not None
             self._recorder.add_loss(
                 output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
             )
@@ -119,7 +122,7 @@ class PolycastCallback(TrainerCallback, ExportableState):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop after the last step."""
         self._observer.step_ends()
-        self._recorder.step_ends()
+        self._recorder.step_ends(mean=not self._has_shares)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the report of a run that was shorter, and the page."""

@@ -42,7 +42,8 @@ class RunLog:
         schedule: the steps to observe: every n-th (an int), or those that ``torch.profiler.schedule(...)`` records.
             None: none.
         numerics: as in :class:`polycast.observe`: count underflow on observed steps.
-        nonfinite: ``"record"``: find the first op that makes inf or nan, on observed steps.
+        nonfinite: ``"record"``: find the first op that makes inf or nan, on observed steps. Steps that follow a skipped
+            one are observed, too, so it is found in a run that keeps skipping.
         resume: continue the file if it exists. Without it, an existing file is an error.
 
     Raises:
@@ -99,7 +100,8 @@ class RunLog:
             check_writer(writer)
         self._options: dict[str, Any] = {"nonfinite": nonfinite, "timing": True, "numerics": numerics}
         observe(model, **self._options)  # raises if they are wrong
-        self._is_observed = read_schedule(schedule)
+        self._is_scheduled = read_schedule(schedule)
+        self._follows_skipped = False
         self._model: weakref.ref[nn.Module] | None = None
         self._file = None if path is None else StepFile(Path(path))
         if (
@@ -177,6 +179,9 @@ class RunLog:
             self._is_in_step = False
         self._add(step.record(number, time.perf_counter() - began))
 
+    def _is_observed(self, number: int) -> bool:
+        return self._is_scheduled(number) or (self._options["nonfinite"] == "record" and self._follows_skipped)
+
     def _check_step(self, rerun: Callable[[], Any] | None) -> None:
         if rerun is not None and not callable(rerun):
             raise TypeError(f"rerun must be a function without arguments or None, got {rerun!r:.100}")
@@ -224,6 +229,7 @@ class RunLog:
 
     def _add(self, record: StepRecord) -> None:
         self._next = record.step + 1
+        self._follows_skipped = bool(record.skipped)
         if self._file is None:
             self._records.append(record)
         else:

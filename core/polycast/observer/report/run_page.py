@@ -86,6 +86,7 @@ class RunPage:
         rows: some steps, evenly chosen.
         skipped: the skipped steps; at most 100 rows for each run.
         skips: how many rows there are.
+        steps: how many steps there are, in one run or both.
         first, last: the first and the last step.
         data: for the script: the steps, and for each run and number the texts at these.
     """
@@ -98,6 +99,7 @@ class RunPage:
     rows: tuple[StepRow, ...]
     skipped: tuple[SkipRow, ...]
     skips: int
+    steps: int
     first: int
     last: int
     data: dict[str, Any]
@@ -125,6 +127,7 @@ def run_page_of(runs: Sequence[_Run]) -> RunPage:
         rows=tuple(StepRow(step, _texts(by_step, step, shown)) for step in _chosen(runs, _MOST_ROWS)),
         skipped=tuple(each for of_run in skips for each in of_run[:_MOST_SKIPPED]),
         skips=sum(map(len, skips)),
+        steps=len({record.step for run in runs for record in run}),
         first=first,
         last=last,
         data={
@@ -146,7 +149,7 @@ def _skip_rows(name: str, run: _Run) -> Iterator[SkipRow]:
             rows.append([skip])
     for row in rows:
         steps = dict.fromkeys((f"{row[0].step:,}", f"{row[-1].step:,}"))
-        scales = dict.fromkeys((f"{row[0].scale:,g}", f"{row[-1].scale:,g}"))
+        scales = dict.fromkeys((text_of(row[0].scale, False), text_of(row[-1].scale, False)))
         yield SkipRow(name, " to ".join(steps), " to ".join(scales), row[0])
 
 
@@ -201,7 +204,8 @@ def _summary(run: _Run) -> RunSummary:
 
 
 def _first_to_last(numbers: Sequence[tuple[int, float]]) -> str:
-    return f"{text_of(numbers[0][1], False)} to {text_of(numbers[-1][1], False)}" if numbers else ""
+    ends = [text_of(value, False) for _, value in (numbers[:1] + numbers[-1:])]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def _mean(run: _Run, name: str) -> str:
