@@ -54,7 +54,7 @@ html_show_sphinx = False
 nitpicky = True
 nitpick_ignore_regex = [
     # Private names, and names of other libraries, whose inventories are not fetched.
-    ("py:.*", r"(torch|collections|os|enum|typing)\..*|DeviceMesh|Shard|OffloadPolicy|HookimplMarker"),
+    ("py:.*", r"(torch|collections|os|enum|pathlib|typing)\..*|DeviceMesh|Shard|OffloadPolicy|HookimplMarker"),
     ("py:.*", r"(polycast\.)?([a-z_0-9]+\.)*_\w+|polycast\.engine\.state\.\w+"),
 ]
 
