@@ -118,6 +118,28 @@ def test_ops_and_casts_have_tracks_next_to_their_thread(seen, tmp_path):
     assert sorting[cast] == here
 
 
+def test_events_have_what_the_format_asks_for_and_nest(model, in_thread, tmp_path):
+    with polycast.observe(model, trace=True, threads="all") as seen:
+        train(model)
+        in_thread(lambda: train(model))
+    events, _ = written(seen, tmp_path / "trace.json")
+    tracks = {}
+    for event in events:
+        assert {"ph", "name", "pid", "tid", "ts"} <= event.keys()
+        if event["ph"] == "X":
+            assert event["ts"] >= 0 <= event["dur"]
+            tracks.setdefault(event["tid"], []).append((event["ts"], -event["ts"] - event["dur"]))
+    named = {event["tid"] for event in events if event["name"] == "thread_name"}
+    assert tracks.keys() == named
+    for track in tracks.values():
+        around = []
+        for begin, minus_end in sorted(track):
+            while around and around[-1] <= begin:
+                around.pop()
+            assert not around or -minus_end <= around[-1] + 1e-6
+            around.append(-minus_end)
+
+
 @pytest.fixture
 def profiled(model):
     cpu = [torch.profiler.ProfilerActivity.CPU]
@@ -150,6 +172,13 @@ def test_a_profile_is_merged_on_one_time_base(profiled, source, tmp_path):
 def test_a_file_that_ends_in_gz_is_compressed(seen, tmp_path):
     seen.to_trace(tmp_path / "trace.json.gz")
     check_format(json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes())))
+
+
+def test_a_profile_that_was_exported_is_refused_with_the_remedy(profiled, tmp_path):
+    seen, profile = profiled
+    profile.export_chrome_trace(str(tmp_path / "profile.json"))
+    with pytest.raises(ValueError, match=r"cannot be exported: Trace is already saved.*pass the path of the file\.$"):
+        seen.to_trace(tmp_path / "trace.json", profile=profile)
 
 
 def test_a_profile_of_another_time_is_refused(profiled, model, tmp_path):

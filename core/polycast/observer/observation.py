@@ -229,12 +229,12 @@ class Observation:
             path: the file; if it ends in ``.gz``, it is compressed.
             profile: a ``torch.profiler.profile`` of the same block, or the file that its ``export_chrome_trace`` wrote:
                 its events are written too, on the same time base, and the casts on tracks next to their threads. The
-                ops are then those of the profiler.
+                ops are then those of the profiler. torch exports a profile once, and this is it.
 
         Raises:
             OSError: a file cannot be read or written.
             TypeError: `profile` is no such thing.
-            ValueError: the observation has no times, or `profile` is of another time or no trace.
+            ValueError: the observation has no times, or `profile` is of another time, no trace, or was exported.
         """
         if self._trace is None:
             raise ValueError(

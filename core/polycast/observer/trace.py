@@ -130,7 +130,13 @@ def _read_profile(profile: ProfileLike) -> dict[str, Any]:
         )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
-        profile.export_chrome_trace(str(path))
+        try:
+            profile.export_chrome_trace(str(path))
+        except RuntimeError as error:
+            raise ValueError(
+                f"the profile cannot be exported: {error} torch exports a profile once; if that is done, pass the path "
+                "of the file."
+            ) from error
         return _parsed(path, "the profile")
 
 

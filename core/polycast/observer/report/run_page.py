@@ -204,7 +204,7 @@ def _summary(run: _Run) -> RunSummary:
 
 
 def _first_to_last(numbers: Sequence[tuple[int, float]]) -> str:
-    ends = [text_of(value, False) for _, value in (numbers[:1] + numbers[-1:])]
+    ends = [text_of(value, False) for _, value in (*numbers[:1], *numbers[-1:])]
     return " to ".join(dict.fromkeys(ends))
 
 
