@@ -189,7 +189,7 @@ def test_gradients_that_underflow_are_found(scale, remedy):
 def test_a_history_prints_its_steps_skips_and_findings():
     text = str(polycast.RunHistory([StepRecord(0, loss=2.0), *(skipped(step) for step in range(1, 5))]))
     assert text.splitlines()[0] == "5 steps, loss 2 to nan, 4 skipped"
-    assert "step 1, scale 4; gradients of 2 of 4 parameters: down.bias, up.weight; first aten::linear" in text
+    assert "steps 1 to 4, scale 4; gradients of 2 of 4 parameters: down.bias, up.weight; first aten::linear" in text
     assert "from step 1: 4 of 5 steps were skipped" in text
 
 

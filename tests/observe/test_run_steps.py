@@ -191,3 +191,23 @@ def test_the_step_after_a_skipped_one_is_observed_to_find_the_first_op():
     steps = log.history.steps
     assert [record.fast_time_share is None for record in steps] == [True, True, False, False, True]
     assert [skip.origin is None for skip in log.history.skipped] == [True, False]
+
+
+def test_a_log_is_pickled_for_processes_that_are_spawned(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    log = pickle.loads(pickle.dumps(polycast.RunLog(tmp_path / "run.jsonl", model=model, schedule=2)))
+    log.watch(model)
+    with log.step() as step:
+        step.log(loss=1.0)
+    assert log.history.steps[0].loss == 1.0
+    assert log.observation.run.model == "Linear"
+
+
+def test_steps_that_are_skipped_in_a_row_are_printed_once():
+    def steps():
+        for step in range(9):
+            skip = SkippedStep(step, 2.0**-step, ("\N{SNOWMAN}",), 1, 2) if 3 <= step < 8 else None
+            yield StepRecord(step, 1.0, 2.0**-step, skip is not None, skip=skip)
+
+    shown = str(polycast.RunHistory(steps())).splitlines()
+    assert shown[1] == "  steps 3 to 7, scale 0.125 to 0.0078125; gradients of 1 of 2 parameters: \\u2603"

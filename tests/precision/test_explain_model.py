@@ -233,3 +233,12 @@ def test_inputs_of_another_type_are_refused(model, engine):
 def test_what_is_neither_an_op_nor_a_model_is_refused(engine):
     with pytest.raises(TypeError):
         polycast.explain(3, "cpu")
+
+
+def test_a_notebook_shows_a_table(model):
+    polycast.apply_policy(model, Policy(modules={"1": "fp32"}))
+    html = polycast.explain(model, torch.ones(2, 16))._repr_html_()
+    assert (
+        "<td>1</td><td>Linear</td><td>float32</td><td>float32</td><td>float32</td><td>1 = &#x27;fp32&#x27;</td>" in html
+    )
+    assert "<p>In a region of bfloat16 on cpu.</p>" in html

@@ -9,6 +9,7 @@ from ..region.scaler_history import SkippedStep
 from .data_frames import frame_of_steps
 from .run_findings import RunFinding, findings_of_run
 from .scalars import Writer, check_writer, scalars_of_step, write_scalars
+from .skipped_rows import skipped_rows
 from .step_record import StepRecord, line_of, records_of, without_lost_steps
 
 _Path: TypeAlias = str | os.PathLike[str]
@@ -125,7 +126,7 @@ class RunHistory:
         ends = f", loss {losses[0].loss:g} to {losses[-1].loss:g}" if losses else ""
         skips = sum(record.skipped is True for record in self.steps)
         lines = [f"{len(self.steps)} steps{ends}, {skips} skipped"]
-        lines += [f"  {skip}" for skip in self.skipped[-_MOST_SHOWN:]]
+        lines += [f"  {row}" for row in [*skipped_rows(self.steps)][-_MOST_SHOWN:]]
         return "\n".join([*lines, *map(str, self.findings)])
 
     def __repr__(self) -> str:

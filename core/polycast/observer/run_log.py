@@ -197,6 +197,10 @@ class RunLog:
                 "training loop"
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the model, which is held weakly, and the observation."""
+        return {**vars(self), "_model": None, "observation": None, "_is_in_step": False}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps, for a checkpoint."""
         return {"steps": self._next or 0}

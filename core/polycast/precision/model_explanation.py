@@ -1,11 +1,12 @@
 """The result of ``explain`` for a model: a value that prints as a table and converts to plain data."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..common.html_table import html_lines, html_table
 from ..common.plain_text import as_text, under_the_head
 from ..policy.dtypes import dtype_name
 from ..policy.plain_data import plain_data
@@ -52,7 +53,7 @@ class ModuleExplanation:
 
 @dataclass(frozen=True)
 class ModelExplanation:
-    """The effect of autocast on the modules of a model. ``print`` shows a table.
+    """The effect of autocast on the modules of a model. ``print`` and notebooks show a table.
 
     Attributes:
         device_type, dtype: the device and the dtype of the region.
@@ -74,15 +75,23 @@ class ModelExplanation:
         from rich.table import Table
         from rich.text import Text
 
+        table = Table(*self._columns(), box=under_the_head())
+        for row in self._rows():
+            table.add_row(*map(Text, row))
+        return Group(table, Text(), Text("\n".join(self._sentences())))
+
+    def _repr_html_(self) -> str:
+        return "\n".join([html_table(self._columns(), self._rows()), html_lines(self._sentences())])
+
+    def _columns(self) -> tuple[str, ...]:
         has_rules = any(each.rule for each in self.modules)
-        table = Table("module", "class", "weights", "computes in", "returns", box=under_the_head())
-        if has_rules:
-            table.add_column("rule")
+        return ("module", "class", "weights", "computes in", "returns", *(["rule"] if has_rules else []))
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
         for each in self.modules:
             compute = ", ".join(each.compute) or "-"
-            cells = [each.name or "(model)", each.kind, _names(each.weights), compute, _names(each.output), each.rule]
-            table.add_row(*map(Text, cells if has_rules else cells[:-1]))
-        return Group(table, Text(), Text("\n".join(self._sentences())))
+            cells = (each.name or "(model)", each.kind, _names(each.weights), compute, _names(each.output), each.rule)
+            yield cells[: len(self._columns())]
 
     def _sentences(self) -> list[str]:
         recipe = "" if self.recipe is None else f" and {self.recipe.short}"

@@ -68,10 +68,15 @@ class SkippedStep:
     origin: Origin | None = None
 
     def __str__(self) -> str:
+        return in_ascii(f"step {self.step}, scale {self.scale:g}{self.cause}")
+
+    @property
+    def cause(self) -> str:
+        """The parameters and the origin as text, behind a semicolon; empty if neither is known."""
         named = ", ".join(self.parameters) + (", ..." if self.count and self.count > len(self.parameters) else "")
         found = "" if self.count is None else f"; gradients of {self.count} of {self.of} parameters: {named}"
-        began = "" if self.origin is None else f"; first {self.origin}"
-        return in_ascii(f"step {self.step}, scale {self.scale:g}{found}{began}")
+        began = "" if self.origin is None else f"; first {self.origin.text}"
+        return found + began
 
 
 @dataclass(frozen=True)

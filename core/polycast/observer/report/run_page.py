@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ...region.scaler_history import SkippedStep
 from ..run_findings import RunFinding, findings_of_run
+from ..skipped_rows import skipped_rows
 from ..step_record import StepRecord
 from .charts import KINDS, Chart, charts_of, numbers_of, span_of, text_of
 
@@ -138,23 +139,10 @@ def run_page_of(runs: Sequence[_Run]) -> RunPage:
 
 
 def _skip_rows(name: str, run: _Run) -> Iterator[SkipRow]:
-    rows: list[list[SkippedStep]] = []
-    for record in run:
-        skip = record.skip and replace(record.skip, step=record.step)
-        if skip is None:
-            continue
-        if rows and rows[-1][-1].step == skip.step - 1 and _cause(rows[-1][-1]) == _cause(skip):
-            rows[-1].append(skip)
-        else:
-            rows.append([skip])
-    for row in rows:
-        steps = dict.fromkeys((f"{row[0].step:,}", f"{row[-1].step:,}"))
-        scales = dict.fromkeys((text_of(row[0].scale, False), text_of(row[-1].scale, False)))
-        yield SkipRow(name, " to ".join(steps), " to ".join(scales), row[0])
-
-
-def _cause(skip: SkippedStep) -> tuple[Any, ...]:
-    return skip.parameters, skip.count, None if skip.origin is None else skip.origin.text
+    for row in skipped_rows(run):
+        steps = dict.fromkeys((f"{row.first.step:,}", f"{row.last.step:,}"))
+        scales = dict.fromkeys((text_of(row.first.scale, False), text_of(row.last.scale, False)))
+        yield SkipRow(name, " to ".join(steps), " to ".join(scales), row.first)
 
 
 def _texts(by_step: Sequence[dict[int, StepRecord]], step: int, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
