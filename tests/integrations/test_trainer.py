@@ -222,11 +222,13 @@ def test_a_run_that_fails_keeps_its_steps(train, tmp_path):
                 raise ZeroDivisionError
 
     path = tmp_path / "run.jsonl"
-    callback = PolycastCallback(log=polycast.RunLog(path))
+    log = polycast.RunLog(path)
+    callback = PolycastCallback(log=log)
     with pytest.raises(ZeroDivisionError):
         train(callback, callbacks=[Failing()])
     assert [record.step for record in polycast.RunHistory.load(path).steps] == [0, 1]
-    callback._stop_recording()
+    train(PolycastCallback(log=log))  # although the Trainer has not said that the step ended
+    assert [record.step for record in log.history.steps] == list(range(6))
 
 
 def test_the_scaler_of_the_accelerator_is_recorded(layers):

@@ -4,12 +4,16 @@ import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from ..observer.run_log import RunLog
 from ..observer.step_log import StepLog
+
+_recorders: "WeakKeyDictionary[RunLog, StepRecorder]" = WeakKeyDictionary()
+"""The recorder of the latest run of each log."""
 
 
 class StepRecorder:
@@ -40,10 +44,19 @@ class StepRecorder:
     ) -> None:
         """Begin a run, which goes on after a number of steps if it was resumed. Other processes record nothing."""
         self._is_writer = is_first_process
+        self._take_over()
         if self.log is not None and self._is_writer:
             self.log.watch(model, scaler if isinstance(scaler, torch.amp.GradScaler) else None)
             if steps_done:
                 self.log.load_state_dict({"steps": steps_done})
+
+    def _take_over(self) -> None:
+        """End the step of a run that failed; its library has not announced the end."""
+        if self.log is not None:
+            before = _recorders.get(self.log)
+            if before is not None:
+                before.abandon_step()
+            _recorders[self.log] = self
 
     @property
     def is_in_step(self) -> bool:
@@ -80,6 +93,10 @@ class StepRecorder:
         except BaseException as raised:
             if raised is not error:
                 raise
+
+    def abandon_step(self) -> None:
+        """End a step that a failed run has left open; it is recorded if it has values."""
+        self.step_ends(RuntimeError("the run failed"))
 
     def run_ends(self, error: BaseException | None = None) -> None:
         """End the run, and write the page."""

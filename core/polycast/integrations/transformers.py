@@ -43,7 +43,8 @@ class PolycastCallback(TrainerCallback, ExportableState):
             batches of the step, and the history of the gradient scaler. Without a loss of the model, as with label
             smoothing, none is recorded. A run that is resumed from a checkpoint continues the log at the step of the
             checkpoint. The first process records.
-        page: the HTML file of :meth:`polycast.RunHistory.to_html`, written when the run ends.
+        page: the HTML file of :meth:`polycast.RunHistory.to_html`, written when the run ends. If it raises, the Trainer
+            does not tell callbacks; ``log.history`` has the steps up to then.
 
     Raises:
         OSError, TypeError, ValueError: see :class:`polycast.autocast`.
@@ -96,7 +97,7 @@ class PolycastCallback(TrainerCallback, ExportableState):
             )
 
     def _stop_recording(self) -> None:
-        self._recorder.step_ends()
+        self._recorder.abandon_step()
         hook, self._loss_hook = self._loss_hook, None
         if hook is not None:
             hook.remove()
