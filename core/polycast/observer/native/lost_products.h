@@ -55,40 +55,70 @@ class NonzeroBits {
   std::vector<uint64_t> bits_;
 };
 
-// Count the zeros of the product of two matrices, given the rows of the first one, the columns of the second one, and the rows of the
-// product.
-uint64_t count_lost_of(const Lines& rows, const Lines& columns, const Lines& values) {
-  constexpr int64_t kFirst = 8;  // where something was lost, most often the first products were
-  NonzeroBits of_rows(rows), of_columns(columns);
-  const int64_t first = std::min(kFirst, rows.length);
-  const auto is_lost = [&](int64_t row, int64_t column) {
-    for (int64_t i = 0; i < first; ++i) {
-      if (!rows.is_zero(row, i) && !columns.is_zero(column, i)) {
+// Which zeros of the product of two matrices were lost, given the rows of the first one and the columns of the second one.
+class LostProducts {
+ public:
+  LostProducts(const Lines& rows, const Lines& columns)
+      : rows_(rows), columns_(columns), of_rows_(rows), of_columns_(columns), first_(std::min<int64_t>(8, rows.length)) {}
+
+  bool contain(int64_t row, int64_t column) {
+    for (int64_t i = 0; i < first_; ++i) {  // where something was lost, most often the first products were
+      if (!rows_.is_zero(row, i) && !columns_.is_zero(column, i)) {
         return true;
       }
     }
-    const uint64_t* const left = of_rows.of(row);
-    const uint64_t* const right = left == nullptr ? nullptr : of_columns.of(column);
+    const uint64_t* const left = of_rows_.of(row);
+    const uint64_t* const right = left == nullptr ? nullptr : of_columns_.of(column);
     if (right != nullptr) {
-      for (int64_t word = 0; word < of_rows.words(); ++word) {
+      for (int64_t word = 0; word < of_rows_.words(); ++word) {
         if ((left[word] & right[word]) != 0) {
           return true;
         }
       }
     }
     return false;
-  };
+  }
+
+ private:
+  const Lines &rows_, &columns_;
+  NonzeroBits of_rows_, of_columns_;
+  const int64_t first_;
+};
+
+constexpr int64_t kBlock = 256;
+
+// Return whether there is a zero in a block of numbers. Its fixed size lets the compiler vectorize the loop.
+[[gnu::optimize("O3")]] bool has_zero(const uint16_t* block) {
+  uint16_t found = 0;
+  for (int64_t i = 0; i < kBlock; ++i) {
+    found |= static_cast<uint16_t>((block[i] & 0x7fff) == 0);
+  }
+  return found != 0;
+}
+
+// Count the lost ones among the zeros in the rows of a product. `zeros` is how many there are, less those that are found.
+uint64_t count_lost_of(const Lines& rows, const Lines& columns, const Lines& values, uint64_t& zeros) {
+  LostProducts lost(rows, columns);
   uint64_t count = 0;
-  for (int64_t row = 0; row < rows.count; ++row) {
-    for (int64_t column = 0; column < columns.count; ++column) {
-      count += values.is_zero(row, column) && is_lost(row, column);
+  for (int64_t row = 0; row < values.count && zeros != 0; ++row) {
+    for (int64_t begin = 0; begin < values.length && zeros != 0; begin += kBlock) {
+      const int64_t end = std::min(begin + kBlock, values.length);
+      if (values.stride == 1 && end - begin == kBlock && !has_zero(values.data + row * values.to_next + begin)) {
+        continue;
+      }
+      for (int64_t column = begin; column < end; ++column) {
+        if (values.is_zero(row, column)) {
+          --zeros;
+          count += lost.contain(row, column);
+        }
+      }
     }
   }
   return count;
 }
 
-// Count the zeros of a product of matrices of 16-bit numbers in host memory, or of two batches of them.
-uint64_t count_lost_products(const Tensor& left, const Tensor& right, const Tensor& values) {
+// Count the lost ones among the zeros of a product of matrices of 16-bit numbers in host memory, or of two batches of them.
+uint64_t count_lost_products(const Tensor& left, const Tensor& right, const Tensor& values, uint64_t zeros) {
   const bool is_batch = left.dim() == 3;
   const int64_t row = left.dim() - 2, column = left.dim() - 1;
   const auto matrix = [is_batch](const Tensor& of, int64_t number) {
@@ -99,7 +129,7 @@ uint64_t count_lost_products(const Tensor& left, const Tensor& right, const Tens
     const Lines rows{matrix(left, i), left.size(row), left.stride(row), left.size(column), left.stride(column)};
     const Lines columns{matrix(right, i), right.size(column), right.stride(column), right.size(row), right.stride(row)};
     const Lines results{matrix(values, i), values.size(row), values.stride(row), values.size(column), values.stride(column)};
-    count += count_lost_of(rows, columns, results);
+    count += count_lost_of(rows, columns, results, zeros);
   }
   return count;
 }

@@ -104,7 +104,7 @@ uint64_t count_lost_in_memory(const ObservedOp& op, const Tensor& values, uint64
     return count_lost(op, values).item<int64_t>();  // autocast has cast them
   }
   if (op.op->multiplies && inputs.size() == 2) {
-    return count_lost_products(inputs[0], inputs[1], values);
+    return count_lost_products(inputs[0], inputs[1], values, zeros);
   }
   const uint64_t elements = values.numel();
   return zeros == elements && inputs.front().ne(0).any().item<bool>() ? elements : 0;
