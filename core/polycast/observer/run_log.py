@@ -61,9 +61,10 @@ class RunLog:
 
     Example:
         >>> import torch, polycast
+        >>> _ = torch.manual_seed(0)
         >>> model = torch.nn.Linear(4, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> scaler = polycast.grad_scaler("cpu", torch.float16)
+        >>> scaler = polycast.grad_scaler("cpu", torch.float16, init_scale=256.0)
         >>> log = polycast.RunLog(model=model)
         >>> for _ in range(3):
         ...     with log.step() as step:
@@ -75,7 +76,7 @@ class RunLog:
         ...         scaler.step(optimizer)
         ...         scaler.update()
         >>> [(record.scale, record.skipped) for record in log.history.steps]
-        [(65536.0, False), (65536.0, False), (65536.0, False)]
+        [(256.0, False), (256.0, False), (256.0, False)]
     """
 
     def __init__(
