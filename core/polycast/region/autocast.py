@@ -20,18 +20,20 @@ from ..plugins.backend import Availability, Backend
 from ..plugins.checks import check_availability, check_dtype
 from ..plugins.registry import registry
 from ..policy.names import OpName
-from ..policy.recipe import NoRecipe, Recipe, RecipeLike
+from ..policy.recipe import RecipeLike
 from ..policy.value import PolicyLike
 from .decorate import decorate
 from .entry import prepare
 from .policies import override_of
-from .recipes import usable_recipe
+from .recipes import checked_recipe, settings_of_recipe
 from .slow_dtype import warn_if_slow
 from .suspend import Suspendable
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _new = object.__new__
+_new_tuple = tuple.__new__
+_CACHE = Settings._fields.index("cache")
 
 
 class autocast(Region, TorchAutocast):
@@ -129,16 +131,15 @@ class autocast(Region, TorchAutocast):
         else:
             if cache is not None:
                 _check_cache(cache, cache_enabled)
-            usable = None if recipe is None else usable_recipe(recipe, backend, bool(enabled))
-            if enabled and (usable is None or isinstance(usable, NoRecipe)):
-                warn_if_slow(backend, dtype)
-            if policy is None:
-                without_cache = _recipe_settings(self.device, bool(enabled), dtype, cache_enabled, usable)
-                self._settings = without_cache if cache is None else Settings(*without_cache[:-2], cache)
+            if recipe is not None and policy is None:
+                settings = settings_of_recipe(recipe, backend, bool(enabled), dtype, cache_enabled)
+                if cache is not None:  # a new tuple is cheaper than a call of the class
+                    settings = _new_tuple(Settings, (*settings[:_CACHE], cache, False))
             else:
-                override = override_of(policy, self.device, usable)
-                self._settings = Settings(self.device, bool(enabled), dtype, cache_enabled, override, cache)
-            self._ready_key = self._settings.ready_key
+                override = override_of(policy, self.device, checked_recipe(recipe, backend, bool(enabled), dtype))
+                settings = Settings(self.device, bool(enabled), dtype, cache_enabled, override, cache)
+            self._settings = settings
+            self._ready_key = settings.ready_key if settings.override is None else settings.override.ready_key
 
     @disable_dynamo
     def _complete_entry(self, recorded: bool) -> None:
@@ -246,13 +247,6 @@ def _plain_settings(device_type: str, enabled: bool, dtype: torch.dtype, cache_e
     if enabled:
         warn_if_slow(registry.find(device_type), dtype)
     return Settings(device_type, enabled, dtype, cache_enabled)
-
-
-@functools.lru_cache(maxsize=256)
-def _recipe_settings(
-    device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: bool | None, recipe: Recipe | None
-) -> Settings:
-    return Settings(device_type, enabled, dtype, cache_enabled, override_of(None, device_type, recipe))
 
 
 def _check_cache(cache: object, cache_enabled: bool | None) -> None:

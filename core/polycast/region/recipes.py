@@ -4,13 +4,44 @@ import torch
 
 from ..common import env
 from ..engine.fastest.profiles import with_profile
+from ..engine.state import Settings
 from ..errors import RecipeDisabledWarning, warn_user
 from ..plugins.backend import Availability, Backend
 from ..plugins.checks import check_recipe
 from ..policy.recipe import Fastest, NoRecipe, Recipe, RecipeLike, read_recipe
 from ..profiling import profile
+from .policies import override_of
+from .slow_dtype import warn_if_slow
 
 _warned: set[tuple[str, str]] = set()
+
+
+def settings_of_recipe(
+    given: RecipeLike, backend: Backend, enabled: bool, dtype: torch.dtype, cache_enabled: bool | None
+) -> Settings:
+    """Return the settings of a region with a recipe, and without policy and cache. Raises and warns as `checked_recipe`.
+
+    Settings with the recipe `Fastest` are kept: programs may enter a region for each op.
+    """
+    key = given, backend, enabled, dtype, cache_enabled, torch.get_num_threads(), env.profile()
+    kept = profile.derived
+    found: Settings | None = kept.get(key) if isinstance(given, (str, Recipe)) else None
+    if found is not None:
+        return found
+    recipe = checked_recipe(given, backend, enabled, dtype)
+    device_type = backend.device_type
+    settings = Settings(device_type, enabled, dtype, cache_enabled, override_of(None, device_type, recipe))
+    if _is_kept(given, recipe):
+        kept[key] = settings
+    return settings
+
+
+def checked_recipe(given: RecipeLike | None, backend: Backend, enabled: bool, dtype: torch.dtype) -> Recipe | None:
+    """Return the recipe of a region as `usable_recipe` does, None for none; warn if it has none and the dtype is slow."""
+    recipe = None if given is None else usable_recipe(given, backend, enabled)
+    if enabled and (recipe is None or isinstance(recipe, NoRecipe)):
+        warn_if_slow(backend, dtype)
+    return recipe
 
 
 def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:
@@ -45,6 +76,11 @@ def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:
     if answer.reason and (backend.device_type, answer.reason) not in _warned:
         _warned.add((backend.device_type, answer.reason))
         warn_user(f"{recipe!r} on {backend.device_type}: {answer.reason}")
-    if isinstance(asked, Fastest) and not isinstance(asked.profile, str):  # the file of a path may change
+    if _is_kept(asked, recipe):
         kept[key] = recipe
     return recipe
+
+
+def _is_kept(given: RecipeLike, usable: Recipe | None) -> bool:
+    """Return whether a usable recipe is kept; not if the file of its profile may change."""
+    return isinstance(usable, Fastest) and not (isinstance(given, Fastest) and isinstance(given.profile, str))
