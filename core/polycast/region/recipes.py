@@ -19,9 +19,10 @@ _warned: set[tuple[str, str]] = set()
 def settings_of_recipe(
     given: RecipeLike, backend: Backend, enabled: bool, dtype: torch.dtype, cache_enabled: bool | None
 ) -> Settings:
-    """Return the settings of a region with a recipe, and without policy and cache. Raises and warns as `checked_recipe`.
+    """Return the settings of a region with a recipe, without policy and cache.
 
-    Settings with the recipe `Fastest` are kept: programs may enter a region for each op.
+    Those with the recipe `Fastest` are kept: programs may enter a region for each op. Raises and warns as
+    `checked_recipe`.
     """
     key = given, backend, enabled, dtype, cache_enabled, torch.get_num_threads(), env.profile()
     kept = profile.derived
@@ -37,7 +38,7 @@ def settings_of_recipe(
 
 
 def checked_recipe(given: RecipeLike | None, backend: Backend, enabled: bool, dtype: torch.dtype) -> Recipe | None:
-    """Return the recipe of a region as `usable_recipe` does, None for none; warn if it has none and the dtype is slow."""
+    """Return the recipe of a region as `usable_recipe` does, None for none; then warn if the dtype is slow."""
     recipe = None if given is None else usable_recipe(given, backend, enabled)
     if enabled and (recipe is None or isinstance(recipe, NoRecipe)):
         warn_if_slow(backend, dtype)
