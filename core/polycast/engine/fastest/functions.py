@@ -97,7 +97,7 @@ class RecordedProduct(torch.autograd.Function):
                 of_second = rule.of_second(of_way(way), _converted(first, way, ctx.dtype), ctx.shapes[1])
                 of_second = of_second.to(ctx.dtypes[1])
             if for_bias:
-                of_bias = rule.of_bias(gradient, ctx.shapes[2]).to(ctx.dtypes[2])
+                of_bias = rule.of_bias(of_way.widest, ctx.shapes[2]).to(ctx.dtypes[2])
         return None, of_first, of_second, of_bias
 
 
@@ -115,6 +115,11 @@ class _Converted:
         if self._float32 is None:
             self._float32 = self._gradient.float()
         return self._float32
+
+    @property
+    def widest(self) -> torch.Tensor:
+        """The gradient in float32 if it was converted, for sums, which are slower in other dtypes."""
+        return self._gradient if self._float32 is None else self._float32
 
 
 def _converted(tensor: torch.Tensor, way: Way, dtype: torch.dtype) -> torch.Tensor:

@@ -163,10 +163,11 @@ class FastestPlan(Plan):
         self, found: "Decision", op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype
     ) -> tuple[Results | None, Action | None]:
         ways = found.ways if found.recorded is not None and _is_recorded(args) else None
-        if found.recorded is not None and ways is not None and not (ways.are_all_fast or ways.is_plain):
+        has_function = ways is not None and ways.is_float32 and has_native_function(op, args)
+        is_left_to_torch = ways is None or ways.are_all_fast or (ways.is_plain and not has_function)
+        if found.recorded is not None and ways is not None and not is_left_to_torch:
             result = found.recorded.compute(ways, dtype, lambda weight: _cached_cast(weight, dtype, cache))
-            has_action = ways.is_float32 and has_native_function(op, args)
-            return result, Action(ActionKind.RECORDED, weight_position(op)) if has_action else None
+            return result, Action(ActionKind.RECORDED, weight_position(op)) if has_function else None
         if found.way is Way.FLOAT32:
             results = results_in(dtype, computed_in(torch.float32, op, args))
             return results, FLOAT32_LAID_OUT if must_lay_out(op, args) else FLOAT32

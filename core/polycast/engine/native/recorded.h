@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "casting.h"
+#include "small_casts.h"
 
 namespace {
 
@@ -53,11 +54,11 @@ class RecordedProduct : public torch::autograd::Function<RecordedProduct> {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     for (c10::IValue& argument : arguments) {
       if (argument.isTensor() && argument.toTensor().defined()) {
-        argument = argument.toTensor().to(at::kFloat);
+        argument = converted(argument.toTensor(), at::kFloat);
       }
     }
     call.handle.callBoxed(arguments);
-    return arguments.back().toTensor().to(call.fast);
+    return converted(arguments.back().toTensor(), call.fast);
   }
 
   static Tensors backward(Context* context, Tensors gradients) {
@@ -74,30 +75,38 @@ class RecordedProduct : public torch::autograd::Function<RecordedProduct> {
     }
     const bool of_first = context->needs_input_grad(0), of_second = context->needs_input_grad(1);
     const auto kind = static_cast<Kind>(context->saved_data["kind"].toInt());
-    const auto wide = [](const Tensor& tensor) { return tensor.defined() ? tensor.to(at::kFloat) : tensor; };
+    const auto wide = [](const Tensor& tensor) { return tensor.defined() ? converted(tensor, at::kFloat) : tensor; };
+    Tensor result = gradient;
     if (of_first || of_second) {
-      const Tensor result = wide(gradient), first = wide(saved[0]), second = wide(saved[1]);
+      result = wide(gradient);
+      const Tensor first = wide(saved[0]), second = wide(saved[1]);
       if (kind == kConvolution) {
         std::tie(found[1], found[2]) = of_convolution(*context, result, first, second, of_first, of_second);
       } else {
         if (of_first) {
-          found[1] = scaled(*context, "alpha", result.matmul(kind == kLinear ? second : second.t()));
+          const Tensor other = kind == kLinear ? second : second.t();
+          found[1] = scaled(*context, "alpha", result.dim() == 2 ? result.mm(other) : result.matmul(other));
         }
         if (of_second) {
-          const Tensor rows = first.reshape({-1, first.size(-1)}), columns = result.reshape({-1, result.size(-1)});
+          const Tensor rows = as_matrix(first), columns = as_matrix(result);
           found[2] = scaled(*context, "alpha", kind == kLinear ? columns.t().mm(rows) : rows.t().mm(columns));
         }
       }
     }
+    if (found[1].defined() && saved[0].defined()) {
+      found[1] = converted(found[1], saved[0].scalar_type());
+    }
     const auto bias = context->saved_data.find("bias");
     if (bias != context->saved_data.end() && context->needs_input_grad(2)) {
       const std::vector<int64_t> size = bias->second.toIntVector();
-      found[3] = kind == kConvolution ? sum_of_channels(gradient) : scaled(*context, "beta", sum_to(gradient, size));
+      found[3] = kind == kConvolution ? sum_of_channels(result) : scaled(*context, "beta", sum_to(result, size));
     }
     return found;
   }
 
  private:
+  static Tensor as_matrix(const Tensor& tensor) { return tensor.dim() == 2 ? tensor : tensor.reshape({-1, tensor.size(-1)}); }
+
   static Tensor scaled(Context& context, const char* name, Tensor tensor) {
     const auto factor = context.saved_data.find(name);
     if (factor == context.saved_data.end() || factor->second.toScalar().equal(1)) {
