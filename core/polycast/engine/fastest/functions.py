@@ -204,13 +204,15 @@ class Convolution(torch.autograd.Function):
         _, _, *needed = ctx.needs_input_grad
         way = ctx.ways.first if needed[0] else ctx.ways.second
         with disable_autocast():
+            of_way = _Converted(gradient, ctx.dtype)
             found = ctx.settings.gradients(
-                *(_converted(each, way, ctx.dtype) for each in (gradient, first, second)), needed[:2]
+                of_way(way), *(_converted(each, way, ctx.dtype) for each in (first, second)), needed[:2]
             )
             of_bias = None
             if needed[2]:
                 channels = gradient.dim() - second.dim() + 1
-                of_bias = gradient.sum([at for at in range(gradient.dim()) if at != channels], dtype=torch.float32)
+                others = [at for at in range(gradient.dim()) if at != channels]
+                of_bias = of_way.widest.sum(others, dtype=torch.float32)
         gradients = (*found, of_bias)
         return (
             None,

@@ -15,7 +15,7 @@ from .products import ATTENTION, Product
 
 _FUNCTION_SECONDS = 150e-6
 """An autograd function in Python takes about so long, forward and backward."""
-_NATIVE_FUNCTION_SECONDS = 20e-6
+_NATIVE_FUNCTION_SECONDS = 5e-6
 """The same in the native engine, which has those in float32 for these ops of the profile."""
 _NATIVE_OPS = ("linear", "matmul", "conv2d")
 
@@ -54,7 +54,8 @@ class Ways(NamedTuple):
         reason: why.
         is_float32: whether the forward and the gradients that are needed are all computed in float32.
         is_plain: whether they are, and torch may record the op and the conversions itself: what it saves then
-            takes no more memory than the casts of both operands, which the fast dtype's op saves.
+            takes no more memory than the casts of both operands, which the fast dtype's op saves. The native engine
+            is faster, for the ops that it has functions for.
     """
 
     forward: Way
