@@ -171,7 +171,7 @@ def test_the_first_scale_is_no_finding_unless_the_loss_is_not_finite_either():
 def test_a_long_run_that_skips_every_step_has_its_finding():
     steps = [StepRecord(step, 1.0, 2.0, step > 0) for step in range(100_000)]
     (finding,) = polycast.RunHistory(steps).findings
-    assert finding.what.startswith("99999 of 100000 steps were skipped, up to 99999 in a row.")
+    assert finding.what.startswith("99,999 of 100,000 steps were skipped, up to 99,999 in a row.")
 
 
 def test_single_skips_are_no_finding():

@@ -125,6 +125,7 @@ def test_no_number_is_broken_over_lines(open_report, name):
         "[...document.querySelectorAll('.word, .ticks li')].every((each) => each.offsetHeight < 2 * parseFloat("
         "getComputedStyle(each).fontSize))"
     )
+    assert page.js("[...document.querySelectorAll('.facts th')].every((each) => each.scrollWidth <= each.clientWidth)")
     assert page.js("[...document.querySelectorAll('.ticks')].every((each) => each.scrollWidth <= each.clientWidth)")
 
 

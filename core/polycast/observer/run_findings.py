@@ -48,7 +48,7 @@ def _loss_not_finite(steps: Sequence[StepRecord]) -> Iterator[RunFinding]:
         yield RunFinding(
             "loss_not_finite",
             first.step,
-            f"the loss is {first.loss} in {len(diverged)} of {len(steps)} steps.",
+            f"the loss is {first.loss} in {len(diverged):,} of {len(steps):,} steps.",
             _remedy([record.skip for record in diverged if record.skip is not None]),
         )
 
@@ -60,11 +60,11 @@ def _skipped_steps(steps: Sequence[StepRecord]) -> Iterator[RunFinding]:
     if (later and len(skipped) > _MANY_SKIPPED * len(later)) or len(row) >= _IN_A_ROW:
         every = [record for record in steps if record.skipped]
         scales = [record.scale for record in every if record.scale is not None]
-        fell = f" The scale fell to {min(scales):g}." if scales else ""
+        fell = f" The scale fell to {min(scales):.4g}." if scales else ""
         yield RunFinding(
             "skipped_steps",
             (row or every)[0].step,
-            f"{len(every)} of {len(steps)} steps were skipped, up to {max(len(row), 1)} in a row.{fell}",
+            f"{len(every):,} of {len(steps):,} steps were skipped, up to {max(len(row), 1):,} in a row.{fell}",
             _remedy([record.skip for record in every if record.skip is not None]),
         )
 
