@@ -79,7 +79,7 @@ def test_a_string_is_accepted_if_torch_accepts_it(text):
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("CPU", "cpu"), ("cudda", "cuda"), ("Cuda:0", "cuda"), ("gpu", None), ("not a real device", None)],
+    [("CPU", "cpu"), ("cudda", "cuda"), ("Cuda:0", "cuda"), ("not a real device", None)],
 )
 def test_the_error_for_an_unknown_string_says_what_is_there(name, nearest):
     with pytest.raises(RuntimeError) as refusal:
@@ -90,6 +90,19 @@ def test_the_error_for_an_unknown_string_says_what_is_there(name, nearest):
         f"Invalid device string: {name!r}.{did_you_mean} Backends are installed for: {installed}. The "
         "plugin of another device has an entry point of the device's name in the group 'polycast.backends'."
     )
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "hint"),
+    [(torch.device("cuda"), "Did you mean 'cuda'?"), (None, "This torch was built without GPUs.")],
+    ids=str,
+)
+def test_the_error_for_a_gpu_names_the_kind_that_torch_was_built_for(accelerator, hint, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
+    with pytest.raises(
+        RuntimeError, match=rf"^Invalid device string: 'gpu'\. {re.escape(hint)} Backends are installed"
+    ):
+        polycast.autocast("gpu")
 
 
 def test_an_unregistered_device_is_unknown_again(hand_made):

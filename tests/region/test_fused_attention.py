@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import trace_rules
 from torch.backends import mha
 
 import polycast
@@ -74,6 +75,14 @@ def test_compiled_code_is_as_the_region_that_it_runs_in(low_bit_counts):
         assert len(counts.records()) == count
     with polycast.autocast("cpu", recipe=RECIPE):
         assert torch.equal(compiled(X), model(X))
+
+
+def test_attention_is_compiled_after_uninstalling_what_dynamo_has_met():
+    trace_rules.get_torch_obj_rule_map.cache_clear()
+    with polycast.autocast("cpu", recipe=RECIPE):
+        assert mha.get_fastpath_enabled in trace_rules.get_torch_obj_rule_map()
+    polycast.uninstall()
+    assert mha.get_fastpath_enabled in trace_rules.get_torch_obj_rule_map()
 
 
 def test_attention_is_scripted_in_a_region_with_a_recipe():

@@ -18,6 +18,9 @@ from .discovery import discover
 from .loading import BackendLoader, BackendStatus
 from .statuses import BackendStatuses
 
+_ANY_ACCELERATOR = ("gpu", "accelerator")
+"""Names of no device in particular."""
+
 
 class Registry:
     """The backends of this process."""
@@ -62,6 +65,9 @@ class Registry:
         installed, name = sorted(self._loaders()), device.partition(":")[0]
         alike = difflib.get_close_matches(name.lower(), installed, n=1, cutoff=0.7)
         nearest = f" Did you mean {alike[0]!r}?" if alike else ""
+        if name.lower() in _ANY_ACCELERATOR:
+            accelerator = torch.accelerator.current_accelerator()
+            nearest = f" Did you mean {accelerator.type!r}?" if accelerator else " This torch was built without GPUs."
         return (
             f"{nearest} Backends are installed for: {', '.join(installed) or 'no device'}. The plugin of another "
             f"device has an entry point of the device's name in the group {hookspecs.ENTRY_POINT_GROUP!r}."

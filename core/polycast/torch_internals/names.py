@@ -197,3 +197,11 @@ DeviceContext: type = read(
     type("DeviceContext", (), {}),
     "polycast.out_dtype takes no kernel of a backend's under torch.set_default_device",
 )
+
+
+def forget_rules_of_dynamo() -> None:
+    """Clear Dynamo's rules by function, which it has looked up by name, perhaps while a function was replaced."""
+    trace_rules = sys.modules.get("torch._dynamo.trace_rules")
+    clear = getattr(getattr(trace_rules, "get_torch_obj_rule_map", None), "cache_clear", None)
+    if clear is not None:
+        clear()
