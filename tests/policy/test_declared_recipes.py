@@ -289,6 +289,21 @@ def test_an_equalization_is_a_setting_of_int8():
         Int8(equalization="a path")
 
 
+def test_a_policy_has_recipes_that_its_file_cannot_have(tmp_path):
+    table = Table("a1")
+    policy = Policy(modules={"head": Grouped(table=table), "body": "int8"})
+    assert repr(policy) == "Policy(modules={'head': Grouped(table=<Table a1>), 'body': 'int8'})"
+    assert Policy(modules={"body": "int8"}).diff(policy)[0] == "+ modules.head = Grouped(table=<Table a1>)"
+    assert "&lt;Table a1&gt;" in policy._repr_html_()
+    copied = pickle.loads(pickle.dumps(policy))
+    assert copied == policy
+    assert copied.modules["head"].table.digest == table.digest
+    with pytest.raises(ValueError, match="its table is an object.* A Policy made in Python can have it"):
+        policy.save(tmp_path / "policy.toml")
+    with pytest.raises(ValueError, match=r"modules\['head'\]: equalization must be an Equalization, .* got 'e.st'"):
+        Policy.of_text('schema = 1\n[modules]\nhead = {recipe = "int8", equalization = "e.st"}\n')
+
+
 def test_a_text_is_read_though_another_thread_disturbs_the_parser(monkeypatch):
     parse, failures = recipe_base.ast.parse, [SystemError("AST constructor recursion depth mismatch")]
 

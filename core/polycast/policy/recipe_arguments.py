@@ -33,6 +33,11 @@ class Unknown:
     digest: str
 
 
+def is_object(value: object) -> bool:
+    """Return whether a setting is an object, which texts and files can only name."""
+    return hasattr(value, "digest")
+
+
 def read_setting(name: str, value: Any, expected: Any) -> Any:
     """Return the value of a setting.
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_ty
 from typing_extensions import Self, dataclass_transform
 
 from .names import hint, known_overloads, read_op
-from .recipe_arguments import SIMPLE_TYPES, read_setting, text_of, value_of
+from .recipe_arguments import SIMPLE_TYPES, is_object, read_setting, text_of, value_of
 
 kinds: dict[str, type["Recipe"]] = {}
 """The classes of recipes, by kind."""
@@ -157,13 +157,18 @@ class Recipe:
         """
         others = {name: value for name, value in self._changed().items() if name not in self.named_settings()}
         for name, value in others.items():
-            if hasattr(value, "digest"):
+            if is_object(value):
                 raise ValueError(
                     f"{self!r} cannot be written: its {name} is an object. A policy file has texts and numbers only, "
-                    "such as the path of a saved one, where the recipe takes that"
+                    "such as the path of a saved one, where the recipe takes that. A Policy made in Python can have it"
                 )
             others[name] = list(value) if isinstance(value, tuple) else value
         return {"recipe": self.short, **others} if others else self.short
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether a setting is an object, such as an equalization, which no policy file can have."""
+        return any(map(is_object, self.settings.values()))
 
     def with_options(self, **options: Any) -> Self:
         """Return the recipe with other settings.
@@ -198,7 +203,7 @@ class Recipe:
 
     def __repr__(self) -> str:
         shown = {
-            name: f"<{type(value).__name__} {value.digest}>" if hasattr(value, "digest") else repr(value)
+            name: f"<{type(value).__name__} {value.digest}>" if is_object(value) else repr(value)
             for name, value in self._changed().items()
         }
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"

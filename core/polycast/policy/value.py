@@ -216,11 +216,9 @@ class Policy:
         return self._hash
 
     def __repr__(self) -> str:
-        arguments = self._table()
-        if self.devices:
-            arguments["devices"] = dict(self.devices)
-        order = [key for key in ("ops", "modules", "devices", "name") if key in arguments]
-        return f"Policy({', '.join(f'{key}={arguments[key]!r}' for key in order)})"
+        modules = {key: _shown(rule) for key, rule in self.modules.items()}
+        arguments = {"ops": self.ops.written, "modules": modules, "devices": dict(self.devices), "name": self.name}
+        return f"Policy({', '.join(f'{name}={value!r}' for name, value in arguments.items() if value)})"
 
     def _repr_html_(self) -> str:
         lines = (line.partition(" = ") for line in _lines(self))
@@ -233,7 +231,8 @@ class Policy:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _from_table, (self._table(),)
+        modules = {key: rule.written if isinstance(rule, OpPolicies) else rule for key, rule in self.modules.items()}
+        return Policy, (self.ops.written, modules, dict(self.devices), self.name)
 
     def _table(self) -> dict[str, Any]:
         """Return the tables of its policy file."""
@@ -313,6 +312,13 @@ def _read_devices(devices: object) -> Mapping[str, Policy]:
     return MappingProxyType(dict(devices))
 
 
+def _shown(rule: object) -> object:
+    """Return a rule as in a policy file, if that can have it."""
+    if isinstance(rule, Recipe):
+        return rule if rule.has_objects else rule.written
+    return rule.written if isinstance(rule, OpPolicies) else rule
+
+
 def _lines(policy: Policy, where: str = "") -> Iterator[str]:
     """Yield a policy as lines, the same for equal policies. Order matters in `modules` only."""
     if policy.name:
@@ -321,6 +327,6 @@ def _lines(policy: Policy, where: str = "") -> Iterator[str]:
         yield f"{where}ops.{op} = {written!r}"
     for key, rule in policy.modules.items():
         value: object = rule.normalized if isinstance(rule, OpPolicies) else rule
-        yield f"{where}modules.{key} = {value.written if isinstance(value, Recipe) else value!r}"
+        yield f"{where}modules.{key} = {_shown(value)!r}"
     for device_type, part in sorted(policy.devices.items()):
         yield from [*_lines(part, f"{where}devices.{device_type}.")] or [f"{where}devices.{device_type} = nothing"]
