@@ -79,3 +79,33 @@ def test_a_reentrant_checkpoint_does_not_warn():
 def test_a_complex_loss_is_refused():
     with pytest.raises(ValueError, match=r"got complex64. Return a real number"):
         polycast.compare(net(), torch.randn(5, 6), "cpu", loss=lambda y: torch.complex(y.float(), y.float()).mean())
+
+
+def test_a_state_dict_as_the_reference_is_refused():
+    with pytest.raises(TypeError, match=r"got a mapping \(OrderedDict\)\. Load a state dict into a copy of the model"):
+        polycast.compare(net(), torch.randn(5, 6), "cpu", reference=net().state_dict())
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_model_that_another_call_compares_is_refused(in_thread, tuned):
+    model, x, found = net(), torch.randn(5, 6), []
+
+    def compare_part():
+        if tuned:
+            polycast.tune(model[0], x, tolerance=1.0, device_type="cpu")
+        else:
+            polycast.compare(model[0], x, "cpu")
+
+    def other():
+        with pytest.raises(RuntimeError, match="Linear is in use by another call of polycast.compare or polycast.tune"):
+            compare_part()
+        found.append(polycast.compare(net(), x, "cpu"))
+
+    def loss(output):
+        if not found:
+            in_thread(other)
+        return mean_square(output)
+
+    polycast.compare(model, x, "cpu", loss=loss)
+    assert found
+    compare_part()

@@ -23,6 +23,7 @@ from ..region.module_rules import apply_policy
 from .calls import Call, Calls, calls_of
 from .comparison import Comparison
 from .hooks import set_stance
+from .in_use import in_use
 from .lockstep import Lockstep, Result
 from .numerics import Sums
 from .outcome import Loss, LossModule, check_loss
@@ -78,8 +79,8 @@ def compare(
 
     Raises:
         TypeError: `model`, `inputs`, `reference` or `loss` is of another type; or `loss` returns no tensor.
-        RuntimeError: the region cannot run enabled, or not with the recipe; or the model's forward writes to its
-            parameters.
+        RuntimeError: the region cannot run enabled, or not with the recipe; the model's forward writes to its
+            parameters; or another thread compares or tunes the model.
         ValueError: batches have different structures; or `loss` returns no scalar, or one without gradients.
         ValueError, RuntimeError: as :class:`autocast`.
         KeyboardInterrupt: with the attribute ``comparison``, which has what was found until then.
@@ -105,8 +106,9 @@ def compare(
     module = None if loss is None else LossModule(loss)
     both = [_side(each, device_type, loss) for each in (other, tested)]
     sides = Sides(both[0], both[1], {} if module is None else {LOSS: module})
-    _profile(sides, calls, module)
-    return _compared(sides, calls, module)
+    with in_use(sides.reference.model, sides.tested.model):
+        _profile(sides, calls, module)
+        return _compared(sides, calls, module)
 
 
 def _side(run: Reference, device_type: str, loss: Loss | None) -> Side:

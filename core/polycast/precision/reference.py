@@ -1,5 +1,6 @@
 """``Reference``: the run that ``compare`` compares with."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +49,11 @@ class Reference:
             return cls(enabled=False, compiled=False)
         if isinstance(value, torch.nn.Module):
             return cls(value)
+        if isinstance(value, Mapping):
+            raise TypeError(
+                f"reference must be a polycast.Reference or a model, got a mapping ({type(value).__name__}). Load a "
+                "state dict into a copy of the model: other = copy.deepcopy(model); other.load_state_dict(...)"
+            )
         if not isinstance(value, cls):
             raise TypeError(
                 f"reference must be a polycast.Reference, a model, or None for float32; got {value!r}. For example: "

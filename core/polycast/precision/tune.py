@@ -16,6 +16,7 @@ from .calls import Calls, calls_of
 from .compare import enabled_region, wanted_recipe
 from .evidence import Tuned, machine
 from .fingerprint import Fingerprint, hash_of_table, name_of_function
+from .in_use import in_use
 from .outcome import Loss, check_loss
 from .state_file import StateFile, StatePath
 from .tune_arguments import MIN_BUDGET, Metric, TuneArguments, check_arguments, check_choices, globs_of
@@ -137,9 +138,10 @@ def tune(
     arguments = TuneArguments(
         metric, name, region, float(tolerance), over, objective, wanted, loss, reduction, float(margin), *globs
     )
-    file = None if state is None else _state_file(state, model, calls, arguments)
-    tuner = Tuner(model, calls, held_out, arguments)
-    return tuner.run(max(min_budget, 4 * len(tuner.names) + 16) if budget is None else budget, file)
+    with in_use(model):
+        file = None if state is None else _state_file(state, model, calls, arguments)
+        tuner = Tuner(model, calls, held_out, arguments)
+        return tuner.run(max(min_budget, 4 * len(tuner.names) + 16) if budget is None else budget, file)
 
 
 def _state_file(state: StatePath, model: torch.nn.Module, calls: Calls, arguments: TuneArguments) -> StateFile:
