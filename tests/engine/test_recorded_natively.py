@@ -162,3 +162,19 @@ def test_compiled_autograd_runs_the_backward(call, recipe):
     with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")):
         loss.backward()
     assert all(torch.equal(*pair) for pair in zip((x.grad, weight.grad), expected, strict=True))
+
+
+def test_few_numbers_are_converted_to_the_bits_of_torchs_conversions(recipe):
+    one = nn.Parameter(torch.ones(1, 1, 1, 1), requires_grad=False)
+    halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    floats = torch.arange(-(2**31), 2**31, 2**18 + 12345).to(torch.int32).view(torch.float32)
+    for image in (
+        *halves.reshape(-1, 1, 1, 64, 64),
+        floats[:15600].reshape(2, 1, 78, 100),
+        floats[:7].reshape(1, 1, 1, 7),
+    ):
+        expected = F.conv2d(image.float(), one).bfloat16()
+        for _ in range(2):  # by Python, and natively
+            with torch.no_grad(), autocast("cpu", recipe=recipe):
+                found = F.conv2d(image, one)
+            assert torch.equal(found.view(torch.int16), expected.view(torch.int16))

@@ -9,6 +9,7 @@
 #include "extension.h"
 #include "prepacked.h"
 #include "recorded.h"
+#include "small_casts.h"
 #include "user_store.h"
 
 namespace {
@@ -186,7 +187,7 @@ std::optional<Results> compute(const Action& action, const RecipeCall& call, tor
     }
     for (c10::IValue& argument : arguments) {
       if (argument.isTensor() && is_eligible(argument.toTensor(), call.device)) {
-        argument = argument.toTensor().to(at::kFloat);
+        argument = converted(argument.toTensor(), at::kFloat);
       }
     }
   }
@@ -194,7 +195,7 @@ std::optional<Results> compute(const Action& action, const RecipeCall& call, tor
   for (c10::IValue& result : arguments) {
     const Tensor& tensor = result.toTensor();
     if (tensor.defined() && tensor.is_floating_point() && tensor.scalar_type() != fast) {
-      result = tensor.to(fast);
+      result = converted(tensor, fast);
     }
   }
   return std::move(arguments);
