@@ -88,7 +88,7 @@ BENCHMARKS: Mapping[str, Entry] = {
     "memory": Entry("processes:PeakMemory", all_of_them),
     "observing": Entry("observing:ops", one),
     "observing-training": Entry("observing:training", all_of_them),
-    "numerics": Entry("numerics:training", one_and_all),
+    "numerics": Entry("numerics:training", each),
     "once": Entry("once:by_size", one, apart=True, least=True),
     "rates": Entry("once:rates", each, apart=True),
     "peak": Entry("once:PeakOfThreads", one),
