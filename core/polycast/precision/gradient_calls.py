@@ -152,14 +152,14 @@ class SavedCall:
             kept = [tensor.clone() for tensor in kept]
         with torch.enable_grad():
             anchor = torch.empty(0, requires_grad=True)
-            self._token: Any = _Keep.apply(anchor, *kept).grad_fn  # type: ignore[no-untyped-call]
+            self._kept: Any = _Keep.apply(anchor, *kept)  # type: ignore[no-untyped-call]
 
     def load(self) -> bool:
         """Load the tensors, once; return False if they could not be copied, or were written to since."""
         if self._structure is None:
             return False
         try:
-            self._tensors = self._token.saved_tensors
+            self._tensors = self._kept.grad_fn.saved_tensors  # freed with the output in torch 2.11
         except RuntimeError:
             return False
         return True

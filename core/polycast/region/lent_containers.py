@@ -26,7 +26,7 @@ class ByIdentity:
         self._pairs: dict[int, tuple[Any, Any]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._pairs)
+        return len(self._pairs) > 0  # Dynamo of torch 2.11 does not trace bool() of a dict
 
     def add(self, key: Any, value: Any) -> None:
         """Add an entry, which also holds the key; keep the first of a key."""
