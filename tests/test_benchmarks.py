@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-EACH = {"compiled", "fastest", "gpt2", "int4", "linears", "low-bit", "ops", "rates", "scenarios"}
+EACH = {"compiled", "fastest", "gpt2", "int4", "linears", "low-bit", "numerics", "ops", "rates", "scenarios"}
 
 
 @pytest.fixture
