@@ -56,8 +56,8 @@ from polycast.observer import module_calls
 
 
 class Lock:
-    def acquire(self):
-        lock.acquire()
+    def acquire(self, blocking=True):
+        return lock.acquire(blocking)
 
     def release(self):
         lock.release()
@@ -72,7 +72,7 @@ class Lock:
 
 
 lock, held, forks = threading.RLock(), threading.Event(), threading.Event()
-os.register_at_fork(before=forks.set)  # between the locks of the modules that are imported by now and the others
+os.register_at_fork(before=forks.set)  # before the locks are taken
 with polycast.observe(threads="all"):
     pass
 module_calls.observations._lock = Lock()
@@ -83,6 +83,37 @@ held.wait()
 child = os.fork()
 if not child:
     os._exit(0)
+print(os.waitpid(child, 0)[1])
+thread.join()
+"""
+
+
+NESTED = """
+import os, threading
+from polycast.common.atfork import hold_during_fork
+
+outer, inner = threading.Lock(), threading.RLock()
+held, forks = threading.Event(), threading.Event()
+locks = [outer, inner] if ORDER else [inner, outer]
+for lock in locks:
+    hold_during_fork(lambda lock=lock: [lock])
+
+
+def nest():
+    with outer:
+        held.set()
+        forks.wait()
+        with inner:
+            pass
+
+
+thread = threading.Thread(target=nest)
+thread.start()
+held.wait()
+os.register_at_fork(before=forks.set)
+child = os.fork()
+if not child:
+    os._exit(not (outer.acquire(blocking=False) and inner.acquire(blocking=False)))
 print(os.waitpid(child, 0)[1])
 thread.join()
 """
@@ -234,6 +265,12 @@ def run(program, engine, timeout, *arguments):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 def test_observing_and_forking_on_two_threads_do_not_deadlock():
     assert run(MEETING, "native", timeout=300) == ("0\n", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+@pytest.mark.parametrize("order", [True, False])
+def test_a_fork_takes_locks_that_another_thread_nests_in_any_order(order):
+    assert run(NESTED.replace("ORDER", str(order)), "native", timeout=60) == ("0\n", "")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")

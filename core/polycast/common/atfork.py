@@ -8,32 +8,67 @@ from typing import Protocol
 class Lock(Protocol):
     """A threading.Lock or RLock."""
 
-    def acquire(self) -> bool:
-        """Acquire the lock."""
+    def acquire(self, blocking: bool = True) -> bool:
+        """Acquire the lock, and return whether it was acquired."""
 
     def release(self) -> None:
         """Release the lock."""
 
 
+_locks: list[Callable[[], Iterable[Lock]]] = []
+_held: list[Lock] = []
+
+
 def hold_during_fork(locks: Callable[[], Iterable[Lock]]) -> None:
     """Acquire locks before each fork, and release them after it in the parent and the child.
 
-    The locks of the last call are acquired first. A module that uses another module's lock imports that module first,
-    so this is the order in which the locks nest.
+    They need no order: the forking thread waits for a lock only while it holds none. Other threads nest them as they
+    like, and the garbage collector may take a lock wherever another is held.
 
     Args:
-        locks: called before each fork; returns the locks, outermost first.
+        locks: called before each fork; returns the locks.
     """
-    held: list[Lock] = []
+    _locks.append(locks)
 
-    def acquire() -> None:
-        for lock in locks():
-            lock.acquire()
-            held.append(lock)
 
-    def release() -> None:
-        while held:
-            held.pop().release()
+def _all_locks() -> dict[int, Lock]:
+    """Return the locks by identity."""
+    return {id(lock): lock for locks in _locks for lock in locks()}
 
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=acquire, after_in_parent=release, after_in_child=release)
+
+def _acquire_all() -> None:
+    """Acquire all locks. Where one is not free, release the others, wait for it, and try again."""
+    awaited: Lock | None = None
+    without: dict[int, Lock] = {}  # those that have a timeout
+    while True:
+        locks, held = _all_locks(), []
+        if awaited is not None:
+            if awaited.acquire():
+                held.append(awaited)
+            else:
+                without[id(awaited)] = awaited
+        done = {*without, *map(id, held)}
+        awaited = next((lock for key, lock in locks.items() if key not in done and not _try(lock, held)), None)
+        if awaited is None and _all_locks().keys() <= {*locks, *done}:  # none was made meanwhile
+            _held.extend(held)
+            return
+        _release(held)
+
+
+def _try(lock: Lock, held: list[Lock]) -> bool:
+    """Acquire a lock, if it is free, and add it to those that are held."""
+    is_free = lock.acquire(blocking=False)
+    if is_free:
+        held.append(lock)
+    return is_free
+
+
+def _release(held: list[Lock]) -> None:
+    while held:
+        held.pop().release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_acquire_all, after_in_parent=lambda: _release(_held), after_in_child=lambda: _release(_held)
+    )

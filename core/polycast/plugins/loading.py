@@ -82,7 +82,6 @@ class BackendLoader:
     # Reentrant, so that a plugin that uses its own device at import gets an error instead of a deadlock. One for each
     # device, so that a slow plugin holds up no other.
     _lock: Any = field(default_factory=threading.RLock, init=False)
-    _held_for_fork: bool = field(default=False, init=False)
 
     def get(self) -> Backend:
         """Return the backend, loading it at its first use."""
@@ -118,15 +117,13 @@ class BackendLoader:
         answer = check_availability(backend)
         return self._status("ready" if answer else "unavailable", answer.reason, backend.default_dtype)
 
-    def acquire(self) -> bool:
+    def acquire(self, blocking: bool = True) -> bool:
         """Wait until no plugin is being imported; called before a fork, as the child could never finish the import."""
-        self._held_for_fork = self._lock.acquire(timeout=_FORK_TIMEOUT)
-        return self._held_for_fork
+        return bool(self._lock.acquire(blocking, _FORK_TIMEOUT if blocking else -1))
 
     def release(self) -> None:
         """Allow imports again; called after a fork."""
-        if self._held_for_fork:
-            self._lock.release()
+        self._lock.release()
 
     def reset(self) -> None:
         """Forget the threads of the parent; called in the child of a fork."""
