@@ -1,14 +1,20 @@
 """The modules that are compared or tuned now, which other threads must not compare at the same time."""
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from ..common.atfork import hold_during_fork
+
 _users: dict[int, object] = {}
 """By the id of a module, what identifies the call that uses it."""
 _lock = threading.Lock()
+hold_during_fork(lambda: [_lock])
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_users.clear)  # the threads that use them are not in the child
 
 
 @contextmanager
