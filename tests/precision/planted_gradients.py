@@ -1,0 +1,44 @@
+"""A module whose backward is wrong in a region, and what compares the gradients of such models."""
+
+import torch
+from torch import nn
+
+import polycast
+
+
+class Wrong(torch.autograd.Function):
+    """The identity, whose backward is wrong by 10 % in a region."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.factor = 1.1 if torch.is_autocast_enabled("cpu") else 1.0
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor
+
+
+class Planted(nn.Module):
+    """A linear layer, after which the backward is wrong in a region."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+
+    def forward(self, x):
+        return Wrong.apply(torch.mm(x, self.weight.t()))
+
+
+def mean_square(output):
+    return output.float().square().mean()
+
+
+def compare(model, x, loss=mean_square, **settings):
+    settings = {"policy": {"linear": "fp32", "mm": "fp32"}, **settings}
+    return polycast.compare(model, x, "cpu", loss=loss, **settings)
+
+
+def by_name(comparison):
+    """Return the errors of gradients by name; those of the inputs of a module by its name."""
+    return {each.name: each for each in comparison.gradients}
