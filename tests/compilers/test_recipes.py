@@ -77,8 +77,9 @@ MADE = {
     "Int8(scales)": lambda: polycast.Int8(scales="row", min_size=1),
     "Int8(ops)": lambda: Int8("row", ["linear", "aten::mm"], 1),
     "NoRecipe()": lambda: polycast.NoRecipe(),
-    "a subclass": lambda: OfSize(1),
 }
+if not torch.__version__.startswith("2.11."):  # whose Dynamo does not trace a constructor of a subclass's own
+    MADE["a subclass"] = lambda: OfSize(1)
 
 
 @pytest.fixture
