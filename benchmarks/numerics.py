@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -32,19 +31,16 @@ class _Counted:
 
 
 def training() -> Race:
-    """Return the race of plain steps, steps that are all counted, and steps of which one in ten is."""
+    """Return the race of plain and counted steps, and of ten plain steps and ten of which one is counted."""
     model, step = training_step(_WIDTH)
     for _ in range(3):
         step()
-    statement = f"for _ in range({_STEPS}): step()"
-
-    def side(counted: _Counted | None = None) -> LongSide:
-        more: dict[str, Any] = {} if counted is None else {"around": counted.observing}
-        return LongSide(statement, {"step": counted or step}, per=_STEPS, **more)
-
-    sides, ratios = {"plain": side()}, []
-    for schedule, name, at_most in ((1, "every step", 1.1), (_STEPS, f"one step in {_STEPS}", 1.01)):
-        sides[name] = side(_Counted(model, step, schedule))
+    sides, ratios = {}, []
+    for steps, name, at_most in ((1, "every step", 1.1), (_STEPS, f"one step in {_STEPS}", 1.01)):
+        plain, statement = f"{steps} plain", f"for _ in range({steps}): step()"
+        counted = _Counted(model, step, schedule=steps)
+        sides[plain] = LongSide(statement, {"step": step}, per=steps)
+        sides[name] = LongSide(statement, {"step": counted}, per=steps, around=counted.observing)
         what = f"GPT-2 of {LAYERS} layers, width {_WIDTH}, training, numerics of {name}"
-        ratios.append(Ratio(what, "not observed", name, "plain", at_most))
-    return Race(sides=sides, ratios=ratios, rounds=20, seconds=0.2, most_seconds=90.0, least=True)
+        ratios.append(Ratio(what, "not observed", name, plain, at_most))
+    return Race(sides=sides, ratios=ratios, rounds=100, seconds=0.01, most_seconds=120.0, least=True)
