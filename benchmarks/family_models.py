@@ -221,7 +221,7 @@ FAMILIES: tuple[Family, ...] = (
         functools.partial(_of, "Wav2Vec2Model", "Wav2Vec2Config", **_VIT),
         _sound,
         (1, 4),
-        "second of sound",
+        "second",
         convolves=True,
     ),
 )

@@ -35,7 +35,7 @@ def _coverage(run: dict[str, Any]) -> Iterable[str]:
         shares, errors = by_metric[_SHARE], by_metric[_ERROR]
         cells = [_percent(shares["by"].get(side)) for side in _SIDES[1:]]
         cells += [_text(errors["by"].get(side) if shares["by"].get(side) else None, 1) for side in _SIDES[1:]]
-        yield _row([family, *cells, shares["skipped"] or shares["note"]])
+        yield _row([family, *cells, (shares["skipped"] or shares["note"]).replace("%", " %")])
 
 
 def _times(results: Sequence[dict[str, Any]]) -> Iterable[str]:
@@ -72,7 +72,9 @@ def _text(value: float | None, digits: int) -> str:
 
 
 def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}".replace("%", " %")
+    if share is None:
+        return "-"
+    return f"{share:.0%}".replace("%", " %") if share == 0 or share >= 0.005 else "< 1 %"
 
 
 def _row(cells: Iterable[str]) -> str:

@@ -155,6 +155,16 @@ def test_a_run_that_skips_in_a_row_names_the_module_to_keep_in_float32():
     )
 
 
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_no_dtype_is_a_remedy_for_an_op_in_float32(phase):
+    origin = Origin("aten::sqrt", phase, "norm", "inf", "float32")
+    found = polycast.RunHistory([skipped(step, origin=origin) for step in range(4)]).findings[-1]
+    assert found.remedy == (
+        f"It began in aten::sqrt of 'norm', {phase} pass, float32 (4 of 4 skipped steps). No dtype helps there: change "
+        "the values, such as by an epsilon or a clamp."
+    )
+
+
 def test_without_an_origin_the_remedy_is_how_to_find_it():
     steps = [skipped(step, origin=None) for step in range(4)]
     assert "Pass rerun= to RunLog.step" in polycast.RunHistory(steps).findings[-1].remedy

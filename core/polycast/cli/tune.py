@@ -59,7 +59,7 @@ def run(
         Objective,
         typer.Option(
             metavar="NAME",
-            help="Look for the smallest set in float32 (accuracy), or for the fastest precision of each (time).",
+            help="Look for a small set in float32 (accuracy), or for the fastest precision of each (time).",
         ),
     ] = Objective.ACCURACY,
     recipe: Annotated[

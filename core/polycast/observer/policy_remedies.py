@@ -16,7 +16,7 @@ def nonfinite_remedy(op: str, dtype: str, phase: str) -> str:
         )
     name = name_of(op)
     keep = f"Keep the op in float32, with {policy_text(name, 'fp32')}, use" if may_have(name, "fp32") else "Use"
-    in_forward = f"{keep} bfloat16, or in training scale the loss (polycast.grad_scaler)."
+    in_forward = f"{keep} bfloat16."
     in_backward = "Scale the loss (polycast.grad_scaler), or use bfloat16."
     return f"{dtype} has less range than float32. {in_backward if phase == 'backward' else in_forward}"
 

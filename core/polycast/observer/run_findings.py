@@ -99,6 +99,8 @@ def _remedy(skips: Sequence[SkippedStep]) -> str:
         skip.origin for skip in skips if skip.origin and (skip.origin.phase, skip.origin.module) == (phase, module)
     )
     began = f"It began in {op} {_where(module)}, {phase} pass, {origin.dtype} ({count} of {len(skips)} skipped steps)."
+    if origin.dtype == "float32":
+        return f"{began} No dtype helps there: change the values, such as by an epsilon or a clamp."
     if phase == "backward":
         return f"{began} The scale was too large for these gradients; if it stays so at a small scale, {_keep(module)}"
     return f"{began} The scale has no part in that: {_keep(module)}"
