@@ -31,3 +31,8 @@ def plain_data(value: Any) -> Any:
     if is_dataclass(value):
         return {field.name: plain_data(getattr(value, field.name)) for field in fields(value)}
     return value
+
+
+def plain_fields(record: Any) -> dict[str, Any]:
+    """Return the fields of a record for JSON, by name."""
+    return {name: plain_data(value) for name, value in vars(record).items()}

@@ -11,7 +11,7 @@ from ..common.plain_text import as_text, under_the_head
 from ..observer.low_bit_counts import low_bit_lines
 from ..observer.records import LowBit
 from ..policy.dtypes import dtype_name
-from ..policy.plain_data import plain_data
+from ..policy.plain_data import plain_fields
 from ..policy.recipe import Recipe
 from .numerics import Error
 
@@ -52,8 +52,7 @@ class ModuleErrors:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the errors as plain data."""
-        plain: dict[str, Any] = plain_data(vars(self))
-        return plain
+        return plain_fields(self)
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,7 @@ class GradientErrors:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the errors as plain data."""
-        plain: dict[str, Any] = plain_data(vars(self))
-        return plain
+        return plain_fields(self)
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as plain data for JSON: inf and nan are texts."""
-        return {"schema": SCHEMA, "torch": torch.__version__, **plain_data(vars(self))}
+        return {"schema": SCHEMA, "torch": torch.__version__, **plain_fields(self)}
 
     def __rich__(self) -> "RenderableType":
         from rich.console import Group

@@ -14,7 +14,7 @@ from ..engine.choice import choose
 from ..policy import files
 from ..policy.dtypes import dtype_name
 from ..policy.files import PolicyPath
-from ..policy.plain_data import plain_data
+from ..policy.plain_data import plain_fields
 from ..policy.recipe import Recipe
 from ..policy.value import Policy
 from .minimal_set import Members
@@ -113,7 +113,7 @@ class Evidence:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the evidence as plain data for JSON: inf and nan are texts."""
-        return {"schema": SCHEMA, **plain_data(vars(self))}
+        return {"schema": SCHEMA, **plain_fields(self)}
 
     def name(self) -> str:
         """Return a name for the policy, with the inputs and the machine of the measurement."""

@@ -9,7 +9,7 @@ import torch
 from ..common.html_table import html_lines, html_table
 from ..common.plain_text import as_text, under_the_head
 from ..policy.dtypes import dtype_name
-from ..policy.plain_data import plain_data
+from ..policy.plain_data import plain_fields
 from ..policy.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ class ModuleExplanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the explanation as plain data."""
-        plain: dict[str, Any] = plain_data(vars(self))
-        return plain
+        return plain_fields(self)
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class ModelExplanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the explanation as plain data for JSON."""
-        return {"schema": SCHEMA, "torch": torch.__version__, **plain_data(vars(self))}
+        return {"schema": SCHEMA, "torch": torch.__version__, **plain_fields(self)}
 
     def __rich__(self) -> "RenderableType":
         from rich.console import Group

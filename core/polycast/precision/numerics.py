@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..policy.plain_data import plain_data
+from ..policy.plain_data import plain_fields
 from .values import tensors_in
 
 _CHUNK = 1 << 20
@@ -37,8 +37,7 @@ class Error:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the error as plain data."""
-        plain: dict[str, Any] = plain_data(vars(self))
-        return plain
+        return plain_fields(self)
 
 
 class Sums:

@@ -9,7 +9,7 @@ import torch
 from ..common.html_table import html_lines, html_table
 from ..policy.cast_policy import CastPolicy
 from ..policy.dtypes import dtype_name
-from ..policy.plain_data import plain_data
+from ..policy.plain_data import plain_fields
 
 NO_RULE = "none"
 OTHERS_KERNEL = "a kernel that is not polycast's"
@@ -95,8 +95,7 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the explanation as texts, bools, None, lists and dicts."""
-        plain: dict[str, Any] = plain_data(vars(self))
-        return plain
+        return plain_fields(self)
 
     @property
     def _heading(self) -> str:
