@@ -317,6 +317,6 @@ def profile_of():
             for direction in ("to", "from")
             for elements in (1, 2**12, 2**20)
         ]
-        return polycast.DeviceProfile("cpu", "a processor", 2, {}, {}, tuple(measurements), 1e10)
+        return polycast.DeviceProfile("cpu", "a processor", 2, {}, {}, tuple(measurements), 1e13)
 
     return profile_of

@@ -1,6 +1,7 @@
 """The recipe "fastest": how each op is computed, and that the results are as exact as the fast dtype's."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -273,6 +274,15 @@ def test_a_weight_that_is_cast_for_one_row_alone_is_read_as_it_is(profile_of):
     product = Product("linear", 1, 2**20, 2**10, 2**10)
     for elements, way in ((0, Way.KERNEL), (2**20, Way.FLOAT32), (2**25, Way.FLOAT32)):
         assert choose(profile, torch.bfloat16, product, Conversions(0, 2**10, elements), (Way.KERNEL,)).way is way
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e9, 1e15], ids=str)
+def test_a_weight_is_read_from_memory_in_the_narrower_dtype(profile_of, rate):
+    profile = replace(profile_of(bfloat16=1.0, bfloat16_kernel=0.5, float32_kernel=0.4), bandwidth=rate)
+    ways = (Way.KERNEL, Way.FLOAT32_KERNEL)
+    for elements, way in ((2**16, Way.FLOAT32_KERNEL), (2**20, Way.KERNEL if rate == 1e9 else Way.FLOAT32_KERNEL)):
+        product = Product("linear", 128, elements, 2**8, 2**8)
+        assert choose(profile, torch.bfloat16, product, Conversions(0, 0, 0), ways).way is way
 
 
 def test_a_profile_that_becomes_known_is_used(profile_of, monkeypatch):

@@ -5,6 +5,7 @@ each number of rows. Converting an argument takes a time that grows with its ele
 """
 
 import functools
+import math
 
 from ...profiling.device_profile import DeviceProfile
 
@@ -12,10 +13,31 @@ FLOAT32 = "float32"
 CAST = "cast"
 _CALL_FROM_PYTHON = 0.5
 """The part of the time of converting one element that the call from Python takes, which ops that convert do without."""
+_OF_WEIGHTS = ("linear", "matmul")
+_WIDTHS = {FLOAT32: 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.5}
+"""The bytes of an element of the weight by way; none for ways of other names."""
+_READ_FROM_MEMORY = 2**18
+"""The elements of the smallest weight that is taken to be read from memory. Models of smaller ones fit in a cache."""
 
 
 def seconds_of(profile: DeviceProfile, op: str, way: str, rows: int, size: int) -> float | None:
-    """Return the seconds of a product; None if it was not measured in this way."""
+    """Return the seconds of a product; None if it was not measured in this way.
+
+    A large weight is read from memory, unless the model is called again at once. A profile times it in the processor's
+    cache, so the time to read it is added, as far as reading and computing do not overlap.
+    """
+    seconds = _seconds_in_cache(profile, op, way, rows, size)
+    return None if seconds is None else math.hypot(seconds, _seconds_to_read(profile, op, way, size))
+
+
+def _seconds_to_read(profile: DeviceProfile, op: str, way: str, size: int) -> float:
+    width = _WIDTHS.get(way.removesuffix(" kernel"), 0)
+    if op not in _OF_WEIGHTS or size < _READ_FROM_MEMORY or not profile.bandwidth:
+        return 0.0
+    return width * size / profile.bandwidth
+
+
+def _seconds_in_cache(profile: DeviceProfile, op: str, way: str, rows: int, size: int) -> float | None:
     sizes = _sizes(profile, op, way)
     if not sizes:
         return None
