@@ -113,6 +113,19 @@ def test_a_side_that_raises_is_left_out(timing):
     assert (race.left_out, calls.keys()) == ({"b": "torch raises 'could not create a primitive'"}, {"a"})
 
 
+def test_a_long_side_is_called_once_before_it_is_timed_if_the_kernels_have_changed(timing, monkeypatch):
+    monkeypatch.setattr(timing, "_library", "polycast")
+    monkeypatch.setattr(timing.polycast, "uninstall", lambda: None)
+    calls = []
+    side = timing.LongSide("calls.append(1)", {"calls": calls}, kernels="torch")
+    counts = []
+    for number in (3, 1, 2):
+        calls.clear()
+        side.time(number)
+        counts.append(len(calls))
+    assert counts == [4, 1, 2]
+
+
 def test_time_limit_interrupts_the_block_and_restores_the_handler(timing):
     before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(TimeoutError), timing.time_limit(0.001):
