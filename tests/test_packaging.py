@@ -111,7 +111,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
 
 def test_the_wheel_carries_what_reports_are_made_of(wheel):
     names = {name.removeprefix("polycast/observer/report/") for name in wheel.namelist()}
-    assert {"page.html", "page.css", "page.js", "page_modules.js", "page_ops.js"} <= names
+    assert {"base.html", "base.js", "page.html", "page.css", "page.js", "page_modules.js", "page_ops.js"} <= names
 
 
 def test_the_wheel_carries_the_licence(wheel):

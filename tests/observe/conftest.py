@@ -1,6 +1,7 @@
 """Fixtures for tests of observations."""
 
 import base64
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from polycast.engine import installation
 from polycast.observer import estimates
 from polycast.observer.facts import Facts, Run, total_of
 from polycast.observer.records import Chain, Counts, Decision, Module, Op
+from polycast.observer.step_record import StepRecord
 from polycast.profiling import slow_dtypes
+from polycast.region.scaler_history import Origin, SkippedStep
 
 
 @pytest.fixture(name="engine", params=["native"])  # the id of the parameter selects tests for sanitizers
@@ -121,14 +124,41 @@ def seen_of_thousands():
     return polycast.Observation(Facts(run=run, ops=tuple(names.values()), modules=(*outer, *modules), chains=chains))
 
 
+_ORIGIN = Origin("aten::linear", "forward", "layers.3.up", "inf", "float16", tuple(["train.py:31 step"] * 9))
+
+
+def _steps(rate, big):
+    for step in range(120):
+        scale = 2.0**16 / 2 ** max(0, min(step - 59, 6)) if big else 2.0**16
+        skip = None
+        if big and 60 <= step < 66:
+            names = tuple(f"layers.{layer}.attention.projection.weight" for layer in range(6, 0, -1))
+            skip = SkippedStep(step, scale, names, 24, 26, _ORIGIN)
+        is_observed = step % 10 == 0
+        yield StepRecord(
+            step,
+            loss=math.nan if skip else 3 * math.exp(-rate * step) + 0.01,
+            scale=scale,
+            skipped=skip is not None,
+            seconds=0.01,
+            fast_time_share=0.8 + step / 1000 if is_observed else None,
+            underflow_share=0.02 if is_observed else None,
+            gradient_underflow_share=0.3 * rate if is_observed else None,
+            skip=skip,
+        )
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """Return the folder of two reports: one.html, of a run, and two.html, of two."""
+    """Return the folder of reports of a run and of two, and of pages of a training run and of two."""
     folder = tmp_path_factory.mktemp("reports")
     seen = polycast.Observation.load(Path(__file__).with_name("sample.json"))
     ops = tuple(replace(op, calls=op.calls + 3) if op.op == "aten::gelu" else op for op in seen.ops)
     seen.to_html(folder / "one.html")
     polycast.Observation(replace(seen.facts, ops=ops)).to_html(folder / "two.html", before=seen)
+    before, after = (polycast.RunHistory(_steps(rate, big)) for rate, big in ((0.02, True), (0.05, False)))
+    before.to_html(folder / "training.html")
+    after.to_html(folder / "trainings.html", before=before)
     return folder
 
 
@@ -192,14 +222,14 @@ class Page:
 
 @pytest.fixture
 def open_report(chromium, pages):
-    """Return a function that opens one of the reports."""
-    return lambda name, **settings: Page(chromium, pages / name).open(**settings)
+    """Return a function that opens one of the pages."""
+    return lambda name, **settings: Page(chromium, pages / f"{name}.html").open(**settings)
 
 
 @pytest.fixture
-def page(chromium, pages):
-    """Return the report of a run. The test fails if the console is not empty."""
-    yield Page(chromium, pages / "one.html").open()
+def page(request, chromium, pages):
+    """Return the page of the test's parameter, else the report of a run. The test fails if the console is not empty."""
+    yield Page(chromium, pages / f"{getattr(request, 'param', 'one')}.html").open()
     assert [entry["message"] for entry in chromium.get_log("browser")] == []
 
 
@@ -215,11 +245,4 @@ def large(tmp_path_factory, seen_of_thousands):
 def thousands(chromium, large):
     """Return the report of 5,600 modules, in the same way."""
     yield Page(chromium, large).open()
-    assert [entry["message"] for entry in chromium.get_log("browser")] == []
-
-
-@pytest.fixture
-def two(chromium, pages):
-    """Return the report of two runs, in the same way."""
-    yield Page(chromium, pages / "two.html").open()
     assert [entry["message"] for entry in chromium.get_log("browser")] == []

@@ -49,9 +49,10 @@ def test_selection_filters_ops(page, select, choice, column):
     assert all(choice in cell.text for cell in cells)
 
 
-def test_changed_ops_can_be_filtered(two):
-    two.one("#filter-changed").click()
-    assert two.column(0) == ["gelu"]
+@pytest.mark.parametrize("page", ["two"], indirect=True)
+def test_changed_ops_can_be_filtered(page):
+    page.one("#filter-changed").click()
+    assert page.column(0) == ["gelu"]
 
 
 def test_a_module_opens_and_closes_by_keyboard(page):

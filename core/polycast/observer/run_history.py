@@ -87,10 +87,10 @@ class RunHistory:
         """
         if before is not None and not isinstance(before, RunHistory):
             raise TypeError(f"before must be a polycast.RunHistory or None, got {type(before).__name__}")
-        from .report import run_html, run_page  # imported here for Jinja2, which only reports need
+        from .report import html, run_page  # imported here for Jinja2, which only reports need
 
         runs = (self.steps,) if before is None else (before.steps, self.steps)
-        Path(path).write_text(run_html.render(run_page.run_page_of(runs)), encoding="utf-8", errors="backslashreplace")
+        Path(path).write_text(html.render_run(run_page.run_page_of(runs)), encoding="utf-8", errors="backslashreplace")
 
     def to_pandas(self) -> Any:
         """Return a DataFrame with a row for each step, indexed by `step`.

@@ -1,19 +1,4 @@
-"use strict";
-for (const tools of document.querySelectorAll(".scripted")) tools.hidden = false;
-
-// Narrow pages show tables as cards. Roles keep them tables for screen readers.
-const roles = { TABLE: "table", THEAD: "rowgroup", TBODY: "rowgroup", TR: "row", TD: "cell" };
-const withRoles = (table) => {
-  for (const each of [table, ...table.querySelectorAll("thead, tbody, tr, td, th")]) {
-    each.setAttribute("role", roles[each.tagName] || (each.scope === "row" ? "rowheader" : "columnheader"));
-  }
-  return table;
-};
-document.querySelectorAll(".cards").forEach(withRoles);
-
-// The elements of modules and stacks are made from this data on demand; see data.py.
-const data = JSON.parse(document.getElementById("data").textContent);
-const NAMES = ["before", "after"];
+// The elements of modules and stacks are made from the data on demand; see data.py.
 const make = (tag, name, ...children) => {
   const made = document.createElement(tag);
   if (name) made.className = name;

@@ -1,20 +1,9 @@
-"use strict";
-for (const tools of document.querySelectorAll(".scripted")) tools.hidden = false;
-
-// Narrow pages show tables as cards. Roles keep them tables for screen readers.
-const roles = { TABLE: "table", THEAD: "rowgroup", TBODY: "rowgroup", TR: "row", TD: "cell" };
-for (const each of document.querySelectorAll(".cards, .cards thead, .cards tbody, .cards tr, .cards td, .cards th")) {
-  each.setAttribute("role", roles[each.tagName] || (each.scope === "row" ? "rowheader" : "columnheader"));
-}
-
 // A slider, or the pointer over a chart, chooses a step, whose numbers each chart then shows.
-const data = JSON.parse(document.getElementById("data").textContent);
 const slider = document.getElementById("at");
 if (slider) {
   const steps = data.steps.map(([step]) => step);
   const [first, last] = [steps[0], steps[steps.length - 1]];
   const charts = [...document.querySelectorAll(".chart")];
-  const names = ["before", "after"];
   slider.max = steps.length - 1;
   slider.value = steps.length - 1;
 
@@ -31,7 +20,7 @@ if (slider) {
       const here = chart.querySelector(".here");
       const texts = runs.flatMap((of, i) => {
         const text = document.createElement("span");
-        if (runs.length > 1) text.className = names[i];
+        if (runs.length > 1) text.className = NAMES[i];
         text.textContent = of[number] || "not recorded";
         return [text, " "];
       });

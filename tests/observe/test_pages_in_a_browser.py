@@ -1,4 +1,4 @@
-"""The accessibility and the layout of the report, in a real browser, and that it fetches nothing."""
+"""The accessibility and the layout of all pages, in a real browser, and that they fetch nothing."""
 
 import importlib.util
 import itertools
@@ -12,6 +12,7 @@ pytestmark = pytest.mark.slow
 NARROW = 400
 
 
+@pytest.mark.parametrize("page", ["one", "training"], indirect=True)
 def test_nothing_is_fetched(page):
     messages = [json.loads(entry["message"])["message"] for entry in page.browser.get_log("performance")]
     asked = {each["params"]["request"]["url"] for each in messages if each["method"] == "Network.requestWillBeSent"}
@@ -20,13 +21,14 @@ def test_nothing_is_fetched(page):
 
 @pytest.mark.parametrize("width", [1280, NARROW])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("name", ["one", "two"])
+@pytest.mark.parametrize("name", ["one", "two", "trainings"])
 def test_axe_finds_no_violations(open_report, chromium, name, dark, width):
     spec = importlib.util.find_spec("axe_core_python")
     if spec is None:
         pytest.skip("axe-core-python, which has axe's rules, is not installed")
-    page = open_report(f"{name}.html", width=width, dark=dark)
+    page = open_report(name, width=width, dark=dark)
     page.js("document.querySelectorAll('details').forEach((each) => (each.open = true))")
+    page.js("document.getElementById('at')?.dispatchEvent(new Event('input'))")
     chromium.execute_script((Path(spec.origin).parent / "axe.min.js").read_text(encoding="utf-8"))
     found = chromium.execute_async_script("axe.run().then(arguments[0])")
     assert [
@@ -35,11 +37,16 @@ def test_axe_finds_no_violations(open_report, chromium, name, dark, width):
     ] == []
 
 
+@pytest.mark.parametrize("page", ["one", "training"], indirect=True)
 def test_each_part_has_a_name_for_a_screen_reader(page):
     unnamed = """[...document.querySelectorAll('button, input, select, summary, a, table, section, nav, form')].filter(
         (each) => !(each.textContent.trim() || each.labels?.length || each.getAttribute('aria-label'))
     ).map((each) => each.outerHTML)"""
     assert page.js(unnamed) == []
+
+
+@pytest.mark.parametrize("page", ["one", "training"], indirect=True)
+def test_headings_skip_no_level(page):
     headings = [
         int(text[1]) for text in page.js("[...document.querySelectorAll('h1,h2,h3')].map((each) => each.tagName)")
     ]
@@ -65,16 +72,16 @@ def test_dtypes_have_a_word_beside_each_colour(page):
     assert page.js(alone) == 0
 
 
-@pytest.mark.parametrize("name", ["one", "two"])
+@pytest.mark.parametrize("name", ["one", "two", "training", "trainings"])
 def test_a_narrow_page_needs_no_scrolling_sideways(open_report, name):
-    page = open_report(f"{name}.html", width=NARROW)
+    page = open_report(name, width=NARROW)
     page.js("document.querySelectorAll('details').forEach((each) => (each.open = true))")
     assert page.js("document.documentElement.scrollWidth <= innerWidth")
     assert page.js("[...document.querySelectorAll('.wide')].every((each) => each.scrollWidth <= each.clientWidth)")
 
 
 def test_without_script_the_page_is_readable(open_report):
-    page = open_report("one.html", script=False)
+    page = open_report("one", script=False)
     assert not page.one("#filter").is_displayed()
     assert not page.one("#tree").is_displayed()
     rows = page.all("#modules-table tbody tr")
