@@ -10,6 +10,8 @@ import polycast
 from polycast.engine.installation import forget_choice
 from polycast.engine.low_bit import compute
 
+from .saved_layers import run
+
 
 @pytest.fixture
 def define():
@@ -128,3 +130,24 @@ def declined(low_bit_counts):
 def kernel(int8_operators):
     """Return the kernel of int8 linears that has an operator."""
     return int8_operators["aten::linear"]
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Return the path of a cache to be saved."""
+    return tmp_path / "model.casts"
+
+
+@pytest.fixture
+def model():
+    """Return two linears."""
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+
+
+@pytest.fixture
+def saved(path, model):
+    """Return the path of a saved cache of the model's casts."""
+    cache = polycast.WeightCache()
+    run(model, cache)
+    cache.save(path)
+    return path

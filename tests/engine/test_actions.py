@@ -12,7 +12,8 @@ import polycast
 from polycast import Int8, WeightCache, autocast
 from polycast.engine.low_bit.actions import forget_actions
 
-X = torch.randn(3, 8)
+from .int8_linears import X, expected
+
 RECIPE = Int8(min_size=1)
 pytestmark = pytest.mark.usefixtures("native", "no_grad")
 
@@ -25,12 +26,6 @@ def _layer(kernel):
 def run(function, *args, recipe=RECIPE, **settings):
     with autocast("cpu", recipe=recipe, **settings):
         return function(*args)
-
-
-def expected(layer, x=X):
-    scale = layer.weight.abs().amax(1).clamp(min=1e-30) / 127
-    rows = (layer.weight / scale[:, None]).round() * scale[:, None]
-    return linear(x, rows, layer.bias).bfloat16()
 
 
 def test_python_is_asked_once(layer, kernel, asked):

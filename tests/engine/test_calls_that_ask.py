@@ -11,21 +11,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import polycast
-from polycast import Int8, autocast
 from polycast.engine.low_bit.listeners import listeners
 
-X = torch.randn(3, 8)
+from .int8_linears import X, run
+
 pytestmark = pytest.mark.usefixtures("native", "no_grad")
 
 
 @pytest.fixture(name="layer")
 def _layer(kernel):
     return nn.Linear(8, 8)
-
-
-def run(layer, x, **settings):
-    with autocast("cpu", recipe=Int8(min_size=1), **settings):
-        return layer(x)
 
 
 class Watched(TorchDispatchMode):

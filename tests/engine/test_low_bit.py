@@ -16,25 +16,14 @@ from polycast.engine.low_bit.plans import plan_of
 from polycast.plugins.registry import registry
 from polycast.region.policies import override_of
 
-pytestmark = pytest.mark.usefixtures("no_grad")
+from .int8_linears import X, expected, run
 
-X = torch.randn(3, 8)
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 @pytest.fixture
 def layer(linear):
     return nn.Linear(8, 8)
-
-
-def run(layer, **settings):
-    with autocast("cpu", recipe=Int8(min_size=1), **settings):
-        return layer(X)
-
-
-def expected(layer):
-    scale = layer.weight.abs().amax(1).clamp(min=1e-30) / 127
-    rows = (layer.weight / scale[:, None]).round() * scale[:, None]
-    return nn.functional.linear(X, rows, layer.bias).bfloat16()
 
 
 def test_a_prepacked_weight_outlives_the_region_and_serves_every_region(layer, linear):

@@ -4,28 +4,18 @@ import pytest
 import torch
 from torch import nn
 
-from polycast import Int8, WeightCache, autocast
+from polycast import WeightCache, autocast
+
+from .int8_linears import X, expected, run
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
-X = torch.randn(3, 8)
 PACKED = 64 + 32  # bytes of an 8x8 weight, prepacked
 
 
 @pytest.fixture
 def layer(linear):
     return nn.Linear(8, 8)
-
-
-def run(layer, **settings):
-    with autocast("cpu", recipe=Int8(min_size=1), **settings):
-        return layer(X)
-
-
-def expected(layer):
-    scale = layer.weight.abs().amax(1).clamp(min=1e-30) / 127
-    rows = (layer.weight / scale[:, None]).round() * scale[:, None]
-    return nn.functional.linear(X, rows, layer.bias).bfloat16()
 
 
 def test_max_bytes_limits_casts_and_prepacked_weights_together(layer, linear, declined):

@@ -35,11 +35,6 @@ def run(model, cache, recipe=None):
         return model(torch.linspace(-1, 1, 16).view(2, 8))
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "model.casts"
-
-
 @pytest.fixture(params=[None, INT8], ids=["casts", "int8"])
 def recipe(request):
     if request.param is not None:

@@ -8,37 +8,14 @@ import torch
 from torch import nn
 
 import polycast
-from polycast import Int8, WeightCache, autocast
+from polycast import Int8, WeightCache
 from polycast.engine.persistence import manifest, tensor_file
 from polycast.engine.persistence.digests import digest_of_text
 from polycast.policy import recipe_arguments
 
+from .saved_layers import INT8, run
+
 pytestmark = pytest.mark.usefixtures("engine", "no_grad")
-
-INT8 = Int8(min_size=1)
-
-
-def run(model, cache, recipe=None):
-    with autocast("cpu", cache=cache, recipe=recipe):
-        return model(torch.ones(2, 8))
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "model.casts"
-
-
-@pytest.fixture
-def model():
-    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-
-@pytest.fixture
-def saved(path, model):
-    cache = WeightCache()
-    run(model, cache)
-    cache.save(path)
-    return path
 
 
 @pytest.fixture

@@ -4,38 +4,13 @@ import errno
 import os
 
 import pytest
-import torch
-from torch import nn
 
-from polycast import Int8, WeightCache, autocast
+from polycast import WeightCache
 from polycast.engine.persistence import saving, tensor_file
 
+from .saved_layers import INT8, run
+
 pytestmark = pytest.mark.usefixtures("engine", "no_grad")
-
-INT8 = Int8(min_size=1)
-
-
-def run(model, cache, recipe=None):
-    with autocast("cpu", cache=cache, recipe=recipe):
-        return model(torch.ones(2, 8))
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "model.casts"
-
-
-@pytest.fixture
-def model():
-    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-
-@pytest.fixture
-def saved(path, model):
-    cache = WeightCache()
-    run(model, cache)
-    cache.save(path)
-    return path
 
 
 def test_nothing_to_save(path, model):

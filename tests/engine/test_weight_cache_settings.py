@@ -5,22 +5,12 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
 
 import polycast
 
+from .cached_casts import BYTES, X, parameter, use
+
 pytestmark = pytest.mark.usefixtures("engine")
-X = torch.ones(4, 4, dtype=torch.bfloat16)
-BYTES = 4 * 4 * 2
-
-
-def parameter(value=1.0, **options):
-    return nn.Parameter(torch.full((4, 4), value), **options)
-
-
-def use(cache, weight, dtype=torch.bfloat16):
-    with polycast.autocast("cpu", dtype, cache=cache):
-        return torch.mm(X.to(dtype), weight)
 
 
 @pytest.fixture
