@@ -51,8 +51,9 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in deselected]
 
 
-def pytest_collection_finish():
-    """Leave the modules and the tests out of every later garbage collection, which makes the tests a third faster."""
+@pytest.fixture(scope="module", autouse=True)
+def _freeze():
+    """Leave what is alive out of later garbage collections, which take long once a test has imported much."""
     gc.collect()
     gc.freeze()
 

@@ -1,18 +1,44 @@
 """The ``polycast`` command. Nothing else imports this package, so that ``import polycast`` does not load typer."""
 
+import re
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from ..common.versions import __version__
 from . import build, demo, devices, doctor, explain, new_backend, ops, profile, run, tune
-from .commands import Command, Commands
+
+
+class _FlagsWithoutTypes:
+    """A command that shows no type after a flag, where typer shows ``<bool>`` or ``BOOLEAN``."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class _Command(_FlagsWithoutTypes, TyperCommand):
+    """A command."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        if settings.get("help"):
+            settings["help"] = re.sub(r"(?<!\n)\n(?!\n)", " ", settings["help"])
+        super().__init__(*args, **settings)
+
+
+class _Commands(_FlagsWithoutTypes, TyperGroup):
+    """All commands."""
+
 
 app = typer.Typer(
     add_completion=False,
-    cls=Commands,
+    cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Autocast for PyTorch as a plugin system. `polycast COMMAND --help` describes a command.",
     no_args_is_help=True,
@@ -30,8 +56,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo.run,
 }
 for _name, _function in _COMMANDS.items():
-    app.command(_name, cls=Command)(_function)
-app.command("run", cls=Command, context_settings={"allow_interspersed_args": False})(run.run)
+    app.command(_name, cls=_Command)(_function)
+app.command("run", cls=_Command, context_settings={"allow_interspersed_args": False})(run.run)
 
 
 def _show_version(wanted: bool) -> None:

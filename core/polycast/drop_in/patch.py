@@ -1,13 +1,17 @@
 """patch_torch: make torch's autocast polycast's, in the whole process, until undone."""
 
+import functools
 import sys
 import threading
 from types import ModuleType
+from typing import Any
 
+import torch
 from typing_extensions import Self
 
 from ..common.atfork import hold_during_fork
 from ..compilers.torch_autocast import TorchAutocast
+from ..engine import state
 from ..torch_internals import changes
 from ..torch_internals.patcher import Patch
 from . import shim
@@ -96,3 +100,25 @@ def install_shim(patch: Patch) -> None:
         for name, value in list(vars(module).items()):
             if id(value) in replacements and not name.startswith("_"):
                 patch.replace(module, name, replacements[id(value)])
+
+
+def wrap_modules(patch: Patch) -> None:
+    """Run the outermost calls of modules in a region (``--wrap``), unless they are in one for the device."""
+    assert shim.Region.overrides is not None
+    assert shim.Region.overrides.wrap is not None
+    device_type, dtype = shim.Region.overrides.wrap
+    call = torch.nn.Module.__call__
+    inside = threading.local()
+
+    @functools.wraps(call)
+    def wrapped(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if getattr(inside, "one", False) or state.machine.nesting(device_type):
+            return call(module, *args, **kwargs)
+        inside.one = True
+        try:
+            with shim.Region(device_type, dtype):
+                return call(module, *args, **kwargs)
+        finally:
+            inside.one = False
+
+    patch.replace(torch.nn.Module, "__call__", wrapped)

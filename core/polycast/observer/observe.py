@@ -27,8 +27,7 @@ from .recorder import NONFINITE, read
 from .records import LowBit
 from .step_origin import StepOrigins
 from .step_reading import StepReading
-from .step_schedule import Schedule
-from .steps import Steps
+from .steps import Schedule, Steps
 from .trace import MOST_EVENTS, trace_of
 
 _THREADS = ("this", "all")

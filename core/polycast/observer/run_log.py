@@ -21,7 +21,7 @@ from .scalars import Writer, check_writer, scalars_of_step, write_scalars
 from .step_file import StepFile
 from .step_log import StepLog
 from .step_record import StepRecord, without_lost_steps
-from .step_schedule import Schedule, read_schedule
+from .steps import Schedule, read_schedule
 
 _NONFINITE = ("ignore", "record")
 

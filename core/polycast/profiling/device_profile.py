@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +15,6 @@ from typing_extensions import Self
 from ..common.cached_property import cached_property
 from ..common.plain_text import as_text
 from . import table
-from .interpolation import interpolated, interpolated_time
 from .measurement import DISTURBED, Measurement, Omission, is_positive, is_valid
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ class DeviceProfile:
         curves = self._curves.get((op, way))
         if curves is None:
             return None
-        of_size = {each: interpolated_time(curve, rows) for each, curve in curves.items()}
-        return of_size[max(of_size)] if size is None else interpolated_time(of_size, size)
+        of_size = {each: _interpolated_time(curve, rows) for each, curve in curves.items()}
+        return of_size[max(of_size)] if size is None else _interpolated_time(of_size, size)
 
     def ratio(self, op: str, rows: int, way: str, size: int | None = None) -> float | None:
         """Return the time of a call relative to float32; None if the op was not measured in this way or in float32.
@@ -112,10 +112,10 @@ class DeviceProfile:
             base = float32.get(each, {})
             ratios = {measured: seconds / base[measured] for measured, seconds in curve.items() if measured in base}
             if ratios:
-                of_size[each] = interpolated(ratios, rows)
+                of_size[each] = _interpolated(ratios, rows)
         if not of_size:
             return None
-        return of_size[max(of_size)] if size is None else interpolated(of_size, size)
+        return of_size[max(of_size)] if size is None else _interpolated(of_size, size)
 
     def to_json(self) -> str:
         """Return the profile as JSON."""
@@ -238,3 +238,30 @@ class DeviceProfile:
 
     def _repr_html_(self) -> str:
         return table.as_html(self._heading, self.measurements, self.omissions)
+
+
+def _interpolated(curve: Mapping[int, float], at: int) -> float:
+    """Return a value interpolated in the logarithm of its ascending keys; beyond them the nearest."""
+    low, high = _neighbours(tuple(curve), at)
+    if low == high:
+        return curve[low]
+    part = math.log(at / low) / math.log(high / low)
+    return curve[low] + part * (curve[high] - curve[low])
+
+
+def _interpolated_time(curve: Mapping[int, float], at: int) -> float:
+    """Return a time interpolated on logarithmic scales; beyond the largest key it is proportional to the key."""
+    largest = max(curve)
+    if at > largest:
+        return curve[largest] * at / largest
+    if at in curve:
+        return curve[at]
+    return math.exp(_interpolated({key: math.log(seconds) for key, seconds in curve.items()}, at))
+
+
+def _neighbours(keys: Sequence[int], at: int) -> tuple[int, int]:
+    """Return the nearest keys on both sides; both are the nearest one if there are none, or the key itself."""
+    below = [key for key in keys if key <= at]
+    above = [key for key in keys if key >= at]
+    low = max(below, default=keys[0])
+    return low, min(above, default=keys[-1]) if low <= at else low

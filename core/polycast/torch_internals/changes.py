@@ -244,7 +244,7 @@ FEATURES = {
     ),
     RUN_WRAP: Feature(
         "",
-        (Change("torch.nn", ("torch.nn.Module.__call__",), "drop_in.wrap:wrap_modules"),),
+        (Change("torch.nn", ("torch.nn.Module.__call__",), "drop_in.patch:wrap_modules"),),
         by_user=True,
     ),
 }

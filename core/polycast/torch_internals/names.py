@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -205,3 +205,21 @@ def forget_rules_of_dynamo() -> None:
     clear = getattr(getattr(trace_rules, "get_torch_obj_rule_map", None), "cache_clear", None)
     if clear is not None:
         clear()
+
+
+@contextlib.contextmanager
+def without_post_accumulate_grad_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Suspend the hooks of :meth:`torch.Tensor.register_post_accumulate_grad_hook` for a block.
+
+    Without the attribute, which torch 2.11 to 2.15 have, they are not suspended.
+    """
+    suspended = [
+        (hooks, dict(hooks)) for each in parameters if (hooks := getattr(each, "_post_accumulate_grad_hooks", None))
+    ]
+    try:
+        for hooks, _ in suspended:  # setting the attribute to None would not remove them from the parameter
+            hooks.clear()
+        yield
+    finally:
+        for hooks, before in suspended:
+            hooks.update(before)

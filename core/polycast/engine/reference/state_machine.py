@@ -16,8 +16,7 @@ from ..casts.not_prepacked import INTERCEPTED, NO_WEIGHT, NOT_CACHED
 from ..casts.weights import Source, caching_is_safe, is_all_of, weight_of
 from ..override import Override
 from ..state import Settings
-from .history import with_history
-from .store import PythonStore
+from .store import PythonStore, with_history
 
 _CastWeight: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor | None]
 

@@ -11,8 +11,6 @@ _MOST_POINTS = 800
 _LOG_RATIO = 100
 """The ratio between the largest and the smallest value from which an axis is logarithmic."""
 
-Number = Callable[[StepRecord], float | None]
-
 
 @dataclass(frozen=True)
 class Line:

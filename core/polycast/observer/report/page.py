@@ -118,11 +118,6 @@ class ModuleRow:
     changed: bool
     is_open: bool
 
-    @property
-    def label(self) -> str:
-        """The last part of the name; for the model, the class."""
-        return self.name.rpartition(".")[2] or self.kind or "model"
-
 
 @dataclass(frozen=True)
 class Page:
