@@ -173,8 +173,8 @@ struct Dots {
   int64_t rows, columns;
 };
 
-// Return the one for a number of rows and columns: the largest that is not larger than either. `in_order`: one row of activations
-// reads the weight column by column.
+// Return the one for a number of rows and columns: the largest that is not larger than either. `in_order`: the weight is
+// read column by column.
 template <typename T>
 Dots<T> dots_for(Simd simd, int64_t rows, int64_t columns, bool in_order) {
 #if defined(__x86_64__)
@@ -188,7 +188,7 @@ Dots<T> dots_for(Simd simd, int64_t rows, int64_t columns, bool in_order) {
                                                    {dots_avx512<4, 4, T>, 4, 4}}};
   static constexpr Dots<T> avx2[2][2] = {{{dots_avx2<1, 1, T>, 1, 1}, {dots_avx2<1, 2, T>, 2, 1}},
                                          {{dots_avx2<4, 1, T>, 1, 4}, {dots_avx2<2, 2, T>, 2, 2}}};
-  const bool several = !(in_order && rows == 1);
+  const bool several = !in_order;
   if (simd == Simd::avx512) {
     return avx512[several && columns >= 4][std::min(rows, kDotRows) - 1];
   }

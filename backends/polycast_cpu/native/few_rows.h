@@ -25,6 +25,16 @@ constexpr int64_t kAhead = 2048;
 // Larger weights come from memory.
 constexpr int64_t kCached = int64_t{1} << 19;
 
+// The bytes of several rows of activations that stay in the L1 cache while columns of the weight are read one by one.
+constexpr int64_t kNear = int64_t{1} << 14;
+
+// Return whether a weight in memory is read column by column for so many rows: processors follow one stream best, but each column
+// reads all rows again.
+inline bool reads_in_order(Simd simd, int64_t rows, int64_t terms) {
+  const int64_t most = simd == Simd::avx512 ? 8 : 4;
+  return follows_streams() && (rows == 1 || (rows <= most && rows * terms * int64_t{sizeof(float)} <= kNear));
+}
+
 // Rows of activations in float32. The stride of several is no multiple of 4096 bytes, which would map them to the same set of the
 // L1 cache.
 struct FloatRows {
@@ -59,7 +69,7 @@ template <typename T, typename Out>
 void multiply_columns(Simd simd, const FloatRows& x, int64_t first, int64_t last, const FastWeight<T>& weight,
                       const Finish& finish, int64_t begin, int64_t end, Out* out) {
   alignas(64) float sums[kFewestReads][kDots];
-  const bool in_order = follows_streams() && last - first == 1 &&
+  const bool in_order = reads_in_order(simd, last - first, x.terms) &&
                         weight.columns * x.terms * static_cast<int64_t>(sizeof(T)) > kCached;
   const int64_t ahead = in_order ? 0 : kAhead / static_cast<int64_t>(sizeof(T));
   for (int64_t block = begin; block < end; block += kDots) {
