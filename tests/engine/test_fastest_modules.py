@@ -1,5 +1,8 @@
 """The recipe "fastest" on the fused ops of torch's attention and recurrent modules, which have several results."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -7,8 +10,10 @@ import torch
 from torch import nn
 
 from polycast import Fastest, autocast
+from polycast.engine.low_bit import fastest
 from polycast.engine.low_bit.fastest import FastestPlan
 from polycast.profiling.measurement import Omission
+from polycast.torch_internals.names import onednn_supports
 
 pytestmark = pytest.mark.usefixtures("engine")
 HAS_FAST_LSTM = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -127,3 +132,74 @@ def test_a_recurrent_layer_is_trained_in_float32_where_the_fast_dtype_has_no_ker
         assert all(each.dtype is torch.float32 for each in found)
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
+
+
+@pytest.fixture(params=["no instructions", "float16"])
+def without_kernel(request, monkeypatch):
+    """Return a fast dtype that oneDNN has no kernels for, which the profile does not say."""
+    if request.param == "float16":
+        if not torch.backends.mkldnn.is_available() or onednn_supports(torch.float16):
+            pytest.skip("oneDNN has float16 here, or torch has no oneDNN")
+        return torch.float16
+    monkeypatch.setattr(fastest, "onednn_supports", lambda dtype: False)
+    return torch.bfloat16
+
+
+@pytest.mark.parametrize("min_size", [0, 10**6])
+def test_a_recurrent_layer_without_a_kernel_is_trained_and_used_in_float32(quick, without_kernel, min_size):
+    layer, recipe = nn.LSTM(16, 8, num_layers=2), Fastest(quick, min_size=min_size)
+    weights = tuple(layer.parameters())
+    expected = flat(layer(X))
+    gradients = torch.autograd.grad(expected[0].square().sum(), weights)
+    for _ in range(2):
+        with autocast("cpu", without_kernel, recipe=recipe):
+            found = flat(layer(X))
+            with torch.no_grad():
+                used = flat(layer(X))
+        assert [each.dtype for each in found] == [without_kernel] * 3
+        assert all(torch.equal(*pair) for pair in zip(found, used, strict=True))
+        torch.testing.assert_close(found, [each.to(without_kernel) for each in expected], rtol=0.01, atol=0.01)
+        for ours, theirs in zip(torch.autograd.grad(found[0].float().square().sum(), weights), gradients, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_compiled_code_trains_a_recurrent_layer_without_a_kernel_in_float32(quick, without_kernel, in_graph):
+    layer = nn.LSTM(16, 8)
+
+    def train(function):
+        with autocast("cpu", without_kernel, recipe=Fastest(quick)):
+            output = function(X)[0]
+        return output, *torch.autograd.grad(output.float().square().sum(), tuple(layer.parameters()))
+
+    expected = train(layer)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(allow_rnn=in_graph):
+        found = train(torch.compile(layer, backend="aot_eager"))
+    torch._dynamo.reset()
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_FAST_LSTM, reason="oneDNN has no bfloat16 here")
+def test_a_recurrent_layer_trains_on_a_processor_without_bfloat16(engine, quick, tmp_path):
+    quick.save(tmp_path / "profile.json")
+    code = """
+import torch, polycast
+layer, x = torch.nn.LSTM(16, 8), torch.randn(5, 3, 16)
+with polycast.autocast("cpu", recipe=polycast.Fastest("profile.json")):
+    output = layer(x)[0]
+output.float().sum().backward()
+print(output.dtype, layer.weight_ih_l0.grad.isfinite().all().item())
+"""
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "POLYCAST_ENGINE": engine}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.stdout.split(), done.returncode) == (["torch.bfloat16", "True"], 0), done.stderr

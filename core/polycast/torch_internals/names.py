@@ -1,6 +1,7 @@
 """Private names of torch outside the dispatcher: tracing and modes, autograd, compilers, ``out_dtype``."""
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
@@ -149,6 +150,17 @@ _TracingContext: Any = read(
     SimpleNamespace(try_get=lambda: None),
     f"{_NOT_CACHED}, and computes gradients of what policies keep in float32 in the fast dtype",
 )
+
+
+@functools.cache
+def onednn_supports(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN has kernels for a fast dtype on this processor; true if this torch does not say."""
+    ask = getattr(torch.ops.mkldnn, _ONEDNN_CHECKS.get(dtype, ""), None)
+    with disable_current_modes():
+        return ask is None or bool(ask())
+
+
+_ONEDNN_CHECKS = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 
 
 def size_hint(size: Any) -> int:

@@ -11,7 +11,13 @@ from ...policy.dtypes import dtype_name
 from ...policy.recipe import Fastest
 from ...policy.recipe_arguments import resolve
 from ...profiling.device_profile import DeviceProfile
-from ...torch_internals.names import are_functorch_transforms_active, is_forward_ad_active, is_tracing, size_hint
+from ...torch_internals.names import (
+    are_functorch_transforms_active,
+    is_forward_ad_active,
+    is_tracing,
+    onednn_supports,
+    size_hint,
+)
 from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import INTERCEPTED
 from ..casts.traced import cast_of_traced
@@ -37,6 +43,8 @@ from .recorded import (
 NO_PROFILE = "its profile is not known in this process"
 UNKNOWN_SIZES = "the profile has nothing like it (a vector, or no elements)"
 NARROW_WEIGHT = "its weight is not float32"
+_RECURRENT = "aten::mkldnn_rnn_layer"
+"""Only its kernels need instructions of the processor that the fast dtype's other kernels do without."""
 _UNKEPT = (INTERCEPTED, SUBCLASS, NO_PROFILE)
 """Reasons that may not hold for the next call with the same metadata."""
 
@@ -101,7 +109,7 @@ class FastestPlan(Plan):
             plain: skip the checks of single tensors, which the caller has made.
         """
         profile = self.profile
-        if profile is None:
+        if profile is None and op != _RECURRENT:
             return NO_PROFILE
         if not plain:
             reason = self._unsupported_tensor(args, False)
@@ -112,6 +120,10 @@ class FastestPlan(Plan):
                 return SUBCLASS
         runs_in_function = in_function()
         records = runs_in_function or (not plain and _is_recorded(args))
+        if op == _RECURRENT and not _has_recurrent_kernel(dtype, records):
+            return Decision(Way.FLOAT32, NO_FAST_KERNEL)
+        if profile is None:
+            return NO_PROFILE
         product = product_of(op, args)
         if product is None:
             return UNKNOWN_SIZES
@@ -196,6 +208,11 @@ class Decision(NamedTuple):
     reason: str
     recorded: Recorded | RecordedAttention | None = None
     ways: Ways | None = None
+
+
+def _has_recurrent_kernel(dtype: torch.dtype, records: bool) -> bool:
+    """Return whether torch has the kernel of a recurrent layer for a fast dtype, which in float16 has no backward."""
+    return onednn_supports(dtype) and not (records and dtype is torch.float16)
 
 
 def _weight_of(tensor: torch.Tensor) -> torch.Tensor | None:
