@@ -163,8 +163,7 @@ def test_a_recurrent_layer_without_a_kernel_is_trained_and_used_in_float32(quick
             torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
 
 
-@pytest.mark.parametrize("in_graph", [False, True])
-def test_compiled_code_trains_a_recurrent_layer_without_a_kernel_in_float32(quick, without_kernel, in_graph):
+def test_compiled_code_trains_a_recurrent_layer_without_a_kernel_in_float32(quick, without_kernel):
     layer = nn.LSTM(16, 8)
 
     def train(function):
@@ -174,11 +173,22 @@ def test_compiled_code_trains_a_recurrent_layer_without_a_kernel_in_float32(quic
 
     expected = train(layer)
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(allow_rnn=in_graph):
-        found = train(torch.compile(layer, backend="aot_eager"))
+    found = train(torch.compile(layer, backend="aot_eager"))
     torch._dynamo.reset()
+    assert found[0].dtype is without_kernel
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02 * theirs.abs().max().item())
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_compiled_code_with_a_recurrent_layer_in_the_graph_uses_float32_without_a_kernel(quick, without_kernel):
+    layer = nn.LSTM(16, 8)
+    expected = layer(X)[0].to(without_kernel)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(allow_rnn=True), autocast("cpu", without_kernel, recipe=Fastest(quick)):
+        found = torch.compile(layer, backend="aot_eager")(X)[0]
+    torch._dynamo.reset()
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.slow

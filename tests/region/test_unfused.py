@@ -222,3 +222,13 @@ def test_torchs_scripts_are_as_before_after_uninstalling():
     assert (
         _builtins._get_builtin_table() == before
     )  # by address: an entry that stays would be taken for another function
+
+
+def test_an_lstm_trains_in_compiled_code_in_a_region_with_a_policy():
+    layer = nn.LSTM(4, 4)
+    torch._dynamo.reset()
+    with torch.enable_grad(), polycast.autocast("cpu", policy={"softmax": "fp32"}):
+        output = torch.compile(layer, backend="aot_eager")(torch.randn(3, 2, 4))[0]
+    output.float().sum().backward()
+    torch._dynamo.reset()
+    assert layer.weight_ih_l0.grad.isfinite().all()

@@ -13,7 +13,7 @@ from ..engine import state
 from ..engine.inference import in_function
 from ..engine.low_bit.plan import is_special
 from ..policy.recipe import Fastest, Recipe
-from ..torch_internals.names import are_functorch_transforms_active, is_forward_ad_active, is_tracing
+from ..torch_internals.names import are_functorch_transforms_active, is_forward_ad_active, is_tracing, skip_frames
 from ..torch_internals.patcher import Patch
 
 _HOST = "cpu"
@@ -52,6 +52,9 @@ def compute_lstm_by_step(patch: Patch) -> None:
 
     def lstm(*args: Any) -> Any:
         return _lstm(*args) if _can_be_by_step(*args) else torchs(*args)
+
+    # Dynamo leaves torch's modules to eager code, and would compile this function, which they call.
+    skip_frames(lstm.__code__)
 
     # A script calls the op, which is found by the address of the function.
     from torch.jit import _builtins
