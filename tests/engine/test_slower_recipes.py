@@ -1,5 +1,7 @@
 """Calls that a recipe would slow down, by the device's profile, run in the fast dtype."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,9 +25,10 @@ EXPECTED = F.linear(X.bfloat16(), WEIGHT.detach().bfloat16())
 def use(monkeypatch, tmp_path, profile_of):
     """Return a function that makes the profile of this machine."""
 
-    def use(**ways):
+    def use(noisy=False, **ways):
         path = tmp_path / "profile.json"
-        profile_of(overhead=1e-15, **{"cast": 1e-15, **ways}).save(path)
+        profile = profile_of(overhead=1e-15, **{"cast": 1e-15, **ways})
+        replace(profile, measurements=tuple(replace(each, noisy=noisy) for each in profile.measurements)).save(path)
         monkeypatch.setenv("POLYCAST_PROFILE", str(path))
         profiles.forget()
 
@@ -61,6 +64,11 @@ def test_a_call_that_int8_speeds_up_is_computed_though_float32_is_faster(use, de
 @pytest.mark.parametrize("ways", [{"bfloat16": 0.5}, {"int8": 9.0, "float16": 0.1}, {"int8": 1.05, "bfloat16": 1.0}])
 def test_a_call_is_computed_if_its_times_are_unknown_or_almost_equal(use, declined, ways):
     use(**ways)
+    assert declined() == [""]
+
+
+def test_a_call_is_computed_where_the_profile_is_noisy(use, declined):
+    use(noisy=True, int8=1.0, bfloat16=0.5)
     assert declined() == [""]
 
 

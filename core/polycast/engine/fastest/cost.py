@@ -65,13 +65,12 @@ def seconds_to_cast(profile: DeviceProfile, way: str, elements: int) -> float:
 
 
 def seconds_to_cast_weight(profile: DeviceProfile, way: str, elements: int) -> float:
-    """Return the seconds of a weight's conversion, which reads it from memory, as a product of one row in float32 does.
+    """Return the seconds of a float32 weight's conversion, which reads it from memory.
 
     The profile has the times of conversions from and to a processor's cache.
     """
-    if elements <= 0:
-        return 0.0
-    return max(seconds_to_cast(profile, way, elements), seconds_of(profile, "linear", FLOAT32, 1, elements) or 0.0)
+    read = 4 * elements / profile.bandwidth if profile.bandwidth else 0.0
+    return 0.0 if elements <= 0 else max(seconds_to_cast(profile, way, elements), read)
 
 
 @functools.lru_cache(maxsize=256)

@@ -20,6 +20,8 @@ _MARGIN = 1.1
 def slower_reason(device_type: str, kind: str, op: str, args: Sequence[Any]) -> str | None:
     """Return that a call is slower than in the fast dtype; None if it is not, or this is unknown. Measure nothing.
 
+    A noisy profile does not show it.
+
     Args:
         device_type: the device.
         kind: the recipe's, by which profiles name its times.
@@ -39,7 +41,7 @@ def slower_reason(device_type: str, kind: str, op: str, args: Sequence[Any]) -> 
 @functools.lru_cache(maxsize=4096)
 def _reason(profile: DeviceProfile, kind: str, dtype: str, product: Product, converted: int) -> str | None:
     own, fast = (seconds_of(profile, product.op, way, product.rows, product.size) for way in (kind, dtype))
-    if own is None or fast is None:
+    if own is None or fast is None or profile.is_noisy:
         return None
     fast += seconds_to_cast(profile, f"to {dtype}", converted)
     return f"{kind} takes {own / fast:.2g} of {dtype}'s time, by the profile" if own > _MARGIN * fast else None
