@@ -227,8 +227,9 @@ def test_torchs_scripts_are_as_before_after_uninstalling():
 def test_an_lstm_trains_in_compiled_code_in_a_region_with_a_policy():
     layer = nn.LSTM(4, 4)
     torch._dynamo.reset()
-    with torch.enable_grad(), polycast.autocast("cpu", policy={"softmax": "fp32"}):
-        output = torch.compile(layer, backend="aot_eager")(torch.randn(3, 2, 4))[0]
-    output.float().sum().backward()
+    with torch.enable_grad():
+        with polycast.autocast("cpu", policy={"softmax": "fp32"}):
+            output = torch.compile(layer, backend="aot_eager")(torch.randn(3, 2, 4))[0]
+        output.float().sum().backward()
     torch._dynamo.reset()
     assert layer.weight_ih_l0.grad.isfinite().all()
