@@ -13,7 +13,7 @@ from polycast import Availability, Backend, Int4, Int8, LowBitKernel, Recipe, ho
 
 from .few_rows import few_rows_kernels
 from .instructions import missing_instructions
-from .int4 import int4_availability, int4_kernels
+from .int4 import int4_kernels
 from .int8 import int8_availability, int8_kernels
 from .kernels import KERNELS
 from .policies import POLICIES
@@ -50,9 +50,7 @@ class CpuBackend(Backend):
 
     @override
     def recipe_availability(self, recipe: Recipe) -> Availability:
-        if isinstance(recipe, Int4):
-            return int4_availability()
-        return int8_availability() if isinstance(recipe, Int8) else super().recipe_availability(recipe)
+        return int8_availability() if isinstance(recipe, (Int8, Int4)) else super().recipe_availability(recipe)
 
     @override
     def low_bit_kernels(self, recipe: Recipe) -> Mapping[str, LowBitKernel]:

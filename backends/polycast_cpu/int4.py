@@ -14,27 +14,17 @@ Rows of activations with inf or nan are computed separately, with the quantized 
 weight with inf or nan is not quantized.
 """
 
-import functools
-import platform
 from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from typing_extensions import override
 
-from polycast import Availability, LowBitKernel, LowBitMatmul
+from polycast import LowBitKernel, LowBitMatmul
 
 from .int8 import int8_availability
 
 _MOST_TERMS = 65536
 """Longer sums of products of bytes may overflow 32 bits."""
-
-
-@functools.cache
-def int4_availability() -> Availability:
-    """Return whether there are kernels for the processor, and the C++ ops are available."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return Availability(False, f"there are int4 kernels for x86 processors only, not for {platform.machine()}")
-    return int8_availability()
 
 
 class Product(LowBitMatmul):
@@ -74,4 +64,4 @@ class Product(LowBitMatmul):
 
 def int4_kernels(group_size: int) -> Mapping[str, LowBitKernel]:
     """Return the kernels of ``Int4(group_size)`` by op; none if they are not available."""
-    return Product(group_size).kernels() if int4_availability() else {}
+    return Product(group_size).kernels() if int8_availability() else {}

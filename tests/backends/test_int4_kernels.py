@@ -9,11 +9,11 @@ import torch.nn.functional as F
 
 import polycast
 from polycast.testing.low_bit import run_prepared
-from polycast_cpu.int4 import Product, int4_availability
+from polycast_cpu.int4 import Product
 
 from . import int4_reference as reference
 
-AVAILABLE = int4_availability()
+AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int4())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int4 here: {AVAILABLE.reason}")
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,4 +1,4 @@
-"""The processors on which the CPU's backend has int8, and the reason on others."""
+"""The processors on which the CPU's backend has int8 and int4, and the reason on others."""
 
 import platform
 
@@ -6,18 +6,14 @@ import pytest
 import torch
 
 import polycast
-import polycast_cpu.int4
 import polycast_cpu.int8
 
 
 @pytest.fixture(autouse=True)
 def ask_anew():
-    availabilities = polycast_cpu.int4.int4_availability, polycast_cpu.int8.int8_availability
-    for availability in availabilities:
-        availability.cache_clear()
+    polycast_cpu.int8.int8_availability.cache_clear()
     yield
-    for availability in availabilities:
-        availability.cache_clear()
+    polycast_cpu.int8.int8_availability.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -28,13 +24,14 @@ def ask_anew():
         ("ppc64le", "VSX", "dot products of int8"),
     ],
 )
-def test_a_processor_without_the_instructions_has_no_int8_and_no_kernels(monkeypatch, machine, capability, lacks):
+@pytest.mark.parametrize("recipe", [polycast.Int8(), polycast.Int4()], ids=["int8", "int4"])
+def test_a_processor_without_the_instructions_has_no_kernels(monkeypatch, machine, capability, lacks, recipe):
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     backend = polycast.get_backend("cpu")
     reason = f"this CPU has no {lacks}: int8 would be slower than float32"
-    assert backend.recipe_availability(polycast.Int8()) == polycast.Availability(False, reason)
-    assert backend.low_bit_kernels(polycast.Int8()) == {}
+    assert backend.recipe_availability(recipe) == polycast.Availability(False, reason)
+    assert backend.low_bit_kernels(recipe) == {}
 
 
 def test_where_the_ops_cannot_be_built_the_reason_is_passed_on(monkeypatch):
@@ -71,9 +68,3 @@ def test_the_ops_that_int8_loads_are_those_that_polycast_build_compiles(monkeypa
     )
     polycast_cpu.int8.int8_availability()
     assert polycast.get_backend("cpu").ops_in_cpp == tuple(asked)
-
-
-def test_other_processors_have_no_int4(monkeypatch):
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    reason = "there are int4 kernels for x86 processors only, not for aarch64"
-    assert polycast.get_backend("cpu").recipe_availability(polycast.Int4()) == polycast.Availability(False, reason)

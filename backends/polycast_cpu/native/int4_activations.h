@@ -7,11 +7,15 @@
 
 #include "equalize.h"
 #include "int4_layout.h"
+#include "multiply.h"
 #include "parts.h"
 #include "quantize.h"
 #include "scratch.h"
 
 namespace polycast_cpu {
+
+// More rows are multiplied in 8 bits.
+constexpr int64_t kMostDirect = 12;
 
 // Rows of bytes with zero point 128. The stride is no multiple of 4096 bytes; rows are padded with zeros to eights.
 struct ChunkedActivations {
@@ -30,7 +34,8 @@ struct ChunkedActivations {
 
   static size_t bytes(int64_t rows, const Groups& groups) {
     return aligned(rows * groups.chunks() * sizeof(float)) +
-           aligned(rows * groups.groups_of(groups.terms) * sizeof(int32_t)) + rows * row_stride(groups.terms);
+           aligned(rows * groups.groups_of(groups.terms) * sizeof(int32_t)) +
+           (rows <= kMostDirect ? rows : tiled(rows)) * row_stride(groups.terms);
   }
 
   uint8_t* row(int64_t number) const { return values + number * stride; }

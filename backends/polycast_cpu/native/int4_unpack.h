@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 
 #include "int4_dots_avx2.h"
+#include "int4_dots_neon.h"
 #include "int4_layout.h"
 #include "isa.h"
 #include "simd.h"
@@ -141,6 +143,38 @@ struct Multipliers {
   }
 }
 
+#elif defined(__aarch64__)
+
+[[gnu::target("arch=armv8.2-a+dotprod")]] inline void unpack_neon(const uint8_t* chunk, int64_t count,
+                                                                  int64_t group_size, UnpackedChunk& out) {
+  const uint8x16_t low_half = vdupq_n_u8(15), by_column = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
+  const int8x16_t zero = vdupq_n_s8(Int4Weight::kZero), ones = vdupq_n_s8(1);
+  for (int part = 0; part < 16; ++part) {
+    int32x4_t sum = vdupq_n_s32(0);
+    const uint8_t* group = chunk + Int4Weight::kScaleBytes;
+    int8_t* to = out.values + 16 * part;
+    for (int64_t first = 0; first < count; first += group_size) {
+      int32_t four;
+      std::memcpy(&four, group + 4 * part, sizeof four);
+      const int8x16_t multipliers = vqtbl1q_s8(vreinterpretq_s8_s32(vdupq_n_s32(four)), by_column);
+      group += Int4Weight::kMultiplierBytes;
+      for (int64_t step = Groups::eights(std::min(group_size, count - first)); step > 0; --step) {
+        const uint8x16_t both = vld1q_u8(group + 16 * part);
+        const int8x16_t of_low = vreinterpretq_s8_u8(vandq_u8(both, low_half));
+        const int8x16_t of_high = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
+        const int8x16_t low = vmulq_s8(vsubq_s8(of_low, zero), multipliers);
+        const int8x16_t high = vmulq_s8(vsubq_s8(of_high, zero), multipliers);
+        vst1q_s8(to, low);
+        vst1q_s8(to + 4 * kBlock, high);
+        sum = vdotq_s32(vdotq_s32(sum, low, ones), high, ones);
+        group += Int4Weight::kStepBytes;
+        to += 8 * kBlock;
+      }
+    }
+    vst1q_s32(out.offsets + 4 * part, vmulq_n_s32(sum, kZeroPoint));
+  }
+}
+
 #endif
 
 // Unpack `count` terms, and zeros up to a multiple of 64 terms.
@@ -152,6 +186,10 @@ inline void unpack(Isa isa, const uint8_t* chunk, int64_t count, int64_t group_s
   }
   if (has_avx2(isa)) {
     return unpack_avx2(chunk, count, group_size, out);
+  }
+#elif defined(__aarch64__)
+  if (has_dotprod(isa)) {
+    return unpack_neon(chunk, count, group_size, out);
   }
 #endif
   unpack_plain(chunk, count, group_size, out);

@@ -35,6 +35,10 @@ constexpr bool has_avx2(Isa isa) {
   return isa == Isa::avx2 || isa == Isa::avx_vnni;
 }
 
+constexpr bool has_dotprod(Isa isa) {
+  return isa == Isa::dotprod || isa == Isa::i8mm;
+}
+
 #if defined(__x86_64__)
 
 // Request AMX tiles from Linux, for all threads of the process.

@@ -101,9 +101,8 @@ inline at::Tensor int8_product(const at::Tensor& x, const at::Tensor& values, co
   const Bias added(bias, rows, columns);
   const float* const multipliers = factors_in(factors, terms);
 
-  const int64_t tiled_rows = (rows + kMostRows - 1) / kMostRows * kMostRows;
   const size_t size = aligned(rows * sizeof(float));
-  const Scratch scratch(size + tiled_rows * stride);
+  const Scratch scratch(size + tiled(rows) * stride);
   float* const scale = scratch.at<float>(0);
   uint8_t* const quantized = scratch.at<uint8_t>(size);
   with_elements(matrix, [&](const auto* elements) {

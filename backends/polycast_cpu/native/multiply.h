@@ -11,6 +11,11 @@ namespace polycast_cpu {
 
 constexpr int64_t kMostRows = 32;
 
+// The rows in memory that AMX tiles read.
+constexpr int64_t tiled(int64_t rows) {
+  return (rows + kMostRows - 1) / kMostRows * kMostRows;
+}
+
 inline void multiply_plain(const uint8_t* rows, int64_t stride, int64_t count, const int8_t* block, int64_t terms,
                            int32_t (*sums)[kBlock]) {
   for (int64_t row = 0; row < count; ++row) {

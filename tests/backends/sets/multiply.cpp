@@ -1,5 +1,7 @@
 // Compare the integer products of instruction sets with those of plain C++, for random sizes. Needs no torch: it is compiled for
 // other processors and run in an emulator.
+#include "tiles.h"
+
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -27,7 +29,7 @@ int level(bool extreme) {
 struct Problem {
   int64_t rows = pick(1, kMostRows), terms = pick(0, 3) == 0 ? pick(1, 3000) : pick(1, 300), columns = pick(1, kBlock);
   int64_t stride = row_stride(terms);
-  std::vector<uint8_t> x = std::vector<uint8_t>(kMostRows * stride);
+  std::vector<uint8_t> x = std::vector<uint8_t>(tiled(rows) * stride);
   std::vector<int8_t> block = std::vector<int8_t>(blocks(terms) * kBlock * kBlock);
   std::vector<int32_t> offsets = std::vector<int32_t>(columns);
 
@@ -53,7 +55,7 @@ struct Problem {
 
 template <typename Multiply>
 void check(const char* name, const Multiply& multiply) {
-  for (int turn = 0; turn < 2000; ++turn) {
+  for (int turn = 0; turn < 300; ++turn) {
     const Problem of;
     static int32_t expected[kMostRows][kBlock], actual[kMostRows][kBlock];
     multiply_plain(of.x.data(), of.stride, of.rows, of.block.data(), of.terms, expected);
@@ -80,6 +82,12 @@ int main() {
   });
   check("avx_vnni", [](const Problem& of, auto* sums) {
     multiply_avx_vnni(of.x.data(), of.stride, of.rows, of.block.data(), of.terms, sums);
+  });
+  check("vnni", [](const Problem& of, auto* sums) {
+    multiply_vnni(of.x.data(), of.stride, of.rows, of.block.data(), of.terms, sums);
+  });
+  check("amx", [](const Problem& of, auto* sums) {
+    multiply_amx(of.x.data(), of.stride, of.rows, of.block.data(), of.terms, sums);
   });
 #elif defined(__aarch64__)
   check("dotprod", [](const Problem& of, auto* sums) {
