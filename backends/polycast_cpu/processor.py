@@ -27,7 +27,7 @@ def processor_details() -> Mapping[str, str]:
 
 
 _MODEL = ("cpu family", "model", "stepping", "cache size", "CPU implementer", "CPU part", "CPU variant")
-"""Keys of /proc/cpuinfo that tell processors of one name apart, as in virtual machines."""
+"""Keys of /proc/cpuinfo that distinguish processors of the same name, as in virtual machines."""
 
 
 def _first_processor() -> Mapping[str, str]:

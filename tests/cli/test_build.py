@@ -71,7 +71,7 @@ def test_it_does_not_build_again(compiler, ops):
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2 or not hasattr(os, "mkfifo"), reason="there is one core, or no FIFO")
-def test_each_is_compiled_while_the_other_is(compiler, ops, tmp_path):
+def test_libraries_are_compiled_in_parallel(compiler, ops, tmp_path):
     meeting = tmp_path / "meeting"
     os.mkfifo(meeting)  # whoever opens an end of it waits for the other
     ops(OPS.package)
@@ -186,5 +186,5 @@ def test_an_invalid_engine_is_reported(compiler, monkeypatch):
     compiler("pass")
     monkeypatch.setenv("POLYCAST_ENGINE", "perhaps")
     result = CliRunner().invoke(app, ["build"])
-    assert result.stderr.startswith("polycast: POLYCAST_ENGINE='perhaps' is not legal: expected ")
+    assert result.stderr.startswith("polycast: POLYCAST_ENGINE='perhaps' is invalid: expected ")
     assert result.exit_code == 2

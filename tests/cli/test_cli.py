@@ -76,8 +76,8 @@ def test_importing_polycast_does_not_import_what_only_the_command_line_needs():
 
 @pytest.mark.parametrize("command", [["devices"], ["ops", "cpu"], ["demo"]], ids=lambda words: words[0])
 @pytest.mark.parametrize("variable", ["POLYCAST_DISCOVERY", "POLYCAST_BLOCK", "POLYCAST_PROVIDER", "POLYCAST_ENGINE"])
-def test_variable_with_an_illegal_value(polycast_command, monkeypatch, rediscover, command, variable):
+def test_an_invalid_variable_is_an_error(polycast_command, monkeypatch, rediscover, command, variable):
     monkeypatch.setenv(variable, "perhaps,")
     result = polycast_command(*command)
-    assert result.stderr.startswith(f"polycast: {variable}='perhaps,' is not legal: expected ")
+    assert result.stderr.startswith(f"polycast: {variable}='perhaps,' is invalid: expected ")
     assert result.exit_code == 2

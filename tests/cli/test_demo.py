@@ -155,7 +155,7 @@ def test_losses_that_differ_by_rounding_are_no_problem():
     assert problems(with_run("polycast.autocast", loss=0.02 * (1 + 1e-7))) == []
 
 
-def test_an_int8_accuracy_just_near_enough_is_no_problem():
+def test_an_int8_accuracy_at_the_tolerance_is_no_problem():
     assert problems(replace(GOOD, accuracies={"float32": 0.98, "polycast int8": 0.9751})) == []
 
 
@@ -196,7 +196,7 @@ def test_the_command_prints_its_measurements(monkeypatch):
     assert result.exit_code == 0
 
 
-def test_a_slow_dtype_is_told(monkeypatch, hand_made):
+def test_a_slow_dtype_is_reported(monkeypatch, hand_made):
     hand_made("cpu", default_dtype=torch.bfloat16, slow_reason=lambda dtype: "it has no such unit")
     monkeypatch.setattr(demo, "measure", lambda *_: GOOD)
     assert "\nbfloat16 is slow on cpu: it has no such unit.\n" in run_demo().stdout

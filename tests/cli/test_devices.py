@@ -98,7 +98,7 @@ def test_devices_names_the_engine(polycast_command, engine):
     assert (engine == "reference") == (last == unset)
 
 
-def test_devices_says_what_the_reference_engine_costs_and_how_to_have_the_native_one(polycast_command, monkeypatch):
+def test_devices_shows_the_cost_of_the_reference_engine_and_the_remedy(polycast_command, monkeypatch):
     installation.forget_choice()
     monkeypatch.setenv("POLYCAST_ENGINE", "auto")
     failure = no_compiler()
@@ -117,7 +117,7 @@ def test_devices_says_what_the_reference_engine_costs_and_how_to_have_the_native
 
 
 @pytest.mark.parametrize("columns", ["60", "80"])
-def test_devices_breaks_no_word(polycast_command, monkeypatch, columns):
+def test_devices_does_not_break_words(polycast_command, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("NO_COLOR", "1")
@@ -212,7 +212,7 @@ def test_a_broken_plugin_names_the_option_for_its_traceback(polycast_command, pl
     assert shown.endswith("polycast devices --verbose shows the tracebacks.\n")
 
 
-def test_devices_verbose_leaves_json_alone(polycast_command, plugin):
+def test_verbose_does_not_change_json(polycast_command, plugin):
     plugin("acme_json", "raise OSError('libacme.so: cannot open')")
     result = polycast_command("devices", "--json", "--verbose")
     assert listed(result)["ipu"]["state"] == "broken"

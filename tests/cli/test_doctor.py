@@ -47,28 +47,28 @@ def problems(found):
     return {check["name"]: check["problem"] for check in found["checks"] if check["problem"] is not None}
 
 
-def test_on_a_machine_that_works_it_says_so(engine, examine):
+def test_a_working_machine_has_no_problems(engine, examine):
     status, found = examine()
     assert problems(found) == {}
     assert [check["name"] for check in found["checks"]][:1] == ["a region on cpu works"]
     assert status == 0
 
 
-def test_it_prints_every_section_for_people(engine):
+def test_it_prints_every_section(engine):
     result = CliRunner().invoke(app, ["doctor"])
     assert [line[:-1] for line in result.stdout.splitlines() if line.endswith(":")] == SECTIONS
     assert "  a region on cpu works: ok\n" in result.stdout
     assert f"  torch: {torch.__version__}\n" in result.stdout
 
 
-def test_it_has_every_section_for_programs(engine, examine):
+def test_json_has_every_section(engine, examine):
     _, found = examine()
     assert list(found) == SECTIONS
     assert found["versions"]["python"] == platform.python_version()
     assert {device["device_type"] for device in found["backends"]} == set(polycast.backends())
 
 
-def test_it_says_which_engine_there_is_and_where_it_comes_from(engine, examine):
+def test_it_shows_the_engine_and_its_origin(engine, examine):
     _, found = examine()
     assert found["engine"]["name"] == engine
     if engine == "reference":
@@ -79,7 +79,7 @@ def test_it_says_which_engine_there_is_and_where_it_comes_from(engine, examine):
         assert os.path.isfile(library)
 
 
-def test_it_says_where_the_ops_of_backends_come_from(examine, hand_made, monkeypatch, tmp_path):
+def test_it_shows_the_origin_of_ops(examine, hand_made, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "true")  # a compiler that says nothing of itself, and is not called for more
     monkeypatch.setattr(ops, "_origins", {})
@@ -90,14 +90,14 @@ def test_it_says_where_the_ops_of_backends_come_from(examine, hand_made, monkeyp
     assert "  polycast_cpu.native: not compiled yet" in CliRunner().invoke(app, ["doctor"]).stdout
 
 
-def test_it_says_what_the_processor_can_do(examine):
+def test_it_shows_the_features_of_the_processor(examine):
     _, found = examine()
     assert list(found["cpu"]["features"]) == ["bfloat16", "float16", "VNNI", "AMX", "i8mm"]
     if getattr(torch.cpu, "get_capabilities", dict)().get("avx512_bf16"):
         assert "avx512_bf16" in found["cpu"]["features"]["bfloat16"]
 
 
-def test_the_variables_that_matter_are_shown_and_no_others(engine, examine, monkeypatch):
+def test_only_relevant_variables_are_shown(engine, examine, monkeypatch):
     monkeypatch.setenv("POLYCAST_BLOCK", "xpu")
     monkeypatch.setenv("ACME_TOKEN", "secret")
     _, found = examine()
@@ -105,7 +105,7 @@ def test_the_variables_that_matter_are_shown_and_no_others(engine, examine, monk
     assert "ACME_TOKEN" not in found["environment"]
 
 
-def test_a_compiler_that_is_not_there_is_told(examine, monkeypatch):
+def test_a_missing_compiler_is_reported(examine, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler -O1")
     monkeypatch.setenv("POLYCAST_ENGINE", "reference")
     _, found = examine()
@@ -116,7 +116,7 @@ def test_a_compiler_that_is_not_there_is_told(examine, monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_engine_that_cannot_be_had_is_told_with_the_reason():
+def test_an_unavailable_engine_is_reported_with_the_reason():
     environment = {**os.environ, "CXX": "no-such-compiler", "XDG_CACHE_HOME": "/nonexistent/cache"}
     command = [sys.executable, "-m", "polycast", "doctor", "--json"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -125,27 +125,27 @@ def test_an_engine_that_cannot_be_had_is_told_with_the_reason():
     assert result.returncode == 0
 
 
-def test_a_variable_that_is_not_legal_is_told_and_the_rest_is_asked_all_the_same(examine, monkeypatch):
+def test_an_invalid_variable_is_reported_and_the_other_sections_are_shown(examine, monkeypatch):
     monkeypatch.setenv("POLYCAST_DISCOVERY", "perhaps")
     monkeypatch.setattr(registry, "_discovered", None)
     monkeypatch.setattr(registry, "ready", {})
     status, found = examine()
-    assert problems(found)["the backends are found"].startswith("ValueError: POLYCAST_DISCOVERY='perhaps' is not legal")
+    assert problems(found)["the backends are found"].startswith("ValueError: POLYCAST_DISCOVERY='perhaps' is invalid")
     assert found["versions"]["torch"] == torch.__version__
     assert status == 1
 
 
-def test_a_broken_plugin_is_told_and_disturbs_no_other(engine, examine, plugin):
+def test_a_broken_plugin_is_reported_and_does_not_affect_others(engine, examine, plugin):
     plugin("acme_broken", BROKEN)
     status, found = examine()
     (name, problem) = *problems(found), *problems(found).values()
-    assert name == "the backend of ipu is sound"
+    assert name == "the backend of ipu is valid"
     assert "the driver is gone" in problem
     assert "a region on cpu works" in [check["name"] for check in found["checks"]]
     assert status == 1
 
 
-def test_a_region_that_does_not_cast_is_told(engine, examine, monkeypatch):
+def test_a_region_that_does_not_cast_is_reported(engine, examine, monkeypatch):
     monkeypatch.setattr(doctor, "autocast", functools.partial(polycast.autocast, enabled=False))
     status, found = examine()
     problem = problems(found)["a region on cpu works"]
@@ -153,7 +153,7 @@ def test_a_region_that_does_not_cast_is_told(engine, examine, monkeypatch):
     assert status == 1
 
 
-def test_what_a_region_raises_is_told(engine, examine, monkeypatch):
+def test_an_error_in_a_region_is_reported(engine, examine, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("no kernel image is available")
 
@@ -165,7 +165,7 @@ def test_what_a_region_raises_is_told(engine, examine, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("limit", "value"), [("OMP_THREAD_LIMIT", "2"), ("OMP_DYNAMIC", "true")])
-def test_linear_layers_that_torch_gets_wrong_are_told(limit, value):
+def test_wrong_results_of_torchs_linear_layers_are_reported(limit, value):
     if os.cpu_count() < 4:
         pytest.skip("OpenMP gives as many threads as torch asks for")
     environment = {**os.environ, "OMP_NUM_THREADS": "4", limit: value}
@@ -189,7 +189,7 @@ sys.exit(torch.equal(torch.nn.functional.linear(x.bfloat16(), w.bfloat16()).floa
 """
 
 
-def test_a_wrong_linear_is_told(examine, monkeypatch):
+def test_a_wrong_linear_is_reported(examine, monkeypatch):
     linear = torch.nn.functional.linear
     monkeypatch.setattr(
         torch.nn.functional, "linear", lambda x, *args: linear(x, *args) * (2 - (x.dtype is torch.float32))

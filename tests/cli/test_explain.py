@@ -52,7 +52,7 @@ def test_gradients_do_not_prevent_a_recipe(explain):
     ("arguments", "message"),
     [(["--dtype", "bf17"], "bf17"), (["--policy", "missing.toml"], "missing.toml"), (["--recipe", "int9"], "int9")],
 )
-def test_mistakes_are_named(arguments, message, explain):
+def test_invalid_arguments_are_reported(arguments, message, explain):
     result = explain(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr

@@ -65,7 +65,7 @@ def test_no_drift(polycast_command, hand_made):
     assert result.exit_code == 0
 
 
-def test_an_op_left_to_torch_is_no_drift(polycast_command, hand_made):
+def test_an_excluded_op_is_not_drift(polycast_command, hand_made):
     table = dict.fromkeys(torch_ops("cpu") - {"aten::mm"}, polycast.CastPolicy.PASSTHROUGH)
     hand_made("cpu", policies=table, excluded_ops={"aten::mm": "the driver does it", "aten::of_another": "so it is"})
     first, *left = polycast_command("ops", "cpu", "--drift").stdout.splitlines()

@@ -67,7 +67,7 @@ def test_output_that_cannot_be_written_is_an_error_before_measuring(polycast_com
     assert not kept.exists()
 
 
-def test_it_says_why_a_file_is_ignored(polycast_command, kept):
+def test_it_shows_why_a_file_is_ignored(polycast_command, kept):
     polycast.profile("cpu")
     (path,) = kept.glob("*.json")
     path.write_text("{")
@@ -102,7 +102,7 @@ def test_devices_shows_a_profile_that_there_is(polycast_command, kept):
     assert f"cpu: {cpu['profile']}\n" == SUMMARY
 
 
-def test_doctor_measures_only_if_told_to(polycast_command, kept):
+def test_doctor_measures_only_on_request(polycast_command, kept):
     assert "  cpu: none; polycast doctor --measure makes one\n" in polycast_command("doctor").stdout
     assert json.loads(polycast_command("doctor", "--json").stdout)["profiles"]["cpu"] is None
     assert not kept.exists()

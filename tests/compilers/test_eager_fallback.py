@@ -60,7 +60,7 @@ def _known_as_unknown(monkeypatch):
 
 @contextlib.contextmanager
 def one_warning():
-    with pytest.warns(UserWarning, match=r"cannot have the compiler of this torch .* tell policies apart") as said:
+    with pytest.warns(UserWarning, match=r"cannot make the compiler of this torch .* distinguish policies") as said:
         yield
     assert len([warning for warning in said if "polycast" in str(warning.message)]) == 1
 

@@ -78,7 +78,7 @@ def test_the_classes_stay_and_every_public_name_of_a_function_is_replaced():
     assert public_names_of(value for value in inside.values() if value not in CLASSES) == set()
 
 
-def test_the_names_that_the_tests_know_are_all_that_this_torch_has():
+def test_the_tests_cover_every_name_of_this_torch():
     functions = {"autocast_decorator", "custom_bwd", "custom_fwd", "is_autocast_available"}
     assert public_names_of([*CLASSES, *(getattr(autocast_mode, name) for name in functions)]) == set(THEIRS)
 
@@ -94,7 +94,7 @@ def test_a_region_may_span_the_end_of_the_patch_and_its_beginning():
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_entered_twice_it_ends_with_the_outermost():
+def test_a_patch_entered_twice_ends_with_the_outermost_exit():
     one, other = polycast.patch_torch(), polycast.patch_torch()
     with one:
         inside = torch.amp.custom_fwd
@@ -106,7 +106,7 @@ def test_entered_twice_it_ends_with_the_outermost():
     check_that_torch_has_its_own()
 
 
-def test_two_may_end_in_the_order_in_which_they_began():
+def test_two_patches_may_end_in_the_order_in_which_they_began():
     one, other = polycast.patch_torch(), polycast.patch_torch()
     one.start()
     other.start()
@@ -116,7 +116,7 @@ def test_two_may_end_in_the_order_in_which_they_began():
     check_that_torch_has_its_own()
 
 
-def test_it_ends_where_an_error_leaves_the_block():
+def test_an_error_in_the_block_ends_the_patch():
     with pytest.raises(ZeroDivisionError), polycast.patch_torch():
         _ = 1 / 0
     check_that_torch_has_its_own()
@@ -153,7 +153,7 @@ def test_an_error_while_patching_undoes_the_patch(monkeypatch):
         assert is_patched()
 
 
-def test_an_alias_in_a_module_of_torchs_that_came_later_is_found(monkeypatch):
+def test_an_alias_in_a_torch_module_that_is_imported_later_is_found(monkeypatch):
     later = ModuleType("torch.later")
     later.region, later.forward = torch.autocast, torch.amp.custom_fwd
     monkeypatch.setitem(sys.modules, "torch.later", later)

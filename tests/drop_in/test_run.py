@@ -326,11 +326,11 @@ def test_a_device_that_cannot_be_used_is_refused(write, run):
     assert re.match(r"polycast: --wrap xpu: .+\.\n$", done.stderr)
 
 
-def test_a_variable_that_is_not_legal_is_refused(write, run):
+def test_an_invalid_variable_is_refused(write, run):
     write("print('it ran')")
     done = run("program.py", POLYCAST_ENGINE="fast")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("polycast: POLYCAST_ENGINE='fast' is not legal")
+    assert done.stderr.startswith("polycast: POLYCAST_ENGINE='fast' is invalid")
 
 
 def test_an_engine_that_cannot_be_built_is_refused(write, run, tmp_path):

@@ -46,7 +46,7 @@ def int8():
 
 @pytest.mark.usefixtures("int8")
 @pytest.mark.parametrize("engine", ["native", "reference"])
-def test_the_summary_says_how_many_ops_ran_by_the_recipe_and_which_declined_and_why(run, engine):
+def test_the_summary_counts_the_ops_of_the_recipe_and_gives_reasons_for_the_others(run, engine):
     done = run("print(forward().dtype)", "--engine", engine, "--recipe", "int8")
     assert done.stdout == "torch.bfloat16\n"
     share = [  # seen by the observer, which needs the native engine
@@ -61,7 +61,7 @@ def test_the_summary_says_how_many_ops_ran_by_the_recipe_and_which_declined_and_
 
 
 @pytest.mark.usefixtures("int8")
-def test_what_comes_out_is_near_what_comes_out_without(run):
+def test_the_output_is_near_that_without_a_recipe(run):
     near = (
         "\ny = forward()\nz = small(large(x))\nprint(not torch.equal(y, z), ((y - z).norm() / z.norm()).item() < 0.03)"
     )
@@ -85,7 +85,7 @@ def test_all_threads_are_counted(run, recipe):
 
 
 @pytest.mark.usefixtures("int8")
-def test_a_program_that_trains_is_told_that_it_gains_nothing(run):
+def test_a_training_program_is_told_that_the_recipe_has_no_effect(run):
     program = """
     with torch.autocast("cpu"):
         y = large(x)
@@ -98,7 +98,7 @@ def test_a_program_that_trains_is_told_that_it_gains_nothing(run):
 
 
 @pytest.mark.usefixtures("int8")
-def test_what_the_program_says_itself_goes_before_it(run):
+def test_the_programs_own_recipe_takes_precedence(run):
     program = """
     import polycast
     with torch.no_grad(), torch.autocast("cpu"), polycast.autocast("cpu", recipe="none"):
@@ -110,7 +110,7 @@ def test_what_the_program_says_itself_goes_before_it(run):
 
 
 @pytest.mark.usefixtures("int8")
-def test_it_goes_with_wrap_for_programs_without_a_region(run):
+def test_it_combines_with_wrap_for_programs_without_a_region(run):
     done = run("with torch.no_grad():\n    print(large(x).dtype)", "--wrap", "cpu", "--recipe", "int8")
     assert done.stdout == "torch.bfloat16\n"
     assert done.stderr.endswith(", int8: 1 op\n  int8: 100% of the 1.05 MFLOPs in matmuls\n")
@@ -119,18 +119,18 @@ def test_it_goes_with_wrap_for_programs_without_a_region(run):
 @pytest.mark.usefixtures("int8")
 def test_an_observed_run_has_them_too(run):
     done = run("forward()", "--observe", "--recipe", "int8")
-    assert "int8 on cpu: linear computed 1 times\n" in done.stderr
-    assert "int8 on cpu: linear declined 1 times: the weight is smaller than the recipe's min_size\n" in done.stderr
+    assert "int8 on cpu: linear computed once\n" in done.stderr
+    assert "int8 on cpu: linear declined once: the weight is smaller than the recipe's min_size\n" in done.stderr
 
 
-def test_a_recipe_that_the_device_cannot_do_is_told_and_the_program_runs_in_the_fast_dtype(run):
+def test_an_unsupported_recipe_is_reported_and_the_program_runs_in_the_fast_dtype(run):
     done = run("print(forward().dtype)", "--recipe", "float8")
     assert done.stdout == "torch.bfloat16\n"
     assert "RecipeDisabledWarning: Float8() cannot be used on cpu: " in done.stderr
     assert done.stderr.endswith(", float8: 0 ops\n")
 
 
-def test_a_summary_without_a_recipe_does_not_speak_of_one(run):
+def test_without_a_recipe_the_summary_does_not_mention_one(run):
     assert run("forward()").stderr.splitlines()[0].endswith(" engine, 1 region (cpu bfloat16 1)")
 
 
@@ -166,7 +166,7 @@ def test_slow_dtypes_are_in_the_summary_and_not_warned_about(run_unprofiled):
 
 
 @pytest.mark.usefixtures("int8")
-def test_a_recipe_for_all_ops_is_not_told_of_slow_dtypes(run_unprofiled):
+def test_no_slow_dtype_is_reported_with_a_recipe_for_all_ops(run_unprofiled):
     program = f"""{SLOW}
     with torch.no_grad(), torch.autocast("cpu"):
         large(x)
@@ -182,7 +182,7 @@ def test_a_dtype_that_the_profile_says_is_slow_is_in_the_summary(run, tmp_path, 
     assert ". Faster: --recipe fastest" in said[1]
 
 
-def test_the_summary_says_the_way_of_each_op_by_fastest(run, tmp_path, profile_of):
+def test_the_summary_has_the_way_of_each_op_with_fastest(run, tmp_path, profile_of):
     profile_of(bfloat16=4.0).save(tmp_path / "profile.json")
     said = run("forward()", "--recipe", "fastest", POLYCAST_PROFILE="profile.json").stderr.splitlines()
     assert said[0].endswith(", fastest: 2 ops")
@@ -215,7 +215,7 @@ def test_quiet_leaves_the_summary_out(run):
         ("int8:columns", "polycast: --recipe: 'int8:columns' is not a recipe: "),
     ],
 )
-def test_what_is_no_recipe_is_refused_before_the_program_runs(run, recipe, said):
+def test_an_invalid_recipe_is_refused_before_the_program_runs(run, recipe, said):
     done = run("print('ran')", "--recipe", recipe)
     assert done.stderr.startswith(said)
     assert (done.stdout, done.returncode) == ("", 2)

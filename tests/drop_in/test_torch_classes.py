@@ -146,7 +146,7 @@ def test_a_subclass_may_have_a_mixin_of_another_metaclass(patching, mixin, mixin
 
 
 @pytest.mark.usefixtures("patched")
-def test_a_subclass_hands_its_options_on_to_its_mixins():
+def test_a_subclass_passes_its_options_to_its_mixins():
     seen = []
 
     class Mixin:

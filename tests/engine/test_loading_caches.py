@@ -126,10 +126,10 @@ def test_a_pipe_is_refused_at_once(tmp_path, load, model):
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
-    assert "it is no regular file: only those can be mapped into memory" in errors[0]
+    assert "it is not a regular file: only those can be mapped into memory" in errors[0]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="this system has no device files")
 def test_a_device_is_refused(model):
-    with pytest.raises(ValueError, match="it is no regular file"):
+    with pytest.raises(ValueError, match="it is not a regular file"):
         WeightCache.load("/dev/zero", model)

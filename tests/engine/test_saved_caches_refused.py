@@ -190,7 +190,7 @@ def test_another_schema(saved, model):
 def test_a_truncated_file(saved, model, size):
     content = saved.read_bytes()
     saved.write_bytes(content[:size])
-    assert refused(saved, model).startswith("it is no complete safetensors file")
+    assert refused(saved, model).startswith("it is not a complete safetensors file")
 
 
 def test_each_damaged_byte_is_seen(saved_int8, model):
@@ -210,7 +210,7 @@ def test_each_damaged_byte_is_seen(saved_int8, model):
 
 def test_a_file_of_something_else(path, model):
     path.write_bytes(b"not at all" * 100)
-    assert refused(path, model).startswith("it is no complete safetensors file")
+    assert refused(path, model).startswith("it is not a complete safetensors file")
     tensor_file.write(path, dict(model.state_dict()), {})
     assert refused(path, model) == "it was not saved by WeightCache.save"
 

@@ -98,7 +98,7 @@ def test_an_invalid_value_is_an_error_at_each_look_up_until_it_is_corrected(run,
         """,
         **{variable: value},
     )
-    refusal = f"{variable}={value!r} is not legal: expected {expected}. Correct or unset the variable."
+    refusal = f"{variable}={value!r} is invalid: expected {expected}. Correct or unset the variable."
     assert answer == [*[["ValueError", refusal]] * 4, True]
 
 
@@ -131,7 +131,7 @@ def test_an_unknown_engine_is_refused_before_kernels_are_installed(run, plugin):
         """
         from polycast.common import env
         error = error_of(polycast.install, "hpu")
-        expected = f"POLYCAST_ENGINE='fast' is not legal: expected one of {', '.join(env.ENGINES)}."
+        expected = f"POLYCAST_ENGINE='fast' is invalid: expected one of {', '.join(env.ENGINES)}."
         kernel = torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm", "AutocastHPU")
         answer = [error[0], error[1].startswith(expected), kernel]
         """,

@@ -140,7 +140,7 @@ def test_a_truncated_file_is_refused(model, e, tmp_path, part):
     e.save(path)
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * part)])
-    with pytest.raises(ValueError, match="is no equalization: it is no complete safetensors file"):
+    with pytest.raises(ValueError, match="is no equalization: it is not a complete safetensors file"):
         Equalization.load(path, model)
 
 

@@ -93,7 +93,7 @@ def test_a_module_that_lets_nobody_set_its_forward_leaves_the_others_as_they_wer
 @pytest.mark.parametrize("kind", [staticmethod, classmethod])
 def test_a_forward_that_is_no_method_is_refused(kind):
     module = type("Odd", (nn.Module,), {"forward": kind(lambda *args: args[-1])})()
-    with pytest.raises(TypeError, match="has a forward that is no method of its instances"):
+    with pytest.raises(TypeError, match="has a forward that is not a method of its instances"):
         polycast.apply_policy(module, Policy(modules={"**": "fp32"}))
 
 

@@ -209,7 +209,7 @@ def test_the_native_engine_is_the_default(wanted):
 def test_an_unknown_engine_is_refused_and_installs_nothing(monkeypatch):
     installation.forget_choice()
     monkeypatch.setenv("POLYCAST_ENGINE", "turbo")
-    with pytest.raises(ValueError, match=r"^POLYCAST_ENGINE='turbo' is not legal: expected one of auto, native, refer"):
+    with pytest.raises(ValueError, match=r"^POLYCAST_ENGINE='turbo' is invalid: expected one of auto, native, refer"):
         polycast.install("cpu")
     monkeypatch.delenv("POLYCAST_ENGINE")
     assert not installation.installed

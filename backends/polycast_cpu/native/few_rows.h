@@ -35,7 +35,7 @@ inline bool reads_in_order(Simd simd, int64_t rows, int64_t terms) {
   return follows_streams() && (rows == 1 || (rows <= most && rows * terms * int64_t{sizeof(float)} <= kNear));
 }
 
-// Rows of activations in float32. The stride of several is no multiple of 4096 bytes, which would map them to the same set of the
+// Rows of activations in float32. The stride of several is not a multiple of 4096 bytes, which would map them to the same set of the
 // L1 cache.
 struct FloatRows {
   const float* values;

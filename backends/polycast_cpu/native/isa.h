@@ -173,7 +173,7 @@ inline Isa best_isa() {
   return best;
 }
 
-// Return whether the processor fetches a stream from memory by itself faster than it is told to. Intel's stop at each page.
+// Return whether the processor's hardware prefetching of a stream is faster than prefetch instructions. Intel's stops at each page.
 inline bool follows_streams() {
 #if defined(__x86_64__)
   static const bool is_amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));

@@ -15,7 +15,7 @@ namespace polycast_cpu {
 
 enum class Simd : int64_t { plain = 0, avx2 = 1, avx512 = 2 };
 
-// Like torch's kernels, heed ATEN_CPU_CAPABILITY.
+// Like torch's kernels, respect ATEN_CPU_CAPABILITY.
 inline Simd find_best_simd() {
 #if defined(__x86_64__)
   const int64_t bits = vector_bits();

@@ -21,7 +21,7 @@ def packages_of_ops(state: str = "ready") -> Mapping[str, str]:
     """Return the packages with C++ ops of the backends in a state, and the device type of each.
 
     Raises:
-        ValueError: a ``POLYCAST_`` variable has a value that is not legal.
+        ValueError: a ``POLYCAST_`` variable has an invalid value.
     """
     devices = [name for name, status in backends().items() if status.state == state]
     return {package: name for name in devices for package in get_backend(name).ops_in_cpp}

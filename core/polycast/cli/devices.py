@@ -85,7 +85,7 @@ def known_devices() -> list[Device]:
     """Return every device that has a backend or could have one.
 
     Raises:
-        ValueError: a ``POLYCAST_`` variable has a value that is not legal.
+        ValueError: a ``POLYCAST_`` variable has an invalid value.
     """
     return [_ask(status) for status in backends().values()]
 

@@ -143,7 +143,7 @@ def _environment() -> dict[str, str]:
 
 
 def _region_works(device_type: str) -> str | None:
-    """Return what is wrong in a region for a device, in its backward and after it; None: nothing."""
+    """Return the problem of a region for a device, in it, its backward or after it; None if there is none."""
     dtype = backends()[device_type].default_dtype
     layer, cache = torch.nn.Linear(64, 64).to(device_type), WeightCache()
     x = torch.ones(4, 64, device=device_type)
@@ -162,7 +162,7 @@ def _region_works(device_type: str) -> str | None:
 
 
 def _linears_are_right(device_type: str) -> str | None:
-    """Return how wrong torch's linear layers are in the fast dtype of a device; None: they are right."""
+    """Return how wrong torch's linear layers are in the fast dtype of a device; None if they are right."""
     dtype = backends()[device_type].default_dtype
     wrong = []
     for rows, size in _LINEARS:
@@ -181,7 +181,7 @@ def _linears_are_right(device_type: str) -> str | None:
 
 
 _LINEARS = ((1, 256), (64, 256), (128, 512), (128, 1024))
-"""Rows and features of the layers, among them such as oneDNN gets wrong with fewer threads than it was told."""
+"""Rows and features of the layers, among them some that oneDNN computes wrongly with fewer threads than requested."""
 _MAX_ERROR = 0.1
 
 
@@ -192,7 +192,7 @@ def _checks() -> list[Check]:
     checks = [Check(f"a region on {name} works", _try(partial(_region_works, name))) for name in ready]
     checks += [Check(f"linear layers on {name} are right", _try(partial(_linears_are_right, name))) for name in ready]
     broken = [status for status in backends().values() if status.state in ("broken", "conflict")]
-    return checks + [Check(f"the backend of {status.device_type} is sound", status.reason) for status in broken]
+    return checks + [Check(f"the backend of {status.device_type} is valid", status.reason) for status in broken]
 
 
 def _profiles(measures: bool) -> dict[str, object]:

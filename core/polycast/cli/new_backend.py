@@ -107,9 +107,7 @@ def _render(name: str) -> dict[Path, str]:
         "polycast": importlib.metadata.version("polycast"),
         "stem": stem,
         "cls": f"{stem}Backend",
-        "failures": "".join(
-            f"{op}  has no policy in policies.py yet: torch's own kernel serves it\n" for op in failures
-        ),
+        "failures": "".join(f"{op}  has no policy in policies.py yet: torch's own kernel runs\n" for op in failures),
     }
     naming = _TEMPLATES / f"naming{_SUFFIX}"
     names["naming"] = "" if in_tree else _fill(naming, names)

@@ -75,7 +75,7 @@ def engine_name() -> str:
     """Return the name of the engine, building the native one if needed.
 
     Raises:
-        ValueError: POLYCAST_ENGINE has a value that is not legal.
+        ValueError: POLYCAST_ENGINE has an invalid value.
         RuntimeError: POLYCAST_ENGINE is ``native``, and that engine cannot be built.
     """
     return choose().name
@@ -108,7 +108,7 @@ _COST = "Without the native engine, regions are slower and polycast.observe does
 
 @contextmanager
 def ignore_slow_dtypes() -> Iterator[None]:
-    """Ignore :class:`SlowDtypeWarning`, in a command that tells its user in another way."""
+    """Ignore :class:`SlowDtypeWarning`, in a command that reports slow dtypes in another way."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SlowDtypeWarning)
         yield

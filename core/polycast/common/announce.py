@@ -1,4 +1,4 @@
-"""Tell the user on stderr about work that takes long."""
+"""Announce slow work on stderr."""
 
 import contextlib
 import sys

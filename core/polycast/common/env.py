@@ -23,7 +23,7 @@ def discovery() -> bool:
     try:
         return _BOOLEANS[text.lower()]
     except KeyError:
-        raise _illegal("POLYCAST_DISCOVERY", text, "one of " + ", ".join(_BOOLEANS)) from None
+        raise _invalid("POLYCAST_DISCOVERY", text, "one of " + ", ".join(_BOOLEANS)) from None
 
 
 def blocked() -> frozenset[str]:
@@ -38,7 +38,7 @@ def providers() -> Mapping[str, str]:
     for item in _items("POLYCAST_PROVIDER", expected):
         device_type, equals, distribution = (part.strip() for part in item.partition("="))
         if not (device_type and equals and distribution) or device_type in chosen:
-            raise _illegal("POLYCAST_PROVIDER", os.environ["POLYCAST_PROVIDER"], expected + ", each device once")
+            raise _invalid("POLYCAST_PROVIDER", os.environ["POLYCAST_PROVIDER"], expected + ", each device once")
         chosen[device_type] = canonical_name(distribution)
     return chosen
 
@@ -47,7 +47,7 @@ def engine() -> str:
     """Return which engine to use (``POLYCAST_ENGINE``)."""
     text = os.environ.get("POLYCAST_ENGINE") or "auto"
     if text.lower() not in ENGINES:
-        raise _illegal("POLYCAST_ENGINE", text, "one of " + ", ".join(ENGINES))
+        raise _invalid("POLYCAST_ENGINE", text, "one of " + ", ".join(ENGINES))
     return text.lower()
 
 
@@ -66,9 +66,9 @@ def _items(variable: str, expected: str) -> list[str]:
         return []
     items = [item.strip() for item in text.split(",")]
     if not all(items):
-        raise _illegal(variable, text, expected)
+        raise _invalid(variable, text, expected)
     return items
 
 
-def _illegal(variable: str, text: str, expected: str) -> ValueError:
-    return ValueError(f"{variable}={text!r} is not legal: expected {expected}. Correct or unset the variable.")
+def _invalid(variable: str, text: str, expected: str) -> ValueError:
+    return ValueError(f"{variable}={text!r} is invalid: expected {expected}. Correct or unset the variable.")

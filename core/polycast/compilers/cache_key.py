@@ -28,10 +28,8 @@ def extend_autograds(patch: Patch) -> None:
 
     init: Any = method_of(AOTAutogradCacheDetails, "__init__", "self")
     trial = object.__new__(AOTAutogradCacheDetails)
-    setattr(trial, _MARK, "never in force")
-    expect(
-        b"never in force" in pickle.dumps(trial), "the key of the cache is not made of the attributes of its details"
-    )
+    setattr(trial, _MARK, "never active")
+    expect(b"never active" in pickle.dumps(trial), "the key of the cache is not made of the attributes of its details")
 
     @functools.wraps(init)
     def init_with_ours(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -28,7 +28,7 @@ def start(reason: str) -> None:
     ready.intersection_update([key for key in ready if isinstance(key, str)])  # regions with overrides look from now on
     changes.on_undo(changes.GUARDS, stop)
     warn_user(
-        f"polycast cannot have the compiler of this torch ({torch.__version__}) tell policies apart ({reason}). "
+        f"polycast cannot make the compiler of this torch ({torch.__version__}) distinguish policies ({reason}). "
         + changes.FEATURES[changes.GUARDS].lost
     )
 

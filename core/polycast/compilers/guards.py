@@ -75,7 +75,7 @@ def guard_dynamo(patch: Patch) -> None:
     compiled_codes = [code for reference in list(input_codes.seen) if (code := reference()) is not None]
 
     trial: Any = GuardManagerWrapper()
-    _add_guard(trial, "never in force")
+    _add_guard(trial, "never active")
     expect(not trial.root.check({}), "a guard that fails has no effect")
     expect(_is_ours(_new_guard()), "a guard does not know what makes it")
     expect(hasattr(OutputGraph, "guards") and hasattr(OutputGraphCommon, "guards"), "a graph has no guards")

@@ -47,7 +47,7 @@ class patch_torch:
         """Patch torch, until :meth:`stop`.
 
         Raises:
-            ValueError: a ``POLYCAST_`` variable has a value that is not legal; nothing changes.
+            ValueError: a ``POLYCAST_`` variable has an invalid value; nothing changes.
         """
         global _patches
         with _lock:

@@ -18,7 +18,7 @@ class Drift:
         only_in_torch: torch has a kernel at the device's Autocast key, the table has no policy.
         only_in_table: the table has a policy, torch has none for the op.
         skipped: the table has a policy, this torch has no such op.
-        excluded_ops: what only torch has a kernel for on purpose, and why. It is no drift.
+        excluded_ops: ops that only torch has a kernel for on purpose, and why. They do not count as drift.
     """
 
     only_in_torch: tuple[str, ...]

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from .records import LowBit
+from .units import times_text
 
 
 class LowBitCounts:
@@ -32,6 +33,6 @@ def low_bit_lines(records: Iterable[LowBit]) -> Iterable[str]:
     for record in records:
         op = record.op.removeprefix("aten::")
         if record.declined:
-            yield f"{record.recipe} on {record.device}: {op} declined {record.calls:,} times: {record.declined}"
+            yield f"{record.recipe} on {record.device}: {op} declined {times_text(record.calls)}: {record.declined}"
         else:
-            yield f"{record.recipe} on {record.device}: {op} computed {record.calls:,} times"
+            yield f"{record.recipe} on {record.device}: {op} computed {times_text(record.calls)}"

@@ -233,8 +233,8 @@ class Observation:
 
         Raises:
             OSError: a file cannot be read or written.
-            TypeError: `profile` is no such thing.
-            ValueError: the observation has no times, or `profile` is of another time, no trace, or was exported.
+            TypeError: `profile` is neither a profile nor a path.
+            ValueError: the observation has no times, or `profile` is of another time, is not a trace, or was exported.
         """
         if self._trace is None:
             raise ValueError(
@@ -254,7 +254,7 @@ class Observation:
 
         Raises:
             OSError: the file cannot be written.
-            TypeError: `writer` is no such thing, or `step` not an int.
+            TypeError: `writer` is not a writer or a path, or `step` is not an int.
         """
         check_writer(writer)
         if isinstance(step, bool) or not isinstance(step, int):

@@ -56,7 +56,7 @@ class observe:
             ``torch.profiler.schedule``, or an int n for every n-th step, beginning with the first. None: all.
 
     Raises:
-        TypeError: `model` is not a module, an option is not a bool, or `schedule` is no schedule.
+        TypeError: `model` is not a module, an option is not a bool, or `schedule` is not a schedule.
         ValueError: `nonfinite` or `threads` has another value than these, or `schedule` selects no step.
         RuntimeError: on entering, the process runs on the reference engine, or the C++ cannot be built.
         FloatingPointError: see `nonfinite`; it names the op and the module.

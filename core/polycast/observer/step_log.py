@@ -36,7 +36,7 @@ class StepLog:
         """Record the loss: a number, or a tensor with one element. The last call in a step counts.
 
         Raises:
-            TypeError, ValueError: it is no such thing.
+            TypeError, ValueError: it is neither.
         """
         if isinstance(loss, torch.Tensor):
             if loss.numel() != 1:

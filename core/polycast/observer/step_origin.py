@@ -29,7 +29,7 @@ def origin_by_numerics(facts: Facts) -> Origin | None:
 
 
 class StepOrigins:
-    """Tells scalers the op that made a step non-finite, if an observation of many steps knows it.
+    """Reports to scalers the op that made a step non-finite, if an observation of many steps has found it.
 
     An observation keeps the first such op only, so that is known for the first step with one.
 

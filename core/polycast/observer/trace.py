@@ -146,7 +146,7 @@ def _parsed(path: Path, name: str) -> dict[str, Any]:
         whole = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
         events = whole["traceEvents"]
         if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-            raise TypeError("traceEvents is no list of events")
+            raise TypeError("traceEvents is not a list of events")
     except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
         raise ValueError(
             f"{name} is not a Chrome trace of torch.profiler: {type(error).__name__}: {error}. Pass what "

@@ -1,4 +1,4 @@
-"""The gradients of a model's parameters, set aside while others are computed."""
+"""Save and restore the gradients of a model's parameters while others are computed."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Listeners for the measuring of a device, whose ops are no part of the program."""
+"""Listeners for measurements of a device, whose ops do not belong to the program."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from ..common.listeners import Listeners
 
 listeners: Listeners[Callable[[bool], object]] = Listeners()
-"""They get whether measuring begins or ends on this thread."""
+"""Called with True when measuring begins on a thread, on that thread, and with False when it ends."""
 
 
 @contextmanager

@@ -65,9 +65,9 @@ def explain_in(
     """Explain an op in a region with these settings; see :func:`polycast.explain`."""
     name, kwargs = read_op(op), kwargs or {}
     if not args and not kwargs:
-        told = [_without_arguments(each, region, backend) for each in known_overloads(name)]
-        told.sort(key=lambda each: each.policy is None)
-        first, *others = told
+        found = [_without_arguments(each, region, backend) for each in known_overloads(name)]
+        found.sort(key=lambda each: each.policy is None)
+        first, *others = found
         return replace(first, others=tuple(others))
     chosen = _overload_for(name, args, kwargs)
     bound = _bound(chosen, args, kwargs)
@@ -90,14 +90,14 @@ def explain_in(
 
 def _without_arguments(op: str, region: Settings, backend: Backend) -> Explanation:
     policy, rule, rule_name = deciding_rule(op, region, backend)
-    told = Explanation(op, region.device_type, region.enabled, region.dtype, policy, rule, rule_name, calls=op)
+    found = Explanation(op, region.device_type, region.enabled, region.dtype, policy, rule, rule_name, calls=op)
     override = region.override
     if override is None or override.recipe is None or op not in override.low_bit:
-        return told
+        return found
     if policy is not CastPolicy.LOWER_PRECISION_FP:
-        return told
+        return found
     declined = low_bit.why_no_kernel(override, op, region.device_type)
-    return replace(told, recipe=override.recipe.short, declined=declined)
+    return replace(found, recipe=override.recipe.short, declined=declined)
 
 
 def deciding_rule(op: str, region: Settings, backend: Backend) -> _Rule:
@@ -183,34 +183,34 @@ def _bound(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     return bound
 
 
-def _with_arguments(told: Explanation, bound: dict[str, Any], backend: Backend) -> Explanation:
-    overload = _existing(told.op)
+def _with_arguments(found: Explanation, bound: dict[str, Any], backend: Backend) -> Explanation:
+    overload = _existing(found.op)
     tensors = [pair for name, value in bound.items() for pair in _tensors(name, value)]
-    reached = any(_is_on(tensor, told.device_type) for _, tensor in tensors)
-    policy = told.policy if told.enabled and reached else None
+    reached = any(_is_on(tensor, found.device_type) for _, tensor in tensors)
+    policy = found.policy if found.enabled and reached else None
     banned = policy is CastPolicy.BANNED
 
     def may_cast(value: object) -> bool:
         return (
             isinstance(value, torch.Tensor)
             and is_eligible(value, value.device.type)
-            and _is_on(value, told.device_type)
+            and _is_on(value, found.device_type)
         )
 
     call = Call(overload, (), bound)
     if policy is not None and not banned:
-        call = apply_rule(policy, call, told.dtype, may_cast)
+        call = apply_rule(policy, call, found.dtype, may_cast)
     dtypes = (value for name, value in call.kwargs.items() if bound.get(name) is None)
     return replace(
-        told,
+        found,
         arguments=tuple(
             Argument(name, tensor.dtype, call.dtype if call.dtype and may_cast(tensor) else tensor.dtype)
             for name, tensor in tensors
         ),
         reached=reached,
         set_dtype=next((dtype for dtype in dtypes if isinstance(dtype, torch.dtype)), None),
-        calls=told.op if call.op is overload else str(call.op.name()),  # type: ignore[no-untyped-call]
-        refusal=refusal(backend, told.op) if banned else None,
+        calls=found.op if call.op is overload else str(call.op.name()),  # type: ignore[no-untyped-call]
+        refusal=refusal(backend, found.op) if banned else None,
     )
 
 

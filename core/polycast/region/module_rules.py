@@ -261,7 +261,7 @@ def _check(name: str, module: nn.Module, has_replicas: bool) -> None:
             "rule. Use DistributedDataParallel."
         )
     if isinstance(inspect.getattr_static(type(module), FORWARD), (staticmethod, classmethod)):
-        raise TypeError(f"{what} has a forward that is no method of its instances: it cannot be under a rule")
+        raise TypeError(f"{what} has a forward that is not a method of its instances: it cannot be under a rule")
     forward = getattr(module, FORWARD)
     if inspect.isgeneratorfunction(forward) or inspect.iscoroutinefunction(forward):
         raise TypeError(f"{what} has a forward that is suspended in the middle: it cannot be under a rule")

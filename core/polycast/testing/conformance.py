@@ -59,7 +59,7 @@ class BackendConformance(
         ]
         require(
             not stale,
-            f"{self.expected_failures} names what is no op, no kernel, no recipe and no test of {self.backend}: "
+            f"{self.expected_failures} names what is not an op, a kernel, a recipe or a test of {self.backend}: "
             f"{', '.join(stale)}. Remove or correct these lines.",
         )
 

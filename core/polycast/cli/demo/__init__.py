@@ -158,7 +158,7 @@ def _loading(what: str) -> Iterator[None]:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], object]]:
-    """Show the progress on stderr, as a bar or, if that is no terminal, a line for each part.
+    """Show the progress on stderr, as a bar or, if that is not a terminal, a line for each part.
 
     Yield a function that advances it by a step.
     """

@@ -77,13 +77,13 @@ class TensorFile:
         import safetensors  # only here, since few programs load a cache
 
         if not path.is_dir() and not stat.S_ISREG(path.stat().st_mode):  # a pipe would have to be written first
-            raise ValueError("it is no regular file: only those can be mapped into memory")
+            raise ValueError("it is not a regular file: only those can be mapped into memory")
         with path.open("rb"):  # the package's errors are of other classes
             pass
         try:
             file: Any = safetensors.safe_open(path, framework="pt")
         except safetensors.SafetensorError as error:
-            raise ValueError(f"it is no complete safetensors file: {error}") from error
+            raise ValueError(f"it is not a complete safetensors file: {error}") from error
         self._file = file
         self.metadata: Mapping[str, str] = file.metadata() or {}
         self._names = frozenset(file.keys())

@@ -91,7 +91,7 @@ class WeightCache(CastCache):
             OSError: the file cannot be read.
             TypeError: `path` is not a path, `model` not a module, or `max_bytes` not an int.
             ValueError: `verify` is another one; `max_bytes` is negative, or less than the file's contents need; the
-                file is no regular file, damaged, of another version of polycast, torch or a backend, or was made of
+                file is not a regular file, damaged, of another version of polycast, torch or a backend, or was made of
                 other weights or by another kernel; or something else holds the memory of a weight, such as a state
                 dict. The message says which.
         """

@@ -19,7 +19,7 @@ def check_target(path: str | os.PathLike[str], such_as: str = "report.html") -> 
         what = "is not a folder" if folder.exists() else "is not there"
         raise ValueError(f"{target} cannot be written: {folder} {what}. Make it, or name another.")
     try:
-        # The mode of a folder alone does not tell, so try.
+        # A folder's mode does not show whether it is writable, so try.
         if target.exists():
             with target.open("ab"):
                 pass

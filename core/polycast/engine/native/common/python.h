@@ -37,7 +37,7 @@ class WithoutGil {
   PyThreadState* const state_;
 };
 
-// Sets the pending Python error aside, and restores it on destruction. The GIL must be held.
+// Saves the pending Python error, and restores it on destruction. The GIL must be held.
 class ErrorScope {
  public:
   ErrorScope() { PyErr_Fetch(&type_, &value_, &traceback_); }
