@@ -6,11 +6,12 @@ from tests.conftest import Int8Linear
 from torch._subclasses import FakeTensorMode
 
 import polycast
+from polycast.engine.fastest.products import product_of
 from polycast.plugins.registry import registry
 from polycast.profiling import measure as measuring
 from polycast.profiling import stopwatch
 from polycast.profiling import survey as surveys
-from polycast.profiling.cases import cases
+from polycast.profiling.cases import CONVOLUTIONS, cases
 from polycast.profiling.measure import measure
 from polycast.profiling.measurement import Omission
 from polycast.profiling.operands import Operands
@@ -179,11 +180,14 @@ def test_operands_are_normal_numbers(way):
         assert 0.2 < float((values < 0).float().mean()) < 0.8
 
 
-def test_no_convolution_is_of_one_small_image():
+def test_convolutions_are_measured_as_what_calls_of_them_are_priced_by():
     operands, way = Operands("cpu"), Way("float32", torch.float32, torch.bfloat16)
-    images = [case.arguments(way, operands)[0] for case in cases() if case.op == "conv2d"]
-    assert len(images) == 4
-    assert all(len(image) > 1 or image.numel() > 20480 for image in images)
+    found = [case for case in cases() if case.op in CONVOLUTIONS]
+    assert {case.op for case in found} == {*CONVOLUTIONS}
+    for case in found:
+        x, *others = case.arguments(way, operands)
+        product = product_of("aten::conv2d", (x, torch.empty(case.weight.shape), *others))
+        assert product[:3] == (case.op, case.rows, case.size)
 
 
 def test_weights_are_used_in_turn():

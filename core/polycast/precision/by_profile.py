@@ -75,4 +75,4 @@ def _product_of(op: str, args: list[Any]) -> Product | None:
     if op != "aten::convolution":
         return product_of(op, args)
     is_transposed = args[6]
-    return None if is_transposed else product_of("aten::conv2d", args[:6])
+    return None if is_transposed else product_of("aten::conv2d", [*args[:6], args[8]])

@@ -1,5 +1,6 @@
 """The ops that are measured, and their sizes."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,8 @@ import torch
 from .operands import Operands
 from .ways import Way
 
-OPS = ("linear", "matmul", "conv2d", "bmm", "scaled_dot_product_attention", "lstm", "cast")
+CONVOLUTIONS = ("conv2d", "small_conv2d", "depthwise_conv2d")
+OPS = ("linear", "matmul", *CONVOLUTIONS, "bmm", "scaled_dot_product_attention", "lstm", "cast")
 _ROWS = (1, 4, 8, 16, 128, 1024)
 _FEATURES = (64, 256, 1024)
 """A small size shows what a call costs besides its work. The middle one is that of small models: costs do not grow
@@ -75,16 +77,21 @@ def _all_cases() -> Iterator[Case]:
         for rows in _ROWS:
             yield _linear(rows, features)
             yield _matmul(rows, features)
+    for images, channels, pixels in ((2, 16, 14), (2, 128, 4), (1, 64, 28), (1, 128, 28), (4, 128, 28)):
+        yield _conv2d("conv2d", images, channels, pixels)
     # torch convolves one small image in float32 by a kernel that no other convolution uses.
-    for images, channels, pixels in ((2, 16, 14), (1, 64, 28), (1, 128, 28), (4, 128, 28)):
-        yield _conv2d(images, channels, pixels)
+    for channels, pixels in ((16, 14), (64, 16)):
+        yield _conv2d("small_conv2d", 1, channels, pixels)
+    for pixels in (28, 56):
+        yield _conv2d("depthwise_conv2d", 1, 96, pixels, groups=96)
     for rows in (1, 16, 128, 1024):
         yield _bmm(rows)
     for rows in (1, 16, 128, 512):
         yield _attention(rows, _HEADS, _KEYS)
     for rows in (1, 16, 64):
         yield _attention(rows, 4, 64)
-    yield _lstm(20, 4, 128)
+    for features in (64, 128):
+        yield _lstm(20, 4, features)
     for elements in (1, 64, 4096, 2**16, 2**20):
         yield _cast(elements)
 
@@ -108,14 +115,15 @@ def _matmul(rows: int, features: int) -> Case:
     return Case("matmul", rows, size, rows * size, _ATEN.addmm.default, arguments, weight)
 
 
-def _conv2d(images: int, channels: int, pixels: int) -> Case:
+def _conv2d(op: str, images: int, channels: int, pixels: int, groups: int = 1) -> Case:
     def arguments(way: Way, operands: Operands) -> tuple[Any, ...]:
         x = operands.activation(images, channels, pixels, pixels, dtype=way.dtype)
-        return x, None, [1, 1], [1, 1], [1, 1], 1
+        return x, None, [1, 1], [1, 1], [1, 1], groups
 
-    rows, size = images * pixels * pixels, channels * channels * 9
-    weight = WeightedOp("aten::conv2d", 1, (channels, channels, 3, 3))
-    return Case("conv2d", rows, size, rows * size, _ATEN.conv2d.default, arguments, weight)
+    shape = (channels, channels // groups, 3, 3)
+    rows, size = images * pixels * pixels, math.prod(shape)
+    weight = WeightedOp("aten::conv2d", 1, shape)
+    return Case(op, rows, size, rows * size, _ATEN.conv2d.default, arguments, weight)
 
 
 def _bmm(rows: int) -> Case:

@@ -12,7 +12,8 @@ class Measurement:
     """The time of an op of one size, computed in one way.
 
     Attributes:
-        op: ``"linear"`` (a weight [N, K]), ``"matmul"`` (a weight [K, N]), ``"conv2d"``, ``"bmm"``,
+        op: ``"linear"`` (a weight [N, K]), ``"matmul"`` (a weight [K, N]), ``"conv2d"``, ``"small_conv2d"``
+            (of one image of at most 20,480 numbers), ``"depthwise_conv2d"``, ``"bmm"``,
             ``"scaled_dot_product_attention"``, ``"lstm"`` or ``"cast"``.
         rows: the rows of the activations: for conv2d the positions of all output images, for bmm and attention the rows
             of each matrix, for lstm those of all steps, for casts the elements.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ...policy.dtypes import dtype_name
+from ...profiling.cases import CONVOLUTIONS
 from ...profiling.device_profile import DeviceProfile
 from ...profiling.measurement import DISTURBED
 from .cost import seconds_of, seconds_to_cast, seconds_to_cast_weight
@@ -132,4 +133,9 @@ def is_unsupported(profile: DeviceProfile, op: str, way: str) -> bool:
     return any((each.op, each.way) == (op, way) and each.reason != DISTURBED for each in profile.omissions)
 
 
-_ALIKE = {"matmul": ("linear",), "linear": ("matmul",), "bmm": ("matmul", "linear")}
+_ALIKE = {
+    "matmul": ("linear",),
+    "linear": ("matmul",),
+    "bmm": ("matmul", "linear"),
+    **{op: ("conv2d",) for op in CONVOLUTIONS if op != "conv2d"},
+}

@@ -1,12 +1,14 @@
 """The cost of computing a product in one way, in seconds, by a device's profile.
 
 A call takes a time that grows linearly with the size of the weight, of which the profile has two points or more for
-each number of rows. Converting an argument takes a time that grows with its elements.
+each number of rows; a convolution, one that grows with its multiplications. Converting an argument takes a time that
+grows with its elements.
 """
 
 import functools
 import math
 
+from ...profiling.cases import CONVOLUTIONS
 from ...profiling.device_profile import DeviceProfile
 
 FLOAT32 = "float32"
@@ -38,6 +40,8 @@ def _seconds_to_read(profile: DeviceProfile, op: str, way: str, size: int) -> fl
 
 
 def _seconds_in_cache(profile: DeviceProfile, op: str, way: str, rows: int, size: int) -> float | None:
+    if op in CONVOLUTIONS:
+        return _seconds_of_work(profile, op, way, rows * size)
     sizes = _sizes(profile, op, way)
     if not sizes:
         return None
@@ -53,6 +57,36 @@ def _seconds_in_cache(profile: DeviceProfile, op: str, way: str, rows: int, size
     (low, of_low), (high, of_high) = known[after - 1], known[after]
     seconds = of_low + max(of_high - of_low, 0.0) * (size - low) / (high - low)
     return max(seconds, min(each for _, each in known) / 2)
+
+
+def _seconds_of_work(profile: DeviceProfile, op: str, way: str, work: int) -> float | None:
+    """Return the seconds of a number of multiplications, as convolutions of other rows and sizes take.
+
+    Few are measured, and the rows and sizes of a call differ from theirs by any factor. Less than the least work takes
+    as long as that, and more than the most a time in proportion.
+    """
+    known = _seconds_by_work(profile, op, way)
+    if not known:
+        return None
+    after = next((at for at, (each, _) in enumerate(known) if each >= work), len(known))
+    if after == 0:
+        return known[0][1]
+    less, seconds = known[after - 1]
+    if after == len(known):
+        return seconds * work / less
+    more, longer = known[after]
+    return seconds + (longer - seconds) * (work - less) / (more - less)
+
+
+@functools.lru_cache(maxsize=256)
+def _seconds_by_work(profile: DeviceProfile, op: str, way: str) -> tuple[tuple[int, float], ...]:
+    """Return multiplications and their seconds, ascending; of equal multiplications, the least seconds."""
+    found: dict[int, float] = {}
+    for each in profile.measurements:
+        if (each.op, each.way) == (op, way):
+            work = each.rows * each.size
+            found[work] = min(each.seconds, found.get(work, math.inf))
+    return tuple(sorted(found.items()))
 
 
 def seconds_to_cast(profile: DeviceProfile, way: str, elements: int) -> float:

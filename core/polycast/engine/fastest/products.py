@@ -10,13 +10,16 @@ from ...torch_internals.names import size_hint
 
 ATTENTION = "scaled_dot_product_attention"
 RECURRENT = "lstm"
+_FEW = 20480
+"""torch computes convolutions of more numbers by oneDNN in each dtype; see ``use_mkldnn`` in its Convolution.cpp."""
 
 
 class Product(NamedTuple):
     """The work of a matmul or convolution, in the terms of a device's profile.
 
     Attributes:
-        op: the op of the profile: ``"linear"``, ``"matmul"``, ``"bmm"``, ``"conv2d"``, `ATTENTION` or `RECURRENT`.
+        op: the op of the profile: ``"linear"``, ``"matmul"``, ``"bmm"``, a convolution's, `ATTENTION` or
+            `RECURRENT`.
         rows: the rows of the activations; for convolutions, the positions of the result.
         size: the elements of the weight, or of the second matrix; for attention, of keys and values.
         result: the elements of the result.
@@ -158,7 +161,16 @@ def _convolution(
         for size, margin, span, step in zip(sizes[-axes:], margins, spans, strides, strict=True)
     )
     size = math.prod(_sizes(weight))
-    return Product("conv2d", positions, size, positions * _sizes(weight)[0])
+    op = _convolution_op(images, math.prod(sizes), _sizes(weight), groups)
+    return Product(op, positions, size, positions * _sizes(weight)[0])
+
+
+def _convolution_op(images: int, elements: int, weight: tuple[int, ...], groups: int) -> str:
+    """Return the op of the profile for a convolution: torch has kernels for some that it uses for no others."""
+    if groups > 1:
+        return "depthwise_conv2d" if weight[1] == 1 else "conv2d"
+    is_large_kernel = len(weight) > 3 and min(weight[-2:]) > 3
+    return "small_conv2d" if images == 1 and elements <= _FEW and not is_large_kernel else "conv2d"
 
 
 def _by_axis(given: Any, axes: int) -> list[int]:

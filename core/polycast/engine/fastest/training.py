@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ...policy.dtypes import dtype_name
+from ...profiling.cases import CONVOLUTIONS
 from ...profiling.device_profile import DeviceProfile
 from .choice import MARGIN, Way, bucket, name_of, seconds_by_way
 from .cost import seconds_to_cast, seconds_to_cast_weight
@@ -17,7 +18,7 @@ _FUNCTION_SECONDS = 150e-6
 """An autograd function in Python takes about so long, forward and backward."""
 _NATIVE_FUNCTION_SECONDS = 5e-6
 """The same in the native engine, which has those in float32 for these ops of the profile."""
-_NATIVE_OPS = ("linear", "matmul", "conv2d")
+_NATIVE_OPS = ("linear", "matmul", *CONVOLUTIONS)
 
 
 class Operands(NamedTuple):

@@ -1,0 +1,115 @@
+"""The prices of convolutions for the recipe "fastest"."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from polycast import DeviceProfile
+from polycast.engine.fastest.choice import Conversions, Way, choose
+from polycast.engine.fastest.cost import seconds_of
+from polycast.engine.fastest.products import product_of
+from polycast.profiling.measurement import Measurement
+
+KINDS = ("conv2d", "small_conv2d", "depthwise_conv2d")
+
+
+def profile_with(times):
+    """Return a profile, given the microseconds in float32 and bfloat16 by op, rows and size."""
+    measurements = [
+        Measurement(*case, way, microseconds / 1e6, size)
+        for (*case, size), given in times.items()
+        for way, microseconds in zip(("float32", "bfloat16"), given, strict=True)
+    ]
+    return DeviceProfile("cpu", "a processor", 2, {}, {}, tuple(measurements), 1e10)
+
+
+@pytest.fixture
+def profile():
+    """Return a profile in which float32 is faster for the least work, and bfloat16 for more."""
+    return profile_with({("conv2d", 400, 2000): (80, 100), ("conv2d", 800, 40000): (580, 340)})
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "microseconds"),
+    [
+        pytest.param(400, 2000, 80, id="measured"),
+        pytest.param(8, 100_000, 80, id="the work of the least"),
+        pytest.param(1, 100, 80, id="less"),
+        pytest.param(10, 1_640_000, 330, id="between, of few rows"),
+        pytest.param(16_400, 1000, 330, id="between, of many rows"),
+        pytest.param(800, 80_000, 1160, id="more"),
+    ],
+)
+def test_a_convolution_is_priced_by_its_multiplications(profile, rows, size, microseconds):
+    assert seconds_of(profile, "conv2d", "float32", rows, size) == pytest.approx(microseconds / 1e6)
+
+
+def test_of_equal_multiplications_the_least_time_counts():
+    profile = profile_with({("conv2d", 10, 400): (80, 1), ("conv2d", 400, 10): (60, 1), ("conv2d", 20, 200): (70, 1)})
+    assert seconds_of(profile, "conv2d", "float32", 40, 100) == pytest.approx(60e-6)
+
+
+@pytest.mark.parametrize(("channels", "pixels", "way"), [(16, 4, Way.FLOAT32), (256, 28, Way.FAST)])
+def test_the_way_depends_on_the_multiplications(profile, channels, pixels, way):
+    args = (
+        torch.empty(2, channels, pixels, pixels),
+        torch.empty(channels, channels, 3, 3),
+        None,
+        [1, 1],
+        [1, 1],
+        [1, 1],
+        1,
+    )
+    product = product_of("aten::conv2d", args)
+    assert choose(profile, torch.bfloat16, product, Conversions(0, 0, 0), ()).way is way
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "groups", "op"),
+    [
+        ((2, 16, 8, 8), (8, 16, 3, 3), 1, "conv2d"),
+        ((1, 16, 8, 8), (8, 16, 3, 3), 1, "small_conv2d"),
+        ((16, 8, 8), (8, 16, 3, 3), 1, "small_conv2d"),
+        ((1, 512, 1, 1), (512, 512, 1, 1), 1, "small_conv2d"),
+        ((1, 5, 64, 64), (8, 5, 3, 3), 1, "small_conv2d"),
+        ((1, 6, 64, 64), (8, 6, 3, 3), 1, "conv2d"),
+        ((1, 16, 8, 8), (8, 16, 4, 4), 1, "conv2d"),
+        ((1, 16, 8, 8), (8, 16, 4, 3), 1, "small_conv2d"),
+        ((1, 16, 80), (8, 16, 9), 1, "small_conv2d"),
+        ((1, 4, 6, 6, 6), (8, 4, 3, 3, 3), 1, "small_conv2d"),
+        ((2, 16, 8, 8), (16, 1, 3, 3), 16, "depthwise_conv2d"),
+        ((1, 16, 80), (16, 1, 9), 16, "depthwise_conv2d"),
+        ((1, 16, 8, 8), (16, 4, 3, 3), 4, "conv2d"),
+        ((0, 16, 8, 8), (8, 16, 3, 3), 1, None),
+    ],
+)
+def test_convolutions_with_kernels_of_their_own_are_priced_apart(x, weight, groups, op):
+    axes = len(weight) - 2
+    args = torch.empty(x), torch.empty(weight), None, *([each] * axes for each in (1, 0, 1)), groups
+    product = product_of(f"aten::conv{axes}d", args)
+    assert op == (None if product is None else product.op)
+
+
+@pytest.mark.parametrize("op", KINDS)
+def test_a_profile_without_a_kind_has_the_prices_of_others(profile, op):
+    one = product_of("aten::conv2d", (torch.empty(2, 16, 20, 20), torch.empty(16, 16, 3, 3)))._replace(op=op)
+    expected = choose(profile, torch.bfloat16, one._replace(op="conv2d"), Conversions(0, 0, 0), ())
+    assert choose(profile, torch.bfloat16, one, Conversions(0, 0, 0), ()) == expected
+
+
+@pytest.mark.parametrize("op", KINDS)
+def test_without_convolutions_in_the_profile_the_fast_dtype_computes_them(profile, op):
+    without = replace(profile, measurements=())
+    product = product_of("aten::conv2d", (torch.empty(2, 16, 20, 20), torch.empty(16, 16, 3, 3)))._replace(op=op)
+    assert choose(without, torch.bfloat16, product, Conversions(0, 0, 0), ()).way is Way.FAST
+
+
+def test_a_kind_has_its_own_prices():
+    profile = profile_with({("conv2d", 100, 1000): (100, 50), ("small_conv2d", 100, 1000): (30, 50)})
+    x = torch.empty(1, 16, 8, 8)
+    ways = [
+        choose(profile, torch.bfloat16, product_of("aten::conv2d", args), Conversions(0, 0, 0), ()).way
+        for args in ((x, torch.empty(8, 16, 3, 3)), (x.expand(2, -1, -1, -1), torch.empty(8, 16, 3, 3)))
+    ]
+    assert ways == [Way.FLOAT32, Way.FAST]
