@@ -28,7 +28,7 @@ from ..torch_internals.names import (
     is_functorch_wrapped,
     is_tracing,
 )
-from .lent_containers import ByIdentity, Copy, Loan, rebuilt
+from .cast_containers import ByIdentity, CastCopy, CastInPlace, rebuilt
 
 _ATOMS = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
 _ITERATORS = ("builtins", "itertools")
@@ -123,10 +123,10 @@ class CastArguments:
         """Return a mutable container with casts in it, or a copy."""
         if self._containers is None:
             self._containers = ByIdentity()
-        known: Loan | Copy | None = self._containers.get(container)
+        known: CastInPlace | CastCopy | None = self._containers.get(container)
         if known is not None:
             return known.given
-        entry = Loan(container) if self._in_place else Copy(container)
+        entry = CastInPlace(container) if self._in_place else CastCopy(container)
         self._containers.add(container, entry)  # first, so that it ends even if the rest is interrupted
         entry.begin()
         casts = [self.of(item) for _, item in entry.items]

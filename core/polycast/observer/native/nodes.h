@@ -22,13 +22,13 @@ struct ObservedNode final : Observed {
   Watch* watch = nullptr;
   Watch::Tables tables;
   c10::SmallVector<Table::Node, 2> before;  // of each table
-  size_t lent = 0;                          // recorders
+  size_t inherited = 0;                     // recorders
   bool had_grad_mode = false;               // the node around it
 };
 
-// Lend this thread, one of autograd's own, the recorders of the thread that made the node; return how many. torch copies that
+// Give this thread, one of autograd's own, the recorders of the thread that made the node; return how many. torch copies that
 // thread's callbacks to this one.
-size_t lend_recorders(Watch& watch, uint64_t made_on) {
+size_t inherit_recorders(Watch& watch, uint64_t made_on) {
   if (watch.callback || at::get_record_function_tls_().sorted_tls_callbacks_.empty()) {
     return 0;
   }
@@ -36,9 +36,9 @@ size_t lend_recorders(Watch& watch, uint64_t made_on) {
   {
     std::lock_guard<std::mutex> lock(Recorders::running().mutex);
     for (const auto& recorder : Recorders::running().recorders) {
-      const bool has_it = std::find(watch.lent.begin(), watch.lent.end(), recorder) != watch.lent.end();
+      const bool has_it = std::find(watch.inherited.begin(), watch.inherited.end(), recorder) != watch.inherited.end();
       if (!recorder->all_threads && recorder->thread == made_on && !has_it) {
-        watch.lent.push_back(recorder);
+        watch.inherited.push_back(recorder);
         ++count;
       }
     }
@@ -91,16 +91,16 @@ std::unique_ptr<at::ObserverContext> begin_node(Watch& watch) {
   if (!running) {
     return nullptr;
   }
-  size_t lent = 0;
+  size_t inherited = 0;
   if (static_cast<size_t>(Recorders::count.load(std::memory_order_relaxed)) != watch.tables.size()) {
-    lent = lend_recorders(watch, running->thread_id());
+    inherited = inherit_recorders(watch, running->thread_id());
   }
   if (watch.tables.empty()) {
     return nullptr;
   }
   auto node = std::make_unique<ObservedNode>();
   node->watch = &watch;
-  node->lent = lent;
+  node->inherited = inherited;
   node->had_grad_mode = std::exchange(watch.node_has_grad_mode, at::GradMode::is_enabled());
   for (const auto& table : watch.tables) {
     node->before.push_back(table->enter_node(module_of_node(table, *running)));
@@ -115,9 +115,9 @@ void end_node(ObservedNode& node) {
   for (size_t i = 0; i < node.tables.size(); ++i) {
     node.tables[i]->leave_node(node.before[i]);
   }
-  if (node.lent != 0) {
-    auto& lent = node.watch->lent;
-    lent.resize(lent.size() - node.lent);
+  if (node.inherited != 0) {
+    auto& inherited = node.watch->inherited;
+    inherited.resize(inherited.size() - node.inherited);
     node.watch->find_tables();
   }
 }

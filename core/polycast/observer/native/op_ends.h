@@ -142,7 +142,7 @@ void add_counts(const Watch& watch, const Call& call) {
     return;
   }
   const auto tables = watch.tables;
-  const auto recorders = watch.recorders, lent = watch.lent;  // which the tables refer to
+  const auto recorders = watch.recorders, inherited = watch.inherited;  // which the tables refer to
   for (; known < tables.size(); ++known) {
     if (!add_to_known(*tables[known], call)) {
       add_first(*tables[known], call);
@@ -154,7 +154,7 @@ void add_counts(const Watch& watch, const Call& call) {
 void note_nonfinite(const ObservedOp& op, const Tensor& output) {
   const auto [inf, nan] = inf_and_nan(output);
   const auto tables = op.watch->tables;
-  const auto recorders = op.watch->recorders, lent = op.watch->lent;  // which the tables refer to
+  const auto recorders = op.watch->recorders, inherited = op.watch->inherited;  // which the tables refer to
   for (const auto& table : tables) {
     Recorder& recorder = *table->recorder;
     if (recorder.nonfinite == NonFinitePolicy::kIgnore) {

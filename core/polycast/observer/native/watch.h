@@ -121,8 +121,8 @@ struct Watch {
 
   // These three change wherever Python may run: copy them to iterate while it may.
   std::vector<std::shared_ptr<Recorder>> recorders;
-  std::vector<std::shared_ptr<Recorder>> lent;  // to a thread of autograd, while it runs a node
-  Tables tables;                                // of both
+  std::vector<std::shared_ptr<Recorder>> inherited;  // by a thread of autograd, while it runs a node
+  Tables tables;                                     // of both
 
   uint64_t generation = 0;                                 // of the list of recorders
   std::optional<at::CallbackHandle> callback;              // for this thread alone
@@ -148,7 +148,7 @@ struct Watch {
   void find_tables() {
     Tables found;
     timing = looks_for_nonfinite = keeps_events = numerics = false;
-    for (const auto* const list : {&recorders, &lent}) {
+    for (const auto* const list : {&recorders, &inherited}) {
       for (const auto& recorder : *list) {
         found.push_back(recorder->table());
         timing |= recorder->timing;

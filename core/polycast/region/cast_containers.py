@@ -47,7 +47,7 @@ class ByIdentity:
         return self._pairs.values()
 
 
-class Loan:
+class CastInPlace:
     """A mutable container whose items are casts during a call.
 
     Attributes:
@@ -64,7 +64,7 @@ class Loan:
         """Register this call as a user of the container."""
         if not is_dynamo_compiling():  # Dynamo traces one call, and applies its net effect to the container
             with _lock:
-                self._users = _lent.setdefault(id(self._container), _Users(self._container))
+                self._users = _in_use.setdefault(id(self._container), _Users(self._container))
                 self._users.calls.add(id(self))
         self.items = _items(self._container)
 
@@ -89,7 +89,7 @@ class Loan:
                 self._users.originals.add(cast, original)
             self._users.calls.discard(id(self))
             if not self._users.calls:
-                _lent.pop(id(self._container), None)
+                _in_use.pop(id(self._container), None)
                 _take_out(self._container, self._users.originals)
 
 
@@ -100,19 +100,19 @@ class _Users:
     """
 
     def __init__(self, container: Any) -> None:
-        self.container = container  # held, because `_lent` knows it by its id
+        self.container = container  # held, because `_in_use` knows it by its id
         self.calls: set[int] = set()
         self.originals = ByIdentity()
 
 
-_lent: dict[int, _Users] = {}
+_in_use: dict[int, _Users] = {}
 """By ``id(container)``, its users."""
 _lock = threading.RLock()
 hold_during_fork(lambda: [_lock])
 
 
-class Copy:
-    """A copy of a mutable container, if it has items to cast; with the attributes of :class:`Loan`."""
+class CastCopy:
+    """A copy of a mutable container, if it has items to cast; with the attributes of :class:`CastInPlace`."""
 
     def __init__(self, container: Any) -> None:
         self.given = self._container = container
