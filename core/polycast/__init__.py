@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from .plugins.low_bit_matmul import LowBitMatmul
     from .plugins.registry import backends, get_backend, is_autocast_available
     from .policy.cast_policy import CastPolicy, policy_table
+    from .policy.equalization import Equalization
     from .policy.recipe import Fastest, Float8, Int4, Int8, NoRecipe, Recipe
     from .policy.standard import STANDARD_POLICIES, STANDARD_REMEDIES
     from .policy.value import Policy
     from .precision.compare import compare
     from .precision.comparison import Comparison
-    from .precision.equalization import Equalization
     from .precision.equalize import equalize
     from .precision.evidence import Evidence, Tuned
     from .precision.explain import explain
@@ -98,7 +98,7 @@ _LAZY_NAMES = {
     "CastPolicy": "policy.cast_policy",
     "Comparison": "precision.comparison",
     "DeviceProfile": "profiling.device_profile",
-    "Equalization": "precision.equalization",
+    "Equalization": "policy.equalization",
     "Evidence": "precision.evidence",
     "Explanation": "region.explanation",
     "Fastest": "policy.recipe",

@@ -9,9 +9,9 @@ from torch import nn
 
 import polycast
 from polycast import Int8, WeightCache
-from polycast.engine.persistence import manifest, tensor_file
+from polycast.engine.persistence import manifest
 from polycast.engine.persistence.digests import digest_of_text
-from polycast.policy import recipe_arguments
+from polycast.policy import recipe_arguments, tensor_file
 
 from .saved_layers import INT8, run
 

@@ -6,7 +6,8 @@ import os
 import pytest
 
 from polycast import WeightCache
-from polycast.engine.persistence import saving, tensor_file
+from polycast.engine.persistence import saving
+from polycast.policy import tensor_file
 
 from .saved_layers import INT8, run
 

@@ -125,7 +125,7 @@ def test_weights_without_values_are_refused(e, tmp_path):
 
 
 def test_a_model_must_be_a_module(tmp_path):
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got dict"):
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module or None, got dict"):
         Equalization.load(tmp_path / "e", {})
 
 

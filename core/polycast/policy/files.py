@@ -12,6 +12,7 @@ A file has the arguments of `Policy`, under the same names::
     [modules]
     "encoder.layers.*.norm" = "fp32"
     lm_head = { linear = "fp32" }
+    "decoder.layers.*" = { recipe = "int8", equalization = "factors.safetensors" }  # beside the policy file
 
     [devices.cuda.ops]
     bmm = "passthrough"
@@ -19,7 +20,7 @@ A file has the arguments of `Policy`, under the same names::
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,6 +30,10 @@ from .names import hint
 SCHEMA = 1
 """The schema of written files, and the newest that can be read."""
 TABLES = ("ops", "modules", "devices")
+RECIPE = "recipe"
+"""The key that makes a table among the rules for modules a recipe."""
+EQUALIZATION = "equalization"
+"""The setting of a recipe that is a path in a policy file, relative to its folder."""
 
 PolicyPath: TypeAlias = str | os.PathLike[str]
 
@@ -81,6 +86,42 @@ def check_tables(table: Mapping[str, Any], where: str = "") -> None:
     for key in TABLES:
         if not isinstance(table.get(key, {}), Mapping):
             raise ValueError(f"{where}{key} must be a table, got {table[key]!r}")
+
+
+def with_absolute_paths(table: Mapping[str, Any], path: PolicyPath) -> dict[str, Any]:
+    """Return the tables of a policy file with the paths in it made absolute."""
+    folder = os.path.dirname(os.path.abspath(path))
+    return _with_paths(table, lambda each: os.path.join(folder, each))
+
+
+def with_relative_paths(table: Mapping[str, Any], path: PolicyPath) -> dict[str, Any]:
+    """Return tables for a policy file, with the paths in it made relative to its folder where that is possible."""
+    folder = os.path.dirname(os.path.abspath(path))
+
+    def relative(each: str) -> str:
+        try:
+            return Path(os.path.relpath(each, folder)).as_posix()
+        except ValueError:  # another drive of Windows
+            return each
+
+    return _with_paths(table, relative)
+
+
+def _with_paths(table: Mapping[str, Any], convert: Callable[[str], str]) -> dict[str, Any]:
+    def converted(rule: Any) -> Any:
+        if not isinstance(rule, Mapping) or RECIPE not in rule or not isinstance(rule.get(EQUALIZATION), str):
+            return rule
+        return {**rule, EQUALIZATION: convert(rule[EQUALIZATION])}
+
+    changed = dict(table)
+    if isinstance(table.get("modules"), Mapping):
+        changed["modules"] = {key: converted(rule) for key, rule in table["modules"].items()}
+    if isinstance(table.get("devices"), Mapping):
+        changed["devices"] = {
+            device: _with_paths(part, convert) if isinstance(part, Mapping) else part
+            for device, part in table["devices"].items()
+        }
+    return changed
 
 
 def check_keys(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .dtypes import dtype_name
+from .files import EQUALIZATION, RECIPE
 from .globs import Glob, Names
 from .names import MAX_PROBLEMS, nearest, policy_error, read_dtype
 from .op_policies import OpPolicies
@@ -19,8 +20,6 @@ FP32 = "fp32"
 """The rule for computing in float32."""
 OFF = "off"
 """The rule for disabling autocast."""
-RECIPE = "recipe"
-"""The key that makes a table of a policy file a recipe."""
 CLASS = "class:"
 """The prefix of keys that name a class instead of modules."""
 
@@ -92,7 +91,14 @@ def recipe_of_table(table: Mapping[str, object]) -> Recipe:
         known = ", ".join(("'recipe'", *map(repr, recipe.settings)))
         raise ValueError(f"the table of a recipe {recipe.kind!r} has {known}; got {sorted(unknown)[0]!r}")
     try:
+        path = options.get(EQUALIZATION)
+        if isinstance(path, str):
+            from .equalization import Equalization
+
+            options[EQUALIZATION] = Equalization.load(path)
         return recipe.with_options(**options)
+    except OSError as error:
+        raise ValueError(f"its equalization cannot be read: {error}") from error
     except TypeError as error:
         raise ValueError(str(error)) from None
 

@@ -203,6 +203,7 @@ def is_recipe_name(text: str) -> bool:
 
 def _check_equalization(value: object) -> None:
     if value is not None and not isinstance(value, Unknown) and not hasattr(value, "factors"):
+        remedy = ". polycast.Equalization.load reads a file" if isinstance(value, str) else ""
         raise TypeError(
-            f"equalization must be an Equalization, as polycast.equalize returns it, or None, got {value!r}"
+            f"equalization must be an Equalization, as polycast.equalize returns it, or None, got {value!r}{remedy}"
         )

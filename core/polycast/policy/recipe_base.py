@@ -153,21 +153,31 @@ class Recipe:
         """The recipe as in a policy file: its name, or a table if it has other settings.
 
         Raises:
-            ValueError: a setting is an object.
+            ValueError: a setting is an object without a file.
         """
         others = {name: value for name, value in self._changed().items() if name not in self.named_settings()}
         for name, value in others.items():
             if is_object(value):
-                raise ValueError(
-                    f"{self!r} cannot be written: its {name} is an object. A policy file has texts and numbers only, "
-                    "such as the path of a saved one, where the recipe takes that. A Policy made in Python can have it"
-                )
+                value = self._path_of(name, value)
             others[name] = list(value) if isinstance(value, tuple) else value
         return {"recipe": self.short, **others} if others else self.short
 
+    def _path_of(self, name: str, value: Any) -> str:
+        """Return the path of a setting that is an object."""
+        if not hasattr(value, "saved_path"):
+            raise ValueError(
+                f"{self!r} cannot be written: its {name} is an object. A policy file has texts and numbers only, "
+                "such as the path of a saved one, where the recipe takes that. A Policy made in Python can have it"
+            )
+        try:
+            path: str = value.saved_path()
+        except ValueError as error:
+            raise ValueError(f"{self!r} cannot be written: {error}") from None
+        return path
+
     @property
     def has_objects(self) -> bool:
-        """Whether a setting is an object, such as an equalization, which no policy file can have."""
+        """Whether a setting is an object, such as an equalization, of which a policy file can have the path only."""
         return any(map(is_object, self.settings.values()))
 
     def with_options(self, **options: Any) -> Self:

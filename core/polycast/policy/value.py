@@ -110,7 +110,7 @@ class Policy:
                 that :class:`Policy` refuses.
         """
         try:
-            return _from_table(files.read(path))
+            return _from_table(files.with_absolute_paths(files.read(path), path))
         except ValueError as error:
             reason = str(error).removeprefix("policy: ")
             raise ValueError(f"policy file {os.fspath(path)!r}: {reason}") from error
@@ -120,16 +120,25 @@ class Policy:
 
         Raises:
             OSError: it cannot be written.
+            ValueError: a recipe has an equalization that is in no file.
         """
-        files.write(path, self.text())
+        files.write(path, self.text(path))
 
-    def text(self) -> str:
-        """Return the text of the policy file that :meth:`save` writes."""
-        return files.to_text(self._table())
+    def text(self, path: files.PolicyPath | None = None) -> str:
+        """Return the text of the policy file that :meth:`save` writes.
+
+        Args:
+            path: the file; the paths of equalizations are relative to its folder. None: they are absolute.
+
+        Raises:
+            ValueError: a recipe has an equalization that is in no file.
+        """
+        table = self._table()
+        return files.to_text(table if path is None else files.with_relative_paths(table, path))
 
     @classmethod
     def of_text(cls, text: str) -> "Policy":
-        """Return the policy with a :meth:`text`.
+        """Return the policy with a :meth:`text`. Relative paths in it begin at the current folder.
 
         Raises:
             ValueError: as :meth:`load`.

@@ -11,14 +11,14 @@ from ..engine.casts.weights import parameter_of
 from ..engine.low_bit.calibration import calibrators
 from ..engine.low_bit.equalized import activations_of, matrix_of
 from ..engine.low_bit.plan import Plan
+from ..policy.equalization import Equalization, EqualizedWeight, fingerprint_of
 from ..policy.recipe import Recipe, RecipeLike, read_recipe
+from ..policy.weight_views import TRANSPOSED, WHOLE, parameters_by_name, view_of
 from .calls import Call
 from .compare import enabled_region
-from .equalization import Equalization, EqualizedWeight, fingerprint_of
 from .equalized_product import EqualizedProduct
 from .hooks import uncompiled
 from .isolation import RandomState, find_writes, isolated
-from .weight_views import TRANSPOSED, WHOLE, parameters_by_name, view_of
 
 _SEED = 0
 _MAX_NAMED = 3

@@ -168,10 +168,10 @@ class Tuned(NamedTuple):
         """Whether the policy keeps the tolerance."""
         return self.evidence.met
 
-    def text(self) -> str:
-        """Return the text of a policy file, with the evidence as comments at its head."""
+    def text(self, path: PolicyPath | None = None) -> str:
+        """Return the text of a policy file, with the evidence as comments at its head; see :meth:`Policy.text`."""
         comments = [f"# {line}\n" for line in ("Found by polycast.tune:", *self.evidence.lines())]
-        return "".join(comments) + "\n" + self.policy.text()
+        return "".join(comments) + "\n" + self.policy.text(path)
 
     def save(self, path: PolicyPath) -> None:
         """Write a policy file for :meth:`Policy.load`, with the evidence as comments at its head.
@@ -179,7 +179,7 @@ class Tuned(NamedTuple):
         Raises:
             OSError: the file cannot be written.
         """
-        files.write(path, self.text())
+        files.write(path, self.text(path))
 
     def __str__(self) -> str:
         return in_ascii(f"{self.policy!r}\n{self.evidence}")

@@ -6,7 +6,6 @@ for which most processors have instructions. hashlib releases the GIL, so thread
 once: several GB in a second.
 """
 
-import ctypes
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..casts.weights import TensorBase
+from ...policy.tensor_file import bytes_of
 
 _CHUNK = 2**23
 _SAMPLES, _SAMPLE = 64, 4096
@@ -47,14 +46,6 @@ def _sample_digest(tensor: torch.Tensor) -> str:
     begins = sorted({last * number // (_SAMPLES - 1) for number in range(_SAMPLES)})
     head = f"{tensor.dtype} {list(tensor.shape)}".encode()
     return _hash(head + b"".join(content[begin : begin + _SAMPLE] for begin in begins)).hex()
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU; it must not be used longer than the tensor."""
-    if tensor.nbytes == 0:
-        return memoryview(b"")
-    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(TensorBase.data_ptr(tensor))
-    return memoryview(memory).cast("B")
 
 
 def digest_of_text(text: str) -> str:

@@ -13,6 +13,7 @@ from ...common.atfork import hold_during_fork
 from ...plugins.registry import registry
 from ...policy.recipe import Recipe
 from ...policy.recipe_arguments import Unknown
+from ...policy.tensor_file import TensorFile
 from ...torch_internals.dispatcher import disable_autocast
 from .. import state
 from ..casts.cast_cache import CastCache, Made
@@ -24,7 +25,6 @@ from ..low_bit.plans import plan_for
 from .digests import digests, sample_digests
 from .manifest import Manifest, SavedEntry, SavedTensor, SavedWeight, View, current_versions
 from .saving import flat
-from .tensor_file import TensorFile
 
 Verify: TypeAlias = Literal["all", "sample"]
 """The values of weights and of the file that are compared with digests."""

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ...policy import tensor_file
 from ..casts.cast_cache import CastCache, StoredEntry
 from ..casts.weights import is_dense
 from ..low_bit.plan import packing_of_kind
-from . import tensor_file
 from .digests import digests, sample_digests
 from .manifest import Manifest, SavedEntry, SavedTensor, SavedWeight, current_versions, dtype_text
 

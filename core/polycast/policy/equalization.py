@@ -12,8 +12,8 @@ from typing_extensions import Self
 
 from ..common.cached_property import cached_property
 from ..common.plain_text import as_text, under_the_head
-from ..engine.persistence.digests import bytes_of
 from . import equalization_file as file
+from .tensor_file import bytes_of
 from .weight_views import matrix_in, parameters_by_name
 
 if TYPE_CHECKING:
@@ -74,9 +74,12 @@ class Equalization:
 
     Attributes:
         weights: the weights whose products were seen.
+        path: the absolute path of the file that it was last saved to or loaded from, which policy files have; None if
+            there is none.
     """
 
     weights: tuple[EqualizedWeight, ...]
+    path: str | None = None
 
     def factors(self, weight: torch.Tensor) -> torch.Tensor | None:
         """Return the factors of a weight, float32 [K] in host memory; None if there are none.
@@ -119,34 +122,53 @@ class Equalization:
         tensors = {each.name: each.factors for each in self.weights if each.factors is not None}
         described = {each.name: each.described() for each in self.weights}
         file.write(Path(path), tensors, described, self.digest)
+        object.__setattr__(self, "path", os.path.abspath(path))
+
+    def saved_path(self) -> str:
+        """Return the absolute path of a file with this equalization.
+
+        Raises:
+            ValueError: it has no file, or another one was saved there since.
+        """
+        if self.path is None:
+            raise ValueError(f"{self!r} has no file: save it first, with equalization.save(path)")
+        if file.digest_in(Path(self.path)) != self.digest:
+            raise ValueError(f"{self!r} is no longer in {self.path!r}: save it again, with equalization.save(path)")
+        return self.path
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], model: torch.nn.Module) -> Self:
+    def load(cls, path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> Self:
         """Return the equalization in a file, for the weights of a model.
 
-        The weights may have other values than those that it was made with, such as those of a later checkpoint.
+        With a model the weights go by name: they may have other values than those that it was made with, such as those
+        of a later checkpoint.
 
         Args:
             path: a file that :meth:`save` wrote.
-            model: a model with the same names and sizes of weights, in any dtype. It may have more.
+            model: a model with the same names and sizes of weights, in any dtype. It may have more. None: for weights
+                of the values that it was made with.
 
         Raises:
             OSError: the file cannot be read.
-            TypeError: `model` is not a module.
+            TypeError: `model` is neither a module nor None.
             ValueError: the file is damaged or no equalization; it is of another model, with what differs; or a weight
                 has no values yet.
         """
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if model is not None and not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module or None, got {type(model).__name__}")
         tensors, described, digest = file.read(Path(path))
         try:
-            found = cls(tuple(_restored(name, fields, tensors.get(name)) for name, fields in described.items()))
+            weights = tuple(_restored(name, fields, tensors.get(name)) for name, fields in described.items())
+            found = cls(weights, os.path.abspath(path))
             is_whole = found.digest == digest
         except (TypeError, ValueError, KeyError):
             is_whole = False
         if not is_whole:
             raise ValueError(f"{os.fspath(path)!r} is damaged: its contents do not have the digest that it says")
-        return cls(_of_model(os.fspath(path), found.weights, model))
+        if model is None:
+            return found
+        of_model = replace(found, weights=_of_model(os.fspath(path), found.weights, model))
+        return of_model if of_model == found else replace(of_model, path=None)
 
     def __eq__(self, other: object) -> bool:
         return self.digest == other.digest if isinstance(other, Equalization) else NotImplemented

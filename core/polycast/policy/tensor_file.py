@@ -4,6 +4,7 @@ The writer of the package aligns tensors to eight bytes. Here the sizes that cac
 alignment of cache lines, because kernels read them at each call.
 """
 
+import ctypes
 import json
 import stat
 from collections.abc import Mapping
@@ -12,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ...common.replaced_file import replaced_file
-from .digests import bytes_of
+from ..common.replaced_file import replaced_file
+from ..torch_internals.names import tensor_base
 
 _DTYPES = {
     torch.float64: "F64",
@@ -31,6 +32,14 @@ _DTYPES = {
 }
 _LINE = 64
 """Bytes of a cache line."""
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU; it must not be used longer than the tensor."""
+    if tensor.nbytes == 0:
+        return memoryview(b"")
+    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor_base.data_ptr(tensor))
+    return memoryview(memory).cast("B")
 
 
 def can_be_written(tensor: torch.Tensor) -> bool:

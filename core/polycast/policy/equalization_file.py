@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..engine.persistence import tensor_file
+from . import tensor_file
 
 _FORMAT, _VERSION = "polycast.Equalization", "1"
 
@@ -20,6 +20,15 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], described: Mapping[st
     """
     metadata = {"format": _FORMAT, "version": _VERSION, "digest": digest, "weights": json.dumps(described)}
     tensor_file.write(path, tensors, metadata)
+
+
+def digest_in(path: Path) -> str | None:
+    """Return the digest of the equalization in a file, without reading its factors; None if there is none."""
+    try:
+        file = tensor_file.TensorFile(path)
+    except (OSError, ValueError):
+        return None
+    return file.metadata.get("digest") if file.metadata.get("format") == _FORMAT else None
 
 
 def read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], str]:

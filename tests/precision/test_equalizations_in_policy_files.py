@@ -1,0 +1,211 @@
+"""Policy files that name the file of an equalization."""
+
+import pickle
+import re
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import polycast
+from polycast import Equalization, Int4, Int8, Policy
+
+AVAILABLE = polycast.get_backend("cpu").recipe_availability(Int8())
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
+
+TEXT = """schema = 1
+
+[modules]
+0 = { recipe = "int8", min_size = 0, equalization = "factors/e.safetensors" }
+
+[devices.cpu.modules]
+1 = { recipe = "int4", group_size = 64, equalization = "factors/e.safetensors" }
+"""
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(96, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8))
+
+
+@pytest.fixture(scope="module")
+def x():
+    torch.manual_seed(1)
+    x = torch.randn(16, 96)
+    x[:, 3] *= 300
+    return x
+
+
+@pytest.fixture(scope="module")
+def made(model, x):
+    return polycast.equalize(model, [x], Int8(min_size=0))
+
+
+@pytest.fixture
+def e(made, tmp_path):
+    """Return an equalization in a file in a folder beside the policy file."""
+    (tmp_path / "factors").mkdir()
+    made = Equalization(made.weights)
+    made.save(tmp_path / "factors" / "e.safetensors")
+    return made
+
+
+@pytest.fixture
+def policy(e):
+    return Policy(
+        modules={"0": Int8(min_size=0, equalization=e)},
+        devices={"cpu": Policy(modules={"1": Int4(64, equalization=e)})},
+    )
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "policy.toml"
+
+
+def test_a_file_names_it_by_a_path_from_its_own_folder(path, policy, e, monkeypatch, tmp_path_factory):
+    path.write_text(TEXT)
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    loaded = Policy.load(path)
+    assert loaded == policy
+    assert hash(loaded) == hash(policy)
+    found = loaded.modules["0"].equalization
+    assert found.path == e.path == str(path.parent / "factors" / "e.safetensors")
+    assert isinstance(found, Equalization)
+    assert found == e
+
+
+def test_loading_and_saving_again_gives_the_same_text(path, policy):
+    policy.save(path)
+    assert path.read_text() == TEXT
+    Policy.load(path).save(path)
+    assert path.read_text() == TEXT
+
+
+def test_a_policy_saved_in_another_folder_names_the_same_file(path, policy, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other") / "policy.toml"
+    policy.save(other)
+    assert Policy.load(other) == policy
+    assert "../" in other.read_text()
+
+
+def test_a_text_has_the_absolute_path(policy, e, monkeypatch, tmp_path_factory):
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert e.path in policy.text()
+    assert Policy.of_text(policy.text()) == policy
+
+
+def test_an_equal_equalization_of_another_file_makes_an_equal_policy(path, policy, e, tmp_path):
+    copy = Equalization(e.weights)
+    copy.save(tmp_path / "copy.safetensors")
+    assert (copy == e, copy.path == e.path) == (True, False)
+    assert Policy(modules={"0": Int8(min_size=0, equalization=copy)}) == policy.for_device("cuda")
+
+
+def test_the_rule_computes_as_one_made_in_python(engine, path, policy, model, x):
+    path.write_text(TEXT)
+    results = {}
+    for name, rules in {"file": Policy.load(path), "python": policy, "plain": {"0": Int8(min_size=0)}}.items():
+        rules = rules if isinstance(rules, Policy) else Policy(modules=rules)
+        with torch.no_grad(), polycast.apply_policy(model, rules.for_device("cuda")), polycast.autocast("cpu"):
+            results[name] = model[0](x).float()
+    expected = model[0](x).detach()
+    error = {name: ((result - expected).norm(dim=0) / expected.norm(dim=0)).mean() for name, result in results.items()}
+    assert torch.equal(results["file"], results["python"])
+    assert not torch.equal(results["file"], results["plain"])
+    assert error["file"] < error["plain"]
+
+
+def test_an_equalization_without_a_file_cannot_be_written(path, made):
+    policy = Policy(modules={"0": Int8(equalization=Equalization(made.weights))})
+    with pytest.raises(ValueError, match=r"has no file: save it first, with equalization\.save\(path\)"):
+        policy.save(path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("change", ["removed", "replaced", "damaged"])
+def test_a_file_that_no_longer_has_it_is_not_written(path, policy, e, change):
+    if change == "removed":
+        (path.parent / "factors" / "e.safetensors").unlink()
+    elif change == "replaced":
+        Equalization(e.weights[:1]).save(e.path)
+    else:
+        (path.parent / "factors" / "e.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match=rf"is no longer in '{re.escape(e.path)}': save it again"):
+        policy.save(path)
+
+
+def foreign(file, e):
+    save_file({"weight": torch.ones(2)}, file)
+
+
+def damaged(file, e):
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            lambda file, e: file.unlink(),
+            "its equalization cannot be read: [Errno 2] No such file or directory: '{file}'",
+        ),
+        (foreign, "'{file}' is no equalization that polycast saved, but another file of safetensors"),
+        (damaged, "'{file}' is damaged: its contents do not have the digest that it says"),
+        (lambda file, e: file.write_text("text"), "'{file}' is no equalization: "),
+    ],
+)
+def test_a_file_that_is_missing_or_something_else_is_refused(path, e, change, reason):
+    path.write_text(TEXT)
+    file = path.parent / "factors" / "e.safetensors"
+    change(file, e)
+    reason = f"policy file '{path}': devices.cpu: modules['1']: {reason.format(file=file)}"
+    with pytest.raises(ValueError, match="^" + re.escape(reason)):
+        Policy.load(path)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("3", "modules['0']: equalization must be an Equalization, as polycast.equalize returns it, or None, got 3"),
+        ('"."', "modules['0']: its equalization cannot be read: "),
+        ('""', "modules['0']: its equalization cannot be read: "),
+    ],
+)
+def test_what_is_no_path_is_refused(path, value, reason):
+    path.write_text(f'schema = 1\n[modules]\n0 = {{ recipe = "int8", equalization = {value} }}\n')
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        Policy.load(path)
+
+
+def test_a_recipe_without_the_setting_has_no_file(path):
+    path.write_text('schema = 1\n[modules]\n0 = { recipe = "float8", equalization = "e.safetensors" }\n')
+    with pytest.raises(ValueError, match="the table of a recipe 'float8' has 'recipe', .*; got 'equalization'"):
+        Policy.load(path)
+
+
+def test_a_recipe_takes_no_path(e):
+    with pytest.raises(TypeError, match=r"or None, got '.*'\. polycast\.Equalization\.load reads a file$"):
+        Int8(equalization=e.path)
+
+
+def test_without_a_model_it_is_loaded_for_the_weights_that_it_was_made_with(e, model):
+    loaded = Equalization.load(e.path)
+    assert loaded == e
+    assert torch.equal(loaded.factors(model[0].weight), e.factors(model[0].weight))
+    assert loaded.factors(model[0].weight + 1) is None
+
+
+def test_an_equalization_of_changed_weights_is_in_no_file(e, model):
+    assert Equalization.load(e.path, model).path == e.path
+    changed = torch.nn.Sequential(*(torch.nn.Linear(96, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)))
+    loaded = Equalization.load(e.path, changed)
+    assert loaded != e
+    assert loaded.path is None
+
+
+def test_a_pickle_keeps_the_path(policy, path):
+    pickle.loads(pickle.dumps(policy)).save(path)
+    assert path.read_text() == TEXT
