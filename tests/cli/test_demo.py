@@ -256,7 +256,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_runs(tmp_pat
     folder = tmp_path / "missing"
     result = run_demo("--report", str(folder / "report.html"))
     assert result.stderr == (
-        f"polycast: {folder}/report.html cannot be written: {folder} is not there. Make it, or name another.\n"
+        f"polycast: {folder}/report.html cannot be written: {folder} does not exist. Create it, or choose another.\n"
     )
     assert result.stdout == ""
     assert result.exit_code == 2

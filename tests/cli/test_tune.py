@@ -182,7 +182,10 @@ def test_it_searches_over_batches_and_measures_those_held_out(run, tmp_path):
         (["script.py:build", "--margin", "1"], "margin must be a share of the tolerance"),
         (["script.py:build", "--exclude", "layers.*"], "exclude['layers.*'] matches no module of the model"),
         (["script.py:build", "--budget", "1"], "budget must be a number of evaluations, at least 2"),
-        (["script.py:build", "--output", "nowhere/policy.toml"], "policy.toml cannot be written: nowhere is not there"),
+        (
+            ["script.py:build", "--output", "nowhere/policy.toml"],
+            "policy.toml cannot be written: nowhere does not exist",
+        ),
         (["script.py:build", "--output", "."], ". is a folder: name a file in it, such as policy.toml"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

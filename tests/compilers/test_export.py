@@ -118,7 +118,7 @@ def test_a_policy_is_refused_not_strictly():
     with pytest.raises(RuntimeError) as caught:
         torch.export.export(WithPolicy(), (torch.randn(4, 4),), strict=False)
     assert str(caught.value).startswith(
-        "torch.export: a region with policy= cannot be exported, for a program can hold torch's autocast only. "
+        "torch.export: a region with policy= cannot be exported, because programs hold torch's autocast only. "
         "Leave out policy=, or cast in the model what has to run in another dtype."
     )
     assert polycast.autocast_nesting("cpu") == 0

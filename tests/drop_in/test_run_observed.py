@@ -161,7 +161,7 @@ def test_a_report_into_a_deleted_folder_is_reported_and_keeps_the_status(run, tm
 @pytest.mark.parametrize(
     ("report", "said"),
     [
-        ("missing/out.html", "polycast: --report: missing/out.html cannot be written: missing is not there."),
+        ("missing/out.html", "polycast: --report: missing/out.html cannot be written: missing does not exist."),
         (".", "polycast: --report: . is a folder: name a file in it, such as report.html.\n"),
         ("/proc/out.html", "polycast: --report: /proc/out.html cannot be written: "),
         ("", "polycast: --report: . is a folder"),

@@ -286,9 +286,9 @@ def test_check_target_leaves_a_writable_file_unchanged(tmp_path):
     [
         (
             "missing/report.html",
-            "{0}/missing/report.html cannot be written: {0}/missing is not there. Make it, or name",
+            "{0}/missing/report.html cannot be written: {0}/missing does not exist. Create it, or choose",
         ),
-        ("file/report.html", "{0}/file/report.html cannot be written: {0}/file is not a folder. Make it, or name"),
+        ("file/report.html", "{0}/file/report.html cannot be written: {0}/file is not a folder. Create it, or choose"),
         ("folder", "{0}/folder is a folder: name a file in it, such as {0}/folder/report.html."),
         ("/proc/report.html", "/proc/report.html cannot be written: "),
     ],

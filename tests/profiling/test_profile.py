@@ -304,7 +304,7 @@ def test_another_process_may_have_measured_meanwhile(measured, kept):
 
 def test_what_is_measured_cannot_ask_for_the_profile(measured):
     measured.instead = lambda: polycast.profile("cpu")
-    with pytest.raises(RuntimeError, match="the profile of cpu is asked for by what is measured for it"):
+    with pytest.raises(RuntimeError, match="the profile of cpu was requested while it is measured"):
         polycast.profile("cpu")
     measured.instead = lambda: None
     polycast.profile("cpu")

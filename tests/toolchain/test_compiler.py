@@ -72,7 +72,7 @@ def test_extract_a_struct_from_a_header(tmp_path):
 
 def test_a_missing_header_or_struct_is_a_build_error(tmp_path):
     header = tmp_path / "header.h"
-    with pytest.raises(BuildError, match=r"header.h is not there\. Install torch with its headers\."):
+    with pytest.raises(BuildError, match=r"header.h is missing\. Install torch with its headers\."):
         header_excerpts._extract_struct(header, "Wanted")
     header.write_text("struct Other {\n};\n")
     with pytest.raises(BuildError, match="no struct Wanted is found in .*: this torch is newer than this polycast"):

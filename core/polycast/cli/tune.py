@@ -143,7 +143,7 @@ def _split(data: Any, holdout: int) -> tuple[list[Any], list[Any]]:
     batches = [data] if isinstance(data, (torch.Tensor, tuple, Mapping)) else list(data)
     if holdout >= len(batches):
         raise typer.BadParameter(
-            f"--holdout {holdout} leaves no batch of {len(batches)} for the search: let the function return more."
+            f"--holdout {holdout} leaves no batch of {len(batches)} for the search: return more of them."
         )
     return batches[:-holdout], batches[-holdout:]
 

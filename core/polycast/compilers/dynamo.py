@@ -163,7 +163,7 @@ def _break(reason: str) -> NoReturn:
     except (AttributeError, ImportError):
         raise RuntimeError(f"polycast: this region cannot be traced: {reason}.") from None
     unimplemented(
-        gb_type="polycast.autocast that torch.autocast cannot stand for",
+        gb_type="polycast.autocast without an equivalent torch.autocast",
         context="",
         explanation=f"polycast: this region cannot be traced: {reason}.",
         hints=["Compile functions that are called in the region, and make the region outside of them."],

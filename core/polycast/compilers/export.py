@@ -22,13 +22,13 @@ def record_entry(settings: Settings) -> None:
         if settings.override is not None:
             more = "policy=" if settings.override.policies else "recipe="
             raise RuntimeError(
-                f"torch.export: a region with {more} cannot be exported, for a program can hold torch's autocast only. "
+                f"torch.export: a region with {more} cannot be exported, because programs hold torch's autocast only. "
                 f"Leave out {more}, or cast in the model what has to run in another dtype."
             )
         if enter_autocast is None or exit_autocast is None:
             raise RuntimeError(
                 "torch.export: a region cannot be exported with strict=False by this torch, which lacks the functions "
-                "that stand for regions there. Export with strict=True."
+                "that represent regions there. Export with strict=True."
             )
         values = settings.device_type, settings.dtype, settings.enabled, settings.cache_enabled
         mode.__torch_function__(enter_autocast, (), values)

@@ -134,7 +134,9 @@ def _measured(backend: Backend, refresh: bool) -> DeviceProfile:
         from .measure import measure  # few programs measure
 
     if backend.device_type in _being_measured:
-        raise RuntimeError(f"the profile of {backend.device_type} is asked for by what is measured for it")
+        raise RuntimeError(
+            f"the profile of {backend.device_type} was requested while it is measured, by the code that is measured"
+        )
     conditions = Conditions.now(backend)
     with profile_file.locked(conditions), _marked(backend.device_type):
         if not refresh:

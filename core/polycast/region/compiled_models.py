@@ -10,14 +10,8 @@ import functools
 import types
 from typing import Any
 
-from ..torch_internals import changes
 from ..torch_internals.patcher import Patch, expect, method_of
 from .ruled_forward import FORWARD, RuledForward
-
-
-def decide_as_without_rules() -> None:
-    """Make ``torch.compile`` decide how to call a module as it does without rules, from now on."""
-    changes.make(changes.COMPILED_MODELS)
 
 
 def look_past_rules(patch: Patch) -> None:

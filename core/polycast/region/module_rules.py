@@ -18,7 +18,7 @@ from ..policy.names import read_dtype
 from ..policy.op_policies import OpPolicies
 from ..policy.recipe import Recipe
 from ..policy.value import Policy, PolicyLike
-from . import compiled_models
+from ..torch_internals import changes
 from .ruled_forward import ANY_DEVICE, FORWARD, Mark, Rule, RuledForward, ruled_forward_of
 
 
@@ -131,7 +131,7 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
     has_replicas = any(isinstance(each, nn.DataParallel) for each in model.modules())
     for module, (name, _) in found.items():
         _check(name, module, has_replicas)
-    compiled_models.decide_as_without_rules()
+    changes.make(changes.COMPILED_MODELS)
     handle = ModuleRules(policy)
     try:
         for module, (name, rules) in found.items():

@@ -38,7 +38,7 @@ def _extract_struct(header: Path, name: str) -> str:
     try:
         text = header.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise BuildError(f"the header {header} is not there. Install torch with its headers.") from None
+        raise BuildError(f"the header {header} is missing. Install torch with its headers.") from None
     pattern = rf"^struct (?:TORCH_\w+ )?{name}\b[^;{{]*\{{\n(?:(?!struct |\}};).*\n)*\}};$"
     found = re.findall(pattern, text, re.MULTILINE)
     if not found:

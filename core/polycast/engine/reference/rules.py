@@ -51,14 +51,6 @@ def apply_rule(policy: CastPolicy, call: Call, fast: torch.dtype, is_eligible: _
     return _RULES[policy](call, fast, is_eligible)
 
 
-def _lower_precision_fp(call: Call, fast: torch.dtype, is_eligible: _IsEligible) -> Call:
-    return call._replace(dtype=fast)
-
-
-def _fp32(call: Call, fast: torch.dtype, is_eligible: _IsEligible) -> Call:
-    return call._replace(dtype=torch.float32)
-
-
 def _fp32_set_opt_dtype(call: Call, fast: torch.dtype, is_eligible: _IsEligible) -> Call:
     if not is_eligible(_first(call)):
         return call
@@ -89,19 +81,15 @@ def _promote(call: Call, fast: torch.dtype, is_eligible: _IsEligible) -> Call:
     return call._replace(dtype=torch.float32) if len(dtypes) > 1 else call
 
 
-def _passthrough(call: Call, fast: torch.dtype, is_eligible: _IsEligible) -> Call:
-    return call
-
-
 def _first(call: Call) -> object:
     return call.args[0] if call.args else call.kwargs.get(call.op._schema.arguments[0].name)
 
 
 _RULES: dict[CastPolicy, Callable[[Call, torch.dtype, _IsEligible], Call]] = {
-    CastPolicy.LOWER_PRECISION_FP: _lower_precision_fp,
-    CastPolicy.FP32: _fp32,
+    CastPolicy.LOWER_PRECISION_FP: lambda call, fast, _: call._replace(dtype=fast),
+    CastPolicy.FP32: lambda call, *_: call._replace(dtype=torch.float32),
     CastPolicy.FP32_SET_OPT_DTYPE: _fp32_set_opt_dtype,
     CastPolicy.FP32_APPEND_DTYPE: _fp32_append_dtype,
     CastPolicy.PROMOTE: _promote,
-    CastPolicy.PASSTHROUGH: _passthrough,
+    CastPolicy.PASSTHROUGH: lambda call, *_: call,
 }

@@ -16,8 +16,8 @@ def check_target(path: str | os.PathLike[str], such_as: str = "report.html") -> 
     if target.is_dir():
         raise ValueError(f"{target} is a folder: name a file in it, such as {target / such_as}.")
     if not folder.is_dir():
-        what = "is not a folder" if folder.exists() else "is not there"
-        raise ValueError(f"{target} cannot be written: {folder} {what}. Make it, or name another.")
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise ValueError(f"{target} cannot be written: {folder} {what}. Create it, or choose another.")
     try:
         # A folder's mode does not show whether it is writable, so try.
         if target.exists():
@@ -27,4 +27,4 @@ def check_target(path: str | os.PathLike[str], such_as: str = "report.html") -> 
             pass
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ValueError(f"{target} cannot be written: {reason}. Name a file that can be.") from error
+        raise ValueError(f"{target} cannot be written: {reason}. Choose a writable file.") from error
