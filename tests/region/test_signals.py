@@ -62,11 +62,12 @@ def test_a_signal_that_comes_as_a_region_is_entered_strikes_where_the_region_is_
     assert state.machine.nesting("cpu") == 0
 
 
-def test_an_error_while_kernels_are_installed_leaves_the_region(region):
+def test_an_error_while_kernels_are_installed_leaves_the_region(region, monkeypatch):
     class Struck:
         __hash__ = None  # Python asks for it once the region is entered
 
-    region._ready_key = Struck()
+    region = polycast.autocast("cpu", policy={"softmax": "fp32"})
+    monkeypatch.setattr(region._settings.override, "ready_key", Struck())
     with pytest.raises(TypeError, match="unhashable"), region:
         pass
     assert state.machine.nesting("cpu") == 0

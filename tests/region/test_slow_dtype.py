@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import polycast
+from polycast.engine import state
 from polycast.profiling import slow_dtypes as profiled_dtypes
 from polycast.profiling.profile import find
-from polycast.region import autocast as regions
 from polycast.region import slow_dtype
 
 
@@ -19,9 +19,9 @@ def forgotten(monkeypatch):
     """Forget which dtypes regions have had in this process."""
     monkeypatch.setattr(slow_dtype, "found", {})
     monkeypatch.setattr(slow_dtype, "_checked", set())
-    regions._plain_settings.cache_clear()
+    state.machine.forget_actions()
     yield
-    regions._plain_settings.cache_clear()
+    state.machine.forget_actions()
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ An invalid value is a ValueError. An empty variable counts as unset.
 import os
 import re
 from collections.abc import Mapping
+from typing import Any
 
 _BOOLEANS = {"0": False, "1": True, "false": False, "true": True}
 _PROFILE = os.environ.encodekey("POLYCAST_PROFILE")
@@ -53,11 +54,18 @@ def engine() -> str:
 
 def profile() -> str | None:
     """Return the path of the profile to use (``POLYCAST_PROFILE``)."""
-    # Each region with the recipe "fastest" asks, and get() takes as long as entering it where the variable is not set.
+    # Regions with the recipe "fastest" ask, and get() takes as long as entering one where the variable is not set.
     variables = getattr(os.environ, "_data", None)
     if variables is not None and _PROFILE not in variables:
         return None
     return os.environ.get("POLYCAST_PROFILE") or None
+
+
+def profile_item() -> tuple[dict[Any, Any], object, object]:
+    """Return the dict of the variables, the key of ``POLYCAST_PROFILE`` in it, and the value; None if it is not set."""
+    environ: Any = os.environ
+    variables, key = (environ, "POLYCAST_PROFILE") if isinstance(environ, dict) else (environ._data, _PROFILE)
+    return variables, key, variables.get(key)
 
 
 def _items(variable: str, expected: str) -> list[str]:

@@ -15,7 +15,7 @@ from .choice import choose, chosen, forget
 from .kernels import Kernels, autocast_key
 from .low_bit.plan import process_cache
 from .snapshot import guard_on
-from .state import Settings, ready
+from .state import Settings, ready, ready_with_cache
 
 installed: dict[str, Kernels] = {}
 """By device type, the kernels that are installed."""
@@ -117,12 +117,8 @@ def _refuse_if_in_use(device_type: str) -> None:
         )
 
 
-def install_for(settings: Settings) -> object:
-    """Install what a region needs: kernels, and, for an override or a cache, the changes to torch's own code.
-
-    Returns:
-        The key of the region: while it is in :data:`ready`, entering needs nothing installed. None if there is none.
-    """
+def install_for(settings: Settings) -> None:
+    """Install what a region needs: kernels, and, for an override or a cache, the changes to torch's own code."""
     kernels, override = None, settings.override
     try:
         if settings.enabled or override is not None:
@@ -131,13 +127,14 @@ def install_for(settings: Settings) -> object:
         if not settings.absolute:  # a snapshot may have a region of torch's, for a device without a backend
             raise
     if not settings.has_more_than_torch:
-        return settings.device_type
+        return
     support_overrides(settings.device_type)
-    if not changes.overrides_are_guarded():  # each entry has to look at the compiler's stance
-        return None
-    if override is not None:
-        override.ready_key = kernels
-    return kernels
+    # Otherwise each entry has to look at the compiler's stance.
+    if kernels is not None and changes.overrides_are_guarded():
+        if override is None:
+            ready_with_cache[settings.device_type] = kernels
+        else:
+            override.ready_key = kernels
 
 
 def support_overrides(device_type: str) -> None:

@@ -11,12 +11,13 @@ one to read, native/regions.h the other.
 
 import functools
 import threading
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from typing_extensions import Self
 
+from ..plugins.backend import Availability, Backend
 from .casts.cast_cache import CastCache, CastStore
 from .disable_dynamo import disable_dynamo
 from .override import Override
@@ -46,7 +47,27 @@ class Settings(NamedTuple):
         """The key in :data:`ready` while everything that the region needs is installed; None before its first entry."""
         if self.override is not None:
             return self.override.ready_key
-        return self.device_type if self.cache is None else None
+        return self.device_type if self.cache is None else ready_with_cache.get(self.device_type)
+
+
+DictItem: TypeAlias = tuple[dict[Any, Any], object, object]
+"""An item of a dict: the dict, the key and the value, which is None if the dict does not have the key."""
+
+
+class Dependencies(NamedTuple):
+    """What the settings of a region depend on, besides its arguments and the number of threads.
+
+    Attributes:
+        backend: the backend.
+        is_inherited: whether the dtype is that of the region around, if the region is given none.
+        questions: methods of the backend and their argument, or None, that answered with an ``Availability(True)``.
+        items: items of dicts.
+    """
+
+    backend: Backend
+    is_inherited: bool
+    questions: Sequence[tuple[str, object]]
+    items: Sequence[DictItem]
 
 
 class StateMachine(Protocol):
@@ -97,7 +118,7 @@ class StateMachine(Protocol):
         """Return the store of a cache."""
 
     def forget_actions(self) -> None:
-        """Ask Python again how to compute each call by a recipe; see low_bit/actions.py."""
+        """Ask Python again how to compute each call by a recipe (see low_bit/actions.py), and for regions' settings."""
 
     def clear_own_casts(self, all_threads: bool, /) -> None:
         """Drop the casts that the regions of this thread, or of all threads, keep outside of a :class:`WeightCache`."""
@@ -106,16 +127,32 @@ class StateMachine(Protocol):
         self,
         cls: type,
         ready: set[object],
+        ready_with_cache: dict[str, object],
+        init: Callable[..., None],
+        resolve: Callable[..., tuple[Settings, Dependencies | None]],
+        availability: type[Availability],
         complete_entry: Callable[[Any, bool], None],
         complete_exit: Callable[[Any, bool | None], None],
         /,
-    ) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-        """Return the engine's own ``__enter__`` and ``__exit__`` for :class:`Region`; None: it uses those in Python."""
+    ) -> tuple[Callable[..., Any], ...] | None:
+        """Return the engine's own ``__init__``, ``__enter__`` and ``__exit__`` for regions; None: those in Python.
+
+        Args:
+            cls: the class of regions.
+            ready, ready_with_cache: see below.
+            init: the ``__init__`` in Python.
+            resolve: returns the settings for all arguments of ``__init__``, which the engine keeps, and what they
+                depend on; None if equal arguments may get others.
+            availability: the class of answers.
+            complete_entry, complete_exit: see :class:`Region`.
+        """
 
 
 ready: set[object] = set()
 """The device types for which every kernel is installed, and these kernels. A region whose key is in here sets state
 and does nothing else on entry. The native engine holds this very set."""
+ready_with_cache: dict[str, object] = {}
+"""The keys in :data:`ready` of regions with a cache and without an override, by device type."""
 
 machine: StateMachine
 """The state machine of the engine in use."""
@@ -124,17 +161,18 @@ machine: StateMachine
 class Region:
     """Base of the class of regions: a context manager, with methods of the engine in use.
 
-    A region's ``_settings`` are entered and left; ``_ready_key`` is looked for in :data:`ready`.
+    A region's ``_settings`` are entered and left. Its class has an ``__init__`` that sets all attributes.
     """
 
     _settings: Settings
-    _ready_key: object
+    device: str
+    fast_dtype: torch.dtype
 
     @disable_dynamo
     def __enter__(self) -> Self:
         recorded = machine.enter(self, self._settings)
         try:
-            if recorded or self._ready_key not in ready:
+            if recorded or self._settings.ready_key not in ready:
                 self._complete_entry(recorded)
         except BaseException:
             machine.leave(self)
@@ -156,21 +194,43 @@ class Region:
         raise NotImplementedError
 
 
-_methods_in_python = Region.__enter__, Region.__exit__
+class _Methods(NamedTuple):
+    """The class of regions, and its methods in Python."""
+
+    cls: type[Region]
+    resolve: Callable[..., tuple[Settings, Dependencies | None]]
+    in_python: Sequence[Callable[..., Any]]
+
+
+_METHODS = ("__init__", "__enter__", "__exit__")
+_methods: _Methods | None = None
 
 
 def use(chosen: StateMachine) -> None:
-    """Enter and leave regions with a state machine from now on."""
+    """Construct, enter and leave regions with a state machine from now on."""
     global machine
     machine = chosen
+    if _methods is None:
+        return
     methods = chosen.region_methods(
-        Region,
+        _methods.cls,
         ready,
+        ready_with_cache,
+        _methods.in_python[0],
+        _methods.resolve,
+        Availability,
         lambda region, recorded: region._complete_entry(recorded),
         lambda region, recorded: region._complete_exit(recorded),
     )
-    for name, method in zip(("__enter__", "__exit__"), methods or _methods_in_python, strict=True):
-        setattr(Region, name, method)
+    for name, method in zip(_METHODS, methods or _methods.in_python, strict=True):
+        setattr(_methods.cls, name, method)
+
+
+def use_for(cls: type[Region], resolve: Callable[..., tuple[Settings, Dependencies | None]]) -> None:
+    """Set the class of regions, and what resolves the arguments of its ``__init__``; see `StateMachine`."""
+    global _methods
+    _methods = _Methods(cls, resolve, [getattr(cls, name) for name in _METHODS])
+    use(machine)
 
 
 def not_entered(owner: object) -> RuntimeError:

@@ -8,7 +8,7 @@ from ..plugins.backend import Backend
 from ..plugins.checks import ask_slow_reason, check_availability
 from ..plugins.registry import registry
 from ..profiling.slow_dtypes import find_slow_reason
-from ..region.autocast import why_disabled
+from ..region.resolve import why_disabled
 
 
 def find_backend(device: str) -> Backend | None:

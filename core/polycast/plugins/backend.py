@@ -43,6 +43,9 @@ class Availability:
         return self.available
 
 
+_AVAILABLE = Availability(True)
+
+
 class LowBitKernel:
     """Computes one op by a recipe, with the unmodified weights of a model. For matmuls, subclass `LowBitMatmul`.
 
@@ -151,7 +154,7 @@ class Backend:
         """
         supported = self.supported_dtypes()
         if dtype in supported:
-            return Availability(True)
+            return _AVAILABLE
         return Availability(False, f"{self.device_type} supports {', '.join(map(str, supported))}")
 
     def slow_reason(self, dtype: torch.dtype) -> str | None:
@@ -175,7 +178,7 @@ class Backend:
         A reason with a positive answer, for example that the recipe is experimental, is issued as a warning, once.
         """
         if not recipe.needs_kernels:
-            return Availability(True)
+            return _AVAILABLE
         return Availability(False, f"the backend for {self.device_type} has no kernels for {recipe.kind}")
 
     def low_bit_kernels(self, recipe: Recipe) -> Mapping[str, LowBitKernel]:

@@ -18,8 +18,9 @@ from ..plugins.checks import check_availability, check_recipe
 from ..plugins.registry import get_backend
 from ..policy.recipe import NoRecipe, Recipe, RecipeLike, read_recipe
 from ..policy.value import Policy, PolicyLike
-from ..region.autocast import autocast, why_disabled
+from ..region.autocast import autocast
 from ..region.module_rules import apply_policy
+from ..region.resolve import why_disabled
 from .calls import Call, Calls, calls_of
 from .comparison import Comparison
 from .hooks import set_stance

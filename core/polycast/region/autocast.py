@@ -1,6 +1,5 @@
 """The autocast region: a context manager and a decorator that holds settings, and no state."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,25 +14,18 @@ from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.persistence.weight_cache import WeightCache
 from ..engine.state import Region, Settings
-from ..errors import AutocastDisabledWarning, warn_user
-from ..plugins.backend import Availability, Backend
-from ..plugins.checks import check_availability, check_dtype
 from ..plugins.registry import registry
 from ..policy.names import OpName
 from ..policy.recipe import RecipeLike
 from ..policy.value import PolicyLike
 from .decorate import decorate
 from .entry import prepare
-from .policies import override_of
-from .recipes import checked_recipe, settings_of_recipe
-from .slow_dtype import warn_if_slow
+from .resolve import resolve
 from .suspend import Suspendable
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _new = object.__new__
-_new_tuple = tuple.__new__
-_CACHE = Settings._fields.index("cache")
 
 
 class autocast(Region, TorchAutocast):
@@ -105,45 +97,12 @@ class autocast(Region, TorchAutocast):
         policy: PolicyLike | None = None,
         recipe: RecipeLike | None = None,
     ) -> None:
-        try:
-            backend = registry.ready[device_type]
-        except (KeyError, TypeError):
-            backend = _find_backend(device_type)
-        if dtype is None:
-            dtype = backend.default_dtype
-            if state.machine.dtype(backend.device_type) is not dtype:
-                dtype = state.current_dtype(backend.device_type, dtype)
-        elif not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")
-        if enabled:
-            answer = check_availability(backend)
-            if not answer.available or dtype is not backend.default_dtype:
-                refusal = why_disabled(backend, dtype, answer)
-                if refusal is not None:
-                    warn_user(refusal, AutocastDisabledWarning)
-                    enabled = False
-        if cache_enabled is not None and not isinstance(cache_enabled, bool):
-            raise TypeError(f"cache_enabled must be a bool or None, got {cache_enabled!r}")
-        self.device = self._ready_key = backend.device_type
-        self.fast_dtype = dtype
-        if cache is None and policy is None and recipe is None:
-            self._settings = _plain_settings(self.device, bool(enabled), dtype, cache_enabled)
-        else:
-            if cache is not None:
-                _check_cache(cache, cache_enabled)
-            if recipe is not None and policy is None:
-                settings = settings_of_recipe(recipe, backend, bool(enabled), dtype, cache_enabled)
-                if cache is not None:  # a new tuple is cheaper than a call of the class
-                    settings = _new_tuple(Settings, (*settings[:_CACHE], cache, False))
-            else:
-                override = override_of(policy, self.device, checked_recipe(recipe, backend, bool(enabled), dtype))
-                settings = Settings(self.device, bool(enabled), dtype, cache_enabled, override, cache)
-            self._settings = settings
-            self._ready_key = settings.ready_key if settings.override is None else settings.override.ready_key
+        settings, _ = resolve(device_type, dtype, enabled, cache_enabled, cache, policy, recipe)
+        self._settings, self.device, self.fast_dtype = settings, settings.device_type, settings.dtype
 
     @disable_dynamo
     def _complete_entry(self, recorded: bool) -> None:
-        self._ready_key = prepare(self._settings)
+        prepare(self._settings)
         if recorded:
             record_entry(self._settings)
 
@@ -197,6 +156,7 @@ class autocast(Region, TorchAutocast):
 
 # inspect.signature and the reference find the arguments in __init__: __new__ takes any.
 setattr(autocast.__new__, "__wrapped__", autocast.__init__)
+state.use_for(autocast, resolve)
 
 
 def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
@@ -210,47 +170,9 @@ def autocast_decorator(autocast_instance: autocast, func: _F) -> _F:
     return autocast_instance(func)
 
 
-def _find_backend(device_type: object) -> Backend:
-    if callable(device_type):
-        raise ValueError(
-            f"Expected `device_type` of type `str`, got: {device_type!r}. As a decorator, autocast is called with the "
-            'device, as in @polycast.autocast("cpu")'
-        )
-    return registry.find(device_type)
-
-
 def _restored(cls: type[autocast], settings: Settings) -> autocast:
     """Return a copied or unpickled region; raise if this process has no backend for it."""
     region = object.__new__(cls)
     registry.find(settings.device_type)
     region.device, region.fast_dtype, region._settings = settings.device_type, settings.dtype, settings
-    region._ready_key = settings.ready_key
     return region
-
-
-def why_disabled(backend: Backend, dtype: torch.dtype, answer: Availability) -> str | None:
-    """Return why a region cannot run enabled, given its backend's answer for the device; None if it can."""
-    if not answer.available:
-        return f"{backend.device_type} is not available: {answer.reason}. Disabling autocast."
-    if dtype is not backend.default_dtype:
-        answer = check_dtype(backend, dtype)
-        if not answer.available:
-            return (
-                f"In {backend.device_type.upper()} autocast, but the target dtype is not supported. "
-                f"Disabling autocast.\n{dtype} was asked for: {answer.reason}."
-            )
-    return None
-
-
-@functools.lru_cache(maxsize=256)  # a look-up is cheaper than a new tuple
-def _plain_settings(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: bool | None) -> Settings:
-    if enabled:
-        warn_if_slow(registry.find(device_type), dtype)
-    return Settings(device_type, enabled, dtype, cache_enabled)
-
-
-def _check_cache(cache: object, cache_enabled: bool | None) -> None:
-    if not isinstance(cache, WeightCache):
-        raise TypeError(f"cache must be a polycast.WeightCache or None, got {cache!r}")
-    if cache_enabled is False:
-        raise ValueError("cache= asks to keep casts and cache_enabled=False not to: leave out one of the two")

@@ -19,9 +19,8 @@ def enter(owner: object, settings: Settings) -> bool:
     return recorded
 
 
-def prepare(settings: Settings) -> object:
-    """Install what a region needs that has just been entered, and return its ready key."""
-    key = install_for(settings)
+def prepare(settings: Settings) -> None:
+    """Install what a region needs that has just been entered."""
+    install_for(settings)
     if settings.has_more_than_torch and not changes.overrides_are_guarded():
         eager_fallback.keep()
-    return key

@@ -9,8 +9,8 @@ from ..engine import state
 from ..errors import AutocastDisabledWarning, warn_user
 from ..plugins.checks import check_availability
 from ..plugins.registry import registry
-from .autocast import why_disabled
 from .recording_scaler import RecordingGradScaler
+from .resolve import why_disabled
 
 _FLOAT32_SMALLEST = torch.finfo(torch.float32).smallest_normal
 

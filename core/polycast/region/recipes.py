@@ -1,10 +1,12 @@
 """Check a recipe against the device of a region."""
 
+from collections.abc import Sequence
+
 import torch
 
 from ..common import env
 from ..engine.fastest.profiles import with_profile
-from ..engine.state import Settings
+from ..engine.state import DictItem, Settings
 from ..errors import RecipeDisabledWarning, warn_user
 from ..plugins.backend import Availability, Backend
 from ..plugins.checks import check_recipe
@@ -32,9 +34,14 @@ def settings_of_recipe(
     recipe = checked_recipe(given, backend, enabled, dtype)
     device_type = backend.device_type
     settings = Settings(device_type, enabled, dtype, cache_enabled, override_of(None, device_type, recipe))
-    if _is_kept(given, recipe):
+    if is_kept(given, recipe):
         kept[key] = settings
     return settings
+
+
+def items_of_profiles() -> Sequence[DictItem]:
+    """Return what kept settings and recipes depend on, besides the number of threads."""
+    return (vars(profile), "derived", profile.derived), env.profile_item()
 
 
 def checked_recipe(given: RecipeLike | None, backend: Backend, enabled: bool, dtype: torch.dtype) -> Recipe | None:
@@ -77,11 +84,11 @@ def usable_recipe(given: RecipeLike, backend: Backend, enabled: bool) -> Recipe:
     if answer.reason and (backend.device_type, answer.reason) not in _warned:
         _warned.add((backend.device_type, answer.reason))
         warn_user(f"{recipe!r} on {backend.device_type}: {answer.reason}")
-    if _is_kept(asked, recipe):
+    if is_kept(asked, recipe):
         kept[key] = recipe
     return recipe
 
 
-def _is_kept(given: RecipeLike, usable: Recipe | None) -> bool:
+def is_kept(given: RecipeLike, usable: Recipe | None) -> bool:
     """Return whether a usable recipe is kept; not if the file of its profile may change."""
     return isinstance(usable, Fastest) and not (isinstance(given, Fastest) and isinstance(given.profile, str))

@@ -250,7 +250,6 @@ class _ModuleRegion(autocast):
         override = override_of_rule(device, rule.ops or OpPolicies(), rule.text, recipe)
         if override is not None:
             self._settings = self._settings._replace(override=override)
-            self._ready_key = self._settings.ready_key
 
 
 def rebound(forward: Callable[..., Any] | None, module: nn.Module) -> Callable[..., Any] | None:

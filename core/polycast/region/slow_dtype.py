@@ -22,15 +22,19 @@ _checked: set[tuple[str, torch.dtype]] = set()
 _is_left_to_summary = False
 
 
-def warn_if_slow(backend: Backend, dtype: torch.dtype) -> None:
-    """Warn if a dtype is slow on a device, at its first region in this process that has no recipe."""
+def warn_if_slow(backend: Backend, dtype: torch.dtype) -> bool:
+    """Warn if a dtype is slow on a device, at its first region in this process that has no recipe.
+
+    Returns:
+        Whether later regions do not warn.
+    """
     key = backend.device_type, dtype
     if key in _checked:
-        return
+        return True
     innermost = state.machine.innermost(backend.device_type)
     override = None if innermost is None else innermost[0]
     if override is not None and override.recipe is not None and override.recipe.ops:
-        return
+        return False
     # A profile is read only if the backend says that the dtype is slow: most programs need none.
     text = None if ask_slow_reason(backend, dtype) is None else describe(backend, dtype)
     if text is not None:
@@ -45,6 +49,7 @@ def warn_if_slow(backend: Backend, dtype: torch.dtype) -> None:
             )
         found[key] = None
     _checked.add(key)
+    return True
 
 
 def leave_to_summary() -> None:

@@ -1,12 +1,13 @@
 // The Python module of the native engine: the semantics of the reference engine at the speed of torch's own kernels.
 //
 // One translation unit with all headers, in anonymous namespaces: parsing torch's headers is most of the build. From the bottom:
-// version_stamp.h, invalidation.h, admission.h; user_store.h and region_store.h; frames.h, regions.h; casting.h, arguments.h,
+// version_stamp.h, invalidation.h, admission.h; user_store.h and region_store.h; frames.h, regions.h, construction.h, methods.h; casting.h, arguments.h,
 // prepacked.h, decisions.h, actions.h, low_bit.h, kernel.h, unboxed.h, registrations.h.
 
 #include "extension.h"
 
 #include "alias_hooks.h"
+#include "construction.h"
 #include "forks.h"
 #include "methods.h"
 #include "observed.h"
@@ -170,6 +171,7 @@ PyObject* forget(PyObject*, PyObject* tensors) {
 // forget_actions()
 PyObject* forget_actions(PyObject*, PyObject*) {
   Decisions::forget_all();
+  ResolvedCalls::instance().forget();
   return Py_NewRef(Py_None);
 }
 
@@ -209,13 +211,13 @@ PyMethodDef functions[] = {
     {"nesting", &raising<&nesting>, METH_O, "Return the number of regions for a device on this thread."},
     {"open_regions", &raising<&open_regions>, METH_O, "Return the number of regions for a device on all threads."},
     {"clear_own_casts", &raising<&clear_own_casts>, METH_O, "Drop the casts of this thread's regions, or of all threads'."},
-    {"region_methods", &raising<&region_methods>, METH_VARARGS, "Return __enter__ and __exit__."},
+    {"region_methods", &raising<&region_methods>, METH_VARARGS, "Return __init__, __enter__ and __exit__."},
     {"watch_writes", &raising<&watch_writes>, METH_VARARGS, "Install the hooks that see writes without a version."},
     {"unwatch_writes", &raising<&unwatch_writes>, METH_NOARGS, "Remove these hooks."},
     {"note_writes", &raising<&note_writes>, METH_O, "Drop what is cached of tensors that were written."},
     {"forget", &raising<&forget>, METH_O, "Drop the entries of weights and the references to them."},
     {"prepacked", &raising<&prepacked>, METH_VARARGS, "Return a prepacked weight."},
-    {"forget_actions", &raising<&forget_actions>, METH_NOARGS, "Ask Python again how to compute calls by recipes."},
+    {"forget_actions", &raising<&forget_actions>, METH_NOARGS, "Ask Python again how to compute calls by recipes, and for the settings of regions."},
     {"observing", &raising<&observing>, METH_NOARGS, "Return what an observer is bound to."},
     {"bind", &raising<&bind>, METH_VARARGS, "Set the functions that the engine calls."},
     {nullptr, nullptr, 0, nullptr}};

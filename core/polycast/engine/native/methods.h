@@ -1,4 +1,4 @@
-// __enter__ and __exit__ of the class of regions, in C.
+// The methods of the class of regions, in C.
 //
 // Python runs signal handlers between the instructions of a function in Python. An exception that one raises, such as a timeout,
 // could then come after a region was entered and before the block begins. In these methods none runs, except in Python that they
@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include "construction.h"
 #include "extension.h"
 #include "regions.h"
 
@@ -13,15 +14,30 @@ namespace {
 
 // Set by region_methods().
 PyObject* ready = nullptr;  // see engine/state.py
+PyObject* ready_with_cache = nullptr;
 PyObject* complete_entry = nullptr;
 PyObject* complete_exit = nullptr;
+
+// Return Settings.ready_key.
+Object ready_key(PyObject* settings) {
+  static PyObject* const key_name = PyUnicode_InternFromString("ready_key");
+  PyObject* const device_type = PyTuple_GetItem(settings, 0);
+  PyObject* const override = PyTuple_GetItem(settings, 4);
+  if (override != Py_None) {
+    return Object::steal(PyObject_GetAttr(override, key_name));
+  }
+  if (PyTuple_GetItem(settings, 5) == Py_None) {
+    return Object::borrow(device_type);
+  }
+  PyObject* const key = PyDict_GetItem(ready_with_cache, device_type);
+  return Object::borrow(key == nullptr ? Py_None : key);
+}
 
 // __enter__(self)
 PyObject* enter_block(PyObject* self, PyObject*) {
   static PyObject* const settings_name = PyUnicode_InternFromString("_settings");
-  static PyObject* const key_name = PyUnicode_InternFromString("_ready_key");
   const Object settings = Object::steal(PyObject_GetAttr(self, settings_name));
-  const Object key = Object::steal(PyObject_GetAttr(self, key_name));
+  const Object key = ready_key(settings.get());
   PyObject* const recorded = enter_region(self, settings.get()) ? Py_True : Py_False;
   const int is_ready = PySet_Contains(ready, key.get());
   if (recorded == Py_True || is_ready != 1) {
@@ -46,20 +62,27 @@ PyObject* exit_block(PyObject* self, PyObject* const*, Py_ssize_t) {
   return Py_NewRef(Py_None);
 }
 
-// region_methods(cls, ready, complete_entry, complete_exit) -> (__enter__, __exit__)
+// region_methods(cls, ready, ready_with_cache, init, resolve, Availability, complete_entry, complete_exit) -> (__init__, __enter__, __exit__)
 PyObject* region_methods(PyObject*, PyObject* arguments) {
+  static PyMethodDef init_method{
+      "__init__", fast(&raising_fast<&init_region, PyObject*>), METH_FASTCALL | METH_KEYWORDS, "Construct a region."};
   static PyMethodDef enter_method{
       "__enter__", &raising<&enter_block>, METH_NOARGS, "Enter the region on this thread; return it."};
   static PyMethodDef exit_method{
       "__exit__", fast(&raising_fast<&exit_block>), METH_FASTCALL, "Leave the region on this thread."};
-  PyObject *type, *ready_set, *entry, *exit;
-  parse(arguments, "OOOO", &type, &ready_set, &entry, &exit);
+  PyObject *cls, *ready_set, *with_cache, *init, *resolve, *availability, *entry, *exit;
+  parse(arguments, "OOO!OOOOO", &cls, &ready_set, &PyDict_Type, &with_cache, &init, &resolve, &availability, &entry, &exit);
   set_reference(ready, ready_set);
+  set_reference(ready_with_cache, with_cache);
+  set_reference(init_in_python, init);
+  set_reference(resolve_in_python, resolve);
+  set_reference(availability_class, availability);
   set_reference(complete_entry, entry);
   set_reference(complete_exit, exit);
+  auto* const type = reinterpret_cast<PyTypeObject*>(cls);
   return Py_BuildValue(
-      "(NN)", PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type), &enter_method),
-      PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(type), &exit_method));
+      "(NNN)", PyDescr_NewMethod(type, &init_method), PyDescr_NewMethod(type, &enter_method),
+      PyDescr_NewMethod(type, &exit_method));
 }
 
 }  // namespace

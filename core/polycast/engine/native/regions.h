@@ -115,6 +115,15 @@ void merge_override(Frame& frame, PyObject* below) {
   frame.override = found->result;
 }
 
+// Return the store of a WeightCache, which it has from its first use on.
+std::shared_ptr<UserStore> store_of(PyObject* cache) {
+  static PyObject* const stores_name = PyUnicode_InternFromString("_stores");
+  static PyObject* const engine_name = PyUnicode_InternFromString("native");
+  const Object stores = Object::steal(PyObject_GetAttr(cache, stores_name));
+  PyObject* const found = PyDict_GetItem(stores.get(), engine_name);
+  return Holder<UserStore>::unwrap(found == nullptr ? call(native_store, "(O)", cache).get() : Object::borrow(found).get());
+}
+
 // Enter a region; see StateMachine in engine/state.py. Python may run before the state is changed, and not after it.
 bool enter_region(PyObject* owner, PyObject* all_settings) {
   std::array<PyObject*, 7> settings;
@@ -138,7 +147,7 @@ bool enter_region(PyObject* owner, PyObject* all_settings) {
     merge_override(*frame, its.get());
   }
   if (!frame->cache.is_none()) {
-    frame->store = Holder<UserStore>::unwrap(call(native_store, "(O)", frame->cache.get()).get());
+    frame->store = store_of(frame->cache.get());
   }
   if (const Observer* const current = observer.load(std::memory_order_relaxed)) {
     current->enter_region(frame.get(), owner, device, settings[1] == Py_True, dtype);

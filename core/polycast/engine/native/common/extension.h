@@ -19,18 +19,19 @@ PyObject* raising(PyObject* self, PyObject* argument) {
   }
 }
 
-template <auto function>
-PyObject* raising_fast(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+template <auto function, class... Names>
+PyObject* raising_fast(PyObject* self, PyObject* const* arguments, Py_ssize_t count, Names... names) {
   try {
-    return function(self, arguments, count);
+    return function(self, arguments, count, names...);
   } catch (const std::exception&) {
     torch::translate_exception_to_python(std::current_exception());
     return nullptr;
   }
 }
 
-// Cast a METH_FASTCALL function for a PyMethodDef.
-PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+// Cast a METH_FASTCALL function for a PyMethodDef; with METH_KEYWORDS, it gets the names of keyword arguments too.
+template <class... Names>
+PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t, Names...)) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 

@@ -1,0 +1,149 @@
+"""Resolve the arguments of a region to its settings."""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from ..engine import state
+from ..engine.disable_dynamo import disable_dynamo
+from ..engine.persistence.weight_cache import WeightCache
+from ..engine.state import Dependencies, DictItem, Settings
+from ..errors import AutocastDisabledWarning, warn_user
+from ..plugins.backend import Availability, Backend
+from ..plugins.checks import check_availability, check_dtype
+from ..plugins.registry import registry
+from ..policy.recipe import Fastest, NoRecipe, RecipeLike
+from ..policy.recipe_base import kinds
+from ..policy.value import PolicyLike
+from ..torch_internals.names import skip_frames
+from .policies import override_of
+from .recipes import checked_recipe, is_kept, items_of_profiles, settings_of_recipe
+from .slow_dtype import warn_if_slow
+
+_new_tuple = tuple.__new__
+_CACHE = Settings._fields.index("cache")
+
+
+@disable_dynamo
+def resolve(
+    device_type: str,
+    dtype: torch.dtype | None,
+    enabled: bool,
+    cache_enabled: bool | None,
+    cache: WeightCache | None,
+    policy: PolicyLike | None,
+    recipe: RecipeLike | None,
+) -> tuple[Settings, Dependencies | None]:
+    """Return the settings of a region, and what they depend on; None if equal arguments may get others.
+
+    Raises and warns as :class:`polycast.autocast` does, which has these arguments.
+    """
+    try:
+        backend = registry.ready[device_type]
+    except (KeyError, TypeError):
+        backend = _find_backend(device_type)
+    name, default = backend.device_type, backend.default_dtype
+    profiles = () if recipe is None or policy is not None else items_of_profiles()
+    is_lasting = policy is None and isinstance(enabled, bool)
+    if dtype is None:
+        dtype = default
+        if state.machine.dtype(name) is not dtype:
+            dtype = state.current_dtype(name, dtype)
+            is_lasting = is_lasting and dtype is not default and state.machine.innermost(name) is not None
+    elif not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")
+    is_on = bool(enabled)
+    if is_on:
+        answer = check_availability(backend)
+        if not answer.available or dtype is not default:
+            refusal = why_disabled(backend, dtype, answer)
+            if refusal is not None:
+                warn_user(refusal, AutocastDisabledWarning)
+                is_on = is_lasting = False
+    if cache_enabled is not None and not isinstance(cache_enabled, bool):
+        raise TypeError(f"cache_enabled must be a bool or None, got {cache_enabled!r}")
+    if cache is not None:
+        _check_cache(cache, cache_enabled)
+    if recipe is None and policy is None:
+        if is_on and not warn_if_slow(backend, dtype):
+            is_lasting = False
+        settings = _plain_settings(name, is_on, dtype, cache_enabled)
+    elif recipe is not None and policy is None:
+        settings = settings_of_recipe(recipe, backend, is_on, dtype, cache_enabled)
+    else:
+        override = override_of(policy, name, checked_recipe(recipe, backend, is_on, dtype))
+        settings = Settings(name, is_on, dtype, cache_enabled, override)
+    if cache is not None:  # a new tuple is cheaper than a call of the class
+        settings = _new_tuple(Settings, (*settings[:_CACHE], cache, False))
+    return settings, _dependencies(backend, settings, recipe, profiles) if is_lasting else None
+
+
+def _dependencies(
+    backend: Backend, settings: Settings, recipe: RecipeLike | None, profiles: Sequence[DictItem]
+) -> Dependencies | None:
+    """Return what settings depend on; None if equal arguments may get others.
+
+    Args:
+        backend: the backend.
+        settings: the settings.
+        recipe: the recipe that was given.
+        profiles: what `items_of_profiles` returned before they were made.
+    """
+    questions: list[tuple[str, object]] = []
+    if settings.enabled:
+        questions.append(("availability", None))
+        if settings.dtype is not backend.default_dtype:
+            questions.append(("dtype_availability", settings.dtype))
+    items: list[DictItem] = [(registry.ready, settings.device_type, backend)]
+    if recipe is not None:
+        usable = None if settings.override is None else settings.override.recipe
+        if usable is None or isinstance(usable, NoRecipe):
+            return None
+        if not isinstance(usable, Fastest):
+            questions.append(("recipe_availability", usable))
+            items.append((kinds, usable.kind, type(usable)))
+        elif is_kept(recipe, usable):
+            items += profiles
+        else:
+            return None
+    for method, _ in questions:
+        code = getattr(getattr(backend, method), "__code__", None)
+        if code is not None:  # the engine asks outside of this frame, where Dynamo would compile the method
+            skip_frames(code)
+    return Dependencies(backend, settings.dtype is not backend.default_dtype, questions, items)
+
+
+def _find_backend(device_type: object) -> Backend:
+    if callable(device_type):
+        raise ValueError(
+            f"Expected `device_type` of type `str`, got: {device_type!r}. As a decorator, autocast is called with the "
+            'device, as in @polycast.autocast("cpu")'
+        )
+    return registry.find(device_type)
+
+
+def why_disabled(backend: Backend, dtype: torch.dtype, answer: Availability) -> str | None:
+    """Return why a region cannot run enabled, given its backend's answer for the device; None if it can."""
+    if not answer.available:
+        return f"{backend.device_type} is not available: {answer.reason}. Disabling autocast."
+    if dtype is not backend.default_dtype:
+        answer = check_dtype(backend, dtype)
+        if not answer.available:
+            return (
+                f"In {backend.device_type.upper()} autocast, but the target dtype is not supported. "
+                f"Disabling autocast.\n{dtype} was asked for: {answer.reason}."
+            )
+    return None
+
+
+@functools.lru_cache(maxsize=256)  # a look-up is cheaper than a new tuple
+def _plain_settings(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: bool | None) -> Settings:
+    return Settings(device_type, enabled, dtype, cache_enabled)
+
+
+def _check_cache(cache: object, cache_enabled: bool | None) -> None:
+    if not isinstance(cache, WeightCache):
+        raise TypeError(f"cache must be a polycast.WeightCache or None, got {cache!r}")
+    if cache_enabled is False:
+        raise ValueError("cache= asks to keep casts and cache_enabled=False not to: leave out one of the two")

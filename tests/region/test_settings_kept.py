@@ -1,0 +1,301 @@
+"""The settings that regions get for equal arguments: kept, and resolved again once what they depend on changes.
+
+Each region is made several times, since the native engine keeps the settings of the first.
+"""
+
+import gc
+import sys
+import weakref
+
+import pytest
+import torch
+
+import polycast
+from polycast import Availability, autocast
+from polycast.policy.recipe_base import kinds
+from polycast.profiling.profile import forget
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+
+def made(*args, **kwargs):
+    """Return the last of three regions with these arguments."""
+    return [autocast(*args, **kwargs) for _ in range(3)][-1]
+
+
+def profile_used():
+    return made("cpu", recipe="fastest")._settings.override.recipe.profile
+
+
+@pytest.fixture
+def backend(hand_made):
+    return hand_made("cpu", default_dtype=torch.bfloat16, recipe_availability=lambda recipe: Availability(True))
+
+
+@pytest.fixture
+def named(tmp_path, monkeypatch, profile_of):
+    """Return a function that lets POLYCAST_PROFILE name a profile, in which bfloat16 takes a time; it returns that."""
+
+    def name(ratio):
+        profile = profile_of(bfloat16=ratio)
+        path = tmp_path / f"{ratio}.json"
+        profile.save(path)
+        monkeypatch.setenv("POLYCAST_PROFILE", str(path))
+        return profile
+
+    return name
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"dtype": torch.float16},
+        {"dtype": torch.bfloat16, "enabled": False},
+        {"cache_enabled": False},
+        {"cache_enabled": True, "enabled": 1},
+        {"recipe": "none"},
+    ],
+    ids=str,
+)
+def test_later_regions_equal_the_first(arguments):
+    first, last = autocast("cpu", **arguments), made("cpu", **arguments)
+    assert (first._settings, first.device, first.fast_dtype) == (last._settings, last.device, last.fast_dtype)
+    assert type(last._settings) is type(first._settings)
+    assert repr(last) == repr(first)
+
+
+def test_they_are_found_by_value_of_strings(named):
+    named(0.5)
+    settings = made("cpu", recipe="fastest")._settings
+    assert made("".join(["c", "pu"]), recipe="fast" + "est")._settings is settings
+    assert made("cpu:0", recipe="fastest")._settings == settings
+
+
+def test_arguments_by_position_and_by_name_mean_the_same():
+    by_position = made("cpu", torch.float16, False, True)._settings
+    assert made(cache_enabled=True, enabled=False, dtype=torch.float16, device_type="cpu")._settings == by_position
+
+
+@pytest.mark.parametrize(
+    ("args", "named", "message"),
+    [
+        ((), {}, "missing 1 required positional argument: 'device_type'"),
+        ((), {"dtype": None}, "missing 1 required positional argument: 'device_type'"),
+        (("cpu", None, True, None, None), {}, "takes from 2 to 5 positional arguments but 6 were given"),
+        (("cpu",), {"device_type": "cpu"}, "got multiple values for argument 'device_type'"),
+        (("cpu",), {"recpie": "int8"}, "got an unexpected keyword argument 'recpie'"),
+        (("cpu",), {"cache_enabled": 0}, "cache_enabled must be a bool or None, got 0"),
+        (("cpu",), {"cache": 3}, "cache must be a polycast.WeightCache or None, got 3"),
+    ],
+)
+def test_bad_arguments_are_refused_each_time(args, named, message):
+    made("cpu")
+    for _ in range(2):
+        with pytest.raises(TypeError, match=message):
+            autocast(*args, **named)
+    with pytest.raises(ValueError, match="leave out one of the two"):
+        made("cpu", cache=polycast.WeightCache(), cache_enabled=False)
+
+
+def test_a_backend_that_is_registered_serves_the_next_region(hand_made):
+    assert made("cpu").fast_dtype is torch.bfloat16
+    hand_made("cpu", default_dtype=torch.float16)
+    assert made("cpu").fast_dtype is torch.float16
+    polycast.unregister_backend("cpu")
+    assert made("cpu").fast_dtype is torch.bfloat16
+
+
+def test_a_device_is_asked_each_time_whether_it_is_available(backend, monkeypatch):
+    assert made("cpu")._enabled
+    assert made("cpu", enabled=False)._settings.enabled is False
+    with monkeypatch.context() as changed:
+        changed.setattr(backend, "availability", lambda: Availability(False, "unplugged"), raising=False)
+        for _ in range(2):
+            with pytest.warns(polycast.AutocastDisabledWarning, match="unplugged"):
+                assert not autocast("cpu")._enabled
+        assert made("cpu", enabled=False)._settings.enabled is False
+    assert made("cpu")._enabled
+
+
+@pytest.mark.parametrize("answer", [SystemExit("no device"), RuntimeError("no device"), "no device", None])
+def test_a_bad_answer_disables_the_region(backend, monkeypatch, answer):
+    def bad():
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    made("cpu")
+    monkeypatch.setattr(backend, "availability", bad, raising=False)
+    with pytest.warns(polycast.AutocastDisabledWarning, match="no device|expected a polycast.Availability"):
+        assert not autocast("cpu")._enabled
+
+
+def test_an_interrupt_while_the_device_is_asked_is_raised(backend, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    made("cpu")
+    monkeypatch.setattr(backend, "availability", interrupted, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        autocast("cpu")
+
+
+def test_a_backend_may_make_regions_while_it_is_asked(backend, monkeypatch):
+    made("cpu")
+    inside = []
+
+    def asked():
+        monkeypatch.undo()
+        inside.append(made("cpu", torch.float16).fast_dtype)
+        polycast.engine.state.machine.forget_actions()
+        return Availability(True)
+
+    monkeypatch.setattr(backend, "availability", asked, raising=False)
+    assert made("cpu").fast_dtype is torch.bfloat16
+    assert inside == [torch.float16]
+
+
+def test_a_dtype_is_asked_for_each_time(backend, monkeypatch):
+    assert made("cpu", torch.float16)._enabled
+    monkeypatch.setattr(backend, "supported_dtypes", lambda: (torch.bfloat16,), raising=False)
+    with pytest.warns(polycast.AutocastDisabledWarning, match="target dtype is not supported"):
+        assert not autocast("cpu", torch.float16)._enabled
+
+
+def test_a_recipe_is_asked_for_each_time(backend, monkeypatch):
+    monkeypatch.setattr(polycast.region.recipes, "_warned", set())
+    assert made("cpu", recipe="int8")._settings.override.recipe == polycast.Int8()
+    refusals = {"no int8": Availability(False, "no int8"), "experimental": Availability(True, "experimental")}
+    for reason, answer in refusals.items():
+        monkeypatch.setattr(backend, "recipe_availability", lambda recipe, answer=answer: answer)
+        with pytest.warns(UserWarning, match=reason):
+            autocast("cpu", recipe="int8")
+
+
+def test_the_name_of_a_recipe_may_get_another_class(backend, monkeypatch):
+    def defined():
+        class Mine(polycast.Int8):
+            kind = "mine"
+
+        return Mine
+
+    monkeypatch.setitem(kinds, "mine", None)  # to remove it
+    for _ in range(2):
+        mine = defined()
+        assert type(made("cpu", recipe="mine")._settings.override.recipe) is mine
+
+
+def test_a_region_without_dtype_takes_the_threads(in_thread):
+    assert made("cpu").fast_dtype is torch.bfloat16
+    with autocast("cpu", torch.float16):
+        assert made("cpu").fast_dtype is torch.float16
+        assert made("cpu", torch.bfloat16).fast_dtype is torch.bfloat16
+        assert in_thread(lambda: made("cpu").fast_dtype) is torch.bfloat16
+        with autocast("cpu", torch.bfloat16):
+            assert made("cpu").fast_dtype is torch.bfloat16
+        assert made("cpu").fast_dtype is torch.float16
+    assert made("cpu").fast_dtype is torch.bfloat16
+
+
+def test_a_dtype_that_torch_was_given_is_not_taken_for_a_regions(monkeypatch):
+    with autocast("cpu", torch.float16):
+        made("cpu")
+    before = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", torch.float16)
+    try:
+        assert made("cpu").fast_dtype is torch.float16
+    finally:
+        torch.set_autocast_dtype("cpu", before)
+    assert made("cpu").fast_dtype is before
+
+
+def test_the_variable_is_read_each_time(named):
+    for ratio in (0.5, 2.0, 0.5):
+        assert named(ratio) == profile_used()
+
+
+def test_a_profile_that_is_forgotten_is_read_again(named, tmp_path, profile_of):
+    named(0.5)
+    profile_used()
+    other = profile_of(bfloat16=3.0)
+    other.save(tmp_path / "0.5.json")
+    forget()
+    assert profile_used() == other
+
+
+def test_each_number_of_threads_has_its_own(named, monkeypatch):
+    named(0.5)
+    profile_used()
+    seen = []
+    monkeypatch.setattr(polycast.region.resolve, "settings_of_recipe", lambda *args: seen.append(args) or 1 / 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            autocast("cpu", recipe="fastest")
+    finally:
+        torch.set_num_threads(before)
+    assert len(seen) == 1
+
+
+def test_each_region_has_the_cache_that_it_was_given(named):
+    named(0.5)
+    caches = [polycast.WeightCache() for _ in range(3)]
+    for more in ({}, {"recipe": "fastest"}):
+        assert [made("cpu", cache=cache, **more)._settings.cache for cache in caches] == caches
+        assert made("cpu", **more)._settings.cache is None
+
+
+def test_no_cache_is_kept_alive():
+    cache = polycast.WeightCache()
+    with made("cpu", cache=cache):
+        pass
+    gone = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_subclass_resolves_its_own_arguments(named):
+    named(0.5)
+
+    class Mine(autocast):
+        def __init__(self, dtype, *, fast):
+            super().__init__("cpu", dtype, recipe="fastest" if fast else None)
+            self.mine = fast
+
+    for fast in (True, False, True):
+        region = Mine(torch.float16, fast=fast)
+        assert (region.mine, region.fast_dtype, region._settings.override is not None) == (fast, torch.float16, fast)
+        with region:
+            assert torch.get_autocast_dtype("cpu") is torch.float16
+
+
+def test_a_region_that_is_resolved_again_in_place_changes():
+    region = made("cpu")
+    region.__init__("cpu", torch.float16)
+    with region:
+        assert torch.get_autocast_dtype("cpu") is torch.float16
+
+
+@pytest.mark.parametrize("engine", ["native"], indirect=True)
+@pytest.mark.parametrize("make", [dict, lambda: {"recipe": "fastest"}, lambda: {"cache": polycast.WeightCache()}])
+def test_the_native_engine_asks_only_the_backend(make, named):
+    named(0.5)
+    arguments = make()
+    with autocast("cpu", **arguments):  # chooses the engine
+        pass
+    made("cpu", **arguments)
+    seen = []
+
+    def note(frame, event, _):
+        seen.append((event, frame.f_code.co_name))
+
+    sys.setprofile(note)
+    try:
+        with autocast("cpu", **arguments):
+            pass
+    finally:
+        sys.setprofile(None)
+    assert [name for event, name in seen if event == "call"] == ["__new__", "is_dynamo_compiling", "availability"]
