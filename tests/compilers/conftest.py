@@ -12,15 +12,16 @@ WITH_BOTH_ENGINES = "test_cached_casts_unwritten.py"
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out inductor with the reference engine: it compiles the same graphs, and aot_eager runs them there."""
-    params = {item: getattr(getattr(item, "callspec", None), "params", {}) for item in items}
-    left_out = [
-        item
-        for item in items
-        if item.path.parent == Path(__file__).parent
-        and item.path.name != WITH_BOTH_ENGINES
-        and {"reference", "inductor"} <= {value for value in params[item].values() if isinstance(value, str)}
-    ]
+    """Mark tests with inductor as slow, and leave out those on the reference engine: aot_eager runs the same graphs."""
+    left_out = []
+    for item in items:
+        if item.path.parent != Path(__file__).parent or not hasattr(item, "callspec"):
+            continue
+        values = [value for value in item.callspec.params.values() if isinstance(value, str)]
+        if "inductor" in values:
+            item.add_marker(pytest.mark.slow)
+            if "reference" in values and item.path.name != WITH_BOTH_ENGINES:
+                left_out.append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 

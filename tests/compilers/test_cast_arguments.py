@@ -11,7 +11,7 @@ import polycast
 from polycast import Policy
 
 pytestmark = pytest.mark.usefixtures("engine")
-BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+BACKENDS = ["eager", "aot_eager", "inductor"]
 
 
 class Cached(nn.Module):

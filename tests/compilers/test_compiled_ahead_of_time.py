@@ -20,6 +20,7 @@ def square(x):
     return torch.mm(x, x)
 
 
+@pytest.mark.slow
 def test_code_that_was_compiled_ahead_of_time_without_policies_is_refused_with_some():
     function = torch.compile(square, backend="inductor", fullgraph=True)
     if not hasattr(function, "aot_compile"):

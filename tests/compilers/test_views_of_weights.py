@@ -37,7 +37,7 @@ def compiled(function, backend):
     return torch.compile(function, backend=backend, fullgraph=True)
 
 
-BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 WHOLE = {
     "T": lambda w, x: (x @ w.T) @ w.T,
     "weight and view": lambda w, x: linear(x, w) @ w,

@@ -72,7 +72,10 @@ def test_symbolic_trace_keeps_the_operator():
     assert targets(torch.fx.symbolic_trace(function).graph)[0] is OPERATOR
 
 
-@pytest.mark.parametrize("trace", ["make_fx", "export", "strict export", "eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "trace",
+    ["make_fx", "export", "strict export", "eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)],
+)
 def test_an_op_that_only_a_kernel_supports_is_traced_as_casts_around_it(trace):
     torch._dynamo.reset()
     args = (int8(2, 3, 4), int8(2, 4, 5))

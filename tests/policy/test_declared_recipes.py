@@ -93,6 +93,7 @@ def test_copies_and_texts_restore_each_setting(recipe):
         assert type(twin) is type(recipe)
 
 
+@pytest.mark.slow
 def test_texts_are_the_same_in_another_process():
     code = "import polycast; print(polycast.Int8('tensor', ops=['linear', 'mm'], min_size=3).text)"
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=os.environ)

@@ -82,6 +82,7 @@ def test_this_torch_lacks_nothing():
     assert lookup.missing == {}
 
 
+@pytest.mark.slow
 def test_choosing_an_engine_looks_up_all_names():
     script = (
         "import sys, torch, polycast\n"
