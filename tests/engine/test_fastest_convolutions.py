@@ -45,6 +45,15 @@ def test_a_convolution_is_priced_by_its_multiplications(profile, rows, size, mic
     assert seconds_of(profile, "conv2d", "float32", rows, size) == pytest.approx(microseconds / 1e6)
 
 
+def test_small_convolutions_are_priced_by_rows_and_size():
+    times = {1: (10, 50), 9: (70, 50), 16: (30, 50)}
+    profile = profile_with(
+        {("small_conv2d", rows, size): each for size in (2000, 40_000) for rows, each in times.items()}
+    )
+    for rows, (of_float32, _) in times.items():
+        assert seconds_of(profile, "small_conv2d", "float32", rows, 10_000) == pytest.approx(of_float32 / 1e6)
+
+
 def test_of_equal_multiplications_the_least_time_counts():
     profile = profile_with({("conv2d", 10, 400): (80, 1), ("conv2d", 400, 10): (60, 1), ("conv2d", 20, 200): (70, 1)})
     assert seconds_of(profile, "conv2d", "float32", 40, 100) == pytest.approx(60e-6)
@@ -106,7 +115,7 @@ def test_without_convolutions_in_the_profile_the_fast_dtype_computes_them(profil
 
 
 def test_a_kind_has_its_own_prices():
-    profile = profile_with({("conv2d", 100, 1000): (100, 50), ("small_conv2d", 100, 1000): (30, 50)})
+    profile = profile_with({("conv2d", 100, 1000): (100, 50), ("small_conv2d", 36, 1152): (30, 50)})
     x = torch.empty(1, 16, 8, 8)
     ways = [
         choose(profile, torch.bfloat16, product_of("aten::conv2d", args), Conversions(0, 0, 0), ()).way

@@ -1,20 +1,20 @@
 """The cost of computing a product in one way, in seconds, by a device's profile.
 
 A call takes a time that grows linearly with the size of the weight, of which the profile has two points or more for
-each number of rows; a convolution, one that grows with its multiplications. Converting an argument takes a time that
-grows with its elements.
+each number of rows; most convolutions, one that grows with their multiplications. Converting an argument takes a time
+that grows with its elements.
 """
 
 import functools
 import math
 
-from ...profiling.cases import CONVOLUTIONS
 from ...profiling.device_profile import DeviceProfile
 
 FLOAT32 = "float32"
 CAST = "cast"
 _CALL_FROM_PYTHON = 0.5
 """The part of the time of converting one element that the call from Python takes, which ops that convert do without."""
+_OF_WORK = ("conv2d", "depthwise_conv2d")
 _OF_WEIGHTS = ("linear", "matmul")
 _WIDTHS = {FLOAT32: 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.5}
 """The bytes of an element of the weight by way; none for ways of other names."""
@@ -40,7 +40,7 @@ def _seconds_to_read(profile: DeviceProfile, op: str, way: str, size: int) -> fl
 
 
 def _seconds_in_cache(profile: DeviceProfile, op: str, way: str, rows: int, size: int) -> float | None:
-    if op in CONVOLUTIONS:
+    if op in _OF_WORK:
         return _seconds_of_work(profile, op, way, rows * size)
     sizes = _sizes(profile, op, way)
     if not sizes:
