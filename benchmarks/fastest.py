@@ -170,9 +170,9 @@ def _race(case: Case, **options: Any) -> Race:
 
 def _all() -> Iterator[Race]:
     for case in SCENARIOS:
-        yield _race(case, rounds=12, most_seconds=2.5, seconds=0.02)
+        yield _race(case, rounds=40, most_seconds=3, seconds=0.008)
     for case in MODELS:
-        yield _race(case, rounds=8, most_seconds=5, seconds=0.05)
+        yield _race(case, rounds=16, most_seconds=5, seconds=0.025)
 
 
 races = functools.partial(Several, _all)
