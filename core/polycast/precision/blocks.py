@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from ..policy.modules import ModuleFinder
-from .profiling_run import Profile
+from .profiling_run import ModelProfile
 from .tune_arguments import nothing_to_choose
 
 
@@ -44,7 +44,7 @@ class Blocks:
     def __init__(
         self,
         model: torch.nn.Module,
-        profile: Profile,
+        profile: ModelProfile,
         exclude: Iterable[str] = (),
         candidates: Iterable[str] | None = None,
     ) -> None:

@@ -23,7 +23,7 @@ from .calls import Call
 from .failures import may_come_from_policy
 from .hooks import uncompiled
 from .minimal_set import Choice
-from .profiling_run import Profile
+from .profiling_run import ModelProfile
 from .tune_arguments import nothing_to_choose
 
 FP32 = "fp32"
@@ -33,7 +33,7 @@ class Modules:
     """The modules that a model calls, each without the modules in it, or blocks of them."""
 
     def __init__(
-        self, profile: Profile, dtype: torch.dtype, recipe: Recipe | None = None, blocks: Blocks | None = None
+        self, profile: ModelProfile, dtype: torch.dtype, recipe: Recipe | None = None, blocks: Blocks | None = None
     ) -> None:
         self._called = profile.by_name()
         self._recipe = recipe

@@ -29,7 +29,7 @@ from .lockstep import Lockstep, Result
 from .numerics import Sums
 from .outcome import Loss, LossModule, check_loss
 from .parameter_gradients import LOSS
-from .profiling_run import Profile, check_not_scripted, profiled
+from .profiling_run import ModelProfile, check_not_scripted, profiled
 from .progress import progress
 from .record import Record
 from .reference import Reference
@@ -144,7 +144,7 @@ def _profile(sides: Sides, calls: Calls, loss: LossModule | None) -> None:
         warn_user(sums.nonfinite_warning("their error is unknown", sides.reference.text()))
 
 
-def _profiled(side: Side, call: Call, loss: LossModule | None) -> tuple[Profile, Any]:
+def _profiled(side: Side, call: Call, loss: LossModule | None) -> tuple[ModelProfile, Any]:
     def run() -> Any:
         with torch.set_grad_enabled(loss is not None), side.region if side.is_enabled else nullcontext():
             output = call.of_model(side.model)
@@ -188,7 +188,7 @@ def enabled_region(
 
 
 def compared(
-    model: torch.nn.Module, call: Call, region: autocast, profile: Profile, recipe: Recipe | None = None
+    model: torch.nn.Module, call: Call, region: autocast, profile: ModelProfile, recipe: Recipe | None = None
 ) -> Comparison:
     """Compare a model in float32 with the same model in a region, given its profile."""
     outside = autocast(region.device, region.fast_dtype, enabled=False)

@@ -40,7 +40,7 @@ class ModuleProfile:
 
 
 @dataclass
-class Profile:
+class ModelProfile:
     """The result of a profiling run.
 
     Attributes:
@@ -53,7 +53,7 @@ class Profile:
     calls: int = 0
     state: ModelState = field(default_factory=lambda: ModelState([]))
 
-    def add(self, other: "Profile") -> None:
+    def add(self, other: "ModelProfile") -> None:
         """Add the profile of another call of the model."""
         for module, theirs in other.modules.items():
             ours = self.modules.get(module)
@@ -76,7 +76,7 @@ class Profile:
 
 class _Profiler:
     def __init__(self, names: Mapping[torch.nn.Module, str]) -> None:
-        self.profile = Profile()
+        self.profile = ModelProfile()
         self._names = names
         self._open: list[tuple[torch.nn.Module, Any, Contents]] = []
 
@@ -107,7 +107,7 @@ class _Profiler:
 
 def profile_runs(
     model: torch.nn.Module, calls: Calls, device_type: str, gradients: bool = False
-) -> tuple[Profile, list[Any]]:
+) -> tuple[ModelProfile, list[Any]]:
     """Run each call of a model once, and return one profile of all, and the outputs; see :func:`profile_run`."""
     profile, output = profile_run(model, calls[0], device_type, gradients)
     outputs = [output]
@@ -118,7 +118,9 @@ def profile_runs(
     return profile, outputs
 
 
-def profile_run(model: torch.nn.Module, call: Call, device_type: str, gradients: bool = False) -> tuple[Profile, Any]:
+def profile_run(
+    model: torch.nn.Module, call: Call, device_type: str, gradients: bool = False
+) -> tuple[ModelProfile, Any]:
     """Run a model once in float32, outside all regions and without side effects; return its profile and its output.
 
     Args:
@@ -153,7 +155,7 @@ def check_not_scripted(model: torch.nn.Module) -> None:
 
 def profiled(
     model: torch.nn.Module, run: Callable[[], _T], names: Mapping[torch.nn.Module, str], device_type: str
-) -> tuple[Profile, _T]:
+) -> tuple[ModelProfile, _T]:
     """Call a function that runs a model, outside all regions and without side effects.
 
     Returns:

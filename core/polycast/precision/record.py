@@ -10,7 +10,7 @@ from .comparison import GradientErrors, ModuleErrors
 from .gradient_calls import aligned
 from .hooks import CallKey
 from .numerics import Sums, is_finite
-from .profiling_run import ModuleProfile, Profile
+from .profiling_run import ModelProfile, ModuleProfile
 
 _ACCOUNTED = 4.0
 """Modules inside account for a growth of the error that is at most this many times the largest of their own."""
@@ -133,7 +133,7 @@ class Record:
         low_bit: counts the ops that recipes compute and decline in the tested run.
     """
 
-    def __init__(self, profile: Profile, advance: Callable[[str], None]) -> None:
+    def __init__(self, profile: ModelProfile, advance: Callable[[str], None]) -> None:
         self.outputs, self.gradients = Errors(), Errors()
         self.parted_in: dict[str, None] = {}
         self.low_bit = LowBitCounts()

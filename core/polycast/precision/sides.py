@@ -13,7 +13,7 @@ from ..region.module_rules import ModuleRules, apply_policy
 from .hooks import set_stance
 from .isolation import ModelState
 from .parameter_gradients import ParameterGradients
-from .profiling_run import Profile
+from .profiling_run import ModelProfile
 
 _COMPILED = "_orig_mod"
 """The attribute of a compiled model that is the model."""
@@ -35,7 +35,7 @@ class Side:
         profile: the profile of the run.
     """
 
-    profile: Profile
+    profile: ModelProfile
 
     def __init__(
         self,

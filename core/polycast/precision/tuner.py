@@ -17,10 +17,10 @@ from .candidates import Modules, Ops, chosen_ops, ops_seen
 from .compare import compared
 from .evidence import Evidence, Holdout, Tuned, machine
 from .failures import may_come_from_policy
-from .fastest import BY_PROFILE, PLAIN_REGION, Stopwatch, pick_fastest
 from .isolation import RandomState, isolated
 from .measured import Measured
 from .minimal_set import NO_POLICY, CandidateOrder, Choice, OutOfBudget, minimal_choice
+from .model_timer import BY_PROFILE, PLAIN_REGION, ModelTimer, pick_fastest
 from .profiling_run import profile_runs
 from .progress import progress
 from .state_file import StateFile
@@ -162,7 +162,7 @@ class Tuner:
         """Return the fastest of the proposed choices that keep the tolerance, and the timings."""
         has_recipe, over = self._arguments.recipe is not None, self._arguments.over
         with self._without_side_effects():
-            watch = Stopwatch(self._model, self._calls, self._region, self._profile, self._fast)
+            timer = ModelTimer(self._model, self._calls, self._region, self._profile, self._fast)
             proposed = {PLAIN_REGION: NO_POLICY}
             by_profile = None if has_recipe or over == "ops" else self._by_profile()
             if by_profile is not None:
@@ -172,16 +172,16 @@ class Tuner:
                 proposed["all in the fast dtype"] = order.all_fast()
             proposed["the minimal set out of the recipe" if has_recipe else "the minimal set in float32"] = found.choice
             if over == "modules":
-                fastest = watch.fastest_modules(self._blocks.in_order_of_calls(), found.choice)
+                fastest = timer.fastest_modules(self._blocks.in_order_of_calls(), found.choice)
             else:
-                fastest = watch.fastest_ops(self._tried_ops(order), found.choice, self._candidates.policy)
+                fastest = timer.fastest_ops(self._tried_ops(order), found.choice, self._candidates.policy)
             proposed[f"the fastest precision of each of the {over}"] = order.choice(fastest.members, fastest.kept)
             sides: dict[str, Choice] = {}
             for side, choice in proposed.items():
                 if choice not in sides.values() and self._keeps_tolerance(trials, choice):
                     sides[side] = choice
             policies = {side: self._candidates.policy(choice) for side, choice in sides.items()}
-            timings = pick_fastest(watch.race(policies, advance), list(sides), len(self._calls))
+            timings = pick_fastest(timer.race(policies, advance), list(sides), len(self._calls))
         return _Found(sides[timings.chosen], True, False, found.reason), timings
 
     def _by_profile(self) -> list[str] | None:

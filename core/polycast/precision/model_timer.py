@@ -13,7 +13,7 @@ from .calls import Calls
 from .failures import may_come_from_policy
 from .hooks import in_this_thread, watched
 from .minimal_set import Choice, Members
-from .profiling_run import Profile
+from .profiling_run import ModelProfile
 from .timing import ModuleClock, Race, TimedSide, Timings, median, rule_overhead
 
 FLOAT32 = "float32"
@@ -25,14 +25,19 @@ _TIE = 1.02
 _MAX_OPS = 12
 
 
-class Stopwatch:
+class ModelTimer:
     """Times a model in a region under policies, and its modules in each precision.
 
     `fast` is the region without its recipe, or None if it has none.
     """
 
     def __init__(
-        self, model: torch.nn.Module, calls: Calls, region: autocast, profile: Profile, fast: autocast | None = None
+        self,
+        model: torch.nn.Module,
+        calls: Calls,
+        region: autocast,
+        profile: ModelProfile,
+        fast: autocast | None = None,
     ) -> None:
         self._model, self._region, self._profile = model, region, profile
         self._precisions = (region, None) if fast is None else (region, fast, None)
