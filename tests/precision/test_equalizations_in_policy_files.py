@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,6 +89,34 @@ def test_a_policy_saved_in_another_folder_names_the_same_file(path, policy, tmp_
     policy.save(other)
     assert Policy.load(other) == policy
     assert "../" in other.read_text()
+
+
+def test_symbolic_links_to_folders_and_files_are_followed(path, policy, e, tmp_path, tmp_path_factory):
+    far = tmp_path_factory.mktemp("far") / "deeper" / "still"
+    far.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(far)
+    policy.save(tmp_path / "link" / "policy.toml")
+    assert Policy.load(far / "policy.toml") == Policy.load(tmp_path / "link" / "policy.toml") == policy
+    (tmp_path / "named.toml").symlink_to(far / "policy.toml")  # paths begin at the folder of the link
+    with pytest.raises(ValueError, match="its equalization cannot be read"):
+        Policy.load(tmp_path / "named.toml")
+    linked = tmp_path / "factors" / "linked.safetensors"
+    linked.symlink_to(e.path)
+    Policy(modules={"0": Int8(equalization=Equalization.load(linked))}).save(path)
+    assert "factors/linked.safetensors" in path.read_text()
+
+
+def test_what_tune_found_is_saved_with_relative_paths(path, policy):
+    found = polycast.Tuned(policy, SimpleNamespace(lines=lambda: ["a line"]))
+    found.save(path)
+    assert path.read_text().endswith(TEXT)
+    assert policy.text() in found.text()
+
+
+def test_rules_that_name_one_file_share_it(path, e):
+    path.write_text(TEXT)
+    loaded = Policy.load(path)
+    assert loaded.modules["0"].equalization is loaded.devices["cpu"].modules["1"].equalization
 
 
 def test_a_text_has_the_absolute_path(policy, e, monkeypatch, tmp_path_factory):

@@ -64,7 +64,7 @@ class Equalization:
 
     A kernel divides activations by the factors and multiplies the weight by them before it quantizes both. This does
     not change the product, but channels of the activations that are much larger than the others no longer take all
-    levels. Immutable; equalizations with equal contents are equal. ``print`` shows a table.
+    levels. Immutable but for the path; equalizations with equal contents are equal. ``print`` shows a table.
 
     A weight is recognized by its values (size, and a sample rounded to bfloat16), so copies of a model, models that are
     moved, converted to bfloat16 or loaded again (``assign=True``), other processes and unpickled recipes need nothing.

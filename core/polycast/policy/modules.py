@@ -4,7 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from .globs import Glob, Names
 from .names import MAX_PROBLEMS, nearest, policy_error, read_dtype
 from .op_policies import OpPolicies
 from .recipe import Recipe, is_recipe_name, read_recipe
+from .recipe_arguments import Unknown, resolve
 
 FP32 = "fp32"
 """The rule for computing in float32."""
@@ -93,14 +94,21 @@ def recipe_of_table(table: Mapping[str, object]) -> Recipe:
     try:
         path = options.get(EQUALIZATION)
         if isinstance(path, str):
-            from .equalization import Equalization
-
-            options[EQUALIZATION] = Equalization.load(path)
+            options[EQUALIZATION] = _equalization_in(path)
         return recipe.with_options(**options)
     except OSError as error:
         raise ValueError(f"its equalization cannot be read: {error}") from error
     except TypeError as error:
         raise ValueError(str(error)) from None
+
+
+def _equalization_in(path: str) -> Any:
+    """Return the equalization in a file; the same one for all rules that name it."""
+    from .equalization import Equalization
+
+    found = Equalization.load(path)
+    of_other_rule = resolve(Unknown(found.digest))
+    return of_other_rule if getattr(of_other_rule, "path", None) == found.path else found
 
 
 class ModuleFinder:
