@@ -22,7 +22,7 @@ from .ways import Way
 
 _FIRST_SECONDS = 1.5
 """The time to time all cases once; each has its share of what is left."""
-_SECONDS = 2.3
+_SECONDS = 2.1
 """The time for all cases, with repeats."""
 _LONGEST_CALL = 0.06
 """Calls that would take more seconds, or more than the share of a case, are extrapolated."""
