@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import polycast
+from polycast import Int8
 from polycast.engine.low_bit.listeners import listeners
 
 from .int8_linears import X, run
@@ -90,8 +91,6 @@ CASES = {
     "vmap": lambda layer: torch.func.vmap(lambda x: run(layer, x))(X),
     "torch.func.grad": lambda layer: torch.func.grad(lambda x: run(layer, x).float().sum())(X),
     "forward-mode AD": _dual,
-    "an autograd.Function": _function,
-    "a backward": _backward,
     "no caching": lambda layer: run(layer, X, cache_enabled=False),
 }
 
@@ -110,6 +109,38 @@ def test_python_is_asked_each_time(layer, asked, case):
     assert len(asked) - count == (case in ("listeners", "observing"))
     run(layer, X)
     assert len(asked) - count == (case in ("listeners", "observing"))
+
+
+@pytest.mark.parametrize("case", [_function, _backward])
+def test_what_autograd_runs_is_decided_apart_once(layer, kernel, asked, case):
+    layer.requires_grad_(False)
+    for _ in range(2):
+        run(layer, X)
+        case(layer)
+    assert kernel.ran == 2
+    assert asked == ["linear"] * 2
+
+
+@pytest.mark.parametrize("ratio", [0.5, 2.0])
+@pytest.mark.parametrize("recipe", ["int8", "fastest"])
+def test_a_backward_inside_of_a_region_asks_once(asked, profile_of, recipe, ratio):
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(32, 64)
+    recipes = {"int8": Int8(min_size=1), "fastest": polycast.Fastest(profile=profile_of(bfloat16=ratio), min_size=1)}
+    steps = []
+    for inside in (True, True, False):
+        model.zero_grad()
+        with torch.enable_grad():
+            with polycast.autocast("cpu", recipe=recipes[recipe]):
+                loss = model(x).float().square().mean()
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+        steps.append(([parameter.grad.clone() for parameter in model.parameters()], len(asked)))
+    (first, asked_first), (again, asked_again), (outside, _) = steps
+    assert asked_again == asked_first
+    torch.testing.assert_close(again, first, rtol=0, atol=0)
+    torch.testing.assert_close(again, outside, rtol=0.05, atol=1e-3)
 
 
 def test_a_checkpoint_that_is_recomputed_asks(layer, asked):

@@ -76,6 +76,9 @@ class _Unchosen:
     def forget_actions(self) -> None:
         pass
 
+    def set_recomputing(self, backward: int | None) -> None:
+        pass
+
     def clear_own_casts(self, all_threads: bool) -> None:
         pass
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from ..torch_internals.names import current_graph_task_id, is_fwd_grad_enabled
+from . import state
 
 
 class _Thread(threading.local):
@@ -34,9 +35,11 @@ def in_function() -> bool:
 @contextmanager
 def as_in_forward(in_function: bool) -> Iterator[None]:
     """Treat what a backward recomputes as its forward was: run by an autograd.Function or not."""
-    before = _thread.forward
-    _thread.forward = current_graph_task_id(), in_function
+    before, backward = _thread.forward, current_graph_task_id()
+    _thread.forward = backward, in_function
+    state.machine.set_recomputing(backward)
     try:
         yield
     finally:
         _thread.forward = before
+        state.machine.set_recomputing(None if before is None else before[0])

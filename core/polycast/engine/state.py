@@ -120,6 +120,9 @@ class StateMachine(Protocol):
     def forget_actions(self) -> None:
         """Ask Python again how to compute each call by a recipe (see low_bit/actions.py), and for regions' settings."""
 
+    def set_recomputing(self, backward: int | None, /) -> None:
+        """Set the backward that recomputes a forward on this thread, by torch's number; None: none does."""
+
     def clear_own_casts(self, all_threads: bool, /) -> None:
         """Drop the casts that the regions of this thread, or of all threads, keep outside of a :class:`WeightCache`."""
 

@@ -37,7 +37,8 @@ class Action(NamedTuple):
     - the op, the plan and the fast dtype;
     - of each tensor: dtype, sizes, strides, device, and whether it is a weight or a view of all or a part of one;
     - the other arguments;
-    - which tensors autograd records, whether the region has a WeightCache, and whether autocast caches casts.
+    - which tensors autograd records, and whether an autograd.Function runs, forward or backward;
+    - whether the region has a WeightCache, and whether autocast caches casts.
 
     Attributes:
         kind: what to do.

@@ -13,7 +13,7 @@ from ..disable_dynamo import disable_dynamo
 from ..fastest.choice import Way, name_of
 from ..inference import in_function
 from ..override import Override
-from .actions import Action, Results
+from .actions import FALL_BACK, Action, Results
 from .calibration import calibrate, calibrators
 from .equalized import describe
 from .fastest import FastestPlan
@@ -52,7 +52,7 @@ def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False)
     result: torch.Tensor | str
     action: Action | None = None
     if in_function():
-        result = IN_FUNCTION
+        result, action = IN_FUNCTION, FALL_BACK
     elif not plain and (is_forward_ad_active() or are_functorch_transforms_active() or is_tracing()):
         result = INTERCEPTED
     elif (calibrated := calibrate(plan, op, args) if calibrators else None) is not None:

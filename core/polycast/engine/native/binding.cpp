@@ -175,6 +175,12 @@ PyObject* forget_actions(PyObject*, PyObject*) {
   return Py_NewRef(Py_None);
 }
 
+// set_recomputing(backward)
+PyObject* set_recomputing(PyObject*, PyObject* backward) {
+  recomputing_backward = backward == Py_None ? kNoBackward : static_cast<int>(PyLong_AsLong(backward));
+  return Py_NewRef(Py_None);
+}
+
 // bind(policies, reasons, override, store, rewritten, error, text, of_traced, by_identity, low_bit, part): the names of CastPolicy
 // and NOT_PREPACKED, functions that the engine calls, and a part of a storage
 PyObject* bind(PyObject*, PyObject* arguments) {
@@ -218,6 +224,7 @@ PyMethodDef functions[] = {
     {"forget", &raising<&forget>, METH_O, "Drop the entries of weights and the references to them."},
     {"prepacked", &raising<&prepacked>, METH_VARARGS, "Return a prepacked weight."},
     {"forget_actions", &raising<&forget_actions>, METH_NOARGS, "Ask Python again how to compute calls by recipes, and for the settings of regions."},
+    {"set_recomputing", &raising<&set_recomputing>, METH_O, "Set the backward that recomputes a forward on this thread."},
     {"observing", &raising<&observing>, METH_NOARGS, "Return what an observer is bound to."},
     {"bind", &raising<&bind>, METH_VARARGS, "Set the functions that the engine calls."},
     {nullptr, nullptr, 0, nullptr}};

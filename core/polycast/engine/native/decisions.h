@@ -31,8 +31,9 @@ class CallMetadata {
   bool records = false;         // whether autograd records the call
   bool has_plain_dtypes = true;  // whether all tensors have dtypes of weights
 
-  CallMetadata(const DeviceRegion& region, DeviceType device, int64_t op) {
-    add(static_cast<int64_t>(region.override->id));
+  // in_function: whether an autograd.Function runs, forward or backward.
+  CallMetadata(const DeviceRegion& region, DeviceType device, int64_t op, bool in_function) {
+    add(static_cast<int64_t>(region.override->id) | static_cast<int64_t>(in_function) << 61);
     add(op << 32 | static_cast<int64_t>(device) << 16 | static_cast<int64_t>(at::autocast::get_autocast_dtype(device)) << 8 |
         (region.store != nullptr ? 1 : 0) | (at::autocast::is_autocast_cache_enabled() ? 2 : 0));
   }

@@ -74,6 +74,7 @@ class NativeEngine:
         self.excluded_keys: Callable[[], int] = extension.excluded_keys
         self.clear_own_casts = extension.clear_own_casts
         self.forget_actions: Callable[[], None] = extension.forget_actions
+        self.set_recomputing: Callable[[int | None], None] = extension.set_recomputing
         self.region_methods = extension.region_methods
         self.observing: Callable[[], object] = extension.observing
         """Return the capsule that an observer binds to."""

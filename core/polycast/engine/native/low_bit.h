@@ -67,13 +67,19 @@ bool are_plain(c10::ArrayRef<c10::IValue> arguments, DeviceType device) {
   });
 }
 
-// Return whether what Python has decided holds for a call: nothing intercepts it, and no autograd.Function runs (see
-// engine/inference.py), for which Python decides each time.
-bool is_ordinary(const RecipeCall& call) {
+// The backward on this thread that recomputes a forward, for which Python decides each time, as torch numbers it: -1 for code outside of
+// any backward.
+constexpr int kNoBackward = -2;
+thread_local int recomputing_backward = kNoBackward;
+
+// Return whether an autograd.Function runs, forward or backward (see engine/inference.py); nothing if only Python knows.
+std::optional<bool> runs_in_function() {
   const auto& autograd = c10::AutogradState::get_tls_state();
-  const bool is_outside_functions =
-      autograd.get_fw_grad_mode() ? torch::autograd::get_current_graph_task_id() == -1 : autograd.get_inference_mode();
-  return call.has_plain_keys && is_outside_functions && caching_is_safe() && observed_op == nullptr;
+  if (!autograd.get_fw_grad_mode()) {
+    return !autograd.get_inference_mode();
+  }
+  const int backward = torch::autograd::get_current_graph_task_id();
+  return backward == recomputing_backward ? std::nullopt : std::optional(backward != -1);
 }
 
 // Convert the results that Python returns: a tensor, a tuple of tensors and None for undefined ones, or None if the call falls back.
@@ -123,10 +129,11 @@ C10_NOINLINE Results ask_python(const RecipeCall& call, c10::ArrayRef<c10::IValu
 
 // Compute an op by the recipe of this thread's region; return no results if it falls back to the fast dtype.
 C10_NOINLINE Results low_bit(const RecipeCall& call, torch::jit::Stack arguments) {
-  if (!is_ordinary(call)) {
+  const std::optional<bool> in_function = runs_in_function();
+  if (!in_function || !call.has_plain_keys || !caching_is_safe() || observed_op != nullptr) {  // something intercepts it
     return ask_python(call, arguments, nullptr);
   }
-  CallMetadata metadata(region_of(call.device), call.device, call.op);
+  CallMetadata metadata(region_of(call.device), call.device, call.op, *in_function);
   if (!std::all_of(arguments.begin(), arguments.end(), [&](const auto& argument) { return metadata.add(argument); }) ||
       ((metadata.records || !metadata.has_plain_dtypes) && torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr)) {
     return ask_python(call, arguments, nullptr);

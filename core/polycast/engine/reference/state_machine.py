@@ -199,6 +199,9 @@ class PythonStateMachine:
     def forget_actions(self) -> None:
         """Do nothing: this engine keeps no actions."""
 
+    def set_recomputing(self, backward: int | None) -> None:
+        """Do nothing: Python decides each call in this engine."""
+
     def clear_own_casts(self, all_threads: bool) -> None:
         """Drop the casts of this thread's regions, or of all threads'."""
         for regions in self._living() if all_threads else [self._regions]:
