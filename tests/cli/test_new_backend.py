@@ -86,7 +86,7 @@ def test_only_a_device_without_a_name_in_torch_renames_privateuse1(here):
 def test_ops_missing_from_torchs_list_for_accelerators_are_expected_failures(here):
     new("mps")
     lines = (here / "polycast-mps-own/tests/expected_failures.txt").read_text().splitlines()
-    assert "aten::batch_norm  has no policy in policies.py yet: torch's own kernel serves it" in lines
+    assert "aten::batch_norm  has no policy in policies.py yet: torch's own kernel runs" in lines
 
 
 @pytest.mark.parametrize("device", ["cpu", "mtia"])
