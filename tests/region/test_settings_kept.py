@@ -4,14 +4,17 @@ Each region is made several times, since the native engine keeps the settings of
 """
 
 import gc
+import inspect
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import polycast
 from polycast import Availability, autocast
+from polycast.engine.installation import installed
 from polycast.policy.recipe_base import kinds
 from polycast.profiling.profile import forget
 
@@ -247,6 +250,58 @@ def test_each_region_has_the_cache_that_it_was_given(named):
         assert made("cpu", **more)._settings.cache is None
 
 
+def test_threads_and_collections_in_the_middle_get_the_settings_of_their_arguments():
+    dtypes = [torch.bfloat16, torch.float16]
+
+    def construct():
+        wrong = []
+        for count in range(400):
+            dtype, enabled, cache_enabled = dtypes[count % 2], count % 3 > 0, (None, True, False)[count % 5 % 3]
+            region = autocast("cpu", dtype, enabled, cache_enabled=cache_enabled)
+            if region._settings[:4] != ("cpu", enabled, dtype, cache_enabled):
+                wrong.append(region)
+            if count % 50 == 0:
+                gc.collect(0)
+                polycast.engine.state.machine.forget_actions()
+        return wrong
+
+    with ThreadPoolExecutor(4) as pool:
+        results = [pool.submit(construct) for _ in range(4)]
+        assert [result.result(timeout=60) for result in results] == [[]] * 4
+
+
+def test_regions_of_equal_arguments_are_left_in_any_order():
+    regions = [autocast("cpu", torch.float16) for _ in range(4)]
+    for region in regions:
+        region.__enter__()
+    for region in regions[::2] + regions[1::2]:
+        assert torch.is_autocast_enabled("cpu")
+        region.__exit__(None, None, None)
+    assert not torch.is_autocast_enabled("cpu")
+    assert polycast.engine.state.machine.nesting("cpu") == 0
+
+
+def test_regions_with_a_cache_install_what_they_need_again_after_uninstall(named):
+    named(0.5)
+    cache, x = polycast.WeightCache(), torch.randn(2, 4)
+    weight = torch.nn.Parameter(torch.randn(4, 4), requires_grad=False)
+    for count in (1, 2, 3):
+        for more in ({}, {"recipe": "fastest"}):
+            with autocast("cpu", cache=cache, **more):
+                assert torch.mm(x, weight).dtype is torch.bfloat16
+                assert "cpu" in installed
+        assert cache.stats().misses == 1, count
+        polycast.uninstall()
+        assert not installed
+
+
+def test_the_signature_is_known_to_every_engine():
+    with made("cpu"):
+        pass
+    of_init = inspect.signature(autocast.__init__)
+    assert [*of_init.parameters][1:] == [*inspect.signature(autocast).parameters]
+
+
 def test_no_cache_is_kept_alive():
     cache = polycast.WeightCache()
     with made("cpu", cache=cache):
@@ -270,13 +325,6 @@ def test_a_subclass_resolves_its_own_arguments(named):
         assert (region.mine, region.fast_dtype, region._settings.override is not None) == (fast, torch.float16, fast)
         with region:
             assert torch.get_autocast_dtype("cpu") is torch.float16
-
-
-def test_a_region_that_is_resolved_again_in_place_changes():
-    region = made("cpu")
-    region.__init__("cpu", torch.float16)
-    with region:
-        assert torch.get_autocast_dtype("cpu") is torch.float16
 
 
 @pytest.mark.parametrize("engine", ["native"], indirect=True)

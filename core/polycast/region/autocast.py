@@ -77,12 +77,13 @@ class autocast(Region, TorchAutocast):
     _jit_override_qualname = ScriptedAsTorch()
     __jit_unused_properties__ = ["_cache_enabled"]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    # With the keywords of __init__, Python need not collect them in a dict. Subclasses may have others.
+    def __new__(cls, *args: Any, cache: Any = None, policy: Any = None, recipe: Any = None, **kwargs: Any) -> Self:
         """Return a new region; to Dynamo, which traces this, one that its graphs can hold."""
         if is_dynamo_compiling():
             from ..compilers.dynamo import region_in_graph  # imports Dynamo
 
-            return region_in_graph(cls, *args, **kwargs)
+            return region_in_graph(cls, *args, cache=cache, policy=policy, recipe=recipe, **kwargs)
         return _new(cls)
 
     @disable_dynamo

@@ -102,7 +102,8 @@ def _dependencies(
             return None
         if not isinstance(usable, Fastest):
             questions.append(("recipe_availability", usable))
-            items.append((kinds, usable.kind, type(usable)))
+            if isinstance(recipe, str):
+                items.append((kinds, usable.kind, type(usable)))
         elif is_kept(recipe, usable):
             items += profiles
         else:

@@ -65,7 +65,9 @@ PyObject* exit_block(PyObject* self, PyObject* const*, Py_ssize_t) {
 // region_methods(cls, ready, ready_with_cache, init, resolve, Availability, complete_entry, complete_exit) -> (__init__, __enter__, __exit__)
 PyObject* region_methods(PyObject*, PyObject* arguments) {
   static PyMethodDef init_method{
-      "__init__", fast(&raising_fast<&init_region, PyObject*>), METH_FASTCALL | METH_KEYWORDS, "Construct a region."};
+      "__init__", fast(&raising_fast<&init_region, PyObject*>), METH_FASTCALL | METH_KEYWORDS,
+      "__init__($self, device_type, dtype=None, enabled=True, cache_enabled=None, *, cache=None, policy=None, recipe=None)\n--\n\n"
+      "Construct a region."};
   static PyMethodDef enter_method{
       "__enter__", &raising<&enter_block>, METH_NOARGS, "Enter the region on this thread; return it."};
   static PyMethodDef exit_method{
