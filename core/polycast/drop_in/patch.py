@@ -24,12 +24,12 @@ _patches = 0
 class patch_torch:
     """Run code that uses ``torch.autocast`` on polycast, unchanged: a context manager, or start and stop.
 
-    While torch is patched, in the whole process, regions that are made with ``torch.autocast``, by whatever name, are
-    polycast's, and so are those of its subclasses. Every public name of ``custom_fwd``, ``custom_bwd``,
-    ``autocast_decorator`` and ``is_autocast_available`` means polycast's. Devices without a backend keep torch's
+    While torch is patched, regions of ``torch.autocast``, its other names and its subclasses are polycast's in the
+    whole process, and so are ``custom_fwd``, ``custom_bwd``, ``autocast_decorator`` and ``is_autocast_available``
+    under their public names. Devices without a backend keep torch's
     behavior. Regions and subclasses of either library keep working when the patch begins or ends.
 
-    It can be entered any number of times, on any thread: torch has its own back when the last is left.
+    Patches can be nested, on any threads: torch is restored when the last one ends.
 
     Example:
         >>> import polycast, torch

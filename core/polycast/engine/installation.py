@@ -48,9 +48,9 @@ def uninstall(device_type: str | None = None) -> None:
     """Remove polycast's kernels, so that torch runs its own.
 
     Without a device, undo everything else that regions have changed in torch, such as in its compiler and checkpoints.
-    What you start yourself you stop yourself: :class:`patch_torch`, :func:`observe`, rules for modules.
+    This does not end a :class:`patch_torch` or an :func:`observe`, nor remove rules for modules.
 
-    The next region for the device installs them again. The hooks that see unversioned writes stay while a
+    The next region for the device installs them again. The hooks that detect unversioned writes stay while a
     :class:`WeightCache` is alive. Do not call it while other threads run torch's own regions on the kernels: torch's
     dispatcher does not wait for calls of a kernel that is removed.
 

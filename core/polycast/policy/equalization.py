@@ -67,10 +67,10 @@ class Equalization:
     levels. Immutable but for the path; equalizations with equal contents are equal. ``print`` shows a table.
 
     A weight is recognized by its values (size, and a sample rounded to bfloat16), so copies of a model, models that are
-    moved, converted to bfloat16 or loaded again (``assign=True``), other processes and unpickled recipes need nothing.
-    The other side of it: a weight that is *changed* (trained, merged with adapters, converted to float16) has no
-    factors until the equalization is loaded again with the changed model, and is then computed without. So is a weight
-    that the data did not reach. :func:`explain` tells.
+    moved, converted to bfloat16 or loaded again (``assign=True``), other processes and unpickled recipes use the same
+    factors. A weight that is *changed* (trained, merged with adapters, converted to float16) is computed without
+    factors until the equalization is loaded again with the changed model. So is a weight that the data did not reach.
+    :func:`explain` says which.
 
     Attributes:
         weights: the weights whose products were seen.

@@ -52,8 +52,8 @@ class Int4(Recipe):
     it. Ops that autograd records run in the fast dtype.
 
     Args:
-        group_size: the number of terms of a product, successive in a row of the weight [N, K], whose levels have the
-            same distance: 32, 64 or 128. A larger one takes less memory, and is less exact.
+        group_size: the number of successive input features that share a step between levels: 32, 64 or 128. A
+            larger one takes less memory, and is less accurate.
         ops: the ops to compute, by names as in a :class:`Policy`.
         min_size: the smallest number of elements of a weight.
         equalization: an equalization of the model's weights, or None.
@@ -99,7 +99,7 @@ class Float8(Recipe):
 
 
 class Fastest(Recipe):
-    """Matmuls and convolutions, each computed the fastest way that is at least as exact as the fast dtype.
+    """Matmuls and convolutions, each computed the fastest way that is at least as accurate as the fast dtype.
 
     A profile (:func:`polycast.profile`) says how long each takes. The ways are
 

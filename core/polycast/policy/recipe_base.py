@@ -28,11 +28,12 @@ class Recipe:
     for the recipe compute in it. To compute a module in the fast dtype, give it the rule ``"none"``
     (:func:`apply_policy`). Recipes with equal settings are equal, and can be made in compiled code.
 
-    A subclass is a recipe of its own: it has a `kind`, which backends query, and declares its settings as a dataclass
-    declares fields, each with a default, and without a decorator. Equality, text, pickles, names and policy files
-    follow from them. A setting is a str, a number, a bool, None, a tuple of these, or an object with a `digest`: a str
-    that is the same for equal objects, and for no others. ``Literal`` lists the values that a setting can have; one of
-    words is part of the name, as in ``"int8:tensor"``, so no two settings list the same word. All subclasses have
+    To define a recipe, subclass it. A subclass has a `kind`, which backends query, and declares its settings as the
+    fields of a dataclass, each with a default, and without the decorator. Equality, text, pickles, names and policy
+    files follow from them. A setting is a str, a number, a bool, None, a tuple of these, or an object with a `digest`:
+    a str that is the same for equal objects, and for no others. ``Literal`` lists the values that a setting can have.
+    If these are strings, the value can be part of the recipe's name, as in ``"int8:tensor"``, so no two settings list
+    the same string. All subclasses have
 
     Attributes:
         ops: the ops to compute by the recipe if the backend has a kernel, by names as in a :class:`Policy`. None of

@@ -143,9 +143,9 @@ def apply_policy(model: nn.Module, policy: PolicyLike) -> ModuleRules:
 
 
 def rules_of(model: nn.Module) -> dict[str, str]:
-    """Return the rules of a model's modules by module name, as text, whoever put the model under them.
+    """Return the rules of a model's modules by module name, as text.
 
-    A copied or loaded model keeps its rules, but nobody has their :class:`ModuleRules`.
+    This includes the rules of a copied or loaded model, for which there is no :class:`ModuleRules`.
 
     Args:
         model: a model, under rules of :func:`apply_policy` or not.
@@ -172,7 +172,7 @@ def rules_of(model: nn.Module) -> dict[str, str]:
 
 
 def remove_policy(model: nn.Module) -> None:
-    """Remove all rules from a model's modules, whoever put it under them.
+    """Remove all rules from a model's modules.
 
     Use it for copied and loaded models; :meth:`ModuleRules.remove` removes the rules of one call of
     :func:`apply_policy`, and does nothing afterwards. Copies of the model keep their rules.

@@ -13,20 +13,20 @@ from .saving import save
 
 
 class WeightCache(CastCache):
-    """Casts of weights that outlive regions: inference with float32 weights at the speed of a bfloat16 model.
+    """Casts of weights that outlive regions: inference with float32 weights at nearly the speed of a bfloat16 model.
 
     Pass one to any regions, on any threads. It caches a cast until the weight changes or is freed, or until the cache
-    is cleared or freed. Casts made under ``torch.no_grad`` and ``torch.inference_mode`` serve grad mode too.
+    is cleared or freed. Casts made under ``torch.no_grad`` and ``torch.inference_mode`` are used in grad mode too.
 
     In-place updates (an optimizer's step, also of a fused one; ``load_state_dict``; a collective), a new
-    ``weight.data = ...`` and writes through ``.data`` (``weight.data.add_(1)``) are seen. No cast is cached while
-    something else holds the weight's memory and may write it unseen, such as ``alias = weight.data``. Writes of C++ at
-    a raw pointer are not seen: call ``clear()`` after them.
+    ``weight.data = ...`` and writes through ``.data`` (``weight.data.add_(1)``) are detected. No cast is cached while
+    another object shares the weight's memory and could write to it undetected, such as ``alias = weight.data``.
+    Writes of C++ through a raw pointer are not detected: call ``clear()`` after them.
 
     Args:
         max_bytes: the memory limit for casts and prepacked weights. A new entry evicts the least recently used one,
             if that was not used while the new one was needed as often (16 times for prepacked weights). None: no limit.
-        verify: compare the cast with the weight at every hit, to find writes that were not seen. Slow.
+        verify: compare the cast with the weight at every hit, to find writes that were not detected. Slow.
 
     Raises:
         TypeError: `max_bytes` is not an int, or `verify` not a bool.
