@@ -45,8 +45,9 @@ class autocast(Region, TorchAutocast):
             outermost region uses one of its own.
         policy: policies that override the backend's table in this region and those inside it: a :class:`Policy`, a
             mapping such as ``{"softmax": "fp32"}``, or the path of a policy file.
-        recipe: how to compute matmuls in a dtype below the fast one, in this region and those inside it: such as
-            :class:`Int8`, or its name. None: as in the enclosing region; ``"none"`` or :class:`NoRecipe`: not at all.
+        recipe: how to compute matmuls in this region and those inside it: by quantized weights (:class:`Int8`,
+            :class:`Int4`), the fastest way (:class:`Fastest`), or a recipe's name. None: as in the enclosing region;
+            ``"none"`` or :class:`NoRecipe`: in the fast dtype.
 
     Attributes:
         device: the device type.
