@@ -9,6 +9,7 @@ from torch import nn
 
 import polycast
 from polycast import Int8, autocast
+from polycast.engine.low_bit.slower import slower_reason
 from polycast.profiling import profile as profiles
 
 pytestmark = pytest.mark.usefixtures("engine", "no_grad", "int8_kernels")
@@ -101,3 +102,9 @@ def test_traced_calls_fall_back_too(use):
     compiled = torch.compile(lambda x: F.linear(x, WEIGHT), backend="eager")
     with autocast("cpu", recipe=RECIPE):
         assert torch.equal(compiled(X), EXPECTED)
+
+
+def test_a_small_convolution_is_declined_by_the_times_of_larger_ones(use):
+    use(int8=2.0, bfloat16=1.0)
+    image, weight = torch.randn(1, 8, 6, 6), torch.randn(8, 8, 3, 3)
+    assert slower_reason("cpu", "int8", "aten::conv2d", (image, weight)) is not None

@@ -3,8 +3,10 @@
 Each region is made several times, since the native engine keeps the settings of the first.
 """
 
+import functools
 import gc
 import inspect
+import os
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -347,3 +349,61 @@ def test_the_native_engine_asks_only_the_backend(make, named):
     finally:
         sys.setprofile(None)
     assert [name for event, name in seen if event == "call"] == ["__new__", "is_dynamo_compiling", "availability"]
+
+
+def test_a_subclass_that_replaces_its_settings_gets_an_error():
+    class Mine(autocast):
+        def __init__(self, settings):
+            super().__init__("cpu")
+            self._settings = settings
+
+    for settings in ({}, (1, 2), None):
+        with pytest.raises((RuntimeError, AttributeError)), Mine(settings):
+            pass
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_functions_with_the_decorator_of_a_backends_method_are_compiled(hand_made):
+    def traced(function):
+        @functools.wraps(function)
+        def wrapper(*args):
+            return function(*args)
+
+        return wrapper
+
+    hand_made("cpu", default_dtype=torch.bfloat16, availability=traced(lambda: Availability(True)))
+    made("cpu")
+    graphs = []
+    compiled = torch.compile(traced(lambda x: x + 1), backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    assert compiled(torch.ones(1)).item() == 2
+    assert len(graphs) == 1
+
+
+def test_the_backend_of_a_region_that_is_disabled_is_not_asked_about_recipes(hand_made):
+    asked = []
+    hand_made("cpu", recipe_availability=lambda recipe: asked.append(recipe) or Availability(True))
+    made("cpu", enabled=False, recipe="int8")
+    assert not asked
+
+
+def test_a_default_dtype_that_changes_is_that_of_later_regions(backend):
+    assert made("cpu").fast_dtype is torch.bfloat16
+    backend.default_dtype = torch.float16
+    assert made("cpu").fast_dtype is torch.float16
+
+
+def test_a_profile_is_found_in_an_environment_that_replaces_another(named, monkeypatch):
+    first, path = named(0.5), os.environ["POLYCAST_PROFILE"]
+    second = named(2.0)
+    assert profile_used() == second
+    monkeypatch.setattr(os, "environ", dict(os.environ, POLYCAST_PROFILE=path))
+    assert profile_used() == first
+
+
+def test_a_backend_with_a_warning_does_not_displace_the_settings_of_others(hand_made, named):
+    named(0.5)
+    settings = made("cpu", recipe="fastest")._settings
+    hand_made("xpu", availability=lambda: Availability(True, "experimental"))
+    for _ in range(20):
+        autocast("xpu")
+    assert made("cpu", recipe="fastest")._settings is settings

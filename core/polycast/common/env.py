@@ -61,11 +61,14 @@ def profile() -> str | None:
     return os.environ.get("POLYCAST_PROFILE") or None
 
 
-def profile_item() -> tuple[dict[Any, Any], object, object]:
-    """Return the dict of the variables, the key of ``POLYCAST_PROFILE`` in it, and the value; None if it is not set."""
+def profile_items() -> tuple[tuple[dict[str, Any], str, object], tuple[dict[Any, Any], object, object]]:
+    """Return the items of dicts that give ``POLYCAST_PROFILE``: the variables in ``os``, and the value in these.
+
+    An item is a dict, a key and the value, which is None if the variable is not set.
+    """
     environ: Any = os.environ
     variables, key = (environ, "POLYCAST_PROFILE") if isinstance(environ, dict) else (environ._data, _PROFILE)
-    return variables, key, variables.get(key)
+    return (vars(os), "environ", environ), (variables, key, variables.get(key))
 
 
 def _items(variable: str, expected: str) -> list[str]:

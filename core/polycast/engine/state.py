@@ -59,12 +59,14 @@ class Dependencies(NamedTuple):
 
     Attributes:
         backend: the backend.
+        default_dtype: its default fast dtype.
         is_inherited: whether the dtype is that of the region around, if the region is given none.
         questions: methods of the backend and their argument, or None, that answered with an ``Availability(True)``.
         items: items of dicts.
     """
 
     backend: Backend
+    default_dtype: torch.dtype
     is_inherited: bool
     questions: Sequence[tuple[str, object]]
     items: Sequence[DictItem]

@@ -41,7 +41,7 @@ def settings_of_recipe(
 
 def items_of_profiles() -> Sequence[DictItem]:
     """Return what kept settings and recipes depend on, besides the number of threads."""
-    return (vars(profile), "derived", profile.derived), env.profile_item()
+    return (vars(profile), "derived", profile.derived), *env.profile_items()
 
 
 def checked_recipe(given: RecipeLike | None, backend: Backend, enabled: bool, dtype: torch.dtype) -> Recipe | None:

@@ -76,16 +76,21 @@ def resolve(
         settings = Settings(name, is_on, dtype, cache_enabled, override)
     if cache is not None:  # a new tuple is cheaper than a call of the class
         settings = _new_tuple(Settings, (*settings[:_CACHE], cache, False))
-    return settings, _dependencies(backend, settings, recipe, profiles) if is_lasting else None
+    return settings, _dependencies(backend, default, settings, recipe, profiles) if is_lasting else None
 
 
 def _dependencies(
-    backend: Backend, settings: Settings, recipe: RecipeLike | None, profiles: Sequence[DictItem]
+    backend: Backend,
+    default: torch.dtype,
+    settings: Settings,
+    recipe: RecipeLike | None,
+    profiles: Sequence[DictItem],
 ) -> Dependencies | None:
     """Return what settings depend on; None if equal arguments may get others.
 
     Args:
         backend: the backend.
+        default: its default fast dtype.
         settings: the settings.
         recipe: the recipe that was given.
         profiles: what `items_of_profiles` returned before they were made.
@@ -93,7 +98,7 @@ def _dependencies(
     questions: list[tuple[str, object]] = []
     if settings.enabled:
         questions.append(("availability", None))
-        if settings.dtype is not backend.default_dtype:
+        if settings.dtype is not default:
             questions.append(("dtype_availability", settings.dtype))
     items: list[DictItem] = [(registry.ready, settings.device_type, backend)]
     if recipe is not None:
@@ -101,7 +106,8 @@ def _dependencies(
         if usable is None or isinstance(usable, NoRecipe):
             return None
         if not isinstance(usable, Fastest):
-            questions.append(("recipe_availability", usable))
+            if settings.enabled:
+                questions.append(("recipe_availability", usable))
             if isinstance(recipe, str):
                 items.append((kinds, usable.kind, type(usable)))
         elif is_kept(recipe, usable):
@@ -110,9 +116,12 @@ def _dependencies(
             return None
     for method, _ in questions:
         code = getattr(getattr(backend, method), "__code__", None)
-        if code is not None:  # the engine asks outside of this frame, where Dynamo would compile the method
-            skip_frames(code)
-    return Dependencies(backend, settings.dtype is not backend.default_dtype, questions, items)
+        if code is None or not {*code.co_freevars} <= {"__class__"}:
+            return None
+        # The engine asks outside of this frame, where Dynamo would compile the method. The functions that a decorator
+        # returns share their code: skipping one would leave others of the program uncompiled.
+        skip_frames(code)
+    return Dependencies(backend, default, settings.dtype is not default, questions, items)
 
 
 def _find_backend(device_type: object) -> Backend:

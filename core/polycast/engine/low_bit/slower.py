@@ -9,8 +9,8 @@ import torch
 from ...policy.dtypes import dtype_name
 from ...profiling.device_profile import DeviceProfile
 from ...profiling.profile import find
-from ..fastest.choice import bucket
-from ..fastest.cost import seconds_of, seconds_to_cast
+from ..fastest.choice import Way, bucket, seconds_by_way
+from ..fastest.cost import seconds_to_cast
 from ..fastest.products import Product, product_of
 
 _MARGIN = 1.1
@@ -40,8 +40,8 @@ def slower_reason(device_type: str, kind: str, op: str, args: Sequence[Any]) -> 
 
 @functools.lru_cache(maxsize=4096)
 def _reason(profile: DeviceProfile, kind: str, dtype: str, product: Product, converted: int) -> str | None:
-    own, fast = (seconds_of(profile, product.op, way, product.rows, product.size) for way in (kind, dtype))
-    if own is None or fast is None or profile.is_noisy:
+    seconds = seconds_by_way(profile, product, {Way.FAST: dtype, Way.KERNEL: kind})
+    if len(seconds) < 2 or profile.is_noisy:
         return None
-    fast += seconds_to_cast(profile, f"to {dtype}", converted)
+    own, fast = seconds[Way.KERNEL], seconds[Way.FAST] + seconds_to_cast(profile, f"to {dtype}", converted)
     return f"{kind} takes {own / fast:.2g} of {dtype}'s time, by the profile" if own > _MARGIN * fast else None

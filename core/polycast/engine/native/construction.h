@@ -66,6 +66,14 @@ struct DictItem {
   bool is_unchanged() const { return PyDict_GetItem(dict.get(), key.get()) == value.get(); }
 };
 
+// Clear what a backend has raised; Python will ask it again, and say so. Throw an interrupt.
+void clear_ordinary_error() {
+  if (PyErr_ExceptionMatches(PyExc_Exception) == 0 && PyErr_ExceptionMatches(PyExc_SystemExit) == 0) {
+    throw_python_error();
+  }
+  PyErr_Clear();
+}
+
 // A question to the backend that it answered with an Availability(True).
 struct BackendQuestion {
   Object method, argument;  // None: it has no argument
@@ -78,10 +86,7 @@ struct BackendQuestion {
     PyObject* const given = PyObject_CallMethodObjArgs(
         backend.get(), method.get(), argument.is_none() ? nullptr : argument.get(), nullptr);
     if (given == nullptr) {
-      if (PyErr_ExceptionMatches(PyExc_Exception) == 0 && PyErr_ExceptionMatches(PyExc_SystemExit) == 0) {
-        throw_python_error();
-      }
-      PyErr_Clear();  // Python will ask again, and say what was raised
+      clear_ordinary_error();
       return false;
     }
     Object answer = Object::steal(given);
@@ -113,10 +118,11 @@ class ResolvedArguments {
         settings_(with_cache(settings, Py_None)),
         device_(device_of(PyTuple_GetItem(settings, 0))),
         fast_dtype_(dtype_of(PyTuple_GetItem(settings, 2))) {
-    PyObject *backend, *questions, *items;
+    PyObject *backend, *default_dtype, *questions, *items;
     int is_inherited;
-    parse(dependencies, "OpOO", &backend, &is_inherited, &questions, &items);
+    parse(dependencies, "OOpOO", &backend, &default_dtype, &is_inherited, &questions, &items);
     backend_ = Object::borrow(backend);
+    default_dtype_ = Object::borrow(default_dtype);
     is_inherited_ = is_inherited != 0;
     questions_ = convert_items(questions, [](PyObject* question) {
       PyObject *method, *argument;
@@ -141,8 +147,14 @@ class ResolvedArguments {
 
   // Ask the backend; any Python may run.
   bool are_affirmed() const {
-    return std::all_of(
-        questions_.begin(), questions_.end(), [&](const auto& question) { return question.is_affirmed_by(backend_); });
+    static PyObject* const name = PyUnicode_InternFromString("default_dtype");
+    PyObject* const given = PyObject_GetAttr(backend_.get(), name);
+    if (given == nullptr) {
+      clear_ordinary_error();
+      return false;
+    }
+    return Object::steal(given).get() == default_dtype_.get() &&
+        std::all_of(questions_.begin(), questions_.end(), [&](const auto& question) { return question.is_affirmed_by(backend_); });
   }
 
   Object settings(PyObject* cache) const { return cache == Py_None ? settings_ : with_cache(settings_.get(), cache); }
@@ -177,7 +189,7 @@ class ResolvedArguments {
   Object settings_;
   DeviceType device_;
   ScalarType fast_dtype_;
-  Object backend_;
+  Object backend_, default_dtype_;
   bool is_inherited_;
   std::vector<BackendQuestion> questions_;
   std::vector<DictItem> items_;
@@ -192,20 +204,31 @@ class ResolvedCalls {
   }
 
   // Return the settings for some arguments, or null. Python may run, and remove them here.
-  std::shared_ptr<const ResolvedArguments> find(const RegionArguments& arguments) const {
+  std::shared_ptr<const ResolvedArguments> find(const RegionArguments& arguments) {
     if (arguments.policy != Py_None) {
       return nullptr;
     }
     for (const auto& each : calls_) {
       if (each != nullptr && each->serves(arguments)) {
         std::shared_ptr<const ResolvedArguments> found = each;
-        return found->are_affirmed() ? found : nullptr;
+        if (found->are_affirmed()) {
+          return found;
+        }
+        if (const auto again = std::find(calls_.begin(), calls_.end(), found); again != calls_.end()) {
+          again->reset();
+        }
+        return nullptr;
       }
     }
     return nullptr;
   }
 
   void keep(std::shared_ptr<const ResolvedArguments> call) {
+    const auto unused = std::find(calls_.begin(), calls_.end(), nullptr);
+    if (unused != calls_.end()) {
+      *unused = std::move(call);
+      return;
+    }
     std::swap(call, calls_[oldest_]);  // the former one dies on return, when Python may run
     oldest_ = (oldest_ + 1) % calls_.size();
   }

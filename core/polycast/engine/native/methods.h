@@ -21,6 +21,8 @@ PyObject* complete_exit = nullptr;
 // Return Settings.ready_key.
 Object ready_key(PyObject* settings) {
   static PyObject* const key_name = PyUnicode_InternFromString("ready_key");
+  TORCH_CHECK(PyTuple_Check(settings) && PyTuple_Size(settings) == kSettings,
+              "the region's attribute _settings was replaced: a subclass of autocast needs another name for its own");
   PyObject* const device_type = PyTuple_GetItem(settings, 0);
   PyObject* const override = PyTuple_GetItem(settings, 4);
   if (override != Py_None) {

@@ -21,6 +21,9 @@ namespace {
 PyObject* native_override = nullptr;  // returns the Override for one of engine/state.py
 PyObject* native_store = nullptr;    // returns the UserStore of a WeightCache
 
+// The number of fields of Settings in engine/state.py.
+constexpr Py_ssize_t kSettings = 7;
+
 class ThreadRegions {
  public:
   explicit ThreadRegions(DeviceRegions* devices) : frames(devices, &casts) {}
@@ -126,8 +129,8 @@ std::shared_ptr<UserStore> store_of(PyObject* cache) {
 
 // Enter a region; see StateMachine in engine/state.py. Python may run before the state is changed, and not after it.
 bool enter_region(PyObject* owner, PyObject* all_settings) {
-  std::array<PyObject*, 7> settings;
-  TORCH_INTERNAL_ASSERT(PyTuple_Size(all_settings) == static_cast<Py_ssize_t>(settings.size()));
+  std::array<PyObject*, kSettings> settings;
+  TORCH_INTERNAL_ASSERT(PyTuple_Size(all_settings) == kSettings);
   for (size_t i = 0; i < settings.size(); ++i) {
     settings[i] = PyTuple_GetItem(all_settings, static_cast<Py_ssize_t>(i));
   }
