@@ -147,6 +147,7 @@ def test_a_policy_file_has_the_settings_that_differ(recipe, written, tmp_path):
         ({"recipe": "grouped", "group_size": 65}, "group_size must be 32 or 64, got 65"),
         ({"recipe": "grouped", "symmetric": 1}, "symmetric must be a bool, got 1"),
         ({"recipe": "bare", "min_size": 1}, "the table of a recipe 'bare' has 'recipe'; got 'min_size'"),
+        ({"recipe": 3}, "'recipe' in a table is the name of a recipe such as 'int8', got 3"),
     ],
 )
 def test_an_invalid_table_is_refused(table, text):

@@ -86,7 +86,10 @@ def _read_rule(rule: object) -> ModuleRule:
 def recipe_of_table(table: Mapping[str, object]) -> Recipe:
     """Return the recipe of a table in a policy file."""
     options = dict(table)
-    recipe = read_recipe(options.pop(RECIPE))
+    given = options.pop(RECIPE)
+    if not isinstance(given, (str, Recipe)):
+        raise ValueError(f"{RECIPE!r} in a table is the name of a recipe such as 'int8', got {given!r}")
+    recipe = read_recipe(given)
     unknown = options.keys() - recipe.settings.keys()
     if unknown:
         known = ", ".join(("'recipe'", *map(repr, recipe.settings)))
