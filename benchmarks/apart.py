@@ -9,6 +9,7 @@ prints its plan, or null after the last; at "time" it runs a turn of its sides a
 """
 
 import json
+import os
 import pkgutil
 import subprocess
 import sys
@@ -35,6 +36,9 @@ class Apart:
     least: bool = False
     """Whether the minimum times of all rounds count, as suits a single thread, or the median of the ratios."""
     processes: int = 3
+    keeps_memory: bool = False
+    """Whether glibc keeps the memory that a process frees. If not, it is chance whether a large tensor gets memory
+    anew, whose pages the system clears: a fifth of the time of a model with a large weight."""
 
     def run(self, quick: bool) -> list[Result]:
         """Return the results of all races."""
@@ -43,7 +47,7 @@ class Apart:
         taken: list[list[Mapping[str, float]]] = []
         for _ in range(processes):
             with ExitStack() as stack:
-                players = [stack.enter_context(_Player(self.name, library)) for library in LIBRARIES]
+                players = [stack.enter_context(_Player(self.name, library, self.keeps_memory)) for library in LIBRARIES]
                 race = 0
                 while all(told := [player.ask("next") for player in players]):
                     plan = _merged(told)
@@ -59,12 +63,16 @@ class Apart:
         return [result for plan, times in both for result in plan.results(times, least=self.least)]
 
 
+_KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1"}
+
+
 class _Player:
     """The process of a library."""
 
-    def __init__(self, name: str, library: str) -> None:
+    def __init__(self, name: str, library: str, keeps_memory: bool) -> None:
         command = [sys.executable, "-m", __name__, name, library]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        env = os.environ | (_KEEP_MEMORY if keeps_memory else {})
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
     def ask(self, request: str) -> Any:
         """Return the answer to a request; nothing else runs meanwhile."""
