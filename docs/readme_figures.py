@@ -13,7 +13,7 @@ _BERT = "BERT base, 4 x 128 tokens"
 def sentences() -> dict[str, str]:
     """Return the sentence below each example, by its name."""
     run = tables.run_of(speed.BENCHMARK)
-    threads = max(each["threads"] for each in run["results"])
+    threads = speed.threads_of(run)
     measured = {
         each["what"]: each["measured"]
         for each in run["results"]
