@@ -1,4 +1,4 @@
-"""What the backend answers as regions are constructed: it is asked again each time.
+"""Ask the backend again each time that a region is constructed.
 
 Each region is made several times, since the native engine keeps the settings of the first.
 """

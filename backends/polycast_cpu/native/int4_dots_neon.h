@@ -6,10 +6,6 @@
 
 #include "int4_dots.h"
 
-#if defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-
 namespace polycast_cpu {
 
 #if defined(__aarch64__)

@@ -15,10 +15,13 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
-#elif defined(__aarch64__) && defined(__linux__)
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#if defined(__linux__)
 #include <sys/auxv.h>
-#elif defined(__aarch64__) && defined(__APPLE__)
+#elif defined(__APPLE__)
 #include <sys/sysctl.h>
+#endif
 #endif
 
 namespace polycast_cpu {

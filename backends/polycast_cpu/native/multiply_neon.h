@@ -7,10 +7,6 @@
 #include "isa.h"
 #include "layout.h"
 
-#if defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-
 namespace polycast_cpu {
 
 #if defined(__aarch64__)

@@ -55,7 +55,7 @@ DictItem: TypeAlias = tuple[dict[Any, Any], object, object]
 
 
 class Dependencies(NamedTuple):
-    """What the settings of a region depend on, besides its arguments and the number of threads.
+    """Name what must be unchanged for the settings of a region to serve equal arguments on as many threads.
 
     Attributes:
         backend: the backend.

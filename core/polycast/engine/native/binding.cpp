@@ -1,8 +1,8 @@
 // The Python module of the native engine: the semantics of the reference engine at the speed of torch's own kernels.
 //
 // One translation unit with all headers, in anonymous namespaces: parsing torch's headers is most of the build. From the bottom:
-// version_stamp.h, invalidation.h, admission.h; user_store.h and region_store.h; frames.h, regions.h, construction.h, methods.h; casting.h, arguments.h,
-// prepacked.h, decisions.h, actions.h, low_bit.h, kernel.h, unboxed.h, registrations.h.
+// version_stamp.h, invalidation.h, admission.h; user_store.h and region_store.h; frames.h, regions.h, construction.h, methods.h;
+// casting.h, arguments.h, prepacked.h, decisions.h, actions.h, low_bit.h, kernel.h, unboxed.h, registrations.h.
 
 #include "extension.h"
 
