@@ -64,7 +64,7 @@ class DeviceProfile:
 
     @cached_property
     def _curves(self) -> Mapping[tuple[str, str], Mapping[int, Mapping[int, float]]]:
-        """The seconds by op and way, size, and rows; all in ascending order."""
+        """See `curves_of`."""
         curves: dict[tuple[str, str], dict[int, dict[int, float]]] = {}
         for each in sorted(self.measurements, key=lambda each: (each.size, each.rows)):
             curves.setdefault((each.op, each.way), {}).setdefault(each.size, {})[each.rows] = each.seconds
@@ -91,8 +91,8 @@ class DeviceProfile:
             op, rows, way: as in a `Measurement`.
             size: the elements of the weight. None: the largest that was measured.
         """
-        curves = self._curves.get((op, way))
-        if curves is None:
+        curves = curves_of(self, op, way)
+        if not curves:
             return None
         of_size = {each: _interpolated_time(curve, rows) for each, curve in curves.items()}
         return of_size[max(of_size)] if size is None else _interpolated_time(of_size, size)
@@ -106,9 +106,9 @@ class DeviceProfile:
             op, rows, way: as in a `Measurement`.
             size: the elements of the weight. None: the largest that was measured.
         """
-        curves, float32 = self._curves.get((op, way), {}), self._curves.get((op, table.FLOAT32), {})
+        float32 = curves_of(self, op, table.FLOAT32)
         of_size = {}
-        for each, curve in curves.items():
+        for each, curve in curves_of(self, op, way).items():
             base = float32.get(each, {})
             ratios = {measured: seconds / base[measured] for measured, seconds in curve.items() if measured in base}
             if ratios:
@@ -238,6 +238,11 @@ class DeviceProfile:
 
     def _repr_html_(self) -> str:
         return table.as_html(self._heading, self.measurements, self.omissions)
+
+
+def curves_of(profile: DeviceProfile, op: str, way: str) -> Mapping[int, Mapping[int, float]]:
+    """Return the seconds of an op in one way, by size and rows, both in ascending order."""
+    return profile._curves.get((op, way), {})
 
 
 def _interpolated(curve: Mapping[int, float], at: int) -> float:

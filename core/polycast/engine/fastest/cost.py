@@ -8,7 +8,7 @@ that grows with its elements.
 import functools
 import math
 
-from ...profiling.device_profile import DeviceProfile
+from ...profiling.device_profile import DeviceProfile, curves_of
 
 FLOAT32 = "float32"
 CAST = "cast"
@@ -42,10 +42,7 @@ def _seconds_to_read(profile: DeviceProfile, op: str, way: str, size: int) -> fl
 def _seconds_in_cache(profile: DeviceProfile, op: str, way: str, rows: int, size: int) -> float | None:
     if op in _OF_WORK:
         return _seconds_of_work(profile, op, way, rows * size)
-    sizes = _sizes(profile, op, way)
-    if not sizes:
-        return None
-    points = [(each, profile.seconds(op, rows, way, each)) for each in sizes]
+    points = [(each, profile.seconds(op, rows, way, each)) for each in curves_of(profile, op, way)]
     known = [(each, seconds) for each, seconds in points if seconds is not None]
     if not known:
         return None
@@ -82,10 +79,9 @@ def _seconds_of_work(profile: DeviceProfile, op: str, way: str, work: int) -> fl
 def _seconds_by_work(profile: DeviceProfile, op: str, way: str) -> tuple[tuple[int, float], ...]:
     """Return multiplications and their seconds, ascending; of equal multiplications, the least seconds."""
     found: dict[int, float] = {}
-    for each in profile.measurements:
-        if (each.op, each.way) == (op, way):
-            work = each.rows * each.size
-            found[work] = min(each.seconds, found.get(work, math.inf))
+    for size, curve in curves_of(profile, op, way).items():
+        for rows, seconds in curve.items():
+            found[rows * size] = min(seconds, found.get(rows * size, math.inf))
     return tuple(sorted(found.items()))
 
 
@@ -105,8 +101,3 @@ def seconds_to_cast_weight(profile: DeviceProfile, way: str, elements: int) -> f
     """
     read = 4 * elements / profile.bandwidth if profile.bandwidth else 0.0
     return 0.0 if elements <= 0 else max(seconds_to_cast(profile, way, elements), read)
-
-
-@functools.lru_cache(maxsize=256)
-def _sizes(profile: DeviceProfile, op: str, way: str) -> tuple[int, ...]:
-    return tuple(sorted({each.size for each in profile.measurements if (each.op, each.way) == (op, way)}))
