@@ -73,7 +73,7 @@ stress: $(VENV)/polycast.stamp
 # nothing needs cleaning. Tests that fork while threads run are left out: the sanitizers do not hold their locks over a
 # fork. So is a test of memory: AddressSanitizer does not return freed memory. setarch turns off address randomization,
 # which ThreadSanitizer does not support.
-SANITIZED ?= tests/engine tests/observe tests/region
+SANITIZED ?= tests/engine tests/observer tests/region
 SANITIZED_OPS ?= $(wildcard tests/backends/test_int*.py) tests/backends/test_few_rows.py
 RACE_STEPS ?= 1000
 preloading = LD_PRELOAD="$$($(CXX) -print-file-name=lib$(1).so) $$($(CXX) -print-file-name=libstdc++.so)"

@@ -37,8 +37,8 @@ class Apart:
     """Whether the minimum times of all rounds count, as suits a single thread, or the median of the ratios."""
     processes: int = 3
     keeps_memory: bool = False
-    """Whether glibc keeps the memory that a process frees. If not, it is chance whether a large tensor gets memory
-    anew, whose pages the system clears: a fifth of the time of a model with a large weight."""
+    """Whether glibc keeps the memory that a process frees. If not, it is chance whether a large tensor gets new
+    memory, whose pages the system clears: a fifth of the time of a model with a large weight."""
 
     def run(self, quick: bool) -> list[Result]:
         """Return the results of all races."""
@@ -49,8 +49,8 @@ class Apart:
             with ExitStack() as stack:
                 players = [stack.enter_context(_Player(self.name, library, self.keeps_memory)) for library in LIBRARIES]
                 race = 0
-                while all(told := [player.ask("next") for player in players]):
-                    plan = _merged(told)
+                while all(proposed := [player.ask("next") for player in players]):
+                    plan = _merged(proposed)
                     if race == len(plans):
                         plans.append(replace(plan, most_seconds=plan.most_seconds / self.processes))
                         taken.append([])

@@ -77,7 +77,7 @@ BOUNDS = {
     ("LLaMA 1.1 B", "int4, weights mapped"): 900.0,
     ("LLaMA 1.1 B", SECOND): 900.0,
 }
-MOST_OF_SECOND = 0.3 * 2**30 / _MB
+MAX_OF_SECOND = 0.3 * 2**30 / _MB
 
 
 def anonymous() -> float:
@@ -109,7 +109,7 @@ def _of_model(name: str) -> list[Result]:
             results.append(Result(f"{name}, {what}", "-", measured, bound, " MB", skipped=why))
         with _running(name, folder, SECOND) as first:
             measured, why = (None, "int4 is not available") if first is None else _measure(name, folder, SECOND)
-            bound = MOST_OF_SECOND if (name, SECOND) in BOUNDS else None
+            bound = MAX_OF_SECOND if (name, SECOND) in BOUNDS else None
             results.append(Result(f"{name}, {SECOND}, second process", "-", measured, bound, " MB", skipped=why))
     return results
 

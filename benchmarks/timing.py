@@ -112,7 +112,7 @@ class Side:
 class LongSide(Side):
     """A side whose statement takes long: it is timed without the two calls that torch's timer makes before.
 
-    One call is made before if the kernels have changed. Regions with recipes then change torch's code and choose anew,
+    One call is made before if the kernels have changed. Regions with recipes then change torch's code and choose again,
     which takes some milliseconds.
     """
 

@@ -277,7 +277,7 @@ def int8_kernels():
 
 @pytest.fixture
 def low_bit_counts():
-    """Return a context manager that counts the ops that recipes compute and decline, on either engine."""
+    """Return a context manager that counts the ops that recipes compute or fall back for, on either engine."""
 
     @contextmanager
     def count():

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import re
 import sys
 from pathlib import Path
 
@@ -200,3 +201,39 @@ def test_no_file_has_more_than_350_lines(folder):
     }
     assert {name: count for name, count in lines.items() if count > 350} == {}
     assert lines
+
+
+HOST_AND_ACCELERATORS = {"cpu", "cuda", "xpu", "mps", "mtia", "maia", "hpu", "ipu", "xla"}
+MAY_NAME_A_DEVICE = {
+    "distributed.py": "the device of a process group without an accelerator",
+    "engine/overlap.py": "a mask is in host memory",
+    "engine/reference/store.py": "host memory may be shared by processes",
+    "observer/rerun.py": "the generator of the host's random numbers",
+    "precision/lockstep.py": "torch's default device is thread-local",
+    "profiling/operands.py": "the numbers are drawn on the host",
+    "region/recording_scaler.py": "the default of torch.amp.GradScaler; values in host memory are read without waiting",
+    "region/unfused.py": "ops that torch fuses on the CPU only",
+    "torch_internals/dispatcher.py": "the fallback for torch's list of devices",
+}
+"""The modules of the core, besides the command and the conformance suite, that name a device, and why."""
+
+
+def test_the_core_names_no_device_but_in_the_listed_modules():
+    found = set()
+    for path in ROOT.rglob("*.py"):
+        name = path.relative_to(ROOT).as_posix()
+        constants = (
+            node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Constant)
+        )
+        if not name.startswith(("cli/", "testing/")) and any(
+            each.value in HOST_AND_ACCELERATORS for each in constants if isinstance(each.value, str)
+        ):
+            found.add(name)
+    assert found == set(MAY_NAME_A_DEVICE)
+
+
+def test_the_engine_in_cpp_names_no_accelerator():
+    accelerators = r"\b(?:k|Autocast|is_)?(?:CUDA|XPU|MPS|MTIA|MAIA|HPU|IPU|XLA|cuda|xpu|mps|mtia|maia)\b"
+    sources = [path for path in ROOT.rglob("*") if path.suffix in (".h", ".cpp")]
+    code = {path: re.sub(r"//.*", "", path.read_text(encoding="utf-8")) for path in sources}
+    assert [path.name for path, text in code.items() if re.search(accelerators, text)] == []

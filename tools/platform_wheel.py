@@ -45,10 +45,10 @@ def oldest_linux(pure_wheel: Path, engines: Path, platform: str) -> str:
         ]
         wheel = write_wheel(pure_wheel, unpacked, Path(folder), platform)
         command = [sys.executable, "-m", "auditwheel", "show", wheel]
-        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    print(told)
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    print(printed)
     # torch's libraries tie the wheel to this machine; what counts is what else it needs.
-    tag = re.search(r'constrains\s+the\s+platform\s+tag\s+to\s+"(\w+)"', told)
+    tag = re.search(r'constrains\s+the\s+platform\s+tag\s+to\s+"(\w+)"', printed)
     return platform if tag is None else tag[1]
 
 

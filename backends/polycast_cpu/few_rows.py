@@ -18,9 +18,9 @@ from typing_extensions import override
 
 from polycast import Availability, LowBitKernel, LowBitMatmul, load_ops
 
-_MOST_ROWS = 8
+_MAX_ROWS = 8
 """The kernels read the weight once for so many rows. For more, torch's are faster."""
-_MANY_ROWS = f"there are more than {_MOST_ROWS} rows"
+_MANY_ROWS = f"there are more than {_MAX_ROWS} rows"
 
 
 class FewRows(LowBitKernel):
@@ -47,7 +47,7 @@ class FewRows(LowBitKernel):
         return "neither the rows nor the columns of the weight are dense"
 
 
-class Product(LowBitMatmul):
+class FewRowsMatmul(LowBitMatmul):
     """The ops that multiply by a weight's cast.
 
     Args:
@@ -68,7 +68,7 @@ class Product(LowBitMatmul):
     @override
     def unsupported_reason(self, x: torch.Tensor, size: Sequence[int], bias: torch.Tensor | None) -> str | None:
         # Neither Size.numel() nor a text with the number: compiled code would be for this number of rows only.
-        return None if math.prod(x.shape[:-1]) <= _MOST_ROWS else _MANY_ROWS
+        return None if math.prod(x.shape[:-1]) <= _MAX_ROWS else _MANY_ROWS
 
     @override
     def kernels(self) -> Mapping[str, LowBitKernel]:
@@ -85,4 +85,4 @@ def few_rows_availability() -> Availability:
 
 def few_rows_kernels() -> Mapping[str, LowBitKernel]:
     """Return the kernels by op; none if they are not available."""
-    return Product().kernels() if few_rows_availability() else {}
+    return FewRowsMatmul().kernels() if few_rows_availability() else {}

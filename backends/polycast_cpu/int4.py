@@ -21,13 +21,10 @@ from typing_extensions import override
 
 from polycast import LowBitKernel, LowBitMatmul
 
-from .int8 import int8_availability
-
-_MOST_TERMS = 65536
-"""Longer sums of products of bytes may overflow 32 bits."""
+from .int8 import MAX_TERMS, int8_availability
 
 
-class Product(LowBitMatmul):
+class Int4Matmul(LowBitMatmul):
     """The product of activations and a weight in groups of so many terms, a multiple of 16."""
 
     equalizes = True
@@ -45,8 +42,8 @@ class Product(LowBitMatmul):
 
     @override
     def unsupported_reason(self, x: torch.Tensor, size: Sequence[int], bias: torch.Tensor | None) -> str | None:
-        if size[1] > _MOST_TERMS:
-            return f"its sums have more than {_MOST_TERMS} terms, which may not fit 32 bits"
+        if size[1] > MAX_TERMS:
+            return f"its sums have more than {MAX_TERMS} terms, which may not fit 32 bits"
         return None
 
     @override
@@ -64,4 +61,4 @@ class Product(LowBitMatmul):
 
 def int4_kernels(group_size: int) -> Mapping[str, LowBitKernel]:
     """Return the kernels of ``Int4(group_size)`` by op; none if they are not available."""
-    return Product(group_size).kernels() if int8_availability() else {}
+    return Int4Matmul(group_size).kernels() if int8_availability() else {}

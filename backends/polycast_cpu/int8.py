@@ -18,18 +18,18 @@ from typing_extensions import override
 
 from polycast import Availability, LowBitKernel, LowBitMatmul, load_ops
 
-_MOST_TERMS = 65536
+MAX_TERMS = 65536
 """Longer sums of products of unsigned and signed bytes may overflow 32 bits."""
 
-_MOST_PADDED = 64
+_MAX_PADDED = 64
 """Images are not padded in memory to more than so many times their size."""
 
-_LEAST_GROUP = 48
+_MIN_GROUP = 48
 """Narrower groups of a convolution, such as single channels, are not faster in int8."""
 
 _NO_FIT = "the sizes do not fit"
-_NARROW = f"its groups have fewer than {_LEAST_GROUP} channels"
-_LONG_SUMS = f"its sums have more than {_MOST_TERMS} terms, which may not fit 32 bits"
+_NARROW = f"its groups have fewer than {_MIN_GROUP} channels"
+_LONG_SUMS = f"its sums have more than {MAX_TERMS} terms, which may not fit 32 bits"
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def int8_availability() -> Availability:
     return loaded if not loaded or torch.ops.polycast_cpu.best_isa() > 0 else too_slow
 
 
-class Product(LowBitMatmul):
+class Int8Matmul(LowBitMatmul):
     """The product of activations and a weight, with a scale for each row of the activations or one for all.
 
     Args:
@@ -69,7 +69,7 @@ class Product(LowBitMatmul):
 
     @override
     def unsupported_reason(self, x: torch.Tensor, size: Sequence[int], bias: torch.Tensor | None) -> str | None:
-        return _LONG_SUMS if size[1] > _MOST_TERMS else None
+        return _LONG_SUMS if size[1] > MAX_TERMS else None
 
     @override
     def prepack(self, weight: torch.Tensor, factors: torch.Tensor | None = None) -> tuple[torch.Tensor, ...] | None:
@@ -100,7 +100,7 @@ class Conv2d(LowBitKernel):
             return _NO_FIT
         if x.shape[-axes - 1] != weight.shape[1] * groups or weight.shape[0] % groups != 0:
             return _NO_FIT
-        if groups > 1 and min(weight.shape[0] // groups, weight.shape[1]) < _LEAST_GROUP:
+        if groups > 1 and min(weight.shape[0] // groups, weight.shape[1]) < _MIN_GROUP:
             return _NARROW
         if bias is not None and bias.shape != weight.shape[:1]:
             return "the bias is not a vector of the output channels"
@@ -108,13 +108,13 @@ class Conv2d(LowBitKernel):
             return "the weight has no elements"
         if 0 in x.shape:
             return "the images have no elements"
-        if weight.shape[1:].numel() > _MOST_TERMS:
+        if weight.shape[1:].numel() > MAX_TERMS:
             return _LONG_SUMS
         given, size = _steps(weight, *steps), x.shape[-axes:]
         if given is None or not all(map(_fits, size, weight.shape[2:], *given)):
             return _NO_FIT
         padded = math.prod(each + sum(padding) for each, padding in zip(size, given[1], strict=True))
-        if padded > _MOST_PADDED * size.numel() + 2**16:  # the kernel writes the padded image
+        if padded > _MAX_PADDED * size.numel() + 2**16:  # the kernel writes the padded image
             return "the padding is much larger than the images"
         return None
 
@@ -169,7 +169,7 @@ def int8_kernels(scales: str) -> Mapping[str, LowBitKernel]:
         return {}
     by_row = scales == "row"
     return {
-        **Product(by_row).kernels(),
+        **Int8Matmul(by_row).kernels(),
         "aten::conv1d": Conv1d(by_row),
         "aten::conv1d.padding": Conv1d(by_row, overload="padding"),
         "aten::conv2d": Conv2d(by_row),

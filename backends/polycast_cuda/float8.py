@@ -55,7 +55,7 @@ def _capabilities() -> list[tuple[int, int]]:
     return [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
 
 
-class Product(LowBitMatmul):
+class Float8Matmul(LowBitMatmul):
     """The product of activations and a weight, with scales for the rows of both or one for each tensor."""
 
     def __init__(self, by_row: bool) -> None:
@@ -100,4 +100,4 @@ class Product(LowBitMatmul):
 @functools.cache
 def float8_kernels(scales: str) -> Mapping[str, LowBitKernel]:
     """Return the kernels of ``Float8(scales)`` by op."""
-    return Product(scales == "row").kernels()
+    return Float8Matmul(scales == "row").kernels()

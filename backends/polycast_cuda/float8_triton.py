@@ -6,7 +6,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from .float8_numbers import FLOAT8, LARGEST, SMALLEST
 
-_MOST_AT_ONCE = 4096
+_MAX_AT_ONCE = 4096
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -49,7 +49,7 @@ def cast_rows(matrix: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.T
     rows, columns = matrix.shape
     values = torch.empty((rows, columns), dtype=FLOAT8, device=matrix.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=matrix.device)
-    at_once = min(triton.next_power_of_2(columns), _MOST_AT_ONCE)
+    at_once = min(triton.next_power_of_2(columns), _MAX_AT_ONCE)
     common = (columns, matrix.stride(0), SMALLEST, LARGEST)
     if by_row:
         _rows[rows,](matrix, values, scales, *common, FINDS=True, CASTS=True, AT_ONCE=at_once)

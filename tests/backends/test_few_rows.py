@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import polycast
 from polycast.testing.low_bit import run_prepared
-from polycast_cpu.few_rows import Product, few_rows_availability
+from polycast_cpu.few_rows import FewRowsMatmul, few_rows_availability
 
 AVAILABLE = few_rows_availability()
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no kernels here: {AVAILABLE.reason}")
@@ -35,7 +35,7 @@ def in_order(request):
 
 def linear(simd, x, weight, bias=None, dtype=torch.bfloat16, of_weight=None):
     """Compute F.linear by the kernel, with the weight cast to a dtype, by default that of the result."""
-    kernel = Product(simd).kernels()["aten::linear"]
+    kernel = FewRowsMatmul(simd).kernels()["aten::linear"]
     assert kernel.unsupported_reason(x, weight, bias) is None
     return run_prepared(kernel, (weight.to(of_weight or dtype),), x, weight, bias, dtype=dtype)
 
@@ -137,7 +137,7 @@ def test_activations_have_any_strides_and_dtype(simd, strides, dtype):
 def test_activations_have_any_number_of_dimensions(simd, in_order, shape):
     x, weight = torch.randn(shape), in_order(torch.randn(33, 70))
     actual = linear(simd, x, weight)
-    matmul = Product(simd).kernels()["aten::matmul"]
+    matmul = FewRowsMatmul(simd).kernels()["aten::matmul"]
     cast = (weight.t().bfloat16(),)
     assert torch.equal(run_prepared(matmul, cast, x, weight.t(), dtype=torch.bfloat16), actual)
     assert actual.shape == (*shape[:-1], 33)
@@ -166,7 +166,7 @@ def test_addmm_applies_beta_and_alpha_before_it_rounds(simd, in_order, bias, bet
     torch.manual_seed(0)
     x, weight, added = torch.randn(5, 70), in_order(torch.randn(33, 70)), torch.randn(bias)
     args = (added if beta else added * NAN, x, weight.t(), beta, alpha)
-    kernel = Product(simd).kernels()["aten::addmm"]
+    kernel = FewRowsMatmul(simd).kernels()["aten::addmm"]
     assert kernel.unsupported_reason(*args) is None
     actual = run_prepared(kernel, (weight.t().bfloat16(),), *args, dtype=torch.bfloat16)
     expected = beta * added.double() + alpha * exact(x, weight)[0]
@@ -186,7 +186,7 @@ def test_the_number_of_threads_makes_no_difference(simd, in_order, threads, colu
 
 
 def test_the_best_instruction_set_is_used_by_default():
-    assert Product().constants == (torch.ops.polycast_cpu.best_simd(),)
+    assert FewRowsMatmul().constants == (torch.ops.polycast_cpu.best_simd(),)
 
 
 X, WEIGHT, BIAS = torch.randn(5, 70), torch.randn(33, 70), torch.randn(33)
@@ -200,13 +200,13 @@ CALLS = {
 
 @pytest.mark.parametrize("op", CALLS)
 def test_an_operator_is_as_its_fake_one(op):
-    kernel, args = Product().kernels()[f"aten::{op}"], CALLS[op]
+    kernel, args = FewRowsMatmul().kernels()[f"aten::{op}"], CALLS[op]
     given = (*args, args[kernel.weight].bfloat16(), torch.bfloat16, *kernel.constants)
     torch.library.opcheck(kernel.operator, given, test_utils=("test_schema", "test_faketensor"))
 
 
 def test_a_kernel_multiplies_the_cast_and_prepacks_nothing():
-    assert all(kernel.uses_cast for kernel in Product().kernels().values())
+    assert all(kernel.uses_cast for kernel in FewRowsMatmul().kernels().values())
     assert not polycast.LowBitKernel.uses_cast
 
 
@@ -224,7 +224,7 @@ def test_a_kernel_multiplies_the_cast_and_prepacks_nothing():
     ],
 )
 def test_what_is_not_supported_has_a_reason(reason, args):
-    assert Product().kernels()["aten::linear"].unsupported_reason(*args) == reason
+    assert FewRowsMatmul().kernels()["aten::linear"].unsupported_reason(*args) == reason
 
 
 @pytest.mark.parametrize(

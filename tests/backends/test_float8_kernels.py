@@ -7,10 +7,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import polycast
-from polycast.testing.low_bit import assert_within, float8_product, run_kernel
+from polycast.testing.low_bit import assert_within
 from polycast_cuda import float8
-from polycast_cuda.float8 import Product, float8_availability, float8_on
+from polycast_cuda.float8 import Float8Matmul, float8_availability, float8_on
 from polycast_cuda.float8_cast import cast_with_aten
+
+from .low_bit_calls import float8_product, run_kernel
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = torch.float8_e4m3fn
@@ -19,7 +21,7 @@ INF, NAN = torch.inf, torch.nan
 
 def kernel_of(op):
     """Return a function that makes a product and returns its kernel of an op."""
-    return lambda *how: Product(*how).kernels()[f"aten::{op}"]
+    return lambda *how: Float8Matmul(*how).kernels()[f"aten::{op}"]
 
 
 linear, matmul, mm, addmm = map(kernel_of, ("linear", "matmul", "mm", "addmm"))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import polycast
 from polycast.testing.low_bit import run_prepared
-from polycast_cpu.int4 import Product
+from polycast_cpu.int4 import Int4Matmul
 
 from . import int4_reference as reference
 
@@ -21,7 +21,7 @@ INF, NAN = torch.inf, torch.nan
 
 
 def kernel_of(op, group_size=32, isa=None):
-    return Product(group_size, isa).kernels()[f"aten::{op}"]
+    return Int4Matmul(group_size, isa).kernels()[f"aten::{op}"]
 
 
 def linear(isa, x, weight, bias=None, group_size=32, dtype=torch.float32):
@@ -167,13 +167,13 @@ def test_the_number_of_threads_makes_no_difference(isa, rows, threads):
 
 
 @pytest.mark.parametrize("group_size", [16, 32, 64, 128])
-def test_a_packing_takes_little_more_than_half_a_byte_for_each_element(group_size):
+def test_a_prepacked_weight_takes_little_more_than_half_a_byte_for_each_element(group_size):
     values, factors = kernel_of("linear", group_size).prepack(torch.randn(256, 2048))
     assert values.nbytes * 8 / (256 * 2048) == 4 + 8 / group_size + 16 / 256
     assert factors.numel() == 0
 
 
-def test_packings_of_each_layout_and_group_size_have_keys_of_their_own():
+def test_prepacked_weights_of_each_layout_and_group_size_have_keys_of_their_own():
     keys = {op: kernel_of(op).prepack_key for op in ("linear", "matmul", "mm", "addmm")}
     assert keys["matmul"] == keys["mm"] == keys["addmm"] != keys["linear"]
     assert kernel_of("linear", 64).prepack_key != keys["linear"]
@@ -277,7 +277,7 @@ def test_an_operator_is_as_its_fake_one(op):
 @pytest.mark.parametrize(
     ("x", "weight", "group_size"), [(X[:, 1:7], WEIGHT, 32), (X, WEIGHT[:64], 32), (X, WEIGHT, 64)]
 )
-def test_an_operator_rejects_a_packing_that_does_not_fit(x, weight, group_size):
+def test_an_operator_rejects_a_prepacked_weight_that_does_not_fit(x, weight, group_size):
     packed = kernel_of("linear").prepack(WEIGHT)
     with pytest.raises(RuntimeError, match="the packed weight is not one of"):
         torch.ops.polycast_cpu.int4_linear(x, weight, None, *packed, torch.bfloat16, group_size, 0)

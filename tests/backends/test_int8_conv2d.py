@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 
 import polycast
-from polycast.testing.low_bit import assert_within, int8_product, run_kernel
+from polycast.testing.low_bit import assert_within
 from polycast_cpu.int8 import Conv2d
+
+from .low_bit_calls import int8_product, run_kernel
 
 AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")

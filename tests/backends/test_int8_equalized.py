@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import polycast
-from polycast.testing.low_bit import assert_within, int8_product, run_prepared
-from polycast_cpu.int8 import Product
+from polycast.testing.low_bit import assert_within, run_prepared
+from polycast_cpu.int8 import Int8Matmul
+
+from .low_bit_calls import int8_product
 
 AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
@@ -21,7 +23,7 @@ def new_factors(terms):
 
 
 def run(op, by_row, isa, args, factors=None, dtype=torch.float32):
-    kernel = Product(by_row, isa).kernels()[f"aten::{op}"]
+    kernel = Int8Matmul(by_row, isa).kernels()[f"aten::{op}"]
     given = () if factors is None else (factors,)
     return run_prepared(kernel, kernel.prepack(args[kernel.weight], *given), *args, dtype=dtype)
 
@@ -82,7 +84,7 @@ def test_inf_and_nan_change_their_own_rows_only(isa, by_row, value):
 
 
 def test_a_weight_that_overflows_by_its_factors_is_not_prepacked(isa):
-    kernel = Product(True, isa).kernels()["aten::linear"]
+    kernel = Int8Matmul(True, isa).kernels()["aten::linear"]
     assert kernel.prepack(torch.full((4, 8), 2.0**90), torch.full((8,), 2.0**20)) is None
 
 
@@ -90,13 +92,13 @@ def test_a_weight_that_overflows_by_its_factors_is_not_prepacked(isa):
     "factors", [torch.ones(7), torch.ones(8, dtype=torch.float64), torch.ones(1, 8)], ids=["size", "dtype", "matrix"]
 )
 def test_wrong_factors_are_refused(factors):
-    kernel = Product(True).kernels()["aten::linear"]
+    kernel = Int8Matmul(True).kernels()["aten::linear"]
     with pytest.raises(RuntimeError, match="expected a float32 factor for each of 8 terms, got"):
         kernel.prepack(torch.randn(4, 8), factors)
 
 
 def test_an_operator_refuses_another_number_of_factors():
-    kernel = Product(True).kernels()["aten::linear"]
+    kernel = Int8Matmul(True).kernels()["aten::linear"]
     x, weight = torch.randn(2, 8), torch.randn(4, 8)
     *packed, _ = kernel.prepack(weight)
     with pytest.raises(RuntimeError, match="the activations have 8 terms, and there are 7 factors"):
@@ -110,7 +112,7 @@ def test_an_operator_with_factors_is_as_its_fake_one(op):
         "linear": (x, weight, torch.randn(70)),
         "addmm": (torch.randn(70), x, weight.t(), 0.5, 2),
     }.get(op, (x, weight.t()))
-    kernel = Product(True).kernels()[f"aten::{op}"]
+    kernel = Int8Matmul(True).kernels()[f"aten::{op}"]
     packed = kernel.prepack(args[kernel.weight], new_factors(130))
     given = (*args, *packed, torch.bfloat16, *kernel.constants)
     torch.library.opcheck(kernel.operator, given, test_utils=("test_schema", "test_faketensor"))

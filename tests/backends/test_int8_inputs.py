@@ -5,8 +5,10 @@ import torch
 import torch.nn.functional as F
 
 import polycast
-from polycast.testing.low_bit import assert_within, int8_product, run_kernel
-from polycast_cpu.int8 import Product
+from polycast.testing.low_bit import assert_within
+from polycast_cpu.int8 import Int8Matmul
+
+from .low_bit_calls import int8_product, run_kernel
 
 AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
@@ -16,7 +18,7 @@ INF, NAN = torch.inf, torch.nan
 
 def kernel_of(op):
     """Return a function that makes a product and returns its kernel of an op."""
-    return lambda *how: Product(*how).kernels()[f"aten::{op}"]
+    return lambda *how: Int8Matmul(*how).kernels()[f"aten::{op}"]
 
 
 linear, mm, addmm = map(kernel_of, ("linear", "mm", "addmm"))
@@ -138,7 +140,7 @@ def test_sums_that_may_not_fit_are_declined():
     )
 
 
-def test_a_packing_can_be_made_and_used_in_every_mode_of_autograd():
+def test_a_prepacked_weight_can_be_made_and_used_in_every_mode_of_autograd():
     x, weight = matrices(5)
     kernel = linear(True)
     with torch.inference_mode():

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import polycast
-from polycast.testing.low_bit import assert_within, int8_product, run_kernel
-from polycast_cpu.int8 import Product
+from polycast.testing.low_bit import assert_within
+from polycast_cpu.int8 import Int8Matmul
+
+from .low_bit_calls import int8_product, run_kernel
 
 AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
@@ -19,7 +21,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 def kernel_of(op):
     """Return a function that makes a product and returns its kernel of an op."""
-    return lambda *how: Product(*how).kernels()[f"aten::{op}"]
+    return lambda *how: Int8Matmul(*how).kernels()[f"aten::{op}"]
 
 
 linear, matmul, mm, addmm = map(kernel_of, ("linear", "matmul", "mm", "addmm"))
@@ -130,13 +132,13 @@ def test_mm_addmm_and_matmul_share_what_a_weight_is_packed_into():
     assert mm(True).prepack_key == addmm(True).prepack_key == matmul(True).prepack_key != linear(True).prepack_key
 
 
-def test_a_packing_serves_every_set_of_instructions(isa):
+def test_a_prepacked_weight_serves_every_set_of_instructions(isa):
     weight = torch.randn(70, 130)
     for packed, own in zip(linear(True, 0).prepack(weight), linear(True, isa).prepack(weight), strict=True):
         assert torch.equal(packed, own)
 
 
-def test_a_packing_takes_a_byte_for_each_element():
+def test_a_prepacked_weight_takes_a_byte_for_each_element():
     values, *others = linear(True).prepack(torch.randn(128, 192))
     assert values.nbytes == 128 * 192
     assert sum(other.nbytes for other in others) == 8 * 128

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import polycast
-from polycast_cpu.int8 import Conv1d, Conv2d, Product
+from polycast_cpu.int8 import Conv1d, Conv2d, Int8Matmul
 
 AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
@@ -36,7 +36,7 @@ def call(name, dtype=torch.bfloat16):
         convolution = Conv1d if op.startswith("conv1d") else Conv2d
         kernel = convolution(True, overload="padding" if op.endswith("padding") else "default")
     else:
-        kernel = Product(True).kernels()[f"aten::{op}"]
+        kernel = Int8Matmul(True).kernels()[f"aten::{op}"]
     packed = kernel.prepack(args[kernel.weight])
     return kernel.operator, (*args, *packed, dtype, *kernel.constants)
 

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import polycast
-from polycast.testing.low_bit import run_kernel
-from polycast_cpu.int8 import Product
+from polycast_cpu.int8 import Int8Matmul
+
+from .low_bit_calls import run_kernel
 
 AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = pytest.mark.skipif(not AVAILABLE, reason=f"no int8 here: {AVAILABLE.reason}")
@@ -106,7 +107,7 @@ def test_random_products_have_the_bits_of_the_definition(isa, threads, part):
             continue
         bias = torch.randn(columns).to(pick.choice(FLOATS)) if pick.random() < 0.5 else None
         by_row = pick.random() < 0.7
-        actual = run_kernel(Product(by_row, isa).kernels()["aten::linear"], x, weight, bias, dtype=wanted)
+        actual = run_kernel(Int8Matmul(by_row, isa).kernels()["aten::linear"], x, weight, bias, dtype=wanted)
         expected = product(x, weight, bias, wanted, by_row)
         assert torch.equal(actual.isnan(), expected.isnan())
         assert torch.equal(actual.nan_to_num(1e4), expected.nan_to_num(1e4))
@@ -115,10 +116,10 @@ def test_random_products_have_the_bits_of_the_definition(isa, threads, part):
 def test_sums_of_the_largest_levels_do_not_saturate(isa):
     for sign in (1, -1):
         x, weight = torch.full((5, 4096), 2.0), torch.full((65, 4096), 3.0 * sign)
-        actual = run_kernel(Product(True, isa).kernels()["aten::linear"], x, weight, None)
+        actual = run_kernel(Int8Matmul(True, isa).kernels()["aten::linear"], x, weight, None)
         assert torch.equal(actual, product(x, weight, None, torch.float32, True))
         x[:, ::2] *= -1
-        actual = run_kernel(Product(True, isa).kernels()["aten::linear"], x, weight, None)
+        actual = run_kernel(Int8Matmul(True, isa).kernels()["aten::linear"], x, weight, None)
         assert torch.equal(actual, torch.zeros(5, 65))
 
 

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 import polycast
 from polycast.cli import app, demo
-from polycast.cli.demo.checks import Result, problems
+from polycast.cli.demo.checks import DemoResult, problems
 from polycast.cli.demo.report import conclusion
 from polycast.cli.demo.timing import Timing
-from polycast.cli.demo.training import FLOAT32, INT8, MODES, TORCH, Run
+from polycast.cli.demo.training import FLOAT32, INT8, MODES, TORCH, DemoRun
 from polycast.observer.facts import Facts
 from polycast.observer.records import LowBit
 from polycast.plugins.registry import registry
@@ -22,13 +22,13 @@ from polycast.plugins.registry import registry
 pytest.importorskip("sklearn", reason="the demo's digits are scikit-learn's")
 
 AUTOCAST_DTYPES = {"conv1": "bfloat16", "loss": "float32"}
-GOOD = Result(
+GOOD = DemoResult(
     "cpu",
     torch.bfloat16,
     {
-        "float32": Run("float32", 0.98, 0.021, {"conv1": "float32", "loss": "float32"}),
-        "torch.autocast": Run("torch.autocast", 0.97, 0.02, AUTOCAST_DTYPES),
-        "polycast.autocast": Run("polycast.autocast", 0.97, 0.02, AUTOCAST_DTYPES),
+        "float32": DemoRun("float32", 0.98, 0.021, {"conv1": "float32", "loss": "float32"}),
+        "torch.autocast": DemoRun("torch.autocast", 0.97, 0.02, AUTOCAST_DTYPES),
+        "polycast.autocast": DemoRun("polycast.autocast", 0.97, 0.02, AUTOCAST_DTYPES),
     },
     Timing(({"float32": 0.1, "torch.autocast": 0.2, "polycast.autocast": 0.15},)),
     polycast.Observation(Facts()),

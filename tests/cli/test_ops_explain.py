@@ -29,17 +29,17 @@ def test_each_overload_that_a_name_means_is_explained():
 def test_an_op_is_explained_under_a_policy_file(tmp_path):
     path = tmp_path / "policy.toml"
     Policy({"mm": "fp32"}, name="careful").save(path)
-    told = json.loads(call("ops", "cpu", "--explain", "mm.default", "--policy", str(path), "--json").stdout)
-    assert (told["policy"], told["rule"], told["rule_name"]) == ("fp32", "region's policy", "careful")
+    explained = json.loads(call("ops", "cpu", "--explain", "mm.default", "--policy", str(path), "--json").stdout)
+    assert (explained["policy"], explained["rule"], explained["rule_name"]) == ("fp32", "region's policy", "careful")
 
 
 def test_an_op_is_explained_in_a_region_with_a_recipe():
-    told = [
+    explained = [
         json.loads(call("ops", "xpu", "--explain", op, "--recipe", "int8:tensor", "--json").stdout)
         for op in ("linear", "exp")
     ]
-    assert [each["recipe"] for each in told] == ["int8:tensor", ""]
-    assert told[0]["declined"] == "the backend for xpu has no kernels for int8"
+    assert [each["recipe"] for each in explained] == ["int8:tensor", ""]
+    assert explained[0]["declined"] == "the backend for xpu has no kernels for int8"
 
 
 @pytest.mark.parametrize(

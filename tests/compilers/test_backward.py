@@ -84,6 +84,6 @@ def test_a_torch_whose_backward_cannot_be_configured_is_told(monkeypatch):
 
     polycast.uninstall()
     monkeypatch.delattr("torch._functorch._aot_autograd.graph_capture.create_joint")
-    told = r"does not support the internals of this torch .*create_joint.* gradients of ops that policies keep"
-    with pytest.warns(UserWarning, match=told), polycast.autocast("cpu", policy={"mm": "fp32"}):
+    text = r"does not support the internals of this torch .*create_joint.* gradients of ops that policies keep"
+    with pytest.warns(UserWarning, match=text), polycast.autocast("cpu", policy={"mm": "fp32"}):
         pass

@@ -144,7 +144,7 @@ def test_a_rule_for_a_module_may_be_the_recipe(model, monkeypatch, slow, tmp_pat
 
 
 class Kernel(polycast.LowBitKernel):
-    """A linear for the fast dtype, which adds one so that its results are told apart."""
+    """A linear for the fast dtype, which adds one so that its results can be recognized."""
 
     uses_cast = True
 

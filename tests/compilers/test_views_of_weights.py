@@ -137,7 +137,7 @@ PRODUCTS = {
 @BACKENDS
 @pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_recipes_compute_by_the_packings_of_eager_code(backend, name, dynamic, int8_kernels):
+def test_recipes_compute_by_the_prepacked_weights_of_eager_code(backend, name, dynamic, int8_kernels):
     op, product = PRODUCTS[name]
     w = new_weight()
     call = torch.compile(lambda x: product(w, x), backend=backend, fullgraph=True, dynamic=dynamic)

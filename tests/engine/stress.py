@@ -61,12 +61,12 @@ class Contended:
         self.lock = threading.Lock()
         self.begun = self.ended = 0
         self.weight, self.value = None, 0.0
-        self.write(1.0, anew=True)
+        self.write(1.0, replaces=True)
 
-    def write(self, value, anew, unversioned=False):
+    def write(self, value, replaces, unversioned=False):
         with self.lock, torch.no_grad():
             self.begun += 1
-            if anew:
+            if replaces:
                 self.weight = torch.nn.Parameter(torch.full((4, 4), value), requires_grad=False)
             else:
                 (self.weight.data if unversioned else self.weight).fill_(value)
@@ -167,7 +167,7 @@ class Thread:
         contended.use(self.random.choice(PRODUCTS))
         if self.random.random() < 0.2:
             how = self.random.random()
-            contended.write(float(self.random.randrange(16)), anew=how < 0.3, unversioned=how > 0.6)
+            contended.write(float(self.random.randrange(16)), replaces=how < 0.3, unversioned=how > 0.6)
 
     def change(self):
         position = self.random.randrange(len(self.weights))

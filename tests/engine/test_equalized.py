@@ -17,7 +17,7 @@ import polycast
 from polycast import Int8
 from polycast.engine.low_bit import slower
 from polycast.testing.low_bit import run_prepared
-from polycast_cpu.int8 import Product
+from polycast_cpu.int8 import Int8Matmul
 
 AVAILABLE = polycast.get_backend("cpu").recipe_availability(polycast.Int8())
 pytestmark = [
@@ -101,7 +101,7 @@ def expected(model, x, e=None):
     """Return the outputs by the kernels, called with the factors."""
     results = []
     for op, args in model.calls(x):
-        kernel = Product(True).kernels()[f"aten::{op}"]
+        kernel = Int8Matmul(True).kernels()[f"aten::{op}"]
         weight = args[kernel.weight].detach()
         factors = None if e is None else e.factors(weight if op == "linear" else weight.t())
         packed = kernel.prepack(weight) if factors is None else kernel.prepack(weight, factors)

@@ -10,7 +10,7 @@ from torch import nn
 
 import polycast
 from polycast import Fastest, WeightCache, autocast
-from polycast.engine.fastest.choice import Conversions, Way, bucket, choose
+from polycast.engine.fastest.choose_way import Conversions, Way, bucket, choose
 from polycast.engine.fastest.products import Product
 from polycast.policy import recipe_arguments
 
@@ -91,7 +91,7 @@ def test_float32_casts_and_caches_no_weight(slow):
 
 
 class Kernel(polycast.LowBitKernel):
-    """A linear for the fast dtype, which adds one so that its results are told apart."""
+    """A linear for the fast dtype, which adds one so that its results can be recognized."""
 
     uses_cast = True
     takes_float32 = True
@@ -110,7 +110,7 @@ class Kernel(polycast.LowBitKernel):
 
 @pytest.fixture
 def kernel():
-    """Have the CPU served by a backend with a kernel of its own, and return that."""
+    """Register a backend for the CPU with a kernel, and return the kernel."""
     made, backend = Kernel(), copy.copy(polycast.get_backend("cpu"))
     vars(backend).update(low_bit_kernels=lambda recipe: {"aten::linear": made} if recipe.kind == "fastest" else {})
     polycast.register_backend(backend)
@@ -238,16 +238,16 @@ def test_a_changed_weight_is_used_at_once(slow):
 def test_explain_shows_the_way_and_why(slow, quick, kernel, profile_of):
     layer = nn.Linear(32, 32)
     with autocast("cpu", recipe=slow):
-        told = polycast.explain("linear", "cpu", X, layer.weight, layer.bias)
-        assert (told.recipe, told.way, told.declined) == ("fastest", "float32", None)
-        assert "computes it in float32: float32 takes 0.1" in str(told)
-        told = polycast.explain("linear", "cpu", X.bfloat16(), layer.weight, layer.bias)
-        assert [argument.is_cast for argument in told.arguments] == [True, False, False]
+        explained = polycast.explain("linear", "cpu", X, layer.weight, layer.bias)
+        assert (explained.recipe, explained.way, explained.declined) == ("fastest", "float32", None)
+        assert "computes it in float32: float32 takes 0.1" in str(explained)
+        explained = polycast.explain("linear", "cpu", X.bfloat16(), layer.weight, layer.bias)
+        assert [argument.is_cast for argument in explained.arguments] == [True, False, False]
         assert polycast.explain("linear", "cpu").way == ""
-        told = polycast.explain("linear", "cpu", X, layer.weight, recipe=quick)
-        assert (told.way, [each.seen for each in told.arguments]) == ("bfloat16", [torch.bfloat16] * 2)
-        assert "no other way takes less than 0.92 of bfloat16's time (float32" in told.reason
-        told = polycast.explain(
+        explained = polycast.explain("linear", "cpu", X, layer.weight, recipe=quick)
+        assert (explained.way, [each.seen for each in explained.arguments]) == ("bfloat16", [torch.bfloat16] * 2)
+        assert "no other way takes less than 0.92 of bfloat16's time (float32" in explained.reason
+        explained = polycast.explain(
             "linear",
             "cpu",
             X[:4],
@@ -255,7 +255,7 @@ def test_explain_shows_the_way_and_why(slow, quick, kernel, profile_of):
             None,
             recipe=Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=3.0, bfloat16_kernel=0.01)),
         )
-        assert told.way == "bfloat16 kernel"
+        assert explained.way == "bfloat16 kernel"
 
 
 def test_observe_has_the_share_of_each_way(engine, profile_of):

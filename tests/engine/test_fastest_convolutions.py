@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polycast import DeviceProfile
-from polycast.engine.fastest.choice import Conversions, Way, choose
+from polycast.engine.fastest.choose_way import Conversions, Way, choose
 from polycast.engine.fastest.cost import seconds_of
 from polycast.engine.fastest.products import product_of
 from polycast.profiling.measurement import Measurement

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from polycast import Fastest, autocast
-from polycast.engine.fastest.choice import Way
+from polycast.engine.fastest import fastest_plan
+from polycast.engine.fastest.choose_way import Way
 from polycast.engine.fastest.training import Ways
-from polycast.engine.low_bit import fastest
 
 pytestmark = pytest.mark.usefixtures("engine")
 FAST, FLOAT32 = Way.FAST, Way.FLOAT32
@@ -63,7 +63,7 @@ def test_gradients_are_those_of_the_products_in_each_way(
     if op == "conv2d" and of_first is FAST and "AVX512" not in torch.backends.cpu.get_cpu_capability():
         pytest.skip("torch rounds sums in the gradients of bfloat16 convolutions on this processor")
     function, *shapes = OPS[op]
-    monkeypatch.setattr(fastest, "choose_recorded", lambda *_: Ways(forward, of_first, of_second, "for a test"))
+    monkeypatch.setattr(fastest_plan, "choose_recorded", lambda *_: Ways(forward, of_first, of_second, "for a test"))
     torch.manual_seed(0)
     x, weight = (torch.randn(shape, requires_grad=True) for shape in shapes)
     weight = nn.Parameter(weight.detach()) if is_weight else weight

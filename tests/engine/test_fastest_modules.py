@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from polycast import Fastest, autocast
-from polycast.engine.low_bit import fastest
-from polycast.engine.low_bit.fastest import FastestPlan
+from polycast.engine.fastest import fastest_plan
+from polycast.engine.fastest.fastest_plan import FastestPlan
 from polycast.profiling.measurement import Omission
 from polycast.torch_internals.names import onednn_supports
 
@@ -141,7 +141,7 @@ def without_kernel(request, monkeypatch):
         if not torch.backends.mkldnn.is_available() or onednn_supports(torch.float16):
             pytest.skip("oneDNN has float16 here, or torch has no oneDNN")
         return torch.float16
-    monkeypatch.setattr(fastest, "onednn_supports", lambda dtype: False)
+    monkeypatch.setattr(fastest_plan, "onednn_supports", lambda dtype: False)
     return torch.bfloat16
 
 

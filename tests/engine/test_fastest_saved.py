@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from polycast import Fastest, autocast
-from polycast.engine.fastest.choice import Way
+from polycast.engine.fastest import fastest_plan
+from polycast.engine.fastest.choose_way import Way
 from polycast.engine.fastest.training import Ways
-from polycast.engine.low_bit import fastest
 
 pytestmark = pytest.mark.usefixtures("engine")
 FAST, FLOAT32 = Way.FAST, Way.FLOAT32
@@ -58,6 +58,6 @@ def test_no_more_is_saved_than_in_a_plain_region(op, ways, dtype, profile_of, mo
     weight = nn.Parameter(torch.randn(shapes[1]))
     plain = saved_bytes(function, x, weight, autocast("cpu"))
     if ways is not None:
-        monkeypatch.setattr(fastest, "choose_recorded", lambda *_: Ways(*ways, "for a test"))
+        monkeypatch.setattr(fastest_plan, "choose_recorded", lambda *_: Ways(*ways, "for a test"))
     recipe = Fastest(profile_of(overhead=1e-15, cast=1e-15, bfloat16=1e9))
     assert saved_bytes(function, x, weight, autocast("cpu", recipe=recipe)) <= plain

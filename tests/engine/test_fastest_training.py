@@ -8,9 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 import polycast
 from polycast import Fastest, WeightCache, autocast
-from polycast.engine.fastest.choice import Way
+from polycast.engine.fastest import fastest_plan
+from polycast.engine.fastest.choose_way import Way
 from polycast.engine.fastest.training import Ways
-from polycast.engine.low_bit import fastest
 
 pytestmark = pytest.mark.usefixtures("engine")
 FAST, FLOAT32 = Way.FAST, Way.FLOAT32
@@ -26,7 +26,7 @@ def slow(profile_of):
 @pytest.fixture(params=WAYS, ids=lambda ways: "-".join(way.name for way in ways))
 def recipe(request, slow, monkeypatch):
     """Return a recipe that computes forward and gradients in given ways."""
-    monkeypatch.setattr(fastest, "choose_recorded", lambda *_: Ways(*request.param, "for a test"))
+    monkeypatch.setattr(fastest_plan, "choose_recorded", lambda *_: Ways(*request.param, "for a test"))
     return slow
 
 
@@ -322,6 +322,6 @@ def test_what_has_no_gradients_here_runs_in_the_fast_dtype(slow, low_bit_counts)
 def test_explain_shows_the_ways_of_forward_and_backward(slow):
     layer, x = nn.Linear(16, 16), torch.randn(4, 16)
     with autocast("cpu", recipe=slow):
-        told = polycast.explain("linear", "cpu", x, layer.weight, layer.bias)
-    assert told.way == "float32"
-    assert told.reason.startswith("forward in float32, backward in float32: 0.")
+        explained = polycast.explain("linear", "cpu", x, layer.weight, layer.bias)
+    assert explained.way == "float32"
+    assert explained.reason.startswith("forward in float32, backward in float32: 0.")

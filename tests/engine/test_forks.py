@@ -258,8 +258,8 @@ def run(program, engine, timeout, *arguments):
         text=True,
         timeout=timeout,
     )
-    told = [line for line in done.stderr.splitlines() if not line.startswith("polycast: building ")]
-    return done.stdout, "\n".join(told)
+    printed = [line for line in done.stderr.splitlines() if not line.startswith("polycast: building ")]
+    return done.stdout, "\n".join(printed)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")

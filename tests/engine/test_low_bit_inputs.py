@@ -94,8 +94,8 @@ def test_no_kernel_is_asked_of_a_tensor_that_is_not_strided(layer, linear, spars
     given = {"input": X, "weight": layer.weight}
     given[sparse] = nn.Parameter(given[sparse].to_sparse(), requires_grad=False)
     with torch.no_grad(), autocast("cpu"):
-        told = polycast.explain("linear", "cpu", *given.values(), None, recipe=Int8(min_size=1))
-    assert told.declined == "a tensor is not strided"
+        explained = polycast.explain("linear", "cpu", *given.values(), None, recipe=Int8(min_size=1))
+    assert explained.declined == "a tensor is not strided"
 
 
 def test_a_tangent_is_that_of_the_fast_dtype(layer, linear):
@@ -164,9 +164,9 @@ def test_a_checkpoint_recomputes_unrecorded_ops_in_the_same_way(layer, linear, r
     assert all(torch.equal(seen[0], each) for each in seen)
 
 
-@pytest.mark.parametrize("packing", [None, "rows"])
-def test_equal_recipes_share_prepacked_weights(layer, linear, packing, monkeypatch):
-    monkeypatch.setattr(type(linear), "prepack_key", packing)
+@pytest.mark.parametrize("key", [None, "rows"])
+def test_equal_recipes_share_prepacked_weights(layer, linear, key, monkeypatch):
+    monkeypatch.setattr(type(linear), "prepack_key", key)
     for _ in range(3):
         run(lambda: layer(X))
     assert (linear.prepared, linear.ran) == (1, 3)

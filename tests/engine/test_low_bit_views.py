@@ -184,15 +184,15 @@ def test_where_autograd_records_views_run_in_the_fast_dtype(kernels):
 
 @pytest.mark.parametrize("take", [lambda w: w.T, lambda w: w[:4].T], ids=["all", "part"])
 def test_explain_agrees_on_views_and_fake_views(kernels, take):
-    def told(x, weight):
+    def reason_of(x, weight):
         with autocast("cpu"):
             return polycast.explain("mm", "cpu", x, weight, recipe=Int8(min_size=1)).declined
 
     w = new_weight()
-    assert told(X, take(w)) is None
-    assert "not a cacheable parameter" in told(X, take(w * 1))
+    assert reason_of(X, take(w)) is None
+    assert "not a cacheable parameter" in reason_of(X, take(w * 1))
     with FakeTensorMode() as mode:
-        assert told(mode.from_tensor(X), take(mode.from_tensor(w))) is None
+        assert reason_of(mode.from_tensor(X), take(mode.from_tensor(w))) is None
 
 
 def test_views_are_prepacked_in_the_process_cache_without_a_cache(kernels):

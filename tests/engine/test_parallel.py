@@ -22,7 +22,7 @@ def cast():
 
 
 def linear():
-    """Multiply a row by an int8 weight that is worth two threads, which packing it is too."""
+    """Multiply a row by an int8 weight that is worth two threads, which prepacking it is too."""
     weight = torch.nn.Parameter(torch.ones(128, 1024), requires_grad=False)
     with torch.no_grad(), polycast.autocast("cpu", recipe=polycast.Int8()):
         torch.nn.functional.linear(torch.ones(1, 1024), weight)

@@ -82,7 +82,7 @@ def test_it_is_saved_and_loaded_in_inference_mode_and_regions(saved, path, recip
     assert cache.stats().misses == 0
 
 
-def test_packings_are_found_whatever_the_settings_that_do_not_change_them(int8_kernels, path):
+def test_prepacked_weights_are_found_whatever_the_settings_that_do_not_change_them(int8_kernels, path):
     model, cache = Model(), WeightCache()
     run(model, cache, Int8(min_size=1))
     cache.save(path)

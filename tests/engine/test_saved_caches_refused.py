@@ -136,7 +136,7 @@ def test_a_recipe_that_is_not_known(saved_int8, model):
 
 
 class Factors:
-    """A stand-in for an equalization."""
+    """A fake equalization, with a digest only."""
 
     def __init__(self, digest):
         self.digest = digest
@@ -157,7 +157,7 @@ def test_an_equalization_that_this_process_does_not_have(path, model, int8_kerne
     )
 
 
-def test_packings_of_an_equalization_serve_no_other(path, model, int8_kernels, monkeypatch):
+def test_prepacked_weights_of_an_equalization_serve_no_other(path, model, int8_kernels, monkeypatch):
     monkeypatch.setattr(recipe_arguments, "objects", {})
     recipes, cache = [Int8(min_size=1, equalization=Factors(each)) for each in ("abc", "def")], WeightCache()
     run(model, cache, recipes[0])

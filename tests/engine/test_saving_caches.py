@@ -94,7 +94,7 @@ def test_a_write_during_a_save_is_seen(path, model, monkeypatch):
 
 
 @pytest.mark.parametrize("make", [lambda w: w.to_mkldnn(), lambda w: w.expand(3, *w.shape)], ids=["mkldnn", "expanded"])
-def test_packings_that_cannot_be_saved(path, model, int8_kernels, monkeypatch, make):
+def test_prepacked_weights_that_cannot_be_saved(path, model, int8_kernels, monkeypatch, make):
     kernel = int8_kernels["aten::linear"]
     monkeypatch.setattr(type(kernel), "prepack", lambda self, weight: (make(weight.clone()),))
     monkeypatch.setattr(type(kernel), "run", lambda self, prepared, x, weight, bias: x.bfloat16())

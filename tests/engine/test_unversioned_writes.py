@@ -194,9 +194,9 @@ def test_weights_in_privately_mapped_memory_are_cached(tmp_path, engine):
     assert cache.stats().hits == 1
 
 
-@pytest.mark.parametrize("where", ["cast", "packing"])
+@pytest.mark.parametrize("where", ["cast", "prepacked"])
 def test_no_cast_is_cached_of_a_weight_in_a_larger_buffer(where):
-    options = {"recipe": polycast.Int8(min_size=1)} if where == "packing" else {}
+    options = {"recipe": polycast.Int8(min_size=1)} if where == "prepacked" else {}
     if options and not polycast.get_backend("cpu").recipe_availability(options["recipe"]):
         pytest.skip("this processor has no int8 products")
     buffer, weight, cache = torch.ones(20), weight_of(), polycast.WeightCache()

@@ -25,7 +25,7 @@ class Casts(TorchDispatchMode):
 
 
 def profile_casts(function):
-    """Return how many casts a function makes, without a mode in force."""
+    """Return how many casts a function makes, outside of dispatch modes."""
     with torch.profiler.profile(acc_events=True) as profile:
         function()
     return sum(event.count for event in profile.key_averages() if event.key == "aten::copy_")

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 import polycast
-from polycast.testing.low_bit import assert_within, float8_product, run_kernel
-from polycast_cuda.float8 import Product
+from polycast.testing.low_bit import assert_within
+from polycast_cuda.float8 import Float8Matmul
 from polycast_cuda.float8_cast import cast_rows, cast_with_aten
+
+from ..backends.low_bit_calls import float8_product, run_kernel
 
 ROWS = polycast.get_backend("cuda").recipe_availability(polycast.Float8())
 TENSORS = polycast.get_backend("cuda").recipe_availability(polycast.Float8(scales="tensor"))
@@ -49,7 +51,7 @@ def test_kernels_are_within_the_error_of_float8(by_row, op, rows, dtype):
     expected, error = float8_product(x, weight, by_row)
     if op in ("linear", "addmm"):
         expected = expected + bias
-    actual = run_kernel(Product(by_row).kernels()[f"aten::{op}"], *calls[op], dtype=dtype)
+    actual = run_kernel(Float8Matmul(by_row).kernels()[f"aten::{op}"], *calls[op], dtype=dtype)
     assert_within(actual, expected, error + (expected.abs() + error) / 2**7)
 
 
@@ -59,7 +61,9 @@ def test_a_row_with_inf_or_nan_is_nan_and_leaves_the_others_alone(by_row):
     clean[2] = 0
     x[2] = 0
     x[2, 7] = torch.inf
-    actual, without = (run_kernel(Product(by_row).kernels()["aten::linear"], each, weight, None) for each in (x, clean))
+    actual, without = (
+        run_kernel(Float8Matmul(by_row).kernels()["aten::linear"], each, weight, None) for each in (x, clean)
+    )
     assert actual[2].isnan().all()
     others = [i for i in range(33) if i != 2]
     assert torch.equal(actual[others], without[others])

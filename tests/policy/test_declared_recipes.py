@@ -96,8 +96,8 @@ def test_copies_and_texts_restore_each_setting(recipe):
 @pytest.mark.slow
 def test_texts_are_the_same_in_another_process():
     code = "import polycast; print(polycast.Int8('tensor', ops=['linear', 'mm'], min_size=3).text)"
-    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=os.environ)
-    assert told.stdout.strip() == Int8("tensor", ops=("mm", "linear"), min_size=3).text
+    ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=os.environ)
+    assert ran.stdout.strip() == Int8("tensor", ops=("mm", "linear"), min_size=3).text
 
 
 def test_a_repr_has_what_differs_from_the_defaults():
@@ -276,7 +276,7 @@ def test_an_object_of_another_process_is_known_once_this_one_has_it():
     assert resolve(early.table) is table
 
 
-def test_what_packings_depend_on_leaves_out_ops_and_min_size():
+def test_what_prepacked_weights_depend_on_leaves_out_ops_and_min_size():
     assert Int8(ops=("mm",), min_size=0).format == Int8().format
     assert Grouped(ops=(), min_size=0).format == Grouped().format
     assert len({each.format for each in RECIPES}) == len(RECIPES) - 2

@@ -110,7 +110,7 @@ def test_an_optional_op_that_torch_lacks_is_skipped(path):
     [
         (
             b"schema = 2\n[rules]\n",
-            "it is of schema 2, and this polycast reads schemas up to 1: install a newer polycast",
+            "it has schema 2, and this polycast reads schemas up to 1: install a newer polycast",
         ),
         (b"[ops]\n", "a policy file begins with `schema = 1`, got None"),
         (b"", "a policy file begins with `schema = 1`, got None"),

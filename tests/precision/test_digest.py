@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from polycast.precision.calls import Call
+from polycast.precision.calls import ModelCall
 from polycast.precision.fingerprint import Fingerprint
 
 
 def fingerprint(model, metric=None):
-    return Fingerprint(model, (Call.of(model, torch.ones(2, 4)),), metric)
+    return Fingerprint(model, (ModelCall.of(model, torch.ones(2, 4)),), metric)
 
 
 def test_the_order_of_sets_in_code_does_not_count():
@@ -57,7 +57,7 @@ def test_values_that_raise_or_are_nested_too_deeply_have_no_digest():
 SCRIPT = """
 import torch
 from torch import nn
-from polycast.precision.calls import Call
+from polycast.precision.calls import ModelCall
 from polycast.precision.fingerprint import Fingerprint
 torch.manual_seed(0)
 
@@ -74,7 +74,7 @@ class Layer(nn.Module):
         return self.layer(x) if "a" in {"a", "b", "c"} else x
 
 model, x = Layer(), torch.ones(2, 4)
-print(sorted((what, *item) for what, each in Fingerprint(model, (Call.of(model, x),), id).digests(set()).items()
+print(sorted((what, *item) for what, each in Fingerprint(model, (ModelCall.of(model, x),), id).digests(set()).items()
     for item in each.items()))
 """
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import polycast
-from polycast.precision.calls import Call
+from polycast.precision.calls import ModelCall
 from polycast.precision.fingerprint import Fingerprint
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
@@ -110,7 +110,7 @@ CHANGES = {
 
 
 def of(model, inputs=X, metric=None):
-    made = Fingerprint(model, (Call.of(model, inputs),), metric)
+    made = Fingerprint(model, (ModelCall.of(model, inputs),), metric)
     assert made.unknown == []
     return made.digests(set())
 

@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 import polycast
+from polycast.policy.dtypes import FLOAT32
 from polycast.precision import model_timer
 from polycast.precision.blocks import Blocks
-from polycast.precision.calls import Call
+from polycast.precision.calls import ModelCall
 from polycast.precision.hooks import in_this_thread, watched
 from polycast.precision.minimal_set import NO_POLICY, Choice
-from polycast.precision.model_timer import FLOAT32, PLAIN_REGION, ModelTimer, pick_fastest
+from polycast.precision.model_timer import PLAIN_REGION, ModelTimer, pick_fastest
 from polycast.precision.profiling_run import profile_run
 from polycast.precision.timing import ModuleClock, Race
 
@@ -49,7 +50,7 @@ def proposed(model, fast, float32, monkeypatch, rule=0.5, forced=()):
 
 
 def chosen(model, seconds, monkeypatch, rule=0.5, needed=NO_POLICY, exclude=(), candidates=None):
-    call, region = Call.of(model, torch.randn(2, 4)), polycast.autocast("cpu")
+    call, region = ModelCall.of(model, torch.randn(2, 4)), polycast.autocast("cpu")
     profile, _ = profile_run(model, call, "cpu")
     timer = ModelTimer(model, (call,), region, profile)
     monkeypatch.setattr(ModelTimer, "_seconds_by_module", lambda self: seconds)
@@ -187,7 +188,7 @@ def test_all_modules_are_in_float32_where_the_model_does_not_run_in_the_region()
             return x
 
     model = nn.Sequential(nn.Linear(4, 4), Strict())
-    call, region = Call.of(model, torch.randn(2, 4)), polycast.autocast("cpu")
+    call, region = ModelCall.of(model, torch.randn(2, 4)), polycast.autocast("cpu")
     profile, _ = profile_run(model, call, "cpu")
     timer = ModelTimer(model, (call,), region, profile)
     assert timer.fastest_modules(Blocks(model, profile).in_order_of_calls(), NO_POLICY).members == ("", "0", "1")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import polycast
-from polycast.precision.calls import Call
+from polycast.precision.calls import ModelCall
 from polycast.precision.candidates import Modules
 from polycast.precision.minimal_set import Choice
 from polycast.precision.profiling_run import profile_run
@@ -255,7 +255,7 @@ def test_only_modules_with_parameters_have_rules_against_their_callers():
             return self.last(self.act(self.first(x)).float() @ torch.eye(4))
 
     model = Inline()
-    seen, _ = profile_run(model, Call.of(model, torch.randn(2, 4)), "cpu")
+    seen, _ = profile_run(model, ModelCall.of(model, torch.randn(2, 4)), "cpu")
     assert Modules(seen, torch.float16).policy(Choice(("",))).modules == {
         "": "fp32",
         "first": "float16",

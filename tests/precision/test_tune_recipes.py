@@ -9,7 +9,7 @@ from torch import nn
 import polycast
 from polycast import Int8, NoRecipe, Policy
 from polycast.precision import model_timer
-from polycast.precision.calls import Call
+from polycast.precision.calls import ModelCall
 from polycast.precision.candidates import Modules, Ops
 from polycast.precision.minimal_set import Choice
 from polycast.precision.model_timer import PLAIN_REGION
@@ -227,7 +227,7 @@ class Nested(nn.Module):
 )
 def test_a_module_has_a_rule_where_its_precision_is_not_that_of_its_caller(choice, rules):
     model = Nested()
-    seen, _ = profile_run(model, Call.of(model, torch.randn(2, 4)), "cpu")
+    seen, _ = profile_run(model, ModelCall.of(model, torch.randn(2, 4)), "cpu")
     assert Modules(seen, torch.bfloat16, RECIPE).policy(choice) == Policy(modules=rules)
 
 

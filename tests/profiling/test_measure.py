@@ -9,13 +9,12 @@ import polycast
 from polycast.engine.fastest.products import product_of
 from polycast.plugins.registry import registry
 from polycast.profiling import measure as measuring
-from polycast.profiling import stopwatch
-from polycast.profiling import survey as surveys
+from polycast.profiling import op_timer, stopwatch
 from polycast.profiling.cases import CONVOLUTIONS, cases
 from polycast.profiling.measure import measure
 from polycast.profiling.measurement import Omission
 from polycast.profiling.operands import Operands
-from polycast.profiling.ways import Way, ways_of
+from polycast.profiling.ways import MeasuredWay, ways_of
 
 
 class Doubling(polycast.LowBitKernel):
@@ -53,9 +52,9 @@ def with_kernels(hand_made):
 def quick(monkeypatch):
     """Time only small cases, for a short time, and take the machine to be idle."""
     monkeypatch.setattr(stopwatch, "_stops", lambda: 0)
-    monkeypatch.setattr(surveys, "cases", lambda: [case for case in cases() if case.work < 2**20])
-    monkeypatch.setattr(surveys, "_FIRST_SECONDS", 0.1)
-    monkeypatch.setattr(surveys, "_SECONDS", 0.1)
+    monkeypatch.setattr(op_timer, "cases", lambda: [case for case in cases() if case.work < 2**20])
+    monkeypatch.setattr(op_timer, "_FIRST_SECONDS", 0.1)
+    monkeypatch.setattr(op_timer, "_SECONDS", 0.1)
 
 
 def test_ways_are_float32_the_fast_dtypes_recipes_and_kernels(with_kernels):
@@ -160,7 +159,7 @@ def test_an_interruption_restores_the_state(monkeypatch, surroundings):
         torch.set_autocast_dtype("cpu", torch.float16)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(surveys.Survey, "run", interrupt)
+    monkeypatch.setattr(op_timer.OpTimer, "run", interrupt)
     with polycast.autocast("cpu"):
         before = surroundings()
         with pytest.raises(KeyboardInterrupt):
@@ -181,7 +180,7 @@ def test_operands_are_normal_numbers(way):
 
 
 def test_convolutions_are_measured_as_what_calls_of_them_are_priced_by():
-    operands, way = Operands("cpu"), Way("float32", torch.float32, torch.bfloat16)
+    operands, way = Operands("cpu"), MeasuredWay("float32", torch.float32, torch.bfloat16)
     found = [case for case in cases() if case.op in CONVOLUTIONS]
     assert {case.op for case in found} == {*CONVOLUTIONS}
     for case in found:

@@ -11,7 +11,7 @@ from polycast import CastPolicy, Policy, explain
 from polycast.engine.override import make_override
 from polycast.engine.state import Settings
 from polycast.plugins.registry import registry
-from polycast.region.explain import explain_in
+from polycast.region.explain_op import explain_in
 
 X = torch.ones(2, 2)
 

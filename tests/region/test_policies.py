@@ -227,18 +227,18 @@ def test_which_rule_decides(engine, library, regions, on_device, on_all):
                 elif said is None and op in on_all:
                     said, rule = on_all[op], "register_op"
                 arguments = (x, 2.0) if op.endswith("other") else (x,)
-                told = polycast.explain(find_op(op), "cpu", *arguments)
-                assert (told.policy, told.rule, told.enabled) == (said, rule, enabled)
+                explained = polycast.explain(find_op(op), "cpu", *arguments)
+                assert (explained.policy, explained.rule, explained.enabled) == (said, rule, enabled)
                 if enabled and said is CastPolicy.BANNED:
                     with pytest.raises(RuntimeError) as caught:
                         find_op(op)(*arguments)
-                    assert str(caught.value).splitlines()[0] == told.refusal
+                    assert str(caught.value).splitlines()[0] == explained.refusal
                     continue
                 cast = (
                     {CastPolicy.FP32: torch.float32, CastPolicy.LOWER_PRECISION_FP: torch.bfloat16} if enabled else {}
                 )
                 saw = find_op(op)(*arguments).dtype
-                assert saw is told.arguments[0].seen is cast.get(said, torch.float16)
+                assert saw is explained.arguments[0].seen is cast.get(said, torch.float16)
     finally:
         for registration in registered:
             registration.remove()

@@ -10,7 +10,7 @@ from polycast_cpu import CpuBackend
 
 
 class Doubles(polycast.LowBitKernel):
-    """A linear of nobody's, which can be told from the others."""
+    """A linear of nobody's, which can be recognized."""
 
     def prepack(self, weight):
         return (weight.detach().clone(),)

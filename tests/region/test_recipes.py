@@ -218,13 +218,13 @@ def test_an_invalid_recipe_raises(engine, recipe, error):
 def test_it_is_explained(layer):
     with autocast("cpu", recipe=RECIPE):
         assert "the recipe int8 computes it, or its inputs are cast" in str(polycast.explain("linear", "cpu"))
-        told = polycast.explain("linear", "cpu", X, layer.weight)
-        assert (told.recipe, told.declined) == ("int8", None)
-        assert [argument.is_cast for argument in told.arguments] == [False, False]
+        explained = polycast.explain("linear", "cpu", X, layer.weight)
+        assert (explained.recipe, explained.declined) == ("int8", None)
+        assert [argument.is_cast for argument in explained.arguments] == [False, False]
         assert polycast.explain("linear", "cpu", X[:, :4], layer.weight[:, :4]).declined is None
-        told = polycast.explain("linear", "cpu", X, layer.weight * 1)
-        assert "its weight is not a cacheable parameter" in told.declined
-        assert "declines: its weight is not a cacheable parameter" in str(told)
+        explained = polycast.explain("linear", "cpu", X, layer.weight * 1)
+        assert "its weight is not a cacheable parameter" in explained.declined
+        assert "declines: its weight is not a cacheable parameter" in str(explained)
         odd = nn.Parameter(torch.ones(2, 7))
         assert polycast.explain("linear", "cpu", X[:, :7], odd).declined == "its features are odd in number"
         meta = torch.ones(2, 8, device="meta"), torch.ones(2, 8, device="meta")

@@ -57,7 +57,7 @@ def test_recipes_have_results_of_their_own(model, x, recipe):
     results = [run(model, x, each, cache=cache) for each in RECIPES]
     equal = [each for each, result in zip(RECIPES, results, strict=True) if torch.equal(result, run(model, x, recipe))]
     assert equal == [recipe]
-    # Of the two large weights. Int8's recipes have packings of their own too.
+    # Of the two large weights. Int8's recipes have prepacked weights of their own too.
     assert cache.stats().packings == 2 * len(RECIPES)
 
 
@@ -133,10 +133,10 @@ def test_training_runs_in_the_fast_dtype(model, x, recipe):
 
 def test_it_is_explained(model, x, recipe):
     with autocast("cpu"):
-        told = polycast.explain("linear", "cpu", x, model[0].weight, recipe=recipe)
-        assert (told.recipe, told.declined) == (recipe.short, None)
-        told = polycast.explain("linear", "cpu", x, model[3].weight, recipe=recipe)
-    assert told.declined == "the weight is smaller than the recipe's min_size"
+        explained = polycast.explain("linear", "cpu", x, model[0].weight, recipe=recipe)
+        assert (explained.recipe, explained.declined) == (recipe.short, None)
+        explained = polycast.explain("linear", "cpu", x, model[3].weight, recipe=recipe)
+    assert explained.declined == "the weight is smaller than the recipe's min_size"
 
 
 def test_compiled_code_has_its_results(model, x, recipe):

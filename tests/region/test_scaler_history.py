@@ -11,7 +11,7 @@ import torch
 import polycast
 from polycast.region import recording_scaler
 from polycast.region.recording_scaler import listeners, recording
-from polycast.region.scaler_history import MOST_SKIPPED, HistoryRecorder, Origin, ScalerHistory, SkippedStep
+from polycast.region.scaler_history import MAX_SKIPPED, HistoryRecorder, Origin, ScalerHistory, SkippedStep
 
 
 def layers():
@@ -195,11 +195,11 @@ def test_copies_have_the_history(copied, scaler, model, optimizer):
 
 def test_a_history_is_bounded():
     recorder = HistoryRecorder()
-    for _ in range(MOST_SKIPPED + 5):
+    for _ in range(MAX_SKIPPED + 5):
         recorder.add(1.0, SkippedStep(0, 1.0))
     history = recorder.history()
-    assert (history.skips, len(history.skipped), history.scales) == (MOST_SKIPPED + 5, MOST_SKIPPED, ((0, 1.0),))
-    assert history.skipped[-1].step == MOST_SKIPPED + 4
+    assert (history.skips, len(history.skipped), history.scales) == (MAX_SKIPPED + 5, MAX_SKIPPED, ((0, 1.0),))
+    assert history.skipped[-1].step == MAX_SKIPPED + 4
 
 
 def test_a_history_is_json_safe():

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import polycast
-from polycast.testing import BackendConformance, recipes
-from polycast.testing.low_bit import PRODUCTS
+from polycast.testing import BackendConformance, recipe_checks
+from polycast.testing.low_bit import LINEAR_OPS
 from polycast_cpu import CpuBackend
 
 
@@ -144,7 +144,7 @@ def check(name, kernel, recipe="int8", op="aten::linear", **answers):
     suite = type("TestWrong", (BackendConformance,), {"backend": "cpu"})()
     method = getattr(suite, name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("polycast.testing.recipes._SIZES", [(5, 32, 16)])
+        patch.setattr("polycast.testing.recipe_checks._SIZES", [(5, 32, 16)])
         try:
             if "device" not in inspect.signature(method).parameters:
                 return method(recipe)
@@ -204,7 +204,11 @@ def test_a_kernel_that_is_right_passes(name, engine):
             OtherStrides(),
             "strides [1, 5], on cpu, and compiled code expects",
         ),
-        ("test_recipe_in_compiled_code", PacksNothing(), "did not run in compiled code: the weight cannot be packed"),
+        (
+            "test_recipe_in_compiled_code",
+            PacksNothing(),
+            "did not run in compiled code: the weight cannot be prepacked",
+        ),
         ("test_recipe_inf_and_nan", LosesNan(), "a finite number where the op returns inf or nan"),
         ("test_recipe_inf_and_nan", SpreadsNan(), "times the bound of the recipe"),
         ("test_recipe_empty_batch", NoRows(), "with no rows, returned the shape (0,), expected (0, 16)"),
@@ -241,7 +245,7 @@ def test_one_scale_for_all_rows_is_not_what_a_scale_for_each_row_gives(monkeypat
         x, weight = torch.randn(3, 32) * torch.tensor([1e-3, 1.0, 1e3])[:, None], torch.randn(16, 32)
         return [[x, weight, None]]
 
-    monkeypatch.setattr(recipes, "arguments_of", rows_of_very_different_size)
+    monkeypatch.setattr(recipe_checks, "arguments_of", rows_of_very_different_size)
     check("test_recipe_product", Linear())
     with pytest.raises(AssertionError, match="times the bound of the recipe"):
         check("test_recipe_product", OneScale())
@@ -278,11 +282,11 @@ def rounded_to_e4m3(values):
     return (values / scale).to(torch.float8_e4m3fn).to(values.dtype) * scale
 
 
-@pytest.mark.parametrize("op", PRODUCTS)
+@pytest.mark.parametrize("op", LINEAR_OPS)
 def test_numbers_of_e4m3_are_within_the_error_of_their_recipe(op):
-    product = PRODUCTS[op]
-    for args in recipes.arguments_of(op, 5, 64, 16):
-        expected, error = product.within(recipes.RECIPES["float8:tensor"], args)
+    product = LINEAR_OPS[op]
+    for args in recipe_checks.arguments_of(op, 5, 64, 16):
+        expected, error = product.within(recipe_checks.RECIPES["float8:tensor"], args)
         given = [arg.double() if isinstance(arg, torch.Tensor) else arg for arg in args]
         for position in (product.activations, product.weight):
             given[position] = rounded_to_e4m3(given[position])

@@ -92,11 +92,14 @@ def test_threads_try_a_failing_build_once_with_one_warning(compiler, home, monke
         return FileLock(path)
 
     monkeypatch.setattr(build, "FileLock", lock)
-    with pytest.warns(UserWarning, match="the native engine cannot be built") as told, ThreadPoolExecutor(2) as threads:
+    with (
+        pytest.warns(UserWarning, match="the native engine cannot be built") as warnings_seen,
+        ThreadPoolExecutor(2) as threads,
+    ):
         engines = [threads.submit(choice.choose) for _ in range(2)]
     installation.forget_choice()
     assert [engine.result().name for engine in engines] == ["reference", "reference"]
-    assert (len(told), compiler.calls) == (1, 1)
+    assert (len(warnings_seen), compiler.calls) == (1, 1)
 
 
 def test_without_a_compiler_any_build_for_this_torch_is_used(compiler, home, monkeypatch):

@@ -138,8 +138,8 @@ def test_the_wheel_is_for_the_oldest_linux_that_auditwheel_allows(tool, pure_whe
 
     def run(command, **options):
         seen.extend(zipfile.ZipFile(command[-1]).namelist())
-        told = 'polycast is consistent with ...\n\nThis constrains the platform tag to\n"manylinux_2_28_x86_64".'
-        return subprocess.CompletedProcess(command, 0, stdout=told)
+        text = 'polycast is consistent with ...\n\nThis constrains the platform tag to\n"manylinux_2_28_x86_64".'
+        return subprocess.CompletedProcess(command, 0, stdout=text)
 
     monkeypatch.setattr(subprocess, "run", run)
     assert tool.oldest_linux(pure_wheel, tmp_path / "engines", "linux_x86_64") == "manylinux_2_28_x86_64"

@@ -25,10 +25,10 @@ MAY_READ = {
     "compilers/torchscript.py": "names that torch.jit.script looks for, used while it compiles",
     "drop_in/shim.py": "Dynamo's graph_break, used while it traces",
     "precision/explain.py": "fake tensors and their errors, used while it explains a model",
-    "testing/kernels.py": "the conformance suite runs in tests",
+    "testing/kernel_checks.py": "the conformance suite runs in tests",
     "testing/oracle.py": "the conformance suite runs in tests",
-    "testing/ops.py": "the conformance suite runs in tests",
-    "testing/recipes.py": "the conformance suite runs in tests",
+    "testing/op_checks.py": "the conformance suite runs in tests",
+    "testing/recipe_checks.py": "the conformance suite runs in tests",
     "testing/subject.py": "the conformance suite runs in tests",
 }
 """The modules that use private names themselves, outside functions that take a Patch, and why."""

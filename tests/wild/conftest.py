@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import polycast
-from polycast.drop_in.shim import Region
+from polycast.drop_in.shim import PatchedRegion
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def regions(monkeypatch):
             seen.append((settings.device_type, settings.dtype if settings.enabled else None))
             return settings
 
-    monkeypatch.setattr(Region, "overrides", Recorder())
+    monkeypatch.setattr(PatchedRegion, "overrides", Recorder())
     return seen
 
 

@@ -226,7 +226,7 @@ inline at::Tensor convolve_images(const at::Tensor& x, at::MemoryFormat format, 
 
   const int64_t rows = count * pixels, row_bytes = row_stride(terms), groups = convolution.groups;
   const int64_t fitting = std::min(rows, kPatches / (row_bytes * groups));
-  const int64_t at_once = std::max(kMostRows, fitting / kMostRows * kMostRows + kMostRows);
+  const int64_t at_once = std::max(kMaxRows, fitting / kMaxRows * kMaxRows + kMaxRows);
   const at::Tensor patches = at::empty({groups, at_once * row_bytes}, at::kByte);
   const at::Tensor row_scales = at::empty({at_once}, at::kFloat);
   float* const scale = row_scales.data_ptr<float>();

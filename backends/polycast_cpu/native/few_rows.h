@@ -16,7 +16,7 @@
 namespace polycast_cpu {
 
 // The rows for which the weight is read once.
-constexpr int64_t kFewestReads = 8;
+constexpr int64_t kRowsPerRead = 8;
 // Threads get multiples of so many columns: a cache line of the weight and of the result.
 constexpr int64_t kColumnUnit = 32;
 
@@ -68,7 +68,7 @@ struct Finish {
 template <typename T, typename Out>
 void multiply_columns(Simd simd, const FloatRows& x, int64_t first, int64_t last, const FastWeight<T>& weight,
                       const Finish& finish, int64_t begin, int64_t end, Out* out) {
-  alignas(64) float sums[kFewestReads][kDots];
+  alignas(64) float sums[kRowsPerRead][kDots];
   const bool in_order = reads_in_order(simd, last - first, x.terms) &&
                         weight.columns * x.terms * static_cast<int64_t>(sizeof(T)) > kCached;
   const int64_t ahead = in_order ? 0 : kAhead / static_cast<int64_t>(sizeof(T));
@@ -98,7 +98,7 @@ void multiply_columns(Simd simd, const FloatRows& x, int64_t first, int64_t last
 template <typename T, typename Out>
 void multiply_terms(Simd simd, const FloatRows& x, int64_t first, int64_t last, const FastWeight<T>& weight,
                     const Finish& finish, int64_t begin, int64_t end, Out* out) {
-  alignas(64) float sums[kFewestReads][kTile];
+  alignas(64) float sums[kRowsPerRead][kTile];
   const int64_t most = last - first == 1 ? kTile : kTileOfSeveral;
   for (int64_t tile = begin; tile < end; tile += most) {
     const int64_t width = std::min(most, end - tile);
@@ -130,8 +130,8 @@ void multiply_few(Simd simd, const FloatRows& x, const FastWeight<T>& weight, co
   const int64_t units = (weight.columns + kColumnUnit - 1) / kColumnUnit;
   for_each_part(units, grain(x.terms * kColumnUnit * sizeof(T)), [&](int64_t first_unit, int64_t last_unit) {
     const int64_t begin = first_unit * kColumnUnit, end = std::min(weight.columns, last_unit * kColumnUnit);
-    for (int64_t row = 0; row < x.rows; row += kFewestReads) {
-      const int64_t last = std::min(x.rows, row + kFewestReads);
+    for (int64_t row = 0; row < x.rows; row += kRowsPerRead) {
+      const int64_t last = std::min(x.rows, row + kRowsPerRead);
       dots ? multiply_columns(simd, x, row, last, weight, finish, begin, end, out)
            : multiply_terms(simd, x, row, last, weight, finish, begin, end, out);
     }

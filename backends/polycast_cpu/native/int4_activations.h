@@ -15,7 +15,7 @@
 namespace polycast_cpu {
 
 // More rows are multiplied in 8 bits.
-constexpr int64_t kMostDirect = 12;
+constexpr int64_t kMaxDirect = 12;
 
 // Rows of bytes with zero point 128. The stride is no multiple of 4096 bytes; rows are padded with zeros to eights.
 struct ChunkedActivations {
@@ -35,7 +35,7 @@ struct ChunkedActivations {
   static size_t bytes(int64_t rows, const Groups& groups) {
     return aligned(rows * groups.chunks() * sizeof(float)) +
            aligned(rows * groups.groups_of(groups.terms) * sizeof(int32_t)) +
-           (rows <= kMostDirect ? rows : tiled(rows)) * row_stride(groups.terms);
+           (rows <= kMaxDirect ? rows : tiled(rows)) * row_stride(groups.terms);
   }
 
   uint8_t* row(int64_t number) const { return values + number * stride; }

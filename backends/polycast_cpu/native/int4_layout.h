@@ -45,7 +45,7 @@ struct Int4Weight {
   Groups groups;
 
   static constexpr int kZero = 8;
-  static constexpr int kMostMultiplier = 15;
+  static constexpr int kMaxMultiplier = 15;
   static constexpr int64_t kScaleBytes = kBlock * 2, kMultiplierBytes = kBlock, kStepBytes = kBlock * 4;
 
   static int64_t group_bytes(int64_t terms) { return kMultiplierBytes + Groups::eights(terms) * kStepBytes; }

@@ -59,7 +59,7 @@ inline int best_multiplier(const float* terms, int64_t count, float largest) {
   int best = largest > 0 ? -1 : 1;
   float least = std::numeric_limits<float>::infinity();
   for (const int multiplier : {near, near - 1, near + 1}) {
-    if (multiplier == 0 || std::abs(multiplier) > Int4Weight::kMostMultiplier) {
+    if (multiplier == 0 || std::abs(multiplier) > Int4Weight::kMaxMultiplier) {
       continue;
     }
     const float error = error_of(terms, count, static_cast<float>(multiplier));
@@ -73,7 +73,7 @@ inline int best_multiplier(const float* terms, int64_t count, float largest) {
 
 // Pack one column of a chunk: `terms`, which are overwritten.
 inline void pack_chunk(const Groups& groups, float* terms, int64_t count, float magnitude, int64_t lane, uint8_t* chunk) {
-  const c10::BFloat16 scale(std::max(magnitude, kSmallest) / (8 * Int4Weight::kMostMultiplier));
+  const c10::BFloat16 scale(std::max(magnitude, kSmallest) / (8 * Int4Weight::kMaxMultiplier));
   std::memcpy(chunk + 2 * lane, &scale.x, sizeof scale.x);
   const float inverse = 1 / static_cast<float>(scale);
   for (int64_t k = 0; k < count; ++k) {

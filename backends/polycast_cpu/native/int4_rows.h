@@ -177,9 +177,9 @@ inline void add_unpacked(Isa isa, const ChunkedActivations& x, int64_t first, in
   }
 #endif
   const Weight weight{unpacked.values, nullptr, unpacked.offsets, kBlock, padded};
-  alignas(64) int32_t sums[kMostRows][kBlock];
-  for (int64_t row = first; row < last; row += kMostRows) {
-    const int64_t rows = std::min(kMostRows, last - row);
+  alignas(64) int32_t sums[kMaxRows][kBlock];
+  for (int64_t row = first; row < last; row += kMaxRows) {
+    const int64_t rows = std::min(kMaxRows, last - row);
     multiply(isa, part, row, rows, weight, 0, sums);
     add_chunk(isa, {sums, unpacked.offsets, rows, chunk, part.scales + row * x.chunks, x.chunks}, totals + row - first);
   }
@@ -201,7 +201,7 @@ inline void multiply_unpacked(Isa isa, const ChunkedActivations& x, int64_t firs
 
 // Return whether so many rows are multiplied straight from 4 bits.
 inline bool is_direct(int64_t rows, const Groups& groups) {
-  return rows <= kMostDirect || groups.chunk > kMostUnpacked;
+  return rows <= kMaxDirect || groups.chunk > kMaxUnpacked;
 }
 
 }  // namespace polycast_cpu

@@ -13,11 +13,11 @@
 namespace polycast_cpu {
 
 // The most terms of a chunk that is unpacked.
-constexpr int64_t kMostUnpacked = 256;
+constexpr int64_t kMaxUnpacked = 256;
 
 // 64 columns in the layout of a Weight.
 struct UnpackedChunk {
-  alignas(64) int8_t values[kMostUnpacked * kBlock];
+  alignas(64) int8_t values[kMaxUnpacked * kBlock];
   alignas(64) int32_t offsets[kBlock];
   alignas(64) float scales[kBlock];  // by unpack_vnni() only
 };

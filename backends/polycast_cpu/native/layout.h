@@ -48,7 +48,5 @@ constexpr float kLevels = 127;
 constexpr float kSmallest = 0x1p-110f;
 // Larger weights are rejected, so that no sum overflows before it is scaled.
 constexpr float kLargestWeight = 0x1p100f;
-// Longer sums of products of unsigned and signed bytes may overflow 32 bits.
-constexpr int64_t kMostTerms = 65536;
 
 }  // namespace polycast_cpu

@@ -1,4 +1,4 @@
-// Integer products of up to kMostRows rows of activations and one block of columns.
+// Integer products of up to kMaxRows rows of activations and one block of columns.
 #pragma once
 
 #include <algorithm>
@@ -9,11 +9,11 @@
 
 namespace polycast_cpu {
 
-constexpr int64_t kMostRows = 32;
+constexpr int64_t kMaxRows = 32;
 
 // The rows in memory that AMX tiles read.
 constexpr int64_t tiled(int64_t rows) {
-  return (rows + kMostRows - 1) / kMostRows * kMostRows;
+  return (rows + kMaxRows - 1) / kMaxRows * kMaxRows;
 }
 
 inline void multiply_plain(const uint8_t* rows, int64_t stride, int64_t count, const int8_t* block, int64_t terms,

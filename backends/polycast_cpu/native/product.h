@@ -45,13 +45,13 @@ inline void multiply(Isa isa, const Activations& x, int64_t row, int64_t count, 
 template <typename T>
 void multiply_blocks(Isa isa, const Activations& x, const Weight& weight, const float* bias, int64_t bias_step,
                      int64_t begin, int64_t end, T* out) {
-  alignas(64) int32_t sums[kMostRows][kBlock];
+  alignas(64) int32_t sums[kMaxRows][kBlock];
   const int64_t in_a_row = blocks(weight.columns);
   for (int64_t task = begin; task < end; ++task) {
     const int64_t block = task % in_a_row, column = block * kBlock;
     const int64_t first = task / in_a_row * kRowsAtOnce, last = std::min(x.rows, first + kRowsAtOnce);
-    for (int64_t row = first; row < last; row += kMostRows) {
-      const int64_t count = std::min(kMostRows, last - row);
+    for (int64_t row = first; row < last; row += kMaxRows) {
+      const int64_t count = std::min(kMaxRows, last - row);
       multiply(isa, x, row, count, weight, block, sums);
       for (int64_t i = 0; i < count; ++i) {
         finish_row(isa, sums[i], weight.offsets + column, weight.scales + column, x.scales[row + i],

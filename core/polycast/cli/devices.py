@@ -30,7 +30,7 @@ _STYLES = {
 
 
 @dataclass(frozen=True)
-class Device:
+class ListedDevice:
     """A backend's status, and its dtypes; `failure` is the error that asking for them raised."""
 
     status: BackendStatus
@@ -81,7 +81,7 @@ class Device:
         }
 
 
-def known_devices() -> list[Device]:
+def known_devices() -> list[ListedDevice]:
     """Return every device that has a backend or could have one.
 
     Raises:
@@ -90,15 +90,15 @@ def known_devices() -> list[Device]:
     return [_ask(status) for status in backends().values()]
 
 
-def _ask(status: BackendStatus) -> Device:
+def _ask(status: BackendStatus) -> ListedDevice:
     if status.state in ("blocked", "conflict", "missing"):
-        return Device(status)
+        return ListedDevice(status)
     try:
-        return Device(status, tuple(map(dtype_name, get_backend(status.device_type).supported_dtypes())))
+        return ListedDevice(status, tuple(map(dtype_name, get_backend(status.device_type).supported_dtypes())))
     except BackendBrokenError as error:
-        return Device(status, failure=error.__cause__ or error)
+        return ListedDevice(status, failure=error.__cause__ or error)
     except Exception as error:  # a plugin may raise anything; the others are still listed
-        return Device(status, failure=error)
+        return ListedDevice(status, failure=error)
 
 
 def show(
@@ -128,7 +128,7 @@ def show(
         typer.echo("polycast devices --verbose shows the tracebacks.")
 
 
-def _print(devices: list[Device], engine: list[str], ops: Mapping[str, str], verbose: bool) -> None:
+def _print(devices: list[ListedDevice], engine: list[str], ops: Mapping[str, str], verbose: bool) -> None:
     rows = table("device", "state", "default", "supported", "from")
     for device in devices:
         status = device.status
@@ -150,7 +150,7 @@ def _print(devices: list[Device], engine: list[str], ops: Mapping[str, str], ver
         print_line(out, line)
 
 
-def _lines_of(device: Device, verbose: bool) -> list[str]:
+def _lines_of(device: ListedDevice, verbose: bool) -> list[str]:
     profile = device.profile()
     notes = [*device.notes(), *([profile] if profile else []), *(device.recipes() if verbose else [])]
     return [f"{device.status.device_type}: {note}" for note in notes]

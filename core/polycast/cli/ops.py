@@ -15,7 +15,7 @@ from ..plugins.registry import get_backend
 from ..policy.cast_policy import CastPolicy
 from ..policy.names import read_policy
 from ..policy.recipe import read_recipe
-from ..region.explain import explain_in
+from ..region.explain_op import explain_in
 from ..region.explanation import Explanation
 from ..region.policies import override_of
 from .terminal import console, library_errors, print_json, print_line, print_table, table

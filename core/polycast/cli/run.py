@@ -24,7 +24,7 @@ from ..policy.value import Policy
 from .terminal import library_errors
 
 
-class Engine(enum.Enum):
+class EngineOption(enum.Enum):
     """The values of ``POLYCAST_ENGINE``."""
 
     AUTO = "auto"
@@ -48,7 +48,7 @@ def run(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments for the program.")] = None,
     is_module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
     engine: Annotated[
-        Engine | None, typer.Option(metavar="NAME", help="Run on this engine: auto, native or reference.")
+        EngineOption | None, typer.Option(metavar="NAME", help="Run on this engine: auto, native or reference.")
     ] = None,
     weight_cache: Annotated[
         bool, typer.Option("--weight-cache", help="Keep the casts of weights between regions under no_grad.")

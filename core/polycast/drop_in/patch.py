@@ -104,9 +104,9 @@ def install_shim(patch: Patch) -> None:
 
 def wrap_modules(patch: Patch) -> None:
     """Run the outermost calls of modules in a region (``--wrap``), unless they are in one for the device."""
-    assert shim.Region.overrides is not None
-    assert shim.Region.overrides.wrap is not None
-    device_type, dtype = shim.Region.overrides.wrap
+    assert shim.PatchedRegion.overrides is not None
+    assert shim.PatchedRegion.overrides.wrap is not None
+    device_type, dtype = shim.PatchedRegion.overrides.wrap
     call = torch.nn.Module.__call__
     inside = threading.local()
 
@@ -116,7 +116,7 @@ def wrap_modules(patch: Patch) -> None:
             return call(module, *args, **kwargs)
         inside.one = True
         try:
-            with shim.Region(device_type, dtype):
+            with shim.PatchedRegion(device_type, dtype):
                 return call(module, *args, **kwargs)
         finally:
             inside.one = False

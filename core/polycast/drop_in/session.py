@@ -19,7 +19,7 @@ from ..region import slow_dtype
 from ..torch_internals import changes
 from .overrides import RunOverrides
 from .patch import patch_torch
-from .shim import Region
+from .shim import PatchedRegion
 
 if TYPE_CHECKING:
     from .observing import Wanted
@@ -60,7 +60,7 @@ def start(options: Options, *, is_first: bool = True, reports: bool = False) -> 
         from .recipe_summary import RecipeSummary  # few programs need it, and its import is slow
 
         recipe = RecipeSummary(options.recipe)
-    overrides = Region.overrides = RunOverrides(options.policy, options.recipe, cache, options.wrap, recipe)
+    overrides = PatchedRegion.overrides = RunOverrides(options.policy, options.recipe, cache, options.wrap, recipe)
     patch_torch().start()
     if options.wrap is not None:
         changes.make(changes.RUN_WRAP)

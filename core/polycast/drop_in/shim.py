@@ -42,7 +42,7 @@ _torch_functions = {
 }
 
 
-class Region(autocast):
+class PatchedRegion(autocast):
     """A region that was made by one of torch's names."""
 
     overrides: ClassVar[RunOverrides | None] = None
@@ -111,10 +111,10 @@ def _init(
     elif type(self) is TorchAutocast:
         # Delegating to a region would not make this one an instance of polycast.autocast, as documented. Nor could it
         # be left by hand after the patch has ended, when torch's class has its own methods again.
-        self.__class__ = Region
-        Region.__init__(cast("Region", self), device_type, dtype, enabled, cache_enabled)
+        self.__class__ = PatchedRegion
+        PatchedRegion.__init__(cast("PatchedRegion", self), device_type, dtype, enabled, cache_enabled)
     else:
-        region = Region(device_type, dtype, enabled, cache_enabled)
+        region = PatchedRegion(device_type, dtype, enabled, cache_enabled)
         self.device, self.fast_dtype = region.device, region.fast_dtype
         self._enabled, self._cache_enabled = region._enabled, region._cache_enabled
         setattr(self, _REGION, region)

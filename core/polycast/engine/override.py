@@ -14,7 +14,7 @@ from ..policy.recipe import Recipe
 from .disable_dynamo import disable_dynamo
 
 
-class Origin(NamedTuple):
+class PolicyOrigin(NamedTuple):
     """The origin of an override: the kind of rule, and its name, if it has one."""
 
     rule: str
@@ -44,7 +44,7 @@ class Override:
         self,
         device_type: str,
         policies: Iterable[tuple[str, CastPolicy]],
-        origin: Origin,
+        origin: PolicyOrigin,
         recipe: Recipe | None,
         layers: "tuple[Override, ...]" = (),
     ) -> None:
@@ -57,7 +57,7 @@ class Override:
         self.plan: Any = None
         self.ready_key: object = None
 
-    def origin_of(self, op: str) -> Origin | None:
+    def origin_of(self, op: str) -> PolicyOrigin | None:
         """Return the origin of the policy of an op, if it has one here."""
         return next((layer.origin for layer in self.layers if op in layer.policies), None)
 
@@ -111,7 +111,7 @@ def make_override(
     /,
 ) -> Override:
     """Return the override of a region, merged over `parent`, that of the region around it."""
-    origin = Origin(rule, name)
+    origin = PolicyOrigin(rule, name)
     if parent is None:
         return Override(device_type, policies, origin, recipe)
     own = make_override(device_type, policies, rule, name, recipe, None)

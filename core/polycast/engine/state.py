@@ -149,7 +149,7 @@ class StateMachine(Protocol):
             resolve: returns the settings for all arguments of ``__init__``, which the engine keeps, and what they
                 depend on; None if equal arguments may get others.
             availability: the class of answers.
-            complete_entry, complete_exit: see :class:`Region`.
+            complete_entry, complete_exit: see :class:`RegionBase`.
         """
 
 
@@ -163,7 +163,7 @@ machine: StateMachine
 """The state machine of the engine in use."""
 
 
-class Region:
+class RegionBase:
     """Base of the class of regions: a context manager, with methods of the engine in use.
 
     A region's ``_settings`` are entered and left. Its class has an ``__init__`` that sets all attributes.
@@ -202,7 +202,7 @@ class Region:
 class _Methods(NamedTuple):
     """The class of regions, and its methods in Python."""
 
-    cls: type[Region]
+    cls: type[RegionBase]
     resolve: Callable[..., tuple[Settings, Dependencies | None]]
     in_python: Sequence[Callable[..., Any]]
 
@@ -231,7 +231,7 @@ def use(chosen: StateMachine) -> None:
         setattr(_methods.cls, name, method)
 
 
-def use_for(cls: type[Region], resolve: Callable[..., tuple[Settings, Dependencies | None]]) -> None:
+def use_for(cls: type[RegionBase], resolve: Callable[..., tuple[Settings, Dependencies | None]]) -> None:
     """Set the class of regions, and what resolves the arguments of its ``__init__``; see `StateMachine`."""
     global _methods
     _methods = _Methods(cls, resolve, [getattr(cls, name) for name in _METHODS])

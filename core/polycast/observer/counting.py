@@ -12,7 +12,7 @@ from ..engine.override import Override
 from ..engine.state import Settings
 from ..policy.cast_policy import CastPolicy
 from ..policy.dtypes import dtype_name
-from ..region.explain import deciding_rule
+from ..region.explain_op import deciding_rule
 from ..region.explanation import NO_RULE, OTHERS_KERNEL
 from ..torch_internals.dispatcher import has_kernel_for_dispatch_key
 from .devices import find_backend, slow_reasons, why_not_enabled

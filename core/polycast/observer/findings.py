@@ -8,7 +8,7 @@ from .facts import Facts
 from .numerics_findings import overflow, underflow
 from .policy_remedies import may_have, nonfinite_remedy, policy_text
 from .records import Chain, Finding, Region
-from .remedies import FAST, Trial, name_of
+from .remedies import FAST, RemedyTrial, name_of
 from .slow_dtypes import slow_dtypes
 from .sums import add
 from .units import module_text, times_text
@@ -87,7 +87,7 @@ def _recipe_in_training(facts: Facts) -> Iterator[Finding]:
 
 
 def _chains(facts: Facts) -> Iterator[Finding]:
-    trial = Trial(facts.flows)
+    trial = RemedyTrial(facts.flows)
     for kind, explain in _CHAINS.items():
         alike: dict[tuple[object, ...], list[Chain]] = {}
         for chain in facts.chains:
@@ -119,7 +119,7 @@ def _about(chain: Chain) -> tuple[str, ...]:
     return (op,)
 
 
-def _round_trip(chain: Chain, _: list[Chain], trial: Trial) -> tuple[str, str]:
+def _round_trip(chain: Chain, _: list[Chain], trial: RemedyTrial) -> tuple[str, str]:
     down, up = chain.ops
     asked = [] if trial.is_kept_in_float32(name_of(up)) else [(name_of(up), FAST)]
     asked.append((name_of(down), "fp32"))
@@ -131,7 +131,7 @@ def _round_trip(chain: Chain, _: list[Chain], trial: Trial) -> tuple[str, str]:
     )
 
 
-def _float32_by_one_input(chain: Chain, _: list[Chain], trial: Trial) -> tuple[str, str]:
+def _float32_by_one_input(chain: Chain, _: list[Chain], trial: RemedyTrial) -> tuple[str, str]:
     (op,) = chain.ops
     remedy = f"Cast that input, as in value.to({chain.dtype})"
     if _saved(trial, name_of(op), FAST) > 0:
@@ -143,7 +143,7 @@ def _float32_by_one_input(chain: Chain, _: list[Chain], trial: Trial) -> tuple[s
     )
 
 
-def _unlisted_float32_op(chain: Chain, chains: list[Chain], trial: Trial) -> tuple[str, str]:
+def _unlisted_float32_op(chain: Chain, chains: list[Chain], trial: RemedyTrial) -> tuple[str, str]:
     op, dtype = chain.ops[1], chain.dtype
     before, after = (" and ".join(dict.fromkeys(each.ops[at] for each in chains)) for at in (0, 2))
     where = f", in {_few([module_text(name) for name in chain.consumers])}" if chain.consumers else ""
@@ -152,7 +152,7 @@ def _unlisted_float32_op(chain: Chain, chains: list[Chain], trial: Trial) -> tup
         f"{op} has no policy and runs in float32, {times_text(chain.count)}, between {before} and {after}, which run "
         f"in {dtype}: {_bytes(chain.bytes)} of outputs, cast {times_text(casts)}{where}."
     )
-    saved = {name: _saved(trial, name, FAST) for name in trial.upstream(op, chain.module)[:_MOST_TRIED]}
+    saved = {name: _saved(trial, name, FAST) for name in trial.upstream(op, chain.module)[:_MAX_TRIED]}
     best = max(saved, key=lambda name: saved[name])
     if saved[best] > 0:
         return (
@@ -164,7 +164,7 @@ def _unlisted_float32_op(chain: Chain, chains: list[Chain], trial: Trial) -> tup
     return what, _no_policy(trial)
 
 
-def _loss_in_fast_dtype(chain: Chain, _: list[Chain], __: Trial) -> tuple[str, str]:
+def _loss_in_fast_dtype(chain: Chain, _: list[Chain], __: RemedyTrial) -> tuple[str, str]:
     (op,) = chain.ops
     return (
         f"a loss is computed in {chain.dtype}, by {op}, {times_text(chain.count)}.",
@@ -172,33 +172,33 @@ def _loss_in_fast_dtype(chain: Chain, _: list[Chain], __: Trial) -> tuple[str, s
     )
 
 
-_CHAINS: dict[str, Callable[[Chain, list[Chain], Trial], tuple[str, str]]] = {
+_CHAINS: dict[str, Callable[[Chain, list[Chain], RemedyTrial], tuple[str, str]]] = {
     "round_trip": _round_trip,
     "float32_by_one_input": _float32_by_one_input,
     "unlisted_float32_op": _unlisted_float32_op,
     "loss_in_fast_dtype": _loss_in_fast_dtype,
 }
-_MOST_TRIED = 8
+_MAX_TRIED = 8
 
 
-def _no_policy(trial: Trial) -> str:
+def _no_policy(trial: RemedyTrial) -> str:
     if trial.is_empty:
         return "This observation lacks the flows between ops from which a policy could be suggested."
     return "Leave it: no policy for a single op would save casts."
 
 
-def _saved(trial: Trial, name: str, policy: str) -> int:
+def _saved(trial: RemedyTrial, name: str, policy: str) -> int:
     """Return how many bytes of casts a policy for an op would save; 0 if unknown."""
     return -(trial.change(name, policy) or 0) if may_have(name, policy) else 0
 
 
 def _few(names: list[str]) -> str:
     """Return the first few names, and the number of others."""
-    shown, more = names[:_MOST_NAMES], len(names) - _MOST_NAMES
+    shown, more = names[:_MAX_NAMES], len(names) - _MAX_NAMES
     return " and ".join([", ".join(shown), f"{more:,} more"]) if more > 0 else ", ".join(shown)
 
 
-_MOST_NAMES = 4
+_MAX_NAMES = 4
 
 
 def _disabled_regions(facts: Facts) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Count the ops that recipes compute and decline."""
+"""Count the ops that recipes compute, and those for which they fall back to the fast dtype."""
 
 import threading
 from collections import Counter
@@ -9,7 +9,7 @@ from .units import times_text
 
 
 class LowBitCounts:
-    """Counts of calls, kept by thread, so that threads need no lock."""
+    """Counts of calls by thread, so that threads need no lock."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, str, str, str, str], int] = {}

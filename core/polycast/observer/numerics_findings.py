@@ -13,7 +13,7 @@ from .sums import add
 from .units import module_text, percent
 
 _K = TypeVar("_K")
-_LEAST_SHARE = 0.1
+_MIN_SHARE = 0.1
 """The share of underflow from which on it is a finding."""
 
 
@@ -22,7 +22,7 @@ def underflow(facts: Facts) -> Iterator[Finding]:
     groups = _by(facts.numerics, lambda each: (_where(each), each.dtype)).values()
     totals = [(functools.reduce(add, records), records) for records in groups]
     for total, records in sorted(totals, key=lambda each: -each[0].underflow_share):
-        if total.count > 0 and total.underflow_share >= _LEAST_SHARE:
+        if total.count > 0 and total.underflow_share >= _MIN_SHARE:
             yield _underflow(total, records)
 
 

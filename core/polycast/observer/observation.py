@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from rich.console import Group
 
+from ..common.schema import check_schema
 from . import table as text_table
 from .data_frames import TABLES, frame_of
 from .facts import LISTS, Facts, Run, combined, share, total_of
@@ -178,12 +179,7 @@ class Observation:
             ValueError: these are not the values of an observation, or have a newer schema.
         """
         schema = values.get("schema") if isinstance(values, dict) else None
-        if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
-            raise ValueError(f'an observation has "schema": {SCHEMA}, got {schema!r}')
-        if schema > SCHEMA:
-            raise ValueError(
-                f"it has schema {schema}, and this polycast reads up to {SCHEMA}: read it with a newer polycast"
-            )
+        check_schema(schema, SCHEMA, f'an observation has "schema": {SCHEMA}')
         try:
             lists = {name: tuple(from_json(kind, each) for each in _list(values, name)) for name, kind in LISTS.items()}
             nonfinite = None if values["nonfinite"] is None else from_json(NonFinite, values["nonfinite"])

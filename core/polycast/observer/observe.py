@@ -28,7 +28,7 @@ from .records import LowBit
 from .step_origin import StepOrigins
 from .step_reading import StepReading
 from .steps import Schedule, Steps
-from .trace import MOST_EVENTS, trace_of
+from .trace import MAX_EVENTS, trace_of
 
 _THREADS = ("this", "all")
 _L = TypeVar("_L")
@@ -170,7 +170,7 @@ class _Observing:
         )
         self._trace = trace
         if trace:
-            self._recorder.keep_events(MOST_EVENTS)
+            self._recorder.keep_events(MAX_EVENTS)
         self._thread = None if options.threads == "all" else threading.get_ident()
         self._finds_modules = finds_modules
         self._raises = options.nonfinite == "raise"

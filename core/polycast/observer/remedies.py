@@ -17,7 +17,7 @@ FAST = "lower_precision_fp"
 _RETURN_FLOAT32 = ("fp32", "fp32_set_opt_dtype", "fp32_append_dtype")
 _BY_FIRST_INPUT = ("layer_norm", "native_layer_norm", "group_norm", "native_group_norm", "batch_norm", "instance_norm")
 """Ops that return the dtype of their first input, whatever the dtype of their weights."""
-_MOST_UPSTREAM = 1000
+_MAX_UPSTREAM = 1000
 
 _Node = tuple[str, str | None]
 """An op in a module."""
@@ -52,7 +52,7 @@ class _Remedy:
         return self.policy.get(name_of(flow.op), flow.policy)
 
 
-class Trial:
+class RemedyTrial:
     """Tries remedies on the flows of a run."""
 
     def __init__(self, flows: Iterable[Flow]) -> None:
@@ -91,7 +91,7 @@ class Trial:
     def upstream(self, op: str, module: str | None) -> list[str]:
         """Return the names of an op and of the ops that its float32 inputs come from, up to ops that cast."""
         found, seen, waiting = {name_of(op): None}, {(op, module)}, [(op, module)]
-        while waiting and len(seen) < _MOST_UPSTREAM:
+        while waiting and len(seen) < _MAX_UPSTREAM:
             for flow in self._given.get(waiting.pop(), ()):
                 source = (flow.source, flow.source_module)
                 if flow.dtype != "float32" or flow.asked_from or source in seen:

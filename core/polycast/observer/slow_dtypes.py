@@ -3,12 +3,12 @@
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from ..policy.dtypes import FLOAT32
+from ..policy.recipe import Fastest
 from .facts import Facts
 from .matmul_records import Matmul, MatmulRows
 from .records import Finding
 
-FLOAT32 = "float32"
-FASTEST = "fastest"
 _INFERENCE_ONLY = ("int8", "float8")
 _SLOWER = 1.05
 """The smallest ratio of times that counts."""
@@ -64,7 +64,7 @@ def _is_by_recipe(matmul: Matmul) -> bool:
 def _way(matmul: Matmul) -> str:
     """Return the way in which a matmul was computed, as profiles name it."""
     kind, _, way = (matmul.recipe if _is_by_recipe(matmul) else "").partition(":")
-    return way if kind == FASTEST else kind or matmul.dtype
+    return way if kind == Fastest.kind else kind or matmul.dtype
 
 
 @dataclass(frozen=True)
@@ -137,20 +137,20 @@ def _remedy(slow: list[Matmul], dtype: str) -> str:
     float32, fast = (sum(each.estimates[way] for each in known) for way in (FLOAT32, dtype))
     faster = []
     declined = {each.recipe for each in slow}
-    for recipe in (FASTEST, *(() if trains else _INFERENCE_ONLY)):
+    for recipe in (Fastest.kind, *(() if trains else _INFERENCE_ONLY)):
         if recipe in declined:
             continue
         seconds = sum(_seconds_by(recipe, each.estimates, dtype) for each in known)
         if seconds * _SLOWER < fast:
-            note = "" if recipe == FASTEST else ", for inference"
+            note = "" if recipe == Fastest.kind else ", for inference"
             faster.append(f'recipe="{recipe}" (about {seconds / float32:.2g} of float32\'s time{note})')
     if not faster:
-        return "Compute them in float32." if FASTEST in declined else 'recipe="fastest" or float32 avoids that.'
+        return "Compute them in float32." if Fastest.kind in declined else 'recipe="fastest" or float32 avoids that.'
     return f"{' or '.join(faster)} avoid{'s' * (len(faster) == 1)} that."
 
 
 def _seconds_by(recipe: str, estimates: Mapping[str, float], dtype: str) -> float:
     """Return the estimated seconds by a recipe, which leaves what it does not compute in the fast dtype."""
-    if recipe == FASTEST:
+    if recipe == Fastest.kind:
         return min(estimates[way] for way in (FLOAT32, dtype, f"{dtype} kernel") if way in estimates)
     return estimates.get(recipe, estimates[dtype])

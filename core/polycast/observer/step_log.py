@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import warn_user
 from ..region.recording_scaler import RecordingGradScaler
-from ..region.scaler_history import MOST_NAMES, Origin, SkippedStep
+from ..region.scaler_history import MAX_NAMES, Origin, SkippedStep
 from .observation import Observation
 from .observe import observe_step
 from .rerun import RandomState, rerun_step
@@ -101,7 +101,7 @@ def _joined(first: SkippedStep, second: SkippedStep) -> SkippedStep:
     """Return what is known of a step that two scalers skipped."""
     return replace(
         first,
-        parameters=(*first.parameters, *second.parameters)[:MOST_NAMES],
+        parameters=(*first.parameters, *second.parameters)[:MAX_NAMES],
         count=(first.count or 0) + (second.count or 0),
         of=(first.of or 0) + (second.of or 0),
         origin=first.origin or second.origin,

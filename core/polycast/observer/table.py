@@ -15,10 +15,10 @@ from .matmuls import matmul_lines
 from .records import Finding, Op
 from .units import size
 
-_MOST_OPS = 20
-_MOST_FINDINGS = 8
-_MOST_PLACES = 3
-_MOST_LOW_BIT = 8
+_MAX_OPS = 20
+_MAX_FINDINGS = 8
+_MAX_PLACES = 3
+_MAX_LOW_BIT = 8
 _LONGEST_NAME = 60
 _LONGEST_LINE = 400
 _LONGEST_TEXT = 8000
@@ -30,17 +30,17 @@ def shown(facts: Facts, findings: Iterable[Finding]) -> Group:
     """Return the run, the ops and the findings, to print."""
     parts: list[RenderableType] = [Text(_cut(line, _LONGEST_LINE)) for line in _run_lines(facts)]
     parts.append(_ops(facts))
-    others = len(facts.ops) - len(_called(facts)[:_MOST_OPS])
+    others = len(facts.ops) - len(_called(facts)[:_MAX_OPS])
     if others:
         parts.append(Text(f"... and {others:,} more, inner ops included: see seen.ops"))
     parts += [Text(_cut(line, _LONGEST_LINE)) for line in matmul_lines(facts.matmuls)]
     parts += _bounded(
-        [_cut(line, _LONGEST_LINE) for line in low_bit_lines(facts.low_bit)], _MOST_LOW_BIT, "seen.low_bit"
+        [_cut(line, _LONGEST_LINE) for line in low_bit_lines(facts.low_bit)], _MAX_LOW_BIT, "seen.low_bit"
     )
     groups = grouped(findings)
     if groups:
         lines = [_cut(_finding_line(group), 2 * _LONGEST_LINE) for group in groups]
-        parts += [Text(""), Text("Findings", style="bold"), *_bounded(lines, _MOST_FINDINGS, "seen.findings")]
+        parts += [Text(""), Text("Findings", style="bold"), *_bounded(lines, _MAX_FINDINGS, "seen.findings")]
     return Group(*parts)
 
 
@@ -63,7 +63,7 @@ def _ops(facts: Facts) -> Table:
     for column in ("op", "pass", "calls", "policy", "by", "inputs", "outputs", "casts", "bytes"):
         number = column in ("calls", "casts", "bytes")
         table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
-    for op in _called(facts)[:_MOST_OPS]:
+    for op in _called(facts)[:_MAX_OPS]:
         rule = f"{op.rule} {op.rule_name!r}" if op.rule_name else _SHORT.get(op.rule, op.rule)
         numbers = (f"{op.casts:,}" if op.casts else "", size(op.cast_bytes) if op.cast_bytes else "")
         decided = (op.op.removeprefix("aten::"), op.phase, f"{op.calls:,}", op.policy or "", rule)
@@ -84,7 +84,7 @@ def _dtypes(counts: Mapping[str, int]) -> str:
 def _finding_line(group: Sequence[Finding]) -> str:
     """Return a line for findings with one remedy: the first one, and where the others are."""
     first, others = group[0], group[1:]
-    places = [_cut(finding.where, _LONGEST_NAME) for finding in others[:_MOST_PLACES]]
+    places = [_cut(finding.where, _LONGEST_NAME) for finding in others[:_MAX_PLACES]]
     more = len(others) - len(places)
     also = f" The same in {', '.join(places)}{f' and {more:,} more places' if more else ''}." if places else ""
     return f"- {_cut(first.where, _LONGEST_NAME)}: {_cut(first.what, _LONGEST_LINE)}{also} {first.remedy}"

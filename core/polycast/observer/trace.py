@@ -14,10 +14,11 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
+from ..policy.dtypes import dtype_name
 from .known_modules import Known
 from .recorder import EventRow, Recorder
 
-MOST_EVENTS = 1_000_000
+MAX_EVENTS = 1_000_000
 _TRACKS = 1_000_000_000
 """The first number of polycast's tracks: higher than those of threads."""
 
@@ -112,7 +113,7 @@ def _event(event: EventRow, modules: Sequence[str], base: int) -> dict[str, Any]
 
 
 def _dtype(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")
+    return "an unknown dtype" if dtype is None else dtype_name(dtype)
 
 
 def _metadata(name: str, process: int, thread: int, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 import torch
 
+FLOAT32 = "float32"
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a dtype without the module, such as ``bfloat16``."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.fastest.choice import Way, name_of, seconds_by_way
+from ..engine.fastest.choose_way import Way, name_of, seconds_by_way
 from ..engine.fastest.products import Product, product_of
 from ..policy.schemas import flatten_arguments
 from ..profiling.device_profile import DeviceProfile

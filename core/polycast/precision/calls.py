@@ -12,14 +12,14 @@ from .values import copied, tensors_in
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """The arguments of a call of a model."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
     @classmethod
-    def of(cls, model: object, inputs: object) -> "Call":
+    def of(cls, model: object, inputs: object) -> "ModelCall":
         """Return a call with a tensor, a tuple of arguments or a dict of keyword arguments.
 
         Raises:
@@ -81,7 +81,7 @@ class Call:
         return {name: dtype_name(tensor.dtype) for name, tensor in named}
 
 
-Calls: TypeAlias = tuple[Call, ...]
+Calls: TypeAlias = tuple[ModelCall, ...]
 
 
 def calls_of(model: object, data: object, what: str = "data", like: Calls = ()) -> Calls:
@@ -101,13 +101,13 @@ def calls_of(model: object, data: object, what: str = "data", like: Calls = ()) 
     """
     first, name = (like[0], "data") if like else (None, "batch 0")
     if isinstance(data, (torch.Tensor, tuple, Mapping)) or not isinstance(data, Iterable) or isinstance(data, str):
-        call = Call.of(model, data)
+        call = ModelCall.of(model, data)
         _check_structure(first, call, what, name)
         return (call,)
-    calls: list[Call] = []
+    calls: list[ModelCall] = []
     for number, batch in enumerate(data):
         try:
-            call = Call.of(model, tuple(batch) if isinstance(batch, list) else batch)
+            call = ModelCall.of(model, tuple(batch) if isinstance(batch, list) else batch)
         except TypeError as error:
             raise TypeError(f"batch {number} of {what}: {error}") from None
         first = first or call
@@ -118,7 +118,7 @@ def calls_of(model: object, data: object, what: str = "data", like: Calls = ()) 
     return tuple(calls)
 
 
-def _check_structure(first: Call | None, call: Call, what: str, than: str) -> None:
+def _check_structure(first: ModelCall | None, call: ModelCall, what: str, than: str) -> None:
     """Raise ValueError if a call has another structure than the first."""
     if first is None:
         return

@@ -19,9 +19,9 @@ from ..region.autocast import autocast
 from ..torch_internals.dispatcher import OpOverload
 from ..torch_internals.names import DispatchMode
 from .blocks import Blocks
-from .calls import Call
+from .calls import ModelCall
 from .failures import may_come_from_policy
-from .hooks import uncompiled
+from .hooks import run_eagerly
 from .minimal_set import Choice
 from .profiling_run import ModelProfile
 from .tune_arguments import nothing_to_choose
@@ -92,7 +92,7 @@ class Ops:
         return Policy(ops={**dict.fromkeys((*self._excluded, *choice.members), FP32), **kept}, name=name)
 
 
-def ops_seen(model: torch.nn.Module, call: Call, region: autocast) -> list[str]:
+def ops_seen(model: torch.nn.Module, call: ModelCall, region: autocast) -> list[str]:
     """Run a model in a region and return the ops that can be in float32, ops that the table casts down first.
 
     Of those in the table, the ops that reach autocast count, not the ops that they decompose into. So the model is run
@@ -106,7 +106,7 @@ def ops_seen(model: torch.nn.Module, call: Call, region: autocast) -> list[str]:
     while banned:
         ban = Policy(ops=dict.fromkeys(banned.values(), CastPolicy.BANNED))
         try:
-            with uncompiled(), region, autocast(region.device, region.fast_dtype, policy=ban):
+            with run_eagerly(), region, autocast(region.device, region.fast_dtype, policy=ban):
                 call.of_model(model)
         except Exception as error:
             if not may_come_from_policy(error):
@@ -120,7 +120,7 @@ def ops_seen(model: torch.nn.Module, call: Call, region: autocast) -> list[str]:
             break
     below = _Below()
     try:
-        with uncompiled(), region, below:
+        with run_eagerly(), region, below:
             call.of_model(model)
     except Exception as error:
         if not may_come_from_policy(error):

@@ -21,11 +21,11 @@ from ..policy.value import Policy, PolicyLike
 from ..region.autocast import autocast
 from ..region.module_rules import apply_policy
 from ..region.resolve import why_disabled
-from .calls import Call, Calls, calls_of
+from .calls import Calls, ModelCall, calls_of
 from .comparison import Comparison
 from .hooks import set_stance
 from .in_use import in_use
-from .lockstep import Lockstep, Result
+from .lockstep import Lockstep, RunResult
 from .numerics import Sums
 from .outcome import Loss, LossModule, check_loss
 from .parameter_gradients import LOSS
@@ -144,7 +144,7 @@ def _profile(sides: Sides, calls: Calls, loss: LossModule | None) -> None:
         warn_user(sums.nonfinite_warning("their error is unknown", sides.reference.text()))
 
 
-def _profiled(side: Side, call: Call, loss: LossModule | None) -> tuple[ModelProfile, Any]:
+def _profiled(side: Side, call: ModelCall, loss: LossModule | None) -> tuple[ModelProfile, Any]:
     def run() -> Any:
         with torch.set_grad_enabled(loss is not None), side.region if side.is_enabled else nullcontext():
             output = call.of_model(side.model)
@@ -188,7 +188,7 @@ def enabled_region(
 
 
 def compared(
-    model: torch.nn.Module, call: Call, region: autocast, profile: ModelProfile, recipe: Recipe | None = None
+    model: torch.nn.Module, call: ModelCall, region: autocast, profile: ModelProfile, recipe: Recipe | None = None
 ) -> Comparison:
     """Compare a model in float32 with the same model in a region, given its profile."""
     outside = autocast(region.device, region.fast_dtype, enabled=False)
@@ -235,7 +235,7 @@ def _comparison(sides: Sides, record: Record, outputs: Mapping[str, Sums], *, is
     )
 
 
-def _add_outputs(outputs: dict[str, Sums], reference: Result, tested: Result) -> None:
+def _add_outputs(outputs: dict[str, Sums], reference: RunResult, tested: RunResult) -> None:
     got = dict(tensors_in(tested.output))
     for name, tensor in tensors_in(reference.output):
         if tensor.is_floating_point() or tensor.is_complex():

@@ -14,10 +14,10 @@ from ..engine.low_bit.plan import Plan
 from ..policy.equalization import Equalization, EqualizedWeight, fingerprint_of
 from ..policy.recipe import Recipe, RecipeLike, read_recipe
 from ..policy.weight_views import TRANSPOSED, WHOLE, parameters_by_name, view_of
-from .calls import Call
+from .calls import ModelCall
 from .compare import enabled_region
 from .equalized_product import EqualizedProduct
-from .hooks import uncompiled
+from .hooks import run_eagerly
 from .isolation import RandomState, find_writes, isolated
 
 _SEED = 0
@@ -84,7 +84,7 @@ def equalize(model: torch.nn.Module, batches: Iterable[Any], recipe: RecipeLike)
     with ExitStack() as stack:
         stack.enter_context(isolated())
         stack.enter_context(RandomState(device_type).preserved())
-        stack.enter_context(uncompiled())
+        stack.enter_context(run_eagerly())
         stack.enter_context(_in_eval_mode(model))
         stack.callback(calibrators.remove, products.add)
         calibrators.add(products.add, threading.get_ident())
@@ -99,13 +99,13 @@ def equalize(model: torch.nn.Module, batches: Iterable[Any], recipe: RecipeLike)
     return Equalization(tuple(products.equalized()))
 
 
-def _calls(model: torch.nn.Module, batches: object) -> Iterator[Call]:
+def _calls(model: torch.nn.Module, batches: object) -> Iterator[ModelCall]:
     if isinstance(batches, (torch.Tensor, tuple, str, Mapping)) or not isinstance(batches, Iterable):
         raise TypeError(
             f"batches must be an iterable of batches, such as a list or a DataLoader, got {type(batches).__name__}. "
             "Put a single batch into a list, [batch]; a tuple of batches has to be a list too, list(batches)."
         )
-    return (Call.of(model, tuple(batch) if isinstance(batch, list) else batch) for batch in batches)
+    return (ModelCall.of(model, tuple(batch) if isinstance(batch, list) else batch) for batch in batches)
 
 
 def _without_equalization(recipe: RecipeLike) -> Recipe:

@@ -77,9 +77,9 @@ class EqualizedProduct:
 
     def _error(self, rows: torch.Tensor, expected: torch.Tensor, factors: torch.Tensor | None) -> float | None:
         """Return the relative error, the root of its mean square over rows; None if the weight cannot be prepacked."""
-        packed = self._kernel.prepack(self._weight, *(() if factors is None else (factors,)))
-        if not packed:
+        prepacked = self._kernel.prepack(self._weight, *(() if factors is None else (factors,)))
+        if not prepacked:
             return None
-        result = self._kernel.run(tuple(packed), *product_arguments(self._op, rows, self._weight))
+        result = self._kernel.run(tuple(prepacked), *product_arguments(self._op, rows, self._weight))
         squares = (result.float() - expected).square().sum(1) / expected.square().sum(1).clamp(min=1e-30)
         return squares.mean().sqrt().item()

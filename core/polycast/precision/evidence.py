@@ -67,7 +67,7 @@ class Evidence:
         plain: the distance in the region without a policy, with the recipe if there is one, and with what `exclude` has
             in float32.
         met: whether `distance` is within the tolerance.
-        is_minimal: whether it is known that the tolerance is not kept if any single member is taken out of float32, or
+        is_minimal: whether it is known that the tolerance is not met if any single member is taken out of float32, or
             any single one of `kept` is put back into the recipe. Never known with the objective ``"time"``.
         reason: why the tolerance is not met, or the policy not known to be minimal; else empty.
         trials: all evaluations, in order.

@@ -17,12 +17,12 @@ from ..plugins.registry import get_backend
 from ..policy.dtypes import dtype_name
 from ..policy.recipe import Recipe, RecipeLike
 from ..policy.value import Policy, PolicyLike
-from ..region.explain import Op, explain_op
+from ..region.explain_op import Op, explain_op
 from ..region.explanation import Explanation
 from ..region.module_rules import apply_policy, rules_of
 from ..torch_internals.dispatcher import OpOverload
 from ..torch_internals.names import DispatchMode
-from .calls import Call
+from .calls import ModelCall
 from .compare import enabled_region, wanted_recipe
 from .hooks import in_this_thread, watched
 from .model_explanation import ModelExplanation, ModuleExplanation
@@ -121,7 +121,7 @@ def explain_model(
     """Explain the modules of a model; see :func:`explain`."""
     from torch._subclasses import FakeTensorMode
 
-    call, given, wanted = Call.of(model, inputs), Policy.of(policy or {}), wanted_recipe(recipe)
+    call, given, wanted = ModelCall.of(model, inputs), Policy.of(policy or {}), wanted_recipe(recipe)
     arguments = [tensor for _, tensor in tensors_in((call.args, call.kwargs))]
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
@@ -229,7 +229,7 @@ class _Calls(DispatchMode):  # type: ignore[misc]
         found.output.update(dict.fromkeys(_floating(tensor for _, tensor in tensors_in(output))))
 
     def note_declined(self, _device: str, _recipe: str, op: str, reason: str | None) -> None:
-        """Handle an op that a recipe declines."""
+        """Note that a recipe falls back for an op, and why."""
         if self._open and reason is not None:
             self._open[-1].declined[op] = reason
 

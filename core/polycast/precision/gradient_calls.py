@@ -37,7 +37,7 @@ def differentiable(value: object) -> list[torch.Tensor]:
 
 
 class GradientCall:
-    """A call of a module whose gradients are awaited.
+    """A call of a module whose gradients are pending.
 
     Attributes:
         key, module: the call.

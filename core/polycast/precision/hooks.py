@@ -30,7 +30,7 @@ def set_stance(stance: str) -> AbstractContextManager[object]:
     return set_to
 
 
-def uncompiled() -> AbstractContextManager[object]:
+def run_eagerly() -> AbstractContextManager[object]:
     """Return a context manager in which compiled code runs eagerly."""
     return set_stance("force_eager")
 
@@ -41,7 +41,7 @@ def watched(model: torch.nn.Module, watcher_here: Callable[[], Watcher | None]) 
 
     Compiled modules run eagerly in the block, so that their modules are called one by one.
     """
-    with uncompiled(), watched_modules(model.modules(), watcher_here):
+    with run_eagerly(), watched_modules(model.modules(), watcher_here):
         yield
 
 

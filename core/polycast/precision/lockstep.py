@@ -10,19 +10,19 @@ import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from ..engine.low_bit.listeners import listeners as low_bit_listeners
-from .calls import Call
+from .calls import ModelCall
 from .gradient_calls import Gradients, aligned
 from .handoff import Handoff
 from .hooks import CallKey, Watcher, watched_modules
 from .isolation import RandomState, Values, isolated
 from .outcome import LossModule
 from .record import Record
-from .runs import ReferenceRun, Returned, ReturnedGradients, Run, TestedRun, matched_gradients
+from .runs import ModelRun, ReferenceRun, Returned, ReturnedGradients, TestedRun, matched_gradients
 from .sides import Side, Sides
 
 
 @dataclass
-class Result:
+class RunResult:
     """The result of a run.
 
     Attributes:
@@ -44,7 +44,7 @@ class Lockstep:
         unknown_own: the names of the parameters that are used in calls that cannot be repeated.
     """
 
-    def __init__(self, sides: Sides, call: Call, record: Record, loss: LossModule | None = None) -> None:
+    def __init__(self, sides: Sides, call: ModelCall, record: Record, loss: LossModule | None = None) -> None:
         self.sides, self.record = sides, record
         self.generators = RandomState(sides.tested.region.device)
         self.waiting: Returned | None = None
@@ -55,7 +55,7 @@ class Lockstep:
         self._call, self._loss = call, loss
         self._handoff = Handoff()
 
-    def run(self) -> tuple[Result, Result]:
+    def run(self) -> tuple[RunResult, RunResult]:
         """Return the results of the reference and of the tested run.
 
         Raises:
@@ -89,11 +89,11 @@ class Lockstep:
             stack.enter_context(watched_modules(modules, watcher))
             return self._handoff.run(lambda: self._run(reference, sides.reference), theirs)
 
-    def _tested(self, run: Run, state: Values, random: list[torch.Tensor]) -> Callable[[], Result]:
+    def _tested(self, run: ModelRun, state: Values, random: list[torch.Tensor]) -> Callable[[], RunResult]:
         """Return a function that makes the tested run, on a thread of its own."""
         default_device, side = torch.get_default_device(), self.sides.tested
 
-        def make() -> Result:
+        def make() -> RunResult:
             with ExitStack() as stack:
                 stack.enter_context(torch.no_grad())
                 if default_device.type != "cpu":  # it is thread-local
@@ -106,11 +106,11 @@ class Lockstep:
 
         return make
 
-    def _run(self, run: Run, side: Side) -> Result:
+    def _run(self, run: ModelRun, side: Side) -> RunResult:
         region = side.region if side.is_enabled else nullcontext()
         if self._loss is None:
             with region:
-                return Result(self._call.of_model(side.model), {})
+                return RunResult(self._call.of_model(side.model), {})
         # On the calling thread, because one thread for each device would have to serve both runs.
         with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
             with region:
@@ -118,7 +118,7 @@ class Lockstep:
                 value = self._loss(output)
             run.begin_backward()
             value.backward()
-        return Result(output, dict(zip(side.gradients.names, side.gradients.current(), strict=True)))
+        return RunResult(output, dict(zip(side.gradients.names, side.gradients.current(), strict=True)))
 
     def hand_over(self, side: Side) -> None:
         """Let the other run continue, then restore this run's state of the model, generators and gradients."""

@@ -10,7 +10,7 @@ import torch
 from ..errors import warn_user
 from ..policy.value import Policy
 from ..region.module_rules import apply_policy
-from .calls import Call, Calls
+from .calls import Calls, ModelCall
 from .failures import may_come_from_policy, short_text
 from .isolation import ModelState, RandomState, isolated
 from .minimal_set import Choice
@@ -71,7 +71,7 @@ class Measured:
         with isolated(), self._generators.preserved(), self._state.on_clones():
             yield
 
-    def _run(self, call: Call, region: Any = None) -> Any:
+    def _run(self, call: ModelCall, region: Any = None) -> Any:
         with self._without_side_effects():
             return self._step.run(call, region)
 

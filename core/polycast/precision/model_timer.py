@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import torch
 
+from ..policy.dtypes import FLOAT32
 from ..policy.value import Policy
 from ..region.autocast import autocast
 from .blocks import Block
@@ -16,7 +17,6 @@ from .minimal_set import Choice, Members
 from .profiling_run import ModelProfile
 from .timing import ModuleClock, Race, TimedSide, Timings, median, rule_overhead
 
-FLOAT32 = "float32"
 PLAIN_REGION = "the region without a policy"
 BY_PROFILE = "float32 where the profile says that it is faster"
 _ROUNDS = 7

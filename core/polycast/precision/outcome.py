@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..policy.dtypes import dtype_name
-from .calls import Call
-from .hooks import uncompiled
+from .calls import ModelCall
+from .hooks import run_eagerly
 from .numerics import Sums, relative_error
 from .parameter_gradients import ParameterGradients
 from .values import replaced, tensors_in
@@ -43,13 +43,13 @@ class Step:
     def __init__(self, model: torch.nn.Module, loss: Loss | None) -> None:
         self.model, self.loss = model, loss
 
-    def run(self, call: Call, region: AbstractContextManager[object] | None = None) -> Any:
+    def run(self, call: ModelCall, region: AbstractContextManager[object] | None = None) -> Any:
         """Return the output of the model in a region, or its outcome if there is a loss.
 
         Raises:
             TypeError, ValueError: the result of the loss has no gradients.
         """
-        with uncompiled():
+        with run_eagerly():
             if self.loss is None:
                 with region or nullcontext():
                     return call.of_model(self.model)

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from .calls import Call, Calls
-from .hooks import in_this_thread, uncompiled, watched_modules
+from .calls import Calls, ModelCall
+from .hooks import in_this_thread, run_eagerly, watched_modules
 from .isolation import ModelState, RandomState, find_writes, isolated
 from .values import Contents
 
@@ -119,7 +119,7 @@ def profile_runs(
 
 
 def profile_run(
-    model: torch.nn.Module, call: Call, device_type: str, gradients: bool = False
+    model: torch.nn.Module, call: ModelCall, device_type: str, gradients: bool = False
 ) -> tuple[ModelProfile, Any]:
     """Run a model once in float32, outside all regions and without side effects; return its profile and its output.
 
@@ -140,7 +140,7 @@ def profile_run(
             return call.of_model(model)
 
     names = {module: name for name, module in model.named_modules()}
-    with uncompiled():
+    with run_eagerly():
         return profiled(model, run, names, device_type)
 
 

@@ -130,7 +130,7 @@ class Record:
     Attributes:
         gradients: the errors in backward.
         parted_in: the modules in which the two runs made different calls.
-        low_bit: counts the ops that recipes compute and decline in the tested run.
+        low_bit: counts the ops that recipes compute, and those for which they fall back, in the tested run.
     """
 
     def __init__(self, profile: ModelProfile, advance: Callable[[str], None]) -> None:

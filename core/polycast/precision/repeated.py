@@ -25,10 +25,10 @@ class RepeatableCall(OpenCall):
         module: torch.nn.Module,
         arguments: Any,
         situation: Situation,
-        awaited: GradientCall | None,
+        pending: GradientCall | None,
     ) -> None:
         super().__init__(key, module)
-        self.arguments, self.situation, self.awaited = arguments, situation, awaited
+        self.arguments, self.situation, self.pending = arguments, situation, pending
 
 
 class OwnGradients(NamedTuple):

@@ -66,7 +66,7 @@ class Both(Protocol):
         """Record the gradients of a call that both runs know."""
 
 
-class Run:
+class ModelRun:
     """What the two runs have in common: their open calls, and the calls whose gradients they await.
 
     Attributes:
@@ -77,7 +77,7 @@ class Run:
         self.in_backward = False
         self._both, self._side = both, side
         self._around = OpenCall((), None)
-        self._awaited: dict[int, GradientCall] = {}
+        self._pending: dict[int, GradientCall] = {}
         self._modules = {id(module): module for module in side.model.modules()}
 
     def begin_backward(self) -> None:
@@ -87,9 +87,9 @@ class Run:
 
     def end(self) -> None:
         """Await no gradients any more."""
-        for call in self._awaited.values():
+        for call in self._pending.values():
             call.end()
-        self._awaited = {}
+        self._pending = {}
 
     def _writes_arguments(self, module: torch.nn.Module) -> bool:
         called = self._side.profile.modules.get(module)
@@ -100,11 +100,11 @@ class Run:
         return self._both.has_loss and torch.is_grad_enabled()
 
     def _is_recomputed_in_place(self) -> bool:
-        """Return whether torch.utils.checkpoint computes a call again whose gradients are awaited already."""
+        """Return whether torch.utils.checkpoint computes a call again whose gradients are pending already."""
         return self.in_backward and has_saved_tensors_hooks()
 
-    def _awaited_call(self, key: CallKey, module: torch.nn.Module, arguments: Any) -> tuple[Any, GradientCall]:
-        """Return the arguments of a call, with which its gradients can be told from others, and the awaited call."""
+    def _pending_call(self, key: CallKey, module: torch.nn.Module, arguments: Any) -> tuple[Any, GradientCall]:
+        """Return the arguments of a call, with which its gradients can be told from others, and the pending call."""
         if self._writes_arguments(module):
             arguments, tensors = isolated_unwritten_inputs(arguments, self._side.profile.modules[module].written)
         else:
@@ -112,22 +112,22 @@ class Run:
         call = GradientCall(key, module, lambda: self.in_backward, self._known)
         if not self._is_recomputed_in_place():
             call.watch_inputs(tensors)
-            self._awaited[id(call)] = call
+            self._pending[id(call)] = call
         return arguments, call
 
     def _await_outputs(self, call: GradientCall | None, output: Any) -> None:
-        if call is not None and id(call) in self._awaited:
+        if call is not None and id(call) in self._pending:
             call.watch_outputs(output)
 
     def _known(self, call: GradientCall) -> None:
-        del self._awaited[id(call)]
+        del self._pending[id(call)]
         self._gradients_are_known(call)
 
     def _gradients_are_known(self, call: GradientCall) -> None:
         raise NotImplementedError
 
 
-class ReferenceRun(Run):
+class ReferenceRun(ModelRun):
     """Watches the reference's run, and repeats each call in the tested run's way."""
 
     def __init__(self, both: Both, side: Side) -> None:
@@ -148,13 +148,13 @@ class ReferenceRun(Run):
         if writes:
             arguments = copied(arguments, self._side.model, keeps_gradients=False)
         key = (self._open[-1] if self._open else self._around).key_inside(self._side.names[module])
-        awaited = None
+        pending = None
         if self._awaits():
-            given, awaited = self._awaited_call(key, module, (args, kwargs))
+            given, pending = self._pending_call(key, module, (args, kwargs))
             situation = Situation(both.generators, self._side.state.inside(module))
-            awaited.saved = SavedCall((args, kwargs), self._modules, writes, situation)
+            pending.saved = SavedCall((args, kwargs), self._modules, writes, situation)
         situation = Situation(both.generators, self._side.state)
-        self._open.append(RepeatableCall(key, module, arguments, situation, awaited))
+        self._open.append(RepeatableCall(key, module, arguments, situation, pending))
         return given
 
     def leave(self, module: torch.nn.Module, output: Any) -> Any:
@@ -168,7 +168,7 @@ class ReferenceRun(Run):
         call = self._open.pop()
         while call.module is not module:  # it raised, and its caller handled the exception
             call = self._open.pop()
-        self._await_outputs(call.awaited, output)
+        self._await_outputs(call.pending, output)
         if self.in_backward:
             return None
         both, counterpart = self._both, self._counterpart(module)
@@ -181,7 +181,7 @@ class ReferenceRun(Run):
 
     def end(self) -> None:
         """Await no gradients any more."""
-        for call in self._awaited.values():
+        for call in self._pending.values():
             if call.is_used_in_forward:
                 self._both.own_is_unknown(call.module)
         super().end()
@@ -216,7 +216,7 @@ class ReferenceRun(Run):
             self._wait(returned)
 
 
-class TestedRun(Run):
+class TestedRun(ModelRun):
     """Watches the tested run, and matches its calls with the reference's."""
 
     def __init__(self, both: Both, side: Side) -> None:
@@ -228,20 +228,20 @@ class TestedRun(Run):
         if module not in self._side.names or are_functorch_transforms_active():
             return None
         key = (self._open[-1][0] if self._open else self._around).key_inside(self._side.names[module])
-        given, awaited = None, None
+        given, pending = None, None
         if self._awaits():
-            given, awaited = self._awaited_call(key, module, (args, kwargs))
-        self._open.append((OpenCall(key, module), (args, kwargs), awaited))
+            given, pending = self._pending_call(key, module, (args, kwargs))
+        self._open.append((OpenCall(key, module), (args, kwargs), pending))
         return given
 
     def leave(self, module: torch.nn.Module, output: Any) -> None:
         """Handle the return of a call."""
         if module not in self._side.names or are_functorch_transforms_active():
             return
-        call, arguments, awaited = self._open.pop()
+        call, arguments, pending = self._open.pop()
         while call.module is not module:
-            call, arguments, awaited = self._open.pop()
-        self._await_outputs(awaited, output)
+            call, arguments, pending = self._open.pop()
+        self._await_outputs(pending, output)
         if not self.in_backward:
             self._match(call, arguments, module, output)
 

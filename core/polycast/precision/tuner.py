@@ -178,7 +178,7 @@ class Tuner:
             proposed[f"the fastest precision of each of the {over}"] = order.choice(fastest.members, fastest.kept)
             sides: dict[str, Choice] = {}
             for side, choice in proposed.items():
-                if choice not in sides.values() and self._keeps_tolerance(trials, choice):
+                if choice not in sides.values() and self._meets_tolerance(trials, choice):
                     sides[side] = choice
             policies = {side: self._candidates.policy(choice) for side, choice in sides.items()}
             timings = pick_fastest(timer.race(policies, advance), list(sides), len(self._calls))
@@ -202,7 +202,7 @@ class Tuner:
         can_leave = self._candidates.can_leave_recipe
         return {op: [*([Choice(kept=(op,))] if can_leave(op) else []), Choice((op,))] for op in order.names}
 
-    def _keeps_tolerance(self, trials: Trials, choice: Choice) -> bool:
+    def _meets_tolerance(self, trials: Trials, choice: Choice) -> bool:
         try:
             return trials.of(choice).distance <= self._arguments.aim
         except OutOfBudget:

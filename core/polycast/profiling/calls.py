@@ -9,9 +9,9 @@ import torch
 from ..plugins.backend import LowBitKernel
 from .cases import Case, WeightedOp
 from .operands import SMALL, Operands
-from .ways import Way
+from .ways import MeasuredWay
 
-Call: TypeAlias = Callable[[], object]
+MeasuredCall: TypeAlias = Callable[[], object]
 _PREPACKED_BYTES = 2**26
 _COPY_SECONDS = 0.05
 
@@ -20,7 +20,7 @@ class Unsupported(Exception):
     """A case cannot be computed in a way; the text says why."""
 
 
-def check(case: Case, way: Way, operands: Operands) -> None:
+def check(case: Case, way: MeasuredWay, operands: Operands) -> None:
     """Raise Unsupported if no kernel computes a case in a way."""
     if way.kernels is None or case.weight is None:
         return
@@ -33,7 +33,7 @@ def check(case: Case, way: Way, operands: Operands) -> None:
         raise Unsupported(reason)
 
 
-def prepare(case: Case, way: Way, operands: Operands) -> Call:
+def prepare(case: Case, way: MeasuredWay, operands: Operands) -> MeasuredCall:
     """Return a function that computes a case once, with the next weight.
 
     Raises:
@@ -50,7 +50,7 @@ def prepare(case: Case, way: Way, operands: Operands) -> Call:
     return lambda: function(*before, next_weight(), *after)
 
 
-def _by_kernel(kernel: LowBitKernel, case: Case, op: WeightedOp, way: Way, operands: Operands) -> Call:
+def _by_kernel(kernel: LowBitKernel, case: Case, op: WeightedOp, way: MeasuredWay, operands: Operands) -> MeasuredCall:
     weights = _weights(kernel, op, way, operands)
     prepacked: Sequence[tuple[torch.Tensor, ...]]
     if kernel.uses_cast:
@@ -65,24 +65,26 @@ def _by_kernel(kernel: LowBitKernel, case: Case, op: WeightedOp, way: Way, opera
     return lambda: operator(*args, *next_prepacked(), *constants)  # as the native engine calls it
 
 
-def _arguments(case: Case, op: WeightedOp, way: Way, operands: Operands, weight: torch.Tensor) -> tuple[Any, ...]:
+def _arguments(
+    case: Case, op: WeightedOp, way: MeasuredWay, operands: Operands, weight: torch.Tensor
+) -> tuple[Any, ...]:
     """Return the arguments of a kernel."""
     args = case.arguments(way, operands)
     return (*args[: op.position], weight, *args[op.position :], *op.keywords)
 
 
-def _weights(kernel: LowBitKernel, op: WeightedOp, way: Way, operands: Operands) -> Sequence[torch.Tensor]:
+def _weights(kernel: LowBitKernel, op: WeightedOp, way: MeasuredWay, operands: Operands) -> Sequence[torch.Tensor]:
     return operands.weights(*op.shape, dtype=way.dtype if kernel.uses_cast else torch.float32)
 
 
 def _prepack(kernel: LowBitKernel, weight: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
     """Return a prepacked weight, and copies of it, so that each is read from memory."""
-    packed = kernel.prepack(weight)
-    if packed is None:
+    prepacked = kernel.prepack(weight)
+    if prepacked is None:
         raise Unsupported("the weight cannot be prepacked")
-    copies = [tuple(packed)]
-    nbytes = max(1, sum(part.nbytes for part in packed))
+    copies = [tuple(prepacked)]
+    nbytes = max(1, sum(part.nbytes for part in prepacked))
     deadline = time.perf_counter() + _COPY_SECONDS
     while weight.numel() >= SMALL and nbytes * len(copies) < _PREPACKED_BYTES and time.perf_counter() < deadline:
-        copies.append(tuple(part.clone() for part in packed))
+        copies.append(tuple(part.clone() for part in prepacked))
     return copies

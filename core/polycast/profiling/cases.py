@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .operands import Operands
-from .ways import Way
+from .ways import MeasuredWay
 
 CONVOLUTIONS = ("conv2d", "small_conv2d", "depthwise_conv2d")
 OPS = ("linear", "matmul", *CONVOLUTIONS, "bmm", "scaled_dot_product_attention", "lstm", "cast")
@@ -54,7 +54,7 @@ class Case:
     size: int
     work: int
     function: Callable[..., Any]
-    arguments: Callable[[Way, Operands], tuple[Any, ...]]
+    arguments: Callable[[MeasuredWay, Operands], tuple[Any, ...]]
     weight: WeightedOp | None = None
 
     @property
@@ -98,7 +98,7 @@ def _all_cases() -> Iterator[Case]:
 
 
 def _linear(rows: int, features: int) -> Case:
-    def arguments(way: Way, operands: Operands) -> tuple[Any, ...]:
+    def arguments(way: MeasuredWay, operands: Operands) -> tuple[Any, ...]:
         return operands.activation(rows, features, dtype=way.dtype), None
 
     size = features * features
@@ -107,7 +107,7 @@ def _linear(rows: int, features: int) -> Case:
 
 
 def _matmul(rows: int, features: int) -> Case:
-    def arguments(way: Way, operands: Operands) -> tuple[Any, ...]:
+    def arguments(way: MeasuredWay, operands: Operands) -> tuple[Any, ...]:
         bias = operands.activation(features, dtype=way.dtype)
         return bias, operands.activation(rows, features, dtype=way.dtype, after=bias)
 
@@ -117,7 +117,7 @@ def _matmul(rows: int, features: int) -> Case:
 
 
 def _conv2d(op: str, images: int, channels: int, pixels: int, groups: int = 1) -> Case:
-    def arguments(way: Way, operands: Operands) -> tuple[Any, ...]:
+    def arguments(way: MeasuredWay, operands: Operands) -> tuple[Any, ...]:
         x = operands.activation(images, channels, pixels, pixels, dtype=way.dtype)
         return x, None, [1, 1], [1, 1], [1, 1], groups
 
@@ -128,7 +128,7 @@ def _conv2d(op: str, images: int, channels: int, pixels: int, groups: int = 1) -
 
 
 def _bmm(rows: int) -> Case:
-    def arguments(way: Way, operands: Operands) -> tuple[Any, ...]:
+    def arguments(way: MeasuredWay, operands: Operands) -> tuple[Any, ...]:
         one = operands.activation(_HEADS, rows, _HEAD_FEATURES, dtype=way.dtype)
         return one, operands.activation(_HEADS, _HEAD_FEATURES, _KEYS, dtype=way.dtype, after=one)
 
@@ -137,7 +137,7 @@ def _bmm(rows: int) -> Case:
 
 
 def _attention(rows: int, heads: int, keys: int) -> Case:
-    def arguments(way: Way, operands: Operands) -> tuple[Any, ...]:
+    def arguments(way: MeasuredWay, operands: Operands) -> tuple[Any, ...]:
         query = operands.activation(1, heads, rows, _HEAD_FEATURES, dtype=way.dtype)
         key = operands.activation(1, heads, keys, _HEAD_FEATURES, dtype=way.dtype, after=query)
         return query, key, operands.activation(1, heads, keys, _HEAD_FEATURES, dtype=way.dtype, after=key)
@@ -148,7 +148,7 @@ def _attention(rows: int, heads: int, keys: int) -> Case:
 
 
 def _lstm(steps: int, batch: int, features: int) -> Case:
-    def arguments(way: Way, operands: Operands) -> tuple[Any, ...]:
+    def arguments(way: MeasuredWay, operands: Operands) -> tuple[Any, ...]:
         last = x = operands.activation(steps, batch, features, dtype=way.dtype)
         made = []
         weight, bias = (4 * features, features), (4 * features,)
@@ -162,7 +162,7 @@ def _lstm(steps: int, batch: int, features: int) -> Case:
 
 
 def _cast(elements: int) -> Case:
-    def arguments(way: Way, operands: Operands) -> tuple[Any, ...]:
+    def arguments(way: MeasuredWay, operands: Operands) -> tuple[Any, ...]:
         source, target = (torch.float32, way.fast) if way.name.startswith("to ") else (way.fast, torch.float32)
         return operands.activation(elements, dtype=source), target
 

@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from ..common.cached_property import cached_property
 from ..common.plain_text import as_text
+from ..policy.dtypes import FLOAT32
 from . import table
 from .measurement import DISTURBED, Measurement, Omission, is_positive, is_valid
 
@@ -106,7 +107,7 @@ class DeviceProfile:
             op, rows, way: as in a `Measurement`.
             size: the elements of the weight. None: the largest that was measured.
         """
-        float32 = curves_of(self, op, table.FLOAT32)
+        float32 = curves_of(self, op, FLOAT32)
         of_size = {}
         for each, curve in curves_of(self, op, way).items():
             base = float32.get(each, {})

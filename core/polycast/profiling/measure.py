@@ -10,7 +10,7 @@ from ..torch_internals.names import disable_current_modes
 from .conditions import Conditions
 from .device_profile import DeviceProfile
 from .listeners import measuring
-from .survey import Survey
+from .op_timer import OpTimer
 from .ways import ways_of
 
 
@@ -24,19 +24,19 @@ def measure(backend: Backend) -> DeviceProfile:
     conditions = Conditions.now(backend)
     with measuring(), _without_autocast(backend.device_type):
         try:
-            survey = Survey(backend.device_type, ways)
+            timer = OpTimer(backend.device_type, ways)
         except Exception as error:  # a backend's ops may raise anything
             raise RuntimeError(f"{backend.device_type} cannot be measured: {type(error).__name__}: {error}") from error
-        survey.run()
+        timer.run()
         return DeviceProfile(
             conditions.device_type,
             conditions.device,
             conditions.threads,
             conditions.versions,
             conditions.details,
-            survey.measurements(),
-            survey.bandwidth(),
-            (*omissions, *survey.omissions),
+            timer.measurements(),
+            timer.bandwidth(),
+            (*omissions, *timer.omissions),
         )
 
 

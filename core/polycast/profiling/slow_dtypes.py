@@ -5,10 +5,9 @@ import torch
 from ..plugins.backend import Backend
 from ..plugins.checks import ask_slow_reason
 from ..plugins.registry import registry
-from ..policy.dtypes import dtype_name
+from ..policy.dtypes import FLOAT32, dtype_name
 from .device_profile import DeviceProfile
 from .profile import find
-from .table import FLOAT32
 
 _ROWS = (128, 1024)
 """Fewer rows are limited by memory, which any dtype of 16 bits needs less of."""

@@ -16,8 +16,8 @@ _QUEUE_TURN = 1e-3
 """The same where calls are queued, and each turn waits for the device."""
 _LONG = 10
 """A turn of so many times that length is cut off: on a busy machine a call may take a thousand times as long."""
-_MOST_ROUNDS = 40
-_MOST_ESTIMATES = 4
+_MAX_ROUNDS = 40
+_MAX_ESTIMATES = 4
 _RUNNING = 0.9
 """A turn is disturbed if the system stopped a thread of the process and this one ran for a smaller part of it."""
 _AGREE = 1.1
@@ -56,7 +56,7 @@ class Stopwatch:
         """
         every: list[float] = []
         undisturbed: list[float] = []
-        while not every or (len(every) < _MOST_ESTIMATES and sum(every) < patience):
+        while not every or (len(every) < _MAX_ESTIMATES and sum(every) < patience):
             running = Running()
             every.append(self.time(function))
             if not running.was_stopped():
@@ -79,7 +79,7 @@ class Stopwatch:
         calls = {name: max(1, round(self._turn / once[name])) for name in sides}
         taken: dict[str, list[float]] = {name: [] for name in sides}
         end = self._clock() + budget
-        for number in range(_MOST_ROUNDS):
+        for number in range(_MAX_ROUNDS):
             for name in list(sides)[:: 1 if number % 2 else -1]:
                 running = Running()
                 seconds = self.time(sides[name], calls[name])

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 
 from ..common.html_table import html_lines, html_table
 from ..common.plain_text import under_the_head
+from ..policy.dtypes import FLOAT32
 from .measurement import Measurement, Omission
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-FLOAT32 = "float32"
 _LEGEND = "Times relative to float32. ~: noisy, *: extrapolated."
 
 

@@ -8,15 +8,12 @@ import torch
 from ..plugins.backend import Backend, LowBitKernel
 from ..plugins.checks import PLUGIN_ERRORS, check_availability, check_dtype, check_recipe
 from ..policy.dtypes import dtype_name
-from ..policy.recipe import Recipe, all_recipes
+from ..policy.recipe import Fastest, Recipe, all_recipes
 from .measurement import Omission
-
-FASTEST = "fastest"
-"""The kind of the recipe for which a backend returns its kernels of the fast dtype."""
 
 
 @dataclass(frozen=True)
-class Way:
+class MeasuredWay:
     """A way to compute ops.
 
     Attributes:
@@ -32,9 +29,9 @@ class Way:
     kernels: Mapping[str, LowBitKernel] | None = field(default=None)
 
 
-def ways_of(backend: Backend) -> tuple[list[Way], list[Omission]]:
+def ways_of(backend: Backend) -> tuple[list[MeasuredWay], list[Omission]]:
     """Return the ways that a backend offers, and why others are not available. This may compile C++."""
-    ways = [Way("float32", torch.float32, backend.default_dtype)]
+    ways = [MeasuredWay("float32", torch.float32, backend.default_dtype)]
     omitted = []
     available = check_availability(backend)
     if not available:
@@ -42,7 +39,7 @@ def ways_of(backend: Backend) -> tuple[list[Way], list[Omission]]:
     for dtype in backend.supported_dtypes():
         answer = check_dtype(backend, dtype)
         if answer:
-            ways.append(Way(dtype_name(dtype), dtype, dtype))
+            ways.append(MeasuredWay(dtype_name(dtype), dtype, dtype))
         else:
             omitted.append(Omission("all ops", dtype_name(dtype), answer.reason))
     for recipe in all_recipes():
@@ -59,11 +56,13 @@ def ways_of(backend: Backend) -> tuple[list[Way], list[Omission]]:
     return ways, omitted
 
 
-def _ways_by(recipe: Recipe, kernels: Mapping[str, LowBitKernel], backend: Backend) -> list[Way]:
-    if recipe.kind != FASTEST:
-        return [Way(recipe.kind, backend.default_dtype, backend.default_dtype, kernels)]
+def _ways_by(recipe: Recipe, kernels: Mapping[str, LowBitKernel], backend: Backend) -> list[MeasuredWay]:
+    if recipe.kind != Fastest.kind:
+        return [MeasuredWay(recipe.kind, backend.default_dtype, backend.default_dtype, kernels)]
     of_fast_dtype = {op: kernel for op, kernel in kernels.items() if kernel.uses_cast}
     dtypes = backend.supported_dtypes() if of_fast_dtype else ()
-    ways = [Way(f"{dtype_name(dtype)} kernel", dtype, dtype, of_fast_dtype) for dtype in dtypes]
+    ways = [MeasuredWay(f"{dtype_name(dtype)} kernel", dtype, dtype, of_fast_dtype) for dtype in dtypes]
     of_float32 = {op: kernel for op, kernel in of_fast_dtype.items() if kernel.takes_float32}
-    return [*ways, Way("float32 kernel", torch.float32, backend.default_dtype, of_float32)] if of_float32 else ways
+    return (
+        [*ways, MeasuredWay("float32 kernel", torch.float32, backend.default_dtype, of_float32)] if of_float32 else ways
+    )

@@ -13,7 +13,7 @@ from ..compilers.torchscript import ScriptedAsTorch
 from ..engine import state
 from ..engine.disable_dynamo import disable_dynamo
 from ..engine.persistence.weight_cache import WeightCache
-from ..engine.state import Region, Settings
+from ..engine.state import RegionBase, Settings
 from ..plugins.registry import registry
 from ..policy.names import OpName
 from ..policy.recipe import RecipeLike
@@ -28,7 +28,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _new = object.__new__
 
 
-class autocast(Region, TorchAutocast):
+class autocast(RegionBase, TorchAutocast):
     """Run ops in mixed precision, as a context manager or a decorator.
 
     The arguments of ``torch.autocast`` mean the same here. An instance holds settings only, so one can be nested in

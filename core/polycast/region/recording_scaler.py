@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ..common.listeners import Listeners
-from .scaler_history import MOST_NAMES, HistoryRecorder, Origin, ScalerHistory, SkippedStep
+from .scaler_history import MAX_NAMES, HistoryRecorder, Origin, ScalerHistory, SkippedStep
 
-_MOST_PENDING = 100
+_MAX_PENDING = 100
 _HISTORY = "history"
 """The key of the history in a state."""
 
@@ -113,7 +113,7 @@ class RecordingGradScaler(torch.amp.GradScaler):
         self._now.skip = SkippedStep(
             step=before.step,
             scale=scale,
-            parameters=(*before.parameters, *found)[:MOST_NAMES],
+            parameters=(*before.parameters, *found)[:MAX_NAMES],
             count=(before.count or 0) + len(found),
             of=(before.of or 0) + count,
             origin=before.origin,
@@ -129,7 +129,7 @@ class RecordingGradScaler(torch.amp.GradScaler):
             listener.updated(self, step.scale, step.skip)
         if step.found_inf:
             self._pending.append(step)
-            if len(self._pending) >= _MOST_PENDING:
+            if len(self._pending) >= _MAX_PENDING:
                 self._read_pending()
         else:
             self._read_pending()

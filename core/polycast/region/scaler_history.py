@@ -8,11 +8,11 @@ from typing import Any
 from ..common.plain_text import in_ascii
 from ..common.strict_json import jsonable
 
-MOST_SKIPPED = 1000
+MAX_SKIPPED = 1000
 """The number of skipped steps that a history keeps: the latest."""
-MOST_NAMES = 20
+MAX_NAMES = 20
 """The number of parameters that it names of a skipped step."""
-_MOST_SHOWN = 10
+_MAX_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class ScalerHistory:
 
     def __str__(self) -> str:
         scale = f", scale {self.scales[-1][1]:g}" if self.scales else ""
-        return "\n  ".join([f"{self.steps} steps{scale}, {self.skips} skipped", *map(str, self.skipped[-_MOST_SHOWN:])])
+        return "\n  ".join([f"{self.steps} steps{scale}, {self.skips} skipped", *map(str, self.skipped[-_MAX_SHOWN:])])
 
 
 def skip_to_dict(skip: SkippedStep) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class HistoryRecorder:
         history = history or ScalerHistory()
         self.steps, self._skips = history.steps, history.skips
         self._scales = list(history.scales)
-        self._skipped = deque(history.skipped, MOST_SKIPPED)
+        self._skipped = deque(history.skipped, MAX_SKIPPED)
 
     def add(self, scale: float | None, skip: SkippedStep | None) -> None:
         """Record a step: its scale, if it is known, and whether it was skipped."""

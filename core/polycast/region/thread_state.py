@@ -99,7 +99,7 @@ def set_autocast_cache_enabled(enabled: bool) -> None:
 
 
 def clear_autocast_cache(all_threads: bool = False) -> None:
-    """Drop the casts that this thread's regions cache, the packed weights of recipes, and torch's cached casts.
+    """Drop the casts that this thread's regions cache, the prepacked weights of recipes, and torch's cached casts.
 
     A :class:`WeightCache` is not affected: call its ``clear()``.
 

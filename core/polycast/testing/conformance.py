@@ -10,10 +10,10 @@ from .compiling import CompileChecks
 from .contract import ContractChecks
 from .functions import FunctionChecks
 from .imports import ImportChecks
+from .kernel_checks import KernelChecks, kernel_names
 from .kernel_options import KernelOptionChecks
-from .kernels import KernelChecks, kernel_names
-from .ops import OpChecks
-from .recipes import RECIPES, RecipeChecks
+from .op_checks import OpChecks
+from .recipe_checks import RECIPES, RecipeChecks
 from .regions import RegionChecks
 from .subject import require
 

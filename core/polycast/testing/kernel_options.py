@@ -8,8 +8,8 @@ import torch
 
 from ..plugins.backend import LowBitKernel
 from ..policy.recipe import Fastest
-from .low_bit import PRODUCTS, Product, assert_within, run_prepared
-from .recipes import arguments_of, kernel_calls
+from .low_bit import LINEAR_OPS, LinearOp, assert_within, run_prepared
+from .recipe_checks import arguments_of, kernel_calls
 from .subject import Device, Subject, require
 
 
@@ -50,7 +50,7 @@ class KernelOptionChecks(Subject):
         torch.default_generator.manual_seed(0)
         taken = False
         for op, kernel in _kernels_by_cast(device).items():
-            product = PRODUCTS.get(op)
+            product = LINEAR_OPS.get(op)
             for args in [] if product is None else [each for rows in (1, 5) for each in arguments_of(op, rows, 64, 48)]:
                 for dtype in device.fast_dtypes():
                     taken = _check_fast_kernel(device, kernel, product, args, dtype) or taken
@@ -66,7 +66,7 @@ def _kernels_by_cast(device: Device) -> Mapping[str, LowBitKernel]:
 
 
 def _check_fast_kernel(
-    device: Device, kernel: LowBitKernel, product: Product | None, args: list[Any], dtype: torch.dtype
+    device: Device, kernel: LowBitKernel, product: LinearOp | None, args: list[Any], dtype: torch.dtype
 ) -> bool:
     """Check a call of a kernel; return whether the kernel takes it."""
     assert product is not None  # the caller has looked

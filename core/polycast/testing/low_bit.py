@@ -14,24 +14,8 @@ _SMALLEST = 2.0**-110
 """Scales are at least those of a value of this size, so that they and their inverses are normal."""
 
 
-def int8_product(x: torch.Tensor, weight: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x @ weight.T`` in float64, and the error bound of an int8 product.
-
-    Args:
-        x: activations [..., K].
-        weight: [N, K], one scale for each row.
-        by_row: whether each row of `x` has a scale, or `x` has one.
-    """
-    return PRODUCTS["aten::linear"].within(Int8("row" if by_row else "tensor"), (x, weight, None))
-
-
-def float8_product(x: torch.Tensor, weight: torch.Tensor, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same for float8 (e4m3), with scales by row of both arguments, or one of each."""
-    return PRODUCTS["aten::linear"].within(Float8("row" if by_row else "tensor"), (x, weight, None))
-
-
 @dataclass(frozen=True)
-class Product:
+class LinearOp:
     """An op that is linear in its activations and in its weight.
 
     Attributes:
@@ -103,14 +87,14 @@ class Product:
         return given
 
 
-PRODUCTS = {
+LINEAR_OPS = {
     product.op: product
     for product in (
-        Product("aten::linear", features=0, added=2),
-        Product("aten::mm", features=1),
-        Product("aten::matmul", features=1),
-        Product("aten::addmm", features=1, added=0, activations=1, weight=2),
-        Product("aten::conv2d", features=0, added=2, rows=False),
+        LinearOp("aten::linear", features=0, added=2),
+        LinearOp("aten::mm", features=1),
+        LinearOp("aten::matmul", features=1),
+        LinearOp("aten::addmm", features=1, added=0, activations=1, weight=2),
+        LinearOp("aten::conv2d", features=0, added=2, rows=False),
     )
 }
 """The ops with a reference, by name."""
@@ -159,24 +143,10 @@ def assert_within(actual: torch.Tensor, expected: torch.Tensor, error: torch.Ten
     assert (off <= 1).all(), f"the error is {off.max().item():.3g} times the bound of the recipe"
 
 
-def run_kernel(kernel: LowBitKernel, *args: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Call a kernel as polycast does, in a region with a fast dtype.
-
-    Raises:
-        AssertionError: it declines, cannot pack the weight, or returns another dtype than `dtype`.
-    """
-    reason = kernel.unsupported_reason(*args)
-    assert reason is None, f"it declines: {reason}"
-    with torch.no_grad():
-        prepared = kernel.prepack(args[kernel.weight])
-    assert prepared is not None, "the weight cannot be packed"
-    return run_prepared(kernel, prepared, *args, dtype=dtype)
-
-
 def run_prepared(
     kernel: LowBitKernel, prepared: tuple[torch.Tensor, ...], *args: Any, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Call a kernel with a packed weight.
+    """Call a kernel with a prepacked weight, in a region with a fast dtype.
 
     Raises:
         AssertionError: it returns another dtype than `dtype`.

@@ -27,7 +27,7 @@ int level(bool extreme) {
 }
 
 struct Problem {
-  int64_t rows = pick(1, kMostRows), terms = pick(0, 3) == 0 ? pick(1, 3000) : pick(1, 300), columns = pick(1, kBlock);
+  int64_t rows = pick(1, kMaxRows), terms = pick(0, 3) == 0 ? pick(1, 3000) : pick(1, 300), columns = pick(1, kBlock);
   int64_t stride = row_stride(terms);
   std::vector<uint8_t> x = std::vector<uint8_t>(tiled(rows) * stride);
   std::vector<int8_t> block = std::vector<int8_t>(blocks(terms) * kBlock * kBlock);
@@ -57,7 +57,7 @@ template <typename Multiply>
 void check(const char* name, const Multiply& multiply) {
   for (int turn = 0; turn < 300; ++turn) {
     const Problem of;
-    static int32_t expected[kMostRows][kBlock], actual[kMostRows][kBlock];
+    static int32_t expected[kMaxRows][kBlock], actual[kMaxRows][kBlock];
     multiply_plain(of.x.data(), of.stride, of.rows, of.block.data(), of.terms, expected);
     multiply(of, actual);
     for (int64_t row = 0; row < of.rows; ++row) {

@@ -1,4 +1,4 @@
-// A serial stand-in for the loops on torch's threads: programs with it need no torch.
+// A serial substitute for the loops on torch's threads: programs with it need no torch.
 #pragma once
 
 #include <cstdint>

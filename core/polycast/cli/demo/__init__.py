@@ -24,7 +24,7 @@ from ...plugins.registry import backends, get_backend
 from ...region.slow_dtype import describe
 from ..devices import plugins_needed
 from ..terminal import console, engine_name, ignore_slow_dtypes, library_errors, print_line
-from .checks import Result, problems
+from .checks import DemoResult, problems
 from .digits import Digits, load_digits
 from .report import print_result
 from .timing import ROUNDS, time_inference
@@ -38,7 +38,7 @@ def measure(
     epochs: int,
     advance: Callable[[str], object],
     observes: bool = True,
-) -> Result:
+) -> DemoResult:
     """Train the network in each mode on one device, and time inference of a few large layers.
 
     Args:
@@ -64,7 +64,7 @@ def measure(
         seen = observe_training(device_type, dtype, here) if observes else None
     finally:
         uninstall(device_type)
-    return Result(
+    return DemoResult(
         device_type, dtype, runs, timing, seen, accuracies, () if inferred is None else inferred.low_bit, epochs
     )
 
@@ -185,7 +185,7 @@ def _printed_once(screen: Console) -> Callable[[str], object]:
     return advance
 
 
-def _conclude(results: list[Result], seconds: float) -> bool:
+def _conclude(results: list[DemoResult], seconds: float) -> bool:
     """Print whether the results are right; return whether there are problems."""
     found = [problem for result in results for problem in problems(result)]
     for problem in found:

@@ -9,7 +9,7 @@ from ...observer.observation import Observation
 from ...observer.records import LowBit
 from ...policy.dtypes import dtype_name
 from .timing import Timing
-from .training import FLOAT32, INT8, POLYCAST, TORCH, Run
+from .training import FLOAT32, INT8, POLYCAST, TORCH, DemoRun
 
 _FEW_EPOCHS = 2
 """The number of epochs up to which the network is not trained to the end."""
@@ -26,7 +26,7 @@ precision makes a difference of 1e-3 to 3e-2; after ten steps, of 4e-4.
 
 
 @dataclass(frozen=True)
-class Result:
+class DemoResult:
     """The demo's results on one device.
 
     Attributes:
@@ -42,7 +42,7 @@ class Result:
 
     device_type: str
     dtype: torch.dtype
-    runs: dict[str, Run]
+    runs: dict[str, DemoRun]
     timing: Timing
     seen: Observation | None
     accuracies: Mapping[str, float] = field(default_factory=dict)
@@ -60,12 +60,12 @@ class Result:
         return 0.0 if ours == theirs else abs(ours - theirs) / max(abs(ours), abs(theirs))
 
 
-def problems(result: Result) -> list[str]:
+def problems(result: DemoResult) -> list[str]:
     """Return a sentence for each problem of a result."""
     return [f"{result.device_type}: {problem}" for problem in _problems(result)]
 
 
-def _problems(result: Result) -> Iterator[str]:
+def _problems(result: DemoResult) -> Iterator[str]:
     for run in result.runs.values():
         if not run.accuracy >= result.min_accuracy:  # nan fails
             yield (f"the accuracy of {run.mode} is {run.accuracy:.2%}, expected at least {result.min_accuracy:.0%}")

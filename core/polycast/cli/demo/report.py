@@ -5,12 +5,12 @@ from rich.console import Console
 
 from ...policy.dtypes import dtype_name
 from ..terminal import print_line, print_table, table
-from .checks import Result
+from .checks import DemoResult
 from .timing import BATCH, FEATURES, LAYERS
 from .training import FLOAT32, INT8, MODES, POLYCAST, TORCH, Mode
 
 
-def print_result(result: Result, out: Console) -> None:
+def print_result(result: DemoResult, out: Console) -> None:
     """Print the results on one device: the runs, the output dtypes of the layers, the timings."""
     _print_runs(result, out)
     out.print()
@@ -19,7 +19,7 @@ def print_result(result: Result, out: Console) -> None:
     _print_timings(result, out)
 
 
-def _print_runs(result: Result, out: Console) -> None:
+def _print_runs(result: DemoResult, out: Console) -> None:
     rows = table(
         "mode",
         "test accuracy",
@@ -32,14 +32,14 @@ def _print_runs(result: Result, out: Console) -> None:
     print_table(out, rows)
 
 
-def _print_dtypes(result: Result, out: Console) -> None:
+def _print_dtypes(result: DemoResult, out: Console) -> None:
     rows = table("layer", *result.runs, title="Output dtypes")
     for layer in result.runs[FLOAT32.name].dtypes:
         rows.add_row(layer, *(run.dtypes[layer] for run in result.runs.values()))
     print_table(out, rows)
 
 
-def _print_timings(result: Result, out: Console) -> None:
+def _print_timings(result: DemoResult, out: Console) -> None:
     timing = result.timing
     columns = ("ms a call", "times float32", *(["accuracy"] if result.accuracies else []))
     rows = table(
@@ -65,12 +65,12 @@ def _print_timings(result: Result, out: Console) -> None:
     out.print()
 
 
-def _modes(result: Result) -> list[Mode]:
+def _modes(result: DemoResult) -> list[Mode]:
     """Return the timed modes."""
     return [mode for mode in (*MODES, INT8) if mode.name in result.timing.rounds[0]]
 
 
-def conclusion(result: Result) -> str:
+def conclusion(result: DemoResult) -> str:
     """Return a sentence that compares the times."""
     timing, dtype = result.timing, dtype_name(result.dtype)
     text = (

@@ -56,7 +56,7 @@ def inference_modes(device_type: str) -> tuple[Mode, ...]:
 
 
 @dataclass(frozen=True)
-class Run:
+class DemoRun:
     """The result of training in one mode on one device.
 
     Attributes:
@@ -76,7 +76,7 @@ class Run:
 
 def train(
     mode: Mode, device_type: str, dtype: torch.dtype, digits: Digits, epochs: int, advance: Callable[[], object]
-) -> Run:
+) -> DemoRun:
     """Train a new network, with the same weights and batches at each call.
 
     Args:
@@ -99,7 +99,7 @@ def train(
         loss = torch.stack(losses).sum().item() / len(digits.images)
     trained = trainer.network
     right = accuracy(mode, trained, device_type, dtype, digits)
-    return Run(mode.name, right, loss, trainer.output_dtypes(digits), trained)
+    return DemoRun(mode.name, right, loss, trainer.output_dtypes(digits), trained)
 
 
 def accuracy(mode: Mode, trained: nn.Module, device_type: str, dtype: torch.dtype, digits: Digits) -> float:

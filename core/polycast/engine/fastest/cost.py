@@ -8,9 +8,9 @@ that grows with its elements.
 import functools
 import math
 
+from ...policy.dtypes import FLOAT32
 from ...profiling.device_profile import DeviceProfile, curves_of
 
-FLOAT32 = "float32"
 CAST = "cast"
 _CALL_FROM_PYTHON = 0.5
 """The part of the time of converting one element that the call from Python takes, which ops that convert do without."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...torch_internals.dispatcher import disable_autocast
-from .choice import Way
+from .choose_way import Way
 from .training import Ways
 
 

@@ -10,7 +10,7 @@ import torch
 from ...policy.dtypes import dtype_name
 from ...profiling.cases import CONVOLUTIONS
 from ...profiling.device_profile import DeviceProfile
-from .choice import MARGIN, Way, bucket, name_of, seconds_by_way
+from .choose_way import MARGIN, Way, bucket, name_of, seconds_by_way
 from .cost import seconds_to_cast, seconds_to_cast_weight
 from .products import ATTENTION, Product
 
@@ -21,7 +21,7 @@ _NATIVE_FUNCTION_SECONDS = 5e-6
 _NATIVE_OPS = ("linear", "matmul", *CONVOLUTIONS)
 
 
-class Operands(NamedTuple):
+class RecordedOperands(NamedTuple):
     """The operands of a recorded product, the activation and the weight or second matrix.
 
     Attributes:
@@ -75,7 +75,7 @@ class Ways(NamedTuple):
 ALL_FAST = Ways(Way.FAST, Way.FAST, Way.FAST, "")
 
 
-def choose_recorded(profile: DeviceProfile, dtype: torch.dtype, product: Product, operands: Operands) -> Ways:
+def choose_recorded(profile: DeviceProfile, dtype: torch.dtype, product: Product, operands: RecordedOperands) -> Ways:
     """Choose the ways to compute a product and its gradients."""
     work = Product(product.op, *map(bucket, product[1:]))
     sizes = operands._replace(first=bucket(operands.first), second=bucket(operands.second))
@@ -83,7 +83,7 @@ def choose_recorded(profile: DeviceProfile, dtype: torch.dtype, product: Product
 
 
 @functools.lru_cache(maxsize=4096)
-def _choose(profile: DeviceProfile, dtype: torch.dtype, product: Product, operands: Operands) -> Ways:
+def _choose(profile: DeviceProfile, dtype: torch.dtype, product: Product, operands: RecordedOperands) -> Ways:
     costs = _Costs(profile, dtype, product, operands)
     if not costs.are_known:
         return ALL_FAST._replace(reason=f"the profile has no {dtype_name(dtype)} or float32 {product.op}")
@@ -107,7 +107,7 @@ def _choose(profile: DeviceProfile, dtype: torch.dtype, product: Product, operan
     return Ways(*best, reason, is_float32, operands.may_be_saved and is_float32)
 
 
-def _of_needed(ways: tuple[Way, Way, Way], operands: Operands) -> list[Way]:
+def _of_needed(ways: tuple[Way, Way, Way], operands: RecordedOperands) -> list[Way]:
     """Return the ways of the gradients that are needed."""
     needed = operands.first_needed, operands.second_needed
     return [way for way, is_needed in zip(ways[1:], needed, strict=True) if is_needed]
@@ -116,7 +116,9 @@ def _of_needed(ways: tuple[Way, Way, Way], operands: Operands) -> list[Way]:
 class _Costs:
     """The seconds of each part of a recorded product."""
 
-    def __init__(self, profile: DeviceProfile, dtype: torch.dtype, product: Product, operands: Operands) -> None:
+    def __init__(
+        self, profile: DeviceProfile, dtype: torch.dtype, product: Product, operands: RecordedOperands
+    ) -> None:
         self._operands = operands
         name = dtype_name(dtype)
         ways = {way: name_of(way, dtype) for way in (Way.FAST, Way.FLOAT32)}

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from ...common.listeners import Listeners
+from ..fastest.recorded import in_dtype
 from .actions import forget_actions
 from .plan import Plan
-from .recorded import in_dtype
 
 # No action is kept while there are calibrators: the engine then asks Python for each call.
 calibrators: Listeners[Callable[[Plan, str, Sequence[Any]], object]] = Listeners(start=forget_actions)

@@ -10,13 +10,13 @@ from .. import state
 from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import INTERCEPTED
 from ..disable_dynamo import disable_dynamo
-from ..fastest.choice import Way, name_of
+from ..fastest.choose_way import Way, name_of
+from ..fastest.fastest_plan import FastestPlan
 from ..inference import in_function
 from ..override import Override
 from .actions import FALL_BACK, Action, Results
 from .calibration import calibrate, calibrators
 from .equalized import describe
-from .fastest import FastestPlan
 from .listeners import listeners, notify
 from .operators import traced
 from .plan import NO_KERNEL
@@ -90,7 +90,7 @@ def way_of(
     cache: CastCache | None,
     dtype: torch.dtype,
 ) -> Computed:
-    """Return how the recipe computes a call that it does not decline, given arguments that may be fake."""
+    """Return how the recipe computes a call for which it does not fall back, given arguments that may be fake."""
     plan = plan_of(override, device_type)
     if plan is None:
         return Computed()

@@ -85,9 +85,9 @@ def checked_prepack(
             plain = weight.detach()
             factors = _factors_of(recipe, op, plain) if kernel.equalizes else None
             kernel_prepack: Callable[..., Any] = kernel.prepack
-            packed = kernel_prepack(plain) if factors is None else kernel_prepack(plain, factors)
-            if isinstance(packed, torch.Tensor):  # a sequence too
+            prepacked = kernel_prepack(plain) if factors is None else kernel_prepack(plain, factors)
+            if isinstance(prepacked, torch.Tensor):  # a sequence too
                 raise TypeError(f"{type(kernel).__name__}.prepack must return a tuple of tensors or None, got a tensor")
-            return tuple(packed or ()) or None
+            return tuple(prepacked or ()) or None
 
     return prepack

@@ -1,4 +1,4 @@
-"""Listeners for the ops that recipes compute or decline."""
+"""Listeners for the ops of regions with a recipe: computed by it, or in the fast dtype after all."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from .actions import forget_actions
 
 # No action is kept while there are listeners: the engine then notifies them of each call.
 listeners: Listeners[Callable[[str, str, str, str | None], object]] = Listeners(start=forget_actions)
-"""They get the device type, the recipe's name, the op's in the dispatcher, and the reason if the recipe declined it."""
+"""They get the device type, the recipe's name, the op's in the dispatcher, and why the recipe fell back, or None."""
 
 
 def notify(device_type: str, recipe: str, op: str, reason: str | None) -> None:

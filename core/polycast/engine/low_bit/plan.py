@@ -15,6 +15,7 @@ import torch
 from ...common.atfork import hold_during_fork
 from ...plugins.backend import Backend, LowBitKernel
 from ...plugins.checks import check_recipe
+from ...policy.dtypes import dtype_name
 from ...policy.recipe import Recipe
 from ...torch_internals.names import disable_current_modes, has_python_key
 from ..casts.cast_cache import CastCache
@@ -22,14 +23,14 @@ from ..casts.not_prepacked import NO_WEIGHT, NOT_CACHED
 from ..casts.weights import caching_is_safe, parameter_of
 from .actions import FALL_BACK, Action, ActionKind
 from .equalized import checked_prepack
-from .packings import Packing, packing_of
+from .prepacked_format import PrepackedFormat, format_of
 from .prepacking import prepacked
 from .slower import slower_reason
 
 NO_KERNEL = "the backend has no kernel for it"
 RECORDS = "autograd records it, and low bit is for inference"
 SMALL = "the weight is smaller than the recipe's min_size"
-UNPACKABLE = "the weight cannot be packed"
+UNPACKABLE = "the weight cannot be prepacked"
 SUBCLASS = "a tensor is of a subclass that sees each op itself, or has no memory"
 
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
@@ -41,7 +42,7 @@ hold_during_fork(lambda: [_lock])
 _kinds: list[tuple[weakref.ref[Backend], dict[Hashable, int]]] = []
 """The kinds of prepacked weights by backend; another instance of its class may prepack differently."""
 _unused_kinds = itertools.count(1)
-_packings: dict[int, Packing] = {}
+_formats: dict[int, PrepackedFormat] = {}
 """By kind, what the prepacked weights are made by."""
 
 
@@ -99,7 +100,7 @@ class Plan:
         self._kinds = {op: _kind_of(backend, recipe, op, kernel) for op, kernel in self.kernels.items()}
         self._prepack = {op: checked_prepack(kernel, recipe, op) for op, kernel in self.kernels.items()}
         for op, kernel in self.kernels.items():
-            _packings.setdefault(self._kinds[op], packing_of(backend, recipe, op, kernel))
+            _formats.setdefault(self._kinds[op], format_of(backend, recipe, op, kernel))
         self._actions = {op: self._action(op, kernel) for op, kernel in self.kernels.items()}
 
     def _action(self, op: str, kernel: LowBitKernel) -> Action | None:
@@ -113,9 +114,9 @@ class Plan:
                 )
         return Action(ActionKind.OPERATOR, kernel.weight, self._kinds[op], kernel.operator, tuple(kernel.constants))
 
-    def kind(self, op: str) -> tuple[int, Packing]:
+    def kind(self, op: str) -> tuple[int, PrepackedFormat]:
         """Return the kind of the weights that an op's kernel prepacks, and what they are made by."""
-        return self._kinds[op], packing_of(self.backend, self.recipe, op, self.kernels[op])
+        return self._kinds[op], format_of(self.backend, self.recipe, op, self.kernels[op])
 
     def prepack(self, op: str, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return a weight as an op's kernel prepacks it; empty if it cannot."""
@@ -151,7 +152,7 @@ class Plan:
                 if arg.device.type != self.device_type and not arg.is_meta:
                     return f"a tensor is on {arg.device.type}"
                 if arg.dtype not in FLOATS:
-                    return f"a tensor is {str(arg.dtype).removeprefix('torch.')}"
+                    return f"a tensor is {dtype_name(arg.dtype)}"
                 if arg.layout is not torch.strided or arg.is_nested:
                     return "a tensor is not strided"
                 if records and arg.requires_grad:
@@ -201,9 +202,9 @@ class Plan:
         return result if result.dtype is dtype else result.to(dtype), self._actions[op]
 
 
-def packing_of_kind(kind: int) -> Packing:
+def format_of_kind(kind: int) -> PrepackedFormat:
     """Return what the prepacked weights of a kind are made by."""
-    return _packings[kind]
+    return _formats[kind]
 
 
 def _kind_of(backend: Backend, recipe: Recipe, op: str, kernel: LowBitKernel) -> int:

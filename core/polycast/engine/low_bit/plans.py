@@ -3,8 +3,8 @@
 from ...plugins.backend import Backend
 from ...plugins.registry import registry
 from ...policy.recipe import Fastest, Recipe
+from ..fastest.fastest_plan import FastestPlan
 from ..override import Override
-from .fastest import FastestPlan
 from .plan import Plan
 
 

@@ -9,7 +9,7 @@ import torch
 from ...policy.dtypes import dtype_name
 from ...profiling.device_profile import DeviceProfile
 from ...profiling.profile import find
-from ..fastest.choice import Way, bucket, seconds_by_way
+from ..fastest.choose_way import Way, bucket, seconds_by_way
 from ..fastest.cost import seconds_to_cast
 from ..fastest.products import Product, product_of
 

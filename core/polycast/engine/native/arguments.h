@@ -85,7 +85,7 @@ struct Arguments {
 // Owns the casts of a call.
 class Casts {
  public:
-  static constexpr size_t kMost = 12;
+  static constexpr size_t kMax = 12;
 
   Casts() = default;
   Casts(const Casts&) = delete;
@@ -154,7 +154,7 @@ class Casts {
 
   size_t count_ = 0;
   std::unique_ptr<List> lists_;
-  std::array<Slot, kMost> casts_;  // the first `count_` are alive
+  std::array<Slot, kMax> casts_;  // the first `count_` are alive
 };
 
 }  // namespace

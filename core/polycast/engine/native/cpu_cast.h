@@ -3,8 +3,8 @@
 // A weight that is used once comes from memory, and hardware prefetchers do not cross pages. So the loop goes over four parts of
 // the weight at the same time, and prefetches in each.
 //
-// This is a CPU kernel in a core that otherwise names no device. As an op of the CPU's backend it would be a second library that
-// every user has to compile, and a dispatcher call for each cast.
+// This is a kernel of the CPU in the core. As an op of the CPU's backend it would be a second library that every user has to compile,
+// and a dispatcher call for each cast.
 
 #pragma once
 

@@ -148,14 +148,14 @@ class Decisions {
     if (epoch != epoch_) {  // it was decided before a change
       return;
     }
-    if (actions_.size() >= kMost) {
+    if (actions_.size() >= kMax) {
       actions_.clear();
     }
     actions_[call.hash()] = {call.words().vec(), std::move(action)};
   }
 
  private:
-  static constexpr size_t kMost = 2048;
+  static constexpr size_t kMax = 2048;
 
   struct Decision {
     std::vector<int64_t> words;

@@ -26,7 +26,7 @@ from ..low_bit.plan import process_cache
 from ..override import Override
 from ..state import Settings
 
-# The numbers that regions.h's enumeration Policy gives them.
+# The numbers that the enumeration Policy in native/frames.h gives them.
 _POLICIES: dict[CastPolicy | None, int] = {None: -1, **{policy: number for number, policy in enumerate(CastPolicy)}}
 
 # The ops, for all engines of a process: two that are loaded from one file share what is in it.

@@ -71,7 +71,7 @@ class Kernel final : public c10::OperatorKernel {
   // The same for a kernel with an unboxed entry point.
   C10_NOINLINE Results low_bit(c10::DispatchKeySet keys, const Box* boxes, const void* const* addresses, size_t count) const {
     torch::jit::Stack arguments;
-    arguments.reserve(count + kMostAdded);
+    arguments.reserve(count + kMaxAdded);
     for (size_t i = 0; i < count; ++i) {
       arguments.push_back(boxes[i](addresses[i]));
     }
@@ -215,7 +215,7 @@ class Kernel final : public c10::OperatorKernel {
     }
   }
 
-  static constexpr size_t kMostAdded = 12;  // the number of arguments for which an operator needs no more memory
+  static constexpr size_t kMaxAdded = 12;  // the number of arguments for which an operator needs no more memory
 
   const Op op_;
   const c10::OperatorHandle handle_;

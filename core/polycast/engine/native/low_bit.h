@@ -50,7 +50,7 @@ Object for_python(const c10::IValue& value) {
 }
 
 // Return whether the arguments need no check in Python: plain tensors of the device in floating-point dtypes of weights, which
-// autograd does not record. See Plan.declines() in low_bit/plan.py.
+// autograd does not record. See Plan._unsupported_tensor() in low_bit/plan.py.
 bool are_plain(c10::ArrayRef<c10::IValue> arguments, DeviceType device) {
   static constexpr c10::DispatchKeySet kSpecial{
       DispatchKey::Python, DispatchKey::FuncTorchGradWrapper, DispatchKey::FuncTorchBatched, DispatchKey::Functionalize};

@@ -5,6 +5,10 @@
 //
 // Locks: only that of the index of shared casts. Making or destroying a tensor may run Python, and so end this region or enter
 // others: no pointer into the tables is held across it.
+//
+// There are two stores because their lifetimes differ. This one is used by one thread and emptied when its outermost region ends:
+// it needs no mutex, no weakref to a weight in Python and no limit, and has probation. A UserStore (user_store.h) is shared by
+// threads and outlives regions: it needs all three, and no probation. They also admit different casts (admission.h).
 
 #pragma once
 

@@ -1,4 +1,6 @@
 // Conversions between float32 and bfloat16 of few numbers, for which torch's dispatcher takes many times as long as its kernel.
+//
+// In the core and not in the backend of the CPU because an op of the backend would be called by that dispatcher.
 
 #pragma once
 

@@ -84,7 +84,7 @@ struct Unboxed<Result(Args...)> : c10::OperatorKernel {
 template <class... Args>
 struct ArgumentLayout {
   static constexpr size_t count = (size_t{0} + ... + (kind_of<Args> != Kind::kOther));
-  static_assert(count <= Casts::kMost);
+  static_assert(count <= Casts::kMax);
 
   std::array<Kind, sizeof...(Args)> kinds{kind_of<Args>...};  // the first `count` are those of the addresses
   std::array<uint8_t, sizeof...(Args)> of_argument{};

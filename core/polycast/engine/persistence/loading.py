@@ -19,9 +19,9 @@ from .. import state
 from ..casts.cast_cache import CastCache, Made
 from ..casts.not_prepacked import WRITTEN_UNSEEN
 from ..installation import watch_writes
-from ..low_bit.packings import Packing
 from ..low_bit.plan import Plan
 from ..low_bit.plans import plan_for
+from ..low_bit.prepacked_format import PrepackedFormat
 from .digests import digests, sample_digests
 from .manifest import Manifest, SavedEntry, SavedTensor, SavedWeight, View, current_versions
 from .saving import flat
@@ -46,13 +46,13 @@ def load(cache: CastCache, path: Path, model: nn.Module, verify: Verify) -> None
         parameters = dict(model.named_parameters(remove_duplicate=False))
         _check_versions(manifest.versions)
         _check_weights(manifest.weights, parameters)
-        plans = {entry.made: _plan(entry.made) for entry in manifest.entries if isinstance(entry.made, Packing)}
+        plans = {entry.made: _plan(entry.made) for entry in manifest.entries if isinstance(entry.made, PrepackedFormat)}
         with _lock, torch.inference_mode(False), torch.no_grad():
             is_alike = _are_prepacked_alike(manifest.entries, plans, parameters)
             # Before the digests are computed, so that the cache has stamps: what is written then drops the entries.
             _adopt(cache, manifest, file, parameters, plans)
         _check_digests(manifest, file, parameters, verify)
-        _check_packings(is_alike)
+        _check_formats(is_alike)
 
 
 @contextmanager
@@ -93,12 +93,12 @@ def _check_weights(saved: Mapping[str, SavedWeight], parameters: Mapping[str, nn
             raise ValueError(f"the parameter {name!r} is {here}, and was {weight}")
 
 
-def _plan(packing: Packing) -> Plan:
+def _plan(wanted: PrepackedFormat) -> Plan:
     try:
-        recipe = Recipe.of_text(packing.recipe)
+        recipe = Recipe.of_text(wanted.recipe)
     except (KeyError, ValueError) as error:
         raise ValueError(
-            f"it has weights for the recipe {packing.recipe!r}, which is not known here ({error})"
+            f"it has weights for the recipe {wanted.recipe!r}, which is not known here ({error})"
         ) from error
     missing = [name for name, value in recipe.settings.items() if isinstance(value, Unknown)]
     if missing:
@@ -106,38 +106,38 @@ def _plan(packing: Packing) -> Plan:
             f"it has weights for the recipe {recipe!r}, whose {missing[0]} this process does not have: load that "
             "first, as Equalization.load does"
         )
-    plan = plan_for(registry.find(packing.device), recipe)
-    if packing.op not in plan.kernels:
+    plan = plan_for(registry.find(wanted.device), recipe)
+    if wanted.op not in plan.kernels:
         raise ValueError(
-            f"it has weights for {packing.op} with the recipe {recipe!r}, and here {plan.why_no_kernel(packing.op)}"
+            f"it has weights for {wanted.op} with the recipe {recipe!r}, and here {plan.why_no_kernel(wanted.op)}"
         )
-    here = plan.kind(packing.op)[1]
+    here = plan.kind(wanted.op)[1]
     for name in ("backend", "kernel"):
-        was, now = getattr(packing, name), getattr(here, name)
+        was, now = getattr(wanted, name), getattr(here, name)
         if was != now:
-            raise ValueError(f"the {name} of {packing.op} with the recipe {recipe!r} was {was}, and is {now}")
+            raise ValueError(f"the {name} of {wanted.op} with the recipe {recipe!r} was {was}, and is {now}")
     return plan
 
 
 def _are_prepacked_alike(
-    entries: Sequence[SavedEntry], plans: Mapping[Packing, Plan], parameters: Mapping[str, nn.Parameter]
+    entries: Sequence[SavedEntry], plans: Mapping[PrepackedFormat, Plan], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, bool]:
     """Prepack one weight of each kind, the smallest; return by description whether it has the bytes of the file.
 
     A kernel may have changed without another version.
     """
     found = {}
-    for packing, plan in plans.items():
-        alike = [entry for entry in entries if entry.made == packing]
+    for wanted, plan in plans.items():
+        alike = [entry for entry in entries if entry.made == wanted]
         entry = min(alike, key=lambda entry: _source(entry, parameters).numel())
         with disable_autocast():
-            prepacked = plan.prepack(packing.op, _source(entry, parameters))
-        what = f"{entry.weight!r} for {packing.op} with the recipe {plan.recipe!r}"
+            prepacked = plan.prepack(wanted.op, _source(entry, parameters))
+        what = f"{entry.weight!r} for {wanted.op} with the recipe {plan.recipe!r}"
         found[what] = digests([flat(part) for part in prepacked]) == [part.digest for part in entry.tensors]
     return found
 
 
-def _check_packings(is_alike: Mapping[str, bool]) -> None:
+def _check_formats(is_alike: Mapping[str, bool]) -> None:
     """Raise ValueError if the backend prepacks a weight, of the same values, in other bytes."""
     for what, is_same in is_alike.items():
         if not is_same:
@@ -149,7 +149,7 @@ def _adopt(
     manifest: Manifest,
     file: TensorFile,
     parameters: Mapping[str, nn.Parameter],
-    plans: Mapping[Packing, Plan],
+    plans: Mapping[PrepackedFormat, Plan],
 ) -> None:
     watch_writes()
     store = state.machine.store(cache)
@@ -159,7 +159,7 @@ def _adopt(
             file.tensor(part.name).as_strided(part.shape, part.strides).detach().to(source.device)
             for part in entry.tensors
         ]
-        if isinstance(entry.made, Packing):
+        if isinstance(entry.made, PrepackedFormat):
             made: Made = plans[entry.made].kind(entry.made.op)[0]
         else:
             made = getattr(torch, entry.made)

@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 import torch
 
 from ...common.versions import versions
-from ..low_bit.packings import Packing
+from ...policy.dtypes import dtype_name
+from ..low_bit.prepacked_format import PrepackedFormat
 from .digests import digest_of_text
 
 SCHEMA = 2
@@ -32,7 +33,7 @@ class SavedWeight:
     @classmethod
     def of(cls, weight: torch.Tensor, digest: str, sample_digest: str) -> "SavedWeight":
         """Return the description of a weight."""
-        return cls(dtype_text(weight.dtype), tuple(weight.shape), weight.stride(), digest, sample_digest)
+        return cls(dtype_name(weight.dtype), tuple(weight.shape), weight.stride(), digest, sample_digest)
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)} with strides {list(self.strides)}"
@@ -55,7 +56,7 @@ class SavedEntry:
 
     weight: str
     view: View | None
-    made: str | Packing
+    made: str | PrepackedFormat
     tensors: tuple[SavedTensor, ...]
 
 
@@ -69,14 +70,14 @@ class Manifest:
 
     def metadata(self) -> dict[str, str]:
         """Return the metadata of the file."""
-        packings = list(dict.fromkeys(entry.made for entry in self.entries if isinstance(entry.made, Packing)))
+        formats = list(dict.fromkeys(entry.made for entry in self.entries if isinstance(entry.made, PrepackedFormat)))
         content = {
             "schema": SCHEMA,
             "versions": dict(self.versions),
             "weights": {name: asdict(weight) for name, weight in self.weights.items()},
-            "packings": [asdict(packing) for packing in packings],
+            "packings": [asdict(each) for each in formats],
             "entries": [
-                {**asdict(entry), "made": entry.made if isinstance(entry.made, str) else packings.index(entry.made)}
+                {**asdict(entry), "made": entry.made if isinstance(entry.made, str) else formats.index(entry.made)}
                 for entry in self.entries
             ],
         }
@@ -98,9 +99,9 @@ class Manifest:
         content: dict[str, Any] = json.loads(text)
         if content["schema"] != SCHEMA:
             raise ValueError(f"it has schema {content['schema']!r}, and this polycast reads schema {SCHEMA}")
-        packings = [Packing(**each) for each in content["packings"]]
+        formats = [PrepackedFormat(**each) for each in content["packings"]]
         weights = {name: _weight(each) for name, each in content["weights"].items()}
-        return cls(content["versions"], weights, [_entry(each, packings) for each in content["entries"]])
+        return cls(content["versions"], weights, [_entry(each, formats) for each in content["entries"]])
 
 
 def current_versions() -> dict[str, str]:
@@ -108,16 +109,11 @@ def current_versions() -> dict[str, str]:
     return {name: version for name, version in versions().items() if name != "python"}
 
 
-def dtype_text(dtype: torch.dtype) -> str:
-    """Return the name of a dtype."""
-    return str(dtype).removeprefix("torch.")
-
-
 def _weight(data: dict[str, Any]) -> SavedWeight:
     return SavedWeight(**{**data, "shape": tuple(data["shape"]), "strides": tuple(data["strides"])})
 
 
-def _entry(data: dict[str, Any], packings: Sequence[Packing]) -> SavedEntry:
+def _entry(data: dict[str, Any], formats: Sequence[PrepackedFormat]) -> SavedEntry:
     made, view = data["made"], data["view"]
     tensors = [
         SavedTensor(**{**each, "shape": tuple(each["shape"]), "strides": tuple(each["strides"])})
@@ -126,6 +122,6 @@ def _entry(data: dict[str, Any], packings: Sequence[Packing]) -> SavedEntry:
     return SavedEntry(
         data["weight"],
         None if view is None else (tuple(view[0]), tuple(view[1]), view[2]),
-        made if isinstance(made, str) else packings[made],
+        made if isinstance(made, str) else formats[made],
         tuple(tensors),
     )

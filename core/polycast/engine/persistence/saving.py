@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from ...policy import tensor_file
+from ...policy.dtypes import dtype_name
 from ..casts.cast_cache import CastCache, StoredEntry
 from ..casts.weights import is_dense
-from ..low_bit.plan import packing_of_kind
+from ..low_bit.plan import format_of_kind
 from .digests import digests, sample_digests
-from .manifest import Manifest, SavedEntry, SavedTensor, SavedWeight, current_versions, dtype_text
+from .manifest import Manifest, SavedEntry, SavedTensor, SavedWeight, current_versions
 
 _NOTHING = (
     "There is nothing to save: the cache has no casts or prepacked weights of the model's parameters. Run the model in "
@@ -39,7 +40,7 @@ def save(cache: CastCache, path: Path, model: nn.Module | None) -> None:
         SavedEntry(
             names[id(each.weight)],
             each.view,
-            dtype_text(each.made) if isinstance(each.made, torch.dtype) else packing_of_kind(each.made),
+            dtype_name(each.made) if isinstance(each.made, torch.dtype) else format_of_kind(each.made),
             tuple(SavedTensor(name, sizes, strides, *by_tensor[name]) for name, sizes, strides in of_entry),
         )
         for each, of_entry in zip(entries, layouts, strict=True)
@@ -69,9 +70,9 @@ def _layouts(
     found = []
     for position, tensor in enumerate(entry.tensors):
         if not tensor_file.can_be_written(tensor) or not is_dense(tensor):
-            maker = packing_of_kind(entry.made).kernel if isinstance(entry.made, int) else "a cast"
+            maker = format_of_kind(entry.made).kernel if isinstance(entry.made, int) else "a cast"
             raise ValueError(
-                f"{weight!r} cannot be saved: {maker} made a tensor of {dtype_text(tensor.dtype)}, {tensor.layout}, "
+                f"{weight!r} cannot be saved: {maker} made a tensor of {dtype_name(tensor.dtype)}, {tensor.layout}, "
                 f"with sizes {list(tensor.shape)} and strides {list(tensor.stride())}. Only dense tensors of dtypes "
                 "that safetensors has can be saved."
             )

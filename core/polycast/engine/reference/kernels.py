@@ -23,7 +23,7 @@ from ..casts.weights import Source, caching_is_safe, is_weight, weight_of
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, refusal
 from ..low_bit import compute as low_bit
-from .rules import Call, apply_rule, is_eligible
+from .rules import OpCall, apply_rule, is_eligible
 from .state_machine import PythonStateMachine
 from .store import PythonStore
 
@@ -109,10 +109,10 @@ class _Kernel:
                     return result
             fast = torch.get_autocast_dtype(self._device_type)
             return self._run(
-                apply_rule(policy or CastPolicy.PASSTHROUGH, Call(self._op, args, kwargs), fast, self._is_eligible)
+                apply_rule(policy or CastPolicy.PASSTHROUGH, OpCall(self._op, args, kwargs), fast, self._is_eligible)
             )
 
-    def _run(self, call: Call) -> Any:
+    def _run(self, call: OpCall) -> Any:
         op, args, kwargs, dtype = call
         if dtype is None:
             return op(*args, **kwargs)

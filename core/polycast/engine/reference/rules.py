@@ -15,7 +15,7 @@ from ...torch_internals.dispatcher import OpOverload
 _IsEligible: TypeAlias = Callable[[object], bool]
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """A call of an op; its eligible tensors are cast to `dtype`, if it has one."""
 
     op: OpOverload
@@ -46,12 +46,12 @@ def tensors_in(values: Iterable[object]) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
-def apply_rule(policy: CastPolicy, call: Call, fast: torch.dtype, is_eligible: _IsEligible) -> Call:
+def apply_rule(policy: CastPolicy, call: OpCall, fast: torch.dtype, is_eligible: _IsEligible) -> OpCall:
     """Return what a policy makes of a call in a region with a fast dtype. No call is left of a banned op."""
     return _RULES[policy](call, fast, is_eligible)
 
 
-def _fp32_set_opt_dtype(call: Call, fast: torch.dtype, is_eligible: _IsEligible) -> Call:
+def _fp32_set_opt_dtype(call: OpCall, fast: torch.dtype, is_eligible: _IsEligible) -> OpCall:
     if not is_eligible(_first(call)):
         return call
     position = optional_dtype(call.op)
@@ -65,27 +65,27 @@ def _fp32_set_opt_dtype(call: Call, fast: torch.dtype, is_eligible: _IsEligible)
     return call
 
 
-def _fp32_append_dtype(call: Call, fast: torch.dtype, is_eligible: _IsEligible) -> Call:
+def _fp32_append_dtype(call: OpCall, fast: torch.dtype, is_eligible: _IsEligible) -> OpCall:
     overload = overload_with_dtype(call.op)
     assert overload is not None  # the policy was validated
     # Pass this overload's defaults, because the one with a dtype need not have them.
     names = [argument.name for argument in call.op._schema.arguments]
     given = dict(zip(names, flatten_arguments(call.op, call.args, call.kwargs), strict=True))
     dtype = torch.float32 if is_eligible(_first(call)) else given[names[0]].dtype
-    return Call(overload, (), {**given, "dtype": dtype})
+    return OpCall(overload, (), {**given, "dtype": dtype})
 
 
-def _promote(call: Call, fast: torch.dtype, is_eligible: _IsEligible) -> Call:
+def _promote(call: OpCall, fast: torch.dtype, is_eligible: _IsEligible) -> OpCall:
     """Cast to float32, which holds the values of any two dtypes below it, if the eligible tensors' dtypes differ."""
     dtypes = {tensor.dtype for tensor in tensors_in((*call.args, *call.kwargs.values())) if is_eligible(tensor)}
     return call._replace(dtype=torch.float32) if len(dtypes) > 1 else call
 
 
-def _first(call: Call) -> object:
+def _first(call: OpCall) -> object:
     return call.args[0] if call.args else call.kwargs.get(call.op._schema.arguments[0].name)
 
 
-_RULES: dict[CastPolicy, Callable[[Call, torch.dtype, _IsEligible], Call]] = {
+_RULES: dict[CastPolicy, Callable[[OpCall, torch.dtype, _IsEligible], OpCall]] = {
     CastPolicy.LOWER_PRECISION_FP: lambda call, fast, _: call._replace(dtype=fast),
     CastPolicy.FP32: lambda call, *_: call._replace(dtype=torch.float32),
     CastPolicy.FP32_SET_OPT_DTYPE: _fp32_set_opt_dtype,

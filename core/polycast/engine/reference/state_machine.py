@@ -260,11 +260,11 @@ class PythonStateMachine:
             if is_all_of(tensor, weight):
                 of_weight = store.cast(Source(weight, weight, holders=2), dtype)
                 with torch.no_grad():
-                    kept = of_weight.as_strided(tensor.shape, tensor.stride())
+                    cached = of_weight.as_strided(tensor.shape, tensor.stride())
             elif store is own:  # a region's casts are those that torch would keep
                 return None
             else:
-                kept = store.cast(Source(tensor, weight, holders=2), dtype)
-            return with_history(tensor, kept) if link else kept
+                cached = store.cast(Source(tensor, weight, holders=2), dtype)
+            return with_history(tensor, cached) if link else cached
 
         return cast

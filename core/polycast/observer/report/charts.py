@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..step_record import StepRecord
 
 WIDTH, HEIGHT = 1000, 100
-_MOST_POINTS = 800
+_MAX_POINTS = 800
 _LOG_RATIO = 100
 """The ratio between the largest and the smallest value from which an axis is logarithmic."""
 
@@ -150,10 +150,10 @@ def _axis(axis: str, values: list[float]) -> tuple[float, float, bool]:
 
 def _thinned(numbers: list[tuple[int, float]]) -> Iterator[tuple[int, float]]:
     """Yield few enough numbers for a path: of many, the smallest and the largest of each stretch, and all breaks."""
-    if len(numbers) <= _MOST_POINTS:
+    if len(numbers) <= _MAX_POINTS:
         yield from numbers
         return
-    size = math.ceil(2 * len(numbers) / _MOST_POINTS)
+    size = math.ceil(2 * len(numbers) / _MAX_POINTS)
     for start in range(0, len(numbers), size):
         stretch = numbers[start : start + size]
         finite = [each for each in stretch if math.isfinite(each[1])]

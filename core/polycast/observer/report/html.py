@@ -17,10 +17,10 @@ from .run_page import RunPage
 from .words import duration, in_order, pattern, ruled
 
 _NAMES = ("before", "after")
-_MOST_MODULES = 200
+_MAX_MODULES = 200
 """The number of modules shown without script."""
-_MOST_PLACES = 50
-_MOST_ROWS = 100
+_MAX_PLACES = 50
+_MAX_ROWS = 100
 
 
 def render(page: Page) -> str:
@@ -86,7 +86,7 @@ def _environment() -> jinja2.Environment:
         short=lambda op: op.removeprefix("aten::"),
     )
     made.globals.update(
-        phases=PHASES, names=_NAMES, most_modules=_MOST_MODULES, most_places=_MOST_PLACES, most_rows=_MOST_ROWS
+        phases=PHASES, names=_NAMES, most_modules=_MAX_MODULES, most_places=_MAX_PLACES, most_rows=_MAX_ROWS
     )
     return made
 

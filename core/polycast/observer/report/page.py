@@ -14,7 +14,7 @@ from ..numerics_records import NumericsRecord
 from ..records import Cast, Compiled, Counts, Finding, Module, Op, Region
 
 PHASES = ("forward", "backward")
-_MOST_CASTS = 25
+_MAX_CASTS = 25
 _OPEN_MODULES = 40
 
 _NOT_COMPARED = {"seconds", "cast_seconds", "stack"}
@@ -166,8 +166,8 @@ def page_of(facts: Facts, before: Facts | None = None) -> Page:
         found=tuple(_found(runs, {row.name: row.id for row in modules})),
         modules=modules,
         ops=_op_rows(tuple(each.ops for each in runs)),
-        casts=tuple(casts[:_MOST_CASTS]),
-        more_casts=len(casts[_MOST_CASTS:]),
+        casts=tuple(casts[:_MAX_CASTS]),
+        more_casts=len(casts[_MAX_CASTS:]),
         numerics=_numerics(runs),
         regions=_together([each.regions for each in runs], "where", "device", "enabled", "dtype", "reason"),
         compiled=_together([each.compiled for each in runs], "region", "module"),

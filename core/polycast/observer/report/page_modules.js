@@ -3,8 +3,8 @@
 const tree = document.getElementById("tree");
 if (tree) {
   const CHUNK = 50;
-  const MOST_FOUND = 20;
-  const MOST_PRINTED = 500;
+  const MAX_FOUND = 20;
+  const MAX_PRINTED = 500;
   const modules = [];
   const roots = [];
   const around = [];
@@ -207,10 +207,10 @@ if (tree) {
     const wanted = find.value.trim().toLowerCase().split(/\s+/).filter(Boolean);
     const has = (each) => wanted.every((word) => `${each.full} ${each.kind}`.toLowerCase().includes(word));
     const matches = wanted.length ? modules.filter(has) : [];
-    const more = matches.length > MOST_FOUND ? `, the first ${MOST_FOUND} of which are these` : "";
+    const more = matches.length > MAX_FOUND ? `, the first ${MAX_FOUND} of which are these` : "";
     found.hidden = !wanted.length;
     found.querySelector("p").textContent = `${count(matches.length)} of ${count(modules.length)} modules found${more}.`;
-    const links = matches.slice(0, MOST_FOUND).map((each) => {
+    const links = matches.slice(0, MAX_FOUND).map((each) => {
       const link = make("a", "", each.full || each.label);
       link.href = `#m${each.number}`;
       return make("li", "", link, ` ${each.kind}`);
@@ -219,7 +219,7 @@ if (tree) {
   });
   // Print open modules, up to some hundreds; the others are counted.
   addEventListener("beforeprint", () => {
-    let left = MOST_PRINTED;
+    let left = MAX_PRINTED;
     for (let next; left > 0 && (next = tree.querySelector(":is(#tree, details[open]) > .chunk:empty")); ) {
       left -= next.modules.length;
       build(next);

@@ -11,9 +11,9 @@ from ..skipped_rows import skipped_rows
 from ..step_record import StepRecord
 from .charts import KINDS, Chart, charts_of, numbers_of, span_of, text_of
 
-_MOST_ROWS = 60
-_MOST_STEPS = 1000
-_MOST_SKIPPED = 100
+_MAX_ROWS = 60
+_MAX_STEPS = 1000
+_MAX_SKIPPED = 100
 _Run = Sequence[StepRecord]
 
 
@@ -125,15 +125,15 @@ def run_page_of(runs: Sequence[_Run]) -> RunPage:
         charts=charts,
         missing=tuple(kind.title for kind in KINDS if kind.name not in shown),
         titles=tuple(chart.title for chart in charts),
-        rows=tuple(StepRow(step, _texts(by_step, step, shown)) for step in _chosen(runs, _MOST_ROWS)),
-        skipped=tuple(each for of_run in skips for each in of_run[:_MOST_SKIPPED]),
+        rows=tuple(StepRow(step, _texts(by_step, step, shown)) for step in _chosen(runs, _MAX_ROWS)),
+        skipped=tuple(each for of_run in skips for each in of_run[:_MAX_SKIPPED]),
         skips=sum(map(len, skips)),
         steps=len({record.step for run in runs for record in run}),
         first=first,
         last=last,
         data={
             "charts": shown,
-            "steps": [[step, *_texts(by_step, step, shown)] for step in _chosen(runs, _MOST_STEPS)],
+            "steps": [[step, *_texts(by_step, step, shown)] for step in _chosen(runs, _MAX_STEPS)],
         },
     )
 

@@ -1,4 +1,4 @@
-"""`Survey`: what is timed, repeated, extrapolated and left out. The clock is the test's."""
+"""`OpTimer`: what is timed, repeated, extrapolated and left out. The clock is the test's."""
 
 import time
 from collections import Counter
@@ -8,16 +8,15 @@ import torch
 
 import polycast
 from polycast.profiling import cases as all_cases
-from polycast.profiling import stopwatch
-from polycast.profiling import survey as surveys
+from polycast.profiling import op_timer, stopwatch
 from polycast.profiling.cases import Case, cases
 from polycast.profiling.measurement import DISTURBED, Omission
+from polycast.profiling.op_timer import OpTimer
 from polycast.profiling.stopwatch import Running, Stopwatch, disagree
-from polycast.profiling.survey import Survey
-from polycast.profiling.ways import Way
+from polycast.profiling.ways import MeasuredWay
 
-FLOAT32 = Way("float32", torch.float32, torch.bfloat16)
-BFLOAT16 = Way("bfloat16", torch.bfloat16, torch.bfloat16)
+FLOAT32 = MeasuredWay("float32", torch.float32, torch.bfloat16)
+BFLOAT16 = MeasuredWay("bfloat16", torch.bfloat16, torch.bfloat16)
 
 
 class Clock:
@@ -56,21 +55,21 @@ def clock(monkeypatch):
 
 
 def run(clock, monkeypatch, seconds, ways=(FLOAT32, BFLOAT16), **options):
-    monkeypatch.setattr(surveys, "cases", lambda: clock.cases(seconds, **options))
-    survey = Survey("cpu", ways)
-    survey._stopwatch = Stopwatch("cpu", clock)
-    survey.run()
-    return survey
+    monkeypatch.setattr(op_timer, "cases", lambda: clock.cases(seconds, **options))
+    timer = OpTimer("cpu", ways)
+    timer._stopwatch = Stopwatch("cpu", clock)
+    timer.run()
+    return timer
 
 
-def by_rows(survey, way):
-    return {each.rows: each for each in survey.measurements() if each.way == way}
+def by_rows(timer, way):
+    return {each.rows: each for each in timer.measurements() if each.way == way}
 
 
 def test_steady_times_are_found_and_not_repeated(clock, monkeypatch):
-    survey = run(clock, monkeypatch, lambda way, work, before: work * (1e-6 if way == "float32" else 5e-7))
+    timer = run(clock, monkeypatch, lambda way, work, before: work * (1e-6 if way == "float32" else 5e-7))
     for way, rate in (("float32", 1e-6), ("bfloat16", 5e-7)):
-        found = by_rows(survey, way)
+        found = by_rows(timer, way)
         assert list(found) == [1, 4, 16, 128, 1024]
         assert {rows: each.seconds for rows, each in found.items()} == pytest.approx(
             {rows: rate * rows for rows in found}
@@ -80,26 +79,26 @@ def test_steady_times_are_found_and_not_repeated(clock, monkeypatch):
 
 
 def test_a_hopeless_way_is_extrapolated(clock, monkeypatch):
-    survey = run(clock, monkeypatch, lambda way, work, before: work * (1e-6 if way == "float32" else 1e-2))
-    found = by_rows(survey, "bfloat16")
+    timer = run(clock, monkeypatch, lambda way, work, before: work * (1e-6 if way == "float32" else 1e-2))
+    found = by_rows(timer, "bfloat16")
     assert [rows for rows, each in found.items() if each.extrapolated] == [16, 128, 1024]
     assert found[1024].seconds == pytest.approx(10.24)
     assert {work for way, work in clock.calls if way == "bfloat16"} == {1, 4}
-    assert not any(each.extrapolated for each in by_rows(survey, "float32").values())
+    assert not any(each.extrapolated for each in by_rows(timer, "float32").values())
     assert clock.now < 3
 
 
 def test_extrapolation_is_from_the_most_rows_that_were_timed(clock, monkeypatch):
     seconds = {1: 1e-4, 4: 1e-3, 16: 2e-2}
-    survey = run(clock, monkeypatch, lambda way, work, before: seconds[work], works=(1, 4, 16, 4096))
-    found = by_rows(survey, "bfloat16")
+    timer = run(clock, monkeypatch, lambda way, work, before: seconds[work], works=(1, 4, 16, 4096))
+    found = by_rows(timer, "bfloat16")
     assert found[4096].extrapolated
     assert found[4096].seconds == pytest.approx(2e-2 * 4096 / 16)
 
 
 def test_a_first_call_that_is_slow_does_not_count(clock, monkeypatch):
-    survey = run(clock, monkeypatch, lambda way, work, before: 0.5e-3 if before else 2e-3)
-    assert by_rows(survey, "bfloat16")[1].seconds == pytest.approx(0.5e-3)
+    timer = run(clock, monkeypatch, lambda way, work, before: 0.5e-3 if before else 2e-3)
+    assert by_rows(timer, "bfloat16")[1].seconds == pytest.approx(0.5e-3)
 
 
 def test_a_stall_at_the_first_call_of_an_op_is_no_rate_for_others(clock, monkeypatch):
@@ -115,16 +114,16 @@ def test_a_stall_at_the_first_call_of_an_op_is_no_rate_for_others(clock, monkeyp
 
 
 def test_what_is_extrapolated_from_a_noisy_time_is_noisy(clock, monkeypatch):
-    survey = run(clock, monkeypatch, lambda way, work, before: 1e-2 * work * (1 + before % 2), ways=(FLOAT32,))
-    found = by_rows(survey, "float32")
+    timer = run(clock, monkeypatch, lambda way, work, before: 1e-2 * work * (1 + before % 2), ways=(FLOAT32,))
+    found = by_rows(timer, "float32")
     assert found[1].noisy
     assert all(each.noisy for each in found.values() if each.extrapolated)
     assert any(each.extrapolated for each in found.values())
 
 
 def test_the_least_of_the_rounds_counts(clock, monkeypatch):
-    survey = run(clock, monkeypatch, lambda way, work, before: work * (1e-5 if before % 3 else 3e-5))
-    assert {rows: each.seconds for rows, each in by_rows(survey, "bfloat16").items()} == pytest.approx(
+    timer = run(clock, monkeypatch, lambda way, work, before: work * (1e-5 if before % 3 else 3e-5))
+    assert {rows: each.seconds for rows, each in by_rows(timer, "bfloat16").items()} == pytest.approx(
         {rows: 1e-5 * rows for rows in (1, 4, 16, 128, 1024)}, rel=0.7
     )
 
@@ -133,28 +132,28 @@ def test_a_disturbance_that_ends_is_measured_away(clock, monkeypatch):
     def seconds(way, work, before):
         return (1e-3 if clock.now < 0.4 else 1e-5) * (2 if way == "bfloat16" else 1)
 
-    survey = run(clock, monkeypatch, seconds)
-    assert all(not each.noisy for each in survey.measurements())
-    assert {each.rows: each.seconds for each in survey.measurements() if each.way == "float32"} == pytest.approx(
+    timer = run(clock, monkeypatch, seconds)
+    assert all(not each.noisy for each in timer.measurements())
+    assert {each.rows: each.seconds for each in timer.measurements() if each.way == "float32"} == pytest.approx(
         dict.fromkeys((1, 4, 16, 128, 1024), 1e-5)
     )
 
 
 def test_what_stays_noisy_is_marked(clock, monkeypatch):
-    survey = run(
+    timer = run(
         clock,
         monkeypatch,
         lambda way, work, before: 1e-3 * (1 + before % 2) if way == "bfloat16" else 1e-3,
         works=(1,),
     )
-    assert by_rows(survey, "bfloat16")[1].noisy
-    assert not by_rows(survey, "float32")[1].noisy
+    assert by_rows(timer, "bfloat16")[1].noisy
+    assert not by_rows(timer, "float32")[1].noisy
     assert clock.now < 3
 
 
 def test_a_call_that_takes_longer_than_one_with_more_work_is_noisy(clock, monkeypatch):
-    survey = run(clock, monkeypatch, lambda way, work, before: 1e-3 if work == 4 else work * 1e-6)
-    assert [rows for rows, each in by_rows(survey, "float32").items() if each.noisy] == [4]
+    timer = run(clock, monkeypatch, lambda way, work, before: 1e-3 if work == 4 else work * 1e-6)
+    assert [rows for rows, each in by_rows(timer, "float32").items() if each.noisy] == [4]
 
 
 def test_what_raises_is_left_out_with_the_reason(monkeypatch, clock):
@@ -163,10 +162,10 @@ def test_what_raises_is_left_out_with_the_reason(monkeypatch, clock):
             raise NotImplementedError("no kernel for\nmany rows")
         return 1e-4
 
-    survey = run(clock, monkeypatch, seconds)
-    assert list(by_rows(survey, "bfloat16")) == [1, 4]
-    assert list(by_rows(survey, "float32")) == [1, 4, 16, 128, 1024]
-    assert survey.omissions == [Omission("linear", "bfloat16", "NotImplementedError: no kernel for")]
+    timer = run(clock, monkeypatch, seconds)
+    assert list(by_rows(timer, "bfloat16")) == [1, 4]
+    assert list(by_rows(timer, "float32")) == [1, 4, 16, 128, 1024]
+    assert timer.omissions == [Omission("linear", "bfloat16", "NotImplementedError: no kernel for")]
 
 
 def test_what_is_unsupported_is_not_extrapolated(monkeypatch, clock):
@@ -180,12 +179,12 @@ def test_what_is_unsupported_is_not_extrapolated(monkeypatch, clock):
         def run(self, prepacked, *args):
             clock.now += 10.0  # so that there is no time for other cases
 
-    monkeypatch.setattr(surveys, "cases", lambda: [case for case in cases() if case.op == "linear"])
-    survey = Survey("cpu", [Way("int8", torch.bfloat16, torch.bfloat16, {"aten::linear": FewRows()})])
-    survey._stopwatch = Stopwatch("cpu", clock)
-    survey.run()
-    assert {each.rows for each in survey.measurements()} == {1, 4}
-    assert survey.omissions == [Omission("linear", "int8", "too many rows")]
+    monkeypatch.setattr(op_timer, "cases", lambda: [case for case in cases() if case.op == "linear"])
+    timer = OpTimer("cpu", [MeasuredWay("int8", torch.bfloat16, torch.bfloat16, {"aten::linear": FewRows()})])
+    timer._stopwatch = Stopwatch("cpu", clock)
+    timer.run()
+    assert {each.rows for each in timer.measurements()} == {1, 4}
+    assert timer.omissions == [Omission("linear", "int8", "too many rows")]
 
 
 def test_an_interruption_is_passed_on(monkeypatch, clock):
@@ -203,14 +202,14 @@ def test_what_was_disturbed_each_time_is_neither_used_nor_extrapolated_from(cloc
         clock.disturbed = way == "float32" or work > 1
         return 0.05 if clock.disturbed else 1e-5
 
-    survey = run(clock, monkeypatch, seconds)
-    assert by_rows(survey, "float32") == {}
-    found = by_rows(survey, "bfloat16")
+    timer = run(clock, monkeypatch, seconds)
+    assert by_rows(timer, "float32") == {}
+    found = by_rows(timer, "bfloat16")
     assert found[1].seconds == pytest.approx(1e-5)
     assert not found[1].noisy
     assert found[1024].seconds == pytest.approx(1024e-5)
     assert all(each.extrapolated for rows, each in found.items() if rows > 1)
-    assert set(survey.omissions) == {Omission("linear", "float32", DISTURBED)}
+    assert set(timer.omissions) == {Omission("linear", "float32", DISTURBED)}
     assert clock.now < 3
 
 

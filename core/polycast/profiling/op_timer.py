@@ -1,4 +1,4 @@
-"""`Survey`: times all ops in all ways on a device.
+"""`OpTimer`: times all ops in all ways on a device.
 
 A way that is hopelessly slow must not take minutes. So cases are timed in order of their work, and what would take too
 long by the cases before it is extrapolated from those. What is noisy is timed again at the end, when the disturbance
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ..policy.dtypes import FLOAT32
 from .calls import Unsupported, check, prepare
 from .cases import OPS, Case, cases
 from .measurement import DISTURBED, Measurement, Omission
 from .operands import Operands
 from .stopwatch import Stopwatch, disagree
-from .table import FLOAT32
-from .ways import Way
+from .ways import MeasuredWay
 
 _FIRST_SECONDS = 1.5
 """The time to time all cases once; each has its share of what is left."""
@@ -55,7 +55,7 @@ class _Entry:
         return self.seconds / self.case.work
 
 
-class Survey:
+class OpTimer:
     """Times the cases on a device.
 
     Args:
@@ -63,7 +63,7 @@ class Survey:
         ways: the ways to compute them.
     """
 
-    def __init__(self, device_type: str, ways: Sequence[Way]) -> None:
+    def __init__(self, device_type: str, ways: Sequence[MeasuredWay]) -> None:
         self.omissions: list[Omission] = []
         self._device_type = device_type
         self._ways = ways
@@ -113,7 +113,7 @@ class Survey:
                 rates.append(case.size * widths[entry.way] / entry.seconds)
         return max(rates)
 
-    def _measurement(self, case: Case, way: Way) -> Measurement | None:
+    def _measurement(self, case: Case, way: MeasuredWay) -> Measurement | None:
         """Return the time of a case in a way; None if it is unsupported, or no time of the op in the way is known."""
         entry = self._entries.get((case, way.name))
         if entry is not None and entry.rounds:
@@ -128,23 +128,23 @@ class Survey:
         noisy = is_noisy or entry is not None
         return Measurement(case.op, case.rows, way.name, rate * case.work, case.size, noisy=noisy, extrapolated=True)
 
-    def _ways_of(self, case: Case) -> Sequence[Way]:
+    def _ways_of(self, case: Case) -> Sequence[MeasuredWay]:
         if case.op == "cast":
             return self._casts
         return self._ways if case.weight is not None else [way for way in self._ways if way.kernels is None]
 
-    def _is_open(self, case: Case, way: Way) -> bool:
+    def _is_open(self, case: Case, way: MeasuredWay) -> bool:
         """Return whether a case was noisy, or not timed though it can be."""
         entry = self._entries.get((case, way.name))
         return (case, way.name) not in self._unsupported if entry is None else entry.noisy
 
-    def _run(self, todo: Mapping[Case, Sequence[Way]], end: float) -> None:
+    def _run(self, todo: Mapping[Case, Sequence[MeasuredWay]], end: float) -> None:
         left = sum(case.share for case in todo)
         for case, ways in todo.items():
             self._time(case, ways, (end - time.perf_counter()) * case.share / left)
             left -= case.share
 
-    def _time(self, case: Case, ways: Sequence[Way], share: float) -> None:
+    def _time(self, case: Case, ways: Sequence[MeasuredWay], share: float) -> None:
         entries = [entry for way in ways if (entry := self._entry(case, way, share)) is not None]
         quick = [entry for entry in entries if entry.once < share]
         rounds = self._stopwatch.race(
@@ -153,7 +153,7 @@ class Survey:
         for entry in entries:
             entry.rounds += rounds.get(entry.way, [] if entry.is_disturbed else [entry.once])
 
-    def _entry(self, case: Case, way: Way, share: float) -> _Entry | None:
+    def _entry(self, case: Case, way: MeasuredWay, share: float) -> _Entry | None:
         """Return the entry of a case in a way, or None if it cannot be computed, or would take too long."""
         longest = min(_LONGEST_CALL, share)
         entry = self._entries.get((case, way.name))
@@ -176,7 +176,7 @@ class Survey:
             entry = self._entries[case, way.name] = _Entry(case, way.name, call, once, is_disturbed)
         return entry
 
-    def _omit(self, case: Case, way: Way, reason: str) -> None:
+    def _omit(self, case: Case, way: MeasuredWay, reason: str) -> None:
         self._unsupported.add((case, way.name))
         if not any((each.op, each.way) == (case.op, way.name) for each in self.omissions):
             self.omissions.append(Omission(case.op, way.name, reason))
@@ -186,7 +186,7 @@ class Survey:
         entries = [entry for entry in self._entries.values() if (entry.case.op, entry.way) == (op, way)]
         return min((entry.rate for entry in entries), default=None)
 
-    def _rate_like(self, case: Case, way: Way) -> tuple[float, bool] | None:
+    def _rate_like(self, case: Case, way: MeasuredWay) -> tuple[float, bool] | None:
         """Return the seconds by unit of work of the most rows of the same size that were timed, or else the least of
         all, and whether they are noisy; None if all were disturbed.
         """

@@ -215,7 +215,7 @@ def test_an_observation_without_times_is_refused(model, seen, tmp_path):
 
 
 def test_events_are_bounded(model, monkeypatch, tmp_path):
-    monkeypatch.setattr(observing, "MOST_EVENTS", 5)
+    monkeypatch.setattr(observing, "MAX_EVENTS", 5)
     with polycast.observe(model, trace=True) as seen:
         train(model)
     _, whole = written(seen, tmp_path / "trace.json")

@@ -68,7 +68,7 @@ def products():
 
 
 @pytest.mark.parametrize("cache", [None, WeightCache], ids=["process", "own"])
-def test_two_group_sizes_do_not_share_a_packing(products, cache):
+def test_two_group_sizes_do_not_share_a_prepacked_weight(products, cache):
     layer = nn.Linear(64, 8)
     settings = {} if cache is None else {"cache": cache()}
     for _ in range(3):
@@ -79,7 +79,7 @@ def test_two_group_sizes_do_not_share_a_packing(products, cache):
     assert [product.packed - 3 for product in products.values()] == [1, 1]
 
 
-def test_recipes_that_pack_alike_share_a_packing(products):
+def test_recipes_that_pack_alike_share_a_prepacked_weight(products):
     layer, cache = nn.Linear(64, 8), WeightCache()
     for recipe in (Grouped(16), Grouped(16, min_size=1), Grouped(16, ops=("linear",))):
         with autocast("cpu", recipe=recipe, cache=cache):
@@ -106,7 +106,7 @@ def test_an_equalization_that_becomes_known_is_used(monkeypatch):
         assert not torch.equal(layer(X), expected)
 
 
-def test_compiled_code_finds_the_packing_of_its_recipe(products):
+def test_compiled_code_finds_the_prepacked_weight_of_its_recipe(products):
     layer, cache = nn.Linear(64, 8), WeightCache()
 
     @torch.compile(backend="aot_eager", fullgraph=True)

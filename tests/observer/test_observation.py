@@ -70,7 +70,7 @@ def test_saved_observation_is_loaded(run, tmp_path):
     [
         ("{", "Expecting property name"),
         ("[]", 'an observation has "schema": 1, got None'),
-        ('{"schema": 2}', "it has schema 2, and this polycast reads up to 1"),
+        ('{"schema": 2}', "it has schema 2, and this polycast reads schemas up to 1: install a newer polycast"),
         ('{"schema": true}', 'an observation has "schema": 1, got True'),
         ('{"schema": 1}', "it is not an observation: KeyError: 'ops'"),
     ],

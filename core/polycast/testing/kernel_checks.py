@@ -8,6 +8,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..plugins.backend import Backend, KernelKey
+from ..policy.dtypes import dtype_name
 from .samples import Sample, split
 from .subject import Device, Subject, describe, require
 
@@ -37,7 +38,7 @@ def _name(op: torch._ops.OpOverload) -> str:
 def kernel_names(backend: Backend) -> dict[str, KernelKey]:
     """Return a backend's kernels by the names that test ids and files of expected failures have."""
     return {
-        f"{_name(op)}:{str(taken).removeprefix('torch.')}:{str(given).removeprefix('torch.')}": (op, taken, given)
+        f"{_name(op)}:{dtype_name(taken)}:{dtype_name(given)}": (op, taken, given)
         for op, taken, given in backend.kernels
     }
 

@@ -7,12 +7,12 @@ import torch
 
 from ...policy.schemas import find_op, unflatten_arguments
 from ...torch_internals.names import size_hint
-from ..fastest.choice import Way
-from ..fastest.functions import Convolution, ConvolutionSettings, Forward, Gradients, Recomputed, RecordedProduct
-from ..fastest.products import ATTENTION, weight_position
-from ..fastest.training import Operands, Ways
-from .actions import Results
-from .plan import FLOATS
+from ..low_bit.actions import Results
+from ..low_bit.plan import FLOATS
+from .choose_way import Way
+from .functions import Convolution, ConvolutionSettings, Forward, Gradients, Recomputed, RecordedProduct
+from .products import ATTENTION, weight_position
+from .training import RecordedOperands, Ways
 
 UNRECORDED = "autograd records it, and its gradients are computed in the fast dtype only"
 
@@ -99,7 +99,7 @@ class Recorded(NamedTuple):
         gradients = Gradients(op == "aten::linear", *scalars)
         return cls(op, args, first, second, bias, is_weight, settings, gradients)
 
-    def operands(self, is_cached: bool, in_function: bool) -> Operands:
+    def operands(self, is_cached: bool, in_function: bool) -> RecordedOperands:
         """Return what the choice of ways depends on.
 
         Args:
@@ -107,7 +107,7 @@ class Recorded(NamedTuple):
             in_function: whether an autograd function runs the op, and will record it later.
         """
         wide = torch.float32
-        return Operands(
+        return RecordedOperands(
             size_hint(self.first.numel()),
             size_hint(self.second.numel()),
             self.first.dtype is wide,
@@ -173,11 +173,11 @@ class RecordedAttention(NamedTuple):
         """The positions of the tensors among the arguments."""
         return [at for at, arg in enumerate(self.args) if isinstance(arg, torch.Tensor)]
 
-    def operands(self, is_cached: bool, in_function: bool) -> Operands:
+    def operands(self, is_cached: bool, in_function: bool) -> RecordedOperands:
         """Return what the choice of ways depends on; see :meth:`Recorded.operands`."""
         query, key, value, *_ = self.args
         is_needed = in_function or any(self.args[at].requires_grad for at in self._positions)
-        return Operands(
+        return RecordedOperands(
             size_hint(query.numel()),
             size_hint(key.numel()) + size_hint(value.numel()),
             query.dtype is torch.float32,

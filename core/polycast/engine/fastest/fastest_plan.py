@@ -22,13 +22,12 @@ from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import INTERCEPTED
 from ..casts.traced import cast_of_traced
 from ..casts.weights import caching_is_safe, is_all_of, is_dense, is_weight, parameter_of
-from ..fastest.choice import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported, name_of
-from ..fastest.products import product_of, weight_position
-from ..fastest.training import Ways, choose_recorded
 from ..inference import in_function
-from .actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, FLOAT32_LAID_OUT, Action, ActionKind, Results
-from .listeners import listeners, notify
-from .plan import SMALL, SUBCLASS, Plan, is_special
+from ..low_bit.actions import AS_IT_IS, CACHED_CAST, FALL_BACK, FLOAT32, FLOAT32_LAID_OUT, Action, ActionKind, Results
+from ..low_bit.listeners import listeners, notify
+from ..low_bit.plan import SMALL, SUBCLASS, Plan, is_special
+from .choose_way import NO_FAST_KERNEL, Conversions, Way, choose, is_unsupported, name_of
+from .products import product_of, weight_position
 from .recorded import (
     UNRECORDED,
     Recorded,
@@ -39,6 +38,7 @@ from .recorded import (
     recorded_call,
     results_in,
 )
+from .training import Ways, choose_recorded
 
 NO_PROFILE = "its profile is not known in this process"
 UNKNOWN_SIZES = "the profile has nothing like it (a vector, or no elements)"
@@ -86,7 +86,7 @@ class FastestPlan(Plan):
         """Compute an op, and notify listeners; see ``compute.perform``."""
         dtype = torch.get_autocast_dtype(self.device_type)
         if not plain and (is_forward_ad_active() or are_functorch_transforms_active() or is_tracing()):
-            found: Decision | str = INTERCEPTED
+            found: PlannedCall | str = INTERCEPTED
         else:
             found = self.choice(op, args, cache, dtype, plain)
         if isinstance(found, str):
@@ -98,7 +98,7 @@ class FastestPlan(Plan):
 
     def choice(
         self, op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype, plain: bool = False
-    ) -> "Decision | str":
+    ) -> "PlannedCall | str":
         """Return the way to compute a call, or why there is no choice and it runs in the fast dtype.
 
         Args:
@@ -121,7 +121,7 @@ class FastestPlan(Plan):
         runs_in_function = in_function()
         records = runs_in_function or (not plain and _is_recorded(args))
         if op == _RECURRENT and not _has_recurrent_kernel(dtype, records):
-            return Decision(Way.FLOAT32, NO_FAST_KERNEL)
+            return PlannedCall(Way.FLOAT32, NO_FAST_KERNEL)
         if profile is None:
             return NO_PROFILE
         product = product_of(op, args)
@@ -136,12 +136,12 @@ class FastestPlan(Plan):
             recorded = recorded_call(op, args, _weight_of(args[position]) is not None)
             if recorded is None:
                 has_none = is_unsupported(profile, product.op, dtype_name(dtype))
-                return Decision(Way.FLOAT32, NO_FAST_KERNEL) if has_none else UNRECORDED
+                return PlannedCall(Way.FLOAT32, NO_FAST_KERNEL) if has_none else UNRECORDED
             operands = recorded.operands(self._is_cached(args[position], cache), runs_in_function)
             ways = choose_recorded(profile, dtype, product, operands)
-            return Decision(ways.forward, ways.reason, recorded, ways)
+            return PlannedCall(ways.forward, ways.reason, recorded, ways)
         conversions = self._conversions(args, cache)
-        return Decision(*choose(profile, dtype, product, conversions, self._ways_by_kernel(op, args, position)))
+        return PlannedCall(*choose(profile, dtype, product, conversions, self._ways_by_kernel(op, args, position)))
 
     def _ways_by_kernel(self, op: str, args: Sequence[Any], position: int) -> tuple[Way, ...]:
         """Return the ways by the kernel of an op, if it supports a call."""
@@ -172,7 +172,7 @@ class FastestPlan(Plan):
         return parameter is not None and is_all_of(tensor, parameter)
 
     def _compute(
-        self, found: "Decision", op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype
+        self, found: "PlannedCall", op: str, args: Sequence[Any], cache: CastCache | None, dtype: torch.dtype
     ) -> tuple[Results | None, Action | None]:
         ways = found.ways if found.recorded is not None and _is_recorded(args) else None
         has_function = ways is not None and ways.is_float32 and has_native_function(op, args)
@@ -195,11 +195,11 @@ class FastestPlan(Plan):
         return None, FALL_BACK
 
 
-class Decision(NamedTuple):
+class PlannedCall(NamedTuple):
     """The way to compute a call and why; of a product that autograd records, the forward's.
 
     Attributes:
-        way, reason: as of a `Choice`.
+        way, reason: as of a `ChosenWay`.
         recorded: the product, if autograd records it now or later.
         ways: the ways of its forward and its gradients.
     """

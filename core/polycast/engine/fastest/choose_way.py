@@ -44,7 +44,7 @@ def name_of(way: Way, dtype: torch.dtype) -> str:
     return {Way.FAST: fast, Way.KERNEL: f"{fast} kernel"}.get(way, way.value)
 
 
-class Choice(NamedTuple):
+class ChosenWay(NamedTuple):
     """The way that is chosen for a call, and why."""
 
     way: Way
@@ -68,7 +68,7 @@ class Conversions(NamedTuple):
 
 def choose(
     profile: DeviceProfile, dtype: torch.dtype, product: Product, conversions: Conversions, kernels: tuple[Way, ...]
-) -> Choice:
+) -> ChosenWay:
     """Choose the way to compute a product that autograd does not record.
 
     Args:
@@ -90,14 +90,14 @@ def bucket(size: int) -> int:
 @functools.lru_cache(maxsize=4096)
 def _choose(
     profile: DeviceProfile, dtype: torch.dtype, product: Product, conversions: Conversions, kernels: tuple[Way, ...]
-) -> Choice:
+) -> ChosenWay:
     fast = dtype_name(dtype)
     ways = {way: name_of(way, dtype) for way in (Way.FAST, *kernels, Way.FLOAT32)}
     seconds = seconds_by_way(profile, product, ways)
     if Way.FAST not in seconds:
         if Way.FLOAT32 in seconds and is_unsupported(profile, product.op, fast):
-            return Choice(Way.FLOAT32, NO_FAST_KERNEL)
-        return Choice(Way.FAST, f"the profile has no {fast} {product.op}")
+            return ChosenWay(Way.FLOAT32, NO_FAST_KERNEL)
+        return ChosenWay(Way.FAST, f"the profile has no {fast} {product.op}")
     of_weight = seconds_to_cast_weight(profile, f"to {fast}", conversions.weight)
     converting = {
         Way.FAST: of_weight + seconds_to_cast(profile, f"to {fast}", conversions.wide),
@@ -110,10 +110,10 @@ def _choose(
     ratios = {way: each / total[Way.FAST] for way, each in total.items()}
     way = min(ratios, key=lambda each: ratios[each])
     if ratios[way] < MARGIN:
-        return Choice(way, f"{ways[way]} takes {ratios[way]:.2f} of {fast}'s time")
+        return ChosenWay(way, f"{ways[way]} takes {ratios[way]:.2f} of {fast}'s time")
     others = ", ".join(f"{ways[each]} {ratio:.2f}" for each, ratio in ratios.items() if each is not Way.FAST)
     slower = f"no other way takes less than {MARGIN} of {fast}'s time ({others})"
-    return Choice(Way.FAST, slower if others else f"only {fast} was measured")
+    return ChosenWay(Way.FAST, slower if others else f"only {fast} was measured")
 
 
 def seconds_by_way(profile: DeviceProfile, product: Product, ways: Mapping[Way, str]) -> dict[Way, float]:

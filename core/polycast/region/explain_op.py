@@ -11,7 +11,7 @@ from ..engine import state
 from ..engine.installation import installed
 from ..engine.kernels import autocast_key, refusal
 from ..engine.low_bit import compute as low_bit
-from ..engine.reference.rules import Call, apply_rule, is_eligible
+from ..engine.reference.rules import OpCall, apply_rule, is_eligible
 from ..engine.state import Settings
 from ..plugins.backend import Backend
 from ..plugins.registry import registry
@@ -197,7 +197,7 @@ def _with_arguments(found: Explanation, bound: dict[str, Any], backend: Backend)
             and _is_on(value, found.device_type)
         )
 
-    call = Call(overload, (), bound)
+    call = OpCall(overload, (), bound)
     if policy is not None and not banned:
         call = apply_rule(policy, call, found.dtype, may_cast)
     dtypes = (value for name, value in call.kwargs.items() if bound.get(name) is None)

@@ -1,4 +1,4 @@
-"""`Packing`: the maker of a prepacked weight, as text."""
+"""`PrepackedFormat`: the maker of a prepacked weight, as text."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from ...policy.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Packing:
+class PrepackedFormat:
     """The maker of a prepacked weight: a kernel for a recipe, in words that are the same in every process.
 
     Attributes:
@@ -29,12 +29,12 @@ class Packing:
     kernel: str
 
 
-def packing_of(backend: Backend, recipe: Recipe, op: str, kernel: LowBitKernel) -> Packing:
+def format_of(backend: Backend, recipe: Recipe, op: str, kernel: LowBitKernel) -> PrepackedFormat:
     """Return what a kernel's prepacked weights are made by."""
     version = registry.version(backend)
     constants = ", ".join(_constants(kernel))
     layout = "" if kernel.prepack_key is None else f" ({_text(kernel.prepack_key)})"
-    return Packing(
+    return PrepackedFormat(
         backend.device_type,
         f"{_text(type(backend))}{f' {version}' if version else ''}",
         recipe.text,

@@ -165,12 +165,12 @@ def test_nothing_is_left_in_torch(engine):
 
 def test_another_wrapper_of_module_calls_may_stay(engine):
     net = nn.Sequential(nn.ReLU())
-    told = []
+    found = []
     with polycast.observe(net):
         below = nn.Module.__call__
 
         def wrapped(self, *args, **kwargs):
-            told.append(self)
+            found.append(self)
             return below(self, *args, **kwargs)
 
         nn.Module.__call__ = wrapped
@@ -183,5 +183,5 @@ def test_another_wrapper_of_module_calls_may_stay(engine):
     with polycast.observe(net):  # takes its own out, too
         pass
     assert nn.Module.__call__ is nn.Module._wrapped_call_impl
-    assert told[0] is net
+    assert found[0] is net
     assert [module.entries for module in seen.modules] == [1, 1]

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..engine.drift import drift_of
 from ..policy.cast_policy import CastPolicy
+from ..policy.dtypes import dtype_name
 from ..policy.names import OpName, known_overloads
 from ..policy.schemas import find_op
 from .expected import read
@@ -156,6 +157,6 @@ def _variants(sample: Any, device_type: str, fast_dtype: torch.dtype) -> Iterato
         return tree_map(lambda value: value.to(dtype) if eligible(value, device_type) else value, sample)
 
     yield "float32", sample
-    yield str(fast_dtype).removeprefix("torch."), to(fast_dtype)
+    yield dtype_name(fast_dtype), to(fast_dtype)
     yield "mixed", tree_map(first_in_fast, sample)
     yield "float64", to(torch.float64)

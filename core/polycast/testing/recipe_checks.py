@@ -20,7 +20,7 @@ from ..policy.recipe import Float8, Int4, Int8, Recipe
 from ..policy.schemas import find_op
 from ..region.autocast import autocast
 from .contract import answer_of
-from .low_bit import PRODUCTS, Product, assert_within, run_prepared
+from .low_bit import LINEAR_OPS, LinearOp, assert_within, run_prepared
 from .subject import Device, Subject, require
 
 RECIPES: Mapping[str, Recipe] = {
@@ -96,8 +96,8 @@ class RecipeChecks(Subject):
                         assert_within(device.values(result), expected, error)
 
     def test_recipe_unsupported_reason(self, device: Device, recipe: str) -> None:
-        """A kernel declines sizes that do not fit, and answers for fake tensors as for real ones."""
-        for call in kernel_calls(device, recipe, declined_too=True):
+        """A kernel gives a reason against sizes that do not fit, and answers for fake tensors as for real ones."""
+        for call in kernel_calls(device, recipe, unsupported_too=True):
             args = tree_map(lambda leaf: device.put(leaf) if isinstance(leaf, torch.Tensor) else leaf, call.args)
             misfit = list(args)
             x = args[call.product.activations]
@@ -173,7 +173,7 @@ class RecipeChecks(Subject):
             require(found == shape, f"{call}, with no rows, returned the shape {tuple(found)}, expected {tuple(shape)}")
 
     def test_recipe_packing(self, device: Device, recipe: str) -> None:
-        """A kernel reads the packed weight only, which has memory of its own."""
+        """A kernel reads the prepacked weight only, which has memory of its own."""
         device.skip_if_fake("there are no values")
         dtype = device.backend.default_dtype
         for call in kernel_calls(device, recipe):
@@ -194,8 +194,8 @@ class RecipeChecks(Subject):
             )
 
     def test_recipe_in_a_region(self, device: Device, recipe: str) -> None:
-        """A region packs a weight once, and again after it has changed."""
-        device.skip_if_fake("fake tensors are not packed")
+        """A region prepacks a weight once, and again after it has changed."""
+        device.skip_if_fake("fake tensors are not prepacked")
         for call in kernel_calls(device, recipe):
             args, cache = call.on(device), WeightCache()
             weight = args[call.product.weight]
@@ -228,7 +228,7 @@ class RecipeChecks(Subject):
 class KernelCall:
     """A kernel, and CPU arguments of its op in float32."""
 
-    def __init__(self, device_type: str, kernel: LowBitKernel, product: Product, recipe: Recipe, args: Any) -> None:
+    def __init__(self, device_type: str, kernel: LowBitKernel, product: LinearOp, recipe: Recipe, args: Any) -> None:
         self.kernel, self.product, self.recipe, self.args = kernel, product, recipe, args
         shapes = ", ".join(str(list(arg.shape)) for arg in args if isinstance(arg, torch.Tensor))
         self._text = f"{product.op} by {recipe.short} on {device_type}, of shapes {shapes}"
@@ -248,7 +248,7 @@ class KernelCall:
         return given
 
     def unsupported_reason(self, args: Sequence[Any]) -> str | None:
-        """Return why the kernel declines a call; None if it takes it."""
+        """Return why the kernel does not support a call; None if it does."""
         reason = self.kernel.unsupported_reason(*args)
         require(
             reason is None or (isinstance(reason, str) and reason.strip()),
@@ -257,7 +257,7 @@ class KernelCall:
         return reason
 
     def prepack(self, weight: torch.Tensor, *factors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """Return the packed weight, given equalization factors if the kernel takes them."""
+        """Return the prepacked weight, given equalization factors if the kernel takes them."""
         prepared = self.kernel.prepack(weight, *factors)
         require(
             isinstance(prepared, (tuple, list)) and all(isinstance(each, torch.Tensor) for each in prepared),
@@ -283,7 +283,7 @@ class KernelCall:
             raise AssertionError(f"{self}, {how}: {error}") from None
 
 
-def kernel_calls(device: Device, name: str, declined_too: bool = False) -> Iterator[KernelCall]:
+def kernel_calls(device: Device, name: str, unsupported_too: bool = False) -> Iterator[KernelCall]:
     """Yield calls of each kernel of a recipe; skip the check if there are none."""
     recipe, backend = RECIPES[name], device.backend
     answer = backend.recipe_availability(recipe)
@@ -293,14 +293,14 @@ def kernel_calls(device: Device, name: str, declined_too: bool = False) -> Itera
     taken: list[str] = []
     kernels = backend.low_bit_kernels(recipe)
     for op, kernel in kernels.items():
-        product = PRODUCTS.get(op)
+        product = LINEAR_OPS.get(op)
         if product is None:
             continue
         with_op = recipe.with_options(ops=(op,), min_size=0)
         for sizes in _SIZES:
             for args in arguments_of(op, *sizes):
                 call = KernelCall(device.type, kernel, product, with_op, args)
-                if declined_too or device.fake or call.unsupported_reason(call.on(device)) is None:
+                if unsupported_too or device.fake or call.unsupported_reason(call.on(device)) is None:
                     taken.append(op)
                     yield call
     if not taken:
@@ -315,7 +315,7 @@ def _region(device: Device, recipe: Recipe, cache: WeightCache) -> autocast:
 
 @contextmanager
 def _outcomes() -> Iterator[list[str | None]]:
-    """Yield a list that gets, for each op under a recipe in this thread, why it was declined; None: it ran."""
+    """Yield a list that gets, for each op under a recipe in this thread, why the recipe fell back; None: it ran."""
     found: list[str | None] = []
 
     def note(device_type: str, recipe: str, op: str, reason: str | None) -> None:
