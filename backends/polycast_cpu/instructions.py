@@ -14,13 +14,14 @@ _INSTRUCTIONS = {
 def missing_instructions(dtype: torch.dtype) -> str | None:
     """Return which instructions for a dtype the processor lacks, and what ops do; None if none, or unknown."""
     wanted = _INSTRUCTIONS.get(dtype, ())
-    present = _capabilities()
+    present = capabilities()
     if not wanted or not present or any(present.get(name) for name in wanted):
         return None
     return f"the processor has none of {', '.join(wanted)}, so ops convert to float32 and back"
 
 
-def _capabilities() -> dict[str, object]:
+def capabilities() -> dict[str, object]:
+    """Return the instruction sets and other properties of an x86 processor, by torch's names; empty for others."""
     if platform.machine().lower() not in ("x86_64", "amd64") or not hasattr(torch.cpu, "get_capabilities"):
         return {}
     return dict(torch.cpu.get_capabilities())

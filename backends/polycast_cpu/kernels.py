@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from .instructions import capabilities
+
+_int_mm: Any = getattr(torch, "_int_mm", None)
 _EXACT_TERMS = 1024
 """The sum of so many int8 products is at most 2**24, up to which float32 holds every integer."""
 
@@ -23,8 +26,10 @@ def _multiplies_int8() -> bool:
     Without VNNI torch uses a plain loop, some hundred times slower than float32. If an environment variable disables
     VNNI, oneDNN adds pairs of products in int16, which saturates.
     """
+    if _int_mm is None or not capabilities().get("avx512_vnni"):
+        return False
     extreme = torch.full((16, 16), 127, dtype=torch.int8)
-    return torch.cpu._is_vnni_supported() and bool((torch._int_mm(extreme, extreme) == 16 * 127 * 127).all())
+    return bool((_int_mm(extreme, extreme) == 16 * 127 * 127).all())
 
 
 def _has_int_mm() -> bool:
@@ -53,7 +58,7 @@ def mm_int8(a: torch.Tensor, b: torch.Tensor) -> Any:
     if not a.dtype is b.dtype is torch.int8 or a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         return NotImplemented
     if _has_int_mm():
-        return torch._int_mm(_dense(a), _dense(b))
+        return _int_mm(_dense(a), _dense(b))
     return _in_float32(torch.mm, a, b)
 
 
@@ -84,13 +89,13 @@ def bmm_int8(a: torch.Tensor, b: torch.Tensor) -> Any:
         return _in_float32(torch.bmm, a, b)
     result = a.new_empty((count, rows, columns), dtype=torch.int32)
     for left, right, out in zip(a.unbind(), b.unbind(), result.unbind(), strict=True):
-        torch._int_mm(_dense(left), _dense(right), out=out)
+        _int_mm(_dense(left), _dense(right), out=out)
     return result
 
 
 _OPS = torch.ops.aten
 
-KERNELS: dict[tuple[torch._ops.OpOverload, torch.dtype, torch.dtype], Callable[..., Any]] = {
+KERNELS: dict[Any, Callable[..., Any]] = {
     (_OPS.mm.default, torch.int8, torch.int32): mm_int8,
     (_OPS.linear.default, torch.int8, torch.int32): linear_int8,
     (_OPS.addmm.default, torch.int8, torch.int32): addmm_int8,

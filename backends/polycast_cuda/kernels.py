@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from polycast import float32_products
 
 _OPS = torch.ops.aten
+_int_mm: Any = getattr(torch, "_int_mm", None)
 
 
 def _resized(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -37,20 +38,16 @@ def mm_int8(a: torch.Tensor, b: torch.Tensor) -> Any:
     # torch._int_mm on CUDA needs more than 16 rows, and multiples of 8 elsewhere. A comment in its source warns of
     # transposed inputs, so these are contiguous.
     wide, tall = _next_8(columns), max(24, _next_8(rows))
-    product = torch._int_mm(_resized(a, tall, _next_8(terms)), _resized(b, _next_8(terms), wide))
+    product = _int_mm(_resized(a, tall, _next_8(terms)), _resized(b, _next_8(terms), wide))
     return _resized(product, rows, columns)
 
 
-def kernel_table(
-    has_kernel: Callable[[torch._ops.OpOverload], bool],
-) -> dict[tuple[torch._ops.OpOverload, torch.dtype, torch.dtype], Callable[..., Any]]:
+def kernel_table(has_kernel: Callable[[Any], bool]) -> dict[Any, Callable[..., Any]]:
     """Return the kernels that call ops of torch for which `has_kernel` is true."""
-    table: dict[tuple[torch._ops.OpOverload, torch.dtype, torch.dtype], Callable[..., Any]] = {}
-    if has_kernel(_OPS._int_mm.default):
-        table[_OPS.mm.default, torch.int8, torch.int32] = mm_int8
-    if torch.version.hip is None:  # a build for ROCm registers these too, but they raise
-        table.update(float32_products(has_kernel))
-    return table
+    has_int_mm = _int_mm is not None and has_kernel(_OPS._int_mm.default)
+    int8 = {(_OPS.mm.default, torch.int8, torch.int32): mm_int8} if has_int_mm else {}
+    # A build for ROCm registers the products in float32 too, but they raise.
+    return {**int8, **({} if torch.version.hip else float32_products(has_kernel))}
 
 
-KERNELS = kernel_table(lambda op: op.has_kernel_for_dispatch_key("CUDA"))  # type: ignore[arg-type]
+KERNELS = kernel_table(lambda op: bool(op.has_kernel_for_dispatch_key("CUDA")))

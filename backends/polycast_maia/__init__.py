@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from polycast import STANDARD_REMEDIES, Availability, Backend, hookimpl
 
-from .kernels import KERNELS
 from .policies import POLICIES
 
 
@@ -20,7 +19,6 @@ class MaiaBackend(Backend):
     device_type = "maia"
     default_dtype = torch.bfloat16
     policies = POLICIES
-    kernels = KERNELS
     remedies = STANDARD_REMEDIES
 
     @override

@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from polycast import Availability, Backend, hookimpl
 
-from .kernels import KERNELS
 from .policies import POLICIES
 
 
@@ -20,7 +19,6 @@ class MpsBackend(Backend):
     device_type = "mps"
     default_dtype = torch.float16
     policies = POLICIES
-    kernels = KERNELS
 
     @override
     def supported_dtypes(self) -> Sequence[torch.dtype]:

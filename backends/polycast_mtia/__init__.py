@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from polycast import STANDARD_REMEDIES, Availability, Backend, hookimpl
 
-from .kernels import KERNELS
 from .policies import POLICIES
 
 
@@ -20,7 +19,6 @@ class MtiaBackend(Backend):
     device_type = "mtia"
     default_dtype = torch.float16
     policies = POLICIES
-    kernels = KERNELS
     remedies = STANDARD_REMEDIES
 
     @override
@@ -31,7 +29,8 @@ class MtiaBackend(Backend):
     def availability(self) -> Availability:
         if torch.mtia.is_available():
             return Availability(True)
-        if not torch.mtia._is_compiled():
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None or accelerator.type != self.device_type:
             return Availability(False, f"torch {torch.__version__} was built without MTIA")
         return Availability(False, "no MTIA device is visible")
 

@@ -33,7 +33,7 @@ class XpuBackend(Backend):
     def availability(self) -> Availability:
         if torch.xpu.is_available():
             return Availability(True)
-        if not torch.xpu._is_compiled():
+        if torch.version.xpu is None:
             return Availability(False, f"torch {torch.__version__} was built without XPU")
         return Availability(False, "no XPU device is visible")
 

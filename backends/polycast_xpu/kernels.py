@@ -12,6 +12,7 @@ import torch
 from polycast import float32_products
 
 _OPS = torch.ops.aten
+_int_mm: Any = getattr(torch, "_int_mm", None)
 
 
 def mm_int8(a: torch.Tensor, b: torch.Tensor) -> Any:
@@ -22,18 +23,14 @@ def mm_int8(a: torch.Tensor, b: torch.Tensor) -> Any:
     if 0 in (rows, terms, columns):
         return a.new_zeros((rows, columns), dtype=torch.int32)
     # Contiguous, also in the strides: those of a single row or column are arbitrary.
-    return torch._int_mm(a.reshape(-1).view(rows, terms), b.reshape(-1).view(terms, columns))
+    return _int_mm(a.reshape(-1).view(rows, terms), b.reshape(-1).view(terms, columns))
 
 
-def kernel_table(
-    has_kernel: Callable[[torch._ops.OpOverload], bool],
-) -> dict[tuple[torch._ops.OpOverload, torch.dtype, torch.dtype], Callable[..., Any]]:
+def kernel_table(has_kernel: Callable[[Any], bool]) -> dict[Any, Callable[..., Any]]:
     """Return the kernels that call ops of torch for which `has_kernel` is true."""
-    table: dict[tuple[torch._ops.OpOverload, torch.dtype, torch.dtype], Callable[..., Any]] = {}
-    if has_kernel(_OPS._int_mm.default):
-        table[_OPS.mm.default, torch.int8, torch.int32] = mm_int8
-    table.update(float32_products(has_kernel))
-    return table
+    has_int_mm = _int_mm is not None and has_kernel(_OPS._int_mm.default)
+    int8 = {(_OPS.mm.default, torch.int8, torch.int32): mm_int8} if has_int_mm else {}
+    return {**int8, **float32_products(has_kernel)}
 
 
-KERNELS = kernel_table(lambda op: op.has_kernel_for_dispatch_key("XPU"))  # type: ignore[arg-type]
+KERNELS = kernel_table(lambda op: bool(op.has_kernel_for_dispatch_key("XPU")))

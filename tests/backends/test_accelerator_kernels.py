@@ -47,6 +47,8 @@ def test_the_table_of_an_accelerator_is_what_its_torch_has(kernels, monkeypatch)
         key for key in floats if NEEDS[key[0]] is ATEN.bmm.dtype
     }
     assert kernels.kernel_table(lambda op: False) == {}
+    monkeypatch.setattr(kernels, "_int_mm", None)  # in a torch without it
+    assert set(kernels.kernel_table(lambda op: True)) == floats
 
 
 def test_rocm_has_only_the_int8_kernel(monkeypatch):
@@ -63,13 +65,13 @@ def test_int8_of_an_accelerator_is_exact_around_the_limits_of_its_kernel(kernels
 
 
 def test_cudas_int8_kernel_is_called_within_its_limits(fake, monkeypatch):
-    seen, int_mm = [], torch._int_mm
+    seen = []
 
     def note(a, b):
         seen.append((tuple(a.shape), tuple(b.shape), [a.is_contiguous(), b.is_contiguous()]))
-        return int_mm(a, b)
+        return torch._int_mm(a, b)
 
-    monkeypatch.setattr(torch, "_int_mm", note)
+    monkeypatch.setattr(polycast_cuda.kernels, "_int_mm", note)
     for rows, terms, columns in [(1, 1, 1), (16, 8, 8), (17, 8, 8), (24, 16, 8), (100, 50, 30)]:
         a = torch.ones(terms, rows, dtype=torch.int8, device="cuda").t()
         b = torch.ones(columns, terms, dtype=torch.int8, device="cuda").t()

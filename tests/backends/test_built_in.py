@@ -42,10 +42,10 @@ def without_bfloat16(monkeypatch, accelerator):
     return accelerator
 
 
-def built_with(monkeypatch, *, cuda=None, hip=None, xpu=False):
+def built_with(monkeypatch, *, cuda=None, hip=None, xpu=None):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.xpu, "_is_compiled", lambda: xpu)
+    monkeypatch.setattr(torch.version, "xpu", xpu)
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
@@ -80,7 +80,7 @@ def test_a_torch_that_was_built_without_the_accelerator_is_the_reason(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("name", "build"), [("cuda", {"cuda": "13.0"}), ("cuda", {"hip": "7.0"}), ("xpu", {"xpu": True})]
+    ("name", "build"), [("cuda", {"cuda": "13.0"}), ("cuda", {"hip": "7.0"}), ("xpu", {"xpu": "20250101"})]
 )
 def test_a_device_that_is_not_visible_is_the_reason(monkeypatch, name, build):
     monkeypatch.setattr(getattr(torch, name), "is_available", lambda: False)
@@ -104,7 +104,8 @@ def answers(monkeypatch):
         monkeypatch.setattr(torch, "maia", module if name == "maia" and built else None, raising=False)
         monkeypatch.setattr(module, "is_available", lambda: available, raising=False)
         monkeypatch.setattr(torch.backends.mps, "is_built", lambda: built)
-        monkeypatch.setattr(torch.mtia, "_is_compiled", lambda: built)
+        device = torch.device(name) if built else None
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: device)
 
     return say
 

@@ -54,6 +54,11 @@ def test_mm_of_int8_is_exact_for_every_layout_and_size(cpu, left):
     assert wrong == []
 
 
+def test_a_torch_without_its_int8_product_has_none(monkeypatch):
+    monkeypatch.setattr(polycast_cpu.kernels, "_int_mm", None)
+    assert polycast_cpu.kernels._multiplies_int8.__wrapped__() is False
+
+
 @pytest.mark.parametrize("terms", [1024, 1025, 1041, 2**17 + 5])
 @pytest.mark.parametrize(("one", "other"), [(-128, -128), (-128, 127), (127, 127)])
 def test_long_sums_are_exact_and_wrap_as_torchs_do(cpu, terms, one, other):

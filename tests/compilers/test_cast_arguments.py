@@ -1,5 +1,6 @@
 """Writes of a module under the rule "fp32" to its arguments, in compiled code."""
 
+import importlib
 from collections import OrderedDict
 
 import pytest
@@ -9,6 +10,7 @@ from torch._dynamo.testing import CompileCounter
 
 import polycast
 from polycast import Policy
+from polycast.compilers import casts_in_graphs
 
 pytestmark = pytest.mark.usefixtures("engine")
 BACKENDS = ["eager", "aot_eager", "inductor"]
@@ -130,6 +132,24 @@ def test_other_lists_and_tensors_are_no_reason_to_compile_again():
     for _ in range(3):
         results(compiled)
     assert counter.frame_count == 1
+
+
+@pytest.fixture(name="without_comptime")
+def _without_comptime(monkeypatch):
+    """Dynamo without the function that shows what it traces."""
+    with monkeypatch.context() as lacking:
+        lacking.delattr("torch._dynamo.comptime.comptime")
+        importlib.reload(casts_in_graphs)
+    yield
+    importlib.reload(casts_in_graphs)
+
+
+@pytest.mark.usefixtures("without_comptime")
+def test_a_torch_that_does_not_show_what_it_traces_runs_the_module_in_the_interpreter():
+    model = ruled()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"(?s)not known\. Dynamo of this torch.*Give the module"):
+        results(torch.compile(model, backend="eager", fullgraph=True))
+    assert results(torch.compile(model, backend="eager")) == results(model)
 
 
 def test_writes_of_a_module_with_a_graph_break_reach_the_argument():

@@ -7,15 +7,26 @@ Imported when Dynamo traces a module rule.
 """
 
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch._dynamo.comptime import comptime
-from torch._dynamo.exc import unimplemented
 
 from ..engine.overlap import CONFLICT, RECORDED, UNWRITTEN, WRITTEN, overlap
+from ..torch_internals.lookup import find
+from .graph_breaks import break_graph
 
 _AT_CAST = "_polycast_at_cast"
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _cannot_look(_: object) -> None:
+    _break(f"Dynamo of this torch ({torch.__version__}) does not show what it traces.")
+
+
+try:
+    comptime: Any = find("torch._dynamo.comptime.comptime")  # calls a function with what Dynamo traces
+except (AttributeError, ImportError):
+    comptime = _cannot_look
 
 
 class _Thread(threading.local):
@@ -63,12 +74,7 @@ def _how_written(ctx: Any) -> None:
     cast = _fake(ctx, "cast")
     known = vars(cast).get(_AT_CAST)
     if known is None:
-        unimplemented(
-            gb_type="an argument was cast before a graph break",
-            context="",
-            explanation="polycast: whether a module writes to an argument that a rule casts is not known.",
-            hints=["Take the graph break out of the module that has the rule."],
-        )
+        _break("The argument was cast before a graph break: take the graph break out of the module.")
     version, history, argument_version = known
     if cast._version == version:
         _thread.answer = UNWRITTEN
@@ -84,3 +90,11 @@ def _overlap(ctx: Any) -> None:
 
 def _version(tensor: Any) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def _break(reason: str) -> NoReturn:
+    break_graph(
+        "an argument of a module with a rule",
+        f"whether the module writes to an argument that the rule casts is not known. {reason}",
+        "Give the module arguments in the dtype that its rule casts to.",
+    )

@@ -20,8 +20,8 @@ from ..engine.override import MODULE_RULE, Override, make_override
 from ..engine.state import Settings
 from ..policy.recipe import Fastest, Recipe, read_recipe
 from ..torch_internals import changes
-from ..torch_internals.lookup import find
 from . import backward
+from .graph_breaks import break_graph
 from .graph_regions import AndMore
 from .torch_autocast import UnpatchedAutocast
 
@@ -82,6 +82,12 @@ def region_of_rule(
         found = make_override(device_type, policies, MODULE_RULE, rule, recipe, None)
     _move_to_graph(region, found, None)
     return region
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def break_at_subclass() -> None:
+    """Break the graph where it makes a region of a subclass of torch's class, while torch is patched."""
+    _break("Dynamo does not trace the methods of torch.autocast, which its class inherits")
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -158,14 +164,8 @@ def _torch_enables(settings: Settings) -> bool:
 
 
 def _break(reason: str) -> NoReturn:
-    try:
-        unimplemented = find("torch._dynamo.exc.unimplemented")
-    except (AttributeError, ImportError):
-        raise RuntimeError(f"polycast: this region cannot be traced: {reason}.") from None
-    unimplemented(
-        gb_type="polycast.autocast without an equivalent torch.autocast",
-        context="",
-        explanation=f"polycast: this region cannot be traced: {reason}.",
-        hints=["Compile functions that are called in the region, and make the region outside of them."],
+    break_graph(
+        "polycast.autocast without an equivalent torch.autocast",
+        f"this region cannot be traced: {reason}.",
+        "Compile functions that are called in the region, and make the region outside of them.",
     )
-    raise AssertionError  # unimplemented has raised

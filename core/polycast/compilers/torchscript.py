@@ -5,10 +5,9 @@ name of their class, and inserts casts around the ops between. So a region in a 
 class; it is then compiled, optimized and saved as torch's is.
 """
 
-from typing import Any
-
 import torch
 
+from ..torch_internals.names import script_name
 from .torch_autocast import TorchAutocast
 
 
@@ -28,10 +27,10 @@ class ScriptedAsTorch:
         # A subclass may have methods of its own.
         if owner is not self._owner:
             raise AttributeError(f"{owner.__name__} has no {self._name}: TorchScript is to compile its own methods")
-        jit: Any = torch.jit
-        sources: Any = torch._sources
-        compiled = jit._state._get_script_class(TorchAutocast)
-        if compiled is None:
-            compiled = jit._script._recursive_compile_class(TorchAutocast, sources.fake_range())
-        name: str = compiled.qualified_name()
+        name = script_name(TorchAutocast)
+        if name is None:
+            raise RuntimeError(
+                f"torch.jit.script of this torch ({torch.__version__}) has no way to compile a region of polycast: use "
+                "torch.autocast in functions that are scripted."
+            )
         return name

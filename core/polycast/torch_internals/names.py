@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd import forward_ad
 
-from .dispatcher import OpOverload
+from .dispatcher import OpOverload, dispatch_key
 from .lookup import read
 
 _T = TypeVar("_T")
@@ -77,9 +77,19 @@ _dispatch_keys: Callable[[torch.Tensor], Any] | None = read(
 )
 
 
+def has_dispatch_key(tensor: torch.Tensor, name: str) -> bool | None:
+    """Return whether a tensor has a dispatch key; None if this torch does not say."""
+    return None if _dispatch_keys is None else bool(_dispatch_keys(tensor).has(dispatch_key(name)))
+
+
 def has_python_key(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's ops are dispatched to Python."""
-    return _dispatch_keys is None or bool(_dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
+    return has_dispatch_key(tensor, "Python") is not False
+
+
+def is_intercepted() -> bool:
+    """Return whether forward-mode AD, a functorch transform or torch.jit.trace sees the ops of this thread."""
+    return is_forward_ad_active() or are_functorch_transforms_active() or is_tracing()
 
 
 is_functional_tensor: Callable[[torch.Tensor], bool] = read(
@@ -96,6 +106,12 @@ def behind_functional_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
     if not isinstance(elem, torch.Tensor) or not is_functional_tensor(elem):
         return None
     return _from_functional_tensor(elem)
+
+
+def replayed_view(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor | None:
+    """Return the view of another base that a view is of its own; None if this torch cannot replay views."""
+    replay = getattr(view, "_view_func_unsafe", None)
+    return None if replay is None else replay(base)
 
 
 # ---- Autograd and memory.
@@ -194,6 +210,26 @@ def skip_frames(code: Any) -> None:
     """Make Dynamo skip the frames of a code object, and the frames below them."""
     if not any(each is None for each in (_FrameExecStrategy, _FrameAction, _set_strategy)):
         _set_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
+_NOT_SCRIPTED = "torch.jit.script refuses functions with regions of polycast"
+
+_script_class_of: Callable[[type], Any] | None = read("torch.jit._state._get_script_class", None, _NOT_SCRIPTED)
+_compile_class: Callable[[type, Any], Any] | None = read(
+    "torch.jit._script._recursive_compile_class", None, _NOT_SCRIPTED
+)
+_no_source: Callable[[], Any] | None = read("torch._sources.fake_range", None, _NOT_SCRIPTED)
+
+
+def script_name(cls: type) -> str | None:
+    """Return the name of a class in TorchScript, which compiles it at the first call; None if this torch cannot."""
+    if _script_class_of is None or _compile_class is None or _no_source is None:
+        return None
+    compiled = _script_class_of(cls)
+    if compiled is None:
+        compiled = _compile_class(cls, _no_source())
+    name: str = compiled.qualified_name()
+    return name
 
 
 # ---- torch's own out_dtype.

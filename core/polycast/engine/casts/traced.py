@@ -7,15 +7,13 @@ has one memory for all of them.
 import torch
 
 from ...torch_internals import changes
-from ...torch_internals.names import behind_functional_tensor, tracing_context
+from ...torch_internals.names import behind_functional_tensor, replayed_view, tracing_context
 from .. import state
 from .cached_cast import number_in_graph
 from .weights import is_all_of, is_dense, parameter_of
 
 MIN_ELEMENTS = 1024
 """Of a weight that is worth an operator: a compiler fuses the cast of a smaller one into what uses it."""
-
-_replays_views = hasattr(torch.Tensor, "_view_func_unsafe")
 
 
 def can_leave_casts() -> bool:
@@ -26,8 +24,8 @@ def can_leave_casts() -> bool:
 
 def cast_of_traced(tensor: torch.Tensor, dtype: torch.dtype, device_type: str) -> torch.Tensor | None:
     """Return the cast of a traced weight as the operator; None: the cast is not left to it."""
-    region = state.machine.innermost(device_type)
-    if region is None or region[1] is None or tracing_context() is None:
+    _, cache = state.machine.innermost(device_type)
+    if cache is None or tracing_context() is None:
         return None
     changes.make(changes.CACHE_KEYS)  # Dynamo calls the kernels before AOTAutograd does, and before the key is made
     changes.make(changes.CACHED_CASTS)
@@ -37,11 +35,11 @@ def cast_of_traced(tensor: torch.Tensor, dtype: torch.dtype, device_type: str) -
     if weight is None or weight.numel() < MIN_ELEMENTS or not is_dense(weight):
         return None
     # A cast of a part would be one of all of the weight, which may be far more than the code uses.
-    if tensor is not weight and not (_replays_views and is_all_of(tensor, weight)):
+    if tensor is not weight and not is_all_of(tensor, weight):
         return None
-    cast: torch.Tensor = torch.ops.polycast.cached_cast(weight, dtype, number_in_graph(region[1]))
+    cast: torch.Tensor = torch.ops.polycast.cached_cast(weight, dtype, number_in_graph(cache))
     if tensor is weight:
         return cast
-    view: torch.Tensor = tensor._view_func_unsafe(cast)
+    view = replayed_view(tensor, cast)
     # An in-place change of the view, such as t_(), is not replayed.
-    return view if view.shape == tensor.shape and view.stride() == tensor.stride() else None
+    return view if view is not None and view.shape == tensor.shape and view.stride() == tensor.stride() else None

@@ -1,8 +1,0 @@
-"""MTIA kernels with another output dtype: none, since torch has no op for them on MTIA."""
-
-from collections.abc import Callable
-from typing import Any
-
-import torch
-
-KERNELS: dict[tuple[torch._ops.OpOverload, torch.dtype, torch.dtype], Callable[..., Any]] = {}
