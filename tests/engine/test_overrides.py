@@ -34,7 +34,7 @@ def test_many_overrides_merge_with_those_of_enclosing_regions():
             expected = {**policies[outer], **policies[inner]}
             assert state.machine.innermost("cpu")[0].policies == expected
             assert {op: OPS[op](x).dtype for op in expected} == {op: DTYPES[p] for op, p in expected.items()}
-        assert state.machine.innermost("cpu") is None
+        assert state.machine.innermost("cpu") == (None, None)
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import polycast
+from polycast.engine import installation
+from polycast.engine.casts import unversioned_writes
 
 pytestmark = pytest.mark.usefixtures("engine")
 
@@ -274,6 +276,15 @@ print(used != before, kept == used, in_place() == before)
 def test_nothing_is_left_in_torch_after_uninstall_unless_a_cache_lives():
     done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("True True True\n", "")
+
+
+@pytest.mark.usefixtures("engine")
+def test_the_hooks_let_go_of_the_engine_when_they_are_removed(monkeypatch):
+    monkeypatch.setattr(installation, "caches_alive", ())  # a cache that another test leaves keeps them
+    with polycast.autocast("cpu"):
+        assert unversioned_writes._note_writes is not unversioned_writes._ignore
+    polycast.uninstall()
+    assert unversioned_writes._note_writes is unversioned_writes._forget is unversioned_writes._ignore
 
 
 def test_writes_are_seen_after_uninstall_where_a_cache_lives():

@@ -55,7 +55,7 @@ class RunOverrides:
             return settings
         if self._summary is not None:
             self._summary.end_if_late()
-        is_outermost = state.machine.innermost(settings.device_type) is None
+        is_outermost = not state.machine.nesting(settings.device_type)
         caches = self.cache is not None and settings.cache_enabled is not False and not torch.is_grad_enabled()
         return self._override(settings, is_outermost, caches)
 

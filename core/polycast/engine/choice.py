@@ -55,8 +55,8 @@ class _Unchosen:
     def open_regions(self, device_type: str) -> int:
         return 0
 
-    def innermost(self, device_type: str) -> None:
-        return None
+    def innermost(self, device_type: str) -> tuple[None, None]:
+        return None, None
 
     def nesting(self, device_type: str) -> int:
         return 0

@@ -23,11 +23,10 @@ def snapshot() -> tuple[Settings, ...]:
     """Return absolute settings for each device that this thread has a region for, or autocast enabled."""
     found = []
     for device_type in autocast_supported_devices():
-        region = state.machine.innermost(device_type)
         enabled = torch.is_autocast_enabled(device_type)
-        if region is not None or enabled:
+        if enabled or state.machine.nesting(device_type):
             dtype, cache_enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
-            override, cache = region or (None, None)
+            override, cache = state.machine.innermost(device_type)
             found.append(Settings(device_type, enabled, dtype, cache_enabled, override, cache, absolute=True))
     return tuple(found)
 
@@ -45,13 +44,11 @@ def guard_text() -> str:
 def _text(with_caches: bool) -> str:
     found = ""
     for device_type in _guarded:
-        region = state.machine.innermost(device_type)
-        if region is not None:
-            override, cache = region
-            if override is not None:
-                found += device_type + override.text
-            if with_caches and cache is not None:
-                found += f"+{device_type} cache"
+        override, cache = state.machine.innermost(device_type)
+        if override is not None:
+            found += device_type + override.text
+        if with_caches and cache is not None:
+            found += f"+{device_type} cache"
     return found
 
 

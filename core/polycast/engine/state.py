@@ -95,8 +95,8 @@ class StateMachine(Protocol):
     def open_regions(self, device_type: str, /) -> int:
         """Return the number of open regions for a device, over all threads."""
 
-    def innermost(self, device_type: str, /) -> tuple[Override | None, CastCache | None] | None:
-        """Return override and cache of this thread's innermost region for a device, if it is in one."""
+    def innermost(self, device_type: str, /) -> tuple[Override | None, CastCache | None]:
+        """Return override and cache of this thread's innermost region for a device; None for each that it lacks."""
 
     def nesting(self, device_type: str, /) -> int:
         """Return the number of this thread's regions for a device."""
@@ -257,7 +257,7 @@ def current_dtype(device_type: str, default: torch.dtype) -> torch.dtype:
         dtype is not default
         and dtype is _initial_dtype(device_type)
         and device_type not in _chosen.devices
-        and machine.innermost(device_type) is None
+        and not machine.nesting(device_type)
         and not torch.is_autocast_enabled(device_type)
     ):
         return default
@@ -266,7 +266,7 @@ def current_dtype(device_type: str, default: torch.dtype) -> torch.dtype:
 
 def choose_dtype(device_type: str, dtype: torch.dtype) -> None:
     """Set this thread's fast dtype for a device; in a region, until it is left."""
-    if machine.innermost(device_type) is None:
+    if not machine.nesting(device_type):
         _chosen.devices.add(device_type)
     torch.set_autocast_dtype(device_type, dtype)
 

@@ -203,6 +203,11 @@ class Backend:
 STREAMS_KNOW_CAPTURE = hasattr(torch.Stream, "is_capturing")
 
 
+def overrides_is_capturing(backend: Backend) -> bool:
+    """Return whether a backend, by its class or itself, has an ``is_capturing`` of its own."""
+    return type(backend).is_capturing is not Backend.is_capturing or "is_capturing" in vars(backend)
+
+
 def _current_stream_captures(device_type: str) -> bool:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device_type:

@@ -46,15 +46,14 @@ def explain_op(
     """Explain what autocast does to an op in this thread's region for a device; see :func:`polycast.explain`."""
     backend = registry.find(device_type)
     device_type = backend.device_type
-    region = state.machine.innermost(device_type)
-    override = None if region is None else region[0]
+    override, cache = state.machine.innermost(device_type)
     own = override_of(policy, device_type, None if recipe is None else read_recipe(recipe))
     here = Settings(
         device_type,
         torch.is_autocast_enabled(device_type),
         state.current_dtype(device_type, backend.default_dtype),
         override=override if own is None else own.over(override),
-        cache=None if region is None else region[1],
+        cache=cache,
     )
     return explain_in(here, backend, op, args, kwargs)
 

@@ -50,7 +50,7 @@ def resolve(
         dtype = default
         if state.machine.dtype(name) is not dtype:
             dtype = state.current_dtype(name, dtype)
-            is_lasting = is_lasting and dtype is not default and state.machine.innermost(name) is not None
+            is_lasting = is_lasting and dtype is not default and state.machine.nesting(name) > 0
     elif not isinstance(dtype, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype or None, got {dtype!r}")
     is_on = bool(enabled)

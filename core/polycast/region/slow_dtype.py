@@ -31,8 +31,7 @@ def warn_if_slow(backend: Backend, dtype: torch.dtype) -> bool:
     key = backend.device_type, dtype
     if key in _checked:
         return True
-    innermost = state.machine.innermost(backend.device_type)
-    override = None if innermost is None else innermost[0]
+    override, _ = state.machine.innermost(backend.device_type)
     if override is not None and override.recipe is not None and override.recipe.ops:
         return False
     # A profile is read only if the backend says that the dtype is slow: most programs need none.

@@ -13,7 +13,7 @@ from ..engine import state
 from ..engine.inference import in_function
 from ..engine.low_bit.plan import is_special
 from ..policy.recipe import Fastest, Recipe
-from ..torch_internals.names import are_functorch_transforms_active, is_forward_ad_active, is_tracing, skip_frames
+from ..torch_internals.names import is_intercepted, skip_frames
 from ..torch_internals.patcher import Patch
 
 _HOST = "cpu"
@@ -24,10 +24,10 @@ always is: oneDNN reorders the weights at each call."""
 
 def recipe_for(op: str, device_type: str) -> Recipe | None:
     """Return the recipe that computes an op on a device in this thread's region, if it is enabled; else None."""
-    region = state.machine.innermost(device_type)
-    if region is None or region[0] is None or op not in region[0].low_bit:
+    override, _ = state.machine.innermost(device_type)
+    if override is None or op not in override.low_bit:
         return None
-    return region[0].recipe if torch.is_autocast_enabled(device_type) else None
+    return override.recipe if torch.is_autocast_enabled(device_type) else None
 
 
 def _computes(op: str, weights: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> bool:
@@ -43,7 +43,7 @@ def _computes(op: str, weights: Sequence[torch.Tensor], inputs: Sequence[torch.T
         return False
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         return False
-    return not (in_function() or is_forward_ad_active() or are_functorch_transforms_active() or is_tracing())
+    return not (in_function() or is_intercepted())
 
 
 def compute_lstm_by_step(patch: Patch) -> None:

@@ -83,9 +83,11 @@ class WatchedWrites:
 
     def remove(self) -> None:
         """Uninstall the hooks."""
+        global _note_writes, _forget
         self._handle.remove()
         changes.undo(changes.WRITES)
         _clear_method_lists()
+        _note_writes = _forget = _ignore
 
 
 def _ignore(_: Iterable[torch.Tensor]) -> None:

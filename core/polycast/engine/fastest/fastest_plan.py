@@ -12,9 +12,7 @@ from ...policy.recipe import Fastest
 from ...policy.recipe_arguments import resolve
 from ...profiling.device_profile import DeviceProfile
 from ...torch_internals.names import (
-    are_functorch_transforms_active,
-    is_forward_ad_active,
-    is_tracing,
+    is_intercepted,
     onednn_supports,
     size_hint,
 )
@@ -85,7 +83,7 @@ class FastestPlan(Plan):
     ) -> tuple[Results | None, Action | None]:
         """Compute an op, and notify listeners; see ``compute.perform``."""
         dtype = torch.get_autocast_dtype(self.device_type)
-        if not plain and (is_forward_ad_active() or are_functorch_transforms_active() or is_tracing()):
+        if not plain and is_intercepted():
             found: PlannedCall | str = INTERCEPTED
         else:
             found = self.choice(op, args, cache, dtype, plain)

@@ -13,17 +13,17 @@ Results: TypeAlias = torch.Tensor | tuple[torch.Tensor | None, ...]
 
 
 class ActionKind(IntEnum):
-    """The kinds of actions, with the numbers that the native engine gives them (native/decisions.h)."""
+    """The kinds of actions."""
 
     FALL_BACK = 0
     """Compute the op in the fast dtype, as without the recipe."""
     FLOAT32 = 1
     """Cast tensors to float32, compute the op, and cast the results to the fast dtype, each recorded by autograd."""
-    FLOAT32_LAID_OUT = 3
+    FLOAT32_LAID_OUT = 2
     """The same, with the first tensor made contiguous."""
-    RECORDED = 4
+    RECORDED = 3
     """Compute a product that autograd records in float32, forward and backward; see native/recorded.h."""
-    OPERATOR = 2
+    OPERATOR = 4
     """Call an operator with the op's arguments, the prepacked weight or its cached cast, the fast dtype and constants.
     Calls that autograd records ask Python, and so do those whose weight is not cached or cannot be."""
 
@@ -60,6 +60,7 @@ FALL_BACK = Action(ActionKind.FALL_BACK)
 FLOAT32 = Action(ActionKind.FLOAT32)
 FLOAT32_LAID_OUT = Action(ActionKind.FLOAT32_LAID_OUT)
 CACHED_CAST, AS_IT_IS = 0, -1
+"""In place of the kind of a prepacked weight, which is positive."""
 
 
 def forget_actions() -> None:

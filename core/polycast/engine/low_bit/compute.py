@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from ...torch_internals.names import are_functorch_transforms_active, is_forward_ad_active, is_tracing
+from ...torch_internals.names import is_intercepted
 from .. import state
 from ..casts.cast_cache import CastCache
 from ..casts.not_prepacked import INTERCEPTED
@@ -40,11 +40,8 @@ def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False)
         plain: whether the caller has checked the tensors, that nothing intercepts ops, and that autograd does not
             record them.
     """
-    region = state.machine.innermost(device_type)
-    if region is None or region[0] is None:
-        return None, None
-    cache = region[1]
-    plan = plan_of(region[0], device_type)
+    override, cache = state.machine.innermost(device_type)
+    plan = None if override is None else plan_of(override, device_type)
     if plan is None:
         return None, None
     if isinstance(plan, FastestPlan):
@@ -53,7 +50,7 @@ def perform(op: str, device_type: str, args: Sequence[Any], plain: bool = False)
     action: Action | None = None
     if in_function():
         result, action = IN_FUNCTION, FALL_BACK
-    elif not plain and (is_forward_ad_active() or are_functorch_transforms_active() or is_tracing()):
+    elif not plain and is_intercepted():
         result = INTERCEPTED
     elif (calibrated := calibrate(plan, op, args) if calibrators else None) is not None:
         result = calibrated

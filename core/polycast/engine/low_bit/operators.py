@@ -91,8 +91,7 @@ _recipe_of_text = functools.lru_cache(maxsize=256)(Recipe.of_text)
 def _run_in_compiled(op: str, args: Sequence[Any], recipe: str, cache: int, dtype: torch.dtype) -> torch.Tensor:
     device_type = next(arg for arg in args if isinstance(arg, torch.Tensor)).device.type
     plan = plan_for(registry.find(device_type), _recipe_of_text(recipe))
-    region = None if cache else state.machine.innermost(device_type)
-    found = cache_by_identity(cache) if region is None else region[1]
+    found = cache_by_identity(cache) if cache else state.machine.innermost(device_type)[1]
     before = torch.get_autocast_dtype(device_type)
     if before is not dtype:
         torch.set_autocast_dtype(device_type, dtype)

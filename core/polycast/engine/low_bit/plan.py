@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...common.atfork import hold_during_fork
-from ...plugins.backend import Backend, LowBitKernel
+from ...plugins.backend import Backend, LowBitKernel, overrides_is_capturing
 from ...plugins.checks import check_recipe
 from ...policy.dtypes import dtype_name
 from ...policy.recipe import Recipe
@@ -86,9 +86,10 @@ class Plan:
         self.recipe = recipe
         self._min_size = recipe.min_size
         self.device_type = backend.device_type
-        overridden = type(backend).is_capturing is not Backend.is_capturing or "is_capturing" in vars(backend)
         accelerator = torch.accelerator.current_accelerator()
-        self._may_capture = overridden or (accelerator is not None and accelerator.type == backend.device_type)
+        self._may_capture = overrides_is_capturing(backend) or (
+            accelerator is not None and accelerator.type == backend.device_type
+        )
         self.kernels: Mapping[str, LowBitKernel] = {}
         self.refusal = NO_KERNEL
         answer = check_recipe(backend, recipe)

@@ -101,20 +101,19 @@ bool add_operator(Action& action, const char* name, const char* overload, c10::A
   return std::all_of(action.constants.begin(), action.constants.end(), [&](const auto& each) { return fits(each, position++); });
 }
 
-// Convert the action of NativeEngine._perform_low_bit() in engine.py; return null if it cannot be kept. The GIL must be held.
+// Convert a _NativeAction of engine.py; return null if it cannot be kept. The GIL must be held.
 std::shared_ptr<const Action> action_of(PyObject* given, c10::ArrayRef<c10::IValue> arguments) {
   auto action = std::make_shared<Action>();
-  action->kind = static_cast<Action::Kind>(PyLong_AsLong(PyTuple_GetItem(given, 0)));
-  if (action->kind != Action::Kind::kOperator) {
-    action->weight = static_cast<size_t>(PyLong_AsSize_t(PyTuple_GetItem(given, 1)));
-    return action;
-  }
   int kind;
   Py_ssize_t weight;
   const char *name, *overload;
   PyObject *constants, *store;
   parse(given, "inissOO", &kind, &weight, &action->prepack_kind, &name, &overload, &constants, &store);
+  action->kind = static_cast<Action::Kind>(kind);
   action->weight = static_cast<size_t>(weight);
+  if (action->kind != Action::Kind::kOperator) {
+    return action;
+  }
   for (std::optional<c10::IValue>& constant : convert_items(constants, &constant_of)) {
     if (!constant) {
       return nullptr;

@@ -181,19 +181,31 @@ PyObject* set_recomputing(PyObject*, PyObject* backward) {
   return Py_NewRef(Py_None);
 }
 
-// bind(policies, reasons, override, store, rewritten, error, text, of_traced, by_identity, low_bit, part): the names of CastPolicy
-// and NOT_PREPACKED, functions that the engine calls, and a part of a storage
+// Throw if Python has other numbers for names than `first` and those that follow.
+template <size_t size>
+void check_numbers(PyObject* given, const std::array<const char*, size>& names, long first = 0) {
+  bool are_same = PyDict_Size(given) == static_cast<Py_ssize_t>(size);
+  for (size_t i = 0; are_same && i < size; ++i) {
+    PyObject* const number = PyDict_GetItemString(given, names[i]);
+    are_same = number != nullptr && PyLong_AsLong(number) == first + static_cast<long>(i);
+  }
+  TORCH_CHECK(are_same, "Python and C++ number ", names.front(), " and what is listed with it differently");
+}
+
+// bind(numbers, override, store, rewritten, error, text, of_traced, by_identity, low_bit, part): the numbers that Python has for names
+// which C++ numbers too, functions that the engine calls, and a part of a storage
 PyObject* bind(PyObject*, PyObject* arguments) {
-  PyObject *policies, *reasons, *override, *store, *rewritten, *error, *of_traced, *by_identity, *low_bit, *part;
+  PyObject *policies, *reasons, *kinds, *prepack_kinds, *settings;
+  PyObject *override, *store, *rewritten, *error, *of_traced, *by_identity, *low_bit, *part;
   const char* text;
   parse(
-      arguments, "OOOOOOsOOOO", &policies, &reasons, &override, &store, &rewritten, &error, &text, &of_traced, &by_identity, &low_bit, &part);
-  const auto check_names = [](PyObject* given, const auto& expected) {
-    const auto names = convert_items(given, &string_of);
-    TORCH_CHECK(std::equal(names.begin(), names.end(), expected.begin(), expected.end()), "enumerations differ");
-  };
-  check_names(policies, kPolicyNames);
-  check_names(reasons, kNotPrepackedNames);
+      arguments, "(OOOOO)OOOOsOOOO", &policies, &reasons, &kinds, &prepack_kinds, &settings, &override, &store, &rewritten, &error, &text,
+      &of_traced, &by_identity, &low_bit, &part);
+  check_numbers(policies, kPolicyNames, static_cast<long>(Policy::kNone));
+  check_numbers(reasons, kNotPrepackedNames);
+  check_numbers(kinds, Action::kKindNames);
+  check_numbers(prepack_kinds, Action::kPrepackNames, Action::kAsItIs);
+  check_numbers(settings, kSettingNames);
   set_reference(native_override, override);
   set_reference(native_store, store);
   set_reference(storages_are_rewritten, rewritten);

@@ -116,8 +116,8 @@ class ResolvedArguments {
         recipe_(Object::borrow(arguments.recipe)),
         threads_(threads),
         settings_(with_cache(settings, Py_None)),
-        device_(device_of(PyTuple_GetItem(settings, 0))),
-        fast_dtype_(dtype_of(PyTuple_GetItem(settings, 2))) {
+        device_(device_of(PyTuple_GetItem(settings, Setting::kDeviceType))),
+        fast_dtype_(dtype_of(PyTuple_GetItem(settings, Setting::kDtype))) {
     PyObject *backend, *default_dtype, *questions, *items;
     int is_inherited;
     parse(dependencies, "OOpOO", &backend, &default_dtype, &is_inherited, &questions, &items);
@@ -169,11 +169,10 @@ class ResolvedArguments {
   }
 
   static Object with_cache(PyObject* settings, PyObject* cache) {
-    constexpr Py_ssize_t kCache = 5;
     const Py_ssize_t size = PyTuple_Size(settings);
     Object copy = Object::steal(PyType_GenericAlloc(Py_TYPE(settings), size));
     for (Py_ssize_t i = 0; i < size; ++i) {
-      PyTuple_SetItem(copy.get(), i, Py_NewRef(i == kCache ? cache : PyTuple_GetItem(settings, i)));
+      PyTuple_SetItem(copy.get(), i, Py_NewRef(i == Setting::kCache ? cache : PyTuple_GetItem(settings, i)));
     }
     return copy;
   }
@@ -246,8 +245,8 @@ void set_attributes(PyObject* region, PyObject* settings) {
   static PyObject* const device_name = PyUnicode_InternFromString("device");
   static PyObject* const dtype_name = PyUnicode_InternFromString("fast_dtype");
   if (PyObject_SetAttr(region, settings_name, settings) != 0 ||
-      PyObject_SetAttr(region, device_name, PyTuple_GetItem(settings, 0)) != 0 ||
-      PyObject_SetAttr(region, dtype_name, PyTuple_GetItem(settings, 2)) != 0) {
+      PyObject_SetAttr(region, device_name, PyTuple_GetItem(settings, Setting::kDeviceType)) != 0 ||
+      PyObject_SetAttr(region, dtype_name, PyTuple_GetItem(settings, Setting::kDtype)) != 0) {
     throw_python_error();
   }
 }

@@ -12,8 +12,11 @@ namespace {
 
 // An Action of low_bit/actions.py. Immutable.
 struct Action {
+  // The numbers of low_bit/actions.py, which bind() checks.
   static constexpr int kCachedCast = 0, kAsItIs = -1;  // the operator takes the cached cast, or the weight itself
-  enum class Kind : long { kFallBack, kFloat32, kOperator, kFloat32LaidOut, kRecorded };
+  static constexpr std::array<const char*, 2> kPrepackNames = {"AS_IT_IS", "CACHED_CAST"};
+  enum class Kind : long { kFallBack, kFloat32, kFloat32LaidOut, kRecorded, kOperator };
+  static constexpr std::array<const char*, 5> kKindNames = {"FALL_BACK", "FLOAT32", "FLOAT32_LAID_OUT", "RECORDED", "OPERATOR"};
 
   Kind kind;
   size_t weight = 0;

@@ -3,13 +3,13 @@
 import itertools
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import override
 
 from ...errors import StaleWeightError
-from ...plugins.backend import Backend
+from ...plugins.backend import Backend, overrides_is_capturing
 from ...policy.cast_policy import CastPolicy
 from ...policy.schemas import overload_with_dtype
 from ...torch_internals.dispatcher import OpOverload
@@ -21,22 +21,42 @@ from ..casts.weights import STALE, storages_are_rewritten
 from ..disable_dynamo import disable_dynamo
 from ..kernels import Kernels, autocast_key, refusal
 from ..low_bit import compute as low_bit
-from ..low_bit.actions import Results
+from ..low_bit.actions import AS_IT_IS, CACHED_CAST, ActionKind, Results
 from ..low_bit.plan import process_cache
 from ..override import Override
 from ..state import Settings
 
-# The numbers that the enumeration Policy in native/frames.h gives them.
-_POLICIES: dict[CastPolicy | None, int] = {None: -1, **{policy: number for number, policy in enumerate(CastPolicy)}}
+# The numbers that C++ has for the same names, which bind() checks.
+_POLICIES = {
+    "NONE": -1,
+    **{policy.name: number for number, policy in enumerate(CastPolicy)},
+    "LOW_BIT": len(CastPolicy),
+}
+_NUMBERS: tuple[dict[str, int], ...] = (
+    _POLICIES,
+    {name: number for number, name in enumerate(NOT_PREPACKED)},
+    {kind.name: kind for kind in ActionKind},
+    {"AS_IT_IS": AS_IT_IS, "CACHED_CAST": CACHED_CAST},
+    {name: number for number, name in enumerate(Settings._fields)},
+)
 
 # The ops, for all engines of a process: two that are loaded from one file share what is in it.
 _numbers: dict[str, int] = {}
 _names: dict[int, str] = {}
 _unused_numbers = itertools.count()
-_LOW_BIT = len(CastPolicy)
 _NOT_PREPACKED = tuple(NOT_PREPACKED.values())
 
-_Performed: TypeAlias = "tuple[Results | None, tuple[Any, ...] | None]"
+
+class _NativeAction(NamedTuple):
+    """An `Action` as C++ takes it, with its operator by name, and the store of the process's cache if it is made."""
+
+    kind: ActionKind
+    weight: int
+    prepack_kind: int
+    operator: str
+    overload: str
+    constants: tuple[Any, ...]
+    process_store: Any
 
 
 class NativeEngine:
@@ -47,10 +67,8 @@ class NativeEngine:
     def __init__(self, extension: ModuleType, origin: str, sources: Mapping[str, bytes]) -> None:
         self.origin = origin
         self.sources = sources
-        policies = [policy.name for policy in CastPolicy]
         extension.bind(
-            policies,
-            list(NOT_PREPACKED),
+            _NUMBERS,
             self._native_override,
             self.store,
             storages_are_rewritten,
@@ -86,13 +104,17 @@ class NativeEngine:
         return number
 
     @disable_dynamo
-    def _perform_low_bit(self, op: int, device_type: str, plain: bool, *args: Any) -> _Performed:
+    def _perform_low_bit(
+        self, op: int, device_type: str, plain: bool, *args: Any
+    ) -> tuple[Results | None, _NativeAction | None]:
         result, action = low_bit.perform(_names[op], device_type, args, plain)
-        if action is None or action.operator is None:
-            return result, action
-        schema, made = action.operator._schema, process_cache.made
+        if action is None:
+            return result, None
+        kind, weight, prepack_kind, operator, constants = action
+        name, overload = ("", "") if operator is None else (operator._schema.name, operator._schema.overload_name)
+        made = process_cache.made
         store = None if made is None else self.store(made)
-        return result, (*action[:3], schema.name, schema.overload_name, action.constants, store)
+        return result, _NativeAction(kind, weight, prepack_kind, name, overload, constants, store)
 
     def prepacked(
         self, cache: CastCache, weight: torch.Tensor, kind: int, prepack: Callable[[torch.Tensor], Any]
@@ -114,8 +136,8 @@ class NativeEngine:
     @disable_dynamo
     def _native_override(self, override: Override) -> Any:
         if override.native is None:
-            policies = {self.number(name): _POLICIES[policy] for name, policy in override.policies.items()}
-            policies |= {self.number(name): _LOW_BIT for name in override.low_bit}
+            policies = {self.number(name): _POLICIES[policy.name] for name, policy in override.policies.items()}
+            policies |= {self.number(name): _POLICIES["LOW_BIT"] for name in override.low_bit}
             override.native = self._extension.Override(policies)
         return override.native
 
@@ -145,8 +167,7 @@ class _NativeKernels(Kernels):
         self._extension = extension
         self._registrations = extension.KernelRegistrations(backend.device_type, autocast_key(backend.device_type))
         # Asking costs the GIL at each cast of a weight, so those that never capture are not asked.
-        overridden = type(backend).is_capturing is not Backend.is_capturing or "is_capturing" in vars(backend)
-        self._is_capturing = backend.is_capturing if overridden else None
+        self._is_capturing = backend.is_capturing if overrides_is_capturing(backend) else None
         super().__init__(backend, policies)
 
     @override
@@ -155,7 +176,7 @@ class _NativeKernels(Kernels):
         self._registrations.impl(
             name,
             self._engine.number(name),
-            _POLICIES[policy],
+            _POLICIES["NONE" if policy is None else policy.name],
             refusal(self.backend, name),
             None if with_dtype is None else f"{with_dtype._schema.name}.{with_dtype._schema.overload_name}",
             self._is_capturing,

@@ -12,13 +12,13 @@
 
 namespace {
 
-// The policies of polycast.CastPolicy in its order, which bind() checks, and two more. kNone: the op is in an override but not in
+// The policies of polycast.CastPolicy, and two more. bind() checks their numbers. kNone: the op is in an override but not in
 // the table, and no region with that override is active. kLowBit: LOWER_PRECISION_FP, of which the region's recipe may run calls.
 enum class Policy : int8_t {
   kNone = -1, kLowerPrecisionFp, kFp32, kFp32SetOptDtype, kFp32AppendDtype, kPromote, kBanned, kPassthrough, kLowBit };
 
-constexpr std::array<const char*, 7> kPolicyNames = {
-    "LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "FP32_APPEND_DTYPE", "PROMOTE", "BANNED", "PASSTHROUGH"};
+constexpr std::array<const char*, 9> kPolicyNames = {
+    "NONE", "LOWER_PRECISION_FP", "FP32", "FP32_SET_OPT_DTYPE", "FP32_APPEND_DTYPE", "PROMOTE", "BANNED", "PASSTHROUGH", "LOW_BIT"};
 
 // The policies by which a region overrides the table, by the op's number in this process.
 class Override {

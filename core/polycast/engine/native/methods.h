@@ -23,12 +23,12 @@ Object ready_key(PyObject* settings) {
   static PyObject* const key_name = PyUnicode_InternFromString("ready_key");
   TORCH_CHECK(PyTuple_Check(settings) && PyTuple_Size(settings) == kSettings,
               "the region's attribute _settings was replaced: a subclass of autocast needs another name for its own");
-  PyObject* const device_type = PyTuple_GetItem(settings, 0);
-  PyObject* const override = PyTuple_GetItem(settings, 4);
+  PyObject* const device_type = PyTuple_GetItem(settings, Setting::kDeviceType);
+  PyObject* const override = PyTuple_GetItem(settings, Setting::kOverride);
   if (override != Py_None) {
     return Object::steal(PyObject_GetAttr(override, key_name));
   }
-  if (PyTuple_GetItem(settings, 5) == Py_None) {
+  if (PyTuple_GetItem(settings, Setting::kCache) == Py_None) {
     return Object::borrow(device_type);
   }
   PyObject* const key = PyDict_GetItem(ready_with_cache, device_type);

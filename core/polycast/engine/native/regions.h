@@ -21,8 +21,14 @@ namespace {
 PyObject* native_override = nullptr;  // returns the Override for one of engine/state.py
 PyObject* native_store = nullptr;    // returns the UserStore of a WeightCache
 
-// The number of fields of Settings in engine/state.py.
-constexpr Py_ssize_t kSettings = 7;
+// The fields of Settings in engine/state.py, in its order, which bind() checks.
+struct Setting {
+  enum Field { kDeviceType, kEnabled, kDtype, kCacheEnabled, kOverride, kCache, kAbsolute };
+};
+
+constexpr std::array<const char*, 7> kSettingNames = {
+    "device_type", "enabled", "dtype", "cache_enabled", "override", "cache", "absolute"};
+constexpr Py_ssize_t kSettings = kSettingNames.size();
 
 class ThreadRegions {
  public:
@@ -134,16 +140,16 @@ bool enter_region(PyObject* owner, PyObject* all_settings) {
   for (size_t i = 0; i < settings.size(); ++i) {
     settings[i] = PyTuple_GetItem(all_settings, static_cast<Py_ssize_t>(i));
   }
-  const auto device = device_of(settings[0]);
-  const auto dtype = dtype_of(settings[2]);
+  const auto device = device_of(settings[Setting::kDeviceType]);
+  const auto dtype = dtype_of(settings[Setting::kDtype]);
   ThreadRegions& regions = regions_of_thread();
   auto frame = std::make_unique<Frame>();
   frame->owner = Object::borrow(owner);
   frame->settings = Object::borrow(all_settings);
-  frame->override = Object::borrow(settings[4]);
-  frame->cache = Object::borrow(settings[5]);
+  frame->override = Object::borrow(settings[Setting::kOverride]);
+  frame->cache = Object::borrow(settings[Setting::kCache]);
   frame->device = device;
-  const bool inherits = settings[6] == Py_False;
+  const bool inherits = settings[Setting::kAbsolute] == Py_False;
   if (!frame->override.is_none()) {
     const Frame* const below = inherits ? region_of(device).innermost : nullptr;
     const Object its = below == nullptr ? Object::borrow(Py_None) : below->override;  // Python may run, and the region end
@@ -153,7 +159,7 @@ bool enter_region(PyObject* owner, PyObject* all_settings) {
     frame->store = store_of(frame->cache.get());
   }
   if (const Observer* const current = observer.load(std::memory_order_relaxed)) {
-    current->enter_region(frame.get(), owner, device, settings[1] == Py_True, dtype);
+    current->enter_region(frame.get(), owner, device, settings[Setting::kEnabled] == Py_True, dtype);
   }
   // Python may have run until here, and entered or left regions; from here on it does not.
   if (const Frame* const below = region_of(device).innermost; below != nullptr && inherits) {
@@ -170,10 +176,10 @@ bool enter_region(PyObject* owner, PyObject* all_settings) {
   frame->dtype_before = at::autocast::get_autocast_dtype(device);
   frame->cache_enabled_before = at::autocast::is_autocast_cache_enabled();
   regions.frames.push(std::move(frame));
-  at::autocast::set_autocast_enabled(device, settings[1] == Py_True);
+  at::autocast::set_autocast_enabled(device, settings[Setting::kEnabled] == Py_True);
   at::autocast::set_autocast_dtype(device, dtype);
-  if (settings[3] != Py_None) {
-    at::autocast::set_autocast_cache_enabled(settings[3] == Py_True);
+  if (settings[Setting::kCacheEnabled] != Py_None) {
+    at::autocast::set_autocast_cache_enabled(settings[Setting::kCacheEnabled] == Py_True);
   }
   at::autocast::increment_nesting();
   return at::impl::torch_function_mode_enabled();
@@ -258,10 +264,10 @@ PyObject* last(PyObject*, PyObject*) {
   return frame == nullptr ? Py_NewRef(Py_None) : Py_BuildValue("(OO)", frame->owner.get(), frame->settings.get());
 }
 
-// innermost(device_type) -> (override, cache) | None
+// innermost(device_type) -> (override, cache)
 PyObject* innermost(PyObject*, PyObject* device_type) {
   const Frame* const frame = region_of(device_of(device_type)).innermost;
-  return frame == nullptr ? Py_NewRef(Py_None) : Py_BuildValue("(OO)", frame->override.get(), frame->cache.get());
+  return frame == nullptr ? Py_BuildValue("(OO)", Py_None, Py_None) : Py_BuildValue("(OO)", frame->override.get(), frame->cache.get());
 }
 
 // nesting(device_type) -> int

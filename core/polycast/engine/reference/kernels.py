@@ -134,8 +134,7 @@ class _CachedCast:
         with torch.no_grad():
             if not caches or self._backend.is_capturing():
                 return weight.to(dtype)
-            region = None if cache else self._machine.innermost(self._backend.device_type)
-            found = cache_by_identity(cache) if region is None else region[1]
+            found = cache_by_identity(cache) if cache else self._machine.innermost(self._backend.device_type)[1]
             if found is None:
                 return weight.to(dtype)
             return found.store("reference", PythonStore).cast(Source(weight, weight), dtype)

@@ -179,10 +179,10 @@ class PythonStateMachine:
     def _living(self) -> list[_ThreadRegions]:
         return [regions for thread in self._threads.copy() if (regions := thread()) is not None]
 
-    def innermost(self, device_type: str) -> tuple[Override | None, CastCache | None] | None:
+    def innermost(self, device_type: str) -> tuple[Override | None, CastCache | None]:
         """Return override and cache of the innermost region for a device."""
         frame = self._regions.innermost.get(device_type)
-        return None if frame is None else (frame.override, frame.cache)
+        return (None, None) if frame is None else (frame.override, frame.cache)
 
     def nesting(self, device_type: str) -> int:
         """Return the number of regions for a device."""
@@ -212,8 +212,7 @@ class PythonStateMachine:
 
     def policy(self, name: str, device_type: str, default: CastPolicy | None) -> CastPolicy | None:
         """Return the policy of an op in this thread's region."""
-        region = self.innermost(device_type)
-        override = None if region is None else region[0]
+        override, _ = self.innermost(device_type)
         return default if override is None else override.policies.get(name, default)
 
     def prepacked(
@@ -236,8 +235,8 @@ class PythonStateMachine:
 
     def computes_low_bit(self, name: str, device_type: str) -> bool:
         """Return whether the recipe of this thread's region computes an op."""
-        region = self.innermost(device_type)
-        return region is not None and region[0] is not None and name in region[0].low_bit
+        override, _ = self.innermost(device_type)
+        return override is not None and name in override.low_bit
 
     def weight_caster(self, device_type: str) -> _CastWeight | None:
         """Return what casts a weight or a view in this thread's region, and keeps the cast; None where it is in none.
@@ -245,11 +244,11 @@ class PythonStateMachine:
         It is given the weight that the tensor is or is a view of. The history of a view is that of one use, as torch's
         is: to share one would add up the gradients of several uses in the fast dtype.
         """
-        region = self.innermost(device_type)
-        if region is None:
+        if not self.nesting(device_type):
             return None
+        _, cache = self.innermost(device_type)
         own = self._regions.store
-        store = own if region[1] is None else self.store(region[1])
+        store = own if cache is None else self.store(cache)
 
         def cast(tensor: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
             link = tensor.requires_grad and torch.is_grad_enabled()
